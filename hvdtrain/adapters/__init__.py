@@ -1,0 +1,1 @@
+"""*How* the eight steps are done: one framework and one strategy each."""

@@ -1,0 +1,132 @@
+"""The eight steps from a script for one device to distributed training, as an interface.
+
+This file is the table of contents of the project: one abstract method a step, in order. The
+framework-free half stands in ``steps/``, each framework's half beside this file. A method says
+what it guarantees on all ranks together; all ranks must call it, in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.steps.learning_rate import LearningRate
+from hvdtrain.steps.sharding import Shards
+from hvdtrain.steps.world import World
+
+
+class Adapter(ABC):
+    """Eight steps, for one framework and one strategy. Call them in this order."""
+
+    world: World
+
+    @abstractmethod
+    def initialize(self, *, short_steps: bool = False) -> World:
+        """Step 1: join the other ranks.
+
+        After it, all ranks know one ``World``. Environment variables that tune MPI and Horovod are
+        set before either starts, and only those that the user has not set.
+
+        Args:
+            short_steps: steps of the training take a few milliseconds (MNIST), so that Horovod
+                should look for work more often.
+
+        Raises:
+            UsageError: on every rank, within seconds, where the launcher started another number
+                of processes than the runtime connected.
+        """
+
+    @abstractmethod
+    def pin_device(self) -> str:
+        """Step 2: give each local rank a device of its own; on a CPU, its share of the cores.
+
+        Returns:
+            The device in words, such as ``cuda:0`` or ``cpu, 4 threads``.
+
+        Raises:
+            UsageError: on every rank, where some host has fewer devices than local ranks.
+        """
+
+    @abstractmethod
+    def shard_data(self, samples: int, *, global_batch: int, seed: int = 0) -> Shards:
+        """Step 3: this rank's parts of the global batches of ``range(samples)``.
+
+        Iterate over ``.epoch(number)``; each ``Part`` has ``indices``, and all ranks take the same
+        number of steps. See ``steps/sharding.py``.
+
+        Args:
+            samples: size of the dataset, equal on all ranks.
+            global_batch: samples of a step over all ranks.
+            seed: seed of the order, equal on all ranks.
+        """
+
+    @abstractmethod
+    def scale_learning_rate(
+        self, base: float, *, scaling: str = "linear", **schedule: Any
+    ) -> LearningRate:
+        """Step 4: the learning rate as a function of the place in the training, in epochs.
+
+        Args:
+            base: the learning rate that is right for one rank.
+            scaling: ``linear``, ``sqrt`` or ``none``: how it grows with the world size.
+            schedule: ``epochs``, ``warmup_epochs``, ``schedule``, ``milestones``, ``decay`` of
+                ``LearningRate``.
+        """
+
+    @abstractmethod
+    def distribute_optimizer(self, optimizer: Any) -> Any:
+        """Step 5: from now on an update uses the mean gradient over the *global* batch.
+
+        The optimizer keeps its type and its methods. The loss stays the mean over the rank's own
+        part: gradients are weighted by the part's share of the global batch, so uneven parts, and
+        empty ones, are right too. (Weighting needs to know the part: iterate directly over
+        ``shard_data(...).epoch(n)``, or pass the loss through ``weigh``.)
+
+        Returns:
+            The same optimizer.
+        """
+
+    @abstractmethod
+    def broadcast_state(self, model: Any, optimizer: Any = None) -> str:
+        """Step 6: parameters, buffers and optimizer state of rank 0 to all ranks, bit for bit.
+
+        Returns:
+            The SHA-256 of the state, which every rank has compared with all others.
+
+        Raises:
+            HvdtrainError: on every rank, naming the ranks whose state differs afterwards.
+        """
+
+    @abstractmethod
+    def save_checkpoint(
+        self,
+        directory: Path | str,
+        model: Any,
+        optimizer: Any,
+        *,
+        state: dict[str, Any],
+        keep: int = 3,
+    ) -> Path:
+        """Step 7: rank 0 writes a checkpoint, complete or not at all.
+
+        Args:
+            directory: where checkpoints live; a shared file system where there are several hosts.
+            state: JSON values to find again; ``step`` (updates done) is required.
+            keep: how many of the newest stay, besides the best.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 could not write.
+        """
+
+    @abstractmethod
+    def average_metrics(self, count: float, **sums: float) -> tuple[dict[str, float], int]:
+        """Step 8: metrics over all samples of all ranks.
+
+        Args:
+            count: samples that this rank's sums are over; 0 is fine.
+            sums: sums over them, by name, such as ``loss=`` and ``correct=``.
+
+        Returns:
+            The means by name, and the count over all ranks.
+        """

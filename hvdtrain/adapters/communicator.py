@@ -1,0 +1,98 @@
+"""The few collectives that the steps need, on bytes and float64 vectors: no framework in sight."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
+from hvdtrain.launch.ending import agreed
+
+Result = TypeVar("Result")
+Bytes = NDArray[np.uint8]
+Vector = NDArray[np.float64]
+
+CHUNK = 2**28  # bytes in one broadcast: MPI counts elements in a 32-bit int
+
+
+class Communicator(ABC):
+    """Collectives over all ranks; each must be called by all of them, in the same order."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def gather(self, data: bytes) -> list[bytes]:
+        """The ``data`` of every rank, by rank; lengths may differ."""
+
+    @abstractmethod
+    def broadcast(self, data: Bytes) -> Bytes:
+        """Rank 0's ``data``; all ranks give an array of the same length."""
+
+    @abstractmethod
+    def sum(self, values: Vector) -> Vector:
+        """The element-wise sum over all ranks of a float64 vector."""
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's ``data``, of any length, on every rank."""
+        length = int.from_bytes(self.gather(len(data).to_bytes(8, "big"))[0], "big")
+        buffer = np.zeros(length, np.uint8)
+        if self.rank == 0:
+            buffer[:] = np.frombuffer(data, np.uint8)
+        for start in range(0, length, CHUNK):
+            buffer[start : start + CHUNK] = self.broadcast(buffer[start : start + CHUNK])
+        return buffer.tobytes()
+
+    def together(self, action: Callable[[], Result]) -> Result:
+        """Do ``action`` on every rank; where it fails for one, the same error is raised on all.
+
+        Without this, the ranks that succeeded would wait for ever in their next collective.
+
+        Raises:
+            UsageError, CheckpointError: the first failing rank's, naming it where only some failed.
+        """
+        failure: HvdtrainError | None = None
+        try:
+            result = action()
+        except HvdtrainError as error:
+            failure = error
+        kind = "C" if isinstance(failure, CheckpointError) else "U"
+        answers = self.gather((kind + str(failure)).encode() if failure else b"")
+        failed = {rank: text.decode() for rank, text in enumerate(answers) if text}
+        if failed:
+            first, text = next(iter(failed.items()))
+            who = "" if len(failed) == self.size or self.size == 1 else f"rank {first}: "
+            error_type = CheckpointError if text[0] == "C" else UsageError
+            raise agreed(error_type(who + text[1:])) from failure
+        return result
+
+    def on_root(self, action: Callable[[], Result]) -> Result | None:
+        """Do ``action`` on rank 0 alone; all ranks wait for it, and raise if it fails.
+
+        Returns:
+            The result on rank 0, None elsewhere.
+        """
+        return self.together(lambda: action() if self.rank == 0 else None)
+
+
+class Alone(Communicator):
+    """One process: every collective returns what it was given."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See ``Communicator``."""
+        return [data]
+
+    def broadcast(self, data: Bytes) -> Bytes:
+        """See ``Communicator``."""
+        return data
+
+    def sum(self, values: Vector) -> Vector:
+        """See ``Communicator``."""
+        return values

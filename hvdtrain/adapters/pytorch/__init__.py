@@ -1,0 +1,1 @@
+"""The eight steps for PyTorch."""

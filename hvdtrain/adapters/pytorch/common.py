@@ -1,0 +1,122 @@
+"""Steps 2, 6 and 7 for PyTorch: devices, and the state of model and optimizer as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.sharding import Part
+
+
+class PyTorchAdapter(CommonAdapter):
+    """The half of an adapter that is PyTorch's; a strategy adds ``connect`` and step 5."""
+
+    device: torch.device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._weighed = False
+
+    def pin_device(self) -> str:
+        """See ``Adapter``."""
+        if torch.cuda.is_available():
+            self.check_devices(torch.cuda.device_count())
+            self.device = torch.device("cuda", self.world.local_rank)
+            torch.cuda.set_device(self.device)
+            self.has_gpu = True
+            return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
+        threads = self.cpu_threads()
+        torch.set_num_threads(threads)
+        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+
+    def take(self, part: Part) -> None:
+        """See ``CommonAdapter``."""
+        super().take(part)
+        self._weighed = False
+
+    def weigh(self, loss: torch.Tensor, part: Part | None = None) -> torch.Tensor:
+        """See ``CommonAdapter``."""
+        if part is not None:
+            self.take(part)
+        self._weighed = True
+        return loss * self.part_weight
+
+    def gradient_factor(self) -> float:
+        """What the gradients in hand still have to be multiplied by before they are summed."""
+        weight = self.part_weight
+        return 1.0 if self._weighed and weight else weight
+
+    def reduce_gradients(self) -> None:
+        """Make the gradients those of the global batch now; ``optimizer.step`` does so otherwise.
+
+        For what looks at gradients before the step: loss scaling, clipping.
+        """
+
+    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
+        """See ``CommonAdapter``."""
+        weights = {name: _array(value) for name, value in model.state_dict().items()}
+        return Checkpoint(weights, {} if optimizer is None else _optimizer_arrays(optimizer))
+
+    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
+        """See ``CommonAdapter``."""
+        own = model.state_dict()
+        wrong = [
+            name
+            for name in sorted(own.keys() | state.model.keys())
+            if name not in own
+            or name not in state.model
+            or tuple(own[name].shape) != state.model[name].shape
+        ]
+        if wrong:
+            raise UsageError(
+                f"{state.path or 'the state of rank 0'} is not of this model: {len(wrong)} tensors "
+                f"differ in name or shape, the first is {wrong[0]}"
+            )
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(torch.from_numpy(np.array(state.model[name])))
+        if optimizer is not None:
+            _load_optimizer(optimizer, state.training)
+
+    def local_buffers(self, model: Any) -> Arrays:
+        """See ``CommonAdapter``."""
+        return {
+            name: _array(value)
+            for name, value in model.named_buffers()
+            if value.is_floating_point()
+        }
+
+    def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
+        """See ``CommonAdapter``."""
+        for name, value in model.named_buffers():
+            if name in arrays:
+                value.copy_(torch.from_numpy(np.array(arrays[name])))
+
+
+def _array(value: torch.Tensor) -> np.ndarray[Any, Any]:
+    return value.detach().to("cpu", copy=True).contiguous().numpy()
+
+
+def _optimizer_arrays(optimizer: torch.optim.Optimizer) -> Arrays:
+    # "3/momentum_buffer": the state of the fourth parameter, numbered as state_dict does.
+    return {
+        f"{index}/{key}": _array(torch.as_tensor(value))
+        for index, entries in sorted(optimizer.state_dict()["state"].items())
+        for key, value in entries.items()
+        if value is not None
+    }
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, arrays: Arrays) -> None:
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, value in arrays.items():
+        index, _, key = name.partition("/")
+        state.setdefault(int(index), {})[key] = torch.from_numpy(np.array(value))
+    # Learning rate, momentum and the rest are options of this run, not of the one that saved.
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,80 @@
+"""The eight steps for PyTorch over Horovod."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from hvdtrain.adapters.communicator import Bytes, Communicator, Vector
+from hvdtrain.adapters.pytorch.buckets import Buckets
+from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+
+
+class HorovodCollectives(Communicator):
+    """Horovod's collectives on CPU tensors."""
+
+    def __init__(self) -> None:
+        self.rank: int = hvd.rank()
+        self.size: int = hvd.size()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See ``Communicator``."""
+        lengths = hvd.allgather(torch.tensor([len(data)])).tolist()
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        joined = hvd.allgather(mine).numpy().tobytes() if sum(lengths) else b""
+        ends = np.cumsum(lengths)
+        return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+    def broadcast(self, data: Bytes) -> Bytes:
+        """See ``Communicator``."""
+        result: Bytes = hvd.broadcast(torch.from_numpy(data), root_rank=0).numpy()
+        return result
+
+    def sum(self, values: Vector) -> Vector:
+        """See ``Communicator``."""
+        result: Vector = hvd.allreduce(torch.from_numpy(values), op=hvd.Sum).numpy()
+        return result
+
+
+class HorovodAdapter(PyTorchAdapter):
+    """Each rank holds the whole model; Horovod sums the gradients."""
+
+    name = "horovod"
+    runtime = "Horovod"
+    _buckets: Buckets | None = None
+
+    def connect(self) -> Communicator:
+        """See ``CommonAdapter``."""
+        hvd.init()
+        return HorovodCollectives()
+
+    def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """See ``Adapter``."""
+        if self.world.size == 1:
+            return optimizer
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        self._buckets = Buckets(parameters, _start_sum, hvd.synchronize, self.gradient_factor)
+        self._buckets.stop_wanted = lambda: self.stop_wanted
+        optimizer.register_step_pre_hook(self._buckets.before_step)
+        return optimizer
+
+    def reduce_gradients(self) -> None:
+        """See ``PyTorchAdapter``."""
+        if self._buckets:
+            self._buckets.finish()
+
+    @property
+    def stop_agreed(self) -> bool:
+        """See ``CommonAdapter``."""
+        return self._buckets.stop_agreed if self._buckets else self.stop_wanted
+
+
+def _start_sum(bucket: torch.Tensor, name: str, factor: float) -> int:
+    handle: int = hvd.allreduce_async_(bucket, name=name, op=hvd.Sum, prescale_factor=factor)
+    return handle

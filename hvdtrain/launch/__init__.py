@@ -1,0 +1,1 @@
+"""Who started this process, and how a job of several processes ends."""

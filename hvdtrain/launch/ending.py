@@ -1,0 +1,90 @@
+"""How a process of a job ends: one line for the user, the right exit code, no rank left hanging.
+
+mpirun kills all ranks as soon as one exits with a code other than 0, often before another has
+printed a word. So rank 0 speaks at once and leaves; any other rank first waits for the job to be
+ended by rank 0, and speaks only if it is still there: then the error was its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from hvdtrain.errors import EXIT_FAILURE, HvdtrainError, UsageError
+from hvdtrain.launch.detect import detect
+
+log = logging.getLogger(__name__)
+
+# Seconds that a rank other than 0 waits for rank 0 to speak: wrong use is most often the same on
+# all ranks; a failure is most often one rank's own, and the job must be over within 10 s.
+WAIT_USAGE = 5.0
+WAIT_FAILURE = 1.0
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Call ``main`` and end the process with what it returns, whatever happens in it.
+
+    An ``HvdtrainError`` becomes one line on standard error and its exit code; anything else is a
+    defect or a broken machine: its traceback is shown, headed by rank and host, and the code is 1.
+    """
+    try:
+        code = main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE
+    except KeyboardInterrupt:
+        fail("interrupted", code=130)
+    except HvdtrainError as error:
+        wait = WAIT_USAGE if isinstance(error, UsageError) else WAIT_FAILURE
+        fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=is_agreed(error))
+    except Exception as error:
+        detail = "".join(traceback.format_exception(error))
+        fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
+    leave(code)
+
+
+def agreed(error: HvdtrainError) -> HvdtrainError:
+    """Mark ``error`` as one that all ranks raise together, so that rank 0 alone speaks."""
+    error.__notes__ = [*getattr(error, "__notes__", []), _AGREED]
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether all ranks raise this error together."""
+    return _AGREED in getattr(error, "__notes__", [])
+
+
+_AGREED = "agreed by all ranks"
+
+stage = ""  # where this process is, such as "step 17"; told where it fails
+
+
+def fail(message: str, *, code: int, wait: float = WAIT_FAILURE, agreed: bool = False) -> NoReturn:
+    """Say ``message`` and leave with ``code``; a rank other than 0 lets rank 0 go first."""
+    place = detect(os.environ)
+    if place.rank != 0:
+        time.sleep(wait)
+    if place.rank == 0 or not agreed:
+        who = f"rank {place.rank} on {socket.gethostname()}"
+        where = "" if agreed or place.size == 1 else f"{who}{', ' + stage if stage else ''}: "
+        sys.stdout.flush()
+        sys.stderr.write(f"hvdtrain: {where}{message.rstrip()}\n")
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, without the finalizers of MPI, Horovod or worker pools.
+
+    After a failure those wait for ranks that will never come; ``os._exit`` cannot hang.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 0:
+        sys.exit(0)
+    os._exit(code)

@@ -1,0 +1,251 @@
+"""Step 7, checkpoints: one writer; complete or absent, never half; the newest intact one resumes.
+
+A checkpoint is a directory ``step-000000042`` that holds
+
+    model.safetensors       parameters and buffers, names as in the model: the weights to ship
+    training.safetensors    what only a resume needs: optimizer state, the ranks' own buffers
+    state.json              position, counters, origin, metrics, and the SHA-256 of the two files
+
+Loading them executes nothing (safetensors holds numbers alone). The directory is written under
+another name, flushed to disk and renamed, so that a crash leaves the old ones and no half of a new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from hvdtrain.errors import CheckpointError, UsageError
+
+log = logging.getLogger(__name__)
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+FORMAT = 1
+MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
+PREFIX, PARTIAL = "step-", ".partial-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds.
+
+    Attributes:
+        model: parameters and buffers by name.
+        training: optimizer state and other tensors that a resume needs, by name.
+        state: JSON values: ``step``, ``origin`` (what made it: framework, model, dataset size),
+            position and counters, and ``metrics`` of the last evaluation (or null).
+        path: the directory, when it was read from one.
+    """
+
+    model: Arrays
+    training: Arrays
+    state: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+
+def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write ``checkpoint`` under ``directory`` and drop all but the newest ``keep`` and the best.
+
+    To be called on one rank only (see ``Adapter.save_checkpoint``).
+
+    Returns:
+        The directory of the new checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be written, a full disk for one; what was there before is intact.
+    """
+    step = int(checkpoint.state["step"])
+    final = _free_name(directory, step)
+    partial = directory / f"{PARTIAL}{final.name}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _write(partial, checkpoint)
+        partial.rename(final)
+        _flush(directory)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = newest_name(directory)
+        raise CheckpointError(
+            f"the checkpoint of step {step} cannot be written to {directory}: "
+            f"{error.strerror or error}. "
+            + (f"{kept} is intact: free some space and run again" if kept else "Free some space")
+        ) from error
+    prune(directory, keep)
+    return final
+
+
+def _free_name(directory: Path, step: int) -> Path:
+    # A second save of one step (after the evaluation, say) gets a name of its own that sorts
+    # later: replacing the first would leave a moment without either.
+    final = directory / f"{PREFIX}{step:09d}"
+    again = 1
+    while final.exists():
+        final = directory / f"{PREFIX}{step:09d}+{again:02d}"
+        again += 1
+    return final
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    digests = {}
+    for name, arrays in ((MODEL_FILE, checkpoint.model), (TRAINING_FILE, checkpoint.training)):
+        data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in arrays.items()})
+        digests[name] = hashlib.sha256(data).hexdigest()
+        _write_file(folder / name, data)
+    state = {"format": FORMAT, **checkpoint.state, "sha256": digests}
+    _write_file(folder / STATE_FILE, json.dumps(state, indent=1).encode())
+    _flush(folder)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(folder: Path) -> None:
+    # The entries of a directory reach the disk only when the directory itself is flushed.
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value`` to ``path`` as JSON, complete or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_file(partial, json.dumps(value, indent=1, allow_nan=True).encode() + b"\n")
+    partial.rename(path)
+
+
+def newest_name(directory: Path) -> str | None:
+    """The name of the newest checkpoint directory, unchecked; None where there is none."""
+    names = _names(directory)
+    return names[-1] if names else None
+
+
+def _names(directory: Path) -> list[str]:
+    if not directory.is_dir():
+        return []
+    return sorted(entry.name for entry in directory.iterdir() if entry.name.startswith(PREFIX))
+
+
+def load_newest(directory: Path) -> Checkpoint | None:
+    """The newest checkpoint under ``directory`` whose checksums are right; None without one.
+
+    A damaged one is named in a warning and passed over.
+
+    Raises:
+        UsageError: checkpoints are there and not one of them can be read.
+    """
+    names = _names(directory)
+    reasons = []
+    for name in reversed(names):
+        try:
+            return read(directory / name)
+        except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+            reasons.append(f"{name}: {error}")
+            log.warning("checkpoint %s is damaged (%s): passed over", directory / name, error)
+    if names:
+        raise UsageError(
+            f"--checkpoint-dir {directory}: none of its {len(names)} checkpoints can be read "
+            f"({reasons[0]}). Use --resume never or another directory to begin anew"
+        )
+    return None
+
+
+def read(folder: Path) -> Checkpoint:
+    """Read the checkpoint in ``folder`` and check it.
+
+    Raises:
+        ValueError: a checksum or the format number is wrong.
+        OSError, KeyError: a file or an entry is missing.
+    """
+    state = json.loads((folder / STATE_FILE).read_bytes())
+    if state["format"] != FORMAT:
+        raise ValueError(f"format {state['format']}, this hvdtrain reads {FORMAT}")
+    arrays = {}
+    for name in (MODEL_FILE, TRAINING_FILE):
+        data = (folder / name).read_bytes()
+        if hashlib.sha256(data).hexdigest() != state["sha256"][name]:
+            raise ValueError(f"the checksum of {name} is wrong")
+        arrays[name] = safetensors.numpy.load(data)
+    return Checkpoint(arrays[MODEL_FILE], arrays[TRAINING_FILE], state, folder)
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Delete all checkpoints but the newest ``keep`` steps and the one with the best evaluation."""
+    names = _names(directory)
+    for name, later in zip(names, names[1:], strict=False):
+        if later.startswith(name.partition("+")[0]):  # of the same step
+            shutil.rmtree(directory / name, ignore_errors=True)
+    names = _names(directory)
+    scores = {name: _score(directory / name) for name in names}
+    scored = [name for name in names if scores[name] is not None]
+    best = max(scored, key=lambda name: scores[name] or 0.0, default=None)
+    for name in names[: max(0, len(names) - keep)]:
+        if name != best:
+            shutil.rmtree(directory / name, ignore_errors=True)
+
+
+def _score(folder: Path) -> float | None:
+    try:
+        metrics = json.loads((folder / STATE_FILE).read_bytes()).get("metrics") or {}
+        return metrics.get("accuracy")
+    except (OSError, ValueError):
+        return None
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Move all checkpoints into a folder of their own, so that none of them is resumed by mistake.
+
+    For a training that begins anew in a used directory.
+
+    Returns:
+        The folder, or None where there was nothing to move.
+    """
+    names = _names(directory)
+    if not names:
+        return None
+    number = 1
+    while (aside := directory / f"before-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for name in names:
+        (directory / name).rename(aside / name)
+    return aside
+
+
+def check_origin(checkpoint: Checkpoint, origin: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that another task made.
+
+    Raises:
+        UsageError: naming each difference, old value and new.
+    """
+    made = checkpoint.state.get("origin", {})
+    wrong = [
+        f"{key} {made.get(key)!r} there, {value!r} here"
+        for key, value in origin.items()
+        if made.get(key) != value
+    ]
+    if wrong:
+        raise UsageError(
+            f"{checkpoint.path} is the checkpoint of another training ({'; '.join(wrong)}). "
+            "Use another --checkpoint-dir, or the options that it was made with"
+        )

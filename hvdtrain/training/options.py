@@ -1,0 +1,241 @@
+"""The options of the trainers: one frozen dataclass, and the command line made from it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.adapters.select import STRATEGIES
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
+
+
+def count(value: str | int | float) -> int:
+    """A whole number of 0 or more; ``5e9`` is taken."""
+    number = float(value)
+    if number < 0 or number != int(number):
+        raise ValueError(f"{value} is not a whole number of 0 or more")
+    return int(number)
+
+
+def positive(value: str | int | float) -> int:
+    """A whole number of 1 or more."""
+    if count(value) < 1:
+        raise ValueError(f"{value} is not a whole number of 1 or more")
+    return count(value)
+
+
+def fraction(value: str | float) -> float:
+    """A number from 0 up to, not including, 1."""
+    if not 0 <= float(value) < 1:
+        raise ValueError(f"{value} is not a fraction from 0 up to 1")
+    return float(value)
+
+
+def non_negative(value: str | float) -> float:
+    """A finite number of 0 or more."""
+    if not 0 <= float(value) < float("inf"):
+        raise ValueError(f"{value} is not a number of 0 or more")
+    return float(value)
+
+
+def numbers(value: str | Sequence[float]) -> tuple[float, ...]:
+    """Numbers separated by commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(non_negative(part) for part in parts)
+
+
+def option(
+    default: Any, text: str, kind: Callable[[Any], Any] = str, choices: Sequence[str] = ()
+) -> Any:
+    """A field with its help text, the function that reads it, and the valid names."""
+    metadata = {"help": text, "kind": kind, "choices": tuple(choices)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def not_built(text: str, kind: Callable[[Any], Any] = str) -> Any:
+    """A field of the contract whose part is not built yet: giving it is an error that says so."""
+    default = False if kind is bool else None
+    metadata = {"help": f"not built yet: {text}", "kind": kind, "choices": (), "not_built": True}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can say about a training; None means that workload or machine decide."""
+
+    framework: str = option("pytorch", "who computes", choices=("pytorch", "tensorflow"))
+    strategy: str | None = option(
+        None, "how ranks work together (default: horovod where installed)", choices=STRATEGIES
+    )
+    data: Path | None = option(None, "directory of the dataset (see the end)", Path)
+    synthetic: bool = option(False, "random images made once, for measuring speed", bool)
+    model: str | None = option(None, "the network (see the end)")
+    image_size: int | None = option(None, "side of the square images, pixels (224)", positive)
+    epochs: int | None = option(None, "passes over the data; the length of the schedule", positive)
+    num_steps: int | None = option(
+        None, "stop when this many updates are done, resumed ones included", count
+    )
+    batch_size: int | None = option(None, "samples a rank and step", positive)
+    global_batch_size: int | None = option(
+        None, "samples a step over all ranks, instead of --batch-size", positive
+    )
+    lr: float | None = option(None, "learning rate that is right for one rank", non_negative)
+    lr_scaling: str | None = option(
+        None,
+        "growth with the world size (linear; none with --global-batch-size)",
+        choices=SCALINGS,
+    )
+    warmup_epochs: float | None = option(
+        None, "epochs in which the learning rate climbs to its height", non_negative
+    )
+    lr_schedule: str | None = option(None, "what follows the warm-up", choices=SCHEDULES)
+    lr_milestones: tuple[float, ...] | None = option(
+        None, "multistep: epochs at which it falls, such as 30,60,80", numbers
+    )
+    lr_decay: float = option(0.1, "multistep: the factor at each milestone", non_negative)
+    momentum: float = option(0.9, "of SGD", fraction)
+    weight_decay: float | None = option(None, "L2 penalty on the parameters", non_negative)
+    optimizer: str = option("sgd", "the update rule", choices=("sgd", "adam", "adamw"))
+    precision: str = option(
+        "auto", "of the forward pass", choices=("auto", "fp64", "fp32", "bf16", "fp16")
+    )
+    dropout: float | None = option(None, "mnist: one fraction for all dropouts, 0: none", fraction)
+    sync_batchnorm: bool = option(False, "BatchNorm over the global batch", bool)
+    accumulate_steps: int | None = not_built("micro-batches an update", positive)
+    compression: str | None = not_built("of the gradients on the wire: none or fp16")
+    workers: int | None = option(None, "processes a rank that read images (0: the rank)", count)
+    skip_broken: bool = option(False, "leave out images that cannot be decoded, and count them", bool)
+    seed: int = option(0, "of weights, order, dropout and augmentation", count)
+    deterministic: bool = option(False, "bit-equal from run to run at any number of ranks", bool)
+    checkpoint_dir: Path | None = option(None, "where checkpoints are kept and resumed from", Path)
+    checkpoint_every: int | None = option(
+        None, "also save whenever this many updates are done (default: each epoch)", positive
+    )
+    keep: int = option(3, "how many of the newest checkpoints stay, besides the best", positive)
+    resume: str = option("auto", "from --checkpoint-dir", choices=("auto", "never", "must"))
+    summary: Path | None = option(None, "write the result to this file, as JSON", Path)
+    metrics: Path | None = option(None, "write the course to this file, as JSON Lines", Path)
+    tensorboard: Path | None = option(None, "write the course to this directory, for TensorBoard", Path)
+    timeline: str | None = not_built("Horovod timeline file")
+    timeline_steps: str | None = not_built("steps A:B that the timeline covers")
+    check_replicas: int | None = not_built("compare the replicas every so many steps", positive)
+    quiet: bool = option(False, "no progress, no table; errors only", bool)
+
+
+def build_parser(workload: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """The command line of a trainer, made from the fields of ``Options``."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m hvdtrain.{workload}",
+        usage="%(prog)s [options]",
+        description=description,
+        epilog=epilog,
+        exit_on_error=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; the line wins")
+    for field in dataclasses.fields(Options):
+        dashed = "--" + field.name.replace("_", "-")
+        text, kind = field.metadata["help"], field.metadata["kind"]
+        if kind is bool:
+            parser.add_argument(dashed, action="store_true", default=None, help=text)
+            continue
+        if field.default is not None:
+            text += f" ({field.default})"
+        choices = field.metadata["choices"]
+        metavar = "|".join(choices) or {Path: "PATH", str: "NAME", numbers: "N,N"}.get(kind, "N")
+        parser.add_argument(dashed, type=_reader(kind, choices), metavar=metavar, help=text)
+    return parser
+
+
+def _reader(kind: Callable[[Any], Any], choices: Sequence[str]) -> Callable[[str], Any]:
+    def read(value: str) -> Any:
+        if choices and value not in choices:
+            raise argparse.ArgumentTypeError(f"{value!r}: choose one of {', '.join(choices)}")
+        try:
+            return kind(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+def parse(workload: str, arguments: Sequence[str], *, description: str, epilog: str) -> Options:
+    """Read the command line of a trainer, and the YAML file that ``--config`` names.
+
+    Raises:
+        UsageError: naming the option, the wrong value and the valid ones.
+    """
+    parser = build_parser(workload, description, epilog)
+    line = [_dashed(argument) for argument in arguments]
+    given = _values(parser, line)
+    if path := given.pop("config", None):
+        given = {**_values(parser, _read_config(Path(path))), **given}
+    return check(Options(**given))
+
+
+def _dashed(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _values(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:
+    try:
+        namespace, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error.argument_name}: {error.message}") from error
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        name = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+        raise UsageError(f"{name}: no such option; {hint}")
+    return {name: value for name, value in vars(namespace).items() if value is not None}
+
+
+def _read_config(path: Path) -> list[str]:
+    # The file becomes arguments, so that its values are read and checked in the same one way.
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path}: it must hold lines such as `batch-size: 64`")
+    arguments = []
+    for name, value in content.items():
+        option_name = "--" + str(name).replace("_", "-")
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        if value is True:
+            arguments.append(option_name)
+        elif value is not False and value is not None:
+            arguments.append(f"{option_name}={value}")
+    return arguments
+
+
+def check(options: Options) -> Options:
+    """Refuse what is not built yet, and options that contradict one another.
+
+    Raises:
+        UsageError: naming the options.
+    """
+    for field in dataclasses.fields(Options):
+        if field.metadata.get("not_built") and getattr(options, field.name) != field.default:
+            raise UsageError(f"--{field.name.replace('_', '-')} is not built yet: leave it out")
+    if options.batch_size and options.global_batch_size:
+        raise UsageError("--batch-size and --global-batch-size contradict each other: give one")
+    if options.synthetic and options.data:
+        raise UsageError("--synthetic and --data contradict each other: give one")
+    if options.checkpoint_dir is None:
+        for name in ("checkpoint_every", "resume"):
+            if getattr(options, name) not in (None, "auto", "never"):
+                raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
+    return options

@@ -1,0 +1,158 @@
+"""What a training shows while it runs: a bar or plain lines, JSON Lines, TensorBoard.
+
+Only the writing rank holds a ``Progress``; the others hold a ``Silent``, which does nothing, so
+that the loop never asks who it is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hvdtrain.errors import UsageError
+
+PLAIN_SECONDS = 5.0  # between two lines where the output is no terminal
+
+
+class Silent:
+    """What ranks other than the writer hold."""
+
+    def begin(self, headline: list[str], total: int, done: int) -> None:
+        """The training starts: ``done`` of ``total`` steps are done already."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A log interval is over."""
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """An epoch has been evaluated."""
+
+    def say(self, text: str) -> None:
+        """A line for the reader."""
+
+    def end(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """The training is over: show the result and close all files."""
+
+
+class Progress(Silent):
+    """What the writing rank holds.
+
+    Args:
+        quiet: show nothing on standard output.
+        metrics: JSON Lines file, appended to, or None.
+        tensorboard: directory of event files, or None.
+
+    Raises:
+        UsageError: a file cannot be written, or TensorBoard is not installed.
+    """
+
+    def __init__(
+        self, *, quiet: bool = False, metrics: Path | None = None, tensorboard: Path | None = None
+    ) -> None:
+        self.console = Console(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._lines: TextIO | None = None
+        if metrics:
+            try:
+                metrics.parent.mkdir(parents=True, exist_ok=True)
+                self._lines = metrics.open("a")
+            except OSError as error:
+                raise UsageError(f"--metrics {metrics}: {error.strerror}") from error
+        self._board = _board(tensorboard) if tensorboard else None
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._last_line = 0.0
+        self._total = 0
+
+    def begin(self, headline: list[str], total: int, done: int) -> None:
+        """See ``Silent``."""
+        for line in headline:
+            self.console.print(line)
+        self._total = total
+        if self.console.is_terminal and not self.console.quiet:
+            self._bar = Bar(
+                TextColumn("epoch {task.fields[epoch]}"),
+                BarColumn(),
+                TextColumn("step {task.completed}/{task.total}  loss {task.fields[loss]}"),
+                TextColumn("{task.fields[rate]} images/s"),
+                TimeRemainingColumn(),
+                console=self.console,
+                refresh_per_second=2,  # each refresh takes time from the core that trains
+            )
+            self._task = self._bar.add_task(
+                "", total=total, completed=done, epoch="-", loss="-", rate="-"
+            )
+            self._bar.start()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """See ``Silent``."""
+        self._record("step", record)
+        loss, rate = f"{record['loss']:.4f}", f"{record['images_per_second']:,.0f}"
+        if self._bar:
+            self._bar.update(
+                self._task, completed=record["step"], epoch=record["epoch"], loss=loss, rate=rate
+            )
+        elif time.monotonic() - self._last_line > PLAIN_SECONDS:
+            self._last_line = time.monotonic()
+            left = (self._total - record["step"]) * record["seconds_per_step"]
+            self.console.print(
+                f"epoch {record['epoch']}  step {record['step']}/{self._total}  loss {loss}  "
+                f"{rate} images/s  {_clock(left)} left"
+            )
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """See ``Silent``."""
+        self._record("epoch", record)
+        tested = (
+            f"  test loss {record['eval_loss']:.4f}  accuracy {100 * record['eval_accuracy']:.2f} %"
+            if record.get("eval_accuracy") is not None
+            else ""
+        )
+        self.console.print(f"epoch {record['epoch']} done: loss {record['loss']:.4f}{tested}")
+
+    def say(self, text: str) -> None:
+        """See ``Silent``."""
+        self.console.print(text)
+
+    def end(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """See ``Silent``."""
+        if self._bar:
+            self._bar.stop()
+        table = Table(title=title, show_header=False, title_justify="left")
+        for label, value in rows:
+            table.add_row(label, value, style=None)
+        self.console.print(table)
+        if self._lines:
+            self._lines.close()
+        if self._board:
+            self._board.close()
+
+    def _record(self, kind: str, record: dict[str, Any]) -> None:
+        if self._lines:
+            self._lines.write(json.dumps({"kind": kind, **record}) + "\n")
+            self._lines.flush()
+        if self._board:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f"{kind}/{name}", value, record["step"])
+
+
+def _board(directory: Path) -> Any:
+    try:
+        from tensorboard.summary import Writer
+    except ImportError as error:
+        raise UsageError(
+            "--tensorboard: TensorBoard is not installed; pip install tensorboard"
+        ) from error
+    return Writer(str(directory))
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

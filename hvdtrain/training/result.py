@@ -1,0 +1,80 @@
+"""What a training is summed up by: throughput, and the JSON object of ``--summary``."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+
+@dataclass
+class Clock:
+    """Seconds of each step; what happens between steps (evaluation, saving) does not count."""
+
+    seconds: list[float] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
+    started: float = field(default_factory=lambda: psutil.Process().create_time())
+    first_step: float | None = None
+    _last: float = 0.0
+
+    def resume(self) -> None:
+        """Steps begin to count from now on."""
+        self._last = time.perf_counter()
+
+    def step(self, images: int) -> None:
+        """A step over ``images`` samples, of all ranks, has ended."""
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self.images.append(images)
+        self._last = now
+        if self.first_step is None:
+            self.first_step = time.time() - self.started
+
+    def recent_rate(self, steps: int) -> float:
+        """Images per second over the last ``steps`` steps."""
+        seconds = sum(self.seconds[-steps:])
+        return sum(self.images[-steps:]) / seconds if seconds else 0.0
+
+    def figures(self) -> dict[str, float | None]:
+        """The time keys of the summary; the first min(5, steps // 5) steps are dropped.
+
+        The mean is all images over all seconds; the deviation is over the rates of the steps.
+        """
+        drop = min(5, len(self.seconds) // 5)
+        seconds, images = self.seconds[drop:], self.images[drop:]
+        rates = [count / second for count, second in zip(images, seconds, strict=True)]
+        return {
+            "images_per_second_mean": sum(images) / sum(seconds) if seconds else None,
+            "images_per_second_std": statistics.pstdev(rates) if rates else None,
+            "step_seconds_median": statistics.median(seconds) if seconds else None,
+            "seconds_total": time.time() - self.started,
+            "seconds_to_first_step": self.first_step,
+        }
+
+
+def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as a person reads it: label and value."""
+
+    def number(value: Any, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    accuracy = summary["eval_accuracy"]
+    table = [
+        ("trained", f"{summary['samples_trained']:,} images in {summary['steps_completed']:,} steps, "
+                    f"{summary['epochs_completed']} epochs"),
+        ("training loss", number(summary["train_loss"], ".4f")),
+        ("test loss", number(summary["eval_loss"], ".4f")),
+        ("test accuracy", "-" if accuracy is None else
+            f"{100 * accuracy:.2f} % of {summary['eval_samples']:,}"),
+        ("images/s", f"{number(summary['images_per_second_mean'], ',.1f')} "
+                     f"± {number(summary['images_per_second_std'], ',.1f')} over all ranks"),
+        ("seconds", f"{summary['seconds_total']:.1f}, the first step after "
+                    f"{number(summary['seconds_to_first_step'], '.1f')}"),
+        ("stopped", summary["stopped"]),
+    ]  # fmt: skip
+    if summary["checkpoint"]:
+        table.append(("checkpoint", summary["checkpoint"]))
+    return table

@@ -1,0 +1,1 @@
+"""Handwritten digits: MNIST, its relatives of the same form, or the embedded digits."""

@@ -1,0 +1,145 @@
+"""A task in PyTorch: the training step and the evaluation, for any network and data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import Indices, Part
+from hvdtrain.workloads.base import Data, Loaded, Task, TaskOptions, Weigh
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class InMemory(Data):
+    """A dataset that fits into the memory of the device: a batch is cut from one tensor."""
+
+    def __init__(self, images: NDArray[Any], labels: NDArray[np.int64], device: Any) -> None:
+        self.images = torch.from_numpy(np.ascontiguousarray(images)).to(device)
+        self.labels = torch.from_numpy(np.ascontiguousarray(labels)).to(device)
+        self.samples = len(labels)
+
+    def _fetch(self, indices: Indices) -> Loaded:
+        index = torch.from_numpy(indices).to(self.labels.device)
+        return Loaded(self.images[index], self.labels[index])
+
+    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
+        """See ``Data``."""
+        for part in parts:
+            yield part, self._fetch(part.indices)
+
+    def evaluation(self, batches: Iterable[Indices]) -> Iterator[Loaded]:
+        """See ``Data``."""
+        for indices in batches:
+            yield self._fetch(indices)
+
+
+class TorchTask(Task):
+    """A classifier trained with cross-entropy.
+
+    Args:
+        model: network for float images of shape (n, channels, height, width).
+        options: precision, optimizer and the rest.
+        train: samples to train on.
+        test: samples to evaluate on.
+        scale: factor and offset that turn stored pixels into the network's input; numbers, or
+            tensors of shape (channels, 1, 1).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: TaskOptions,
+        train: Data,
+        test: Data | None,
+        scale: tuple[Any, Any] = (1.0, 0.0),
+    ) -> None:
+        self.options = options
+        self.device = torch.device(options.device)
+        self.dtype = torch.float64 if options.precision == "fp64" else torch.float32
+        # Parameters stay contiguous: Horovod reduces no other layout. The input alone in
+        # channels_last makes the convolutions take that faster path.
+        self.model = model.to(self.device, self.dtype)
+        self.optimizer = make_optimizer(self.model, options)
+        self.train, self.test = train, test
+        self.scale = tuple(torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale)
+        self.low_precision = LOW_PRECISION.get(options.precision)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=options.precision == "fp16" and self.device.type == "cuda"
+        )
+        self.needs_empty_forward = False
+        self.before_unscale: Any = lambda: None
+
+    def _input(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = pixels.to(self.device, self.dtype, non_blocking=True) * self.scale[0] + self.scale[1]
+        return x.contiguous(memory_format=torch.channels_last) if x.shape[1] > 1 else x
+
+    def update(
+        self, batch: Loaded, *, learning_rate: float, seed: int, weigh: Weigh
+    ) -> torch.Tensor:
+        """See ``Task``."""
+        torch.manual_seed(seed)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=self.device)
+        y = batch.y.to(self.device, non_blocking=True)
+        if len(y) or self.needs_empty_forward:
+            self.model.train()
+            with torch.autocast(
+                self.device.type, self.low_precision, enabled=self.low_precision is not None
+            ):
+                logits = self.model(self._input(batch.x))
+            logits = logits.to(self.dtype)
+            loss = F.cross_entropy(logits, y) if len(y) else logits.sum() * 0
+            self.scaler.scale(weigh(loss)).backward()
+        if self.scaler.is_enabled():
+            self.before_unscale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Loaded) -> tuple[float, int]:
+        """See ``Task``."""
+        self.model.eval()
+        y = batch.y.to(self.device)
+        logits = self.model(self._input(batch.x)).to(torch.float64)
+        loss = F.cross_entropy(logits, y, reduction="sum")
+        return float(loss), int((logits.argmax(1) == y).sum())
+
+    @torch.no_grad()
+    def parameter_norm(self) -> float:
+        """See ``Task``."""
+        squares = [p.double().square().sum() for p in self.model.parameters() if p.requires_grad]
+        return float(torch.stack(squares).sum().sqrt())
+
+    def loss_values(self, losses: list[Any]) -> list[float]:
+        """See ``Task``."""
+        return torch.stack(losses).tolist() if losses else []
+
+
+def make_optimizer(model: torch.nn.Module, options: TaskOptions) -> torch.optim.Optimizer:
+    """The optimizer that ``options`` name; its learning rate is set before each step.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=1.0, momentum=options.momentum, weight_decay=options.weight_decay
+        )
+    if options.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=1.0, weight_decay=options.weight_decay)
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=1.0, weight_decay=options.weight_decay)
+    raise UsageError(f"--optimizer {options.optimizer}: choose one of sgd, adam, adamw")
