@@ -33,7 +33,7 @@ def recipe(options: Options) -> Recipe:
     """The default recipe; the embedded digits are few, so they take more epochs."""
     return Recipe(
         batch_size=64,
-        lr=0.04,
+        lr=0.03,
         epochs=6 if options.data else 20,
         warmup_epochs=0.5 if options.data else 2.0,
         lr_schedule="linear",

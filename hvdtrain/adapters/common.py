@@ -22,7 +22,7 @@ from hvdtrain.adapters.communicator import Communicator
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.detect import detect
 from hvdtrain.launch.ending import agreed
-from hvdtrain.launch.tuning import runtime_variables
+from hvdtrain.launch.tuning import runtime_variables, set_defaults
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import metrics
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
@@ -112,8 +112,7 @@ class CommonAdapter(Adapter):
     def initialize(self, *, short_steps: bool = False) -> World:
         """See ``Adapter``."""
         place = detect(os.environ)
-        for name, value in runtime_variables(place, short_steps=short_steps).items():
-            os.environ.setdefault(name, value)
+        set_defaults(runtime_variables(place, short_steps=short_steps))
         self.communicator = self.connect()
         check_launch(place, self.communicator.size, self.runtime)
         hosts = [host.decode() for host in self.communicator.gather(socket.gethostname().encode())]

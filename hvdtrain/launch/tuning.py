@@ -14,6 +14,17 @@ from hvdtrain.launch.detect import Place
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 
 
+# Open MPI polls while it waits and takes the core from a thread that computes. Our ranks always
+# fill their cores (``threads_per_rank``), so it should yield.
+MPI_VARIABLES = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
+def set_defaults(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process that the user has not set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def runtime_variables(place: Place, *, short_steps: bool) -> dict[str, str]:
     """Environment variables that MPI and Horovod read when they start.
 
@@ -24,9 +35,7 @@ def runtime_variables(place: Place, *, short_steps: bool) -> dict[str, str]:
     if place.size == 1:
         return {}
     variables = {
-        # Open MPI polls while it waits and takes the core from a thread that computes. Our ranks
-        # always fill their cores (``threads_per_rank``), so it should yield.
-        "OMPI_MCA_mpi_yield_when_idle": "1",
+        **MPI_VARIABLES,
         # The adapters reduce few large buckets, each one tensor. Fusing buckets once more costs
         # two copies, and makes the order of summation, so the last bit, a matter of timing.
         "HOROVOD_FUSION_THRESHOLD": "0",

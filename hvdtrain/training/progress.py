@@ -7,6 +7,7 @@ that the loop never asks who it is.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,8 +18,24 @@ from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRe
 from rich.table import Table
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.detect import detect
 
 PLAIN_SECONDS = 5.0  # between two lines where the output is no terminal
+
+
+def is_watched() -> bool:
+    """Whether a person at a terminal sees standard output.
+
+    mpirun gives its ranks a terminal of its own making wherever its own output goes; where this
+    process is its child, mpirun's output is the one that counts.
+    """
+    place = detect(os.environ)
+    if place.launcher is None or not sys.stdout.isatty():
+        return sys.stdout.isatty()
+    try:
+        return os.isatty(os.open(f"/proc/{os.getppid()}/fd/1", os.O_WRONLY | os.O_NOCTTY))
+    except OSError:  # a remote daemon's child, or no /proc
+        return False
 
 
 class Silent:
@@ -55,7 +72,10 @@ class Progress(Silent):
     def __init__(
         self, *, quiet: bool = False, metrics: Path | None = None, tensorboard: Path | None = None
     ) -> None:
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
+        watched = is_watched()
+        self.console = Console(
+            quiet=quiet, highlight=False, force_terminal=watched, soft_wrap=not watched
+        )
         self._lines: TextIO | None = None
         if metrics:
             try:
@@ -95,13 +115,13 @@ class Progress(Silent):
         loss, rate = f"{record['loss']:.4f}", f"{record['images_per_second']:,.0f}"
         if self._bar:
             self._bar.update(
-                self._task, completed=record["step"], epoch=record["epoch"], loss=loss, rate=rate
+                self._task, completed=record["step"], epoch=record["epoch"] + 1, loss=loss, rate=rate
             )
         elif time.monotonic() - self._last_line > PLAIN_SECONDS:
             self._last_line = time.monotonic()
             left = (self._total - record["step"]) * record["seconds_per_step"]
             self.console.print(
-                f"epoch {record['epoch']}  step {record['step']}/{self._total}  loss {loss}  "
+                f"epoch {record['epoch'] + 1}  step {record['step']}/{self._total}  loss {loss}  "
                 f"{rate} images/s  {_clock(left)} left"
             )
 
@@ -113,7 +133,7 @@ class Progress(Silent):
             if record.get("eval_accuracy") is not None
             else ""
         )
-        self.console.print(f"epoch {record['epoch']} done: loss {record['loss']:.4f}{tested}")
+        self.console.print(f"epoch {record['epoch'] + 1} done: loss {record['loss']:.4f}{tested}")
 
     def say(self, text: str) -> None:
         """See ``Silent``."""

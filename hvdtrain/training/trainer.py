@@ -264,7 +264,7 @@ class Run:
             self._look()
         self.clock.step(part.global_count)
         if self.step_number % self.log_every == 0:
-            self._log(place)
+            self._log(part, place)
 
     def _look(self) -> None:
         """Read the losses that are pending; stop where one is not finite."""
@@ -280,12 +280,12 @@ class Run:
             self.loss_count += part.count
         self.pending.clear()
 
-    def _log(self, place: float) -> None:
+    def _log(self, part: Part, place: float) -> None:
         means, _ = self.adapter.average_metrics(self.loss_count, loss=self.loss_sum)
         rate = self.clock.recent_rate(self.log_every)
         record = {
             "step": self.step_number,
-            "epoch": self.position.epoch,
+            "epoch": part.start.epoch,
             "loss": means["loss"],
             "learning_rate": self.rate(place),
             "images_per_second": rate,

@@ -21,8 +21,8 @@ class InMemory(Data):
     """A dataset that fits into the memory of the device: a batch is cut from one tensor."""
 
     def __init__(self, images: NDArray[Any], labels: NDArray[np.int64], device: Any) -> None:
-        self.images = torch.from_numpy(np.ascontiguousarray(images)).to(device)
-        self.labels = torch.from_numpy(np.ascontiguousarray(labels)).to(device)
+        self.images = torch.from_numpy(np.array(images)).to(device)
+        self.labels = torch.from_numpy(np.array(labels)).to(device)
         self.samples = len(labels)
 
     def _fetch(self, indices: Indices) -> Loaded:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
 from hvdtrain.steps.sharding import Part
@@ -50,6 +52,21 @@ class PyTorchAdapter(CommonAdapter):
         """What the gradients in hand still have to be multiplied by before they are summed."""
         weight = self.part_weight
         return 1.0 if self._weighed and weight else weight
+
+    def synchronize_batchnorm(self, task: Any) -> None:
+        """See ``CommonAdapter``."""
+        if batchnorm.convert(task.model, self.sum_tensor):
+            task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
+
+    def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """The sum of ``values`` over all ranks, not differentiable."""
+        return values
+
+    def make_deterministic(self) -> None:
+        """See ``CommonAdapter``."""
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch's notes ask for
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
     def reduce_gradients(self) -> None:
         """Make the gradients those of the global batch now; ``optimizer.step`` does so otherwise.

@@ -21,7 +21,7 @@ class HorovodCollectives(Communicator):
     def gather(self, data: bytes) -> list[bytes]:
         """See ``Communicator``."""
         lengths = hvd.allgather(torch.tensor([len(data)])).tolist()
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        mine = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
         joined = hvd.allgather(mine).numpy().tobytes() if sum(lengths) else b""
         ends = np.cumsum(lengths)
         return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
@@ -63,6 +63,11 @@ class HorovodAdapter(PyTorchAdapter):
         self._buckets.stop_wanted = lambda: self.stop_wanted
         optimizer.register_step_pre_hook(self._buckets.before_step)
         return optimizer
+
+    def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """See ``PyTorchAdapter``."""
+        total: torch.Tensor = hvd.allreduce(values.contiguous(), name=name, op=hvd.Sum)
+        return total
 
     def reduce_gradients(self) -> None:
         """See ``PyTorchAdapter``."""

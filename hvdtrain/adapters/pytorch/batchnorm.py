@@ -1,0 +1,92 @@
+"""BatchNorm over the global batch, on any device (PyTorch's own SyncBatchNorm has no CPU version).
+
+Each rank computes count, mean and squared deviations of its part; the three are merged exactly
+(Chan, Golub and LeVeque, 1979) by one sum over the ranks in float64, through which gradients flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
+"""(values, name) -> their sum over all ranks; the name is the same on all of them."""
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks. Each rank's loss depends on every rank's input, so the gradient is
+    the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, total: SumOverRanks, name: str) -> torch.Tensor:
+        ctx.total, ctx.name = total, name
+        return total(values, f"{name}.forward")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.total(gradients[0], f"{ctx.name}.backward"), None, None
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` with the statistics of the global batch.
+
+    All ranks must run it together, forward and backward, with inputs of the same channels; a
+    rank's input may be empty. In evaluation it is plain ``nn.BatchNorm2d``.
+    """
+
+    total: SumOverRanks
+    name: str
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise ``input`` of shape (n, channels, height, width)."""
+        if not self.training:
+            return super().forward(input)
+        axes = (0, 2, 3)
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        count = wide.numel() // wide.shape[1]
+        own_mean = wide.sum(axes, dtype=wide.dtype) / max(count, 1)
+        own_squares = (wide - own_mean[:, None, None]).square().sum(axes)
+        # float64: the difference of squares below would cancel in float32.
+        sums = own_mean.double() * count
+        squares = own_squares.double() + own_mean.double() * sums
+        n = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
+        merged: torch.Tensor = _Sum.apply(
+            torch.cat([sums, squares, n]), self.total, self.name
+        )
+        channels = wide.shape[1]
+        n = merged[-1].detach()
+        mean = merged[:channels] / n
+        variance = (merged[channels:-1] / n - mean * mean).clamp(min=0.0)
+        self._track(mean.detach(), variance.detach() * (n / (n - 1).clamp(min=1.0)))
+        scale = torch.rsqrt(variance + self.eps) * self.weight.double()
+        shift = self.bias.double() - mean * scale
+        result = wide * scale.to(wide.dtype)[:, None, None] + shift.to(wide.dtype)[:, None, None]
+        return result.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.momentum is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
+
+
+def convert(model: nn.Module, total: SumOverRanks) -> int:
+    """Make every ``nn.BatchNorm2d`` in ``model`` a ``SyncBatchNorm2d``, in place.
+
+    Parameters and buffers stay the objects that they are, so an optimizer keeps them.
+
+    Returns:
+        How many layers there were.
+    """
+    found = 0
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = SyncBatchNorm2d
+            module.total, module.name = total, f"batchnorm.{found}"
+            found += 1
+    return found

@@ -1,0 +1,1 @@
+"""ResNets on a folder of images, or on synthetic ones."""

@@ -1,0 +1,135 @@
+"""A folder of images, one folder a class: what is in it, and what is broken; no framework needed."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+ENDINGS = (".jpg", ".jpeg", ".png")
+# Of ImageNet's training pixels, as fractions, by channel: what the ResNet papers normalise with.
+MEAN = (0.485, 0.456, 0.406)
+DEVIATION = (0.229, 0.224, 0.225)
+RESIZE = 256 / 224  # the shorter side before the centre crop of an evaluation, times the crop
+
+# Synthetic images: as many as ImageNet has, drawn from a pool that fits into memory.
+SYNTHETIC_SAMPLES = 1_281_167
+SYNTHETIC_CLASSES = 1000
+SYNTHETIC_POOL = 32
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """The images of a split.
+
+    Attributes:
+        paths: the files, sorted by class and name.
+        labels: int64, shape (len(paths),).
+        classes: names of the classes, sorted; a label is a place in it.
+    """
+
+    paths: list[Path]
+    labels: NDArray[np.int64]
+    classes: list[str]
+
+
+def load(directory: Path) -> tuple[ImageFolder, ImageFolder | None]:
+    """The ``train`` and ``val`` folders of ``directory``; no ``val``: None.
+
+    Raises:
+        UsageError: no such directory, no ``train``, an empty class, or classes that differ.
+    """
+    if not directory.is_dir():
+        raise UsageError(f"--data {directory}: no such directory")
+    if not (directory / "train").is_dir():
+        raise UsageError(
+            f"--data {directory}: there is no train/ in it; it must hold train/CLASS/*.jpg and "
+            "val/CLASS/*.jpg. For random images use --synthetic"
+        )
+    train = scan(directory / "train")
+    if not (directory / "val").is_dir():
+        return train, None
+    test = scan(directory / "val")
+    unknown = sorted(set(test.classes) - set(train.classes))
+    if unknown:
+        raise UsageError(f"{directory / 'val' / unknown[0]}: train/ has no class of this name")
+    # A class without validation images is no error, but labels must mean the same in both.
+    place = {name: label for label, name in enumerate(train.classes)}
+    relabelled = np.array([place[test.classes[label]] for label in test.labels], np.int64)
+    return train, ImageFolder(test.paths, relabelled, train.classes)
+
+
+def scan(split: Path) -> ImageFolder:
+    """The images below ``split``, one folder a class.
+
+    Raises:
+        UsageError: no class, or a class without an image.
+    """
+    classes = sorted(entry.name for entry in split.iterdir() if entry.is_dir())
+    if not classes:
+        raise UsageError(f"{split} holds no class: put the images of each class in a folder there")
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        found = sorted(
+            path for path in (split / name).rglob("*") if path.suffix.lower() in ENDINGS
+        )
+        if not found:
+            raise UsageError(
+                f"{split / name} holds no image ({', '.join(ENDINGS)}): fill or remove it"
+            )
+        paths += found
+        labels += [label] * len(found)
+    return ImageFolder(paths, np.array(labels, np.int64), classes)
+
+
+def why_broken(path: Path) -> str | None:
+    """Why the image cannot be decoded; None where it can."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception as error:  # Pillow raises many kinds for broken bytes
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def broken_image(path: Path, reason: object) -> UsageError:
+    """The error for an image that cannot be decoded."""
+    return UsageError(
+        f"{path} cannot be decoded ({reason}): repair or remove it, or use --skip-broken"
+    )
+
+
+def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list[Path]]:
+    """Decode every image once and leave out those that fail.
+
+    Doing so before the training keeps the rule that an epoch is every sample exactly once.
+
+    Returns:
+        The images that are left, and the files left out.
+
+    Raises:
+        UsageError: none is left.
+    """
+    context = get_context("forkserver")
+    with ProcessPoolExecutor(max(1, workers), mp_context=context) as pool:
+        reasons = list(pool.map(why_broken, images.paths, chunksize=64))
+    broken = [path for path, reason in zip(images.paths, reasons, strict=True) if reason]
+    for path, reason in zip(images.paths, reasons, strict=True):
+        if reason:
+            log.info("left out %s: %s", path, reason)
+    good = [index for index, reason in enumerate(reasons) if not reason]
+    if not good:
+        raise UsageError(f"none of {len(reasons)} images can be decoded, {broken[0]} for one")
+    return ImageFolder([images.paths[i] for i in good], images.labels[good], images.classes), broken
