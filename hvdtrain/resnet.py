@@ -96,7 +96,9 @@ WORKLOAD = Workload(
 
 def main() -> int:
     """Train; the exit code."""
-    return train_main(WORKLOAD, sys.argv[1:], description="Train a ResNet on images.", epilog=EPILOG)
+    return train_main(
+        WORKLOAD, sys.argv[1:], description="Train a ResNet on images.", epilog=EPILOG
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.errors import UsageError
@@ -27,9 +28,8 @@ def is_installed(module: str) -> bool:
         if root is None or not parent or root.submodule_search_locations is None:
             return root is not None
         # Importing horovod.torch would import torch and MPI: look at its files instead.
-        folder = os.path.join(root.submodule_search_locations[0], *module.split(".")[1:-1])
-        leaf = module.rpartition(".")[2]
-        return os.path.isdir(folder) and any(n.startswith(leaf + ".") for n in os.listdir(folder))
+        folder = Path(root.submodule_search_locations[0], *module.split(".")[1:-1])
+        return any(folder.glob(module.rpartition(".")[2] + ".*"))
     except (ImportError, ValueError):
         return False
 
@@ -84,7 +84,9 @@ def choose_strategy(asked: str | None, place: Place, *, horovod: bool) -> str:
     if strategy not in STRATEGIES:
         raise UsageError(f"--strategy {strategy}: choose one of {', '.join(STRATEGIES)}")
     if strategy not in BUILT:
-        raise UsageError(f"--strategy {strategy} is not built yet: choose one of {', '.join(BUILT)}")
+        raise UsageError(
+            f"--strategy {strategy} is not built yet: choose one of {', '.join(BUILT)}"
+        )
     if strategy == "single":
         if place.size > 1:
             raise UsageError(
@@ -94,7 +96,8 @@ def choose_strategy(asked: str | None, place: Place, *, horovod: bool) -> str:
         return strategy
     if place.launcher == "torchrun":
         raise UsageError(
-            "--strategy horovod is started by mpirun, not by torchrun: use mpirun, or --strategy ddp"
+            "--strategy horovod is started by mpirun, not by torchrun: "
+            "use mpirun, or --strategy ddp"
         )
     if horovod:
         return strategy

@@ -41,7 +41,7 @@ def runtime_variables(place: Place, *, short_steps: bool) -> dict[str, str]:
         "HOROVOD_FUSION_THRESHOLD": "0",
     }
     if short_steps:
-        # Horovod looks for work once a cycle (ms); with short steps the cycle is what one waits for.
+        # Horovod looks for work once a cycle (ms); with short steps one waits for the cycle.
         variables["HOROVOD_CYCLE_TIME"] = "0.1"
     return variables
 

@@ -13,6 +13,7 @@ another name, flushed to disk and renamed, so that a crash leaves the old ones a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -102,7 +103,7 @@ def _free_name(directory: Path, step: int) -> Path:
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
     digests = {}
     for name, arrays in ((MODEL_FILE, checkpoint.model), (TRAINING_FILE, checkpoint.training)):
-        data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in arrays.items()})
+        data = safetensors.numpy.save({k: np.asarray(v, order="C") for k, v in arrays.items()})
         digests[name] = hashlib.sha256(data).hexdigest()
         _write_file(folder / name, data)
     state = {"format": FORMAT, **checkpoint.state, "sha256": digests}
@@ -192,7 +193,7 @@ def read(folder: Path) -> Checkpoint:
 def prune(directory: Path, keep: int) -> None:
     """Delete all checkpoints but the newest ``keep`` steps and the one with the best evaluation."""
     names = _names(directory)
-    for name, later in zip(names, names[1:], strict=False):
+    for name, later in itertools.pairwise(names):
         if later.startswith(name.partition("+")[0]):  # of the same step
             shutil.rmtree(directory / name, ignore_errors=True)
     names = _names(directory)

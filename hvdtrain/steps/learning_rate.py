@@ -70,7 +70,9 @@ class LearningRate:
 
     def _decayed(self, place: float) -> float:
         if self.schedule == "multistep":
-            return float(self.decay ** sum(1 for milestone in self.milestones if place >= milestone))
+            return float(
+                self.decay ** sum(1 for milestone in self.milestones if place >= milestone)
+            )
         span = self.epochs - self.warmup_epochs
         done = min(1.0, (place - self.warmup_epochs) / span) if span > 0 else 1.0
         if self.schedule == "linear":

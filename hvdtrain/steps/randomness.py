@@ -1,4 +1,4 @@
-"""Seeds as a function of where the training stands, so that a resumed run draws the same numbers."""
+"""Seeds as a function of where the training stands: a resumed run draws the same numbers."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def permutation(samples: int, seed: int, epoch: int) -> Indices:
     Philox is a counter-based generator (Salmon et al., 2011): the pair (seed, epoch) is its key,
     so no state runs from one epoch to the next.
     """
-    generator = np.random.Generator(np.random.Philox(key=[seed % 2**64, epoch]))
+    key = np.array([seed % 2**64, epoch], np.uint64)  # a list may take a detour over float64
+    generator = np.random.Generator(np.random.Philox(key=key))
     return generator.permutation(samples)
 
 

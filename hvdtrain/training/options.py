@@ -110,7 +110,7 @@ class Options:
     accumulate_steps: int | None = not_built("micro-batches an update", positive)
     compression: str | None = not_built("of the gradients on the wire: none or fp16")
     workers: int | None = option(None, "processes a rank that read images (0: the rank)", count)
-    skip_broken: bool = option(False, "leave out images that cannot be decoded, and count them", bool)
+    skip_broken: bool = option(False, "leave out and count images that cannot be decoded", bool)
     seed: int = option(0, "of weights, order, dropout and augmentation", count)
     deterministic: bool = option(False, "bit-equal from run to run at any number of ranks", bool)
     checkpoint_dir: Path | None = option(None, "where checkpoints are kept and resumed from", Path)
@@ -121,7 +121,7 @@ class Options:
     resume: str = option("auto", "from --checkpoint-dir", choices=("auto", "never", "must"))
     summary: Path | None = option(None, "write the result to this file, as JSON", Path)
     metrics: Path | None = option(None, "write the course to this file, as JSON Lines", Path)
-    tensorboard: Path | None = option(None, "write the course to this directory, for TensorBoard", Path)
+    tensorboard: Path | None = option(None, "write the course to this directory", Path)
     timeline: str | None = not_built("Horovod timeline file")
     timeline_steps: str | None = not_built("steps A:B that the timeline covers")
     check_replicas: int | None = not_built("compare the replicas every so many steps", positive)
@@ -206,7 +206,9 @@ def _read_config(path: Path) -> list[str]:
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
+        raise UsageError(
+            f"--config {path} cannot be read: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: it must hold lines such as `batch-size: 64`")
     arguments = []

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from hvdtrain.errors import UsageError
@@ -115,7 +116,11 @@ class Progress(Silent):
         loss, rate = f"{record['loss']:.4f}", f"{record['images_per_second']:,.0f}"
         if self._bar:
             self._bar.update(
-                self._task, completed=record["step"], epoch=record["epoch"] + 1, loss=loss, rate=rate
+                self._task,
+                completed=record["step"],
+                epoch=record["epoch"] + 1,
+                loss=loss,
+                rate=rate,
             )
         elif time.monotonic() - self._last_line > PLAIN_SECONDS:
             self._last_line = time.monotonic()

@@ -61,20 +61,25 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     def number(value: Any, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    accuracy = summary["eval_accuracy"]
+    done = (
+        f"{summary['samples_trained']:,} images in {summary['steps_completed']:,} steps, "
+        f"{summary['epochs_completed']} epochs"
+    )
+    accuracy = "-"
+    if summary["eval_accuracy"] is not None:
+        accuracy = f"{100 * summary['eval_accuracy']:.2f} % of {summary['eval_samples']:,}"
+    rate = number(summary["images_per_second_mean"], ",.1f")
+    spread = number(summary["images_per_second_std"], ",.1f")
+    first = number(summary["seconds_to_first_step"], ".1f")
     table = [
-        ("trained", f"{summary['samples_trained']:,} images in {summary['steps_completed']:,} steps, "
-                    f"{summary['epochs_completed']} epochs"),
+        ("trained", done),
         ("training loss", number(summary["train_loss"], ".4f")),
         ("test loss", number(summary["eval_loss"], ".4f")),
-        ("test accuracy", "-" if accuracy is None else
-            f"{100 * accuracy:.2f} % of {summary['eval_samples']:,}"),
-        ("images/s", f"{number(summary['images_per_second_mean'], ',.1f')} "
-                     f"± {number(summary['images_per_second_std'], ',.1f')} over all ranks"),
-        ("seconds", f"{summary['seconds_total']:.1f}, the first step after "
-                    f"{number(summary['seconds_to_first_step'], '.1f')}"),
+        ("test accuracy", accuracy),
+        ("images/s", f"{rate} ± {spread} over all ranks"),
+        ("seconds", f"{summary['seconds_total']:.1f}, the first step after {first}"),
         ("stopped", summary["stopped"]),
-    ]  # fmt: skip
+    ]
     if summary["checkpoint"]:
         table.append(("checkpoint", summary["checkpoint"]))
     return table

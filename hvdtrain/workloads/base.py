@@ -65,7 +65,7 @@ class Data(ABC):
     def evaluation(self, batches: Iterable[Indices]) -> Iterator[Loaded]:
         """The samples of each batch of indices, not augmented."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most data has nothing to end)
         """End worker processes, if there are any."""
 
 

@@ -1,4 +1,4 @@
-"""Which precision a training takes: a function of workload and processor, never of the rank count."""
+"""Which precision a training takes: a function of workload and processor, not of the ranks."""
 
 from __future__ import annotations
 

@@ -68,7 +68,9 @@ class TorchTask(Task):
         self.model = model.to(self.device, self.dtype)
         self.optimizer = make_optimizer(self.model, options)
         self.train, self.test = train, test
-        self.scale = tuple(torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale)
+        self.scale = tuple(
+            torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale
+        )
         self.low_precision = LOW_PRECISION.get(options.precision)
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=options.precision == "fp16" and self.device.type == "cuda"

@@ -34,9 +34,7 @@ def torchvision() -> ModuleType:
     try:
         return importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
-        raise UsageError(
-            "torchvision is not installed; pip install 'hvdtrain[pytorch]'"
-        ) from error
+        raise UsageError("torchvision is not installed; pip install 'hvdtrain[pytorch]'") from error
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise

@@ -17,8 +17,10 @@ SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all ranks. Each rank's loss depends on every rank's input, so the gradient is
-    the sum of all ranks' gradients."""
+    """The sum over all ranks.
+
+    Each rank's loss depends on every rank's input, so the gradient is a sum over all ranks too.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, total: SumOverRanks, name: str) -> torch.Tensor:
@@ -40,7 +42,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     total: SumOverRanks
     name: str
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as in torch)
         """Normalise ``input`` of shape (n, channels, height, width)."""
         if not self.training:
             return super().forward(input)
@@ -53,9 +55,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         sums = own_mean.double() * count
         squares = own_squares.double() + own_mean.double() * sums
         n = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
-        merged: torch.Tensor = _Sum.apply(
-            torch.cat([sums, squares, n]), self.total, self.name
-        )
+        merged: torch.Tensor = _Sum.apply(torch.cat([sums, squares, n]), self.total, self.name)
         channels = wide.shape[1]
         n = merged[-1].detach()
         mean = merged[:channels] / n
@@ -87,6 +87,7 @@ def convert(model: nn.Module, total: SumOverRanks) -> int:
     for module in model.modules():
         if type(module) is nn.BatchNorm2d:
             module.__class__ = SyncBatchNorm2d
+            assert isinstance(module, SyncBatchNorm2d)
             module.total, module.name = total, f"batchnorm.{found}"
             found += 1
     return found

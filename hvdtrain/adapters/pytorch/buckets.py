@@ -82,7 +82,8 @@ class Buckets:
     ) -> None:
         self.reduce, self.wait, self.weight = reduce, wait, weight
         self.buckets = [
-            Bucket(f"gradients.{number}", group) for number, group in enumerate(_grouped(parameters))
+            Bucket(f"gradients.{number}", group)
+            for number, group in enumerate(_grouped(parameters))
         ]
         self.stop_wanted: Callable[[], bool] = lambda: False
         self._reduced = False

@@ -60,7 +60,9 @@ def _pair(directory: Path, prefix: str) -> Samples:
     if len(labels) == 0:
         raise UsageError(f"{image_file} holds no image")
     if labels.max() >= CLASSES:
-        raise UsageError(f"{label_file}: label {labels.max()}, the labels go from 0 to {CLASSES - 1}")
+        raise UsageError(
+            f"{label_file}: label {labels.max()}, the labels go from 0 to {CLASSES - 1}"
+        )
     return Samples(images, labels.astype(np.int64))
 
 
@@ -100,7 +102,8 @@ def read_idx(path: Path) -> NDArray[Any]:
     expected = start + int(np.prod(shape))
     if len(data) != expected:
         raise UsageError(
-            f"{path} is broken: its header tells {expected} bytes, it has {len(data)}: copy it again"
+            f"{path} is broken: its header tells {expected} bytes, it has {len(data)}; "
+            "copy it again"
         )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 

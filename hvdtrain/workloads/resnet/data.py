@@ -1,4 +1,4 @@
-"""A folder of images, one folder a class: what is in it, and what is broken; no framework needed."""
+"""A folder of images, one folder a class: what is in it, and what is broken."""
 
 from __future__ import annotations
 
@@ -80,9 +80,7 @@ def scan(split: Path) -> ImageFolder:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = sorted(
-            path for path in (split / name).rglob("*") if path.suffix.lower() in ENDINGS
-        )
+        found = sorted(path for path in (split / name).rglob("*") if path.suffix.lower() in ENDINGS)
         if not found:
             raise UsageError(
                 f"{split / name} holds no image ({', '.join(ENDINGS)}): fill or remove it"

@@ -63,7 +63,7 @@ class _Images(Dataset[Loaded | UsageError]):
 
 
 def random_crop(image: Image.Image, size: int) -> Image.Image:
-    """torchvision's random resized crop and horizontal flip, drawn from torch's generator."""
+    """Take torchvision's random resized crop and horizontal flip, drawn from torch's generator."""
     transforms = torchvision().transforms
     top, left, height, width = transforms.RandomResizedCrop.get_params(
         image, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)
@@ -110,7 +110,7 @@ class Folder(Data):
             self._loader = DataLoader(
                 self._images,
                 batch_size=None,
-                sampler=self._batches,  # type: ignore[arg-type]
+                sampler=self._batches,
                 num_workers=self._workers,
                 multiprocessing_context="forkserver" if self._workers else None,
                 persistent_workers=self._workers > 0,
@@ -165,7 +165,12 @@ class Synthetic(Data):
         return iter(())
 
 
-def folder(images: ImageFolder, options: TaskOptions, *, training: bool) -> Folder:
+def folder(
+    images: ImageFolder,
+    options: TaskOptions,
+    *,
+    training: bool,  # noqa: ARG001
+) -> Folder:
     """The images of a folder; ``training`` is for frameworks that build two pipelines."""
     return Folder(images, options)
 

@@ -1,0 +1,134 @@
+"""The command ``hvdtrain VERB``: parses, then calls the one package that does it.
+
+Only the module of the verb that was asked for is imported, so that every ``--help`` answers at
+once; no module of a verb imports a framework to declare its options. argparse, because a verb's
+few options need nothing that it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain import __version__
+from hvdtrain.errors import EXIT_USAGE, HvdtrainError
+
+EXIT_INTERRUPTED = 130  # what a shell reports after Ctrl-C
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One word of the command line."""
+
+    name: str
+    """As typed."""
+    summary: str
+    """One line for the table."""
+    module: str | None = None
+    """Has ``add_arguments(parser)`` and ``run_verb(arguments) -> Report``; None: not built yet."""
+
+
+VERBS = (
+    Verb(
+        "install-horovod",
+        "build Horovod for the installed frameworks, cache, install and prove it",
+        "hvdtrain.environment.install",
+    ),
+    Verb("doctor", "look for what keeps a training from running well on this machine"),
+    Verb("verify", "prove that Horovod computes what it should, on these ranks"),
+    Verb("launch", "start a training under the right launcher with the right options"),
+    Verb("submit", "write a job script and hand it to PBS or Slurm"),
+    Verb("scaling", "measure how well a training scales with the ranks"),
+    Verb("compare", "measure strategies and frameworks against each other"),
+    Verb("timeline", "read a Horovod timeline: what takes the time, which rank is late"),
+    Verb("report", "put summaries and measurements into one page"),
+)
+EXAMPLE = """example:
+  hvdtrain install-horovod
+  mpirun -n 2 python -m hvdtrain.mnist
+
+`hvdtrain VERB --help` tells the options of a verb."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process's) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        overview().print_help()
+        return EXIT_USAGE
+    if words[0].startswith("-"):
+        overview().parse_args(words)
+        return _complain(f"{words[0]} needs a verb after it; see hvdtrain --help")
+    verb = next((verb for verb in VERBS if verb.name == words[0]), None)
+    if verb is None:
+        names = ", ".join(verb.name for verb in VERBS)
+        return _complain(f"unknown verb {words[0]!r}: choose one of {names}")
+    if verb.module is None:
+        return _complain(f"{verb.name} is not built yet in hvdtrain {__version__}")
+    return _run(verb, verb.module, words[1:])
+
+
+def overview() -> argparse.ArgumentParser:
+    """Return the parser that knows the table of verbs."""
+    width = max(len(verb.name) for verb in VERBS)
+    rows = [
+        f"  {v.name:<{width}}  {v.summary}{'' if v.module else ' (not built yet)'}" for v in VERBS
+    ]
+    parser = argparse.ArgumentParser(
+        prog="hvdtrain",
+        usage="hvdtrain VERB [options]",
+        description="Horovod training on an HPC cluster.\n\nverbs:\n" + "\n".join(rows),
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
+    return parser
+
+
+def _run(verb: Verb, module_name: str, words: Sequence[str]) -> int:
+    """Parse the options of ``verb``, carry it out, and print what it reports."""
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(
+        prog=f"hvdtrain {verb.name}",
+        description=verb.summary,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    arguments = parser.parse_args(words)
+    as_json = getattr(arguments, "json", False)
+    # Standard output belongs to the result, so everything on the way goes to standard error.
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        report = module.run_verb(arguments)
+    except HvdtrainError as error:
+        if as_json:
+            _print_json({"ok": False, "error": str(error)})
+        return _complain(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _complain("interrupted", EXIT_INTERRUPTED)
+    if as_json:
+        _print_json(report.data)
+    elif report.text:
+        print(report.text)
+    return int(report.exit_code)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1, sort_keys=True))
+
+
+def _complain(message: str, code: int = EXIT_USAGE) -> int:
+    """Say what is wrong on standard error, in one line, and return the exit code."""
+    print(f"hvdtrain: error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The Horovod that is installed in this environment: which one it is, and putting it back."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def find_installed(site_packages: Path) -> importlib.metadata.Distribution | None:
+    """Return Horovod as installed under ``site_packages``, read afresh."""
+    importlib.invalidate_caches()
+    found = importlib.metadata.distributions(name="horovod", path=[str(site_packages)])
+    return next(iter(found), None)
+
+
+def wheel_hash(distribution: importlib.metadata.Distribution | None) -> str | None:
+    """Return the SHA-256 of the wheel file that it was installed from, as pip wrote it down.
+
+    Source: the ``direct_url.json`` of the packaging specifications. None where it came from an
+    index, or was installed by another tool.
+    """
+    try:
+        text = distribution.read_text("direct_url.json") if distribution else None
+        archive = json.loads(text or "{}").get("archive_info", {})
+    except (OSError, ValueError, AttributeError):
+        return None
+    value = archive.get("hashes", {}).get("sha256") or archive.get("hash", "")
+    return str(value).removeprefix("sha256=") or None
+
+
+def is_complete(distribution: importlib.metadata.Distribution | None) -> bool:
+    """Tell whether every file of the distribution is still there in its size."""
+    if distribution is None or not distribution.files:
+        return False
+    for file in distribution.files:
+        path = Path(str(file.locate()))
+        if file.size is not None and (not path.is_file() or path.stat().st_size != file.size):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files of the installed Horovod, put aside so that they can be put back."""
+
+    site_packages: Path
+    """Where it was installed."""
+    files: tuple[tuple[Path, Path], ...]
+    """Where each file was, and its copy; empty if Horovod was not installed."""
+
+    def restore(self) -> None:
+        """Take away what is installed now and put the former files back.
+
+        Done by hand, not by pip: this also runs when pip was interrupted half-way.
+        """
+        remove_files(self.site_packages)
+        for original, copy in self.files:
+            original.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(copy, original)
+        log.info("the environment is as it was before")
+
+
+def take_snapshot(site_packages: Path, directory: Path) -> Snapshot:
+    """Copy the files of the installed Horovod into ``directory``."""
+    distribution = find_installed(site_packages)
+    pairs = []
+    for number, file in enumerate((distribution.files if distribution else None) or ()):
+        original = Path(str(file.locate()))
+        if original.is_file():
+            copy = directory / str(number)
+            shutil.copy2(original, copy)
+            pairs.append((original, copy))
+    return Snapshot(site_packages, tuple(pairs))
+
+
+def remove_files(site_packages: Path) -> None:
+    """Remove Horovod from ``site_packages``: its package, its metadata, pip's half-moved rest."""
+    distribution = find_installed(site_packages)
+    for file in (distribution.files if distribution else None) or ():
+        path = Path(str(file.locate()))
+        if path.is_file():
+            path.unlink()
+    rest = (*site_packages.glob("horovod-*.dist-info"), *site_packages.glob("~orovod*"))
+    for path in (site_packages / "horovod", *rest):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)

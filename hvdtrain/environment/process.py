@@ -1,0 +1,133 @@
+"""Running other programs: a command is a value, and one function runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+# Seconds that a program has to end after SIGTERM before it is killed. mpirun needs about 2 of them
+# to end its ranks; without that time they would be left behind.
+GRACE = 10.0
+NOT_FOUND = 127  # what a shell answers for a program that does not exist
+TIMED_OUT = 124  # what timeout(1) answers
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program to run."""
+
+    argv: tuple[str, ...]
+    """The program and its arguments."""
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables that differ from this process's environment; None takes one away."""
+    cwd: Path | None = None
+    """Directory to run in; None is the current one."""
+
+    def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the whole environment that the program gets."""
+        merged = {**inherited, **{k: v for k, v in self.env.items() if v is not None}}
+        return {k: v for k, v in merged.items() if self.env.get(k, v) is not None}
+
+    def show(self) -> str:
+        """Return one line that does the same when pasted into a shell."""
+        words = []
+        if self.env or self.cwd:
+            words = ["env"]
+            words += [f"--chdir={self.cwd}"] if self.cwd else []
+            for name in sorted(k for k, v in self.env.items() if v is None):
+                words += ["-u", name]
+            words += [f"{k}={v}" for k, v in sorted(self.env.items()) if v is not None]
+        return shlex.join([*words, *self.argv])
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a program ended."""
+
+    command: Command
+    """What was run."""
+    exit_code: int
+    """Its exit code; 127 where the program does not exist, 124 where its time ran out."""
+    output: str
+    """Standard output and standard error together, in the order written."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended with exit code 0."""
+        return self.exit_code == 0
+
+
+def run(
+    command: Command,
+    on_line: Callable[[str], None] | None = None,
+    timeout: float | None = None,
+) -> Result:
+    """Run ``command`` to its end; ``on_line`` sees each line as it is written.
+
+    The program leads a process group of its own, and the whole group is ended when the time runs
+    out or when this process is interrupted: a compiler must not live on after Ctrl-C.
+    """
+    try:
+        process = subprocess.Popen(
+            command.argv,
+            env=command.environ(os.environ),
+            cwd=command.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Result(command, NOT_FOUND, f"{command.argv[0]}: {error.strerror}")
+    late = threading.Event()
+
+    def out_of_time() -> None:
+        late.set()
+        _end_group(process)
+
+    timer = threading.Timer(timeout or 0, out_of_time)
+    if timeout:
+        timer.start()
+    try:
+        lines = _read(process, on_line)
+    except BaseException:
+        _end_group(process)
+        raise
+    finally:
+        timer.cancel()
+    code = process.wait()
+    return Result(command, TIMED_OUT if late.is_set() else code, "".join(lines))
+
+
+def _read(process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> list[str]:
+    """Collect the output of ``process`` until it is closed."""
+    assert process.stdout is not None
+    lines = []
+    with process.stdout:
+        for line in process.stdout:
+            lines.append(line)
+            if on_line:
+                on_line(line.rstrip("\n"))
+    return lines
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End ``process`` and all that it started: politely first, then for certain."""
+    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+        # SIGKILL follows also where the leader has ended: a child of it may not have listened.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)

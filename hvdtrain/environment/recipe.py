@@ -1,0 +1,232 @@
+"""How Horovod 0.28.1 is built on today's frameworks: pure functions from facts to commands.
+
+The source archive is the released one, unedited; everything that it needs to be told is told by
+the environment of the build. What each variable is for stands beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.environment.process import Command
+from hvdtrain.environment.toolchain import Toolchain
+
+HOROVOD_VERSION = "0.28.1"
+HOROVOD_ARCHIVE = f"horovod-{HOROVOD_VERSION}.tar.gz"
+HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+# Put into a directory that is thrown away after the build, so that the environment keeps its own.
+BUILD_TOOLS = ("cmake==4.4.4", "packaging==26.3", "setuptools==84.2.1", "wheel==0.48.0")
+RECIPE = 1  # raise it when a change here or in wrapper.py changes the binary
+
+# The variables of Horovod's build that a user may set. Any other HOROVOD_ variable is a setting of
+# a training (or would undo what this recipe does) and is kept away from the build.
+USER_VARIABLES = (
+    "HOROVOD_BUILD_ARCH_FLAGS",
+    "HOROVOD_BUILD_CUDA_CC_LIST",
+    "HOROVOD_WITHOUT_GLOO",
+    "HOROVOD_WITHOUT_NVTX",
+    "HOROVOD_WITH_NVTX",
+)
+FLAG_VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDAFLAGS", "NVCC_APPEND_FLAGS")
+# CMAKE_GENERATOR: Horovod's setup.py speaks to make only. MAKELEVEL, MFLAGS: under `make setup`
+# they would tie our make to the outer one. CCL_*: set by a oneAPI module, they make Horovod link
+# against oneCCL, and nobody asked for that.
+KEPT_AWAY = ("CMAKE_GENERATOR", "MAKELEVEL", "MFLAGS", "CCL_ROOT", "CCL_CONFIGURATION")
+CUDA_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDACXX", "CUDAToolkit_ROOT")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be built."""
+
+    frameworks: tuple[str, ...]
+    """``pytorch``, ``tensorflow`` or both."""
+    gpu: str
+    """``none`` or ``nccl``."""
+    jobs: int
+    """Compilers that run at the same time."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """The directories of one build, all under one root that is thrown away."""
+
+    root: Path
+    """The root."""
+
+    @property
+    def tools(self) -> Path:
+        """Where the build tools are installed."""
+        return self.root / "tools"
+
+    @property
+    def cmake(self) -> Path:
+        """The CMake program among them."""
+        return self.tools / "cmake" / "data" / "bin" / "cmake"
+
+    @property
+    def compiler(self) -> Path:
+        """The wrapper around the C++ compiler."""
+        return self.root / "c++"
+
+    @property
+    def nccl(self) -> Path:
+        """Holds ``libnccl.so``, the name that a linker looks for."""
+        return self.root / "nccl"
+
+    @property
+    def nothing(self) -> Path:
+        """An empty directory: where CUDA is looked for when it must not be found."""
+        return self.root / "nothing"
+
+    @property
+    def scratch(self) -> Path:
+        """Temporary files of the build."""
+        return self.root / "tmp"
+
+    @property
+    def requirement(self) -> Path:
+        """The requirement file that names the archive by its hash."""
+        return self.root / "horovod.txt"
+
+    @property
+    def wheels(self) -> Path:
+        """Where the built wheel lands."""
+        return self.root / "wheels"
+
+
+def requirement_text() -> str:
+    """Return the requirement that pip checks the archive's hash against."""
+    return f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"
+
+
+def build_environment(
+    target: Target, toolchain: Toolchain, workshop: Workshop, environ: Mapping[str, str]
+) -> dict[str, str | None]:
+    """Return the variables of the build that differ from ``environ``; None takes one away."""
+    changes: dict[str, str | None] = {
+        name: None
+        for name in environ
+        if name in KEPT_AWAY or (name.startswith("HOROVOD_") and name not in USER_VARIABLES)
+    }
+    assert toolchain.mpi is not None
+    first = dict.fromkeys([str(toolchain.mpi.mpicxx.parent), str(toolchain.python.parent)])
+    changes |= {
+        # The MPI that was found is the one that CMake finds; mpicc must be found as well.
+        "PATH": os.pathsep.join([*first, environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(workshop.tools), environ.get("PYTHONPATH")])
+        ),
+        "TMPDIR": str(workshop.scratch),
+        "CXX": str(workshop.compiler),
+        "CPLUS_INCLUDE_PATH": os.pathsep.join(
+            filter(
+                None,
+                [*map(str, _include_paths(target, toolchain)), environ.get("CPLUS_INCLUDE_PATH")],
+            )
+        ),
+        "HOROVOD_CMAKE": str(workshop.cmake),
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses what Horovod and Gloo ask for
+        "MAKEFLAGS": f"-j{target.jobs}",
+        "HOROVOD_WITH_MPI": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+    }
+    for name in ("pytorch", "tensorflow"):
+        verb = "WITH" if name in target.frameworks else "WITHOUT"
+        changes[f"HOROVOD_{verb}_{name.upper()}"] = "1"
+    if toolchain.cpu_flags and "HOROVOD_BUILD_ARCH_FLAGS" not in environ:
+        changes["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(toolchain.cpu_flags)
+    changes |= cuda_environment(target, toolchain, workshop)
+    return {k: v for k, v in changes.items() if v is not None or k in environ}
+
+
+def _include_paths(target: Target, toolchain: Toolchain) -> list[Path]:
+    """Return header directories that Horovod's build does not find by itself."""
+    paths = [toolchain.headers]  # it asks distutils, which Python 3.12 no longer has
+    if "tensorflow" in target.frameworks and toolchain.tensorflow:
+        paths += toolchain.tensorflow.extra_includes()
+    return paths
+
+
+def uses_cuda(target: Target, toolchain: Toolchain) -> bool:
+    """Tell whether the binary gets CUDA code.
+
+    Horovod adds it for the GPU operations, and also as soon as a CUDA build of PyTorch and a
+    toolkit are both there: then GPU tensors are reduced through host memory.
+    Source: ``cmake/Modules/FindPytorch.cmake`` and ``horovod/torch/CMakeLists.txt``.
+    """
+    torch = toolchain.torch if "pytorch" in target.frameworks else None
+    wanted = target.gpu == "nccl" or (torch is not None and torch.cuda is not None)
+    return wanted and toolchain.cuda is not None
+
+
+def cuda_environment(
+    target: Target, toolchain: Toolchain, workshop: Workshop
+) -> dict[str, str | None]:
+    """Return the variables that lead Horovod's build to CUDA and NCCL, or away from them."""
+    changes: dict[str, str | None] = dict.fromkeys(CUDA_VARIABLES)
+    if not uses_cuda(target, toolchain):
+        # Horovod looks for a CUDA compiler even so, and one that does not fit the C++ compiler
+        # would stop a build that does not need it. So it is led away; a nvcc on PATH it finds all
+        # the same, and that one is told not to mind.
+        return changes | {
+            "CUDACXX": str(workshop.nothing / "nvcc"),
+            "CUDAToolkit_ROOT": str(workshop.nothing),
+            "NVCC_APPEND_FLAGS": "-allow-unsupported-compiler",
+        }
+    assert toolchain.cuda is not None
+    home = str(toolchain.cuda.home)
+    changes |= {"HOROVOD_CUDA_HOME": home, "CUDA_HOME": home, "CUDAToolkit_ROOT": home}
+    if target.gpu == "nccl" and toolchain.nccl:
+        changes |= {
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_NCCL_INCLUDE": str(toolchain.nccl.include),
+            "HOROVOD_NCCL_LIB": str(workshop.nccl),
+            "HOROVOD_NCCL_LINK": "SHARED",
+        }
+    return changes
+
+
+def tools_command(python: Path, workshop: Workshop) -> Command:
+    """Return the command that puts the build tools into their own directory."""
+    argv = (*_pip(python), "install", "--quiet", "--target", str(workshop.tools), *BUILD_TOOLS)
+    return Command(argv)
+
+
+def download_command(
+    python: Path, workshop: Workshop, directory: Path, environment: Mapping[str, str | None]
+) -> Command:
+    """Return the command that fetches the archive; pip stops where the hash differs."""
+    argv = (
+        *_pip(python), "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod",
+        "--require-hashes", "--dest", str(directory), "--requirement", str(workshop.requirement),
+    )  # fmt: skip
+    return Command(argv, environment)
+
+
+def wheel_command(
+    python: Path, workshop: Workshop, archive: Path, environment: Mapping[str, str | None]
+) -> Command:
+    """Return the command that compiles the wheel.
+
+    Without isolation, because the frameworks must be importable; verbose, because the log is what
+    tells how far it is and why it failed.
+    """
+    argv = (
+        *_pip(python), "wheel", "--verbose", "--no-deps", "--no-build-isolation",
+        "--wheel-dir", str(workshop.wheels), str(archive),
+    )  # fmt: skip
+    return Command(argv, environment)
+
+
+def install_command(python: Path, wheel: Path) -> Command:
+    """Return the command that puts the wheel into the environment and nothing else."""
+    argv = (*_pip(python), "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall")
+    return Command((*argv, str(wheel)))
+
+
+def _pip(python: Path) -> tuple[str, ...]:
+    return (str(python), "-m", "pip", "--disable-pip-version-check", "--no-input")

@@ -1,0 +1,162 @@
+"""The cache of built wheels, shared by all sessions of a user, also on several hosts.
+
+    archives/                 the source archive
+    wheels/KEY/               one wheel, and build.json: what it was built from, and its hash
+    wheels/KEY/proofs/        one file for each environment in which the wheel has been proven
+    build/KEY/                a build that is going on
+    locks/  logs/
+
+Whatever is complete is put in place by a rename, so a reader never sees half of it. The locks are
+the kernel's (flock): they end with the process that holds them, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.environment.recipe import HOROVOD_ARCHIVE, HOROVOD_SHA256
+from hvdtrain.errors import HvdtrainError
+
+log = logging.getLogger(__name__)
+
+
+def cache_root(environ: Mapping[str, str]) -> Path:
+    """Return the directory of the cache: HVDTRAIN_CACHE, else the user's cache directory."""
+    if environ.get("HVDTRAIN_CACHE"):
+        return Path(environ["HVDTRAIN_CACHE"]).absolute()
+    base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home()) / ".cache"
+    return Path(base).absolute() / "hvdtrain"
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+@dataclass(frozen=True)
+class CachedWheel:
+    """A wheel in the cache."""
+
+    path: Path
+    """The wheel file."""
+    sha256: str
+    """Its hash, as written down when it was put in."""
+    facts: Mapping[str, Any]
+    """What it was built from."""
+
+    def proof_file(self, prefix: Path) -> Path:
+        """Return where it is written down that this wheel works in the environment ``prefix``."""
+        name = hashlib.sha256(f"{prefix} {self.sha256}".encode()).hexdigest()[:16]
+        return self.path.parent / "proofs" / f"{name}.json"
+
+
+@dataclass(frozen=True)
+class WheelCache:
+    """The cache under one root directory."""
+
+    root: Path
+    """Its directory; made when something is first put in."""
+
+    @property
+    def archive(self) -> Path:
+        """Where the source archive of Horovod is kept."""
+        return self.root / "archives" / HOROVOD_ARCHIVE
+
+    def build_root(self, key: str) -> Path:
+        """Return the directory in which the wheel ``key`` is built."""
+        return self.root / "build" / key
+
+    def log_file(self, key: str) -> Path:
+        """Return a new name for the log of a build."""
+        return self.root / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{key}.log"
+
+    def has_archive(self) -> bool:
+        """Tell whether the archive is there and is the released one."""
+        return self.archive.is_file() and file_hash(self.archive) == HOROVOD_SHA256
+
+    def find(self, key: str) -> CachedWheel | None:
+        """Return the wheel ``key`` if it is there, whole, and the one that was put in."""
+        directory = self.root / "wheels" / key
+        try:
+            notes = json.loads((directory / "build.json").read_text())
+            wheel = CachedWheel(directory / notes["wheel"], notes["sha256"], notes["facts"])
+            if file_hash(wheel.path) == wheel.sha256:
+                return wheel
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        log.warning("%s was changed after it was built; building it again", wheel.path)
+        return None
+
+    def store(self, key: str, built: Path, facts: Mapping[str, Any]) -> CachedWheel:
+        """Put a built wheel in, in place of an older one; call it under the lock of ``key``.
+
+        Raises:
+            HvdtrainError: the cache cannot be written.
+        """
+        directory = self.root / "wheels" / key
+        target = directory / built.name
+        notes = {"wheel": built.name, "sha256": file_hash(built), "facts": facts}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            beside = directory / f".{built.name}.{os.getpid()}"
+            shutil.copyfile(built, beside)
+            beside.replace(target)
+            # The hash in it vouches for the wheel, so it comes second.
+            write_atomically(directory / "build.json", json.dumps(notes, indent=1, sort_keys=True))
+        except OSError as error:
+            raise HvdtrainError(
+                f"the wheel cannot be cached in {directory} ({error.strerror}): "
+                "free space or set HVDTRAIN_CACHE"
+            ) from error
+        return CachedWheel(target, str(notes["sha256"]), facts)
+
+    @contextlib.contextmanager
+    def lock(self, name: str, what: str) -> Iterator[None]:
+        """Hold the lock ``name``; another session's ``what`` is waited for, and said so."""
+        path = self.root / "locks" / f"{name}.lock"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stream = path.open("a")
+        except OSError as error:
+            raise HvdtrainError(
+                f"the cache {self.root} cannot be written ({error.strerror}): "
+                "set HVDTRAIN_CACHE to a directory of yours"
+            ) from error
+        with stream:
+            _take(stream.fileno(), path, what)
+            yield
+
+
+def _take(descriptor: int, path: Path, what: str) -> None:
+    """Take the lock, waiting for it if need be; closing the descriptor gives it back."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("waiting for another session that %s (lock %s)", what, path)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        # Two sessions may then build the same wheel, which costs time; the rename keeps it whole.
+        log.warning("%s: this file system has no locks; do not run two sessions at once", path)

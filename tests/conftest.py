@@ -1,0 +1,96 @@
+"""What all tests share: running real commands, and finding the data beside the clone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+BIN = Path(sys.executable).parent
+
+# A test runs with the environment that a user has, less what a test runner or an outer mpirun set.
+_FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "HOROVOD_", "OMP_", "SLURM_", "PBS_")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a run: root and more ranks than cores allowed, plus ``extra``."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+    kept["PATH"] = f"{BIN}{os.pathsep}{kept.get('PATH', '')}"
+    kept["OMPI_ALLOW_RUN_AS_ROOT"] = kept["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    kept["PYTHONPATH"] = str(ROOT)
+    return {**kept, **extra}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> list[str]:
+        """The lines that hvdtrain said on standard error."""
+        return [line for line in self.err.splitlines() if line.startswith("hvdtrain:")]
+
+
+def run(command: list[str], *, cwd: Path = ROOT, timeout: float = 240, **extra: str) -> Outcome:
+    """Run ``command``; at the timeout end its whole process group and fail."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(**extra),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"{' '.join(command)} hung for {timeout} s\n{out[-2000:]}\n{err[-2000:]}")
+    return Outcome(process.returncode, out, err)
+
+
+def ranks(number: int, *arguments: str, timeout: float = 240, **extra: str) -> Outcome:
+    """Run ``python *arguments`` on ``number`` ranks under the real mpirun of this environment."""
+    mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number), sys.executable]
+    return run([*mpirun, *arguments], timeout=timeout, **extra)
+
+
+Ranks = Callable[..., Outcome]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Unit tests first: they tell in seconds what the others tell in minutes."""
+    items.sort(key=lambda item: "unit" not in item.path.parts)
+
+
+@pytest.fixture(scope="session")
+def mnist() -> Path:
+    """The directory of the real MNIST."""
+    directory = SHARED / "data" / "mnist"
+    if not directory.is_dir():
+        pytest.skip("the real MNIST is not beside this clone (../shared/data/mnist)")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def imagenette() -> Path:
+    """The directory of 520 real JPEGs."""
+    directory = SHARED / "data" / "imagenette-mini"
+    if not directory.is_dir():
+        pytest.skip("the real JPEGs are not beside this clone (../shared/data/imagenette-mini)")
+    return directory

@@ -1,0 +1,110 @@
+"""N ranks compute what one rank computes, and a resumed run what an uncut one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.conftest import FRAMEWORKS, assert_bit_equal, assert_close, train
+
+EXACT = ("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--seed=1")
+RESNET = ("--model=resnet18", "--image-size=32")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_thirty_steps_on_mnist(framework: str, mnist: Path, tmp_path: Path) -> None:
+    options = (
+        *(f"--framework={framework}", f"--data={mnist}", "--global-batch-size=96"),
+        *("--num-steps=30", "--dropout=0", *EXACT),
+    )
+    one, two, three = (train(n, tmp_path / str(n), "mnist", *options) for n in (1, 2, 3))
+    for other in (two, three):
+        assert_close(one, other, 1e-9)
+        assert other.summary["eval_samples"] == 10_000
+        assert other.summary["eval_accuracy"] == one.summary["eval_accuracy"]
+        assert other.summary["train_loss"] == pytest.approx(one.summary["train_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("batch", [97, 1499])  # 1,500 images leave 45, and 1: empty parts
+def test_uneven_parts_and_tail(framework: str, batch: int, tmp_path: Path) -> None:
+    options = (
+        *(f"--framework={framework}", f"--global-batch-size={batch}", "--epochs=2"),
+        *("--dropout=0", "--lr=0.01", *EXACT),
+    )
+    one, two, three = (train(n, tmp_path / str(n), "mnist", *options) for n in (1, 2, 3))
+    for other in (two, three):
+        assert_close(one, other, 1e-9)
+        assert other.summary["samples_trained"] == 3000
+        assert other.summary["eval_samples"] == 297
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_resnet_with_synchronized_batchnorm(
+    framework: str, imagenette: Path, tmp_path: Path
+) -> None:
+    # 400 images in batches of 133 leave 1: at 2 and 3 ranks the last step has empty parts.
+    options = (
+        *(f"--framework={framework}", f"--data={imagenette}", *RESNET, "--global-batch-size=133"),
+        *("--sync-batchnorm", "--epochs=1", "--lr=0.01", *EXACT),
+    )
+    one, two, three = (
+        train(n, tmp_path / str(n), "resnet", *options, timeout=400) for n in (1, 2, 3)
+    )
+    for other in (two, three):
+        assert_close(one, other, 1e-9)
+        assert other.summary["eval_samples"] == 120
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_fp32_confirms(framework: str, tmp_path: Path) -> None:
+    options = (
+        *(f"--framework={framework}", "--global-batch-size=96", "--num-steps=30", "--lr=0.01"),
+        *("--momentum=0", "--optimizer=sgd", "--precision=fp32", "--lr-scaling=none"),
+        *("--warmup-epochs=0", "--dropout=0", "--seed=1"),
+    )
+    one, two, three = (train(n, tmp_path / str(n), "mnist", *options) for n in (1, 2, 3))
+    for other in (two, three):
+        norm = one.summary["parameter_norm"]
+        assert other.summary["parameter_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("number", [2, 3])
+def test_resumed_mnist_is_bit_equal(framework: str, number: int, tmp_path: Path) -> None:
+    options = [f"--framework={framework}", "--epochs=4", "--batch-size=64"]
+    if number == 3:
+        options.append("--deterministic")
+    uncut = train(number, tmp_path / "uncut", "mnist", *options, "--num-steps=40")
+    train(number, tmp_path / "cut", "mnist", *options, "--num-steps=17")
+    resumed = train(number, tmp_path / "cut", "mnist", *options, "--num-steps=40", "--resume=must")
+    assert_bit_equal(uncut, resumed)
+    assert resumed.summary["samples_trained"] == uncut.summary["samples_trained"]
+    assert resumed.summary["train_loss"] == pytest.approx(uncut.summary["train_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_resumed_resnet_is_bit_equal(framework: str, imagenette: Path, tmp_path: Path) -> None:
+    options = (
+        *(f"--framework={framework}", f"--data={imagenette}", "--model=resnet18"),
+        *("--image-size=64", "--batch-size=8", "--epochs=2"),
+    )
+    uncut = train(2, tmp_path / "uncut", "resnet", *options, "--num-steps=40", timeout=400)
+    train(2, tmp_path / "cut", "resnet", *options, "--num-steps=17", timeout=400)
+    resumed = train(2, tmp_path / "cut", "resnet", *options, "--num-steps=40", timeout=400)
+    assert_bit_equal(uncut, resumed)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_resume_on_another_number_of_ranks(framework: str, tmp_path: Path) -> None:
+    """The global batch fixed, the whole training is the same whoever does which half of it."""
+    options = (
+        *(f"--framework={framework}", "--global-batch-size=96", "--epochs=2", "--dropout=0"),
+        *EXACT,
+    )
+    uncut = train(1, tmp_path / "uncut", "mnist", *options)
+    train(2, tmp_path / "cut", "mnist", *options, "--num-steps=21")
+    resumed = train(3, tmp_path / "cut", "mnist", *options, "--resume=must")
+    assert_close(uncut, resumed, 1e-9)
+    assert resumed.summary["samples_trained"] == 3000

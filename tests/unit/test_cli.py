@@ -1,0 +1,144 @@
+"""The command line: verbs, exit codes, what goes to which stream."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from hvdtrain import __version__, cli
+from hvdtrain.environment import install
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.verb import Report
+
+FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "jsonargparse"}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["install-horovod", "--help"], ["--version"]])
+def test_help_imports_no_framework(words: list[str]) -> None:
+    program = (
+        "import sys\nfrom hvdtrain.cli import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        f"print('LOADED', sorted({FRAMEWORKS!r} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_help_lists_every_verb_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert not stop.value.code
+    for verb in cli.VERBS:
+        assert f"\n  {verb.name} " in text
+    assert "example:" in text
+
+
+@pytest.mark.parametrize("verb", [v.name for v in cli.VERBS if v.module])
+def test_help_of_each_verb_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    text = capsys.readouterr().out
+    assert f"usage: hvdtrain {verb}" in text
+    assert f"example:\n  hvdtrain {verb}" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"hvdtrain {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "unknown verb 'trian': choose one of install-horovod, doctor"),
+        (["install-horovod", "--frameworks", "mxnet"], "choose from pytorch, tensorflow"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    streams = capsys.readouterr()
+    assert message in streams.err
+    assert len(streams.err.splitlines()) == 1
+    assert streams.out == ""
+
+
+def test_a_verb_that_is_not_built_yet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "VERBS", (cli.Verb("later", "comes later"),))
+    assert cli.main(["later", "--anything"]) == 2
+    assert "later is not built yet" in capsys.readouterr().err
+
+
+def test_no_verb_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "verbs:" in capsys.readouterr().out
+
+
+def with_verb(monkeypatch: pytest.MonkeyPatch, outcome: Report | BaseException) -> None:
+    """Make ``hvdtrain probe`` end with ``outcome``."""
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", action="store_true")
+
+    def run_verb(arguments: argparse.Namespace) -> Report:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    module = types.ModuleType("probe_verb")
+    module.__dict__.update(add_arguments=add_arguments, run_verb=run_verb)
+    monkeypatch.setitem(sys.modules, "probe_verb", module)
+    monkeypatch.setattr(cli, "VERBS", (cli.Verb("probe", "probes", "probe_verb"),))
+
+
+def test_report_as_text_or_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_verb(monkeypatch, Report("all well", {"ok": True}, 1))
+    assert cli.main(["probe"]) == 1
+    assert capsys.readouterr().out == "all well\n"
+    assert cli.main(["probe", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"ok": True}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(UsageError("bad"), 2), (HvdtrainError("bad"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_errors_have_their_exit_codes(
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with_verb(monkeypatch, error)
+    assert cli.main(["probe"]) == code
+    assert capsys.readouterr().err.startswith("hvdtrain: error: ")
+
+
+def test_an_error_is_json_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_verb(monkeypatch, HvdtrainError("bad"))
+    assert cli.main(["probe", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"ok": False, "error": "bad"}
+
+
+def test_options_of_the_verb_are_the_fields_of_its_dataclass() -> None:
+    parser = argparse.ArgumentParser()
+    install.add_arguments(parser)
+    fields = set(install.InstallOptions.__dataclass_fields__)
+    assert set(vars(parser.parse_args([]))) == fields
+    assert install.InstallOptions(**vars(parser.parse_args([]))) == install.InstallOptions()
