@@ -22,7 +22,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch import ending
 from hvdtrain.launch.tuning import MPI_VARIABLES, set_defaults
 from hvdtrain.steps.sharding import bounds
-from hvdtrain.training.options import positive
+from hvdtrain.training.options import count, positive, reader
 
 log = logging.getLogger(__name__)
 
@@ -128,14 +128,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--samples", type=positive, default=10**9, help="over all ranks (1e9)")
-    parser.add_argument("--seed", type=positive, default=1, help="1 or more (1)")
+    parser.add_argument("--samples", type=reader(positive), default=10**9, help="over all ranks (1e9)")
+    parser.add_argument("--seed", type=reader(count), default=0, help="of the darts (0)")
     parser.add_argument("--naive", action="store_true", help="a scalar loop, for comparison")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     try:
         options, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise UsageError(f"{error.argument_name}: {error.message}, such as 5e9") from error
+        raise UsageError(f"{error.argument_name}: {error.message}") from error
     if unknown:
         raise UsageError(f"{unknown[0]}: no such option; see {parser.prog} --help")
     return options

@@ -103,8 +103,8 @@ class CommonAdapter(Adapter):
     def weigh(self, loss: Any, part: Part | None = None) -> Any:
         """``loss``, a mean over ``part``, times the part's share of the global batch.
 
-        Saves the pass over the gradients that weights them otherwise, and tells the part where
-        batches are fetched ahead. Call it once a step, before the backward pass.
+        Tells the part where batches are fetched ahead, and weights what BatchNorm exchanges over
+        the ranks too. Call it once a step, before the backward pass.
         """
 
     # The steps

@@ -47,10 +47,14 @@ class Communicator(ABC):
             buffer[start : start + CHUNK] = self.broadcast(buffer[start : start + CHUNK])
         return buffer.tobytes()
 
-    def together(self, action: Callable[[], Result]) -> Result:
+    def together(self, action: Callable[[], Result], *, alike: bool = False) -> Result:
         """Do ``action`` on every rank; where it fails for one, the same error is raised on all.
 
         Without this, the ranks that succeeded would wait for ever in their next collective.
+
+        Args:
+            action: what to do.
+            alike: the action is one rank's on behalf of all, so the error need not name it.
 
         Raises:
             UsageError, CheckpointError: the first failing rank's, naming it where only some failed.
@@ -65,7 +69,7 @@ class Communicator(ABC):
         failed = {rank: text.decode() for rank, text in enumerate(answers) if text}
         if failed:
             first, text = next(iter(failed.items()))
-            who = "" if len(failed) == self.size or self.size == 1 else f"rank {first}: "
+            who = "" if alike or len(failed) == self.size else f"rank {first}: "
             error_type = CheckpointError if text[0] == "C" else UsageError
             raise agreed(error_type(who + text[1:])) from failure
         return result
@@ -76,7 +80,7 @@ class Communicator(ABC):
         Returns:
             The result on rank 0, None elsewhere.
         """
-        return self.together(lambda: action() if self.rank == 0 else None)
+        return self.together(lambda: action() if self.rank == 0 else None, alike=True)
 
 
 class Alone(Communicator):

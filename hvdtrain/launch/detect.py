@@ -90,4 +90,4 @@ def detect(environ: Mapping[str, str]) -> Place:
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     # SLURM_STEP_TASKS_PER_NODE reads like "4" or "4(x2)": the leading number is what counts.
     digits = environ.get(name, "").partition("(")[0].partition(",")[0]
-    return int(digits) if digits.isdigit() else None
+    return int(digits) if digits.isdecimal() else None

@@ -36,16 +36,23 @@ def run(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE
+        code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE if stop.code else 0
     except KeyboardInterrupt:
         fail("interrupted", code=130)
     except HvdtrainError as error:
         wait = WAIT_USAGE if isinstance(error, UsageError) else WAIT_FAILURE
-        fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=is_agreed(error))
+        # What rank 0 finds wrong in the command line or the data is most often so for all ranks.
+        common = is_agreed(error) or (isinstance(error, UsageError) and rank() == 0)
+        fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=common)
     except Exception as error:
         detail = "".join(traceback.format_exception(error))
         fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
     leave(code)
+
+
+def rank() -> int:
+    """This process's rank as its launcher tells it."""
+    return detect(os.environ).rank
 
 
 def agreed(error: HvdtrainError) -> HvdtrainError:

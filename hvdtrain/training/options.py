@@ -15,10 +15,17 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
 
 
+def _float(value: str | float) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not a number") from None
+
+
 def count(value: str | int | float) -> int:
     """A whole number of 0 or more; ``5e9`` is taken."""
-    number = float(value)
-    if number < 0 or number != int(number):
+    number = _float(value)
+    if number < 0 or not number.is_integer():
         raise ValueError(f"{value} is not a whole number of 0 or more")
     return int(number)
 
@@ -32,14 +39,14 @@ def positive(value: str | int | float) -> int:
 
 def fraction(value: str | float) -> float:
     """A number from 0 up to, not including, 1."""
-    if not 0 <= float(value) < 1:
+    if not 0 <= _float(value) < 1:
         raise ValueError(f"{value} is not a fraction from 0 up to 1")
     return float(value)
 
 
 def non_negative(value: str | float) -> float:
     """A finite number of 0 or more."""
-    if not 0 <= float(value) < float("inf"):
+    if not 0 <= _float(value) < float("inf"):
         raise ValueError(f"{value} is not a number of 0 or more")
     return float(value)
 
@@ -150,11 +157,13 @@ def build_parser(workload: str, description: str, epilog: str) -> argparse.Argum
             text += f" ({field.default})"
         choices = field.metadata["choices"]
         metavar = "|".join(choices) or {Path: "PATH", str: "NAME", numbers: "N,N"}.get(kind, "N")
-        parser.add_argument(dashed, type=_reader(kind, choices), metavar=metavar, help=text)
+        parser.add_argument(dashed, type=reader(kind, choices), metavar=metavar, help=text)
     return parser
 
 
-def _reader(kind: Callable[[Any], Any], choices: Sequence[str]) -> Callable[[str], Any]:
+def reader(kind: Callable[[Any], Any], choices: Sequence[str]) -> Callable[[str], Any]:
+    """A type for argparse whose errors tell what is wrong."""
+
     def read(value: str) -> Any:
         if choices and value not in choices:
             raise argparse.ArgumentTypeError(f"{value!r}: choose one of {', '.join(choices)}")

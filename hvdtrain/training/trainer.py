@@ -328,6 +328,7 @@ class Run:
             "epoch": epoch,
             "step": self.step_number,
             "loss": self.train_loss,
+            "seconds": sum(self.clock.seconds),
             "eval_loss": tested.get("loss"),
             "eval_accuracy": tested.get("accuracy"),
             "eval_samples": tested.get("samples"),

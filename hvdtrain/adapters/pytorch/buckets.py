@@ -18,8 +18,8 @@ import torch
 BUCKET_BYTES = 25 * 2**20
 ALIGNMENT = 16  # elements; so that each gradient begins on a cache line
 
-Reduce = Callable[[torch.Tensor, str, float], Any]
-"""(bucket, name, factor) -> handle: start summing ``factor * bucket`` over all ranks, in place."""
+Reduce = Callable[[torch.Tensor, str], Any]
+"""(bucket, name) -> handle: start summing ``bucket`` over all ranks, in place."""
 
 
 class Bucket:
@@ -47,14 +47,17 @@ class Bucket:
         self.handle: Any = None
         self.missing = set(range(len(parameters)))
 
-    def fill(self, index: int) -> None:
-        """Copy the gradient of a parameter to its place, and let it live there."""
+    def fill(self, index: int, weight: float) -> None:
+        """Copy the gradient of a parameter, times ``weight``, to its place; let it live there.
+
+        Horovod would scale too, but only by a factor that is the same on all ranks.
+        """
         gradient = self.parameters[index].grad
         view = self.views[index]
-        if gradient is None:
+        if gradient is None or weight == 0:  # a mean over nothing is nan: 0 times it would be too
             view.zero_()
-        elif gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
+        else:
+            torch.mul(gradient.detach(), weight, out=view)
         self.parameters[index].grad = view
         self.missing.discard(index)
 
@@ -69,8 +72,8 @@ class Buckets:
         parameters: all parameters of the optimizer that need a gradient.
         reduce: starts a sum over all ranks and returns a handle.
         wait: waits for a handle.
-        weight: the factor of this rank's gradients, asked for once a step; 0 makes them zeros,
-            whatever they are.
+        weight: the factor of this rank's gradients in this step; 0 makes them zeros, whatever
+            they are.
     """
 
     def __init__(
@@ -98,25 +101,22 @@ class Buckets:
                     "two backward passes before one optimizer.step(): each step takes one"
                 )
             self._reduced = False
-            bucket.fill(index)
+            bucket.fill(index, self.weight())
             if not bucket.missing:
                 self._start(bucket)
 
         return arrived
 
     def _start(self, bucket: Bucket) -> None:
-        weight = self.weight()
-        if weight == 0:
-            bucket.flat.zero_()
         if bucket is self.buckets[-1]:
-            bucket.flat[-1] = float(self.stop_wanted()) / (weight or 1.0)
-        bucket.handle = self.reduce(bucket.flat, bucket.name, weight or 1.0)
+            bucket.flat[-1] = float(self.stop_wanted())
+        bucket.handle = self.reduce(bucket.flat, bucket.name)
 
     def finish(self) -> None:
         """Wait until all gradients are the sums over the ranks; ``optimizer.step`` does it too."""
         for bucket in self.buckets:
             for index in sorted(bucket.missing):
-                bucket.fill(index)
+                bucket.fill(index, self.weight())
             if bucket.handle is None:
                 self._start(bucket)
         for bucket in self.buckets:

@@ -80,6 +80,6 @@ class HorovodAdapter(PyTorchAdapter):
         return self._buckets.stop_agreed if self._buckets else self.stop_wanted
 
 
-def _start_sum(bucket: torch.Tensor, name: str, factor: float) -> int:
-    handle: int = hvd.allreduce_async_(bucket, name=name, op=hvd.Sum, prescale_factor=factor)
+def _start_sum(bucket: torch.Tensor, name: str) -> int:
+    handle: int = hvd.allreduce_async_(bucket, name=name, op=hvd.Sum)
     return handle

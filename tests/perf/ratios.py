@@ -1,0 +1,173 @@
+"""Compare hvdtrain with scripts written by hand: alternating runs, ratios of paired runs.
+
+    python -m tests.perf.ratios resnet --framework pytorch --repeats 7
+    python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist
+    python -m tests.perf.ratios pi --repeats 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import BIN, environment
+
+SCRIPTS = Path(__file__).parent / "scripts"
+Measure = Callable[[], float]
+
+
+def command(ranks: int, *arguments: str) -> list[str]:
+    """Plain ``mpirun -n RANKS python ...``, or python alone for one rank."""
+    python = [sys.executable, *arguments]
+    return python if ranks == 1 else [str(BIN / "mpirun"), "-n", str(ranks), *python]
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    """Start a run with one thread a rank."""
+    return subprocess.Popen(
+        arguments, env=environment(OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, text=True
+    )
+
+
+def printed(process: subprocess.Popen[str], key: str = "images_per_second") -> float:
+    """The number that a run printed behind ``key``."""
+    out, _ = process.communicate(timeout=900)
+    line = next(line for line in out.splitlines() if line.startswith(key))
+    return float(line.split()[1])
+
+
+def script(name: str, ranks: int, *arguments: str) -> Measure:
+    """Images/s of a script in ``scripts``."""
+    return lambda: printed(start(command(ranks, str(SCRIPTS / name), *arguments)))
+
+
+def trainer(workload: str, ranks: int, copies: int, *arguments: str) -> Measure:
+    """Images/s of a trainer; of several copies at once, their sum."""
+
+    def measure() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, f"{number}.json") for number in range(copies)]
+            running = []
+            for number, file in enumerate(files):
+                line = command(
+                    ranks, "-m", f"hvdtrain.{workload}", *arguments, "--quiet", f"--summary={file}"
+                )
+                if copies > 1:  # as mpirun does it: a core each
+                    line = ["taskset", "-c", str(number), *line]
+                running.append(start(line))
+            for process in running:
+                process.communicate(timeout=900)
+            return sum(json.loads(f.read_text())["images_per_second_mean"] for f in files)
+
+    return measure
+
+
+def alternate(candidates: dict[str, Measure], repeats: int, baseline_of: str) -> None:
+    """Run all candidates in turn, ``repeats`` times; print medians, and ``baseline_of`` / each."""
+    values: dict[str, list[float]] = {name: [] for name in candidates}
+    for repeat in range(repeats):
+        order = list(candidates) if repeat % 2 == 0 else list(reversed(candidates))
+        for name in order:
+            values[name].append(candidates[name]())
+            print(f"{repeat + 1}/{repeats} {name}: {values[name][-1]:.4g}", flush=True)
+    for name, measured in values.items():
+        ratios = [a / b for a, b in zip(values[baseline_of], measured, strict=True)]
+        print(
+            f"{name:34} median {statistics.median(measured):10.4g}   {baseline_of} / this: "
+            f"median {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})"
+        )
+
+
+def resnet(options: argparse.Namespace) -> None:
+    """ResNet-50, batch 8 a rank, two ranks: against bare, by hand, and two copies."""
+    framework, steps = options.framework, str(options.steps)
+    short = f"--num-steps={options.steps + 5}"
+    line = (f"--framework={framework}", "--batch-size=8", short)
+    for precision in options.precision.split(","):
+        tuned = (*line, f"--precision={precision}")
+        candidates = {
+            "hvdtrain": trainer("resnet", 2, 1, *tuned),
+            "bare": script(f"bare_{framework}.py", 2, steps),
+            "two copies": trainer("resnet", 1, 2, *tuned),
+        }
+        if framework == "pytorch":
+            candidates["by hand"] = script("hand_pytorch.py", 2, precision, steps)
+        wanted = {k: v for k, v in candidates.items() if k in options.only or not options.only}
+        print(f"== {framework} {precision}")
+        alternate(wanted, options.repeats, "hvdtrain")
+
+
+def pi(options: argparse.Namespace) -> None:
+    """Pi: against the scalar loop of the tutorial, and two ranks against one."""
+
+    def rate(ranks: int, *arguments: str) -> Measure:
+        line = command(ranks, "-m", "hvdtrain.pi", "--json", *arguments)
+        return lambda: float(json.loads(start(line).communicate()[0])["samples_per_second"])
+
+    candidates = {
+        "two ranks": rate(2, "--samples=4e9"),
+        "one rank": rate(1, "--samples=2e9"),
+        "one rank, --naive": rate(1, "--samples=5e6", "--naive"),
+        "tutorial loop": lambda: printed(
+            start(command(1, str(SCRIPTS / "tutorial_pi.py"))), "samples_per_second"
+        ),
+    }
+    alternate(candidates, options.repeats, "two ranks")
+    alternate({k: v for k, v in candidates.items() if k != "two ranks"}, 3, "one rank")
+
+
+def mnist(options: argparse.Namespace) -> None:
+    """MNIST: seconds of training to 98.5 % against a bare script; the large net by hand."""
+    data = f"--data={options.data}"
+    bare = script("bare_mnist.py", 2, str(options.data), "0.985")
+
+    def seconds_to_target() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = Path(folder, "metrics.jsonl")
+            line = ("--model=small", "--epochs=4", f"--metrics={metrics}", "--quiet", data)
+            start(command(2, "-m", "hvdtrain.mnist", *line)).communicate(timeout=900)
+            rows = [json.loads(row) for row in metrics.read_text().splitlines()]
+        epochs = [row for row in rows if row["kind"] == "epoch"]
+        reached = next(row for row in epochs if row["eval_accuracy"] >= 0.985)
+        return float(reached["seconds"])
+
+    candidates: dict[str, Measure] = {
+        "bare: seconds to 98.5 %": bare,
+        "hvdtrain: seconds to 98.5 %": seconds_to_target,
+    }
+    alternate(candidates, options.repeats, "bare: seconds to 98.5 %")
+    tuned = (data, "--num-steps=200", "--precision=bf16")
+    loops = {
+        "hvdtrain": trainer("mnist", 2, 1, *tuned),
+        "by hand": script("hand_mnist.py", 2, str(options.data), "200"),
+    }
+    alternate(loops, options.repeats, "hvdtrain")
+
+
+def main() -> None:
+    """Run the study that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", choices=("resnet", "mnist", "pi"))
+    parser.add_argument("--framework", default="pytorch")
+    parser.add_argument("--precision", default="bf16,fp32")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--data", type=Path)
+    options = parser.parse_args()
+    began = time.monotonic()
+    {"resnet": resnet, "mnist": mnist, "pi": pi}[options.study](options)
+    print(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
