@@ -33,7 +33,9 @@ for epoch in range(EPOCHS):
     for part in shards.epoch(epoch):
         optimizer.param_groups[0]["lr"] = rate(epoch + part.start.consumed / len(train_x))
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(train_x[part.indices]), train_y[part.indices])
+        loss = torch.nn.functional.cross_entropy(
+            model(train_x[part.indices]), train_y[part.indices]
+        )
         loss.backward()
         optimizer.step()
     hvd.save_checkpoint("checkpoints", model, optimizer, state={"step": epoch + 1})  # step 7

@@ -15,7 +15,7 @@ model = torch.nn.Sequential(
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 BATCH, EPOCHS = 100, 10
 
-for epoch in range(EPOCHS):
+for _ in range(EPOCHS):
     order = torch.randperm(len(train_x))
     for start in range(0, len(train_x), BATCH):
         indices = order[start : start + BATCH]

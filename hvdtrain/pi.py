@@ -128,7 +128,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--samples", type=reader(positive), default=10**9, help="over all ranks (1e9)")
+    parser.add_argument(
+        "--samples", type=reader(positive), default=10**9, help="over all ranks (1e9)"
+    )
     parser.add_argument("--seed", type=reader(count), default=0, help="of the darts (0)")
     parser.add_argument("--naive", action="store_true", help="a scalar loop, for comparison")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

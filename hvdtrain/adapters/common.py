@@ -138,7 +138,11 @@ class CommonAdapter(Adapter):
         host = self.world.host.encode()
         local = [frozenset(json.loads(cores)) for name, cores in everyone if name == host]
         asked = os.environ.get("OMP_NUM_THREADS", "")
-        return int(asked) if asked.isdigit() else threads_per_rank(local, self.world.local_rank)
+        return (
+            int(asked)
+            if asked.isdecimal() and int(asked)
+            else threads_per_rank(local, self.world.local_rank)
+        )
 
     def check_devices(self, devices: int) -> None:
         """Raise on every rank where some host has fewer than one of ``devices`` a local rank."""

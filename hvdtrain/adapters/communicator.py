@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
+from hvdtrain.errors import CheckpointError, HvdtrainError, TrainingError, UsageError
 from hvdtrain.launch.ending import agreed
 
 Result = TypeVar("Result")
@@ -57,21 +57,21 @@ class Communicator(ABC):
             alike: the action is one rank's on behalf of all, so the error need not name it.
 
         Raises:
-            UsageError, CheckpointError: the first failing rank's, naming it where only some failed.
+            HvdtrainError: of the first failing rank's kind, naming it where only some failed.
         """
         failure: HvdtrainError | None = None
         try:
             result = action()
         except HvdtrainError as error:
             failure = error
-        kind = "C" if isinstance(failure, CheckpointError) else "U"
+        kinds = [HvdtrainError, UsageError, CheckpointError, TrainingError]
+        kind = str(kinds.index(type(failure))) if failure else ""
         answers = self.gather((kind + str(failure)).encode() if failure else b"")
         failed = {rank: text.decode() for rank, text in enumerate(answers) if text}
         if failed:
             first, text = next(iter(failed.items()))
             who = "" if alike or len(failed) == self.size else f"rank {first}: "
-            error_type = CheckpointError if text[0] == "C" else UsageError
-            raise agreed(error_type(who + text[1:])) from failure
+            raise agreed(kinds[int(text[0])](who + text[1:])) from failure
         return result
 
     def on_root(self, action: Callable[[], Result]) -> Result | None:

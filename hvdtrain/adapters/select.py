@@ -25,8 +25,10 @@ def is_installed(module: str) -> bool:
     try:
         parent = module.rpartition(".")[0]
         root = importlib.util.find_spec(module.partition(".")[0])
-        if root is None or not parent or root.submodule_search_locations is None:
+        if root is None or not parent:
             return root is not None
+        if root.submodule_search_locations is None:  # a script of that name
+            return False
         # Importing horovod.torch would import torch and MPI: look at its files instead.
         folder = Path(root.submodule_search_locations[0], *module.split(".")[1:-1])
         return any(folder.glob(module.rpartition(".")[2] + ".*"))

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -85,19 +86,18 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
             f"{error.strerror or error}. "
             + (f"{kept} is intact: free some space and run again" if kept else "Free some space")
         ) from error
-    prune(directory, keep)
+    prune(directory, keep, final.name)
     return final
 
 
 def _free_name(directory: Path, step: int) -> Path:
     # A second save of one step (after the evaluation, say) gets a name of its own that sorts
     # later: replacing the first would leave a moment without either.
-    final = directory / f"{PREFIX}{step:09d}"
-    again = 1
-    while final.exists():
-        final = directory / f"{PREFIX}{step:09d}+{again:02d}"
-        again += 1
-    return final
+    first = f"{PREFIX}{step:09d}"
+    same = [name for name in _names(directory) if name.partition("+")[0] == first]
+    if not same:
+        return directory / first
+    return directory / f"{first}+{int(same[-1].partition('+')[2] or 0) + 1:02d}"
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
@@ -107,8 +107,16 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         digests[name] = hashlib.sha256(data).hexdigest()
         _write_file(folder / name, data)
     state = {"format": FORMAT, **checkpoint.state, "sha256": digests}
+    digests[STATE_FILE] = _digest_of_state(state)
     _write_file(folder / STATE_FILE, json.dumps(state, indent=1).encode())
     _flush(folder)
+
+
+def _digest_of_state(state: Mapping[str, Any]) -> str:
+    # Of everything in it but this digest itself.
+    digests = {name: value for name, value in state["sha256"].items() if name != STATE_FILE}
+    text = json.dumps({**state, "sha256": digests}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -131,8 +139,16 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write ``value`` to ``path`` as JSON, complete or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_file(partial, json.dumps(value, indent=1, allow_nan=True).encode() + b"\n")
+    _write_file(partial, json.dumps(finite(value), indent=1).encode() + b"\n")
     partial.rename(path)
+
+
+def finite(value: Mapping[str, Any]) -> dict[str, Any]:
+    """``value`` with null for nan and infinity, which JSON does not have."""
+    return {
+        name: None if isinstance(entry, float) and not math.isfinite(entry) else entry
+        for name, entry in value.items()
+    }
 
 
 def newest_name(directory: Path) -> str | None:
@@ -160,7 +176,7 @@ def load_newest(directory: Path) -> Checkpoint | None:
     for name in reversed(names):
         try:
             return read(directory / name)
-        except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
             reasons.append(f"{name}: {error}")
             log.warning("checkpoint %s is damaged (%s): passed over", directory / name, error)
     if names:
@@ -181,6 +197,8 @@ def read(folder: Path) -> Checkpoint:
     state = json.loads((folder / STATE_FILE).read_bytes())
     if state["format"] != FORMAT:
         raise ValueError(f"format {state['format']}, this hvdtrain reads {FORMAT}")
+    if _digest_of_state(state) != state["sha256"][STATE_FILE]:
+        raise ValueError(f"the checksum of {STATE_FILE} is wrong")
     arrays = {}
     for name in (MODEL_FILE, TRAINING_FILE):
         data = (folder / name).read_bytes()
@@ -190,13 +208,14 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(arrays[MODEL_FILE], arrays[TRAINING_FILE], state, folder)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Delete all checkpoints but the newest ``keep`` steps and the one with the best evaluation."""
+def prune(directory: Path, keep: int, saved: str) -> None:
+    """Delete all but ``saved``, the newest ``keep`` steps and the one with the best evaluation."""
     names = _names(directory)
     for name, later in itertools.pairwise(names):
         if later.startswith(name.partition("+")[0]):  # of the same step
             shutil.rmtree(directory / name, ignore_errors=True)
-    names = _names(directory)
+    # A later one was damaged, or this training would have gone on from it: it counts for nothing.
+    names = [name for name in _names(directory) if name <= saved]
     scores = {name: _score(directory / name) for name in names}
     scored = [name for name in names if scores[name] is not None]
     best = max(scored, key=lambda name: scores[name] or 0.0, default=None)
@@ -209,7 +228,7 @@ def _score(folder: Path) -> float | None:
     try:
         metrics = json.loads((folder / STATE_FILE).read_bytes()).get("metrics") or {}
         return metrics.get("accuracy")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return None
 
 

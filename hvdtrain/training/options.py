@@ -24,6 +24,8 @@ def _float(value: str | float) -> float:
 
 def count(value: str | int | float) -> int:
     """A whole number of 0 or more; ``5e9`` is taken."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)  # exact where a float is not
     number = _float(value)
     if number < 0 or not number.is_integer():
         raise ValueError(f"{value} is not a whole number of 0 or more")
@@ -135,6 +137,9 @@ class Options:
     quiet: bool = option(False, "no progress, no table; errors only", bool)
 
 
+EITHER = (("batch_size", "global_batch_size"), ("synthetic", "data"))  # not both
+
+
 def build_parser(workload: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """The command line of a trainer, made from the fields of ``Options``."""
     parser = argparse.ArgumentParser(
@@ -161,7 +166,7 @@ def build_parser(workload: str, description: str, epilog: str) -> argparse.Argum
     return parser
 
 
-def reader(kind: Callable[[Any], Any], choices: Sequence[str]) -> Callable[[str], Any]:
+def reader(kind: Callable[[Any], Any], choices: Sequence[str] = ()) -> Callable[[str], Any]:
     """A type for argparse whose errors tell what is wrong."""
 
     def read(value: str) -> Any:
@@ -185,7 +190,11 @@ def parse(workload: str, arguments: Sequence[str], *, description: str, epilog: 
     line = [_dashed(argument) for argument in arguments]
     given = _values(parser, line)
     if path := given.pop("config", None):
-        given = {**_values(parser, _read_config(Path(path))), **given}
+        from_file = _values(parser, _read_config(Path(path)))
+        for one, other in (*EITHER, *(pair[::-1] for pair in EITHER)):
+            if one in given:  # the line wins over what it contradicts, too
+                from_file.pop(other, None)
+        given = {**from_file, **given}
     return check(Options(**given))
 
 
@@ -214,13 +223,15 @@ def _read_config(path: Path) -> list[str]:
 
     try:
         content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(
             f"--config {path} cannot be read: {' '.join(str(error).split())}"
         ) from error
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: it must hold lines such as `batch-size: 64`")
     arguments = []
+    if "config" in content:
+        raise UsageError(f"--config {path}: a file of options cannot name another one")
     for name, value in content.items():
         option_name = "--" + str(name).replace("_", "-")
         if isinstance(value, list):
@@ -241,10 +252,10 @@ def check(options: Options) -> Options:
     for field in dataclasses.fields(Options):
         if field.metadata.get("not_built") and getattr(options, field.name) != field.default:
             raise UsageError(f"--{field.name.replace('_', '-')} is not built yet: leave it out")
-    if options.batch_size and options.global_batch_size:
-        raise UsageError("--batch-size and --global-batch-size contradict each other: give one")
-    if options.synthetic and options.data:
-        raise UsageError("--synthetic and --data contradict each other: give one")
+    for names in EITHER:
+        if all(getattr(options, name) for name in names):
+            one, other = (f"--{name.replace('_', '-')}" for name in names)
+            raise UsageError(f"{one} and {other} contradict each other: give one")
     if options.checkpoint_dir is None:
         for name in ("checkpoint_every", "resume"):
             if getattr(options, name) not in (None, "auto", "never"):

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.detect import detect
+from hvdtrain.steps.checkpoint import finite
 
 PLAIN_SECONDS = 5.0  # between two lines where the output is no terminal
 
@@ -75,7 +76,13 @@ class Progress(Silent):
     ) -> None:
         watched = is_watched()
         self.console = Console(
-            quiet=quiet, highlight=False, force_terminal=watched, soft_wrap=not watched
+            quiet=quiet,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            force_terminal=watched,
+            soft_wrap=not watched,
+            width=None if watched else 10_000,  # a file has no edge
         )
         self._lines: TextIO | None = None
         if metrics:
@@ -159,7 +166,7 @@ class Progress(Silent):
 
     def _record(self, kind: str, record: dict[str, Any]) -> None:
         if self._lines:
-            self._lines.write(json.dumps({"kind": kind, **record}) + "\n")
+            self._lines.write(json.dumps({"kind": kind, **finite(record)}) + "\n")
             self._lines.flush()
         if self._board:
             for name, value in record.items():

@@ -153,8 +153,10 @@ class Run:
         directory, mode = self.options.checkpoint_dir, self.options.resume
         if directory is None:
             return
+        root = self.adapter.communicator.on_root
+        root(lambda: check_writable(directory / checkpoints.STATE_FILE, "--checkpoint-dir"))
         if mode == "never":
-            self.adapter.communicator.on_root(lambda: checkpoints.set_aside(directory))
+            root(lambda: checkpoints.set_aside(directory))
             return
         state = self.adapter.load_checkpoint(
             directory, self.task.model, self.task.optimizer, origin=self.origin

@@ -1,8 +1,8 @@
 """Compare hvdtrain with scripts written by hand: alternating runs, ratios of paired runs.
 
-    python -m tests.perf.ratios resnet --framework pytorch --repeats 7
-    python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist
-    python -m tests.perf.ratios pi --repeats 5
+python -m tests.perf.ratios resnet --framework pytorch --repeats 7
+python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist
+python -m tests.perf.ratios pi --repeats 5
 """
 
 from __future__ import annotations

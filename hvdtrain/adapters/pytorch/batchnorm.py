@@ -85,7 +85,7 @@ def convert(model: nn.Module, total: SumOverRanks) -> int:
     """
     found = 0
     for module in model.modules():
-        if type(module) is nn.BatchNorm2d:
+        if isinstance(module, nn.BatchNorm2d):
             module.__class__ = SyncBatchNorm2d
             assert isinstance(module, SyncBatchNorm2d)
             module.total, module.name = total, f"batchnorm.{found}"

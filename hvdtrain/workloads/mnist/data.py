@@ -7,6 +7,7 @@ number of dimensions, each dimension as a big-endian 32-bit number, then the val
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,11 +96,16 @@ def read_idx(path: Path) -> NDArray[Any]:
         data = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read ({error}): copy it again") from error
-    if len(data) < 4 or data[:3] != b"\x00\x00\x08" or len(data) < 4 + 4 * data[3]:
+    if (
+        len(data) < 4
+        or data[:3] != b"\x00\x00\x08"
+        or not 0 < data[3] < 5
+        or len(data) < 4 + 4 * data[3]
+    ):
         raise UsageError(f"{path} is not an IDX file of bytes: copy it again")
     start = 4 + 4 * data[3]
-    shape = np.frombuffer(data, ">i4", data[3], offset=4).astype(int)
-    expected = start + int(np.prod(shape))
+    shape = np.frombuffer(data, ">u4", data[3], offset=4).tolist()
+    expected = start + math.prod(shape)
     if len(data) != expected:
         raise UsageError(
             f"{path} is broken: its header tells {expected} bytes, it has {len(data)}; "

@@ -165,6 +165,22 @@ class Synthetic(Data):
         return iter(())
 
 
+class BatchNorm2d(torch.nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` that takes a batch with one value a channel, where PyTorch's raises.
+
+    The last batch of an epoch may be a single image, and of 32 pixels the last layers see one.
+    Its variance is 0, so the layer gives its bias; there is no unbiased variance to track.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as in torch)
+        """Normalise ``input`` of shape (n, channels, height, width)."""
+        if self.training and input.numel() == input.shape[1]:
+            return torch.batch_norm(
+                input, self.weight, self.bias, None, None, True, 0.0, self.eps, False
+            )
+        return super().forward(input)
+
+
 def folder(
     images: ImageFolder,
     options: TaskOptions,
@@ -184,6 +200,9 @@ def task(options: TaskOptions, train: Data, test: Data | None, classes: int) -> 
     """A ResNet as a task."""
     torch.manual_seed(options.seed)
     model = torchvision().models.get_model(options.model, weights=None, num_classes=classes)
+    for module in model.modules():
+        if type(module) is torch.nn.BatchNorm2d:
+            module.__class__ = BatchNorm2d
     if isinstance(train, Synthetic):
         return TorchTask(model, options, train, test)
     deviation = torch.tensor(DEVIATION).view(3, 1, 1)

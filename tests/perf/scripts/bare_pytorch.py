@@ -1,4 +1,4 @@
-"""ResNet-50 with Horovod as its documentation shows it: no tuning. Prints images/s over all ranks."""
+"""ResNet-50 with Horovod as its documentation shows it: no tuning. Prints images/s."""
 
 import sys
 import time

@@ -24,7 +24,9 @@ def train_step():
         probabilities = model(x, training=True)
         loss = tf.reduce_mean(tf.keras.losses.sparse_categorical_crossentropy(y, probabilities))
     tape = hvd.DistributedGradientTape(tape)
-    optimizer.apply_gradients(zip(tape.gradient(loss, values), model.trainable_variables))
+    optimizer.apply_gradients(
+        zip(tape.gradient(loss, values), model.trainable_variables, strict=True)
+    )
     return loss
 
 

@@ -1,0 +1,181 @@
+"""Bad input under the real mpirun: one clear line, the right exit code, no hang, nothing lost."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.conftest import Outcome, ranks
+from tests.parallel.conftest import train
+
+
+def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
+    assert outcome.code == code, outcome.err[-2000:]
+    assert len(outcome.said) == 1, outcome.err[-2000:]
+    assert "Traceback" not in outcome.err
+    for word in words:
+        assert word in outcome.said[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--batch-size=0"], "--batch-size"),
+        (["--optimizer=rmsprop"], "sgd, adam, adamw"),
+        (["--model=large"], "tutorial, small"),
+        (["--strategy=ddp"], "not built yet"),
+        (["--strategy=single"], "one process"),
+        (["--data=/nonexistent"], "/nonexistent"),
+        (["--resume=must", "--checkpoint-dir=/nonexistent"], "no checkpoint"),
+        (["--precision=fp16"], "GPU"),
+    ],
+)
+def test_wrong_use(options: list[str], word: str) -> None:
+    assert_one_line(ranks(2, "-m", "hvdtrain.mnist", *options, timeout=60), 2, word)
+
+
+def test_a_truncated_idx_file(tmp_path: Path, mnist: Path) -> None:
+    for file in mnist.iterdir():
+        (tmp_path / file.name.removesuffix(".gz")).write_bytes(gzip.decompress(file.read_bytes()))
+    broken = tmp_path / "train-images-idx3-ubyte"
+    os.truncate(broken, 1_000_000)
+    outcome = ranks(2, "-m", "hvdtrain.mnist", f"--data={tmp_path}", timeout=60)
+    assert_one_line(outcome, 2, str(broken), "copy it again")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Two classes of eight small JPEGs, one grey and one CMYK among them."""
+    for split in ("train", "val"):
+        for label, name in enumerate(("cat", "dog")):
+            folder = tmp_path / "pictures" / split / name
+            folder.mkdir(parents=True)
+            for number in range(8):
+                mode = {0: "L", 1: "CMYK"}.get(number, "RGB")
+                colour = tuple([60 * label + 8 * number] * len(mode))
+                Image.new(mode, (48, 40), colour if len(mode) > 1 else colour[0]).save(
+                    folder / f"{number}.jpg"
+                )
+    return tmp_path / "pictures"
+
+
+SHORT = ("--model=resnet18", "--image-size=32", "--epochs=1", "--batch-size=2")
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_grey_and_cmyk_images_are_taken(framework: str, pictures: Path, tmp_path: Path) -> None:
+    done = train(2, tmp_path, "resnet", f"--framework={framework}", f"--data={pictures}", *SHORT)
+    assert done.summary["samples_trained"] == 16
+    assert done.summary["eval_samples"] == 16
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) -> None:
+    broken = pictures / "train" / "dog" / "5.jpg"
+    os.truncate(broken, 200)
+    line = ("-m", "hvdtrain.resnet", f"--framework={framework}", f"--data={pictures}", *SHORT)
+    outcome = ranks(2, *line, "--quiet", timeout=90)
+    assert_one_line(outcome, 2, str(broken), "--skip-broken")
+    shown = ranks(2, *line, "--skip-broken", timeout=90)
+    assert shown.code == 0, shown.err
+    assert "left out 1 broken image" in shown.out
+    assert "15 images" in shown.out
+
+
+def test_an_empty_class_folder(pictures: Path) -> None:
+    (pictures / "train" / "emu").mkdir()
+    outcome = ranks(2, "-m", "hvdtrain.resnet", f"--data={pictures}", *SHORT, timeout=60)
+    assert_one_line(outcome, 2, str(pictures / "train" / "emu"))
+
+
+def test_a_loss_that_is_nan_on_one_rank(tmp_path: Path) -> None:
+    """One rank's network is broken on purpose; the job ends within 10 s and names it."""
+    script = tmp_path / "nan.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "from hvdtrain import mnist\n"
+        "from hvdtrain.launch import ending\n"
+        "from hvdtrain.workloads.pytorch import TorchTask\n"
+        "whole, steps = TorchTask._input, []\n"
+        "def broken(task, pixels):\n"
+        "    steps.append(1)\n"
+        "    bad = os.environ['OMPI_COMM_WORLD_RANK'] == '1' and len(steps) == 4\n"
+        "    return whole(task, pixels) * (float('nan') if bad else 1.0)\n"
+        "TorchTask._input = broken\n"
+        "sys.argv += ['--quiet']\n"
+        "ending.run(mnist.main)\n"
+    )
+    outcome = ranks(2, str(script), timeout=60)
+    assert_one_line(outcome, 1, "rank 1", "step 4", "nan")
+
+
+def test_a_crash_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text(
+        "import os, time, sys\n"
+        "from hvdtrain import mnist\n"
+        "from hvdtrain.launch import ending\n"
+        "from hvdtrain.training.trainer import Run\n"
+        "update = Run._update\n"
+        "def crash(run, part, batch):\n"
+        "    update(run, part, batch)\n"
+        "    if run.step_number == 3 and run.adapter.world.rank == 1:\n"
+        "        print('crashing', time.time(), file=sys.stderr, flush=True)\n"
+        "        raise MemoryError('no memory left')\n"
+        "Run._update = crash\n"
+        "sys.argv += ['--quiet']\n"
+        "ending.run(mnist.main)\n"
+    )
+    outcome = ranks(2, str(script), timeout=60)
+    ended = time.time()
+    crashed = next(line for line in outcome.err.splitlines() if line.startswith("crashing"))
+    assert outcome.code == 1
+    assert "rank 1" in outcome.said[0] and "step 3" in outcome.said[0]
+    assert "no memory left" in outcome.err
+    assert ended - float(crashed.split()[1]) < 10  # the contract: the whole job within 10 s
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    train(1, tmp_path, "mnist", "--num-steps=1", "--model=small")
+    before = sorted((tmp_path / "checkpoints").rglob("*"))
+    line = ("-m", "hvdtrain.mnist", "--num-steps=2", f"--checkpoint-dir={tmp_path / 'checkpoints'}")
+    outcome = ranks(2, *line, "--model=tutorial", timeout=60)
+    assert_one_line(outcome, 2, "'small' there, 'tutorial' here")
+    assert sorted((tmp_path / "checkpoints").rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    options = ("--model=small", "--checkpoint-every=2")
+    first = train(2, tmp_path, "mnist", *options, "--num-steps=4")
+    os.truncate(first.newest / "model.safetensors", 1000)
+    again = train(2, tmp_path, "mnist", *options, "--num-steps=6", "--resume=must")
+    assert again.summary["steps_completed"] == 6
+    assert "is damaged" not in again.outcome.err  # --quiet
+
+
+def test_a_full_disk_while_saving(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        # A checkpoint of the tutorial net with its momenta takes 9.6 MB: the second is too many.
+        line = ("-m", "hvdtrain.mnist", "--checkpoint-every=1", f"--checkpoint-dir={disk}")
+        outcome = ranks(2, *line, "--num-steps=3", "--quiet", timeout=60)
+        assert_one_line(outcome, 1, "No space left", "step-000000001 is intact")
+        assert [path.name for path in disk.iterdir()] == ["step-000000001"]
+        shutil.copytree(disk / "step-000000001", tmp_path / "checkpoints" / "step-000000001")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    resumed = train(2, tmp_path, "mnist", "--num-steps=3", "--resume=must")
+    assert resumed.summary["steps_completed"] == 3

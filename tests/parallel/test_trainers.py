@@ -1,0 +1,132 @@
+"""The trainers as users run them: real data, signals, summary, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import BIN, ROOT, environment, ranks, run
+from tests.parallel.conftest import FRAMEWORKS, Training, assert_bit_equal, train
+
+KEYS = """
+    workload framework strategy model world_size hosts precision global_batch_size
+    epochs_completed steps_completed samples_trained train_loss eval_loss eval_accuracy
+    eval_samples images_per_second_mean images_per_second_std step_seconds_median seconds_total
+    seconds_to_first_step parameter_norm stopped checkpoint
+"""  # section 4 of the design
+
+LONG = os.environ.get("HVDTRAIN_LONG") == "1"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("number", [1, 2, 3] if LONG else [2])
+def test_mnist(framework: str, number: int, mnist: Path, tmp_path: Path) -> None:
+    """Short in CI: the small net for one epoch. HVDTRAIN_LONG=1: six of the tutorial's to 99 %."""
+    options = ("--epochs=6",) if LONG else ("--epochs=1", "--model=small")
+    line = (f"--framework={framework}", f"--data={mnist}", *options)
+    done = train(number, tmp_path, "mnist", *line, timeout=1800)
+    assert list(done.summary) == KEYS.split()
+    assert done.summary["eval_samples"] == 10_000
+    assert done.summary["eval_accuracy"] >= (0.99 if LONG else 0.95)
+    assert done.summary["samples_trained"] == 60_000 * (6 if LONG else 1)
+    assert done.summary["stopped"] == "finished"
+    assert done.summary["world_size"] == number
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_resnet_on_real_images(framework: str, imagenette: Path, tmp_path: Path) -> None:
+    line = (
+        *(f"--framework={framework}", f"--data={imagenette}", "--model=resnet18"),
+        *("--image-size=128", "--epochs=1", "--batch-size=20"),
+    )
+    first = train(2, tmp_path, "resnet", *line, "--num-steps=4", timeout=400)
+    assert first.summary["stopped"] == "steps"
+    done = train(2, tmp_path, "resnet", *line, "--resume=must", timeout=400)
+    assert done.summary["samples_trained"] == 400
+    assert done.summary["eval_samples"] == 120
+    assert done.summary["epochs_completed"] == 1
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_signal_saves_and_the_same_command_goes_on(framework: str, tmp_path: Path) -> None:
+    options = (f"--framework={framework}", "--model=small", "--epochs=40")
+    uncut = train(2, tmp_path / "uncut", "mnist", *options)
+    cut = tmp_path / "cut"
+    line = [
+        *(str(BIN / "mpirun"), "-n", "2", sys.executable, "-m", "hvdtrain.mnist", *options),
+        *("--quiet", f"--summary={cut / 'summary.json'}"),
+        *(f"--checkpoint-dir={cut / 'checkpoints'}", f"--metrics={cut / 'metrics.jsonl'}"),
+    ]
+    process = subprocess.Popen(line, env=environment(), cwd=ROOT, start_new_session=True)
+    try:
+        while not (cut / "checkpoints").is_dir() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    summary = json.loads((cut / "summary.json").read_text())
+    assert summary["stopped"] == "preempted"
+    assert 0 < summary["steps_completed"] < uncut.summary["steps_completed"]
+    assert run(line).code == 0
+    assert_bit_equal(uncut, Training(uncut.outcome, cut))
+
+
+def test_a_signal_to_one_process_alone_gives_75(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--quiet", "--epochs=400"]
+    line.append(f"--checkpoint-dir={tmp_path}")
+    process = subprocess.Popen(line, env=environment(), cwd=ROOT)
+    while not list(tmp_path.glob("step-*")) and process.poll() is None:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=30) == 75
+
+
+def test_metrics_and_tensorboard(tmp_path: Path) -> None:
+    outcome = ranks(
+        2,
+        *("-m", "hvdtrain.mnist", "--model=small", "--epochs=3"),
+        *(f"--metrics={tmp_path / 'm.jsonl'}", f"--tensorboard={tmp_path / 'board'}"),
+    )
+    assert outcome.code == 0, outcome.err
+    assert "test accuracy" in outcome.out
+    assert "\x1b" not in outcome.out  # plain lines where no person watches
+    rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    epochs = [row for row in rows if row["kind"] == "epoch"]
+    assert [row["epoch"] for row in epochs] == [0, 1, 2]
+    assert all(row["eval_samples"] == 297 for row in epochs)
+    assert any(row["kind"] == "step" and row["images_per_second"] > 0 for row in rows)
+    assert len(list((tmp_path / "board").glob("events*"))) == 1
+
+
+def test_alone_without_horovod_says_so(tmp_path: Path) -> None:
+    """A package that hides Horovod stands in for an environment without it."""
+    (tmp_path / "horovod.py").write_text("raise ImportError('hidden by a test')\n")
+    line = [sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--num-steps=2"]
+    path = f"{tmp_path}:{ROOT}"
+    alone = run(line, PYTHONPATH=path)
+    assert alone.code == 0
+    assert "Horovod is not installed" in alone.err
+    assert "over single" in alone.out
+    together = run([str(BIN / "mpirun"), "-n", "2", *line], PYTHONPATH=path)
+    assert together.code == 2
+    assert len(together.said) == 1 and "hvdtrain install-horovod" in together.said[0]
+
+
+def test_worlds_of_size_one_are_found() -> None:
+    """Processes that a launcher counts as two, and that Horovod finds alone, must not train."""
+    place = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    line = [sys.executable, "-m", "hvdtrain.mnist", "--num-steps=1"]
+    here = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    outcome = run(line, timeout=60, **place, **here)
+    assert outcome.code == 2
+    assert "sees a world of 1" in outcome.said[0]

@@ -1,0 +1,264 @@
+"""The steps that all adapters share, on a model of NumPy arrays and ranks that are threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.communicator import Communicator
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.sharding import Part
+from hvdtrain.steps.world import World
+
+Model = dict[str, Arrays]  # "weights", which all ranks share, and "running", each rank's own
+
+
+class ArrayAdapter(CommonAdapter):
+    """Weights, momenta and running statistics in dictionaries."""
+
+    name = "array"
+    runtime = "the threads"
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self.communicator = communicator
+        self.world = World(
+            communicator.rank, communicator.size, communicator.rank, communicator.size, "h", 1
+        )
+
+    def connect(self) -> Communicator:
+        return self.communicator
+
+    def pin_device(self) -> str:
+        return "none"
+
+    def distribute_optimizer(self, optimizer: Any) -> Any:
+        return optimizer
+
+    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
+        arrays = {**model["weights"], **model["running"]}
+        return Checkpoint({k: v.copy() for k, v in arrays.items()}, dict(optimizer or {}))
+
+    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
+        for part in ("weights", "running"):
+            if not set(model[part]) <= set(state.model):
+                raise UsageError("another model")
+            model[part] = {name: state.model[name] for name in model[part]}
+        if optimizer is not None:
+            optimizer.clear()
+            optimizer.update(state.training)
+
+    def local_buffers(self, model: Any) -> Arrays:
+        return {k: v.copy() for k, v in model["running"].items()}
+
+    def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
+        model["running"] = dict(arrays)
+
+    @property
+    def stop_agreed(self) -> bool:
+        return self.stop_wanted
+
+    def weigh(self, loss: Any, part: Part | None = None) -> Any:
+        return loss * self.part_weight
+
+
+def model_of(rank: int) -> Model:
+    return {
+        "weights": {"w": np.array([1.0, 2.0]) + rank, "steps": np.array(rank)},
+        "running": {"mean": np.array([8.0 * rank], np.float32)},
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_after_the_broadcast_all_are_rank_zero(on_ranks: Any, size: int) -> None:
+    def act(communicator: Communicator) -> tuple[Any, ...]:
+        model, rank = model_of(communicator.rank), communicator.rank
+        momenta = {"m": np.array([5.0])} if rank == 0 else {}  # only rank 0 has resumed
+        digest = ArrayAdapter(communicator).broadcast_state(model, momenta)
+        return digest, model, momenta
+
+    outcomes = on_ranks(size, act)
+    assert len({digest for digest, _, _ in outcomes}) == 1
+    for _, model, momenta in outcomes:
+        assert model["weights"]["w"].tolist() == [1.0, 2.0]
+        assert model["weights"]["steps"].shape == ()
+        assert model["running"]["mean"].tolist() == [0.0]
+        assert momenta["m"].tolist() == [5.0]
+
+
+def test_a_replica_that_drifts_by_one_bit_is_named(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> str:
+        model = model_of(0)
+        if communicator.rank == 2:
+            model["weights"]["w"] = np.nextafter(model["weights"]["w"], 9)
+        return ArrayAdapter(communicator).check_replicas(model)
+
+    outcomes = on_ranks(3, act)
+    assert {type(outcome) for outcome in outcomes} == {HvdtrainError}
+    assert "rank(s) 2 differs" in str(outcomes[0])
+
+
+def test_metrics_over_all_ranks_with_uneven_and_empty_shares(on_ranks: Any) -> None:
+    counts, sums = [3, 0, 1], [6.0, 0.0, 10.0]
+
+    def act(communicator: Communicator) -> Any:
+        rank = communicator.rank
+        adapter = ArrayAdapter(communicator)
+        return adapter.average_metrics(counts[rank], loss=sums[rank], correct=counts[rank])
+
+    assert on_ranks(3, act) == [({"loss": 4.0, "correct": 1.0}, 4)] * 3
+
+
+def test_the_part_in_hand_gives_the_weight(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> list[float]:
+        adapter = ArrayAdapter(communicator)
+        assert adapter.part_weight == 1 / 3  # no shards: all ranks count the same
+        shards = adapter.shard_data(10, global_batch=4)
+        return [adapter.part_weight for _ in shards.epoch(0)]
+
+    # 4, 4 and 2 samples for three ranks: parts of 2, 1, 1 and of 1, 1, 0.
+    assert on_ranks(3, act) == [[0.5, 0.5, 0.5], [0.25, 0.25, 0.5], [0.25, 0.25, 0.0]]
+
+
+def trained(communicator: Communicator) -> tuple[ArrayAdapter, Model]:
+    """After an epoch of 4 samples: 3 ranks have seen 2, 1 and 1."""
+    adapter, model = ArrayAdapter(communicator), model_of(communicator.rank)
+    model["weights"] = model_of(0)["weights"]
+    for _ in adapter.shard_data(4, global_batch=4).epoch(0):
+        pass
+    return adapter, model
+
+
+def test_within_an_evaluation_the_statistics_are_the_mean_and_after_it_the_own(
+    on_ranks: Any,
+) -> None:
+    def act(communicator: Communicator) -> tuple[float, float]:
+        adapter, model = trained(communicator)
+        with adapter.averaged_buffers(model):
+            inside = float(model["running"]["mean"][0])
+        return inside, float(model["running"]["mean"][0])
+
+    # (2 x 0 + 1 x 8 + 1 x 16) / 4
+    assert on_ranks(3, act) == [(6.0, 0.0), (6.0, 8.0), (6.0, 16.0)]
+
+
+def test_an_evaluation_that_fails_gives_the_own_statistics_back(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> float:
+        adapter, model = trained(communicator)
+        with pytest.raises(ZeroDivisionError), adapter.averaged_buffers(model):
+            raise ZeroDivisionError
+        return float(model["running"]["mean"][0])
+
+    assert on_ranks(3, act) == [0.0, 8.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("size", "statistics"), [(3, [0.0, 8.0, 16.0]), (2, [6.0, 6.0]), (1, [6.0])]
+)
+def test_a_checkpoint_resumes_with_the_own_statistics_or_on_other_ranks_with_the_mean(
+    on_ranks: Any, tmp_path: Path, size: int, statistics: list[float]
+) -> None:
+    def save(communicator: Communicator) -> Path:
+        adapter, model = trained(communicator)
+        state = {"step": 1, "origin": {"model": "array"}}
+        return adapter.save_checkpoint(tmp_path, model, {"m": np.array([3.0])}, state=state)
+
+    assert on_ranks(3, save) == [tmp_path / "step-000000001"] * 3
+
+    def resume(communicator: Communicator) -> tuple[Any, ...]:
+        adapter, model = ArrayAdapter(communicator), model_of(7)
+        momenta: Arrays = {}
+        state = adapter.load_checkpoint(tmp_path, model, momenta, origin={"model": "array"})
+        adapter.broadcast_state(model, momenta)
+        return state, model, momenta
+
+    for rank, (state, model, momenta) in enumerate(on_ranks(size, resume)):
+        assert state["step"] == 1
+        assert state["world_size"] == 3
+        assert model["weights"]["w"].tolist() == [1.0, 2.0]
+        assert model["weights"]["steps"].shape == ()
+        assert {name: value.tolist() for name, value in momenta.items()} == {"m": [3.0]}
+        assert model["running"]["mean"].tolist() == [statistics[rank]]
+
+
+def test_a_foreign_checkpoint_is_refused_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:
+    def act(communicator: Communicator) -> Any:
+        adapter, model = trained(communicator)
+        state = {"step": 1, "origin": {"model": "array"}}
+        adapter.save_checkpoint(tmp_path, model, {}, state=state)
+        return adapter.load_checkpoint(tmp_path, model, {}, origin={"model": "other"})
+
+    outcomes = on_ranks(2, act)
+    assert {type(outcome) for outcome in outcomes} == {UsageError}
+    assert all("'array' there, 'other' here" in str(outcome) for outcome in outcomes)
+
+
+def test_no_checkpoint_is_none_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:
+    def act(communicator: Communicator) -> Any:
+        return ArrayAdapter(communicator).load_checkpoint(tmp_path, model_of(0), {}, origin={})
+
+    assert on_ranks(2, act) == [None, None]
+
+
+def test_the_world_counts_hosts(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    names = ["a", "b", "a", "b", "b"]
+    of_thread: dict[int, str] = {}
+    monkeypatch.setattr(socket, "gethostname", lambda: of_thread[threading.get_ident()])
+    for name in ("OMPI_MCA_mpi_yield_when_idle", "HOROVOD_FUSION_THRESHOLD"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))  # put back at the end
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "5")
+
+    def act(communicator: Communicator) -> World:
+        of_thread[threading.get_ident()] = names[communicator.rank]
+        return ArrayAdapter(communicator).initialize()
+
+    worlds = on_ranks(5, act)
+    assert [world.rank for world in worlds] == [0, 1, 2, 3, 4]
+    assert [world.host for world in worlds] == names
+    assert [world.local_rank for world in worlds] == [0, 0, 1, 1, 2]
+    assert [world.local_size for world in worlds] == [2, 3, 2, 3, 3]
+    assert {world.hosts for world in worlds} == {2}
+
+
+def test_several_worlds_of_one_are_refused(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMPI_MCA_mpi_yield_when_idle", "HOROVOD_FUSION_THRESHOLD"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
+    (outcome,) = on_ranks(1, lambda communicator: ArrayAdapter(communicator).initialize())
+    assert isinstance(outcome, UsageError)
+    assert "world of 1" in str(outcome)
+
+
+def test_too_few_gpus_are_told_on_all_ranks(on_ranks: Any) -> None:
+    outcomes = on_ranks(2, lambda c: ArrayAdapter(c).check_devices(1))
+    assert {type(outcome) for outcome in outcomes} == {UsageError}
+    assert "1 GPU(s) for 2" in str(outcomes[0])
+    assert on_ranks(2, lambda c: ArrayAdapter(c).check_devices(2)) == [None, None]
+
+
+@pytest.mark.parametrize("value", ["3", "12"])
+def test_threads_are_what_the_user_says(
+    on_ranks: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert on_ranks(2, lambda c: ArrayAdapter(c).cpu_threads()) == [int(value)] * 2
+
+
+@pytest.mark.parametrize("value", ["", "many", "0"])
+def test_threads_are_the_share_of_the_cores(
+    on_ranks: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    assert on_ranks(3, lambda c: ArrayAdapter(c).cpu_threads()) == [4, 4, 4]

@@ -1,0 +1,214 @@
+"""Pi by darts: the rule of a hit, the grid's own error, streams and digits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hvdtrain import pi
+from hvdtrain.errors import UsageError
+from hvdtrain.pi import BLOCK, SIDE, Estimate, count_hits, count_hits_naive, estimate, parse, report
+
+
+def last_hit(column: int) -> int:
+    """The last row of ``column`` whose cell's middle is in the circle, -1 for none; exact.
+
+    (k + 1/2)^2 + (l + 1/2)^2 < S^2, times four: (2 l + 1)^2 <= 4 S^2 - (2 k + 1)^2 - 1.
+    """
+    return (math.isqrt(4 * SIDE**2 - (2 * column + 1) ** 2 - 1) + 1) // 2 - 1
+
+
+def test_the_grid_makes_pi_too_large_by_what_the_docstring_says() -> None:
+    inside = sum(last_hit(column) + 1 for column in range(SIDE))
+    bias = 4 * inside / SIDE**2 - math.pi
+    assert bias == pytest.approx(4.7e-8, abs=0.05e-8)
+    assert bias < 2.4e-5 / 400  # of the standard error of 5e9 darts
+
+
+def darts(x: Any, y: Any) -> NDArray[np.uint64]:
+    """What the generator must have drawn for these darts to be thrown: whole blocks."""
+    columns, rows = (np.asarray(v, np.uint16).reshape(-1, BLOCK) for v in (x, y))
+    return np.concatenate([columns, rows], axis=1).ravel().view(np.uint64)
+
+
+def throw(monkeypatch: pytest.MonkeyPatch, x: Any, y: Any, samples: int) -> int:
+    raw = darts(x, y)
+    used = 0
+
+    class Rigged:
+        def __init__(self, stream: object) -> None:
+            pass
+
+        def random_raw(self, size: int) -> NDArray[np.uint64]:
+            nonlocal used
+            used += size
+            return raw[used - size : used]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np.random, "SFC64", Rigged)
+        return count_hits(samples, np.random.SeedSequence(0))
+
+
+def padded(values: list[int]) -> list[int]:
+    return values + [0] * (-len(values) % BLOCK)
+
+
+CORNERS = [0, 1, 2, 27_145, 46_339, 46_340, 46_341, 46_342, 65_533, 65_534, 65_535]
+
+
+@pytest.mark.parametrize("x", CORNERS)
+@pytest.mark.parametrize("y", CORNERS)
+def test_the_rule_at_corners_is_exact(monkeypatch: pytest.MonkeyPatch, x: int, y: int) -> None:
+    hit = (2 * x + 1) ** 2 + (2 * y + 1) ** 2 < 4 * SIDE**2
+    assert throw(monkeypatch, padded([x]), padded([y]), 1) == int(hit)
+
+
+def test_the_rule_is_exact_at_the_edge_of_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = list(range(SIDE))
+    edge = [last_hit(column) for column in columns]
+    assert all(0 <= row < SIDE for row in edge)
+    assert throw(monkeypatch, columns, edge, SIDE) == SIDE
+    beyond = [(column, row + 1) for column, row in zip(columns, edge, strict=True)]
+    outside = [(column, row) for column, row in beyond if row < SIDE]
+    assert len(outside) > SIDE - 600  # near column 0 the circle leaves the square
+    x, y = (padded([place[axis] for place in outside]) for axis in (0, 1))
+    assert throw(monkeypatch, x, y, len(outside)) == 0
+
+
+def exact(samples: int, stream: np.random.SeedSequence) -> int:
+    """The same darts, counted in whole numbers of 64 bits."""
+    blocks = -(-samples // BLOCK)
+    raw = np.random.SFC64(stream).random_raw(blocks * BLOCK // 2).view(np.uint16)
+    cells = raw.reshape(blocks, 2, BLOCK).astype(np.int64)
+    distance = ((2 * cells + 1) ** 2).sum(axis=1).ravel()[:samples]
+    return int((distance < 4 * SIDE**2).sum())
+
+
+@pytest.mark.parametrize(
+    "samples", [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7, 1_000_003]
+)
+def test_any_number_of_samples_is_counted_exactly(samples: int) -> None:
+    stream = np.random.SeedSequence(5)
+    assert count_hits(samples, stream) == exact(samples, np.random.SeedSequence(5))
+
+
+class World:
+    """A rank among ``size``; their hits are summed when all are known."""
+
+    def __init__(self, rank: int, size: int, others: list[int] | None = None) -> None:
+        self.rank, self.size, self.others = rank, size, others or []
+        self.sent: list[int] = []
+
+    def Get_rank(self) -> int:  # noqa: N802, as in mpi4py
+        return self.rank
+
+    def Get_size(self) -> int:  # noqa: N802
+        return self.size
+
+    def Allreduce(self, mine: NDArray[np.int64], total: NDArray[np.int64]) -> None:  # noqa: N802
+        assert mine.dtype == total.dtype == np.int64
+        self.sent = mine.tolist()
+        total[:] = mine + sum(self.others)
+
+
+def hits_of(samples: int, seed: int, size: int, naive: bool = False) -> list[int]:
+    hits = []
+    for rank in range(size):
+        world = World(rank, size)
+        assert estimate(world, samples, seed, naive=naive).samples == samples
+        hits += world.sent
+    return hits
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_same_seed_and_ranks_give_the_same_digits(size: int) -> None:
+    assert hits_of(100_001, 7, size) == hits_of(100_001, 7, size)
+    assert hits_of(100_001, 7, size) != hits_of(100_001, 8, size)
+
+
+def test_another_number_of_ranks_gives_other_digits() -> None:
+    totals = {sum(hits_of(3_000_000, 7, size)) for size in (1, 2, 3, 4)}
+    assert len(totals) == 4
+
+
+def test_ranks_have_streams_of_their_own() -> None:
+    assert len(set(hits_of(4_000_000, 7, 4))) == 4
+
+
+def test_the_ranks_throw_all_the_darts_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    thrown: list[int] = []
+    monkeypatch.setattr(pi, "count_hits", lambda samples, stream: thrown.append(samples) or 0)
+    for rank in range(3):
+        estimate(World(rank, 3), 11, 1)
+    assert thrown == [4, 4, 3]
+
+
+def test_the_sum_is_over_all_ranks() -> None:
+    everyone = hits_of(100_001, 7, 3)
+    for rank in range(3):
+        others = everyone[:rank] + everyone[rank + 1 :]
+        result = estimate(World(rank, 3, others), 100_001, 7)
+        assert result == Estimate(sum(everyone), 100_001)
+
+
+@pytest.mark.parametrize("counter", [count_hits, count_hits_naive])
+def test_pi_is_within_its_error(
+    counter: Callable[[int, np.random.SeedSequence], int],
+) -> None:
+    samples = 400_000
+    for seed in (1, 2):
+        result = Estimate(counter(samples, np.random.SeedSequence(seed)), samples)
+        assert abs(result.pi - math.pi) < 4.5 * result.error
+        assert result.pi != math.pi
+
+
+def test_the_standard_error_of_a_fair_coin() -> None:
+    assert Estimate(50, 100).pi == 2
+    assert Estimate(50, 100).error == 4 * 0.5 / 10
+    assert Estimate(20, 100).error == pytest.approx(4 * 0.4 / 10)
+    assert Estimate(7, 7).error == Estimate(0, 7).error == 0
+    truth = round(math.pi / 4 * 10**8)
+    expected = 4 * math.sqrt(math.pi / 4 * (1 - math.pi / 4) / 10**8)
+    assert Estimate(truth, 10**8).error == pytest.approx(expected)
+
+
+def test_the_error_is_what_repeated_runs_scatter_by() -> None:
+    samples, runs = 20_000, 400
+    streams = np.random.SeedSequence(3).spawn(runs)
+    values = [4 * count_hits(samples, stream) / samples for stream in streams]
+    expected = Estimate(round(samples * math.pi / 4), samples).error
+    # The deviation of 400 values is known to 1 / sqrt(800) = 3.5 %: four of those.
+    assert np.std(values) == pytest.approx(expected, rel=0.15)
+
+
+def test_the_command_line() -> None:
+    options = parse(["--samples", "5e9", "--seed", "7"])
+    assert (options.samples, options.seed, options.naive) == (5_000_000_000, 7, False)
+    assert parse(["--naive", "--samples=10"]).naive
+
+
+@pytest.mark.parametrize(
+    "line", [["--samples", "0"], ["--samples", "x"], ["--samples", "inf"], ["--sample", "5"], ["9"]]
+)
+def test_a_wrong_command_line_is_told(line: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(line)
+    assert line[0].partition("=")[0] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_report() -> None:
+    text = report(Estimate(785_398, 1_000_000), 0.5, 2, as_json=False)
+    assert "pi = 3.14159 ± 0.00164" in text or "pi = 3.1416 ± 0.0016" in text
+    assert "1,000,000 samples on 2 ranks in 0.50 s: 2.0 million samples/s" in text
+    values = json.loads(report(Estimate(785_398, 1_000_000), 0.5, 2, as_json=True))
+    assert values["pi"] == 3.141592
+    assert values["samples_per_second"] == 2_000_000
+    assert values["ranks"] == 2
+    assert "on 1 rank in" in report(Estimate(3, 3), 1.0, 1, as_json=False)
