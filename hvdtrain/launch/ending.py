@@ -8,9 +8,11 @@ ended by rank 0, and speaks only if it is still there: then the error was its ow
 from __future__ import annotations
 
 import logging
+import multiprocessing.connection
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -82,6 +84,23 @@ def fail(message: str, *, code: int, wait: float = WAIT_FAILURE, agreed: bool = 
         sys.stdout.flush()
         sys.stderr.write(f"hvdtrain: {where}{message.rstrip()}\n")
     leave(code)
+
+
+def end_with_parent(_: int = 0) -> None:
+    """To be called first in a worker process: end it when the process that asked for it ends.
+
+    A worker's parent in the system's eyes is the fork server, which itself waits for its workers;
+    if mpirun kills the training process, all of them would stay for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(EXIT_FAILURE)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
 def leave(code: int) -> NoReturn:

@@ -209,7 +209,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def prune(directory: Path, keep: int, saved: str) -> None:
-    """Delete all but ``saved``, the newest ``keep`` steps and the one with the best evaluation."""
+    """Delete all but the newest ``keep`` steps up to ``saved`` and the best evaluation."""
     names = _names(directory)
     for name, later in itertools.pairwise(names):
         if later.startswith(name.partition("+")[0]):  # of the same step

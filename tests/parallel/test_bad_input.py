@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -76,13 +77,29 @@ def test_grey_and_cmyk_images_are_taken(framework: str, pictures: Path, tmp_path
     assert done.summary["eval_samples"] == 16
 
 
+def assert_no_process_left(mark: str) -> None:
+    """No process of the run is left: its workers carry its environment."""
+    deadline = time.monotonic() + 10
+    while left := [p.pid for p in psutil.process_iter() if mark in environment_of(p)]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.2)
+
+
+def environment_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get("TEST_MARK", "")
+    except psutil.Error:
+        return ""
+
+
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) -> None:
     broken = pictures / "train" / "dog" / "5.jpg"
     os.truncate(broken, 200)
     line = ("-m", "hvdtrain.resnet", f"--framework={framework}", f"--data={pictures}", *SHORT)
-    outcome = ranks(2, *line, "--quiet", timeout=90)
+    outcome = ranks(2, *line, "--quiet", timeout=90, TEST_MARK=str(pictures))
     assert_one_line(outcome, 2, str(broken), "--skip-broken")
+    assert_no_process_left(str(pictures))
     shown = ranks(2, *line, "--skip-broken", timeout=90)
     assert shown.code == 0, shown.err
     assert "left out 1 broken image" in shown.out

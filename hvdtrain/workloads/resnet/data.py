@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.ending import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list
         UsageError: none is left.
     """
     context = get_context("forkserver")
-    with ProcessPoolExecutor(max(1, workers), mp_context=context) as pool:
+    with ProcessPoolExecutor(max(1, workers), context, end_with_parent) as pool:
         reasons = list(pool.map(why_broken, images.paths, chunksize=64))
     broken = [path for path, reason in zip(images.paths, reasons, strict=True) if reason]
     for path, reason in zip(images.paths, reasons, strict=True):

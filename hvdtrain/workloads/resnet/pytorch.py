@@ -12,6 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.ending import end_with_parent
 from hvdtrain.steps.randomness import seed_of
 from hvdtrain.steps.sharding import Indices, Part
 from hvdtrain.workloads.base import Data, Loaded, TaskOptions
@@ -115,6 +116,7 @@ class Folder(Data):
                 multiprocessing_context="forkserver" if self._workers else None,
                 persistent_workers=self._workers > 0,
                 collate_fn=_whole,
+                worker_init_fn=end_with_parent if self._workers else None,
                 pin_memory=self._pin,
             )
         for loaded in self._loader:

@@ -1,0 +1,134 @@
+"""Run on every rank by test_adapter.py: each step against a closed form of rank and size."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.select import adapter
+from hvdtrain.errors import UsageError
+
+
+def expect_error(action: Any, *words: str) -> None:
+    try:
+        action()
+    except UsageError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"no error with {words}")
+
+
+def common(hvd: CommonAdapter) -> None:
+    world = hvd.world
+    rank, size = world.rank, world.size
+    assert (world.local_rank, world.local_size, world.hosts) == (rank, size, 1)
+
+    means, count = hvd.average_metrics(rank, loss=2.0 * rank, accuracy=0.0)
+    total = size * (size - 1) // 2
+    assert count == total
+    assert means["loss"] == 2.0 if total else np.isnan(means["loss"])
+
+    assert hvd.communicator.gather(b"x" * rank) == [b"x" * other for other in range(size)]
+    assert hvd.communicator.gather(b"") == [b""] * size
+    data = bytes(range(251)) * 100 if rank == 0 else b"another"
+    assert hvd.communicator.broadcast_bytes(data) == bytes(range(251)) * 100
+    assert (hvd.communicator.sum(np.array([1.0, rank])) == [size, total]).all()
+
+    def last_fails() -> None:
+        if rank == size - 1:
+            raise UsageError("out of disks")
+
+    expect_error(lambda: hvd.communicator.together(last_fails), "out of disks")
+    if size > 1:
+        expect_error(lambda: hvd.check_devices(1), "1 GPU(s)", f"{size} ranks")
+    hvd.check_devices(size)
+
+
+def pytorch(hvd: CommonAdapter) -> None:
+    import torch
+
+    rank, size = hvd.world.rank, hvd.world.size
+    samples = 2 * size + 1  # parts of 3 and 2; then one left over: empty parts
+    x = torch.arange(samples, dtype=torch.float64) + 1
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = hvd.distribute_optimizer(torch.optim.SGD([weight, unused], lr=1.0))
+    shards = hvd.shard_data(samples, global_batch=2 * size)
+    before, seen = 0.0, 0
+    for part in shards.epoch(0):
+        optimizer.zero_grad()
+        mine = x[part.indices]
+        (mine * weight).mean().backward()  # nan where the part is empty
+        optimizer.step()
+        chosen = list(shards_of(samples, 2 * size))[seen]
+        before -= float(x[chosen].mean())
+        assert abs(weight.item() - before) < 1e-12, (weight, before)
+        assert torch.equal(unused, torch.ones(3, dtype=torch.float64))
+        seen += 1
+    assert seen == 2
+
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    other = torch.optim.Adam(model.parameters())
+    if rank == 0:  # rank 0 alone has an optimizer state
+        model(torch.randn(8, 3)).sum().backward()
+        other.step()
+    hvd.broadcast_state(model, other)
+    state = hvd.export_state(model, other)
+    assert len(state.training) == 3 * 4  # step and two moments of four parameters
+    everyone = hvd.communicator.gather(state.model["0.weight"].tobytes())
+    assert everyone == [everyone[0]] * size
+
+
+def tensorflow(hvd: CommonAdapter) -> None:
+    import keras
+    import tensorflow as tf
+
+    rank, size = hvd.world.rank, hvd.world.size
+    samples = 2 * size + 1
+    x = np.arange(samples, dtype=np.float32) + 1
+    weight = keras.Variable(np.zeros(1, np.float32))
+    optimizer = hvd.distribute_optimizer(keras.optimizers.SGD(1.0))
+    before, seen = 0.0, 0
+    for part in hvd.shard_data(samples, global_batch=2 * size).epoch(0):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.constant(x[part.indices]) * weight.value)
+        gradient = tape.gradient(loss, weight.value)
+        optimizer.apply_gradients([(gradient, weight)])
+        chosen = list(shards_of(samples, 2 * size))[seen]
+        before -= float(x[chosen].mean())
+        assert abs(float(weight.numpy()[0]) - before) < 1e-5, (weight, before)
+        seen += 1
+    assert seen == 2
+
+    # model.fit averages too: every rank sees other targets, the weight moves by their mean.
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    keras.utils.set_random_seed(rank)
+    hvd.broadcast_state(model)
+    start = float(model.get_weights()[0][0, 0])
+    fitted = adapter("tensorflow")
+    fitted.initialize()
+    model.compile(fitted.distribute_optimizer(keras.optimizers.SGD(0.5)), loss="mse")
+    model.fit(np.ones((2, 1)), np.full((2, 1), float(rank)), batch_size=2, verbose=0)
+    target = (size - 1) / 2
+    assert abs(float(model.get_weights()[0][0, 0]) - (start - 0.5 * 2 * (start - target))) < 1e-5
+
+
+def shards_of(samples: int, batch: int) -> Any:
+    """The global batches, from one rank's point of view."""
+    from hvdtrain.steps.sharding import Shards
+
+    return (part.indices for part in Shards(samples, batch).epoch(0))
+
+
+framework = sys.argv[1]
+hvd = adapter(framework)
+hvd.initialize()
+hvd.pin_device()
+common(hvd)
+{"pytorch": pytorch, "tensorflow": tensorflow}[framework](hvd)
+Path(sys.argv[2], f"{hvd.world.rank}-of-{hvd.world.size}").touch()
