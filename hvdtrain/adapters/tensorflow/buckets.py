@@ -1,0 +1,83 @@
+"""Step 5 for TensorFlow: gradients summed over the ranks in a few large buckets.
+
+A bucket is one flat tensor, so Horovod starts few collectives, and there is one order of
+summation: results are bit-equal from run to run. The buckets go from the last layer to the first,
+as the backward pass produces them, so the sum of one runs beside the computation of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+BUCKET_BYTES = 25 * 2**20
+
+Reduce = Callable[[Any, str], Any]
+"""(flat tensor, name) -> its sum over all ranks."""
+
+
+class Buckets:
+    """Sums gradients over the ranks, inside a traced function or outside.
+
+    Every rank must call ``sum`` for the same variables; a rank without samples gives zeros.
+
+    Args:
+        reduce: sums a tensor over all ranks; the name is the same on all of them.
+    """
+
+    def __init__(self, reduce: Reduce) -> None:
+        self.reduce = reduce
+        # They travel with the last bucket: this rank's wish to stop, and whether anyone has it.
+        self.stop = tf.Variable(0.0, trainable=False, name="stop_wanted")
+        self.agreed = tf.Variable(0.0, trainable=False, name="stop_agreed")
+
+    def sum(self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
+        """The gradients, times ``weight``, summed over all ranks.
+
+        Args:
+            gradients: one a variable; None stands for zeros.
+            variables: the variables, in an order that is the same on all ranks.
+            weight: factor of this rank's gradients, a scalar tensor; None for 1. A weight of 0
+                makes them zeros, whatever they are: the mean over no samples is not a number.
+        """
+        dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
+        groups = _grouped(dense)
+        result: list[Any] = [None] * len(dense)
+        for number, group in enumerate(groups):
+            flat = tf.concat([tf.reshape(dense[index], [-1]) for index in group], 0)
+            if weight is not None:
+                flat = tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype))
+            # Every bucket has this element, from a variable: a bucket of constants alone would be
+            # summed once, when TensorFlow folds constants, and never again.
+            flat = tf.concat([flat, tf.cast(self.stop, flat.dtype)[None]], 0)
+            total = self.reduce(flat, f"gradients.{number}")
+            sizes = [dense[index].shape.num_elements() for index in group]
+            *pieces, stop = tf.split(total, [*sizes, 1])
+            for index, piece in zip(group, pieces, strict=True):
+                result[index] = tf.reshape(piece, dense[index].shape)
+            if number == len(groups) - 1:
+                self.agreed.assign(tf.cast(stop[0], tf.float32))
+        return result
+
+
+def _dense(gradient: Any, variable: Any) -> Any:
+    if gradient is None:
+        return tf.zeros(variable.shape, variable.dtype)
+    gradient = tf.convert_to_tensor(gradient)  # the sparse gradient of an embedding too
+    return tf.ensure_shape(gradient, variable.shape)
+
+
+def _grouped(gradients: list[Any]) -> list[list[int]]:
+    # Backward reaches the last layers first, so the buckets go from the back to the front.
+    groups: list[list[int]] = []
+    size, kind = 0, None
+    for index in reversed(range(len(gradients))):
+        gradient = gradients[index]
+        if not groups or size >= BUCKET_BYTES or gradient.dtype != kind:
+            groups.append([])
+            size, kind = 0, gradient.dtype
+        groups[-1].append(index)
+        size += gradient.shape.num_elements() * gradient.dtype.size
+    return groups

@@ -1,0 +1,207 @@
+"""Steps 2, 6 and 7 for TensorFlow: devices, and the state of model and optimizer as arrays."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.tensorflow import batchnorm
+from hvdtrain.adapters.tensorflow.threads import local_threads
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.sharding import Part
+
+INTER_OP_THREADS = 1  # operations at once; a second one only takes the core from the first
+
+
+class TensorFlowAdapter(CommonAdapter):
+    """The half of an adapter that is TensorFlow's; a strategy adds ``connect`` and step 5."""
+
+    device: str = "/CPU:0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        if keras.backend.backend() != "tensorflow":
+            raise UsageError(
+                f"KERAS_BACKEND={keras.backend.backend()}: --framework tensorflow needs Keras on "
+                "TensorFlow; unset the variable"
+            )
+        self._weighed = False
+        self._weight: Any = None  # tf.Variable: the part's weight, for reducers that need it
+        self._weight_read = False
+        self._stop_noted = False
+        self._gpus: list[Any] = []
+
+    def claim_device(self, local_rank: int, local_size: int) -> None:
+        """Take a GPU or a number of threads, before TensorFlow's runtime starts.
+
+        ``connect`` calls it before the first collective: those are TensorFlow's operations.
+        """
+        self._gpus = tf.config.list_physical_devices("GPU")
+        try:
+            if local_rank < len(self._gpus):
+                tf.config.set_visible_devices(self._gpus[local_rank], "GPU")
+                tf.config.experimental.set_memory_growth(self._gpus[local_rank], True)
+            elif not self._gpus:
+                threads = local_threads(local_rank, local_size)
+                tf.config.threading.set_intra_op_parallelism_threads(threads)
+                tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
+        except RuntimeError as error:
+            raise UsageError(
+                "TensorFlow was used before `initialize`, so this rank can have no device of its "
+                "own any more: call initialize() first"
+            ) from error
+
+    def pin_device(self) -> str:
+        """See ``Adapter``."""
+        if self._gpus:
+            self.check_devices(len(self._gpus))
+            self.device = "/GPU:0"  # the only visible one
+            self.has_gpu = True
+            details = tf.config.experimental.get_device_details(self._gpus[self.world.local_rank])
+            return f"gpu {self.world.local_rank} ({details.get('device_name', 'unknown')})"
+        threads = tf.config.threading.get_intra_op_parallelism_threads()
+        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+
+    def take(self, part: Part) -> None:
+        """See ``CommonAdapter``."""
+        super().take(part)
+        self._weighed = False
+        if self._weight_read:
+            self._weight.assign(self.part_weight)
+        self.note_stop()
+
+    def weigh(self, loss: Any, part: Part | None = None) -> Any:
+        """See ``CommonAdapter``. Given the number 1 it returns the weight itself, a float.
+
+        In a traced function give no ``part``: the trace is made once, and the part of each step is
+        told by iterating over the shards, or by ``take``.
+        """
+        if part is not None:
+            self.take(part)
+        self._weighed = True
+        if tf.inside_function() and tf.is_tensor(loss):
+            weight = self._weight_variable()
+            return loss if weight is None else loss * tf.cast(weight, loss.dtype)
+        return loss * self.part_weight
+
+    def gradient_factor(self) -> Any:
+        """What the gradients still have to be multiplied by before they are summed; None for 1."""
+        weighed, self._weighed = self._weighed, False  # a loss is weighed for one update
+        return None if weighed else self._weight_variable()
+
+    def _weight_variable(self) -> Any:
+        # From now on ``take`` keeps it up to date; it is a pity to do so where nobody reads it.
+        if self._weight is not None and not self._weight_read:
+            self._weight_read = True
+            with tf.init_scope():
+                self._weight.assign(self.part_weight)
+        return self._weight
+
+    def note_stop(self) -> None:
+        """Tell the reducer whether this rank wants to stop; outside of any traced function."""
+
+    def sum_tensor(self, values: Any, name: str) -> Any:
+        """The sum of ``values`` over all ranks, not differentiable."""
+        return values
+
+    def synchronize_batchnorm(self, task: Any) -> None:
+        """See ``CommonAdapter``."""
+        if self.world.size > 1 and batchnorm.convert(task.model, self.sum_tensor):
+            task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
+
+    def make_deterministic(self) -> None:
+        """See ``CommonAdapter``."""
+        tf.config.experimental.enable_op_determinism()
+
+    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
+        """See ``CommonAdapter``."""
+        weights = {name: _array(value) for name, value in _named_weights(model).items()}
+        if optimizer is None:
+            return Checkpoint(weights, {})
+        state = _named_state(model, optimizer)
+        return Checkpoint(weights, {name: _array(value) for name, value in state.items()})
+
+    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
+        """See ``CommonAdapter``."""
+        source = state.path or "the state of rank 0"
+        _assign(_named_weights(model), state.model, f"{source} is not of this model")
+        if optimizer is not None:
+            own = _named_state(model, optimizer)
+            _assign(own, state.training, f"{source} is not of this optimizer")
+
+    def local_buffers(self, model: Any) -> Arrays:
+        """See ``CommonAdapter``."""
+        return {name: _array(value) for name, value in _running(model).items()}
+
+    def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
+        """See ``CommonAdapter``."""
+        for name, value in _running(model).items():
+            if name in arrays:
+                value.assign(arrays[name])
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    return np.array(value.numpy())
+
+
+def _assign(own: dict[str, Any], arrays: Arrays, trouble: str) -> None:
+    wrong = [
+        name
+        for name in sorted(own.keys() | arrays.keys())
+        if name not in own or name not in arrays or tuple(own[name].shape) != arrays[name].shape
+    ]
+    if wrong:
+        raise UsageError(
+            f"{trouble}: {len(wrong)} tensors differ in name or shape, the first is {wrong[0]}"
+        )
+    for name, value in own.items():
+        value.assign(arrays[name])
+
+
+def _running(model: Any) -> dict[str, Any]:
+    frozen = {id(value) for value in model.non_trainable_weights}
+    return {
+        name: value
+        for name, value in _named_weights(model).items()
+        if id(value) in frozen and tf.as_dtype(value.dtype).is_floating
+    }
+
+
+def _named_weights(model: Any) -> dict[str, Any]:
+    """The weights by path, with the names that Keras made up counted from 0 in this model.
+
+    Keras numbers the layers of a process (``dense_7``): the number tells how many were built
+    before, so two processes may differ, and a checkpoint would not fit.
+    """
+    made_up: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for layer in [model, *model._flatten_layers(include_self=False)]:
+        base = re.sub(r"_\d+$", "", layer.name)
+        if base.replace("_", "") == type(layer).__name__.lower() and layer.name not in made_up:
+            number = counts.setdefault(base, 0)
+            made_up[layer.name] = f"{base}_{number}" if number else base
+            counts[base] += 1
+    named: dict[str, Any] = {}
+    for value in model.weights:
+        name = "/".join(made_up.get(step, step) for step in value.path.split("/"))
+        if name in named:
+            raise UsageError(f"the model has two weights called {name}: name its layers")
+        named[name] = value
+    return named
+
+
+def _named_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    # Learning rate, momentum and the rest are options of this run, not of the one that saved.
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    return {
+        f"{number:04d}/{value.name.rpartition('_')[2]}": value
+        for number, value in enumerate(optimizer.variables)
+        if not value.name.endswith("learning_rate")
+    }

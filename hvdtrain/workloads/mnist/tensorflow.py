@@ -1,0 +1,68 @@
+"""MNIST for TensorFlow: the two networks."""
+
+from __future__ import annotations
+
+import keras
+from keras import layers
+
+from hvdtrain.workloads.base import TaskOptions
+from hvdtrain.workloads.mnist.data import CLASSES, DEVIATION, MEAN, SIDE, Samples
+from hvdtrain.workloads.tensorflow import InMemory, TFTask, weight_dtype
+
+MODELS = ("tutorial", "small")
+
+
+def network(model: str, dropout: float | None = None, dtype: str = "float32") -> keras.Model:
+    """The network called ``model``, for images of shape (n, 28, 28, 1).
+
+    ``tutorial``: the net of the ALCF tutorial's homework, 1.2 million parameters. ``small``: the
+    net of Horovod's MNIST example, 22 thousand.
+
+    Args:
+        model: one of ``MODELS``.
+        dropout: one fraction for all dropouts; None keeps the network's own.
+        dtype: of weights and computation.
+    """
+
+    def fraction(own: float) -> float:
+        return own if dropout is None else dropout
+
+    if model == "tutorial":
+        steps = [
+            layers.Conv2D(32, 3, activation="relu", name="conv1", dtype=dtype),
+            layers.Conv2D(64, 3, activation="relu", name="conv2", dtype=dtype),
+            layers.MaxPooling2D(2, dtype=dtype),
+            layers.Dropout(fraction(0.25), dtype=dtype),
+            layers.Flatten(dtype=dtype),
+            layers.Dense(128, activation="relu", name="dense1", dtype=dtype),
+            layers.Dropout(fraction(0.5), dtype=dtype),
+            layers.Dense(CLASSES, name="dense2", dtype=dtype),
+        ]
+    else:
+        steps = [
+            layers.Conv2D(10, 5, name="conv1", dtype=dtype),
+            layers.MaxPooling2D(2, dtype=dtype),
+            layers.ReLU(dtype=dtype),
+            layers.Conv2D(20, 5, name="conv2", dtype=dtype),
+            layers.SpatialDropout2D(fraction(0.5), dtype=dtype),
+            layers.MaxPooling2D(2, dtype=dtype),
+            layers.ReLU(dtype=dtype),
+            layers.Flatten(dtype=dtype),
+            layers.Dense(50, activation="relu", name="dense1", dtype=dtype),
+            layers.Dropout(fraction(0.5), dtype=dtype),
+            layers.Dense(CLASSES, name="dense2", dtype=dtype),
+        ]
+    image = keras.Input((SIDE, SIDE, 1), dtype=dtype)
+    return keras.Sequential([image, *steps], name=model)
+
+
+def task(options: TaskOptions, train: Samples, test: Samples) -> TFTask:
+    """MNIST as a task, everything in memory."""
+    keras.utils.set_random_seed(options.seed)
+    return TFTask(
+        network(options.model, options.dropout, weight_dtype(options)),
+        options,
+        InMemory(train.images[..., None], train.labels, options.device),
+        InMemory(test.images[..., None], test.labels, options.device),
+        scale=(1 / (255 * DEVIATION), -MEAN / DEVIATION),
+    )

@@ -1,0 +1,237 @@
+"""A task in TensorFlow: the training step and the evaluation, for any Keras model and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import Indices, Part
+from hvdtrain.workloads.base import Data, Loaded, Task, TaskOptions, Weigh
+
+LOW_PRECISION = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+
+
+class InMemory(Data):
+    """A dataset that fits into the memory of the device: a batch is cut from one tensor."""
+
+    def __init__(self, images: NDArray[Any], labels: NDArray[np.int64], device: Any) -> None:
+        with tf.device(device):
+            self.images = tf.constant(images)
+            self.labels = tf.constant(labels)
+        self.samples = len(labels)
+
+    def _fetch(self, indices: Indices) -> Loaded:
+        return Loaded(tf.gather(self.images, indices), tf.gather(self.labels, indices))
+
+    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
+        """See ``Data``."""
+        for part in parts:
+            yield part, self._fetch(part.indices)
+
+    def evaluation(self, batches: Iterable[Indices]) -> Iterator[Loaded]:
+        """See ``Data``."""
+        for indices in batches:
+            yield self._fetch(indices)
+
+
+class TFTask(Task):
+    """A classifier trained with cross-entropy.
+
+    The step is traced once, for batches of any size: what changes from step to step comes as an
+    argument.
+
+    Args:
+        model: built Keras model for float images of shape (n, height, width, channels); its
+            weights are of ``weight_dtype(options)``.
+        options: precision, optimizer and the rest.
+        train: samples to train on.
+        test: samples to evaluate on.
+        scale: factor and offset that turn stored pixels into the network's input; numbers, or
+            one a channel.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        options: TaskOptions,
+        train: Data,
+        test: Data | None,
+        scale: tuple[Any, Any] = (1.0, 0.0),
+    ) -> None:
+        self.options = options
+        self.model = model
+        self.dtype = tf.as_dtype(weight_dtype(options))
+        self.optimizer = make_optimizer(options)
+        self.optimizer.build(model.trainable_variables)
+        self.train, self.test = train, test
+        self.scale = tuple(tf.constant(value, self.dtype) for value in scale)
+        self.needs_empty_forward = False
+        layers = model._flatten_layers(include_self=False)
+        self._seeds = [
+            layer.seed_generator.state for layer in layers if hasattr(layer, "seed_generator")
+        ]
+        self._empty_step = _traced(self._traced_empty_step, [tf.TensorSpec(2, tf.float64)])
+        self._step: Any = None
+        self._evaluate: Any = None
+
+    def _input(self, pixels: Any) -> Any:
+        return tf.cast(pixels, self.dtype) * self.scale[0] + self.scale[1]
+
+    def update(self, batch: Loaded, *, learning_rate: float, seed: int, weigh: Weigh) -> Any:
+        """See ``Task``."""
+        # The weight of a loss of 1: a number, where the trace would keep this step's for ever.
+        scalars = np.array([learning_rate, weigh(1.0)])
+        if self._step is None:
+            arguments = [tf.TensorSpec(2, tf.float64), tf.TensorSpec((), tf.int64)]
+            self._step = _traced(self._traced_step, [*_any_number(batch), *arguments])
+        if len(batch.y) or self.needs_empty_forward:
+            return self._step(batch.x, batch.y, scalars, np.int64(seed))
+        return self._empty_step(scalars)
+
+    def _traced_step(self, pixels: Any, labels: Any, scalars: Any, seed: Any) -> Any:
+        learning_rate, weight = scalars[0], scalars[1]
+        for place, state in enumerate(self._seeds):
+            state.assign(tf.cast(tf.stack([seed, place]), state.dtype))
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            with self._lowered():
+                logits = self.model(self._input(pixels), training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                labels, tf.cast(logits, self.dtype)
+            )
+            # As a sum over a count the loss of no sample is 0, and so are its gradients.
+            count = tf.maximum(tf.size(losses), 1)
+            loss = tf.reduce_sum(losses) / tf.cast(count, self.dtype)
+            weighed = self._scaled(loss * tf.cast(weight, self.dtype))
+        gradients = tape.gradient(weighed, [variable.value for variable in variables])
+        self._apply(gradients, variables, learning_rate)
+        return loss
+
+    def _traced_empty_step(self, scalars: Any) -> Any:
+        learning_rate, weight = scalars[0], scalars[1]  # the weight is 0
+        variables = self.model.trainable_variables
+        zeros = [tf.fill(value.shape, tf.cast(weight, value.dtype)) for value in variables]
+        self._apply(zeros, variables, learning_rate)
+        return tf.zeros((), self.dtype)
+
+    def _apply(self, gradients: list[Any], variables: list[Any], learning_rate: Any) -> None:
+        rate = self.optimizer.learning_rate
+        rate.assign(tf.cast(learning_rate, rate.dtype))
+        self.optimizer.apply(gradients, variables)
+
+    def _scaled(self, loss: Any) -> Any:
+        scale = getattr(self.optimizer, "scale_loss", None)
+        return scale(loss) if scale else loss
+
+    @contextmanager
+    def _lowered(self) -> Iterator[None]:
+        """While it is open, layers compute in the low precision that the options ask for.
+
+        Only the trace of the training step goes through it, so an evaluation is not affected.
+        """
+        low = LOW_PRECISION.get(self.options.precision)
+        layers = list(self.model._flatten_layers())
+        before = [layer.dtype_policy for layer in layers]
+        try:
+            for layer in layers if low else []:
+                layer.dtype_policy = low
+            yield
+        finally:
+            for layer, policy in zip(layers, before, strict=True):
+                layer.dtype_policy = policy
+
+    def evaluate(self, batch: Loaded) -> tuple[float, int]:
+        """See ``Task``."""
+        if self._evaluate is None:
+            self._evaluate = _traced(self._traced_evaluate, _any_number(batch))
+        loss, correct = self._evaluate(batch.x, batch.y)
+        return float(loss), int(correct)
+
+    def _traced_evaluate(self, pixels: Any, labels: Any) -> tuple[Any, Any]:
+        logits = tf.cast(self.model(self._input(pixels), training=False), tf.float64)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        right = tf.argmax(logits, 1, labels.dtype) == labels
+        return tf.reduce_sum(losses), tf.math.count_nonzero(right)
+
+    def parameter_norm(self) -> float:
+        """See ``Task``."""
+        squares = [
+            np.square(value.numpy().astype(np.float64)).sum()
+            for value in self.model.trainable_variables
+        ]
+        return float(np.sqrt(np.sum(squares)))
+
+    def loss_values(self, losses: list[Any]) -> list[float]:
+        """See ``Task``."""
+        return [float(loss) for loss in losses]
+
+
+def _any_number(batch: Loaded) -> list[tf.TensorSpec]:
+    """The shapes of batches like ``batch`` with any number of samples."""
+    return [tf.TensorSpec((None, *part.shape[1:]), part.dtype) for part in (batch.x, batch.y)]
+
+
+def _traced(function: Callable[..., Any], arguments: list[tf.TensorSpec]) -> Any:
+    # There is no control flow to translate, and without autograph tracing is quicker.
+    return tf.function(function, arguments, autograph=False)
+
+
+def weight_dtype(options: TaskOptions) -> str:
+    """The type of the weights, whatever the forward pass computes in."""
+    return "float64" if options.precision == "fp64" else "float32"
+
+
+class _Penalised:
+    """Adds the L2 penalty to the gradients, as PyTorch's SGD and Adam do.
+
+    Keras' own ``weight_decay`` is decoupled from the gradients, whatever the optimizer.
+    """
+
+    penalty = 0.0
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Update the variables; gradients are those of the global batch here."""
+        variables = list(trainable_variables)
+        if self.penalty:
+            grads = [
+                gradient + tf.cast(self.penalty, gradient.dtype) * variable.value
+                for gradient, variable in zip(grads, variables, strict=True)
+            ]
+        super().apply(grads, variables)  # type: ignore[misc]
+
+
+class SGD(_Penalised, keras.optimizers.SGD):
+    """Keras' SGD with an L2 penalty."""
+
+
+class Adam(_Penalised, keras.optimizers.Adam):
+    """Keras' Adam with an L2 penalty."""
+
+
+def make_optimizer(options: TaskOptions) -> keras.optimizers.Optimizer:
+    """The optimizer that ``options`` name; its learning rate is set before each step.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    optimizer: keras.optimizers.Optimizer
+    if options.optimizer == "sgd":
+        optimizer = SGD(1.0, momentum=options.momentum)
+        optimizer.penalty = options.weight_decay
+    elif options.optimizer == "adam":
+        optimizer = Adam(1.0, epsilon=1e-8)
+        optimizer.penalty = options.weight_decay
+    elif options.optimizer == "adamw":
+        optimizer = keras.optimizers.AdamW(1.0, epsilon=1e-8, weight_decay=options.weight_decay)
+    else:
+        raise UsageError(f"--optimizer {options.optimizer}: choose one of sgd, adam, adamw")
+    if options.precision == "fp16":
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
