@@ -59,7 +59,7 @@ class CommonAdapter(Adapter):
     def __init__(self) -> None:
         self.stop_wanted = False
         self._part: Part | None = None
-        self._seen = 0  # samples that this rank has trained on
+        self._drawn = self._told = 0  # samples of this rank: drawn from shards, told to ``weigh``
         self._rank_buffers: Arrays = {}  # of a loaded checkpoint, until the broadcast
 
     # What a framework or a strategy has to add
@@ -162,10 +162,24 @@ class CommonAdapter(Adapter):
         world = self.world
         return WatchedShards(samples, global_batch, seed, world.rank, world.size, adapter=self)
 
-    def take(self, part: Part) -> None:
-        """Note that ``part`` is what the next gradients are computed on."""
+    def take(self, part: Part, *, told: bool = False) -> None:
+        """Note that ``part`` is what the next gradients are computed on.
+
+        Args:
+            part: this rank's part of the step.
+            told: the training step itself says so; else it was drawn from the shards, perhaps
+                ahead of the training.
+        """
         self._part = part
-        self._seen += part.count
+        if told:
+            self._told += part.count
+        else:
+            self._drawn += part.count
+
+    @property
+    def _seen(self) -> int:
+        """Samples that this rank has trained on, with those before a resume."""
+        return self._told or self._drawn
 
     @property
     def part_weight(self) -> float:
@@ -193,7 +207,7 @@ class CommonAdapter(Adapter):
         own = buffers.own_row(ranks, self.world.rank, self.world.size)
         if own:
             self.set_local_buffers(model, own[0])
-            self._seen = own[1]
+            self._drawn = self._told = own[1]
         return digest
 
     def _broadcast_arrays(self, arrays: Arrays) -> Arrays:

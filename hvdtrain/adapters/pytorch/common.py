@@ -36,15 +36,15 @@ class PyTorchAdapter(CommonAdapter):
         torch.set_num_threads(threads)
         return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 
-    def take(self, part: Part) -> None:
+    def take(self, part: Part, *, told: bool = False) -> None:
         """See ``CommonAdapter``."""
-        super().take(part)
+        super().take(part, told=told)
         self._weighed = False
 
     def weigh(self, loss: torch.Tensor, part: Part | None = None) -> torch.Tensor:
         """See ``CommonAdapter``."""
         if part is not None:
-            self.take(part)
+            self.take(part, told=True)
         self._weighed = True
         return loss * self.part_weight
 

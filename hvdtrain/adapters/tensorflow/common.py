@@ -16,7 +16,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
 from hvdtrain.steps.sharding import Part
 
-INTER_OP_THREADS = 1  # operations at once; a second one only takes the core from the first
+INTER_OP_THREADS = 1  # operations at once; where a rank has one core, a second one only waits
 
 
 class TensorFlowAdapter(CommonAdapter):
@@ -68,9 +68,9 @@ class TensorFlowAdapter(CommonAdapter):
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 
-    def take(self, part: Part) -> None:
+    def take(self, part: Part, *, told: bool = False) -> None:
         """See ``CommonAdapter``."""
-        super().take(part)
+        super().take(part, told=told)
         self._weighed = False
         if self._weight_read:
             self._weight.assign(self.part_weight)
@@ -83,7 +83,7 @@ class TensorFlowAdapter(CommonAdapter):
         told by iterating over the shards, or by ``take``.
         """
         if part is not None:
-            self.take(part)
+            self.take(part, told=True)
         self._weighed = True
         if tf.inside_function() and tf.is_tensor(loss):
             weight = self._weight_variable()
