@@ -8,7 +8,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV := .venv
-DEMO_OPTIONS ?= --epochs 6
+DEMO_OPTIONS ?=
 
 # The name of the stamp is a fingerprint of what the set-up depends on, so that a change of any of
 # it sets up again and a fresh checkout, which changes only dates, does not.

@@ -22,6 +22,10 @@ data:
   --data DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (PNG too; grey and CMYK images too).
   Without it: random images made once, 100 updates unless told otherwise, no evaluation.
 
+defaults:
+  batch 32 a rank, learning rate 0.0125 a rank (0.0005 with adam) and weight decay 1e-4; 90 epochs
+  with 5 of warm-up, then a cosine to 0; bf16 where the processor or GPU has it
+
 examples:
   mpirun -n 2 python -m hvdtrain.resnet --batch-size 8
   mpirun -n 8 python -m hvdtrain.resnet --data ~/imagenet --checkpoint-dir checkpoints

@@ -61,9 +61,10 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     def number(value: Any, form: str) -> str:
         return "-" if value is None else format(value, form)
 
+    epochs = summary["epochs_completed"]
     done = (
         f"{summary['samples_trained']:,} images in {summary['steps_completed']:,} steps, "
-        f"{summary['epochs_completed']} epochs"
+        f"{epochs} whole epoch{'' if epochs == 1 else 's'}"
     )
     accuracy = "-"
     if summary["eval_accuracy"] is not None:

@@ -184,7 +184,8 @@ class Run:
             f"{self.adapter.name}, {world.size} rank{'s' if world.size > 1 else ''} on "
             f"{world.hosts} host{'s' if world.hosts > 1 else ''}, {device} a rank, {precision}",
             f"{self.task.train.samples:,} images, global batch {plan.global_batch}, "
-            f"{self.shards.steps_per_epoch:,} steps an epoch, {plan.epochs} epochs, "
+            f"{self.shards.steps_per_epoch:,} steps an epoch, "
+            f"{plan.epochs} epoch{'s' if plan.epochs > 1 else ''}, "
             f"learning rate {rate.base:g} x {rate.factor:g} = {peak:g}",
             *self.task.notes,
         ]

@@ -69,6 +69,24 @@ class Data(ABC):
         """End worker processes, if there are any."""
 
 
+class Indexed(Data):
+    """Data of which any samples can be had at once: nothing is read ahead."""
+
+    @abstractmethod
+    def fetch(self, indices: Indices) -> Loaded:
+        """The samples with these indices."""
+
+    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
+        """See ``Data``."""
+        for part in parts:
+            yield part, self.fetch(part.indices)
+
+    def evaluation(self, batches: Iterable[Indices]) -> Iterator[Loaded]:
+        """See ``Data``."""
+        for indices in batches:
+            yield self.fetch(indices)
+
+
 Weigh = Callable[[Any], Any]
 
 

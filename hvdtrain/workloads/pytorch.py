@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.sharding import Indices, Part
-from hvdtrain.workloads.base import Data, Loaded, Task, TaskOptions, Weigh
+from hvdtrain.steps.sharding import Indices
+from hvdtrain.workloads.base import Data, Indexed, Loaded, Task, TaskOptions, Weigh
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class InMemory(Data):
+class InMemory(Indexed):
     """A dataset that fits into the memory of the device: a batch is cut from one tensor."""
 
     def __init__(self, images: NDArray[Any], labels: NDArray[np.int64], device: Any) -> None:
@@ -25,19 +24,10 @@ class InMemory(Data):
         self.labels = torch.from_numpy(np.array(labels)).to(device)
         self.samples = len(labels)
 
-    def _fetch(self, indices: Indices) -> Loaded:
+    def fetch(self, indices: Indices) -> Loaded:
+        """See ``Indexed``."""
         index = torch.from_numpy(indices).to(self.labels.device)
         return Loaded(self.images[index], self.labels[index])
-
-    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
-        """See ``Data``."""
-        for part in parts:
-            yield part, self._fetch(part.indices)
-
-    def evaluation(self, batches: Iterable[Indices]) -> Iterator[Loaded]:
-        """See ``Data``."""
-        for indices in batches:
-            yield self._fetch(indices)
 
 
 class TorchTask(Task):

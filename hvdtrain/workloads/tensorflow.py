@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +12,13 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.sharding import Indices, Part
-from hvdtrain.workloads.base import Data, Loaded, Task, TaskOptions, Weigh
+from hvdtrain.steps.sharding import Indices
+from hvdtrain.workloads.base import Data, Indexed, Loaded, Task, TaskOptions, Weigh
 
 LOW_PRECISION = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
-class InMemory(Data):
+class InMemory(Indexed):
     """A dataset that fits into the memory of the device: a batch is cut from one tensor."""
 
     def __init__(self, images: NDArray[Any], labels: NDArray[np.int64], device: Any) -> None:
@@ -27,18 +27,9 @@ class InMemory(Data):
             self.labels = tf.constant(labels)
         self.samples = len(labels)
 
-    def _fetch(self, indices: Indices) -> Loaded:
+    def fetch(self, indices: Indices) -> Loaded:
+        """See ``Indexed``."""
         return Loaded(tf.gather(self.images, indices), tf.gather(self.labels, indices))
-
-    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
-        """See ``Data``."""
-        for part in parts:
-            yield part, self._fetch(part.indices)
-
-    def evaluation(self, batches: Iterable[Indices]) -> Iterator[Loaded]:
-        """See ``Data``."""
-        for indices in batches:
-            yield self._fetch(indices)
 
 
 class TFTask(Task):

@@ -130,7 +130,7 @@ SUMMARY: dict[str, Any] = {
 
 def test_the_table() -> None:
     table = dict(rows(SUMMARY))
-    assert table["trained"] == "12,345 images in 1,200 steps, 6 epochs"
+    assert table["trained"] == "12,345 images in 1,200 steps, 6 whole epochs"
     assert table["training loss"] == "0.1234"
     assert table["test accuracy"] == "99.12 % of 10,000"
     assert table["images/s"] == "20,000.0 ± 12.3 over all ranks"

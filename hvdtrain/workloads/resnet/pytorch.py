@@ -15,7 +15,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.ending import end_with_parent
 from hvdtrain.steps.randomness import seed_of
 from hvdtrain.steps.sharding import Indices, Part
-from hvdtrain.workloads.base import Data, Loaded, TaskOptions
+from hvdtrain.workloads.base import Data, Indexed, Loaded, TaskOptions
 from hvdtrain.workloads.pytorch import TorchTask
 from hvdtrain.workloads.resnet import data
 from hvdtrain.workloads.resnet.data import DEVIATION, MEAN, RESIZE, ImageFolder
@@ -142,7 +142,7 @@ class Folder(Data):
         self._loader = None
 
 
-class Synthetic(Data):
+class Synthetic(Indexed):
     """Random images made once; as many samples as ImageNet, drawn from a small pool."""
 
     samples = data.SYNTHETIC_SAMPLES
@@ -156,15 +156,10 @@ class Synthetic(Data):
             data.SYNTHETIC_CLASSES, (data.SYNTHETIC_POOL,), generator=generator
         ).to(options.device)
 
-    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
-        """See ``Data``."""
-        for part in parts:
-            index = torch.from_numpy(part.indices % data.SYNTHETIC_POOL).to(self.labels.device)
-            yield part, Loaded(self.images[index], self.labels[index])
-
-    def evaluation(self, batches: Iterable[Indices]) -> Iterator[Loaded]:
-        """Synthetic images are not evaluated."""
-        return iter(())
+    def fetch(self, indices: Indices) -> Loaded:
+        """See ``Indexed``."""
+        index = torch.from_numpy(indices % data.SYNTHETIC_POOL).to(self.labels.device)
+        return Loaded(self.images[index], self.labels[index])
 
 
 class BatchNorm2d(torch.nn.BatchNorm2d):

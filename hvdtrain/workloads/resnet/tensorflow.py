@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.steps.randomness import seed_of
 from hvdtrain.steps.sharding import Indices, Part
-from hvdtrain.workloads.base import Data, Loaded, TaskOptions
+from hvdtrain.workloads.base import Data, Indexed, Loaded, TaskOptions
 from hvdtrain.workloads.resnet import data
 from hvdtrain.workloads.resnet.data import DEVIATION, MEAN, RESIZE, ImageFolder
 from hvdtrain.workloads.resnet.tensorflow_net import network
@@ -165,7 +165,7 @@ def _resize(image: Any, shape: Any) -> Any:
     return tf.saturate_cast(tf.round(resized), tf.uint8)
 
 
-class Synthetic(Data):
+class Synthetic(Indexed):
     """Random images made once; as many samples as ImageNet, drawn from a small pool."""
 
     samples = data.SYNTHETIC_SAMPLES
@@ -178,15 +178,10 @@ class Synthetic(Data):
             self.images = tf.constant(generator.standard_normal(shape, np.float32))
             self.labels = tf.constant(labels)
 
-    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
-        """See ``Data``."""
-        for part in parts:
-            index = part.indices % data.SYNTHETIC_POOL
-            yield part, Loaded(tf.gather(self.images, index), tf.gather(self.labels, index))
-
-    def evaluation(self, batches: Iterable[Indices]) -> Iterator[Loaded]:
-        """Synthetic images are not evaluated."""
-        return iter(())
+    def fetch(self, indices: Indices) -> Loaded:
+        """See ``Indexed``."""
+        index = indices % data.SYNTHETIC_POOL
+        return Loaded(tf.gather(self.images, index), tf.gather(self.labels, index))
 
 
 def folder(images: ImageFolder, options: TaskOptions, *, training: bool) -> Folder:
