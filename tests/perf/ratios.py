@@ -88,20 +88,17 @@ def alternate(candidates: dict[str, Measure], repeats: int, baseline_of: str) ->
 def resnet(options: argparse.Namespace) -> None:
     """ResNet-50, batch 8 a rank, two ranks: against bare, by hand, and two copies."""
     framework, steps = options.framework, str(options.steps)
-    short = f"--num-steps={options.steps + 5}"
-    line = (f"--framework={framework}", "--batch-size=8", short)
-    for precision in options.precision.split(","):
+    line = (f"--framework={framework}", "--batch-size=8", f"--num-steps={options.steps + 5}")
+    candidates = {"bare": script(f"bare_{framework}.py", 2, steps)}
+    for precision in ("bf16", "fp32"):
         tuned = (*line, f"--precision={precision}")
-        candidates = {
-            "hvdtrain": trainer("resnet", 2, 1, *tuned),
-            "bare": script(f"bare_{framework}.py", 2, steps),
-            "two copies": trainer("resnet", 1, 2, *tuned),
-        }
+        candidates[precision] = trainer("resnet", 2, 1, *tuned)
+        candidates[f"{precision} two copies"] = trainer("resnet", 1, 2, *tuned)
         if framework == "pytorch":
-            candidates["by hand"] = script("hand_pytorch.py", 2, precision, steps)
-        wanted = {k: v for k, v in candidates.items() if k in options.only or not options.only}
-        print(f"== {framework} {precision}")
-        alternate(wanted, options.repeats, "hvdtrain")
+            candidates[f"{precision} by hand"] = script("hand_pytorch.py", 2, precision, steps)
+    wanted = {k: v for k, v in candidates.items() if k in options.only or not options.only}
+    first = next(name for name in ("bf16", "fp32") if name in wanted)
+    alternate(wanted, options.repeats, first)
 
 
 def pi(options: argparse.Namespace) -> None:
@@ -120,7 +117,8 @@ def pi(options: argparse.Namespace) -> None:
         ),
     }
     alternate(candidates, options.repeats, "two ranks")
-    alternate({k: v for k, v in candidates.items() if k != "two ranks"}, 3, "one rank")
+    rest = {k: v for k, v in candidates.items() if k != "two ranks"}
+    alternate(rest, options.repeats, "one rank")
 
 
 def mnist(options: argparse.Namespace) -> None:
@@ -158,10 +156,9 @@ def main() -> None:
     )
     parser.add_argument("study", choices=("resnet", "mnist", "pi"))
     parser.add_argument("--framework", default="pytorch")
-    parser.add_argument("--precision", default="bf16,fp32")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], help="some of the candidates")
     parser.add_argument("--data", type=Path)
     options = parser.parse_args()
     began = time.monotonic()
