@@ -35,7 +35,11 @@ def is_watched() -> bool:
     if place.launcher is None or not sys.stdout.isatty():
         return sys.stdout.isatty()
     try:
-        return os.isatty(os.open(f"/proc/{os.getppid()}/fd/1", os.O_WRONLY | os.O_NOCTTY))
+        handle = os.open(f"/proc/{os.getppid()}/fd/1", os.O_WRONLY | os.O_NOCTTY)
+        try:
+            return os.isatty(handle)
+        finally:
+            os.close(handle)
     except OSError:  # a remote daemon's child, or no /proc
         return False
 
