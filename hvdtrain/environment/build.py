@@ -12,12 +12,12 @@ from typing import TextIO
 from hvdtrain.environment import recipe
 from hvdtrain.environment.build_log import decisive_line, read_progress, remedy_for
 from hvdtrain.environment.display import Display
-from hvdtrain.environment.process import Command, run
 from hvdtrain.environment.recipe import Target, Workshop
 from hvdtrain.environment.toolchain import Toolchain
 from hvdtrain.environment.wheel_cache import CachedWheel, WheelCache, file_hash
 from hvdtrain.environment.wrapper import compiler_wrapper, relative_rpaths
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.run import Command, run
 
 log = logging.getLogger(__name__)
 

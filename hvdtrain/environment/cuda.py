@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.environment.process import Command, run
+from hvdtrain.launch.run import Command, run
 
 SYSTEM_CUDA = Path(
     "/usr/local/cuda"

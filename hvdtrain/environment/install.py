@@ -25,11 +25,11 @@ from hvdtrain.environment.build import Build
 from hvdtrain.environment.fingerprint import cache_key, identity
 from hvdtrain.environment.installed import find_installed, is_complete, take_snapshot, wheel_hash
 from hvdtrain.environment.plan import FRAMEWORKS, GPU_CHOICES, InstallOptions, Plan, make_plan
-from hvdtrain.environment.process import Command, run
 from hvdtrain.environment.proof import proof_command, prove
 from hvdtrain.environment.toolchain import Toolchain, find
 from hvdtrain.environment.wheel_cache import CachedWheel, WheelCache, cache_root, write_atomically
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError
+from hvdtrain.launch.run import Command, run
 from hvdtrain.verb import Report
 
 log = logging.getLogger(__name__)

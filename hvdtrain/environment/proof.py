@@ -11,9 +11,9 @@ from typing import Any
 
 from hvdtrain.environment import allreduce
 from hvdtrain.environment.build_log import decisive_line
-from hvdtrain.environment.process import TIMED_OUT, Command, Result, run
 from hvdtrain.environment.toolchain import Mpi
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.run import TIMED_OUT, Command, Result, run
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.environment.process import Command
 from hvdtrain.environment.toolchain import Toolchain
+from hvdtrain.launch.run import Command
 
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_ARCHIVE = f"horovod-{HOROVOD_VERSION}.tar.gz"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvdtrain.environment.cuda import Cuda, Nccl, find_cuda, find_nccl
 from hvdtrain.environment.frameworks import TensorFlow, Torch, find_tensorflow, find_torch
-from hvdtrain.environment.process import Command, run
+from hvdtrain.launch.run import Command, run
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from hvdtrain.environment.build_log import Progress, decisive_line, read_progres
 from hvdtrain.environment.cuda import Cuda, Nccl, find_cuda, find_nccl, nccl_version, nvcc_release
 from hvdtrain.environment.fingerprint import cache_key, identity
 from hvdtrain.environment.plan import InstallOptions, make_plan, parse_frameworks
-from hvdtrain.environment.process import NOT_FOUND, TIMED_OUT, Command, run
 from hvdtrain.environment.proof import proof_command, prove, read_proof
 from hvdtrain.environment.recipe import Target, Workshop
 from hvdtrain.environment.toolchain import Compiler, Mpi, Toolchain
 from hvdtrain.environment.wheel_cache import WheelCache, cache_root
 from hvdtrain.environment.wrapper import compiler_wrapper, relative_rpaths
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.launch.run import NOT_FOUND, TIMED_OUT, Command, run
 
 BOTH = Target(("pytorch", "tensorflow"), "none", 2)
 NCCL = Target(("pytorch",), "nccl", 2)
