@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,16 @@ class Communicator(ABC):
         for start in range(0, length, CHUNK):
             buffer[start : start + CHUNK] = self.broadcast(buffer[start : start + CHUNK])
         return buffer.tobytes()
+
+    def broadcast_arrays(self, arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Rank 0's arrays by name, whatever the other ranks hold."""
+        header = json.dumps([[k, v.dtype.str, v.shape] for k, v in arrays.items()]).encode()
+        received = {}
+        for name, dtype, shape in json.loads(self.broadcast_bytes(header)):
+            own = arrays[name].tobytes() if self.rank == 0 else b""
+            data = self.broadcast_bytes(own)
+            received[name] = np.frombuffer(data, dtype).reshape(shape)
+        return received
 
     def together(self, action: Callable[[], Result], *, alike: bool = False) -> Result:
         """Do ``action`` on every rank; where it fails for one, the same error is raised on all.

@@ -96,8 +96,10 @@ def make_plan(workload: Workload, options: Options, world: World) -> Plan:
         return default if value is None else value
 
     epochs = given(options.epochs, recipe.epochs)
-    # A run shorter than the recipe's gets a warm-up shorter in proportion.
-    warmup = recipe.warmup_epochs * min(1.0, epochs / recipe.epochs)
+    # A run shorter than the recipe's gets a warm-up shorter in proportion, but the first updates
+    # of a fresh network need one: an epoch, or half of what there is.
+    share = recipe.warmup_epochs * epochs / recipe.epochs
+    warmup = min(recipe.warmup_epochs, max(share, min(1.0, epochs / 2)))
     return Plan(
         model=model,
         global_batch=given(

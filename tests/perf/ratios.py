@@ -94,8 +94,8 @@ def resnet(options: argparse.Namespace) -> None:
         tuned = (*line, f"--precision={precision}")
         candidates[precision] = trainer("resnet", 2, 1, *tuned)
         candidates[f"{precision} two copies"] = trainer("resnet", 1, 2, *tuned)
-        if framework == "pytorch":
-            candidates[f"{precision} by hand"] = script("hand_pytorch.py", 2, precision, steps)
+        by_hand = script(f"hand_{framework}.py", 2, precision, steps)
+        candidates[f"{precision} by hand"] = by_hand
     wanted = {k: v for k, v in candidates.items() if k in options.only or not options.only}
     first = next(name for name in ("bf16", "fp32") if name in wanted)
     alternate(wanted, options.repeats, first)

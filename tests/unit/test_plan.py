@@ -63,8 +63,12 @@ def test_a_fixed_global_batch_scales_no_learning_rate_unless_asked_to() -> None:
     assert plan(batch_size=96).lr_scaling == "linear"
 
 
-@pytest.mark.parametrize(("epochs", "warmup"), [(5, 1.0), (1, 0.2), (10, 2.0), (40, 2.0)])
-def test_a_shorter_run_warms_up_shorter(epochs: int, warmup: float) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "warmup"), [(8, 1.6), (5, 1.0), (4, 1.0), (2, 1.0), (1, 0.5), (10, 2.0), (40, 2.0)]
+)
+def test_a_shorter_run_warms_up_shorter_but_no_less_than_it_needs(
+    epochs: int, warmup: float
+) -> None:
     made = plan(epochs=epochs)
     assert made.schedule["warmup_epochs"] == pytest.approx(warmup)
     assert made.schedule["epochs"] == made.epochs == epochs

@@ -1,0 +1,265 @@
+"""The training loop: epochs, steps, evaluation, and the stop, in ``Run``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
+from hvdtrain.launch import ending
+from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps.learning_rate import LearningRate
+from hvdtrain.steps.randomness import seed_of
+from hvdtrain.steps.sharding import Part, Shards, evaluation_parts
+from hvdtrain.training.options import Options
+from hvdtrain.training.plan import Plan
+from hvdtrain.training.preemption import on_stop_signal
+from hvdtrain.training.progress import Silent
+from hvdtrain.training.result import Clock, rows
+from hvdtrain.training.saving import Keeper, Standing
+from hvdtrain.workloads.base import Loaded, Task
+
+LINES_PER_EPOCH = 20  # log intervals
+EVALUATION_BATCH = 4  # times the training batch of a rank: no gradients need memory
+
+
+class Run:
+    """One training from where it stands to where it stops; ``trainer.train`` makes it."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        plan: Plan,
+        adapter: CommonAdapter,
+        task: Task,
+        shards: Shards,
+        rate: LearningRate,
+    ) -> None:
+        self.name, self.options, self.plan = name, options, plan
+        self.adapter, self.task, self.shards, self.rate = adapter, task, shards, rate
+        self.show = Silent()
+        self.clock = Clock()
+        self.now = Standing()
+        self.pending: list[tuple[Part, Any]] = []  # losses that nobody has looked at yet
+        self.train_loss: float | None = None
+        origin = {
+            "framework": options.framework,
+            "workload": name,
+            "model": plan.model,
+            "optimizer": options.optimizer,
+            "training_samples": task.train.samples,
+            "seed": options.seed,
+        }
+        self.keeper = Keeper(options, adapter, task, origin)
+        # Reading a loss waits for a GPU; a CPU has it already.
+        self.look_every = 20 if adapter.has_gpu else 1
+        self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
+        if plan.num_steps is not None:
+            self.log_every = max(1, min(self.log_every, plan.num_steps // LINES_PER_EPOCH))
+
+    @property
+    def total_steps(self) -> int:
+        """Updates of the whole training."""
+        all_epochs = self.plan.epochs * self.shards.steps_per_epoch
+        return all_epochs if self.plan.num_steps is None else min(self.plan.num_steps, all_epochs)
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, as ``--resume`` says."""
+        self.now = self.keeper.resume()
+
+    def announce(self, device: str, precision: str) -> None:
+        """Say what is about to be trained, and how."""
+        world, plan, rate = self.adapter.world, self.plan, self.rate
+        peak = rate.base * rate.factor
+        lines = [
+            f"hvdtrain {self.name}: {plan.model}, {self.options.framework} over "
+            f"{self.adapter.name}, {world.size} rank{'s' if world.size > 1 else ''} on "
+            f"{world.hosts} host{'s' if world.hosts > 1 else ''}, {device} a rank, {precision}",
+            f"{self.task.train.samples:,} images, global batch {plan.global_batch}, "
+            f"{self.shards.steps_per_epoch:,} steps an epoch, "
+            f"{plan.epochs} epoch{'s' if plan.epochs > 1 else ''}, "
+            f"learning rate {rate.base:g} x {rate.factor:g} = {peak:g}",
+            *self.task.notes,
+        ]
+        if self.now.step:
+            lines.append(
+                f"resumed from {self.keeper.path}: step {self.now.step}, epoch "
+                f"{self.now.position.epoch}, {self.now.position.consumed:,} of its images done"
+            )
+        self.show.begin(lines, self.total_steps, self.now.step)
+
+    def run(self) -> int:
+        """Train until the end, ``--num-steps`` or a signal; save, evaluate, sum up.
+
+        Returns:
+            The exit code.
+        """
+        if self.options.checkpoint_dir:
+            on_stop_signal(lambda: setattr(self.adapter, "stop_wanted", True))
+        stopped = self._finished()
+        while stopped is None:
+            stopped = self._epoch()
+        if stopped != "preempted" and not self._evaluate():
+            stopped = "preempted"
+        self._save()
+        self.task.train.close()
+        self._sum_up(stopped)
+        return EXIT_PREEMPTED if stopped == "preempted" else EXIT_OK
+
+    def _finished(self) -> str | None:
+        if self.plan.num_steps is not None and self.now.step >= self.plan.num_steps:
+            return "steps"
+        return "finished" if self.now.position.epoch >= self.plan.epochs else None
+
+    def _epoch(self) -> str | None:
+        """Train to the end of the epoch, or to a stop; why it stopped, None to go on."""
+        epoch = self.now.position.epoch
+        parts = self.shards.epoch(epoch, self.now.position.consumed)
+        self.clock.resume()
+        for part, batch in self.task.train.training(parts):
+            self._update(part, batch)
+            if self._wants_stop():
+                self._look()
+                return "preempted"
+            if reason := self._finished():
+                if reason == "finished" or self.now.position.epoch > epoch:
+                    break
+                self._end_of_epoch_loss(reset=False)
+                return reason
+            every = self.options.checkpoint_every
+            if every and self.now.step % every == 0:
+                self._save()
+                self.clock.resume()
+        self._end_of_epoch_loss(reset=True)
+        if not self._evaluate():
+            return "preempted"
+        self._save()
+        self.show.epoch(self._epoch_record(epoch))
+        return self._finished()
+
+    def _wants_stop(self) -> bool:
+        # On a GPU the answer waits for the device, so it is asked for now and then.
+        return self.now.step % self.look_every == 0 and self.adapter.stop_agreed
+
+    def _update(self, part: Part, batch: Loaded) -> None:
+        ending.stage = f"step {self.now.step + 1}"
+        place = part.start.epoch + part.start.consumed / self.shards.samples
+        loss = self.task.update(
+            batch,
+            learning_rate=self.rate(place),
+            seed=seed_of(self.options.seed, self.now.step, self.adapter.world.rank),
+            weigh=functools.partial(self.adapter.weigh, part=part),
+        )
+        self.now.step += 1
+        self.now.samples += part.global_count
+        self.now.position = part.end
+        self.now.evaluation = None
+        self.pending.append((part, loss))
+        if self.now.step % self.look_every == 0:
+            self._look()
+        self.clock.step(part.global_count)
+        if self.now.step % self.log_every == 0:
+            self._log(part, place)
+
+    def _look(self) -> None:
+        """Read the losses that are pending; stop where one is not finite."""
+        values = self.task.loss_values([loss for _, loss in self.pending])
+        for back, ((part, _), value) in enumerate(zip(self.pending, values, strict=True)):
+            if not math.isfinite(value):
+                step = self.now.step - len(values) + back + 1
+                raise TrainingError(
+                    f"the loss is {value} at step {step} (epoch {part.start.epoch}): lower --lr, "
+                    "or look at the data of this rank. Checkpoints on disk are of earlier steps"
+                )
+            self.now.loss_sum += value * part.count
+            self.now.loss_count += part.count
+        self.pending.clear()
+
+    def _log(self, part: Part, place: float) -> None:
+        means, _ = self.adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
+        rate = self.clock.recent_rate(self.log_every)
+        record = {
+            "step": self.now.step,
+            "epoch": part.start.epoch,
+            "loss": means["loss"],
+            "learning_rate": self.rate(place),
+            "images_per_second": rate,
+            "seconds_per_step": self.plan.global_batch / rate if rate else 0.0,
+        }
+        self.show.step(record)
+
+    def _end_of_epoch_loss(self, *, reset: bool) -> None:
+        self._look()
+        means, count = self.adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
+        self.train_loss = means["loss"] if count else None
+        if reset:
+            self.now.loss_sum, self.now.loss_count = 0.0, 0
+
+    def _evaluate(self) -> bool:
+        """Evaluate on the whole test set, each sample once; False if a signal cut it short."""
+        if self.task.test is None or self.now.evaluation is not None:
+            return True
+        world, total = self.adapter.world, self.task.test.samples
+        batch = max(1, EVALUATION_BATCH * self.plan.global_batch // world.size)
+        loss, correct, count = 0.0, 0, 0
+        with self.adapter.averaged_buffers(self.task.model):
+            batches = evaluation_parts(total, batch, world.rank, world.size)
+            for loaded in self.task.test.evaluation(batches):
+                batch_loss, batch_correct = self.task.evaluate(loaded)
+                loss += batch_loss
+                correct += batch_correct
+                count += len(loaded.y)
+                if self.adapter.stop_wanted:
+                    break
+        means, seen = self.adapter.average_metrics(count, loss=loss, accuracy=correct)
+        if seen < total:
+            return False
+        self.now.evaluation = {**means, "samples": seen}
+        return True
+
+    def _epoch_record(self, epoch: int) -> dict[str, Any]:
+        tested = self.now.evaluation or {}
+        return {
+            "epoch": epoch,
+            "step": self.now.step,
+            "loss": self.train_loss,
+            "seconds": sum(self.clock.seconds),
+            "eval_loss": tested.get("loss"),
+            "eval_accuracy": tested.get("accuracy"),
+            "eval_samples": tested.get("samples"),
+        }
+
+    def _save(self) -> None:
+        self._look()
+        self.keeper.save(self.now)  # step 7
+
+    def _sum_up(self, stopped: str) -> None:
+        tested = self.now.evaluation or {}
+        world = self.adapter.world
+        summary = {
+            "workload": self.name,
+            "framework": self.options.framework,
+            "strategy": self.adapter.name,
+            "model": self.plan.model,
+            "world_size": world.size,
+            "hosts": world.hosts,
+            "precision": self.task.options.precision,
+            "global_batch_size": self.plan.global_batch,
+            "epochs_completed": self.now.position.epoch,
+            "steps_completed": self.now.step,
+            "samples_trained": self.now.samples,
+            "train_loss": self.train_loss,
+            "eval_loss": tested.get("loss"),
+            "eval_accuracy": tested.get("accuracy"),
+            "eval_samples": tested.get("samples"),
+            **self.clock.figures(),
+            "parameter_norm": self.task.parameter_norm(),
+            "stopped": stopped,
+            "checkpoint": self.keeper.path,
+        }
+        self.show.end(f"hvdtrain {self.name}", rows(summary))
+        if world.is_writer and self.options.summary:
+            checkpoints.write_json(self.options.summary, summary)
