@@ -64,12 +64,10 @@ class Folder(Data):
         dataset = tf.data.Dataset.from_generator(
             items, output_signature=(*shapes, tf.TensorSpec((None, 2), tf.int64))
         )
-
         # Unconverted: autograph would write the function into a file in the temporary folder.
-        @tf.autograph.experimental.do_not_convert
-        def read(path: Any, label: Any, seed: Any) -> tuple[Any, Any]:
-            return self._read(path, seed, size), label
-
+        read = tf.autograph.experimental.do_not_convert(
+            lambda path, label, seed: (self._read(path, seed, size), label)
+        )
         dataset = dataset.unbatch().map(
             read,
             num_parallel_calls=max(1, self.options.workers),
