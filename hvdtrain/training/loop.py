@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from typing import Any
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.batch.walltime import ends_at
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
 from hvdtrain.launch import ending
 from hvdtrain.steps import checkpoint as checkpoints
@@ -15,7 +17,7 @@ from hvdtrain.steps.randomness import seed_of
 from hvdtrain.steps.sharding import Part, Shards, evaluation_parts
 from hvdtrain.training.options import Options
 from hvdtrain.training.plan import Plan
-from hvdtrain.training.preemption import on_stop_signal
+from hvdtrain.training.preemption import Walltime, on_stop_signal
 from hvdtrain.training.progress import Silent
 from hvdtrain.training.result import Clock, rows
 from hvdtrain.training.saving import Keeper, Standing
@@ -43,6 +45,7 @@ class Run:
         self.show = Silent()
         self.clock = Clock()
         self.now = Standing()
+        self.walltime = Walltime(ends=None)
         self.pending: list[tuple[Part, Any]] = []  # losses that nobody has looked at yet
         self.train_loss: float | None = None
         origin = {
@@ -99,6 +102,8 @@ class Run:
         """
         if self.options.checkpoint_dir:
             on_stop_signal(lambda: setattr(self.adapter, "stop_wanted", True))
+            if self.adapter.world.is_writer:  # its wish reaches the others with the gradients
+                self.walltime = Walltime(ends_at())
         stopped = self._finished()
         while stopped is None:
             stopped = self._epoch()
@@ -141,8 +146,13 @@ class Run:
         return self._finished()
 
     def _wants_stop(self) -> bool:
+        self._watch_walltime()
         # On a GPU the answer waits for the device, so it is asked for now and then.
         return self.now.step % self.look_every == 0 and self.adapter.stop_agreed
+
+    def _watch_walltime(self) -> None:
+        if self.walltime.is_near(self.look_every * self.clock.longest_recent()):
+            self.adapter.stop_wanted = True
 
     def _update(self, part: Part, batch: Loaded) -> None:
         ending.stage = f"step {self.now.step + 1}"
@@ -212,6 +222,7 @@ class Run:
                 loss += batch_loss
                 correct += batch_correct
                 count += len(loaded.y)
+                self._watch_walltime()
                 if self.adapter.stop_wanted:
                     break
         means, seen = self.adapter.average_metrics(count, loss=loss, accuracy=correct)
@@ -234,7 +245,9 @@ class Run:
 
     def _save(self) -> None:
         self._look()
+        started = time.monotonic()
         self.keeper.save(self.now)  # step 7
+        self.walltime.saved(time.monotonic() - started)
 
     def _sum_up(self, stopped: str) -> None:
         tested = self.now.evaluation or {}

@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 
+STOPPED = {"preempted": "preempted and saved: run the same command again to go on"}
+
 
 @dataclass
 class Clock:
@@ -37,6 +39,10 @@ class Clock:
         """Images per second over the last ``steps`` steps."""
         seconds = sum(self.seconds[-steps:])
         return sum(self.images[-steps:]) / seconds if seconds else 0.0
+
+    def longest_recent(self) -> float:
+        """Seconds of the slowest of the last hundred steps."""
+        return max(self.seconds[-100:], default=0.0)
 
     def figures(self) -> dict[str, float | None]:
         """The time keys of the summary; the first min(5, steps // 5) steps are dropped.
@@ -79,7 +85,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("test accuracy", accuracy),
         ("images/s", f"{rate} ± {spread} over all ranks"),
         ("seconds", f"{summary['seconds_total']:.1f}, the first step after {first}"),
-        ("stopped", summary["stopped"]),
+        ("stopped", STOPPED.get(summary["stopped"], summary["stopped"])),
     ]
     if summary["checkpoint"]:
         table.append(("checkpoint", summary["checkpoint"]))
