@@ -170,7 +170,9 @@ def test_finalizers_run_after_success() -> None:
 
 def test_an_interrupt_is_130_without_a_traceback() -> None:
     body = "    print('ready', flush=True)\n    time.sleep(60)\n"
-    program = f"{HEAD}\ndef main():\n{body}\nending.run(main)\n"
+    # A shell starts what it puts into the background with SIGINT ignored, a test runner too.
+    reset = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{HEAD}\n{reset}\ndef main():\n{body}\nending.run(main)\n"
     with subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
