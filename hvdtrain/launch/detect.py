@@ -24,6 +24,8 @@ class Launcher:
     local_size: str
 
 
+BY_HAND = "RANK and WORLD_SIZE"  # what job scripts and Kubernetes set where torchrun is not used
+
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Launcher(
@@ -36,15 +38,22 @@ LAUNCHERS = (
     Launcher(
         "mpiexec (Cray PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
     ),
+    # PALS_SIZE is what `hvdtrain launch` sets. PALS itself does not; beside it Cray's PMI does.
+    Launcher(
+        "mpiexec (Cray PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
+    ),
     Launcher("mpiexec (Hydra)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher(
         "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
     ),
+    Launcher(BY_HAND, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
 # Inside an allocation Slurm sets SLURM_* for the batch script too, so srun comes last, and only
 # the variables of a *step* count; a mpirun in the same job sets its own, more particular ones.
 
 TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # RANK and WORLD_SIZE alone are too common to mean torchrun
+# A launcher's variables count only beside this one.
+MARKS = {"torchrun": TORCHRUN_MARK, "srun": "SLURM_STEP_ID", BY_HAND: "MASTER_ADDR"}
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,7 @@ def detect(environ: Mapping[str, str]) -> Place:
     fall back to rank and size (one host) where the launcher does not tell them.
     """
     for launcher in LAUNCHERS:
-        if launcher.name == "torchrun" and TORCHRUN_MARK not in environ:
-            continue
-        if launcher.name == "srun" and _number(environ, "SLURM_STEP_ID") is None:
+        if not environ.get(MARKS.get(launcher.name, launcher.rank)):
             continue
         rank, size = _number(environ, launcher.rank), _number(environ, launcher.size)
         if rank is None or size is None:

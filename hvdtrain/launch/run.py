@@ -111,6 +111,56 @@ def run(
     return Result(command, TIMED_OUT if late.is_set() else code, "".join(lines))
 
 
+def start(
+    command: Command, *, piped: bool = False, blocked: frozenset[signal.Signals] = frozenset()
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` in a process group of its own, in this session; nothing is waited for.
+
+    Its standard input is empty: a program that reads along would swallow the rest of a job script
+    that is itself read from standard input.
+
+    Args:
+        command: what to start.
+        piped: hand its output over; else it writes where this process writes, a terminal included.
+        blocked: signals that the program is not to hear, unless it unblocks them.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    output = subprocess.PIPE if piped else None
+    # What is blocked here stays so in the new process.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        return subprocess.Popen(
+            command.argv,
+            env=command.environ(os.environ),
+            cwd=command.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_behind(command: Command) -> None:
+    """Start ``command`` without waiting for it: it outlives this process, and says nothing.
+
+    It leads a session of its own, so that what ends this process and its group leaves it alone.
+    """
+    with contextlib.suppress(OSError):
+        subprocess.Popen(
+            command.argv,
+            env=command.environ(os.environ),
+            cwd=command.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
 def _read(process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> list[str]:
     """Collect the output of ``process`` until it is closed."""
     assert process.stdout is not None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.launch.detect import ALONE, LAUNCHERS, Place, detect
+from hvdtrain.launch.detect import ALONE, BY_HAND, LAUNCHERS, Place, detect
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -18,6 +18,14 @@ HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 PALS = {"PALS_RANKID": "5", "PALS_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+}
+KUBERNETES = {
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
     "RANK": "5",
     "WORLD_SIZE": "8",
     "LOCAL_RANK": "1",
@@ -50,6 +58,7 @@ TABLE = {
     "mpiexec (Cray PALS)": PALS,
     "torchrun": TORCHRUN,
     "srun": SRUN,
+    BY_HAND: KUBERNETES,
 }
 
 
@@ -98,6 +107,12 @@ def test_torchrun_counts_only_with_its_mark() -> None:
     without = {key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}
     assert detect(without) == ALONE
     assert detect({**without, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
+
+
+def test_what_announces_a_world_without_a_launcher_counts_last() -> None:
+    assert detect({**KUBERNETES, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
+    assert detect({**KUBERNETES, **SRUN}).launcher == "srun"
+    assert detect({**KUBERNETES, "MASTER_ADDR": ""}) == ALONE
 
 
 def test_torchrun_below_mpirun_or_srun_is_torchrun() -> None:

@@ -1,0 +1,220 @@
+"""``hvdtrain launch``: find the hosts and the MPI, and start N ranks of a program the right way."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.dialects import Job, build
+from hvdtrain.launch.hosts import Allocation, find_allocation, parse_hosts, read_hostfile
+from hvdtrain.launch.layout import lay_out
+from hvdtrain.launch.machine import gpus, physical_cores
+from hvdtrain.launch.mpirun import Mpi, find_mpi
+from hvdtrain.launch.run import Command
+from hvdtrain.launch.watch import watch
+from hvdtrain.verb import Report
+
+log = logging.getLogger(__name__)
+
+EPILOG = """examples:
+  hvdtrain launch -n 2 -- python -m hvdtrain.mnist
+  hvdtrain launch -n 8 --ppn 4 --timeout 600 --tag -- python train.py --epochs 3
+  hvdtrain launch -n 4 --hosts node1:2,node2:2 --dry-run -- python -m hvdtrain.resnet
+
+The exit code is the job's; 124 after --timeout. docs/launch.md tells more."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be run, and what is known about it."""
+
+    command: Command
+    """Of the launcher."""
+    mpi: Mpi
+    """The launcher."""
+    job: Job
+    """Its ranks and hosts."""
+
+
+def command(
+    ranks: int,
+    words: Sequence[str],
+    *,
+    ppn: int | None = None,
+    threads: int | None = None,
+    hosts: str | None = None,
+    hostfile: Path | None = None,
+    tag: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> Command:
+    """What ``hvdtrain launch -n RANKS -- WORDS`` runs; see ``prepare``."""
+    launch = prepare(
+        ranks,
+        words,
+        ppn=ppn,
+        threads=threads,
+        hosts=hosts,
+        hostfile=hostfile,
+        tag=tag,
+        environ=environ,
+    )
+    return launch.command
+
+
+def prepare(
+    ranks: int,
+    words: Sequence[str],
+    *,
+    ppn: int | None = None,
+    threads: int | None = None,
+    hosts: str | None = None,
+    hostfile: Path | None = None,
+    tag: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> Launch:
+    """Find hosts and launcher, and compose the command.
+
+    Args:
+        ranks: processes over all hosts.
+        words: the program that each rank runs, and its arguments.
+        ppn: ranks on each host; None fills the slots of one host after the other.
+        threads: OMP_NUM_THREADS of each rank; None leaves it to the program.
+        hosts: ``a:2,b:2``, instead of what the batch system gave.
+        hostfile: a file with the hosts, instead.
+        tag: mark each line of output with its rank, as this launcher spells it.
+        environ: the environment of the launcher.
+
+    Raises:
+        UsageError: no launcher, no such program, or the ranks do not fit on the hosts.
+    """
+    if threads is not None and threads < 1:
+        raise UsageError(f"--threads {threads}: give a number of at least 1")
+    _check_program(words, environ)
+    layout = lay_out(ranks, choose_hosts(hosts, hostfile, environ), ppn)
+    mpi = find_mpi(environ)
+    job = Job(
+        layout,
+        cores=_cores(mpi, environ),
+        threads=threads,
+        gpus=gpus(environ),
+        root=os.geteuid() == 0,
+        tag=tag,
+        environ=environ,
+    )
+    return Launch(build(mpi, job, words), mpi, job)
+
+
+def choose_hosts(
+    hosts: str | None, hostfile: Path | None, environ: Mapping[str, str]
+) -> Allocation:
+    """The hosts that the user names, else those of the batch system."""
+    if hosts is not None:
+        return Allocation("--hosts", parse_hosts(hosts))
+    if hostfile is not None:
+        return Allocation("--hostfile", read_hostfile(hostfile, "--hostfile"))
+    return find_allocation(environ)
+
+
+def _check_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise where there is nothing that could be started."""
+    if not words:
+        raise UsageError("no program to start: put it after --, as in `-- python train.py`")
+    program = words[0]
+    if shutil.which(program, path=environ.get("PATH")) is None:
+        script = program.endswith(".py") and Path(program).exists()
+        remedy = f"; start the script by `python {program}`" if script else " on the PATH"
+        raise UsageError(f"{program}: no such program{remedy}")
+
+
+def _cores(mpi: Mpi, environ: Mapping[str, str]) -> int:
+    """Cores of a host that the ranks may use; the other hosts are taken to be like this one."""
+    share = environ.get("SLURM_CPUS_ON_NODE", "")
+    # What srun deals out is the job's share of the host, in its own units.
+    return int(share) if mpi.dialect == "srun" and share.isdecimal() else physical_cores()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    parser.usage = "hvdtrain launch -n N [options] -- COMMAND..."
+    parser.epilog = EPILOG
+    parser.add_argument("-n", type=int, required=True, metavar="N", help="ranks over all hosts")
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "--hosts",
+        metavar="A:2,B:2",
+        help="hosts and their slots (default: those that PBS, Slurm or LSF gave, else this one)",
+    )
+    hosts.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="F",
+        help="a file of lines `host`, `host:4`, `host slots=4`",
+    )
+    parser.add_argument(
+        "--ppn", type=int, metavar="K", help="ranks a host (default: fill host after host)"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="T", help="OMP_NUM_THREADS of each rank (default: unset)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end the job when no rank has written anything for so long",
+    )
+    parser.add_argument("--tag", action="store_true", help="put [RANK] before each line")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be run, and run nothing"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run_verb(arguments: argparse.Namespace) -> Report:
+    """Start the ranks, wait for them, and pass on the launcher's exit code.
+
+    Raises:
+        UsageError: see ``prepare``.
+        HvdtrainError: the job was ended for its silence.
+    """
+    words, timeout = arguments.command, arguments.timeout
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"--timeout {timeout:g}: give seconds, more than 0")
+    launch = prepare(
+        arguments.n,
+        words[1:] if words[:1] == ["--"] else words,
+        ppn=arguments.ppn,
+        threads=arguments.threads,
+        hosts=arguments.hosts,
+        hostfile=arguments.hostfile,
+        tag=arguments.tag or timeout is not None,
+    )
+    if arguments.dry_run:
+        return Report(launch.command.show())
+    for note in notes(launch.job):
+        log.warning("hvdtrain: %s", note)
+    log.info("%s", launch.command.show())
+    layout, dialect = launch.job.layout, launch.mpi.dialect
+    code = watch(launch.command, dialect, layout, tag=arguments.tag, timeout=timeout)
+    return Report("", exit_code=code)
+
+
+def notes(job: Job) -> list[str]:
+    """What the user may not have meant."""
+    found = []
+    if job.layout.idle:
+        found.append(f"no rank for host {', '.join(job.layout.idle)}")
+    inherited = job.environ.get("OMP_NUM_THREADS", "")
+    ranks = job.layout.per_host
+    # PBS sets it to the cores of a whole chunk, however many ranks share them.
+    if not job.threads and inherited.isdecimal() and int(inherited) * ranks > job.cores:
+        found.append(
+            f"OMP_NUM_THREADS={inherited} for each of {ranks} ranks on {job.cores} cores: "
+            f"--threads {max(1, job.cores // ranks)} gives each its share"
+        )
+    return found

