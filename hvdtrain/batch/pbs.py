@@ -1,0 +1,179 @@
+"""PBS: OpenPBS and PBS Professional, and the PBS commands that Slurm can be given.
+
+A script has to be right for both, so it asks for nothing that either refuses: one ``select`` and
+one ``walltime``, each on a line of its own, no chunks joined by ``+``, ``mem`` last. Resources that
+a site has to define (GPUs, file systems) come from its site file only: PBS refuses unknown ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.batch import slurm
+from hvdtrain.batch.dialect import (
+    ENDED,
+    RUNNING,
+    SIGNALLED,
+    WAITING,
+    WALLTIME_OVER,
+    Dialect,
+    Query,
+    State,
+)
+from hvdtrain.batch.job import Job
+from hvdtrain.batch.site import Site
+from hvdtrain.batch.walltime import show_clock
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.run import Command
+
+PHASES = {
+    **dict.fromkeys("QHWTMSU", WAITING),
+    **dict.fromkeys("RBE", RUNNING),
+    **dict.fromkeys("FCX", ENDED),
+}
+WORDS = {"Q": "queued", "H": "held", "R": "running", "E": "exiting", "F": "finished"}
+
+_PLAIN = re.compile(r"[\w./+=@^%-]+", re.ASCII)  # of a path
+
+JOB_KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME in pbs_error.h
+SIGNAL_OFFSET = 256  # PBS adds it to the number of the signal that ended the job
+
+
+class Pbs(Dialect):
+    """PBS, real or in front of Slurm."""
+
+    name, suffix = "pbs", ".pbs"
+    change = "qsub -v NAME=VALUE,NAME=VALUE SCRIPT"
+    nodes = '${SLURM_JOB_NUM_NODES:-$(sort -u "$PBS_NODEFILE" | wc -l)}'
+
+    place = (
+        "# PBS starts a job in the home directory.",
+        'cd -- "${PBS_O_WORKDIR:-.}" || exit 2',
+        "# PBS sets the first to all its cores, and every rank would take that many; the second",
+        "# makes a Slurm behind qsub -v start the ranks on other nodes without an environment.",
+        "unset OMP_NUM_THREADS SLURM_EXPORT_ENV",
+    )
+
+    def __init__(self, wraps_slurm: bool = False) -> None:
+        """``wraps_slurm``: its qsub and qstat are the wrappers that come with Slurm."""
+        self.wraps_slurm = wraps_slurm
+
+    def directives(self, job: Job, site: Site) -> list[str]:
+        """See ``Dialect``."""
+        lines = [f"-N {job.name[: site.name_limit]}"]
+        lines += [f"-q {job.queue}"] if job.queue else []
+        lines += [f"-A {job.account}"] if job.account else []
+        lines.append(f"-l select={self._select(job, site)}")
+        lines.append(f"-l walltime={show_clock(job.walltime)}")
+        # Without it PBS may put two chunks on one node.
+        lines += ["-l place=scatter"] if job.nodes > 1 or site.whole_nodes else []
+        lines += [f"-l filesystems={job.filesystems}"] if job.filesystems else []
+        lines += [f"-J {job.array}"] if job.array else []
+        lines += [f"-W depend=afterok:{job.after}"] if job.after else []
+        lines += ["-r y"] if job.requeue else []
+        lines += site.directives
+        # One file for both streams, written while the job runs and not only at its end.
+        return [f"#PBS {line}" for line in [*lines, "-j oe", "-k oed"]]
+
+    def _select(self, job: Job, site: Site) -> str:
+        parts = [str(job.nodes)]
+        if not site.whole_nodes:
+            parts += [f"ncpus={job.ppn * (job.threads or 1)}", f"mpiprocs={job.ppn}"]
+        if job.gpus_per_node and site.gpu_resource:
+            parts.append(f"{site.gpu_resource}={job.gpus_per_node}")
+        parts += [site.select] if site.select else []
+        parts += [f"mem={job.memory}"] if job.memory else []
+        return ":".join(parts)
+
+    def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
+        """See ``Dialect``.
+
+        ``-j`` is a directive as well; the wrappers of Slurm heed it on the command line only.
+        """
+        words = ["qsub", "-j", "oe"]
+        if array:
+            log += ".%a" if self.wraps_slurm else ".^array_index^"
+            words += ["-J", array]
+        # PBS takes what stands before a colon for a host: such a log goes where it goes by default.
+        words += ["-o", log] if _PLAIN.fullmatch(log) else []
+        words += ["-W", f"depend=afterany:{after}"] if after else []
+        if self.wraps_slurm and not _PLAIN.fullmatch(script):
+            raise UsageError(
+                f"--logs: the qsub here hands {script!r} to a shell, unquoted; use another "
+                "directory, or --scheduler slurm"
+            )
+        return Command((*words, script))
+
+    def read_id(self, output: str) -> str | None:
+        """See ``Dialect``."""
+        found = re.findall(r"^\d+(?:\[\])?(?:\.[\w.-]+)?$", output, re.MULTILINE)
+        return found[-1] if found else None
+
+    def queries(self, job_id: str) -> Sequence[Query]:
+        """See ``Dialect``.
+
+        PBS writes JSON that is none where a variable of the job holds a quote; then its text has to
+        do. ``-x`` knows finished jobs, and Torque does not know ``-x``.
+        """
+        if self.wraps_slurm:
+            return slurm.Slurm().queries(job_id)
+        return (
+            Query(Command(("qstat", "-x", "-f", "-F", "json", job_id)), read_json),
+            Query(Command(("qstat", "-x", "-f", job_id)), read_text),
+            Query(Command(("qstat", "-f", job_id)), read_text),
+        )
+
+    def delete(self, job_ids: Sequence[str]) -> Command:
+        """See ``Dialect``."""
+        return Command(("qdel", *job_ids))
+
+
+def read_json(output: str) -> State | None:
+    """The state in what ``qstat -f -F json`` wrote."""
+    try:
+        jobs = json.loads(output)["Jobs"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return next((_state({k: str(v) for k, v in job.items()}) for job in jobs.values()), None)
+
+
+def read_text(output: str) -> State | None:
+    """The state in what ``qstat -f`` wrote."""
+    unfolded = output.replace("\n\t", "")
+    found = re.findall(r"^\s+([\w.]+) = (.*)$", unfolded, re.MULTILINE)
+    return _state(dict(reversed(found)))  # the first counts: a variable may hold such lines, too
+
+
+def _state(values: Mapping[str, str]) -> State | None:
+    letter = values.get("job_state", "")
+    if letter not in PHASES:
+        return None
+    phase = PHASES[letter]
+    path = values.get("Output_Path", "").partition(":")[2]
+    status = values.get("Exit_status", values.get("exit_status"))
+    return State(
+        phase,
+        " ".join(filter(None, (WORDS.get(letter, letter), _why(phase, values)))),
+        exit_code(int(status)) if phase == ENDED and status else None,
+        (Path(path),) if path else (),
+    )
+
+
+def _why(phase: str, values: Mapping[str, str]) -> str:
+    comment = values.get("comment", "")
+    return f"({comment})" if comment and phase == WAITING else ""
+
+
+def exit_code(status: int) -> int:
+    """``Exit_status`` as a shell would have it."""
+    if status == JOB_KILLED_BY_WALLTIME:
+        return WALLTIME_OVER
+    if status < 0:  # PBS could not run the job
+        return 1
+    if status >= SIGNAL_OFFSET:
+        return SIGNALLED + min(status - SIGNAL_OFFSET, int(signal.SIGRTMAX))
+    return status

@@ -1,0 +1,134 @@
+"""The text of a job script: what a job does, from the first line to the last.
+
+It relies on nothing that only one batch system gives: not on the directory it starts in, on an
+inherited environment, on the place of the script itself, or on who wrote the list of nodes.
+"""
+
+from __future__ import annotations
+
+from hvdtrain.batch.dialect import Dialect
+from hvdtrain.batch.job import RANKS, TASK, Job
+from hvdtrain.batch.quoting import quote, render
+from hvdtrain.batch.site import Site
+from hvdtrain.batch.walltime import show_clock
+
+WIDTH = 92  # of a line of the command, before the backslash
+
+Lines = list[str]
+
+
+def script_text(job: Job, dialect: Dialect, site: Site, chain: str = "") -> str:
+    """The whole script; pure, so that it can be compared with one that is known to be right.
+
+    Args:
+        job: what is asked for, checked.
+        dialect: the batch system.
+        site: what else its directives need.
+        chain: path of the file in which the jobs of a chain leave word to one another.
+    """
+    comments = [f"# {line}".rstrip() for line in job.comment.splitlines()]
+    blocks = [
+        [dialect.shebang, *comments, *dialect.directives(job, site)],
+        list(dialect.place),
+        _variables(job, dialect),
+        _environment(job, site),
+        _end_of_job(job) if dialect.in_job else [],
+    ]
+    if job.chain:
+        blocks += _chain(job, chain)
+    else:
+        blocks.append(
+            _ladder(job, dialect) if job.ladder else _launch(job, str(job.ranks), str(job.ppn))
+        )
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
+
+
+def _variables(job: Job, dialect: Dialect) -> Lines:
+    lines = [f"{one.name}=${{{one.name}:-{_default(one.default)}}}" for one in job.variables]
+    if lines:
+        lines.insert(0, f"# To change a value: {dialect.change}")
+    if job.array:
+        lines.append(f"export {TASK}=${{PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}}")
+    return lines
+
+
+def _default(text: str) -> str:
+    return quote(text) if text else ""
+
+
+def _environment(job: Job, site: Site) -> Lines:
+    modules = (*site.modules, *job.modules)
+    lines = [f"module load {' '.join(modules)}"] if modules else []
+    lines += site.setup
+    if job.environment:
+        lines += [
+            "# The Python environment; its programs come first.",
+            f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{quote(job.environment)}}}",
+            'HVDTRAIN_ENV=$(realpath -e -- "$HVDTRAIN_ENV") || exit 2',
+            'export PATH="$HVDTRAIN_ENV/bin:$PATH"',
+        ]
+    return [*lines, *job.setup]
+
+
+def _end_of_job(job: Job) -> Lines:
+    return [
+        "# The trainers save before the job ends and leave with exit code 75. The batch system is",
+        "# asked when that is; where it does not answer, the time counts from now.",
+        f"HVDTRAIN_WALLTIME_ENDS=$(python -m hvdtrain.batch.walltime {show_clock(job.walltime)})",
+        "export HVDTRAIN_WALLTIME_ENDS",
+        "# TERM is for the ranks, which save. Without a trap this shell would end at once, and the",
+        "# job with it.",
+        "trap : TERM",
+    ]
+
+
+def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
+    """The line that starts the ranks, folded."""
+    threads = f" --threads {job.threads}" if job.threads else ""
+    lines = [f"{indent}hvdtrain launch -n {ranks} --ppn {ppn}{threads} --"]
+    words = [render(word, job.names, job.optional) for word in job.command]
+    line = f"{indent}    {words[0]}"
+    for word in words[1:]:
+        if len(line) + 1 + len(word) > WIDTH:
+            lines.append(line)
+            line = f"{indent}   "
+        line += f" {word}"
+    return [f"{one} \\" for one in lines] + [line]
+
+
+def _ladder(job: Job, dialect: Dialect) -> Lines:
+    sizes = " ".join(map(str, ladder(job.nodes, job.ppn)))
+    ppn = f"$(({RANKS} < {job.ppn} ? {RANKS} : {job.ppn}))"
+    return [
+        "# One size after the other, as far as the nodes of this job reach.",
+        f"NODES=${{NODES:-{dialect.nodes}}}",
+        f"for {RANKS} in {sizes}; do",
+        f'    [ "${RANKS}" -le $((NODES * {job.ppn})) ] || break',
+        *_launch(job, f'"${RANKS}"', ppn, "    "),
+        "    code=$?",
+        '    [ "$code" -eq 0 ] || exit "$code"',
+        "done",
+    ]
+
+
+def ladder(nodes: int, ppn: int) -> list[int]:
+    """Numbers of ranks that double: on one node up to ``ppn``, then on whole nodes."""
+    small = [2**k for k in range(ppn.bit_length()) if 2**k < ppn]
+    return small + [ppn * 2**k for k in range(nodes.bit_length())]
+
+
+def _chain(job: Job, file: str) -> list[Lines]:
+    words = (quote(f"--file={file}"), render(f"--progress={job.progress}", job.names))
+    word = " ".join(("python -m hvdtrain.batch.chain", *words))
+    return [
+        [
+            "# The jobs of a chain leave word to one another: is there anything left to do?",
+            f"case $({word} begin) in",
+            "    go) ;;",
+            "    over) exit 0 ;;",
+            "    *) exit 1 ;;",
+            "esac",
+        ],
+        _launch(job, str(job.ranks), str(job.ppn)),
+        ["code=$?", f'{word} end "$code"', 'exit "$code"'],
+    ]

@@ -1,0 +1,115 @@
+"""Slurm: sbatch, scontrol, scancel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdtrain.batch.dialect import (
+    ENDED,
+    RUNNING,
+    SIGNALLED,
+    WAITING,
+    WALLTIME_OVER,
+    Dialect,
+    Query,
+    State,
+)
+from hvdtrain.batch.job import Job, memory_megabytes
+from hvdtrain.batch.site import Site
+from hvdtrain.batch.walltime import show_clock
+from hvdtrain.launch.run import Command
+
+PHASES = {
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"), WAITING),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"), RUNNING),
+}  # anything else is an end
+
+
+class Slurm(Dialect):
+    """Slurm with its own commands."""
+
+    name, suffix = "slurm", ".slurm"
+    change = "sbatch --export=ALL,NAME=VALUE SCRIPT"
+    nodes = "$SLURM_JOB_NUM_NODES"
+
+    def directives(self, job: Job, site: Site) -> list[str]:
+        """See ``Dialect``."""
+        queue = "--qos" if site.queue_is_qos else "--partition"
+        lines = [f"--job-name={job.name}"]
+        lines += [f"{queue}={job.queue}"] if job.queue else []
+        lines += [f"--account={job.account}"] if job.account else []
+        lines += [f"--nodes={job.nodes}", f"--ntasks-per-node={job.ppn}"]
+        lines += [f"--cpus-per-task={job.threads}"] if job.threads else []
+        lines += [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
+        lines += [f"--mem={memory_megabytes(job.memory)}M"] if job.memory else []
+        lines.append(f"--time={show_clock(job.walltime)}")
+        lines += [f"--licenses={job.filesystems.replace(':', ',')}"] if job.filesystems else []
+        lines += [f"--array={job.array}"] if job.array else []
+        if job.after:  # else it would wait for ever where that job ends badly
+            lines += [f"--dependency=afterok:{job.after}", "--kill-on-invalid-dep=yes"]
+        lines += ["--requeue"] if job.requeue else []
+        return [f"#SBATCH {line}" for line in [*lines, *site.directives]]
+
+    def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
+        """See ``Dialect``."""
+        log = log.replace("%", "%%") + (".%a" if array else "")
+        words = ["sbatch", "--parsable", f"--output={log}"]
+        words += [f"--dependency=afterany:{after}"] if after else []
+        return Command((*words, script))
+
+    def read_id(self, output: str) -> str | None:
+        """See ``Dialect``."""
+        found = re.findall(r"^(\d+)(?:;\S+)?$", output, re.MULTILINE)
+        return found[-1] if found else None
+
+    def queries(self, job_id: str) -> Sequence[Query]:
+        """See ``Dialect``."""
+        return (Query(Command(("scontrol", "show", "job", "-o", job_id)), read),)
+
+    def delete(self, job_ids: Sequence[str]) -> Command:
+        """See ``Dialect``."""
+        return Command(("scancel", *job_ids))
+
+
+def read(output: str) -> State | None:
+    """The state in what ``scontrol show job -o`` wrote: one line for the job or for each task.
+
+    An array has ended when all its tasks have; its exit code is the largest of theirs.
+    """
+    states = [state for line in output.splitlines() if (state := _read_line(line))]
+    if not states:
+        return None
+    details = sorted({state.detail for state in states})
+    phases = {state.phase for state in states}
+    phase = next(phase for phase in (RUNNING, WAITING, ENDED) if phase in phases)
+    logs = tuple(dict.fromkeys(log for state in states for log in state.logs))
+    codes = [state.exit_code or 0 for state in states]
+    return State(phase, ", ".join(details), max(codes) if phase == ENDED else None, logs)
+
+
+def _read_line(line: str) -> State | None:
+    # Values hold blanks and equal signs; these do not, but for the path, which two keys enclose.
+    word = re.search(r"\bJobState=(\w+)(?: Reason=(\S+))?", line)
+    if word is None:
+        return None
+    phase = PHASES.get(word[1], ENDED)
+    why = word[2] if phase == WAITING and word[2] not in (None, "None") else ""
+    log = re.search(r" StdOut=(.*?)(?: [A-Z]\w*=|\s*$)", line)
+    code = re.search(r"\bExitCode=(\d+):(\d+)", line)
+    return State(
+        phase,
+        word[1].lower() + (f" ({why})" if why else ""),
+        exit_code(word[1], int(code[1]), int(code[2])) if phase == ENDED and code else None,
+        (Path(log[1]),) if log and log[1] else (),
+    )
+
+
+def exit_code(state: str, code: int, number: int) -> int:
+    """``ExitCode=code:number`` as a shell would have it; never 0 unless the job completed."""
+    if number:
+        return WALLTIME_OVER if state == "TIMEOUT" else SIGNALLED + number
+    if code == 0 and state != "COMPLETED":
+        return WALLTIME_OVER if state == "TIMEOUT" else 1
+    return code

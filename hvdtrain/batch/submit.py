@@ -1,0 +1,159 @@
+"""``hvdtrain submit``: make a job of a command, check it, and hand it to PBS or Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.batch import arguments, chain
+from hvdtrain.batch.check import check_script
+from hvdtrain.batch.dialect import Dialect
+from hvdtrain.batch.follow import follow
+from hvdtrain.batch.job import Job
+from hvdtrain.batch.local import Local
+from hvdtrain.batch.pbs import Pbs
+from hvdtrain.batch.script import script_text
+from hvdtrain.batch.site import load_site
+from hvdtrain.batch.slurm import Slurm
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.launch.run import NOT_FOUND, run
+from hvdtrain.verb import Report
+
+log = logging.getLogger(__name__)
+
+ANSWER = 60.0  # seconds that qsub or sbatch may take
+add_arguments = arguments.add_arguments
+
+
+def run_verb(given: argparse.Namespace) -> Report:
+    """Carry the verb out with parsed arguments.
+
+    Raises:
+        UsageError: an option is wrong.
+        HvdtrainError: the batch system refused the job, or no longer answers about it.
+    """
+    site = load_site(given.site, os.environ)
+    dialect = choose(given.scheduler or site.scheduler, os.environ)
+    job = arguments.make_job(given, site, dialect)
+    if not dialect.in_job and (given.follow or given.chain or given.array):
+        raise UsageError("--follow, --chain and --array need a batch system")
+    if problems := check_script(script_text(job, dialect, site)):
+        raise UsageError(f"the script would not do what it says: {'; '.join(problems)}")
+    files = _free_files(given.logs, job.name, dialect.suffix, reserve=not given.dry_run)
+    text = script_text(job, dialect, site, str(files.chain))
+    command = dialect.submit(str(files.script), str(files.log()), array=job.array, after=None)
+    if given.dry_run:
+        log.info("# %s", command.show())
+        return Report(text[:-1], {"ok": True, "script": text, "submit": list(command.argv)})
+    files.script.write_bytes(os.fsencode(text))
+    if not dialect.in_job:
+        return Report(command.show(), {"ok": True, "script": str(files.script)})
+    ids = _submit(job, dialect, files)
+    logs = [str(files.log(link)) for link in range(len(ids))]
+    log.info("script: %s\nlog:    %s", files.script, logs[0])
+    log.info("cancel: %s", dialect.delete(ids).show())
+    data = {"ok": True, "jobs": ids, "script": str(files.script), "logs": logs}
+    if not given.follow:
+        return Report("\n".join(ids), data)
+    out = sys.stderr if given.json else sys.stdout
+    ended = follow(dialect, ids, files.chain if job.chain else None, out)
+    answer = {"ok": ended.code == 0, "state": ended.state, "exit_code": ended.code}
+    return Report("", {**data, **answer}, ended.code)
+
+
+@dataclass(frozen=True)
+class Files:
+    """What is kept of a job, side by side: ``DIR/NAME-3.pbs``, ``NAME-3.log`` and so on."""
+
+    directory: Path
+    stem: str
+    suffix: str
+    """Of the script."""
+
+    @property
+    def script(self) -> Path:
+        """What is submitted."""
+        return self.directory / (self.stem + self.suffix)
+
+    @property
+    def chain(self) -> Path:
+        """What the jobs of a chain tell one another."""
+        return self.directory / f"{self.stem}.chain"
+
+    def log(self, link: int = 0) -> Path:
+        """What the job writes, or the job of a chain that comes after ``link`` others."""
+        return self.directory / (f"{self.stem}.{link + 1}.log" if link else f"{self.stem}.log")
+
+
+def _free_files(directory: Path, name: str, suffix: str, *, reserve: bool) -> Files:
+    """The first names that are free; ``reserve`` takes the script's at once."""
+    for number in itertools.count(1):
+        stem = f"{name}-{number}"
+        if any(directory.glob(f"{stem}.*")):
+            continue
+        files = Files(directory, stem, suffix)
+        if not reserve:
+            break
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            files.script.touch(exist_ok=False)
+            break
+        except FileExistsError:  # another submit was faster
+            if not directory.is_dir():
+                raise UsageError(f"--logs {directory}: it is no directory") from None
+        except OSError as error:
+            raise UsageError(f"--logs {directory}: {error.strerror}") from error
+    return files
+
+
+def choose(name: str | None, environ: Mapping[str, str]) -> Dialect:
+    """The batch system called ``name``, or the one whose commands are on the PATH.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = environ.get("PATH")
+    qsub = shutil.which("qsub", path=path)
+    if name is None:
+        name = "slurm" if shutil.which("sbatch", path=path) else "pbs" if qsub else None
+    if name is None:
+        raise UsageError(
+            "neither sbatch nor qsub is on the PATH: run this on a login node, or say --scheduler "
+            "pbs, slurm, or none for a script that bash runs"
+        )
+    if name == "pbs":
+        return Pbs(wraps_slurm=qsub is not None and b"Slurm" in Path(qsub).read_bytes()[:4096])
+    return Slurm() if name == "slurm" else Local()
+
+
+def _submit(job: Job, dialect: Dialect, files: Files) -> list[str]:
+    """Hand the script in, for a chain several times; the ids of the jobs.
+
+    Raises:
+        HvdtrainError: the first was refused.
+    """
+    ids: list[str] = []
+    for _ in range(max(1, job.chain)):
+        path = str(files.log(len(ids)))
+        previous = ids[-1] if ids else None
+        command = dialect.submit(str(files.script), path, array=job.array, after=previous)
+        result = run(command, timeout=ANSWER)
+        found = dialect.read_id(result.output) if result.ok else None
+        if found is None:
+            said = " ".join(result.output.split())[-600:] or f"exit code {result.exit_code}"
+            if ids:  # many sites let a user have so many jobs and no more
+                log.warning("only %d of %d jobs were taken: %s", len(ids), job.chain, said)
+                break
+            hint = "; is this a login node?" if result.exit_code == NOT_FOUND else ""
+            raise HvdtrainError(f"{command.argv[0]} did not take {files.script}: {said}{hint}")
+        ids.append(found)
+        if job.chain:
+            chain.write(files.chain, event="link", job=found)
+    return ids

@@ -1,0 +1,195 @@
+"""A private Slurm of one node that reads #PBS lines: no systemd, no cgroups, loopback only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.conftest import Outcome, run
+
+PACKAGES = ("slurm-wlm", "slurm-wlm-torque", "munge")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "qsub")
+CPUS = 8  # more than there are: jobs of four ranks run beside one another
+START = 30.0  # seconds
+
+
+def lacks() -> str | None:
+    """Why there can be no Slurm here; installs the packages where it may."""
+    missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
+    if not missing:
+        return None
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return f"{missing[0]} is missing: apt-get install {' '.join(PACKAGES)}"
+    with _no_services():
+        for words in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends"]):
+            more = list(PACKAGES) if words[0] == "install" else []
+            result = run(["apt-get", *words, *more], DEBIAN_FRONTEND="noninteractive")
+            if result.code != 0:
+                return f"apt-get {words[0]} failed: {result.err.strip()[-300:]}"
+    return None
+
+
+@contextlib.contextmanager
+def _no_services() -> Iterator[None]:
+    """Packages bring daemons, which must not be started for the whole machine."""
+    policy = Path("/usr/sbin/policy-rc.d")
+    if policy.exists():
+        yield
+        return
+    policy.write_text("#!/bin/sh\nexit 101\n")
+    policy.chmod(0o755)
+    try:
+        yield
+    finally:
+        policy.unlink()
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/sbin"
+
+
+def configuration(directory: Path, host: str, ports: tuple[int, int]) -> str:
+    """The text of slurm.conf."""
+    settings = {
+        "ClusterName": "hvdtrain",
+        "SlurmctldHost": f"{host}(127.0.0.1)",
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "AuthInfo": f"socket={directory}/munge/socket",
+        "CommunicationParameters": "NoInAddrAny,NoCtldInAddrAny",
+        "SlurmctldPort": ports[0],
+        "SlurmdPort": ports[1],
+        "StateSaveLocation": directory / "state",
+        "SlurmdSpoolDir": directory / "spool",
+        "SlurmctldPidFile": directory / "slurmctld.pid",
+        "SlurmdPidFile": directory / "slurmd.pid",
+        "SlurmctldLogFile": directory / "slurmctld.log",
+        "SlurmdLogFile": directory / "slurmd.log",
+        "PlugStackConfig": directory / "plugstack.conf",  # spank_pbs.so sets PBS_JOBID and others
+        "JobSubmitPlugins": "pbs",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "AccountingStorageType": "accounting_storage/none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_CPU",
+        "MpiDefault": "none",
+        "ReturnToService": 2,
+        "SlurmdParameters": "config_overrides",
+        "SchedulerParameters": "bf_interval=1,sched_interval=2",
+        "KillWait": 5,
+        "MinJobAge": 3600,
+    }
+    lines = [f"{name}={value}" for name, value in settings.items()]
+    lines += [
+        f"NodeName={host} NodeAddr=127.0.0.1 CPUs={CPUS} State=UNKNOWN",
+        f"PartitionName=batch Nodes={host} Default=YES MaxTime=INFINITE State=UP",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Cluster:
+    """A running Slurm."""
+
+    directory: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a command needs to find it."""
+        return {"SLURM_CONF": str(self.directory / "slurm.conf")}
+
+    def command(self, *words: str, cwd: Path, timeout: float = 240, **extra: str) -> Outcome:
+        """Run a command of a user of this cluster."""
+        return run(list(words), cwd=cwd, timeout=timeout, **self.environment, **extra)
+
+    def start(self) -> None:
+        """Start the three daemons and wait until the node takes jobs."""
+        for name in ("state", "spool", "munge"):
+            (self.directory / name).mkdir()
+        (self.directory / "munge" / "key").write_bytes(os.urandom(128))
+        (self.directory / "munge" / "key").chmod(0o600)
+        (self.directory / "plugstack.conf").write_text("optional spank_pbs.so\n")
+        host = socket.gethostname().partition(".")[0]
+        config = self.directory / "slurm.conf"
+        config.write_text(configuration(self.directory, host, _free_ports()))
+        munge = self.directory / "munge"
+        options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed"}
+        words = [f"--{option}={munge / name}" for option, name in options.items()]
+        for daemon in (
+            ["munged", *words, f"--log-file={munge / 'log'}", "--force"],
+            ["slurmctld", "-f", str(config), "-i"],
+            ["slurmd", "-f", str(config)],
+        ):
+            self._daemon(daemon)
+        end = time.monotonic() + START
+        while self.command("sinfo", "-h", "-o", "%t", cwd=self.directory).out.strip() != "idle":
+            assert time.monotonic() < end, (self.directory / "slurmctld.log").read_text()[-3000:]
+            time.sleep(0.2)
+
+    def _daemon(self, words: list[str]) -> None:
+        # Its output goes to a file: a pipe would stay open as long as the daemon lives.
+        with (self.directory / "start.log").open("a") as log:
+            subprocess.run(
+                words,
+                check=True,
+                timeout=START,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PATH": _path(), **self.environment},
+            )
+
+    def stop(self) -> None:
+        """Take all jobs away, stop the daemons by their ids, and see that nothing is left."""
+        self.command("scancel", "--user=root", cwd=self.directory)
+        end = time.monotonic() + START
+        while self.command("squeue", "-h", cwd=self.directory).out and time.monotonic() < end:
+            time.sleep(0.2)
+        for file in ("slurmd.pid", "slurmctld.pid", "munge/pid"):
+            if (self.directory / file).is_file():
+                _end(int((self.directory / file).read_text()))
+        left = self.processes()
+        for process in left:
+            process.kill()
+        assert not left, f"left behind: {left}"
+
+    def processes(self) -> list[psutil.Process]:
+        """What was started by this cluster and still runs."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                marks = [*process.cmdline(), process.cwd(), process.environ().get("SLURM_CONF", "")]
+                ours = any(str(self.directory) in mark for mark in marks)
+                if ours and process.pid != os.getpid():
+                    found.append(process)
+        return found
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        process.terminate()
+        end = time.monotonic() + START
+        # In a container nobody may be there to bury it.
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > end:
+                process.kill()
+                return
+            time.sleep(0.1)

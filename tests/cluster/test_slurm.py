@@ -1,0 +1,281 @@
+"""A real Slurm with real PBS commands in front: the scripts of jobs/, submit, follow, chains."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+
+from hvdtrain.batch import chain
+from tests.cluster import slurm
+from tests.cluster.slurm import Cluster
+from tests.conftest import BIN, ROOT, Outcome
+from tests.unit.pbs_reader import Node, read_script
+
+PATIENCE = 240.0  # seconds for a job to end
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A private Slurm, stopped at the end with all that it started."""
+    if not (BIN / "mpirun").exists() or importlib.util.find_spec("horovod") is None:
+        pytest.skip("no mpirun or no Horovod in this environment: make setup")
+    if reason := slurm.lacks():
+        pytest.skip(reason)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def user(cluster: Cluster, tmp_path: Path) -> User:
+    """Someone in a directory of their own, with .venv and jobs/ in it."""
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    (tmp_path / ".venv").symlink_to(BIN.parent)
+    return User(cluster, tmp_path)
+
+
+class User:
+    """Types commands in a directory and waits for jobs."""
+
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self.cluster, self.directory = cluster, directory
+
+    def types(self, *words: str, code: int = 0) -> Outcome:
+        """Run a command that has to end with ``code``."""
+        outcome = self.cluster.command(*words, cwd=self.directory)
+        assert outcome.code == code, outcome.out[-3000:] + outcome.err[-3000:]
+        return outcome
+
+    def submits(self, *options: str, code: int = 0) -> Outcome:
+        """``hvdtrain submit`` with two ranks."""
+        return self.types(str(BIN / "hvdtrain"), "submit", "--ppn", "2", *options, code=code)
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm knows about a job."""
+        text = self.types("scontrol", "show", "job", number).out
+        return dict(re.findall(r"(\w+)=(\S*)", text))
+
+    def waits(self, number: str, state: str) -> dict[str, str]:
+        """Wait until a job is in a state."""
+        end = time.monotonic() + PATIENCE
+        while (job := self.job(number))["JobState"] != state:
+            assert time.monotonic() < end, job
+            time.sleep(0.2)
+        return job
+
+    def log(self, number: str) -> str:
+        """All that a job wrote."""
+        job = self.job(number)
+        return "".join(Path(job[name]).read_text() for name in ("StdOut", "StdErr"))
+
+    def runs(self, *words: str) -> str:
+        """Submit a job with qsub or sbatch, wait for its good end, and return its log."""
+        number = self.types(*words).out.split()[-1]
+        end = time.monotonic() + PATIENCE
+        while (job := self.job(number))["JobState"] in ("PENDING", "RUNNING", "COMPLETING"):
+            assert time.monotonic() < end, job
+            time.sleep(0.2)
+        assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), self.log(number)[-3000:]
+        return self.log(number)
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """A summary that a training left."""
+        found: dict[str, Any] = json.loads((self.directory / name).read_text())
+        return found
+
+
+SMALL = "MODEL=resnet18,BATCH=1"
+ONE_NODE = "select=1:ncpus=4:mpiprocs=4"
+
+
+def test_pi(user: User) -> None:
+    assert "1,000,000 samples on 4 ranks" in user.runs(
+        *("qsub", "-v", "SAMPLES=1e6", "jobs/pi.pbs")
+    )
+
+
+def test_mnist_on_one_node(user: User, mnist: Path) -> None:
+    log = user.runs("qsub", "-v", f"DATA={mnist},EPOCHS=1,STEPS=5", "jobs/mnist_1node.pbs")
+    assert "60,000 images" in log
+    summary = user.summary("results/mnist/summary.json")
+    assert (summary["world_size"], summary["steps_completed"]) == (4, 5)
+    assert summary["eval_samples"] == 10_000
+    assert Path(user.directory, summary["checkpoint"]).is_dir()
+
+
+def test_mnist_on_more_and_more_ranks(user: User) -> None:
+    user.runs("qsub", "-j", "oe", "-l", ONE_NODE, "-v", "STEPS=3", "jobs/mnist_scaling.pbs")
+    for size in (1, 2, 4):
+        assert user.summary(f"results/mnist_scaling/{size}.json")["world_size"] == size
+
+
+def test_resnet_on_one_node(user: User) -> None:
+    user.runs("qsub", "-v", f"{SMALL},STEPS=1", "jobs/resnet_1node.pbs")
+    summary = user.summary("results/resnet/summary.json")
+    assert (summary["world_size"], summary["model"]) == (4, "resnet18")
+
+
+def test_resnet_on_more_and_more_ranks(user: User) -> None:
+    user.runs("qsub", "-l", ONE_NODE, "-v", f"{SMALL},STEPS=1,RESULTS=r", "jobs/resnet_scaling.pbs")
+    assert [user.summary(f"r/{size}.json")["world_size"] for size in (1, 2, 4)] == [1, 2, 4]
+
+
+def test_a_timeline(user: User) -> None:
+    user.runs("qsub", "-v", f"{SMALL},STEPS=2,TIMELINE=t.json", "jobs/timeline_capture.pbs")
+    assert "NEGOTIATE_ALLREDUCE" in (user.directory / "t.json").read_text()
+
+
+def test_resnet_by_sbatch(user: User) -> None:
+    user.runs("sbatch", f"--export=ALL,{SMALL},STEPS=1", "jobs/resnet.slurm")
+    assert user.summary("results/resnet/summary.json")["world_size"] == 4
+
+
+def test_without_a_batch_system(user: User) -> None:
+    user.types("env", "STEPS=3", "bash", "jobs/local.sh")
+    assert user.summary("results/mnist/summary.json")["world_size"] == 2
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "slurm"])
+def test_following_a_job_tells_its_log_and_exit_code(scheduler: str, user: User) -> None:
+    """With an argument that is hard to quote, under the real qsub and sbatch."""
+    argument = 'it\'s $HOME `id`\n#PBS -q no\r\\ "x" é'
+    program = "import os, sys; print(ascii(sys.argv[1]), os.getcwd()); sys.exit(3)"
+    words = ("--scheduler", scheduler, "--walltime", "0:05:00", "--follow", "--env", ".venv")
+    outcome = user.submits(*words, "--", "python", "-c", program, argument, code=3)
+    assert f"{argument!a} {user.directory}" in outcome.out
+    states = re.findall(r"^job \d+: (.*)$", outcome.err, re.MULTILINE)
+    assert states[-1] == "failed, exit code 3"
+
+
+def test_json_is_all_there_is_on_standard_output(user: User) -> None:
+    words = ("--walltime", "0:05:00", "--follow", "--json", "--", "true")
+    answer = json.loads(user.submits(*words).out)
+    assert (answer["ok"], answer["state"], answer["exit_code"]) == (True, "completed", 0)
+    assert Path(user.directory, answer["script"]).is_file()
+    assert Path(user.directory, answer["logs"][0]).is_file()
+
+
+def test_an_array_has_a_log_for_each_task(user: User) -> None:
+    words = ("--scheduler", "pbs", "--walltime", "0:05:00", "--follow", "--array", "3-4")
+    program = "import sys; print('task', sys.argv[1])"
+    outcome = user.submits(*words, "--name", "tasks", "--", "python", "-c", program, "$TASK")
+    for task in ("3", "4"):
+        log = (user.directory / "hvdtrain-jobs" / f"tasks-1.log.{task}").read_text()
+        assert log.count(f"task {task}") == 2
+        assert f"task {task}" in outcome.out
+
+
+# Enough steps for some ten seconds; a checkpoint only where the training is stopped.
+TRAINING = (
+    *("python", "-m", "hvdtrain.mnist", "--epochs", "40", "--batch-size", "48", "--seed", "3"),
+    *("--num-steps", "300", "--checkpoint-every", "100000", "--checkpoint-dir", "checkpoints"),
+    *("--summary", "summary.json"),
+)
+
+
+def newest_checkpoint(directory: Path) -> dict[str, bytes]:
+    """All arrays of the newest checkpoint, as bytes."""
+    newest = sorted((directory / "checkpoints").glob("step-*"))[-1]
+    return {
+        f"{file}: {name}": array.tobytes()
+        for file in ("model", "training")
+        for name, array in safetensors.numpy.load_file(newest / f"{file}.safetensors").items()
+    }
+
+
+def test_a_job_cut_by_its_walltime_ends_as_an_uncut_one(user: User, tmp_path: Path) -> None:
+    """Slurm counts in minutes, and the first job sleeps most of its own away."""
+    uncut = User(user.cluster, tmp_path / "uncut")
+    uncut.directory.mkdir()
+    uncut.submits("--walltime", "0:10:00", "--follow", "--", *TRAINING)
+
+    sleep = "[ -e slept ] || { touch slept; sleep 17; }"
+    words = ("--walltime", "0:01:00", "--follow", "--chain", "--chain-limit", "6")
+    outcome = user.submits(*words, "--setup", sleep, "--", *TRAINING)
+    events = chain.read(user.directory / "hvdtrain-jobs" / "mnist-1.chain")
+    codes = [event["code"] for event in events if event["event"] == "end"]
+    assert codes == [75] * (len(codes) - 1) + [0]
+    assert len(codes) >= 2, outcome.out
+    first, *_, last = chain.links(events)
+    assert user.job(first)["ExitCode"] == "75:0"
+    assert user.job(last)["JobState"] == "CANCELLED"  # by the one that finished
+    assert "resumed from checkpoints/step-" in outcome.out
+
+    summaries = [one.summary("summary.json") for one in (user, uncut)]
+    assert [one["stopped"] for one in summaries] == ["steps", "steps"]
+    assert summaries[0]["parameter_norm"] == summaries[1]["parameter_norm"]
+    assert newest_checkpoint(user.directory) == newest_checkpoint(uncut.directory)
+
+
+# What a program of a user's own may do in a chain: save, and be killed the first time.
+KILLED_ONCE = """
+import os, subprocess, time
+number = len(os.listdir("saved"))
+os.mkdir(f"saved/{number}")
+if number == 0:
+    job = os.environ["SLURM_JOB_ID"]
+    subprocess.run(["scancel", "--signal=KILL", "--batch", job])
+    while len(os.listdir("saved")) < 2:  # without cgroups Slurm ends the shell only
+        time.sleep(0.1)
+print("finished by run", number)
+"""
+CHAIN = ("--ppn", "1", "--walltime", "0:05:00", "--follow", "--chain", "--progress", "saved")
+
+
+def test_a_chain_goes_on_after_a_job_that_was_killed(user: User) -> None:
+    (user.directory / "saved").mkdir()
+    outcome = user.submits(*CHAIN, "--", "python", "-c", KILLED_ONCE)
+    assert "finished by run 1" in outcome.out
+    events = chain.read(user.directory / "hvdtrain-jobs" / "python-1.chain")
+    assert [event["event"] for event in events if event["event"] != "link"] == [
+        *("begin", "begin", "end", "over"),
+    ]
+
+
+def test_a_chain_that_gets_nowhere_ends(user: User) -> None:
+    outcome = user.submits(*CHAIN, "--", "bash", "-c", "exit 75", code=1)
+    assert re.findall(r"job \d+: failed, exit code (\d+)", outcome.err) == ["75", "1"]
+    assert "saved nothing new: going on would not get any further" in outcome.out
+
+
+def test_as_real_pbs_would_run_it(tmp_path: Path) -> None:
+    """In the home directory, with a bare environment and a host in the nodefile for each rank."""
+    node = Node(tmp_path)
+    (node.submit / ".venv").symlink_to(BIN.parent)
+    text = (ROOT / "jobs" / "pi.pbs").read_text()
+    job = node.start(text, (socket.gethostname(),), read_script(text), SAMPLES="1e6")
+    out, err = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, err
+    assert "1,000,000 samples on 4 ranks" in out
+
+
+def test_a_job_that_is_taken_away_saves(user: User) -> None:
+    steps = tuple("1000000" if word in ("300", "40") else word for word in TRAINING)
+    number = user.submits("--walltime", "0:10:00", "--", *steps).out.strip()
+    end = time.monotonic() + PATIENCE
+    while "loss" not in (Path(user.job(number)["StdOut"]).read_text() if started(user) else ""):
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    user.types("qdel", number)
+    user.waits(number, "CANCELLED")
+    end = time.monotonic() + 30
+    while not list((user.directory / "checkpoints").glob("step-*")):
+        assert time.monotonic() < end, user.log(number)[-3000:]
+        time.sleep(0.2)
+
+
+def started(user: User) -> bool:
+    return (user.directory / "hvdtrain-jobs" / "mnist-1.log").exists()

@@ -1,0 +1,125 @@
+"""A job script as real PBS reads and runs it, where there is no PBS: batch-systems, right column.
+
+What it refuses, PBS refuses. What it runs, it runs as PBS does: from a copy in a spool directory,
+in the home directory, with the environment of a login and nothing that was exported before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+OPTIONS = set("aACcehIJjklmMNopPqrRSuvVWXz")
+BUILT_IN = {"select", "walltime", "place", "nodes"}
+CHUNK = {"ncpus", "mpiprocs", "ompthreads", "mem", "vmem", "host", "vnode", "arch"}
+WHOLE_JOB = {"ncpus", "mem", "walltime"}
+
+
+class RefusedError(Exception):
+    """qsub says no."""
+
+
+@dataclass
+class Request:
+    """What a script asks of PBS."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    resources: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def chunk(self) -> dict[str, str]:
+        """The resources of each node; ``count`` is how many there are."""
+        count, *parts = self.resources["select"].split(":")
+        return {"count": count, **dict(part.split("=", 1) for part in parts)}
+
+
+def read_script(text: str, site_defines: frozenset[str] = frozenset()) -> Request:
+    """What qsub makes of the directives; resources of the site's own making must be defined."""
+    request = Request()
+    for line in text.splitlines():
+        if line.startswith("#PBS"):
+            _read_directive(line.removeprefix("#PBS").strip(), request, site_defines)
+        elif line and not line.startswith("#"):
+            break  # PBS reads no further
+    return request
+
+
+def _read_directive(text: str, request: Request, site_defines: frozenset[str]) -> None:
+    match = re.fullmatch(r"-(\w)\s*(.*)", text)
+    if match is None or match[1] not in OPTIONS:
+        raise RefusedError(f"illegal option: {text}")
+    option, value = match.groups()
+    if option == "N" and not re.fullmatch(r"[A-Za-z][\w.+-]{0,229}", value):
+        raise RefusedError(f"illegal -N value: {value}")
+    if option == "k" and not set(value) <= set("oed"):
+        raise RefusedError(f"illegal -k value: {value}")
+    if option != "l":
+        request.options[option] = value
+        return
+    for part in value.split(","):
+        name, _, amount = part.partition("=")
+        if name not in BUILT_IN | WHOLE_JOB | site_defines:
+            raise RefusedError(f"Unknown resource: {name}")
+        if name in request.resources:
+            raise RefusedError(f"{name} is given twice")
+        request.resources[name] = amount
+    if {"select", "nodes"} <= request.resources.keys():
+        raise RefusedError("nodes= and select= exclude each other")
+    if "select" in request.resources:
+        for name in request.chunk.keys() - {"count"} - CHUNK - site_defines:
+            raise RefusedError(f"Unknown resource: {name}")
+    if not re.fullmatch(r"(\d+:)?\d+:\d\d|", request.resources.get("walltime", "")):
+        raise RefusedError("illegal -l value: walltime")
+
+
+@dataclass
+class Node:
+    """Where jobs run: a home, a spool directory, and a directory in which they are submitted."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        for name in ("home", "spool", "submit"):
+            (self.root / name).mkdir()
+
+    @property
+    def submit(self) -> Path:
+        return self.root / "submit"
+
+    def start(
+        self, text: str, hosts: tuple[str, ...], request: Request, **values: str
+    ) -> subprocess.Popen[str]:
+        """Run a script as a job; ``values`` is what ``qsub -v`` was given."""
+        script = self.root / "spool" / "12.server.SC"
+        script.write_bytes(os.fsencode(text))
+        script.chmod(0o700)
+        chunk = request.chunk
+        nodefile = self.root / "spool" / "nodes"
+        lines = [host for host in hosts for _ in range(int(chunk.get("mpiprocs", "1")))]
+        nodefile.write_text("".join(f"{line}\n" for line in lines))
+        return subprocess.Popen(
+            [str(script)],
+            cwd=self.root / "home",
+            env={
+                "HOME": str(self.root / "home"),
+                "PATH": "/usr/bin:/bin",
+                "LANG": "C.UTF-8",
+                "PBS_ENVIRONMENT": "PBS_BATCH",
+                "PBS_JOBID": "12.server",
+                "PBS_JOBNAME": request.options["N"],
+                "PBS_NODEFILE": str(nodefile),
+                "PBS_O_WORKDIR": str(self.submit),
+                "PBS_QUEUE": "workq",
+                "NCPUS": chunk.get("ncpus", "1"),
+                "OMP_NUM_THREADS": chunk.get("ncpus", "1"),
+                **values,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )

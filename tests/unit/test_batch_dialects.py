@@ -1,0 +1,210 @@
+"""What PBS and Slurm are asked, and what their answers mean. Outputs as the programs wrote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.batch import pbs, slurm
+from hvdtrain.batch.dialect import ENDED, RUNNING, WAITING, Dialect, State
+from hvdtrain.batch.local import Local
+from hvdtrain.batch.pbs import Pbs
+from hvdtrain.batch.slurm import Slurm
+from hvdtrain.errors import UsageError
+
+# --- what is typed --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dialect", "array", "after", "line"),
+    [
+        (Pbs(), None, None, "qsub -j oe -o d/x.log d/x"),
+        (Pbs(), None, "7.s", "qsub -j oe -o d/x.log -W depend=afterany:7.s d/x"),
+        (Pbs(), "1-3", None, "qsub -j oe -J 1-3 -o 'd/x.log.^array_index^' d/x"),
+        (Pbs(wraps_slurm=True), "1-3", None, "qsub -j oe -J 1-3 -o d/x.log.%a d/x"),
+        (Slurm(), None, None, "sbatch --parsable --output=d/x.log d/x"),
+        (
+            Slurm(),
+            "1-3",
+            "7",
+            "sbatch --parsable --output=d/x.log.%a --dependency=afterany:7 d/x",
+        ),
+        (Local(), None, None, "bash d/x"),
+    ],
+)
+def test_submission(dialect: Dialect, array: str | None, after: str | None, line: str) -> None:
+    assert dialect.submit("d/x", "d/x.log", array=array, after=after).show() == line
+
+
+def test_strange_paths() -> None:
+    assert Pbs().submit("a b:c/x", "a b:c/x.log", array=None, after=None).argv == (
+        *("qsub", "-j", "oe", "a b:c/x"),
+    )
+    assert Slurm().submit("50%/x", "50%/x.log", array=None, after=None).argv[2:] == (
+        *("--output=50%%/x.log", "50%/x"),
+    )
+    with pytest.raises(UsageError, match="unquoted"):
+        Pbs(wraps_slurm=True).submit("a b/x", "a b/x.log", array=None, after=None)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "output", "job"),
+    [
+        (Pbs(), "1234.pbs-server\n", "1234.pbs-server"),
+        (Pbs(), "qsub: warning: queue is busy\n2[].server.domain.org\n", "2[].server.domain.org"),
+        (Pbs(), "12\n", "12"),
+        (Pbs(), "qsub: Unknown queue\n", None),
+        (Slurm(), "12\n", "12"),
+        (Slurm(), "12;cluster\n", "12"),
+        (Slurm(), "sbatch: a note of the site, 3 lines\n13\n", "13"),
+        (Slurm(), "sbatch: error: invalid partition specified: x\n", None),
+        (Local(), "12\n", None),
+    ],
+)
+def test_ids(dialect: Dialect, output: str, job: str | None) -> None:
+    assert dialect.read_id(output) == job
+
+
+def test_questions_and_deletions() -> None:
+    assert [query.command.show() for query in Pbs().queries("7.s")] == [
+        "qstat -x -f -F json 7.s",
+        "qstat -x -f 7.s",
+        "qstat -f 7.s",
+    ]
+    assert [q.command.show() for q in Slurm().queries("7")] == ["scontrol show job -o 7"]
+    # The qstat that comes with Slurm knows neither -x nor exit codes.
+    wrapped = Pbs(wraps_slurm=True).queries("7")
+    assert [q.command.show() for q in wrapped] == ["scontrol show job -o 7"]
+    assert Pbs().delete(["1.s", "2.s"]).show() == "qdel 1.s 2.s"
+    assert Slurm().delete(["1", "2"]).show() == "scancel 1 2"
+
+
+# --- what is answered -----------------------------------------------------------------------------
+
+# scontrol show job -o, Slurm 22.05; with a path and a comment that hold blanks and equal signs.
+SLURM_LINE = (
+    "JobId=1 JobName=hello UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 "
+    "Nice=0 Account=later QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 "
+    "Restarts=0 BatchFlag=1 Reboot=0 ExitCode={code} RunTime=00:00:00 TimeLimit=00:02:00 "
+    "TimeMin=N/A SubmitTime=2026-11-21T09:14:00 Command=/w/a b.pbs WorkDir=/w "
+    "Comment=stdout=/w/x.o%A  StdErr=/w/a b.e1 StdIn=/dev/null StdOut=/w/a b.o1 Power= \n"
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "code", "expected"),
+    [
+        ("PENDING", "Dependency", "0:0", State(WAITING, "pending (Dependency)")),
+        ("PENDING", "None", "0:0", State(WAITING, "pending")),
+        ("RUNNING", "None", "0:0", State(RUNNING, "running")),
+        ("COMPLETING", "None", "0:0", State(RUNNING, "completing")),
+        ("COMPLETED", "None", "0:0", State(ENDED, "completed", 0)),
+        ("FAILED", "NonZeroExitCode", "3:0", State(ENDED, "failed", 3)),
+        ("FAILED", "NonZeroExitCode", "75:0", State(ENDED, "failed", 75)),
+        ("CANCELLED", "None", "0:15", State(ENDED, "cancelled", 143)),
+        ("CANCELLED", "None", "0:0", State(ENDED, "cancelled", 1)),
+        ("TIMEOUT", "TimeLimit", "0:15", State(ENDED, "timeout", 124)),
+        ("TIMEOUT", "TimeLimit", "75:0", State(ENDED, "timeout", 75)),
+        ("NODE_FAIL", "NodeDown", "0:0", State(ENDED, "node_fail", 1)),
+        ("OUT_OF_MEMORY", "OutOfMemory", "0:125", State(ENDED, "out_of_memory", 253)),
+    ],
+)
+def test_slurm_states(state: str, reason: str, code: str, expected: State) -> None:
+    line = SLURM_LINE.format(state=state, reason=reason, code=code)
+    found = slurm.read(line)
+    assert found == State(expected.phase, expected.detail, expected.exit_code, (Path("/w/a b.o1"),))
+
+
+def test_a_slurm_array_ends_with_its_last_task() -> None:
+    first = SLURM_LINE.format(state="FAILED", reason="NonZeroExitCode", code="2:0")
+    second = SLURM_LINE.format(state="RUNNING", reason="None", code="0:0").replace(".o1", ".o2")
+    logs = (Path("/w/a b.o1"), Path("/w/a b.o2"))
+    assert slurm.read(first + second) == State(RUNNING, "failed, running", None, logs)
+    second = second.replace("RUNNING", "COMPLETED")
+    assert slurm.read(first + second) == State(ENDED, "completed, failed", 2, logs)
+
+
+def test_slurm_knows_no_such_job() -> None:
+    assert slurm.read("slurm_load_jobs error: Invalid job id specified\n") is None
+
+
+PBS_JSON = """{
+    "timestamp":1700000000,
+    "pbs_version":"23.06.06",
+    "pbs_server":"server",
+    "Jobs":{
+        "12.server":{
+            "Job_Name":"hello",
+            "job_state":"F",
+            "Output_Path":"login:/home/u/hvdtrain-jobs/hello-1.log",
+            "Resource_List":{"select":"1:ncpus=1", "walltime":"00:01:00"},
+            "Exit_status":%d
+        }
+    }
+}
+"""
+PBS_TEXT = """Job Id: 12.server
+    Job_Name = hello
+    job_state = %s
+    Output_Path = login:/home/u/a very long name of a directory indeed/hvdtrain-j
+\tobs/hello-1.log
+    Resource_List.walltime = 00:01:00
+    Variable_List = PBS_O_HOME=/home/u,PBS_O_PATH=/usr/bin,NASTY=x
+    job_state = X
+\t,PBS_O_WORKDIR=/home/u
+    comment = Not Running: Insufficient amount of resource: ncpus
+"""
+LOG = Path("/home/u/hvdtrain-jobs/hello-1.log")
+LONG_LOG = Path("/home/u/a very long name of a directory indeed/hvdtrain-jobs/hello-1.log")
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(0, 0), (3, 3), (75, 75), (-29, 124), (271, 143), (265, 137), (-3, 1), (255, 255)],
+)
+def test_a_finished_pbs_job(status: int, code: int) -> None:
+    assert pbs.read_json(PBS_JSON % status) == State(ENDED, "finished", code, (LOG,))
+
+
+def test_pbs_json_that_is_none() -> None:
+    assert pbs.read_json(PBS_JSON.replace('"hello"', '"say "hello""')) is None
+    assert pbs.read_json("qstat: Unknown Job Id 12.server\n") is None
+
+
+@pytest.mark.parametrize(
+    ("letter", "expected"),
+    [
+        ("Q", (WAITING, "queued (Not Running: Insufficient amount of resource: ncpus)")),
+        ("H", (WAITING, "held (Not Running: Insufficient amount of resource: ncpus)")),
+        ("R", (RUNNING, "running")),
+        ("E", (RUNNING, "exiting")),
+    ],
+)
+def test_pbs_text(letter: str, expected: tuple[str, str]) -> None:
+    assert pbs.read_text(PBS_TEXT % letter) == State(*expected, None, (LONG_LOG,))
+
+
+def test_torque_spells_the_exit_code_otherwise() -> None:
+    text = (PBS_TEXT % "C") + "    exit_status = 3\n"
+    found = pbs.read_text(text)
+    assert found is not None
+    assert (found.phase, found.exit_code) == (ENDED, 3)
+
+
+def test_a_job_that_pbs_has_forgotten() -> None:
+    assert pbs.read_text("qstat: 12.server Job has finished, use -x or -H\n") is None
+
+
+@given(st.integers(-100, 1000))
+def test_exit_codes_fit_into_a_byte_and_only_0_is_0(status: int) -> None:
+    code = pbs.exit_code(status)
+    assert 0 <= code <= 255
+    assert (code == 0) == (status == 0)
+
+
+@given(st.sampled_from(["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"]), st.integers(0, 255))
+def test_a_slurm_job_that_did_not_complete_is_never_0(state: str, code: int) -> None:
+    assert (slurm.exit_code(state, code, 0) == 0) == (state == "COMPLETED" and code == 0)

@@ -1,0 +1,224 @@
+"""Script texts compared whole, and read as a batch system would."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.batch.check import check_script
+from hvdtrain.batch.dialect import Dialect
+from hvdtrain.batch.job import Job, Variable
+from hvdtrain.batch.local import Local
+from hvdtrain.batch.pbs import Pbs
+from hvdtrain.batch.script import ladder, script_text
+from hvdtrain.batch.site import Site
+from hvdtrain.batch.slurm import Slurm
+
+# Everything that can be asked for at once, with what is hard to quote.
+FULL = Job(
+    command=("python", "it's.py", "--data=$DATA", "--seed=$TASK", "$HOME", "a\n#PBS -q other"),
+    walltime=90_061,
+    nodes=2,
+    ppn=4,
+    threads=8,
+    name="full",
+    queue="prod",
+    account="me",
+    gpus_per_node=4,
+    memory="64gb",
+    filesystems="home:eagle",
+    array="1-9:2",
+    after="7.server",
+    requeue=True,
+    modules=("cray-mpich", "cuda/12"),
+    setup=("export NCCL_DEBUG=WARN",),
+    environment="/opt/my env",
+    variables=(Variable("DATA", ""), Variable("RESULTS", "my results")),
+    comment="First line.\nSecond line.",
+)
+SITE = Site(gpu_resource="ngpus", select="host=a", directives=("-m n",), modules=("base",))
+
+FULL_PBS = r"""#!/bin/bash -l
+# First line.
+# Second line.
+#PBS -N full
+#PBS -q prod
+#PBS -A me
+#PBS -l select=2:ncpus=32:mpiprocs=4:ngpus=4:host=a:mem=64gb
+#PBS -l walltime=25:01:01
+#PBS -l place=scatter
+#PBS -l filesystems=home:eagle
+#PBS -J 1-9:2
+#PBS -W depend=afterok:7.server
+#PBS -r y
+#PBS -m n
+#PBS -j oe
+#PBS -k oed
+
+# PBS starts a job in the home directory.
+cd -- "${PBS_O_WORKDIR:-.}" || exit 2
+# PBS sets the first to all its cores, and every rank would take that many; the second
+# makes a Slurm behind qsub -v start the ranks on other nodes without an environment.
+unset OMP_NUM_THREADS SLURM_EXPORT_ENV
+
+# To change a value: qsub -v NAME=VALUE,NAME=VALUE SCRIPT
+DATA=${DATA:-}
+RESULTS=${RESULTS:-'my results'}
+export TASK=${PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}
+
+module load base cray-mpich cuda/12
+# The Python environment; its programs come first.
+HVDTRAIN_ENV=${HVDTRAIN_ENV:-'/opt/my env'}
+HVDTRAIN_ENV=$(realpath -e -- "$HVDTRAIN_ENV") || exit 2
+export PATH="$HVDTRAIN_ENV/bin:$PATH"
+export NCCL_DEBUG=WARN
+
+# The trainers save before the job ends and leave with exit code 75. The batch system is
+# asked when that is; where it does not answer, the time counts from now.
+HVDTRAIN_WALLTIME_ENDS=$(python -m hvdtrain.batch.walltime 25:01:01)
+export HVDTRAIN_WALLTIME_ENDS
+# TERM is for the ranks, which save. Without a trap this shell would end at once, and the
+# job with it.
+trap : TERM
+
+hvdtrain launch -n 8 --ppn 4 --threads 8 -- \
+    python 'it'"'"'s.py' ${DATA:+"--data=$DATA"} "--seed=$TASK" '$HOME' \
+    $'a\012#PBS -q other'
+"""
+
+FULL_SLURM_HEAD = """#!/bin/bash -l
+# First line.
+# Second line.
+#SBATCH --job-name=full
+#SBATCH --partition=prod
+#SBATCH --account=me
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=4
+#SBATCH --mem=65536M
+#SBATCH --time=25:01:01
+#SBATCH --licenses=home,eagle
+#SBATCH --array=1-9:2
+#SBATCH --dependency=afterok:7.server
+#SBATCH --kill-on-invalid-dep=yes
+#SBATCH --requeue
+#SBATCH --constraint=gpu
+
+# To change a value: sbatch --export=ALL,NAME=VALUE SCRIPT
+"""
+
+CHAIN = Job(
+    command=("python", "-m", "hvdtrain.mnist", "--checkpoint-dir", "my checkpoints"),
+    walltime=3600,
+    ppn=2,
+    name="mnist",
+    chain=10,
+    progress="my checkpoints",
+)
+CHAIN_SLURM = """#!/bin/bash -l
+#SBATCH --job-name=mnist
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=01:00:00
+
+# The trainers save before the job ends and leave with exit code 75. The batch system is
+# asked when that is; where it does not answer, the time counts from now.
+HVDTRAIN_WALLTIME_ENDS=$(python -m hvdtrain.batch.walltime 01:00:00)
+export HVDTRAIN_WALLTIME_ENDS
+# TERM is for the ranks, which save. Without a trap this shell would end at once, and the
+# job with it.
+trap : TERM
+
+# The jobs of a chain leave word to one another: is there anything left to do?
+case $(python -m hvdtrain.batch.chain --file=mnist-1.chain '--progress=my checkpoints' begin) in
+    go) ;;
+    over) exit 0 ;;
+    *) exit 1 ;;
+esac
+
+hvdtrain launch -n 2 --ppn 2 -- \\
+    python -m hvdtrain.mnist --checkpoint-dir 'my checkpoints'
+
+code=$?
+python -m hvdtrain.batch.chain --file=mnist-1.chain '--progress=my checkpoints' end "$code"
+exit "$code"
+"""
+
+
+def test_everything_at_once_for_pbs() -> None:
+    assert script_text(FULL, Pbs(), SITE) == FULL_PBS
+
+
+def test_everything_at_once_for_slurm() -> None:
+    text = script_text(FULL, Slurm(), Site(directives=("--constraint=gpu",), modules=("base",)))
+    assert text.startswith(FULL_SLURM_HEAD)
+    # From here on the two differ in nothing.
+    assert text.split("DATA=", 1)[1] == FULL_PBS.split("DATA=", 1)[1]
+
+
+def test_a_chain() -> None:
+    assert script_text(CHAIN, Slurm(), Site(), "mnist-1.chain") == CHAIN_SLURM
+
+
+def test_whole_nodes_ask_for_nodes_only() -> None:
+    job = Job(("x",), 60, nodes=2, ppn=4, gpus_per_node=4)
+    lines = Pbs().directives(job, Site(whole_nodes=True, select="system=polaris"))
+    assert "#PBS -l select=2:system=polaris" in lines
+
+
+def test_a_quality_of_service_is_called_a_queue() -> None:
+    job = Job(("x",), 60, queue="debug")
+    assert "#SBATCH --qos=debug" in Slurm().directives(job, Site(queue_is_qos=True))
+
+
+def test_a_name_is_cut_where_the_site_says() -> None:
+    job = Job(("x",), 60, name="a_name_of_twenty_two")
+    assert Pbs().directives(job, Site(name_limit=15))[0] == "#PBS -N a_name_of_twent"
+
+
+@pytest.mark.parametrize("dialect", [Pbs(), Slurm(), Local()])
+@pytest.mark.parametrize("job", [FULL, CHAIN])
+def test_our_own_scripts_have_no_problem(job: Job, dialect: Dialect) -> None:
+    assert check_script(script_text(job, dialect, SITE, "c")) == []
+
+
+HEAD = "#!/bin/bash\n#PBS -l select=1:ncpus=1\n#PBS -l walltime=1:00:00\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (HEAD + "cd x\n#PBS -q debug\n", "line 5: '#PBS -q debug' comes after the first command"),
+        (HEAD + "cd x\n\n#SBATCH -p debug\n", "(line 4), so no batch system reads it"),
+        (HEAD[12:], "line 1: no #!"),
+        (HEAD.replace("\n", "\r\n"), "DOS line ends"),
+        (HEAD + "#PBS -l select=2\n", "select is asked for 2 times"),
+        (HEAD + "#PBS -l walltime=2:00:00\n", "walltime is asked for 2 times"),
+        (HEAD + "#PBS -l nodes=2:ppn=4\n", "PBS refuses nodes= beside select="),
+        ("#!/bin/bash\n#PBS -l select=1,walltime=1:00\n", "on lines of their own"),
+        ("#!/bin/bash\n#PBS -l select=2:ncpus=1+1:ncpus=2\n", "no chunks joined by +"),
+        ("#!/bin/bash\n#PBS -l select=1:mem=1gb:ncpus=1\n", "mem= only at the end"),
+    ],
+)
+def test_problems_are_seen(text: str, problem: str) -> None:
+    assert problem in "; ".join(check_script(text))
+
+
+def test_no_problem_where_there_is_none() -> None:
+    assert check_script(HEAD + "# a comment\n\n#PBS -q debug\ncd x\n") == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ppn", "sizes"),
+    [
+        (16, 4, [1, 2, 4, 8, 16, 32, 64]),
+        (3, 12, [1, 2, 4, 8, 12, 24]),
+        (1, 1, [1]),
+        (2, 1, [1, 2]),
+        (1, 6, [1, 2, 4, 6]),
+    ],
+)
+def test_a_ladder_doubles_and_then_takes_whole_nodes(
+    nodes: int, ppn: int, sizes: list[int]
+) -> None:
+    assert ladder(nodes, ppn) == sizes
