@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hvdtrain.adapters import launch_check
 from hvdtrain.adapters.communicator import Communicator
 from hvdtrain.adapters.state import StateAdapter
-from hvdtrain.errors import UsageError
+from hvdtrain.environment import gpus
 from hvdtrain.launch.detect import detect
 from hvdtrain.launch.tuning import runtime_variables, set_defaults
 from hvdtrain.steps import metrics
+from hvdtrain.steps.integrity import Device, RankFacts
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
-from hvdtrain.steps.world import World, check_launch, threads_per_rank
+from hvdtrain.steps.world import World, threads_per_rank
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class CommonAdapter(StateAdapter):
     runtime: str
     device: Any = "cpu"
     has_gpu = False
+    ranks: list[RankFacts]  # what all ranks told of themselves in step 1, by rank
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,22 +78,44 @@ class CommonAdapter(StateAdapter):
         the ranks too. Call it once a step, before the backward pass.
         """
 
+    @property
+    def blocked_seconds(self) -> float | None:
+        """Seconds that this rank has waited for sums of gradients, in all; None: not known."""
+        return 0.0 if self.world.size == 1 else None
+
+    @property
+    def gradient_messages(self) -> dict[str, int] | None:
+        """``count`` and ``bytes`` of the messages in which a step's gradients are summed.
+
+        None where nothing is summed, or where it is not known.
+        """
+        return None
+
+    def start_timeline(self, file: str) -> None:
+        """Let rank 0 record in ``file`` what Horovod does from now on; all ranks call it."""
+        raise NotImplementedError(f"{self.name} has no timeline")
+
+    def stop_timeline(self) -> None:
+        """End the record; its file is complete then."""
+        raise NotImplementedError(f"{self.name} has no timeline")
+
     # The steps
 
     def initialize(self, *, short_steps: bool = False) -> World:
         """See ``Adapter``."""
         place = detect(os.environ)
         set_defaults(runtime_variables(place, short_steps=short_steps))
+        launch_check.check_libraries()
         self.communicator = self.connect()
-        check_launch(place, self.communicator.size, self.runtime)
-        hosts = [host.decode() for host in self.communicator.gather(socket.gethostname().encode())]
-        rank, mine = self.communicator.rank, hosts[self.communicator.rank]
+        launch_check.check_world(place, self.communicator.size, self.runtime)
+        self.ranks = launch_check.exchange(self.communicator)
+        rank, hosts = self.communicator.rank, [facts.place for facts in self.ranks]
         self.world = World(
             rank=rank,
             size=self.communicator.size,
-            local_rank=hosts[:rank].count(mine),
-            local_size=hosts.count(mine),
-            host=mine,
+            local_rank=hosts[:rank].count(hosts[rank]),
+            local_size=hosts.count(hosts[rank]),
+            host=self.ranks[rank].host,
             hosts=len(set(hosts)),
         )
         return self.world
@@ -113,18 +137,16 @@ class CommonAdapter(StateAdapter):
             else threads_per_rank(local, self.world.local_rank)
         )
 
-    def check_devices(self, devices: int) -> None:
-        """Raise on every rank where some host has fewer than one of ``devices`` a local rank."""
+    def check_devices(self, name: str, place: int, visible: int) -> None:
+        """Raise on every rank where local ranks share a GPU; all ranks call it, also on a CPU.
 
-        def check() -> None:
-            if devices < self.world.local_size:
-                raise UsageError(
-                    f"host {self.world.host} has {devices} GPU(s) for {self.world.local_size} "
-                    f"ranks: start at most {devices} a host (mpirun --map-by ppr:{devices}:node), "
-                    "or set CUDA_VISIBLE_DEVICES= to train on the CPU"
-                )
-
-        self.communicator.together(check)
+        Args:
+            name: of this rank's device.
+            place: its place among the GPUs that this rank sees.
+            visible: how many it sees; 0: this rank computes on the CPU.
+        """
+        identity = gpus.identities(visible, os.environ)[place] if visible else ""
+        launch_check.check_devices(self.communicator, Device(name, identity, visible), self.ranks)
 
     def shard_data(self, samples: int, *, global_batch: int, seed: int = 0) -> Shards:
         """See ``Adapter``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -68,7 +69,8 @@ class Communicator(ABC):
             alike: the action is one rank's on behalf of all, so the error need not name it.
 
         Raises:
-            HvdtrainError: of the first failing rank's kind, naming it where only some failed.
+            HvdtrainError: of the first failing rank's kind, naming it and its host unless it is
+                everybody's.
         """
         failure: HvdtrainError | None = None
         try:
@@ -77,12 +79,15 @@ class Communicator(ABC):
             failure = error
         kinds = [HvdtrainError, UsageError, CheckpointError, TrainingError]
         kind = str(kinds.index(type(failure))) if failure else ""
-        answers = self.gather((kind + str(failure)).encode() if failure else b"")
-        failed = {rank: text.decode() for rank, text in enumerate(answers) if text}
+        told = f"{kind}{socket.gethostname()}\n{failure}" if failure else ""
+        answers = [answer.decode() for answer in self.gather(told.encode())]
+        failed = {rank: answer[1:].split("\n", 1) for rank, answer in enumerate(answers) if answer}
         if failed:
-            first, text = next(iter(failed.items()))
-            who = "" if alike or len(failed) == self.size else f"rank {first}: "
-            raise agreed(kinds[int(text[0])](who + text[1:])) from failure
+            first, (host, text) = next(iter(failed.items()))
+            same = all(text == other for _, other in failed.values())
+            everyone = len(failed) == self.size and same
+            who = "" if alike or everyone else f"rank {first} on {host}: "
+            raise agreed(kinds[int(answers[first][0])](who + text)) from failure
         return result
 
     def on_root(self, action: Callable[[], Result]) -> Result | None:

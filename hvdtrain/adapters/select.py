@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hvdtrain.adapters.common import CommonAdapter
@@ -64,16 +65,32 @@ def adapter(
 
         if chosen == "single":
             return torch_single.SingleAdapter()
-        from hvdtrain.adapters.pytorch import horovod as torch_horovod
+        with _loading_horovod():
+            from hvdtrain.adapters.pytorch import horovod as torch_horovod
 
         return torch_horovod.HorovodAdapter()
     from hvdtrain.adapters.tensorflow import single as tf_single
 
     if chosen == "single":
         return tf_single.SingleAdapter()
-    from hvdtrain.adapters.tensorflow import horovod as tf_horovod
+    with _loading_horovod():
+        from hvdtrain.adapters.tensorflow import horovod as tf_horovod
 
     return tf_horovod.HorovodAdapter()
+
+
+@contextlib.contextmanager
+def _loading_horovod() -> Iterator[None]:
+    """A library of Horovod that does not load is no defect of ours: say what to do."""
+    try:
+        yield
+    except Exception as error:  # ImportError from PyTorch, an error of its own from TensorFlow
+        cause = " ".join(str(error).split())
+        raise UsageError(
+            f"Horovod is installed but cannot be loaded ({cause}): the MPI, torch or TensorFlow "
+            "here is not the one that it was built for. Run `hvdtrain install-horovod`; "
+            "`hvdtrain doctor` shows what differs"
+        ) from error
 
 
 def choose_strategy(asked: str | None, place: Place, *, horovod: bool) -> str:

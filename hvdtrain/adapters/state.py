@@ -14,6 +14,7 @@ from hvdtrain.adapters import buffers
 from hvdtrain.adapters.base import Adapter
 from hvdtrain.adapters.communicator import Communicator
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch import ending
 from hvdtrain.launch.ending import agreed
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
@@ -119,7 +120,8 @@ class StateAdapter(Adapter):
         written = self.communicator.on_root(
             lambda: checkpoints.save(Path(directory), checkpoint, keep)
         )
-        return Path(self.communicator.broadcast_bytes(str(written).encode()).decode())
+        ending.checkpoint = self.communicator.broadcast_bytes(str(written).encode()).decode()
+        return Path(ending.checkpoint)
 
     def load_checkpoint(
         self, directory: Path | str, model: Any, optimizer: Any, *, origin: dict[str, Any]
@@ -148,6 +150,7 @@ class StateAdapter(Adapter):
 
         state = json.dumps(self.communicator.on_root(load)).encode()
         loaded: dict[str, Any] | None = json.loads(self.communicator.broadcast_bytes(state))
+        ending.checkpoint = loaded["path"] if loaded else ""
         return loaded
 
     @contextmanager

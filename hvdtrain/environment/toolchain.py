@@ -166,14 +166,15 @@ def _describe_mpi(mpicxx: Path) -> Mpi:
 
 
 def mpi_identity(text: str) -> str:
-    """Return library and version from what an MPI compiler wrapper says of itself."""
+    """Return library and version from what an MPI library or its wrapper says of itself."""
     for name, pattern in (
         ("Open MPI", r"Open MPI v?([\w.]+)"),
         ("Intel MPI", r"Intel\(R\) MPI Library ([\w.]+)"),
-        ("MVAPICH", r"MVAPICH2? version:?\s*([\w.]+)"),
-        ("MPICH", r"MPICH version:?\s*([\w.]+)"),
+        ("MVAPICH", r"MVAPICH2? version\s*:?\s*([\w.]+)"),
+        ("Cray MPICH", r"CRAY MPICH version\s*:?\s*([\w.]+)"),
+        ("MPICH", r"MPICH version\s*:?\s*([\w.]+)"),
     ):
-        found = re.search(pattern, text)
+        found = re.search(pattern, text, re.IGNORECASE)
         if found:
             return f"{name} {found[1]}"
     return "unknown MPI"

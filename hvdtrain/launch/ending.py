@@ -7,6 +7,7 @@ ended by rank 0, and speaks only if it is still there: then the error was its ow
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing.connection
 import os
@@ -71,19 +72,40 @@ def is_agreed(error: BaseException) -> bool:
 _AGREED = "agreed by all ranks"
 
 stage = ""  # where this process is, such as "step 17"; told where it fails
+checkpoint = ""  # the newest one of this run, which the same command goes on from
+at_leaving: list[Callable[[int], None]] = []  # to be called with the exit code, on any way out
+_speaking = threading.Lock()  # never released: who has it ends the process
+
+
+def how_to_go_on() -> str:
+    """What to do after a failure that is not the training's own."""
+    if checkpoint:
+        return f"Run the same command again: it goes on from {checkpoint}"
+    return "It left no checkpoint: run the same command again (--checkpoint-dir keeps what is done)"
 
 
 def fail(message: str, *, code: int, wait: float = WAIT_FAILURE, agreed: bool = False) -> NoReturn:
     """Say ``message`` and leave with ``code``; a rank other than 0 lets rank 0 go first."""
+    speak(message, wait=wait, agreed=agreed)
+    leave(code)
+
+
+def speak(message: str, *, wait: float = WAIT_FAILURE, agreed: bool = False) -> None:
+    """Say why this process fails; the caller ends it then. See ``fail``.
+
+    Of several threads the first one speaks; the others wait here for the end.
+    """
+    if not _speaking.acquire(blocking=False):
+        threading.Event().wait()
     place = detect(os.environ)
     if place.rank != 0:
         time.sleep(wait)
     if place.rank == 0 or not agreed:
         who = f"rank {place.rank} on {socket.gethostname()}"
         where = "" if agreed or place.size == 1 else f"{who}{', ' + stage if stage else ''}: "
-        sys.stdout.flush()
-        sys.stderr.write(f"hvdtrain: {where}{message.rstrip()}\n")
-    leave(code)
+        with contextlib.suppress(OSError):  # mpirun, which reads what is said, may be gone
+            sys.stdout.flush()
+            sys.stderr.write(f"hvdtrain: {where}{message.rstrip()}\n")
 
 
 def end_with_parent(_: int = 0) -> None:
@@ -108,9 +130,12 @@ def leave(code: int) -> NoReturn:
 
     After a failure those wait for ranks that will never come; ``os._exit`` cannot hang.
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for tell in at_leaving:
+        tell(code)
+    with contextlib.suppress(OSError):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     if code == 0:
         sys.exit(0)
     os._exit(code)

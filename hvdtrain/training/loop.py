@@ -15,12 +15,14 @@ from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.randomness import seed_of
 from hvdtrain.steps.sharding import Part, Shards, evaluation_parts
+from hvdtrain.training import surroundings
 from hvdtrain.training.options import Options
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.preemption import Walltime, on_stop_signal
 from hvdtrain.training.progress import Silent
 from hvdtrain.training.result import Clock, rows
 from hvdtrain.training.saving import Keeper, Standing
+from hvdtrain.training.timeline_window import TimelineWindow
 from hvdtrain.workloads.base import Loaded, Task
 
 LINES_PER_EPOCH = 20  # log intervals
@@ -46,6 +48,7 @@ class Run:
         self.clock = Clock()
         self.now = Standing()
         self.walltime = Walltime(ends=None)
+        self.timeline = TimelineWindow(options, adapter)
         self.pending: list[tuple[Part, Any]] = []  # losses that nobody has looked at yet
         self.train_loss: float | None = None
         origin = {
@@ -111,6 +114,7 @@ class Run:
             stopped = "preempted"
         self._save()
         self.task.train.close()
+        self.timeline.close()
         self._sum_up(stopped)
         return EXIT_PREEMPTED if stopped == "preempted" else EXIT_OK
 
@@ -124,7 +128,7 @@ class Run:
         epoch = self.now.position.epoch
         parts = self.shards.epoch(epoch, self.now.position.consumed)
         self.clock.resume()
-        for part, batch in self.task.train.training(parts):
+        for part, batch in self.clock.split.fetching(self.task.train.training(parts)):
             self._update(part, batch)
             if self._wants_stop():
                 self._look()
@@ -156,6 +160,7 @@ class Run:
 
     def _update(self, part: Part, batch: Loaded) -> None:
         ending.stage = f"step {self.now.step + 1}"
+        self.timeline.enter(self.now.step)
         place = part.start.epoch + part.start.consumed / self.shards.samples
         loss = self.task.update(
             batch,
@@ -170,7 +175,11 @@ class Run:
         self.pending.append((part, loss))
         if self.now.step % self.look_every == 0:
             self._look()
-        self.clock.step(part.global_count)
+        self.clock.step(
+            part.global_count,
+            counts=not self.timeline.leave(self.now.step),
+            blocked=self.adapter.blocked_seconds,
+        )
         if self.now.step % self.log_every == 0:
             self._log(part, place)
 
@@ -189,7 +198,8 @@ class Run:
         self.pending.clear()
 
     def _log(self, part: Part, place: float) -> None:
-        means, _ = self.adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
+        with self.clock.split.meeting():
+            means, _ = self.adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
         rate = self.clock.recent_rate(self.log_every)
         record = {
             "step": self.now.step,
@@ -269,9 +279,17 @@ class Run:
             "eval_accuracy": tested.get("accuracy"),
             "eval_samples": tested.get("samples"),
             **self.clock.figures(),
+            # Ranks that were told to end must not wait for one another any more.
+            "step_split": None
+            if stopped == "preempted"
+            else self.clock.step_split(self.adapter.communicator),
+            "gradient_messages": self.adapter.gradient_messages,
             "parameter_norm": self.task.parameter_norm(),
             "stopped": stopped,
             "checkpoint": self.keeper.path,
+            "timeline": self.timeline.recorded,
+            "options": surroundings.given(self.options),
+            "environment": surroundings.environment(world),
         }
         self.show.end(f"hvdtrain {self.name}", rows(summary))
         if world.is_writer and self.options.summary:

@@ -59,6 +59,18 @@ def numbers(value: str | Sequence[float]) -> tuple[float, ...]:
     return tuple(non_negative(part) for part in parts)
 
 
+def steps(value: str) -> tuple[int, int | None]:
+    """``A:B``: two whole numbers, the second one larger; either may be left out."""
+    first, colon, end = value.partition(":")
+    try:
+        span = count(first or 0), count(end) if end else None
+    except ValueError:
+        colon, span = "", (0, 0)
+    if not colon or (span[1] is not None and span[1] <= span[0]):
+        raise ValueError(f"{value} is not A:B, such as 10:20 (in a YAML file: in quotes)")
+    return span
+
+
 def option(
     default: Any, text: str, kind: Callable[[Any], Any] = str, choices: Sequence[str] = ()
 ) -> Any:
@@ -131,12 +143,17 @@ class Options:
     summary: Path | None = option(None, "write the result to this file, as JSON", Path)
     metrics: Path | None = option(None, "write the course to this file, as JSON Lines", Path)
     tensorboard: Path | None = option(None, "write the course to this directory", Path)
-    timeline: str | None = not_built("Horovod timeline file")
-    timeline_steps: str | None = not_built("steps A:B that the timeline covers")
+    timeline: Path | None = option(
+        None, "record Horovod's timeline in this file (see hvdtrain timeline)", Path
+    )
+    timeline_steps: tuple[int, int | None] | None = option(
+        None, "A:B: only from when A updates are done until B are (default: all)", steps
+    )
     check_replicas: int | None = not_built("compare the replicas every so many steps", positive)
     quiet: bool = option(False, "no progress, no table; errors only", bool)
 
 
+METAVARS: dict[Any, str] = {Path: "PATH", str: "NAME", numbers: "N,N", steps: "A:B"}
 EITHER = (("batch_size", "global_batch_size"), ("synthetic", "data"))  # not both
 
 
@@ -161,7 +178,7 @@ def build_parser(workload: str, description: str, epilog: str) -> argparse.Argum
         if field.default is not None:
             text += f" ({field.default})"
         choices = field.metadata["choices"]
-        metavar = "|".join(choices) or {Path: "PATH", str: "NAME", numbers: "N,N"}.get(kind, "N")
+        metavar = "|".join(choices) or METAVARS.get(kind, "N")
         parser.add_argument(dashed, type=reader(kind, choices), metavar=metavar, help=text)
     return parser
 
@@ -256,6 +273,8 @@ def check(options: Options) -> Options:
         if all(getattr(options, name) for name in names):
             one, other = (f"--{name.replace('_', '-')}" for name in names)
             raise UsageError(f"{one} and {other} contradict each other: give one")
+    if options.timeline_steps and options.timeline is None:
+        raise UsageError("--timeline-steps needs --timeline FILE")
     if options.checkpoint_dir is None:
         for name in ("checkpoint_every", "resume"):
             if getattr(options, name) not in (None, "auto", "never"):

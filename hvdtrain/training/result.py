@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
+
+from hvdtrain.adapters.communicator import Communicator
+from hvdtrain.training.step_split import StepSplit
 
 STOPPED = {"preempted": "preempted and saved: run the same command again to go on"}
 
@@ -18,6 +22,8 @@ class Clock:
 
     seconds: list[float] = field(default_factory=list)
     images: list[int] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
+    split: StepSplit = field(default_factory=StepSplit)
     started: float = field(default_factory=lambda: psutil.Process().create_time())
     first_step: float | None = None
     _last: float = 0.0
@@ -25,12 +31,20 @@ class Clock:
     def resume(self) -> None:
         """Steps begin to count from now on."""
         self._last = time.perf_counter()
+        self.split.resume()
 
-    def step(self, images: int) -> None:
-        """A step over ``images`` samples, of all ranks, has ended."""
+    def step(self, images: int, *, counts: bool = True, blocked: float | None = None) -> None:
+        """A step over ``images`` samples, of all ranks, has ended.
+
+        It ``counts`` for the throughput unless something slowed it down, such as a timeline. For
+        ``blocked`` see ``StepSplit.step``.
+        """
         now = time.perf_counter()
+        if not counts:
+            self.left_out.add(len(self.seconds))
         self.seconds.append(now - self._last)
         self.images.append(images)
+        self.split.step(blocked)
         self._last = now
         if self.first_step is None:
             self.first_step = time.time() - self.started
@@ -45,12 +59,13 @@ class Clock:
         return max(self.seconds[-100:], default=0.0)
 
     def figures(self) -> dict[str, float | None]:
-        """The time keys of the summary; the first min(5, steps // 5) steps are dropped.
+        """The time keys of the summary, over the steps that count.
 
-        The mean is all images over all seconds; the deviation is over the rates of the steps.
+        The first min(5, steps // 5) steps are dropped. The mean is all images over all seconds;
+        the deviation is over the rates of the steps.
         """
-        drop = min(5, len(self.seconds) // 5)
-        seconds, images = self.seconds[drop:], self.images[drop:]
+        seconds = list(itertools.compress(self.seconds, self._counted()))
+        images = list(itertools.compress(self.images, self._counted()))
         rates = [count / second for count, second in zip(images, seconds, strict=True)]
         return {
             "images_per_second_mean": sum(images) / sum(seconds) if seconds else None,
@@ -59,6 +74,14 @@ class Clock:
             "seconds_total": time.time() - self.started,
             "seconds_to_first_step": self.first_step,
         }
+
+    def step_split(self, communicator: Communicator) -> dict[str, Any] | None:
+        """The mean step of those that count, taken apart; all ranks call it."""
+        return self.split.gather(communicator, self.seconds, self._counted())
+
+    def _counted(self) -> list[bool]:
+        drop = min(5, len(self.seconds) // 5)
+        return [step >= drop and step not in self.left_out for step in range(len(self.seconds))]
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -77,16 +100,18 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         accuracy = f"{100 * summary['eval_accuracy']:.2f} % of {summary['eval_samples']:,}"
     rate = number(summary["images_per_second_mean"], ",.1f")
     spread = number(summary["images_per_second_std"], ",.1f")
+    speed = f"{rate} ± {spread} over all ranks"
+    if summary["timeline"]:
+        speed = f"{speed}, without the steps recorded" if rate != "-" else "- (steps recorded)"
     first = number(summary["seconds_to_first_step"], ".1f")
     table = [
         ("trained", done),
         ("training loss", number(summary["train_loss"], ".4f")),
         ("test loss", number(summary["eval_loss"], ".4f")),
         ("test accuracy", accuracy),
-        ("images/s", f"{rate} ± {spread} over all ranks"),
+        ("images/s", speed),
         ("seconds", f"{summary['seconds_total']:.1f}, the first step after {first}"),
         ("stopped", STOPPED.get(summary["stopped"], summary["stopped"])),
     ]
-    if summary["checkpoint"]:
-        table.append(("checkpoint", summary["checkpoint"]))
+    table += [(key, summary[key]) for key in ("checkpoint", "timeline") if summary[key]]
     return table

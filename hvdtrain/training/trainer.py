@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.launch.tuning import keep_freed_memory
 from hvdtrain.training import options as option_parser
+from hvdtrain.training import timeline_window
+from hvdtrain.training.agreement import check_data, check_options
 from hvdtrain.training.loop import Run
 from hvdtrain.training.options import Options
 from hvdtrain.training.plan import Workload, check_writable, choose_model, make_plan
@@ -39,9 +41,12 @@ def train(workload: Workload, options: Options) -> int:
     """
     model_name = choose_model(workload, options)
     check_writable(options.summary, "--summary")
+    check_writable(options.timeline, "--timeline")
     keep_freed_memory()
     adapter = select_adapter(options.framework, options.strategy)
+    timeline_window.prepare(options, adapter.name)
     world = adapter.initialize(short_steps=workload.short_steps(model_name))  # step 1
+    check_options(adapter, options)
     device = adapter.pin_device()  # step 2
     plan = make_plan(workload, options, world)
     precision = choose(
@@ -65,6 +70,7 @@ def train(workload: Workload, options: Options) -> int:
         device=adapter.device,
     )
     task = adapter.communicator.together(lambda: workload.build(options, settings))
+    check_data(adapter, task)
     if options.sync_batchnorm:
         adapter.synchronize_batchnorm(task)
     shards = adapter.shard_data(  # step 3

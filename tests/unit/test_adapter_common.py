@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hvdtrain.adapters import launch_check
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.communicator import Communicator
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.integrity import RankFacts
 from hvdtrain.steps.sharding import Part
 from hvdtrain.steps.world import World
 
@@ -208,8 +211,6 @@ def test_no_checkpoint_is_none_on_all_ranks(on_ranks: Any, tmp_path: Path) -> No
 
 
 def test_the_world_counts_hosts(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     names = ["a", "b", "a", "b", "b"]
     of_thread: dict[int, str] = {}
     monkeypatch.setattr(socket, "gethostname", lambda: of_thread[threading.get_ident()])
@@ -240,11 +241,72 @@ def test_several_worlds_of_one_are_refused(on_ranks: Any, monkeypatch: pytest.Mo
     assert "world of 1" in str(outcome)
 
 
-def test_too_few_gpus_are_told_on_all_ranks(on_ranks: Any) -> None:
-    outcomes = on_ranks(2, lambda c: ArrayAdapter(c).check_devices(1))
+@pytest.mark.parametrize("allowed", [False, True])
+def test_ranks_of_two_versions(
+    on_ranks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, allowed: bool
+) -> None:
+    def told(environ: Any, mpi: str) -> RankFacts:
+        number = of_thread[threading.get_ident()]
+        return RankFacts(f"node{number}", "", {"torch": f"2.{number}"}, tuple(allow))
+
+    of_thread: dict[int, int] = {}
+    allow = ["mixed-versions"] if allowed else []
+    monkeypatch.setattr(launch_check.integrity, "rank_facts", told)
+
+    def act(communicator: Communicator) -> Any:
+        of_thread[threading.get_ident()] = communicator.rank
+        return launch_check.exchange(communicator)
+
+    outcomes = on_ranks(2, act)
+    text = "torch 2.0 on node0 (rank 0), 2.1 on node1 (rank 1)"
+    if allowed:
+        assert [facts.host for facts in outcomes[1]] == ["node0", "node1"]
+        assert len([r for r in caplog.records if text in r.message]) == 1  # said once
+    else:
+        assert {type(outcome) for outcome in outcomes} == {UsageError}
+        assert all(text in str(outcome) for outcome in outcomes)
+
+
+def on_host(communicator: Communicator, *visible: int) -> Any:
+    """Step 2 of a rank that sees ``visible[rank]`` of its host's GPUs."""
+    adapter = ArrayAdapter(communicator)
+    adapter.ranks = [RankFacts("node1", "", {})] * communicator.size
+    count = visible[communicator.rank]
+    return adapter.check_devices("a GPU", communicator.rank % max(1, count), count)
+
+
+def test_two_ranks_on_one_gpu_are_told_on_all_ranks(
+    on_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    outcomes = on_ranks(2, lambda c: on_host(c, 1, 1))
     assert {type(outcome) for outcome in outcomes} == {UsageError}
-    assert "1 GPU(s) for 2" in str(outcomes[0])
-    assert on_ranks(2, lambda c: ArrayAdapter(c).check_devices(2)) == [None, None]
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert "ranks 0-1 on host node1 use the same GPU" in str(outcomes[0])
+    assert "CUDA_VISIBLE_DEVICES=3" in str(outcomes[0])
+
+
+def test_ranks_with_gpus_of_their_own_and_ranks_without_any_pass(on_ranks: Any) -> None:
+    assert on_ranks(2, lambda c: on_host(c, 2, 2)) == [None, None]
+    assert on_ranks(2, lambda c: on_host(c, 0, 0)) == [None, None]
+
+
+def test_a_rank_without_a_gpu_among_others_is_told(on_ranks: Any) -> None:
+    outcomes = on_ranks(3, lambda c: on_host(c, 3, 3, 0))
+    assert {type(outcome) for outcome in outcomes} == {UsageError}
+    assert "node1 (rank 2) sees no GPU" in str(outcomes[0])
+
+
+def test_the_user_may_let_ranks_share_a_gpu(
+    on_ranks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def act(communicator: Communicator) -> Any:
+        adapter = ArrayAdapter(communicator)
+        adapter.ranks = [RankFacts("node1", "", {}, ("shared-gpu",))] * 2
+        return adapter.check_devices("a GPU", 0, 1)
+
+    assert on_ranks(2, act) == [None, None]
+    assert len([r for r in caplog.records if "same GPU" in r.message]) == 1  # by one rank
 
 
 @pytest.mark.parametrize("value", ["3", "12"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import numpy as np
@@ -76,9 +77,21 @@ def test_where_one_fails_all_raise_the_same(
     assert str(outcomes[0]).endswith("the file is broken")
     # Whose error it is, unless it is everybody's (or rank 0's, who speaks).
     if 0 not in failing:
-        assert str(outcomes[0]) == f"rank {failing[0]}: the file is broken"
+        where = f"rank {failing[0]} on {socket.gethostname()}"
+        assert str(outcomes[0]) == f"{where}: the file is broken"
     if len(failing) == 3:
         assert str(outcomes[0]) == "the file is broken"
+
+
+def test_where_all_fail_for_reasons_of_their_own_the_first_one_is_told(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> Any:
+        def action() -> None:
+            raise UsageError(f"no /data/{communicator.rank}")
+
+        return communicator.together(action)
+
+    outcomes = on_ranks(2, act)
+    assert [str(o) for o in outcomes] == [f"rank 0 on {socket.gethostname()}: no /data/0"] * 2
 
 
 def test_the_exit_code_survives(on_ranks: Any) -> None:

@@ -84,13 +84,12 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("summary", "s.json", Path("s.json")),
     ("metrics", "m.jsonl", Path("m.jsonl")),
     ("tensorboard", "board", Path("board")),
+    ("timeline", "t.json", Path("t.json")),
     ("quiet", None, True),
 ]
 NOT_BUILT: list[tuple[str, str]] = [
     ("compression", "fp16"),
     ("accumulate-steps", "4"),
-    ("timeline", "t.json"),
-    ("timeline-steps", "3:9"),
     ("check-replicas", "100"),
 ]
 
@@ -127,9 +126,26 @@ def test_options_that_need_another() -> None:
     assert (options.checkpoint_every, options.resume) == (10, "must")
 
 
+@pytest.mark.parametrize(
+    ("value", "span"), [("3:9", (3, 9)), ("3:", (3, None)), (":9", (0, 9)), ("0:1e3", (0, 1000))]
+)
+def test_a_window_of_steps(value: str, span: tuple[int, int | None]) -> None:
+    assert read("--timeline=t.json", "--timeline-steps", value).timeline_steps == span
+
+
+@pytest.mark.parametrize("value", ["9:3", "3:3", "3", "a:b", "-1:4", "1:2:3", "1.5:2", ""])
+def test_no_window_of_steps(value: str) -> None:
+    message = refusal("--timeline=t.json", f"--timeline-steps={value}")
+    assert f"--timeline-steps: {value} is not A:B, such as 10:20" in message
+
+
+def test_a_window_without_a_file() -> None:
+    assert "--timeline-steps needs --timeline FILE" in refusal("--timeline-steps=3:9")
+
+
 def test_the_lists_here_are_the_options_there_are() -> None:
     named = {option for option, *_ in BUILT} | {option for option, _ in NOT_BUILT}
-    named |= {"checkpoint-every"}
+    named |= {"checkpoint-every", "timeline-steps"}
     assert named == {field.name.replace("_", "-") for field in dataclasses.fields(Options)}
 
 

@@ -61,6 +61,28 @@ def test_the_mean_is_images_over_seconds_and_the_deviation_over_steps(fake: Fake
     assert figures["step_seconds_median"] == 0.5
 
 
+def test_steps_that_do_not_count_are_left_out(fake: FakeTime) -> None:
+    clock = run(fake, [])
+    for step in range(20):
+        recorded = 8 <= step < 12
+        fake.now += 9.0 if recorded or step < 4 else 0.5
+        clock.step(8, counts=not recorded)
+    figures = clock.figures()
+    assert figures["images_per_second_mean"] == 16
+    assert figures["images_per_second_std"] == 0
+    assert figures["step_seconds_median"] == 0.5
+
+
+def test_where_no_step_counts_there_is_no_throughput(fake: FakeTime) -> None:
+    clock = run(fake, [])
+    fake.now += 1
+    clock.step(8, counts=False)
+    figures = clock.figures()
+    assert figures["images_per_second_mean"] is figures["images_per_second_std"] is None
+    assert figures["step_seconds_median"] is None
+    assert figures["seconds_to_first_step"] == 17
+
+
 def test_seconds_of_the_run(fake: FakeTime) -> None:
     clock = run(fake, [(2.0, 1), (1.0, 1)])
     fake.now += 7
@@ -125,6 +147,7 @@ SUMMARY: dict[str, Any] = {
     "seconds_to_first_step": 3.0,
     "stopped": "finished",
     "checkpoint": None,
+    "timeline": None,
 }
 
 
@@ -136,6 +159,11 @@ def test_the_table() -> None:
     assert table["images/s"] == "20,000.0 ± 12.3 over all ranks"
     assert "checkpoint" not in table
     assert dict(rows({**SUMMARY, "checkpoint": "/c/step-1"}))["checkpoint"] == "/c/step-1"
+    recorded = dict(rows({**SUMMARY, "timeline": "t.json"}))
+    assert recorded["timeline"] == "t.json"
+    assert recorded["images/s"].endswith(", without the steps recorded")
+    nothing = {**SUMMARY, "timeline": "t.json", "images_per_second_mean": None}
+    assert dict(rows(nothing))["images/s"] == "- (steps recorded)"
 
 
 def test_the_table_without_evaluation_and_without_a_step() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.detect import ALONE, Place
-from hvdtrain.steps.world import World, check_launch, threads_per_rank
+from hvdtrain.launch.detect import ALONE, BY_HAND, Place
+from hvdtrain.steps.world import Evidence, World, check_launch, threads_per_rank
 
 
 def launched(size: int) -> Place:
@@ -21,20 +21,69 @@ def test_agreement_is_silent(size: int) -> None:
     check_launch(ALONE, 1, "Horovod")
 
 
-@pytest.mark.parametrize(("started", "seen"), [(8, 1), (2, 4), (1, 2)])
-def test_disagreement_tells_both_numbers_the_cause_and_the_remedy(started: int, seen: int) -> None:
+OTHER = Evidence(
+    mpi="Open MPI 5.0.11, /env/lib/libmpi.so.40",
+    own_mpirun="/env/bin/mpirun",
+    started_by="/opt/mpich/bin/hydra_pmi_proxy",
+)
+
+
+def refusal(place: Place, seen: int, evidence: Evidence = OTHER) -> str:
     with pytest.raises(UsageError) as caught:
-        check_launch(launched(started), seen, "Horovod")
-    message = str(caught.value)
-    for word in (f"started {started} process", f"world of {seen}", "mpirun (Open MPI)", "Horovod"):
-        assert word in message
-    assert "hvdtrain install-horovod --rebuild" in message
-    assert "\n" not in message
+        check_launch(place, seen, "Horovod", evidence)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
-def test_no_launcher_but_a_world_of_several() -> None:
-    with pytest.raises(UsageError, match=r"started 1 process, .*world of 4"):
-        check_launch(ALONE, 4, "Horovod")
+def test_worlds_of_one_under_another_mpi() -> None:
+    assert refusal(Place("mpiexec (Hydra)", 7, 8, 7, 8), 1) == (
+        "mpiexec (Hydra) started 8 processes, but Horovod sees a world of 1: its MPI (Open MPI "
+        "5.0.11, /env/lib/libmpi.so.40) is not the one that started it "
+        "(/opt/mpich/bin/hydra_pmi_proxy). Start with /env/bin/mpirun, or run `hvdtrain "
+        "install-horovod --rebuild` with the mpirun that you want first on the PATH"
+    )
+
+
+def test_without_evidence_it_still_has_cause_and_remedy() -> None:
+    assert refusal(launched(8), 1, Evidence()) == (
+        "mpirun (Open MPI) started 8 processes, but Horovod sees a world of 1: no MPI is loaded in "
+        "this process. Start with the mpirun of this environment, or run `hvdtrain "
+        "install-horovod --rebuild` with the mpirun that you want first on the PATH"
+    )
+
+
+def test_worlds_of_one_under_srun() -> None:
+    message = refusal(Place("srun", 1, 2, 1, 2), 1)
+    assert "srun started 2 processes" in message
+    assert "`srun --mpi=pmix`" in message
+    assert "/env/bin/mpirun" in message
+
+
+def test_srun_with_the_variables_of_hydra_is_still_srun() -> None:
+    evidence = Evidence(started_by="/usr/sbin/slurmstepd")  # srun --mpi=pmi2
+    assert "`srun --mpi=pmix`" in refusal(Place("mpiexec (Hydra)", 1, 2, 1, 2), 1, evidence)
+
+
+def test_a_world_that_only_variables_announce() -> None:
+    assert refusal(Place(BY_HAND, 1, 4, 1, 4), 1) == (
+        "RANK and WORLD_SIZE tell of 4 processes, but Horovod sees a world of 1: Horovod does not "
+        "read these variables. Start with `/env/bin/mpirun -n 4`, or unset RANK and WORLD_SIZE to "
+        "train alone"
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "seen", "words"),
+    [
+        (ALONE, 4, "the command line started 1 process, but Horovod sees a world of 4"),
+        (launched(2), 4, "mpirun (Open MPI) started 2 processes, but Horovod sees a world of 4"),
+    ],
+)
+def test_a_world_larger_than_the_launcher_says(place: Place, seen: int, words: str) -> None:
+    message = refusal(place, seen)
+    assert message.startswith(words)
+    assert "env -i" in message
+    assert "OMPI_*" in message
 
 
 @pytest.mark.parametrize("rank", [0, 1, 5])

@@ -10,6 +10,7 @@ One tensor a bucket also means one order of summation: results are bit-equal fro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,7 @@ class Buckets:
             for number, group in enumerate(_grouped(parameters))
         ]
         self.stop_wanted: Callable[[], bool] = lambda: False
+        self.blocked_seconds = 0.0  # in which we waited for sums, in all
         self._reduced = False
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
@@ -119,10 +121,12 @@ class Buckets:
                 bucket.fill(index, self.weight())
             if bucket.handle is None:
                 self._start(bucket)
+        started = time.perf_counter()
         for bucket in self.buckets:
             self.wait(bucket.handle)
             bucket.handle = None
             bucket.missing = set(range(len(bucket.parameters)))
+        self.blocked_seconds += time.perf_counter() - started
         self._reduced = True
 
     def before_step(self, *_: Any) -> None:
@@ -130,6 +134,12 @@ class Buckets:
         if not self._reduced:
             self.finish()
         self._reduced = False
+
+    @property
+    def messages(self) -> dict[str, int]:
+        """Count and bytes of the messages of a step."""
+        nbytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
+        return {"count": len(self.buckets), "bytes": nbytes}
 
     @property
     def stop_agreed(self) -> bool:

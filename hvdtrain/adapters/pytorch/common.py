@@ -26,12 +26,15 @@ class PyTorchAdapter(CommonAdapter):
 
     def pin_device(self) -> str:
         """See ``Adapter``."""
-        if torch.cuda.is_available():
-            self.check_devices(torch.cuda.device_count())
-            self.device = torch.device("cuda", self.world.local_rank)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        place = self.world.local_rank % max(1, count)
+        name = torch.cuda.get_device_name(place) if count else "cpu"
+        self.check_devices(name, place, count)
+        if count:
+            self.device = torch.device("cuda", place)
             torch.cuda.set_device(self.device)
             self.has_gpu = True
-            return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
+            return f"{self.device} ({name})"
         threads = self.cpu_threads()
         torch.set_num_threads(threads)
         return f"cpu, {threads} thread{'s' if threads > 1 else ''}"

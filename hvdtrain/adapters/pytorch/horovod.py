@@ -20,9 +20,13 @@ class HorovodCollectives(Communicator):
 
     def gather(self, data: bytes) -> list[bytes]:
         """See ``Communicator``."""
-        lengths = hvd.allgather(torch.tensor([len(data)])).tolist()
+        # Names that both frameworks use: a rank that trains with the other one is then told so in
+        # step 1, instead of waiting for ever.
+        lengths = hvd.allgather(torch.tensor([len(data)]), name="hvdtrain.lengths").tolist()
         mine = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-        joined = hvd.allgather(mine).numpy().tobytes() if sum(lengths) else b""
+        joined = (
+            hvd.allgather(mine, name="hvdtrain.data").numpy().tobytes() if sum(lengths) else b""
+        )
         ends = np.cumsum(lengths)
         return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
@@ -73,6 +77,27 @@ class HorovodAdapter(PyTorchAdapter):
         """See ``PyTorchAdapter``."""
         if self._buckets:
             self._buckets.finish()
+
+    @property
+    def blocked_seconds(self) -> float | None:
+        """See ``CommonAdapter``."""
+        if self._buckets is None:
+            return super().blocked_seconds
+        # With a GPU the wait for the sums is also one for what it still computes.
+        return None if self.has_gpu else self._buckets.blocked_seconds
+
+    @property
+    def gradient_messages(self) -> dict[str, int] | None:
+        """See ``CommonAdapter``."""
+        return self._buckets.messages if self._buckets else None
+
+    def start_timeline(self, file: str) -> None:
+        """See ``CommonAdapter``."""
+        hvd.start_timeline(file, mark_cycles=True)
+
+    def stop_timeline(self) -> None:
+        """See ``CommonAdapter``."""
+        hvd.stop_timeline()
 
     @property
     def stop_agreed(self) -> bool:

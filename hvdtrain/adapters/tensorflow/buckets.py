@@ -32,6 +32,7 @@ class Buckets:
         # They travel with the last bucket: this rank's wish to stop, and whether anyone has it.
         self.stop = tf.Variable(0.0, trainable=False, name="stop_wanted")
         self.agreed = tf.Variable(0.0, trainable=False, name="stop_agreed")
+        self.messages: dict[str, int] | None = None  # of a step: count and bytes
 
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
         """The gradients, times ``weight``, summed over all ranks.
@@ -44,6 +45,8 @@ class Buckets:
         """
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         groups = _grouped(dense)
+        nbytes = sum(one.shape.num_elements() * one.dtype.size for one in dense)
+        self.messages = {"count": len(groups), "bytes": nbytes}
         result: list[Any] = [None] * len(dense)
         for number, group in enumerate(groups):
             flat = tf.concat([tf.reshape(dense[index], [-1]) for index in group], 0)

@@ -44,10 +44,11 @@ class TensorFlowAdapter(CommonAdapter):
         """
         self._gpus = tf.config.list_physical_devices("GPU")
         try:
-            if local_rank < len(self._gpus):
-                tf.config.set_visible_devices(self._gpus[local_rank], "GPU")
-                tf.config.experimental.set_memory_growth(self._gpus[local_rank], True)
-            elif not self._gpus:
+            if self._gpus:
+                mine = self._gpus[local_rank % len(self._gpus)]
+                tf.config.set_visible_devices(mine, "GPU")
+                tf.config.experimental.set_memory_growth(mine, True)
+            else:
                 threads = local_threads(local_rank, local_size)
                 tf.config.threading.set_intra_op_parallelism_threads(threads)
                 tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
@@ -59,12 +60,15 @@ class TensorFlowAdapter(CommonAdapter):
 
     def pin_device(self) -> str:
         """See ``Adapter``."""
-        if self._gpus:
-            self.check_devices(len(self._gpus))
+        count = len(self._gpus)
+        place = self.world.local_rank % max(1, count)
+        details = tf.config.experimental.get_device_details(self._gpus[place]) if count else {}
+        name = str(details.get("device_name", "unknown"))
+        self.check_devices(name, place, count)
+        if count:
             self.device = "/GPU:0"  # the only visible one
             self.has_gpu = True
-            details = tf.config.experimental.get_device_details(self._gpus[self.world.local_rank])
-            return f"gpu {self.world.local_rank} ({details.get('device_name', 'unknown')})"
+            return f"gpu {place} ({name})"
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 

@@ -13,6 +13,23 @@ from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
 
 
+def _named_gather(name: str, dtype: Any) -> Any:
+    """Horovod's allgather of a vector under the name that the PyTorch adapter's gather has.
+
+    A rank that trains with the other framework is then told so in step 1, instead of waiting for
+    ever. Only a traced operation keeps its name.
+    """
+
+    def gather(values: Any) -> Any:
+        return hvd.allgather(values, name=name, ignore_name_scope=True)
+
+    return tf.function(gather, input_signature=[tf.TensorSpec([None], dtype)])
+
+
+_gather_lengths = _named_gather("allgather.hvdtrain.lengths", tf.int64)
+_gather_data = _named_gather("allgather.hvdtrain.data", tf.uint8)
+
+
 class HorovodCollectives(Communicator):
     """Horovod's collectives on CPU tensors."""
 
@@ -23,9 +40,9 @@ class HorovodCollectives(Communicator):
     def gather(self, data: bytes) -> list[bytes]:
         """See ``Communicator``."""
         with tf.device("/CPU:0"):
-            lengths = hvd.allgather(tf.constant([len(data)], tf.int64)).numpy()
+            lengths = _gather_lengths(tf.constant([len(data)], tf.int64)).numpy()
             mine = tf.constant(np.frombuffer(data, np.uint8))
-            joined = hvd.allgather(mine).numpy().tobytes() if lengths.sum() else b""
+            joined = _gather_data(mine).numpy().tobytes() if lengths.sum() else b""
         ends = np.cumsum(lengths)
         return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
@@ -91,6 +108,19 @@ class HorovodAdapter(TensorFlowAdapter):
         if self._buckets is not None and self.stop_wanted != self._stop_noted:
             self._stop_noted = self.stop_wanted
             self._buckets.stop.assign(float(self.stop_wanted))
+
+    @property
+    def gradient_messages(self) -> dict[str, int] | None:
+        """See ``CommonAdapter``."""
+        return self._buckets.messages if self._buckets else None
+
+    def start_timeline(self, file: str) -> None:
+        """See ``CommonAdapter``."""
+        hvd.start_timeline(file, mark_cycles=True)
+
+    def stop_timeline(self) -> None:
+        """See ``CommonAdapter``."""
+        hvd.stop_timeline()
 
     @property
     def stop_agreed(self) -> bool:

@@ -1,0 +1,217 @@
+"""Lines between the ranks, by which each learns within seconds that another, or its host, is gone.
+
+MPI does not tell: a rank that waits for a host without power, or behind a cut link, waits until TCP
+gives up, a quarter of an hour and more; Open MPI's daemons look after eight minutes.
+
+The lines form a tree: rank 0 holds one to the first rank of each other host, and the first rank of
+each host one to the others on it. Nothing is sent on them until the end. Between hosts the kernels
+keep them alive, so a process is not mistaken for a lost one while it computes, waits for a disk,
+or is suspended. One thread a process sleeps until a line breaks, and then acts by itself: the main
+thread may be waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
+from hvdtrain.launch import ending, meeting
+from hvdtrain.launch.daemon import end_daemon
+
+log = logging.getLogger(__name__)
+
+# Seconds without an answer from another host after which it counts as lost. The job has to be over
+# 30 s after the loss; a switch that takes another path, or a virtual machine that moves, is silent
+# for some seconds too.
+SILENCE = 15
+IDLE = 5  # seconds of silence after which the kernel asks
+PATIENCE = 5.0  # seconds for mpirun to end this process once a rank has told why it fails
+# Who loses rank 0 waits so many seconds times its own rank, at most LAST, before it says so: others
+# have lost it too, and where mpirun ends all ranks in order rank 0 is the first to go.
+STAGGER, LAST = 0.5, 6
+
+DONE, SPOKEN = b".", b"!"  # a rank's last word: it ends in order; it fails, and has told why
+
+Gather = Callable[[bytes], list[bytes]]
+Place = tuple[str, str]  # the name of a host, and what tells it apart from another of that name
+
+
+@dataclass(frozen=True)
+class Line:
+    """A connection to another rank."""
+
+    socket: socket.socket
+    rank: int
+    """The rank at the other end."""
+
+
+_held: list[Lifeline] = []  # at most one
+
+
+def hold(rank: int, places: Sequence[Place], gather: Gather) -> None:
+    """Hold lines to other ranks from now on; all ranks call it together.
+
+    Where a rank or a host is lost, this process says so and leaves with code 1. A second call does
+    nothing.
+
+    Args:
+        rank: of this process.
+        places: the host of each rank, by rank.
+        gather: the collective that gives the bytes of every rank, by rank.
+    """
+    if _held or len(places) == 1:
+        return
+    lifeline = Lifeline(rank, places)
+    _held.append(lifeline)
+    lifeline.join(gather(lifeline.invitation()))
+    ending.at_leaving.append(lifeline.last_word)
+    # A script that does not end by ``ending`` comes to here if it ends at all.
+    atexit.register(lifeline.last_word, EXIT_OK)
+    # A forked worker that lived on would hold the lines of a dead rank.
+    os.register_at_fork(after_in_child=lifeline.close)
+
+
+class Lifeline:
+    """The lines of one rank."""
+
+    def __init__(self, rank: int, places: Sequence[Place]) -> None:
+        self.rank, self.places = rank, places
+        self.first = places.index(places[rank])  # the first rank of this host
+        self.lines: list[Line] = []
+        self.word: bytes | None = None  # this rank's last one
+        self.secret = secrets.token_bytes(2 * meeting.KEY)  # rank 0's is everyone's
+        self.selector = selectors.DefaultSelector()
+        self.listeners: dict[str, socket.socket] = {}
+        if rank == 0 and len(set(places)) > 1:
+            self.listeners["far"] = meeting.listen()
+        if rank == self.first and places.count(places[rank]) > 1:
+            self.listeners["near"] = meeting.listen_locally()
+
+    def invitation(self) -> bytes:
+        """What the other ranks need to call this one, as JSON."""
+        told: dict[str, object] = {}
+        if "far" in self.listeners:
+            told["port"] = self.listeners["far"].getsockname()[1]
+            told["addresses"] = meeting.addresses()
+        if "near" in self.listeners:
+            told["name"] = self.listeners["near"].getsockname().hex()
+        if self.rank == 0:
+            told["secret"] = self.secret.hex()
+        return json.dumps(told).encode()
+
+    def join(self, invitations: Sequence[bytes]) -> None:
+        """Connect and watch, in a thread of its own; ``invitations`` are all ranks', by rank."""
+        root = json.loads(invitations[0])
+        self.secret = bytes.fromhex(root["secret"])
+        targets: list[meeting.Address] = []
+        if self.rank != self.first:
+            targets = [bytes.fromhex(json.loads(invitations[self.first])["name"])]
+        elif self.rank != 0:
+            targets = [(address, root["port"]) for address in root["addresses"]]
+        arguments = (targets, 0 if self.rank == self.first else self.first)
+        threading.Thread(target=self._live, args=arguments, name="lifeline", daemon=True).start()
+
+    def last_word(self, code: int) -> None:
+        """Tell the others that this rank is about to end with ``code``."""
+        if self.word is None:
+            self.word = DONE if code in (EXIT_OK, EXIT_PREEMPTED) else SPOKEN
+            for line in list(self.lines):
+                self._send(line, self.word)
+
+    def close(self) -> None:
+        """Close this process's end of all lines."""
+        for connection in (*self.listeners.values(), *(line.socket for line in self.lines)):
+            connection.close()
+        self.lines.clear()
+
+    def _live(self, targets: Sequence[meeting.Address], up: int) -> None:
+        """What the thread does: call the rank ``up`` at one of ``targets``, then listen."""
+        connection = meeting.call(targets, self.rank, self.secret)
+        if connection:
+            self._hold(connection, up)
+        elif targets and self.word is None:
+            log.warning(
+                "rank %d on %s has no lifeline to rank %d on %s (tried %s): where a host is lost, "
+                "it may take long to be noticed",
+                *(self.rank, self._host(self.rank), up, self._host(up), targets),
+            )
+        for listener in self.listeners.values():
+            self.selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in self.selector.select():
+                if isinstance(key.data, Line):
+                    self._hear(key.data)
+                elif called := meeting.answer(key.fileobj, self.secret):  # type: ignore[arg-type]
+                    self._hold(*called)
+
+    def _hold(self, connection: socket.socket, rank: int) -> None:
+        if connection.family == socket.AF_INET:
+            meeting.keep_alive(connection, IDLE, SILENCE)
+        line = Line(connection, rank)
+        self.lines.append(line)
+        if self.word is not None:  # the training was over before the line was there
+            self._send(line, self.word)
+        self.selector.register(connection, selectors.EVENT_READ, line)
+
+    def _send(self, line: Line, word: bytes) -> None:
+        with contextlib.suppress(OSError):  # the other end has gone already
+            line.socket.send(word)
+
+    def _hear(self, line: Line) -> None:
+        """Read the last word on ``line``, or why there is none."""
+        silent = False
+        try:
+            word = line.socket.recv(1)
+        except OSError as error:
+            word, silent = b"", not isinstance(error, ConnectionResetError)
+        self.selector.unregister(line.socket)
+        self.lines.remove(line)
+        line.socket.close()
+        if word == SPOKEN:
+            self.last_word(EXIT_FAILURE)
+            time.sleep(PATIENCE)
+            ending.leave(EXIT_FAILURE)
+        if word != DONE:
+            self._end(line.rank, silent=silent)
+
+    def _end(self, lost: int, *, silent: bool) -> NoReturn:
+        """Say that the rank ``lost`` is lost, or all its host where that is ``silent``; leave."""
+        if silent:
+            what = (
+                f"host {self._host(lost)} ({self._ranks(lost)}) has not answered for {SILENCE} s: "
+                f"it is down, or cut off from {self._host(self.rank)}"
+            )
+        else:
+            what = (
+                f"rank {lost} on {self._host(lost)} has ended without a word: it crashed or was "
+                "killed (out of memory?), or its host was"
+            )
+        wait = 0.0 if lost else STAGGER * min(self.rank, LAST)
+        ending.speak(f"{what}. {ending.how_to_go_on()}", wait=wait)
+        self.last_word(EXIT_FAILURE)
+        if silent and end_daemon():
+            time.sleep(PATIENCE)
+        ending.leave(EXIT_FAILURE)
+
+    def _host(self, rank: int) -> str:
+        return self.places[rank][0]
+
+    def _ranks(self, rank: int) -> str:
+        """All ranks on the host of ``rank``, in words."""
+        here = [other for other, place in enumerate(self.places) if place == self.places[rank]]
+        if len(here) == 1:
+            return f"rank {rank}"
+        together = here == list(range(here[0], here[-1] + 1))
+        return f"ranks {here[0]}-{here[-1]}" if together else f"ranks {','.join(map(str, here))}"

@@ -1,0 +1,82 @@
+"""All ranks train the same: their options and their data are compared before the first step.
+
+The ranks of one job may have been started with different command lines (mpirun's application
+contexts, a wrapper script), and a host may hold another copy of the data. Nothing would stop: the
+learning rate, the order or the number of steps would be another on some rank, or all would hang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.ending import agreed
+from hvdtrain.steps.integrity import places
+from hvdtrain.training.options import Options
+from hvdtrain.workloads.base import Task
+
+# What only rank 0 uses, or what changes no result.
+OWN = ("quiet", "summary", "metrics", "tensorboard", "workers")
+
+
+def check_options(adapter: CommonAdapter, options: Options) -> None:
+    """Compare the options of all ranks, in one collective.
+
+    Raises:
+        UsageError: on every rank, naming the option and who was given what.
+    """
+    mine = {
+        f"--{field.name.replace('_', '-')}": str(getattr(options, field.name))
+        for field in dataclasses.fields(Options)
+        if field.name not in OWN
+    }
+    # Each host may hold its copy at another place; but the embedded data is other data.
+    mine["--data"] = "given" if options.data else "not given"
+    remedy = "start all ranks with the same options"
+    _compare(adapter, {name: _plain(value) for name, value in mine.items()}, remedy)
+
+
+def check_data(adapter: CommonAdapter, task: Task) -> None:
+    """Compare how many samples the ranks have found, in one collective.
+
+    Raises:
+        UsageError: on every rank, naming who has found how many.
+    """
+    mine = {
+        "the number of training samples": f"{task.train.samples:,}",
+        "the number of test samples": f"{task.test.samples if task.test else 0:,}",
+    }
+    remedy = "give every host the same data (--data), best on a file system that all share"
+    _compare(adapter, mine, remedy)
+
+
+def _plain(value: str) -> str:
+    return {"None": "not given", "True": "given", "False": "not given"}.get(value, value)
+
+
+def _compare(adapter: CommonAdapter, mine: Mapping[str, str], remedy: str) -> None:
+    told = adapter.communicator.gather(json.dumps(mine).encode())
+    hosts = [facts.host for facts in adapter.ranks]
+    difference = first_difference([json.loads(data) for data in told], hosts)
+    if difference:
+        raise agreed(UsageError(f"{difference}: {remedy}"))
+
+
+def first_difference(told: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str | None:
+    """The first thing that the ranks tell differently, and who tells what; None: all agree.
+
+    Args:
+        told: what each rank tells, by rank; the same names on all.
+        hosts: the host of each rank.
+    """
+    for name in told[0]:
+        owners: dict[str, list[int]] = {}
+        for rank, values in enumerate(told):
+            owners.setdefault(values[name], []).append(rank)
+        if len(owners) > 1:
+            parts = [f"{value} on {places(ranks, hosts)}" for value, ranks in owners.items()]
+            return f"{name} differs: {', '.join(parts)}"
+    return None

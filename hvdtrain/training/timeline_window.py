@@ -1,0 +1,94 @@
+"""``--timeline``: Horovod's timeline of a window of steps.
+
+Horovod can start and stop its timeline while it runs if HOROVOD_TIMELINE is DYNAMIC on all ranks
+when it starts. Only rank 0 writes. While its cache of responses is on, Horovod does not note which
+rank was ready when, so the cache is off in a run that is recorded, in all of it; a timeline asked
+for by HOROVOD_TIMELINE itself is left to Horovod, but for the cache.
+
+The steps recorded do not count for the throughput: writing the timeline takes time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, MutableMapping
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.errors import UsageError
+from hvdtrain.training.options import Options
+
+log = logging.getLogger(__name__)
+
+DYNAMIC = "DYNAMIC"
+
+
+def prepare(
+    options: Options, strategy: str, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set what Horovod must find in ``environ`` when it starts; every rank calls it.
+
+    Raises:
+        UsageError: the strategy does without Horovod, or the whole run is recorded already.
+    """
+    outside = environ.get("HOROVOD_TIMELINE", DYNAMIC)
+    if options.timeline and strategy != "horovod":
+        raise UsageError(
+            f"--timeline records what Horovod does, and --strategy {strategy} does without it: "
+            "leave it out"
+        )
+    if options.timeline and outside != DYNAMIC:
+        raise UsageError(
+            f"--timeline {options.timeline} and HOROVOD_TIMELINE={outside} contradict each other: "
+            "give one"
+        )
+    if options.timeline:
+        environ["HOROVOD_TIMELINE"] = DYNAMIC
+    if options.timeline or outside != DYNAMIC:
+        environ.setdefault("HOROVOD_CACHE_CAPACITY", "0")
+
+
+class TimelineWindow:
+    """Starts the timeline when the window's first step begins, stops it after its last one."""
+
+    def __init__(
+        self, options: Options, adapter: CommonAdapter, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        self.adapter = adapter
+        self.file = str(options.timeline) if options.timeline else None
+        first, end = options.timeline_steps or (0, None)
+        self.first, self.end = first, math.inf if end is None else end
+        outside = environ.get("HOROVOD_TIMELINE", DYNAMIC)
+        self._everything = outside != DYNAMIC  # Horovod records the whole run by itself
+        self._open = False
+        self.recorded = outside if self._everything else None
+        """The file in which steps of this run were recorded, None if none were."""
+
+    def enter(self, step: int) -> None:
+        """All ranks are about to take a step, ``step`` of them are done."""
+        if self.file is None or self._open or not self.first <= step < self.end:
+            return
+        self.adapter.start_timeline(self.file)
+        self._open, self.recorded = True, self.file
+        # No rank goes on before rank 0 records, else the beginning of its step would be missing.
+        self.adapter.communicator.gather(b"")
+
+    def leave(self, step: int) -> bool:
+        """All ranks have taken a step, ``step`` are done; whether it was recorded."""
+        recorded = self._open or self._everything
+        if step >= self.end:
+            self._stop()
+        return recorded
+
+    def close(self) -> None:
+        """The training is over."""
+        self._stop()
+        if self.file and not self.recorded and self.adapter.world.is_writer:
+            span = f"{self.first}:{'' if self.end == math.inf else self.end}"
+            log.warning("--timeline-steps %s: no such step was taken, nothing is recorded", span)
+
+    def _stop(self) -> None:
+        if self._open:
+            self.adapter.stop_timeline()
+            self._open = False

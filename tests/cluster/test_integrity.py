@@ -1,0 +1,51 @@
+"""Ranks that a real srun starts without PMIx, and ``hvdtrain doctor`` inside a real job."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import slurm
+from tests.cluster.slurm import Cluster
+from tests.conftest import BIN, ROOT
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A private Slurm, stopped at the end."""
+    if reason := slurm.lacks():
+        pytest.skip(reason)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def test_worlds_of_one_under_srun(cluster: Cluster) -> None:
+    line = ("srun", "-n", "2", sys.executable, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet")
+    outcome = cluster.command(*line, cwd=ROOT, timeout=60)
+    assert outcome.code == 2, outcome.err[-2000:]
+    (said,) = outcome.said  # by rank 0; both end with 2
+    assert outcome.err.count("Exited with exit code 2") == 2
+    assert "srun started 2 processes, but Horovod sees a world of 1" in said
+    assert "slurmstepd" in said
+    assert (
+        f"`srun --mpi=pmix` (`srun --mpi=list` tells whether this Slurm has it), or with {BIN}"
+        in (said)
+    )
+
+
+def test_doctor_in_a_job_of_four_slots(cluster: Cluster, tmp_path: Path) -> None:
+    line = ("salloc", "-n", "4", sys.executable, "-m", "hvdtrain.cli", "doctor", "--json")
+    outcome = cluster.command(*line, cwd=tmp_path, timeout=60, OMP_NUM_THREADS="64")
+    assert outcome.code == 0, outcome.out + outcome.err
+    found = {finding["check"]: finding for finding in json.loads(outcome.out)["findings"]}
+    assert "inside job" in found["scheduler"]["evidence"]
+    assert ":4, 4 slots" in found["hosts of the job"]["evidence"]
+    assert "64 threads a rank, 4 ranks" in found["OMP_NUM_THREADS"]["evidence"]
