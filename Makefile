@@ -16,7 +16,7 @@ INPUTS := setup.cfg pyproject.toml constraints.txt \
     hvdtrain/environment/recipe.py hvdtrain/environment/wrapper.py
 FINGERPRINT := $(shell { $(PYTHON) -VV; cat $(INPUTS); } 2>&1 | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.setup-$(FINGERPRINT)
-TESTS := $(wildcard tests/unit tests/parallel)
+TESTS := $(wildcard tests/unit tests/parallel tests/cluster tests/browser)
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # mpirun refuses root, which a container often is; and more ranks than cores, which a small machine

@@ -40,14 +40,38 @@ VERBS = (
         "build Horovod for the installed frameworks, cache, install and prove it",
         "hvdtrain.environment.install",
     ),
-    Verb("doctor", "look for what keeps a training from running well on this machine"),
-    Verb("verify", "prove that Horovod computes what it should, on these ranks"),
-    Verb("launch", "start a training under the right launcher with the right options"),
-    Verb("submit", "write a job script and hand it to PBS or Slurm"),
-    Verb("scaling", "measure how well a training scales with the ranks"),
+    Verb(
+        "doctor",
+        "look for what keeps a training from running well on this machine",
+        "hvdtrain.environment.doctor",
+    ),
+    Verb(
+        "verify",
+        "prove on your own ranks that each of the eight steps takes effect",
+        "hvdtrain.environment.verify",
+    ),
+    Verb(
+        "launch",
+        "start a training under the right launcher with the right options",
+        "hvdtrain.launch.launch",
+    ),
+    Verb("submit", "write a job script and hand it to PBS or Slurm", "hvdtrain.batch.submit"),
+    Verb(
+        "scaling",
+        "measure how well a training scales with the ranks",
+        "hvdtrain.measure.scaling",
+    ),
     Verb("compare", "measure strategies and frameworks against each other"),
-    Verb("timeline", "read a Horovod timeline: what takes the time, which rank is late"),
-    Verb("report", "put summaries and measurements into one page"),
+    Verb(
+        "timeline",
+        "read a Horovod timeline: what takes the time, which rank is late",
+        "hvdtrain.timeline.verb",
+    ),
+    Verb(
+        "report",
+        "put a run or a study, with its curves and measurements, into one page",
+        "hvdtrain.measure.report",
+    ),
 )
 EXAMPLE = """example:
   hvdtrain install-horovod
@@ -104,7 +128,9 @@ def _run(verb: Verb, module_name: str, words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     as_json = getattr(arguments, "json", False)
     # Standard output belongs to the result, so everything on the way goes to standard error.
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # Libraries that we use have nothing to say there but warnings.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("hvdtrain").setLevel(logging.INFO)
     try:
         report = module.run_verb(arguments)
     except HvdtrainError as error:

@@ -18,7 +18,9 @@ from hvdtrain.verb import Report
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "jsonargparse"}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["install-horovod", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["install-horovod", "--help"], ["doctor", "--help"], ["--version"]]
+)
 def test_help_imports_no_framework(words: list[str]) -> None:
     program = (
         "import sys\nfrom hvdtrain.cli import main\n"

@@ -1,0 +1,153 @@
+"""Python, frameworks and Horovod: what is here, and what Horovod was built for."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hvdtrain
+from hvdtrain.environment.checks.loading import EXTENSIONS, Loaded, extension
+from hvdtrain.environment.findings import ABSENT, ERROR, OK, WARNING, Finding
+from hvdtrain.environment.installed import find_installed, wheel_hash
+from hvdtrain.environment.toolchain import Toolchain
+
+REBUILD = "hvdtrain install-horovod --rebuild"
+PACKAGES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
+
+
+def python_finding() -> Finding:
+    """The interpreter, and the hvdtrain that it runs."""
+    where = "" if sys.prefix != sys.base_prefix else ", no virtual environment"
+    return Finding(
+        "Python",
+        OK,
+        f"{platform.python_version()}, {sys.executable}{where}; hvdtrain {hvdtrain.__version__}, "
+        f"{Path(hvdtrain.__file__).parent}",
+    )
+
+
+def framework_findings(toolchain: Toolchain) -> Iterator[Finding]:
+    """PyTorch and TensorFlow; either may be absent, both may not."""
+    torch, tensorflow = toolchain.torch, toolchain.tensorflow
+    remedy = "" if torch or tensorflow else "pip install 'hvdtrain[pytorch]' (or [tensorflow])"
+    missing = ABSENT if torch or tensorflow else ERROR
+    if torch:
+        built = f"for CUDA {torch.cuda}" if torch.cuda else "for the CPU"
+        yield Finding("PyTorch", OK, f"{torch.version}, built {built}")
+    else:
+        yield Finding("PyTorch", missing, "not installed", remedy)
+    if tensorflow:
+        built = "for CUDA" if tensorflow.cuda else "for the CPU"
+        yield Finding("TensorFlow", OK, f"{tensorflow.version}, built {built}")
+    else:
+        yield Finding("TensorFlow", missing, "not installed", remedy)
+
+
+@dataclass(frozen=True)
+class HorovodFacts:
+    """The installed Horovod, and what it meets here."""
+
+    version: str
+    """Of the distribution; empty where it is not installed."""
+    built_for: Mapping[str, str]
+    """Version of each framework when it was built, by framework, as Horovod wrote it down."""
+    here: Mapping[str, str]
+    """Version of each framework that is installed now."""
+    loaded: Mapping[str, Loaded]
+    """What came of loading each library that it has, by framework."""
+    build: Mapping[str, object] = field(default_factory=dict)
+    """What hvdtrain built it from; empty where another built it."""
+    cpu_flags: tuple[str, ...] = ()
+    """Vector instructions that this processor has."""
+
+
+def find_horovod(toolchain: Toolchain, wheels: Path, loaded: Mapping[str, Loaded]) -> HorovodFacts:
+    """Look at the installed Horovod; ``wheels`` is where the cache keeps its wheels."""
+    installed = find_installed(toolchain.site_packages)
+    if installed is None:
+        return HorovodFacts("", {}, {}, {})
+    file = toolchain.site_packages / "horovod" / "metadata.json"
+    built_for = {name: text for name, text in _read(file).items() if name in EXTENSIONS}
+    found = {"pytorch": toolchain.torch, "tensorflow": toolchain.tensorflow}
+    return HorovodFacts(
+        version=installed.version,
+        built_for={name: str(text) for name, text in built_for.items()},
+        here={name: framework.version for name, framework in found.items() if framework},
+        loaded=loaded,
+        build=build_facts(wheels, wheel_hash(installed)),
+        cpu_flags=toolchain.cpu_flags,
+    )
+
+
+def build_facts(wheels: Path, sha256: str | None) -> Mapping[str, Any]:
+    """What the cached wheel with this hash was built from; empty where the cache has none."""
+    for file in sorted(wheels.glob("*/build.json")) if sha256 else ():
+        notes = _read(file)
+        if notes.get("sha256") == sha256 and isinstance(notes.get("facts"), dict):
+            return dict(notes["facts"])
+    return {}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def present_extensions() -> list[str]:
+    """The frameworks that the installed Horovod has a library for."""
+    return [framework for framework in EXTENSIONS if extension(framework)]
+
+
+def horovod_findings(facts: HorovodFacts) -> Iterator[Finding]:
+    """Judge Horovod: there, built for this processor, and loading with each framework."""
+    if not facts.version:
+        yield Finding("Horovod", ABSENT, "not installed", "hvdtrain install-horovod")
+        return
+    yield _processor(facts)
+    for framework, loaded in facts.loaded.items():
+        yield _library(framework, loaded, facts)
+    for framework in facts.here.keys() - facts.loaded.keys():
+        yield Finding(
+            f"Horovod, {PACKAGES[framework]}",
+            WARNING,
+            f"Horovod was not built for {PACKAGES[framework]}, which is installed",
+            f"hvdtrain install-horovod, to train with --framework {framework} on several ranks",
+        )
+
+
+def _processor(facts: HorovodFacts) -> Finding:
+    build = facts.build
+    told = f"{facts.version}, built with {build['mpi']}" if build.get("mpi") else facts.version
+    flags = build.get("cpu")
+    lacking = sorted(set(flags) - set(facts.cpu_flags)) if isinstance(flags, list) else []
+    if lacking:
+        return Finding(
+            "Horovod",
+            ERROR,
+            f"{told}, for a processor with {', '.join(flag[2:] for flag in lacking)}, which this "
+            "one lacks: it would end with an illegal instruction",
+            f"{REBUILD} on this kind of host",
+        )
+    return Finding("Horovod", OK, told)
+
+
+def _library(framework: str, loaded: Loaded, facts: HorovodFacts) -> Finding:
+    name, check = PACKAGES[framework], f"Horovod, {PACKAGES[framework]}"
+    built, here = facts.built_for.get(framework), facts.here.get(framework)
+    if here is None:
+        evidence = f"built for {name} {built or '(version unknown)'}, which is not installed"
+        return Finding(check, ABSENT, evidence)
+    versions = f"built for {name} {built}, {here} is installed" if built != here else f"for {here}"
+    if loaded.error:
+        return Finding(check, ERROR, f"it does not load ({versions}): {loaded.error}", REBUILD)
+    if built != here:
+        return Finding(check, WARNING, f"{versions}; it loads all the same", REBUILD)
+    return Finding(check, OK, f"loads, {versions}")

@@ -1,0 +1,71 @@
+"""Run a script on this rank and write down what is seen of it."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from hvdtrain.environment.observation import watch_horovod, watch_tensorflow, watch_torch
+from hvdtrain.environment.observation.imports import AfterImport
+from hvdtrain.environment.observation.record import Record
+from hvdtrain.environment.verification.stalled import STALLED
+from hvdtrain.environment.verification.written import on_write
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
+from hvdtrain.launch import ending
+from hvdtrain.launch.tuning import set_defaults
+
+
+def main() -> int:
+    """Run the script that the command line names; its own exit code, 0 where it was ended."""
+    parser = argparse.ArgumentParser(prog="python -m hvdtrain.environment.observation")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--updates", type=int)
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    record = Record(options.folder, options.updates)
+    set_defaults(STALLED)
+    watch(record)
+    sys.argv = [options.script, *options.arguments]
+    sys.path[0] = str(Path(options.script).resolve().parent)
+    code = EXIT_OK
+    try:
+        runpy.run_path(options.script, run_name="__main__")
+        record.data["ended"] = "its own end"
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE if stop.code else EXIT_OK
+        record.data["ended"] = record.data["ended"] or f"exit code {code}"
+    except BaseException as error:
+        traceback.print_exc()
+        code = EXIT_FAILURE
+        record.data["ended"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    record.finish()
+    return code
+
+
+def watch(record: Record) -> None:
+    """Watch what the script will import, and what it writes."""
+    horovod = watch_horovod.Watch(record)
+    tensorflow = watch_tensorflow.Watch(record)
+    AfterImport(
+        {
+            "torch": lambda torch: watch_torch.watch(torch, record),
+            "tensorflow": tensorflow.tensorflow,
+            "keras": tensorflow.keras,
+            "horovod.torch.mpi_ops": horovod.operations,
+            "horovod.tensorflow.mpi_ops": horovod.operations,
+            "horovod.torch": horovod.calls,
+            "horovod.tensorflow": horovod.calls,
+            "horovod.tensorflow.keras": horovod.calls,
+            "horovod.keras": horovod.calls,
+            "hvdtrain.adapters.common": horovod.adapters,
+        }
+    ).install()
+    on_write(record.wrote)
+
+
+if __name__ == "__main__":
+    ending.run(main)

@@ -1,0 +1,243 @@
+"""The eight rows, from what all ranks noted about a script: pure functions of JSON values.
+
+``everyone`` holds one record a rank, by rank (see ``record.py``); only ranks that wrote one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdtrain.environment.observation.judge_updates import equal_start, mean_gradient
+from hvdtrain.environment.verification.rows import (
+    NOT_SEEN,
+    Row,
+    by_rank,
+    listed,
+    row,
+    several,
+)
+
+Record = dict[str, Any]
+Judge = Callable[[Sequence[Record]], Row]
+
+SAME = 1e-6  # relative difference of learning rates that are the same
+FEW = 3  # samples on two ranks that may be chance: data has duplicates
+EXPECTED = 5.0  # samples that would be on two ranks if they were drawn without shards
+
+
+def rows(everyone: Sequence[Record], alone: Record | None) -> list[Row]:
+    """All eight rows.
+
+    Args:
+        everyone: what the ranks noted.
+        alone: what one rank alone noted of the same script, to compare learning rates with.
+    """
+    return [
+        one_world(everyone),
+        devices(everyone),
+        shards(everyone),
+        learning_rate(everyone, alone),
+        mean_gradient(everyone),
+        equal_start(everyone),
+        one_writer(everyone),
+        metrics(everyone),
+    ]
+
+
+def one_world(everyone: Sequence[Record]) -> Row:
+    """Step 1: Horovod's ranks are the launcher's."""
+    worlds = [record["world"] for record in everyone]
+    started = everyone[0]["launcher"][2]
+    told = f"{everyone[0]['launcher'][0]} started {started}" if started > 1 else "one process"
+    without = [rank for rank, world in enumerate(worlds) if world is None]
+    if without:
+        if started == 1 or any(everyone[rank]["updates"] == [] for rank in without):
+            return Row(1, NOT_SEEN, f"hvd.init() was not reached on {listed(without)}")
+        return row(1, False, f"hvd.init() was not called on {listed(without)}; {told}")
+    sizes, ranks = [w["size"] for w in worlds], [w["rank"] for w in worlds]
+    holds = set(sizes) == {started} and sorted(ranks) == list(range(started))
+    by_host: dict[str, list[int]] = {}
+    for record in everyone:
+        by_host.setdefault(record["host"], []).append(record["world"]["local_rank"])
+    local = all(sorted(ranks) == list(range(len(ranks))) for ranks in by_host.values())
+    hosts = ", ".join(f"{len(ranks)} on {host}" for host, ranks in by_host.items())
+    if not holds:
+        seen = "; ".join(f"rank {w['rank']} of {w['size']}" for w in worlds[:4])
+        return row(1, False, f"Horovod says {seen}; {told}")
+    if not local:
+        return row(1, False, f"local ranks {by_host}; {told}")
+    return row(1, True, f"{listed(ranks)} once each, {hosts}; {told}", ranks=started)
+
+
+def devices(everyone: Sequence[Record]) -> Row:
+    """Step 2, once the script has made an update."""
+    if any(record["processor"] is None for record in everyone):
+        return Row(2, NOT_SEEN, "no update was made")
+    from hvdtrain.environment.verification.pin_device import judge
+
+    return judge(
+        [
+            {"host": f"{record['host']} ", "cores": record["cores"], **record["processor"]}
+            for record in everyone
+        ]
+    )
+
+
+def shards(everyone: Sequence[Record]) -> Row:
+    """Step 3: from the calls that shard, from loaders, and from the samples themselves."""
+    size = len(everyone)
+    if size == 1:
+        return Row(3, NOT_SEEN, "one rank: nothing to share out")
+    asked = [_shard_of(record) for record in everyone]
+    seen = [record["rows"] for record in everyone]
+    counts: dict[str, int] = {}
+    for mark in (mark for marks in seen for mark in set(marks)):
+        counts[mark] = counts.get(mark, 0) + 1
+    shared = sum(1 for count in counts.values() if count > 1)
+    samples = f"{shared} of {len(counts):,} samples seen were on more than one rank"
+    if all(asked):
+        wrong = [(n, r) for n, r, _ in filter(None, asked) if n != size]
+        if wrong or len({rank for _, rank, _ in filter(None, asked)}) != size:
+            told = ", ".join(f"{r} of {n}" for n, r, _ in filter(None, asked))
+            return row(3, False, f"the ranks ask for shards {told}; {samples}", shared=shared)
+    if shared > FEW:
+        return row(3, False, samples, shared=shared)
+    if all(asked):
+        name = asked[0][2] if asked[0] else ""
+        return row(3, True, f"{name} gives {size} shards; {samples}", shared=shared)
+    return _unsharded(everyone, samples)
+
+
+def _shard_of(record: Record) -> tuple[int, int, str] | None:
+    """Which shard the rank asked for: how many there are, which one, by what."""
+    for call in record["calls"]:
+        if "shards" in call and call["shards"] is not None:
+            return call["shards"], call["shard"], call["name"]
+    loader = record["loader"]
+    if loader and loader["replicas"]:
+        return loader["replicas"], loader["rank"], loader["sampler"]
+    return None
+
+
+def _unsharded(everyone: Sequence[Record], samples: str) -> Row:
+    """No call that shards was seen: each rank may still have data of its own."""
+    loaders = [record["loader"] for record in everyone]
+    known = [loader for loader in loaders if loader and loader["samples"]]
+    if len(known) == len(everyone):
+        whole = all(loader["drawn"] == loader["samples"] for loader in known)
+        probes = {tuple(loader["probes"] or [str(rank)]) for rank, loader in enumerate(known)}
+        if whole and len(probes) == 1:
+            count = known[0]["samples"]
+            return row(3, False, f"every rank draws from the same {count:,} samples; {samples}")
+        own = [len(set(record["rows"])) for record in everyone]
+        if math.prod(own[:2]) / known[0]["samples"] >= EXPECTED:
+            return row(3, True, f"data of its own on each rank; {samples}")
+    return Row(3, NOT_SEEN, f"no sampler and no shard call; {samples}")
+
+
+def learning_rate(everyone: Sequence[Record], alone: Record | None) -> Row:
+    """Step 4: the same on all ranks, and against what one rank alone uses."""
+    size = len(everyone)
+    rates = [[update["rates"][0] for update in record["updates"]] for record in everyone]
+    count = min(map(len, rates))
+    if not count:
+        return Row(4, NOT_SEEN, "no update was made")
+    for update, values in enumerate(zip(*(one[:count] for one in rates), strict=True)):
+        if max(values) - min(values) > SAME * max(map(abs, values)):
+            told = by_rank([f"{value:g}" for value in values], ", ")
+            return row(4, False, f"at update {update + 1}: {told} by rank")
+    first = rates[0][:count]
+    told = f"{first[0]:g}" if len(set(first)) == 1 else f"{first[0]:g} to {first[-1]:g}"
+    told = f"{told} in {several(count, 'update')} on {several(size, 'rank')}"
+    base = [update["rates"][0] for update in alone["updates"]] if alone else []
+    if size == 1 or not base:
+        return Row(4, NOT_SEEN, f"{told}; nothing to compare with")
+    return _against_one(size, first, base, told, _growth(everyone, alone))
+
+
+def _growth(everyone: Sequence[Record], alone: Record | None) -> float | None:
+    """How many times larger the global batch is than that of one rank; None where not seen."""
+    whole = sum(record["updates"][0]["rows"] for record in everyone)
+    one = alone["updates"][0]["rows"] if alone else 0
+    return whole / one if whole and one else None
+
+
+def _against_one(
+    size: int, rates: list[float], base: list[float], told: str, growth: float | None
+) -> Row:
+    """The rule that the rates follow: linear, square root, a warm-up, or none."""
+    ratios = [a / b for a, b in zip(rates, base, strict=False) if b]
+    told = f"{told}, {base[0]:g} on one alone"
+    if not ratios:
+        return Row(4, NOT_SEEN, told)
+    for name, factor in (("linear", float(size)), ("square root", math.sqrt(size))):
+        if math.isclose(ratios[0], factor, rel_tol=1e-3):
+            return row(4, True, f"{told}: {name} rule, x {factor:.3g}", ratio=ratios[0])
+    if ratios[-1] > ratios[0] * (1 + SAME):
+        return row(4, True, f"{told}: a warm-up, from x {ratios[0]:.3g}", ratio=ratios[0])
+    if math.isclose(ratios[0], 1.0, rel_tol=1e-3) and growth is not None:
+        if growth < (1 + size) / 2:
+            return row(4, True, f"{told}: as the global batch, which stays the same", ratio=1.0)
+        return row(4, False, f"{told}, though the global batch is {growth:.3g} times larger")
+    return Row(4, NOT_SEEN, f"{told}: x {ratios[0]:.3g}, which is no rule that is known here")
+
+
+def one_writer(everyone: Sequence[Record]) -> Row:
+    """Step 7: no file is written by two ranks."""
+    writers: dict[str, list[int]] = {}
+    for rank, record in enumerate(everyone):
+        for path in record["written"]:
+            writers.setdefault(path, []).append(rank)
+    if not writers:
+        return Row(7, NOT_SEEN, f"no file was written in {several(_done(everyone), 'update')}")
+    several_times = {path: ranks for path, ranks in writers.items() if len(ranks) > 1}
+    if several_times:
+        path, ranks = next(iter(several_times.items()))
+        more = f" and {len(several_times) - 1} more" if len(several_times) > 1 else ""
+        return row(7, False, f"{listed(ranks)} wrote {path}{more}")
+    told = "; ".join(
+        f"rank {rank} wrote {several(len(record['written']), 'file')}"
+        for rank, record in enumerate(everyone)
+        if record["written"]
+    )
+    return row(7, True, f"{told}, none twice: {next(iter(writers))}", files=len(writers))
+
+
+def metrics(everyone: Sequence[Record]) -> Row:
+    """Step 8: values that were reduced over the ranks, and are the same on all."""
+    found = [_metrics(record) for record in everyone]
+    if not any(found):
+        return Row(8, NOT_SEEN, f"no metric was reduced in {several(_done(everyone), 'update')}")
+    missing = [rank for rank, values in enumerate(found) if not values]
+    if missing:
+        return row(8, False, f"metrics are reduced, but not on {listed(missing)}")
+    for values in zip(*found, strict=False):
+        name, _, after = values[0]
+        if any(not _close(other[2], after) for other in values):
+            told = by_rank([f"{value[2][0]:g}" for value in values], ", ")
+            return row(8, False, f"{name} is {told} by rank after the reduction")
+    name, _, after = found[0][0]
+    before = by_rank([f"{values[0][1][0]:g}" for values in found], ", ")
+    told = f"{name}: {before} by rank, {after[0]:g} on all after the reduction"
+    if not everyone[0]["hvdtrain"]:
+        told += "; a mean of means is right where all ranks count the same samples"
+    return row(8, True, told, reductions=min(map(len, found)))
+
+
+def _metrics(record: Record) -> list[Any]:
+    if record["hvdtrain"]:  # what its adapters reduce otherwise is none of the script's
+        return [metric for metric in record["metrics"] if metric[0].startswith("average_metrics")]
+    return list(record["metrics"])
+
+
+def _close(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=SAME, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _done(everyone: Sequence[Record]) -> int:
+    return min(record["done"] for record in everyone)

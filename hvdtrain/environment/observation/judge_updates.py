@@ -1,0 +1,147 @@
+"""Steps 5 and 6 of a script, from the parameters and gradients that were seen at its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.environment.verification.rows import NOT_SEEN, Row, listed, number, row, several
+
+Record = dict[str, Any]
+Vector = NDArray[np.float64]
+
+BETWEEN = 1e-6  # relative difference between ranks that hold the same
+REDUCED = 5e-3  # relative difference to the mean: compression to fp16 stays below it
+IDLE = 1e-2  # the weight of a rank whose gradients do not count
+
+
+def mean_gradient(everyone: Sequence[Record]) -> Row:
+    """Step 5: the gradients applied are equal on all ranks, and made of all ranks' own."""
+    size = len(everyone)
+    updates = [record["updates"] for record in everyone]
+    count = min(map(len, updates))
+    if not count:
+        return Row(5, NOT_SEEN, "no update was made")
+    if size == 1:
+        return Row(5, NOT_SEEN, "one rank: nothing to reduce")
+    tensors = several(updates[0][0]["tensors"], "tensor")
+    largest = 0.0
+    for step in range(count):
+        applied = [np.array(one[step]["applied"]["sample"]) for one in updates]
+        scale = max(float(np.linalg.norm(applied[0])), 1e-30)
+        off = [float(np.linalg.norm(other - applied[0])) / scale for other in applied]
+        different = [rank for rank, value in enumerate(off) if not value <= BETWEEN]
+        if different:
+            told = f"{listed(different)} applied other gradients than rank 0 at update {step + 1}"
+            told = f"{told}: relative difference {number(max(off))}, {tensors}{_why(everyone)}"
+            return row(5, False, told, between=max(off))
+        largest = max(largest, *off)
+    told = f"max difference between ranks {number(largest)} over {several(count, 'update')}"
+    return _composition(everyone, count, f"{told}, {tensors}")
+
+
+def _why(everyone: Sequence[Record]) -> str:
+    """A cause that is known."""
+    calls = {call["name"] for record in everyone for call in record["calls"]}
+    keras = {name for name in calls if name.endswith("keras.DistributedOptimizer")}
+    if keras and not any(record["reduced"] for record in everyone):
+        return (
+            f"; {min(keras)} reduces nothing with Keras 3: use hvd.DistributedGradientTape, or "
+            "hvdtrain's distribute_optimizer"
+        )
+    return "" if any(record["reduced"] for record in everyone) else "; Horovod reduced nothing"
+
+
+def _composition(everyone: Sequence[Record], count: int, told: str) -> Row:
+    """What the gradients applied are made of, at the first update where that can be seen."""
+    for step in range(count):
+        updates = [record["updates"][step] for record in everyone]
+        applied = np.array(updates[0]["applied"]["sample"])
+        if any(update["local"] is None for update in updates) or not np.any(applied):
+            continue
+        local = np.array([update["local"]["sample"] for update in updates])  # (ranks, values)
+        if not all(record["reduced"] for record in everyone):
+            return row(5, False, f"{told}; but Horovod reduced nothing")
+        return _made_of(applied, local, told, weighed=everyone[0]["hvdtrain"])
+    if all(record["reduced"] for record in everyone):
+        return row(5, True, f"{told}; the ranks' own were not seen")
+    return Row(5, NOT_SEEN, told)
+
+
+def _made_of(applied: Vector, local: Vector, told: str, *, weighed: bool) -> Row:
+    """Whether ``applied`` is the mean of the rows of ``local``, or another mix of all of them."""
+    size = len(local)
+    scale = float(np.linalg.norm(applied))
+    to_mean = float(np.linalg.norm(applied - local.mean(0))) / scale
+    if to_mean <= REDUCED:
+        return row(
+            5, True, f"{told}; to the mean of the ranks' own {number(to_mean)}", mean=to_mean
+        )
+    to_sum = float(np.linalg.norm(applied - local.sum(0))) / scale
+    if to_sum <= REDUCED:
+        note = f"{told}; the sum, not the mean, of the ranks' own"
+        return row(5, weighed, f"{note}, which are weighed before" if weighed else note)
+    weights, _, rank, _ = np.linalg.lstsq(local.T, applied, rcond=1e-6)
+    residual = float(np.linalg.norm(applied - weights @ local)) / scale
+    if rank < size or residual > REDUCED:
+        return row(5, True, f"{told}; no plain mean of the ranks' own (clipped by tensor, perhaps)")
+    idle = [r for r in range(size) if abs(weights[r]) < IDLE * np.max(np.abs(weights))]
+    mix = ", ".join(f"{weight:.3g}" for weight in weights[:8])
+    if idle:
+        return row(5, False, f"{told}; but those of {listed(idle)} do not count ({mix})")
+    return row(5, True, f"{told}; {mix} times the ranks' own", weights=weights.tolist())
+
+
+def equal_start(everyone: Sequence[Record]) -> Row:
+    """Step 6: something was broadcast, and the parameters are equal by the second update."""
+    size = len(everyone)
+    if size == 1:
+        return Row(6, NOT_SEEN, "one rank: nothing to broadcast")
+    names = [{call["name"] for call in record["calls"]} & BROADCASTS for record in everyone]
+    waiting = [rank for rank, record in enumerate(everyone) if record["waiting"]]
+    if waiting and len(waiting) < size:
+        name = everyone[waiting[0]]["waiting"]
+        rest = [rank for rank in range(size) if rank not in waiting]
+        wait = "waits" if len(waiting) == 1 else "wait"
+        return row(6, False, f"{listed(waiting)} {wait} in {name}, {listed(rest)} did not call it")
+    count = min(len(record["updates"]) for record in everyone)
+    if not count:
+        return Row(6, NOT_SEEN, "no update was made")
+    starts = [_difference(everyone, step) for step in range(min(count, 2))]
+    equal = next((step for step, off in enumerate(starts) if off == 0), None)
+    tensors = several(everyone[0]["updates"][0]["tensors"], "tensor")
+    before = f"max difference to rank 0 before update {1 if equal is None else equal + 1}: "
+    told = f"{before}{number(starts[equal or 0])}, {size} ranks, {tensors}"
+    missing = [rank for rank, found in enumerate(names) if not found]
+    if missing:
+        who = "" if len(missing) == size else f" on {listed(missing)}"
+        if equal is None:
+            return row(6, False, f"no broadcast was executed{who}; {told}")
+        note = "equal only because all ranks drew the same first weights"
+        return row(6, False, f"no broadcast was executed{who}; {told}, {note}")
+    called = ", ".join(sorted(set.union(*names)))
+    if equal is None and count < 2:
+        return Row(6, NOT_SEEN, f"{called}; only one update was made; {told}")
+    return row(6, equal is not None, f"{called}; {told}", difference=starts[equal or 0])
+
+
+BROADCASTS = {
+    "broadcast_parameters",
+    "broadcast_variables",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_state",
+}
+
+
+def _difference(everyone: Sequence[Record], step: int) -> float:
+    """How far the parameters before an update are apart; inf where only the digests tell."""
+    start = [record["updates"][step]["before"] for record in everyone]
+    if all(one["digest"] == start[0]["digest"] for one in start):
+        return 0.0
+    root = np.array(start[0]["sample"])
+    off = max(float(np.max(np.abs(np.array(one["sample"]) - root), initial=0)) for one in start)
+    return off or float("inf")

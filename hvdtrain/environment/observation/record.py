@@ -1,0 +1,225 @@
+"""What one rank saw of the script, as JSON values; written to a file of its own as it grows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.launch.detect import detect
+
+Array = NDArray[Any]
+
+DETAILED = 5  # updates that are looked at closely
+VALUES, PER_TENSOR = 4096, 64  # values that stand for all parameters, and for one tensor
+ROWS = 20_000  # samples that are told apart
+CALLS = 1000  # calls that are noted one by one
+# Files that are no result of a script: devices, caches, and what libraries lay down for a moment.
+NOT_FILES = ("/dev/", "/proc/", "/sys/")
+NOT_OURS = {"__pycache__", "site-packages", ".cache", ".keras"}
+SCRATCH = ("tmp", "__autograph", "pymp-", "torch", "hvdtrain-")
+
+
+class EnoughError(SystemExit):
+    """The script has made its updates; a SystemExit, so that scripts let it pass."""
+
+
+class Record:
+    """What one rank saw.
+
+    Args:
+        folder: where ``RANK.json`` is written.
+        updates: after how many the script is to end; None: at its own end.
+    """
+
+    def __init__(self, folder: Path, updates: int | None) -> None:
+        place = detect(os.environ)
+        self.path = folder / f"{place.rank}.json"
+        # Asked for now: `wrote` may be called from within tempfile, which holds a lock then.
+        self.scratch = tempfile.gettempdir() + os.sep
+        self.limit = updates
+        self.done = 0  # updates
+        self.batch = 0  # samples since the last one
+        self.known: set[str] = set()  # samples
+        self.local: list[Array] | None = None  # gradients of this rank for the next update
+        self.ignored = 0  # > 0 while what happens is not the script's training
+        self.probe: Callable[[], Any] = lambda: None  # looks at the data when all is over
+        self.is_gradient: Callable[[Any], bool] = lambda value: False
+        self.data: dict[str, Any] = {
+            "launcher": [place.launcher, place.rank, place.size],
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "world": None,
+            "processor": None,
+            "calls": [],
+            "updates": [],
+            "rows": [],
+            "loader": None,
+            "reduced": 0,
+            "metrics": [],
+            "written": [],
+            "waiting": None,
+            "done": 0,
+            "hvdtrain": False,
+            "ended": None,
+        }
+
+    def call(self, name: str, **facts: Any) -> None:
+        """A call of interest has been made, with ``facts`` about it."""
+        if len(self.data["calls"]) < CALLS:
+            self.data["calls"].append({"name": name, "update": self.done, **facts})
+
+    def joined(self, world: Mapping[str, int]) -> None:
+        """The rank has joined the others and knows its place."""
+        self.data["world"] = dict(world)
+        self.write()
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Within it the rank waits for the others, and what it does is no training of the script.
+
+        Horovod's ``broadcast_optimizer_state`` makes an update of its own, for one.
+        """
+        self.ignored += 1
+        self.data["waiting"] = name  # stays so where the wait ends in an error
+        self.write()
+        try:
+            yield
+            self.data["waiting"] = None
+        finally:
+            self.ignored -= 1
+
+    def reduced(self) -> None:
+        """Something was summed over the ranks."""
+        self.data["reduced"] += 1
+
+    def metric(self, name: str, before: Any, after: Any) -> None:
+        """A few values of this rank and what the reduction made of them."""
+        if len(self.data["metrics"]) < CALLS:
+            values = [np.ravel(value).astype(float).tolist() for value in (before, after)]
+            self.data["metrics"].append([name, *values])
+
+    def wrote(self, path: str) -> None:
+        """The rank opens ``path`` to write."""
+        full = os.path.abspath(path)  # noqa: PTH100 (Path would touch the disk)
+        if full not in self.data["written"] and self._counts(full):
+            self.data["written"].append(full)
+
+    def _counts(self, path: str) -> bool:
+        """Whether the file is the script's work, not a cache or some library's scratch paper."""
+        folder = str(self.path.parent) + os.sep
+        if path.startswith((*NOT_FILES, folder)) or NOT_OURS & set(Path(path).parts):
+            return False
+        if Path(path).is_dir():  # a nameless temporary file is opened by its folder
+            return False
+        return not (path.startswith(self.scratch) and path[len(self.scratch) :].startswith(SCRATCH))
+
+    def samples(self, values: Array) -> None:
+        """The model is trained on these samples, along the first axis."""
+        if self.ignored or not np.ndim(values):
+            return
+        self.batch += len(values)
+        rows = self.data["rows"]
+        if self.done >= DETAILED or len(rows) + len(values) > ROWS or self.data.get("again"):
+            return
+        for value in values:
+            mark = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
+            if mark in self.known:
+                self.data["again"] = True  # a second epoch, perhaps: other ranks' samples
+                return
+            self.known.add(mark)
+            rows.append(mark)
+
+    @property
+    def detailed(self) -> bool:
+        """Whether the next update is to be looked at closely."""
+        return self.done < DETAILED
+
+    def update(
+        self,
+        *,
+        rates: Sequence[float],
+        before: Sequence[Array],
+        applied: Sequence[Array],
+        after: Sequence[Array],
+        state: Sequence[Array] | None,
+    ) -> None:
+        """An update is made.
+
+        Args:
+            rates: learning rate of each group of parameters.
+            before: the parameters before it.
+            applied: the gradients that it used.
+            after: the parameters after it.
+            state: the optimizer's state before it.
+        """
+        if self.detailed:
+            local = self.local
+            fits = local is not None and [a.shape for a in local] == [a.shape for a in applied]
+            self.data["updates"].append(
+                {
+                    "rates": [float(rate) for rate in rates],
+                    "rows": self.batch,
+                    "tensors": len(before),
+                    "values": int(sum(value.size for value in before)),
+                    "before": summary(before),
+                    "after": summary(after),
+                    "applied": summary(applied),
+                    "local": summary(local) if fits and local is not None else None,
+                    "state": None if state is None else summary(state)["digest"],
+                }
+            )
+        self.count()
+
+    def count(self) -> None:
+        """One more update is made, whether it was looked at or not."""
+        self.done += 1
+        self.batch, self.local = 0, None
+        self.data["done"] = self.done
+        if self.done <= DETAILED:
+            self.write()
+
+    @property
+    def enough(self) -> bool:
+        """Whether the script has made its updates."""
+        return self.limit is not None and self.done >= self.limit
+
+    def end_if_enough(self) -> None:
+        """End the script once it has made its updates."""
+        if self.enough and not self.data["ended"]:
+            self.data["ended"] = "updates"
+            raise EnoughError(0)
+
+    def finish(self) -> None:
+        """The script is over: look at its data, and write all down."""
+        self.probe()
+        self.write()
+
+    def write(self) -> None:
+        """Write the file anew, whole or not at all."""
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.data))
+        partial.rename(self.path)
+
+
+def summary(tensors: Sequence[Array]) -> dict[str, Any]:
+    """What tells these tensors from others: a digest of all bytes, and some of the values."""
+    digest = hashlib.sha256()
+    count = max(1, min(PER_TENSOR, VALUES // max(1, len(tensors))))
+    sample: list[float] = []
+    for tensor in tensors:
+        flat = np.ascontiguousarray(tensor).ravel()
+        digest.update(flat.tobytes())
+        chosen = np.linspace(0, flat.size - 1, min(count, flat.size)).astype(int)
+        sample += flat[chosen].astype(np.float64).tolist()
+    return {"digest": digest.hexdigest(), "sample": sample}

@@ -1,0 +1,197 @@
+"""What is seen of PyTorch: optimizers, gradients, samples, loaders, and what ``torch.save`` writes.
+
+``torch`` is handed in: it was imported by the script, or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.environment.observation.record import Array, Record
+from hvdtrain.environment.observation.wrap import Depth, after
+
+PROBES = 3  # samples of a dataset that tell whether two ranks have the same one
+
+
+def watch(torch: Any, record: Record) -> None:
+    """Watch from now on."""
+    updates = Updates(torch, record)
+    record.is_gradient = updates.is_gradient
+    steps = importlib.import_module("torch.optim.optimizer")
+    steps.register_optimizer_step_pre_hook(updates.before)
+    steps.register_optimizer_step_post_hook(updates.after)
+    after(torch.optim.Optimizer, "add_param_group", lambda a, k, r: updates.listen(a[0]))
+    forward = Forward(record)
+    modules = torch.nn.modules.module
+    modules.register_module_forward_pre_hook(forward.before)
+    modules.register_module_forward_hook(forward.after, always_call=True)
+    after(torch.utils.data.DataLoader, "__iter__", lambda a, k, r: _loader(a[0], record))
+    after(torch, "save", lambda a, k, r: _saved(a, k, record))
+
+
+class Updates:
+    """Each step of each optimizer, seen from outside and from within Horovod's wrapper."""
+
+    def __init__(self, torch: Any, record: Record) -> None:
+        self.torch, self.record = torch, record
+        self.depth = 0  # open steps: Horovod's optimizer has one inside its own
+        self.open = False  # whether the step has still to be counted
+        self.gradients: dict[int, Any] = {}  # by parameter: what backward passes have given
+        self.parameters: dict[int, Any] = {}  # those that are listened to
+        self.start: dict[str, Any] = {}
+
+    def listen(self, optimizer: Any) -> None:
+        """Collect what backward passes give to the parameters of ``optimizer``."""
+        for parameter in _parameters(optimizer):
+            if parameter.requires_grad and id(parameter) not in self.parameters:
+                self.parameters[id(parameter)] = parameter
+                parameter.register_hook(self._collector(id(parameter)))
+
+    def _collector(self, key: int) -> Any:
+        def collect(gradient: Any) -> None:
+            if self.record.detailed and not self.record.ignored:
+                value = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+                held = self.gradients.get(key)
+                self.gradients[key] = value.clone() if held is None else held + value
+
+        return collect
+
+    def is_gradient(self, value: Any) -> bool:
+        """Whether ``value`` is the gradient of a parameter."""
+        gradients = [parameter.grad for parameter in self.parameters.values()]
+        places = {gradient.data_ptr() for gradient in gradients if gradient is not None}
+        return value.data_ptr() in places
+
+    def before(self, optimizer: Any, *_: Any) -> None:
+        """A step begins, or the step inside Horovod's."""
+        self.depth += 1
+        if self.depth > 1:
+            return
+        self.open = not self.record.ignored
+        if not self.open or not self.record.detailed:
+            return
+        parameters = _parameters(optimizer)
+        self.record.data["processor"] = self.record.data["processor"] or _processor(
+            self.torch, parameters
+        )
+        self.start = {
+            "rates": [group.get("lr", 0.0) for group in optimizer.param_groups],
+            "before": [_array(parameter) for parameter in parameters],
+            "state": [
+                _array(value)
+                for parameter in parameters
+                for _, value in sorted(optimizer.state.get(parameter, {}).items())
+                if self.torch.is_tensor(value)
+            ],
+        }
+
+    def after(self, optimizer: Any, *_: Any) -> None:
+        """The step inside Horovod's has ended, or the step itself."""
+        if self.start:
+            parameters = _parameters(optimizer)
+            local = [self.gradients.get(id(parameter)) for parameter in parameters]
+            self.record.local = [
+                np.zeros(tuple(parameter.shape)) if value is None else _array(value)
+                for value, parameter in zip(local, parameters, strict=True)
+            ]
+            applied = [
+                np.zeros(tuple(p.shape)) if p.grad is None else _array(p.grad) for p in parameters
+            ]
+            self.record.update(
+                **self.start, applied=applied, after=[_array(value) for value in parameters]
+            )
+        elif self.open:
+            self.record.count()
+        self.start, self.open = {}, False
+        self.gradients.clear()
+        self.depth -= 1
+        if not self.depth:
+            self.record.end_if_enough()
+
+
+class Forward:
+    """What the outermost module is trained on."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.depth = Depth()
+
+    def before(self, module: Any, arguments: tuple[Any, ...]) -> None:
+        """A module is called."""
+        if self.depth.__enter__() == 1 and module.training and arguments:
+            first = arguments[0]
+            if hasattr(first, "detach") and first.dim():
+                self.record.samples(_array(first))
+
+    def after(self, *_: Any) -> None:
+        """It has returned, or raised."""
+        self.depth.__exit__()
+
+
+def _loader(loader: Any, record: Record) -> None:
+    """A loader begins an epoch; the last one before the first update is the training's."""
+    if record.done or record.ignored:
+        return
+    sampler, dataset = loader.sampler, loader.dataset
+    facts: dict[str, Any] = {
+        "sampler": type(sampler).__name__,
+        "replicas": getattr(sampler, "num_replicas", None),
+        "rank": getattr(sampler, "rank", None),
+        "drawn": None,
+        "samples": None,
+        "probes": None,
+    }
+    if hasattr(dataset, "__len__") and hasattr(sampler, "__len__"):
+        facts.update(samples=len(dataset), drawn=len(sampler))
+        record.probe = lambda: facts.update(probes=_probes(dataset))
+    record.data["loader"] = facts
+
+
+def _probes(dataset: Any) -> list[str] | None:
+    """What some samples of ``dataset`` are; None where it cannot be told."""
+    try:
+        places = np.linspace(0, len(dataset) - 1, PROBES).astype(int).tolist()
+        return [_mark(dataset[place]) for place in places]
+    except Exception:
+        return None
+
+
+def _mark(value: Any) -> str:
+    """A digest of a sample, whatever it is made of."""
+    if isinstance(value, tuple | list):
+        return "".join(_mark(part) for part in value)
+    data = _array(value).tobytes() if hasattr(value, "detach") else np.asarray(value).tobytes()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _saved(arguments: tuple[Any, ...], keywords: dict[str, Any], record: Record) -> None:
+    target = arguments[1] if len(arguments) > 1 else keywords.get("f")
+    if isinstance(target, str | os.PathLike):
+        record.wrote(os.fspath(target))
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [value for group in optimizer.param_groups for value in group["params"]]
+
+
+def _processor(torch: Any, parameters: list[Any]) -> dict[str, Any]:
+    device = parameters[0].device
+    if device.type != "cuda":
+        return {"gpu": None, "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {"gpu": str(getattr(properties, "uuid", device)), "threads": 0}
+
+
+def _array(tensor: Any) -> Array:
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
+        tensor = tensor.float()  # NumPy has no bfloat16
+    array: Array = tensor.cpu().numpy()
+    return np.array(array)

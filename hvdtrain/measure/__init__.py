@@ -1,0 +1,1 @@
+"""How fast a training is, at which scale, against what; and the plots of it."""

@@ -1,0 +1,107 @@
+"""Whether runs belong in one table: what must be the same in all of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from hvdtrain.errors import UsageError
+from hvdtrain.measure.records import STRONG, Run
+
+NAMED = 4  # runs that a message names
+
+
+def check_alike(runs: Sequence[Run], scaling: str, source: str) -> None:
+    """Refuse runs that differ in more than the number of ranks.
+
+    What a run does not tell is not compared.
+
+    Args:
+        runs: of one table.
+        scaling: ``weak`` or ``strong``.
+        source: where they come from, for the message.
+
+    Raises:
+        UsageError: naming what differs, in which runs.
+    """
+    for run in runs:
+        _check_run(run, source)
+    _same(runs, "the scaling", lambda run: run.scaling or None, source)
+    given = next((run.scaling for run in runs if run.scaling), scaling)
+    if given != scaling:
+        raise UsageError(f"{source}: these are runs of --{given}, not --{scaling}")
+    for key in ("workload", "framework", "strategy", "model", "precision"):
+        _same(runs, f"the {key}", lambda run, key=key: run.summary.get(key), source)  # type: ignore[misc]
+    if scaling == STRONG:
+        _same(runs, "the batch of all ranks", lambda run: run.batch, source)
+    else:
+        hint = "; where the batch of all ranks is to stay, say --strong"
+        _same(runs, "the batch of a rank", _batch_of_a_rank, source, hint)
+    _same(runs, "the machine", lambda run: run.machine or None, source)
+    _same(runs, "the number of threads of a rank", lambda run: run.threads, source)
+    for ranks in sorted({run.ranks for run in runs}):
+        same = [run for run in runs if run.ranks == ranks]
+        label = f"the number of hosts of {ranks} ranks"
+        _same(same, label, lambda run: run.summary.get("hosts"), source)
+    _same(runs, "the command", lambda run: shlex.join(run.command) or None, source)
+
+
+def _batch_of_a_rank(run: Run) -> float | None:
+    return None if run.batch is None else run.batch / run.ranks
+
+
+def _check_run(run: Run, source: str) -> None:
+    """Refuse a run that is no measurement of its number of ranks."""
+    timeline, size = run.summary.get("timeline"), run.summary.get("world_size", run.ranks)
+    if timeline:
+        raise UsageError(
+            f"{source}: run {run.name} recorded a timeline ({timeline}), which slows it down: "
+            "measure without --timeline and HOROVOD_TIMELINE"
+        )
+    if size != run.ranks:
+        raise UsageError(f"{source}: run {run.name} says that its world was of {size} ranks")
+    if run.summary.get("stopped") == "preempted":
+        raise UsageError(f"{source}: run {run.name} was ended before its time; remove it")
+
+
+def _same(
+    runs: Iterable[Run], label: str, key: Callable[[Run], Any], source: str, hint: str = ""
+) -> None:
+    """Raise unless ``key`` is the same for all runs that tell it."""
+    told = [(run, key(run)) for run in runs if key(run) is not None]
+    counts = Counter(value for _, value in told)
+    if len(counts) < 2:
+        return
+    parts = []
+    for value, _ in counts.most_common():
+        names = [run.name for run, other in told if other == value]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        shown = f"{value:g}" if isinstance(value, float) else value
+        parts.append(f"{shown} in {', '.join(names[:NAMED])}{more}")
+    raise UsageError(
+        f"{source}: {label} is not the same in all runs (ranks-repeat): {'; '.join(parts)}. "
+        f"Keep each in a study of its own{hint}"
+    )
+
+
+def check_command(runs: Sequence[Run], command: Sequence[str], scaling: str, source: str) -> None:
+    """Refuse to go on with runs of another command, before anything is started.
+
+    Raises:
+        UsageError: naming the words that differ.
+    """
+    for run in runs:
+        if run.scaling != scaling:
+            raise UsageError(
+                f"{source} holds runs of --{run.scaling}, not --{scaling}: give another --out"
+            )
+        if list(run.command) != list(command):
+            old = [word for word in run.command if word not in command]
+            new = [word for word in command if word not in run.command]
+            raise UsageError(
+                f"{source} holds runs of another command (run {run.name} has "
+                f"{shlex.join(old) or 'fewer words'}, now it is {shlex.join(new) or 'fewer'}): "
+                "give another --out, or the same command"
+            )

@@ -1,0 +1,146 @@
+"""What lies in a directory that a report can be made of."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.measure import records
+from hvdtrain.measure.alike import check_alike
+from hvdtrain.measure.conduct import LINES, TABLE, read_folder
+from hvdtrain.measure.study import Study, make_study
+from hvdtrain.steps.checkpoint import PREFIX, STATE_FILE
+from hvdtrain.timeline.verb import analyse
+
+DEEPEST = 3  # directories below the one that is given
+SUMMARY_BYTES = 2**20  # a summary is far smaller; a timeline may be gigabytes
+SUMMARY_KEYS = {"workload", "world_size", "steps_completed", "images_per_second_mean"}
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Course:
+    """A file of ``--metrics``: one object a log interval, one an epoch."""
+
+    path: Path
+    steps: list[Record]
+    epochs: list[Record]
+
+
+@dataclass
+class Found:
+    """Everything, with paths relative to the directory."""
+
+    folder: Path
+    summaries: dict[Path, Record] = field(default_factory=dict)
+    courses: list[Course] = field(default_factory=list)
+    checkpoints: dict[Path, Record] = field(default_factory=dict)
+    timelines: dict[Path, Record] = field(default_factory=dict)
+    study: Study | None = None
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, and why."""
+
+    def counts(self) -> dict[str, int]:
+        """How many of each, by their name in the plural."""
+        return {
+            "summaries": len(self.summaries),
+            "courses": len(self.courses),
+            "checkpoints": len(self.checkpoints),
+            "timelines": len(self.timelines),
+            "studies": int(self.study is not None),
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not any(self.counts().values())
+
+
+def look(folder: Path) -> Found:
+    """Look through ``folder`` and the directories below it."""
+    found = Found(folder)
+    for path in _files(folder):
+        place = path.relative_to(folder)
+        try:
+            if path.name == STATE_FILE and path.parent.name.startswith(PREFIX):
+                found.checkpoints[place.parent] = _checkpoint(path)
+            elif path.suffix == ".jsonl" and path.name != LINES:
+                course = _course(path, place)
+                found.courses += [course] if course else []
+            elif path.suffix == ".json" or path.name.endswith(".json.gz"):
+                _json(path, place, found)
+        except (OSError, ValueError, HvdtrainError) as error:
+            found.notes.append(f"{place}: {error}")
+    try:
+        found.study = _study(folder)
+    except HvdtrainError as error:
+        found.notes.append(str(error))
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files below ``folder``, by name; hidden ones and what was set aside not."""
+    for place, folders, names in os.walk(folder):
+        depth = len(Path(place).relative_to(folder).parts)
+        folders[:] = sorted(
+            name for name in folders if depth < DEEPEST and not name.startswith((".", "before-"))
+        )
+        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _json(path: Path, place: Path, found: Found) -> None:
+    """Take in a summary or a timeline; any other file is nothing to us."""
+    with path.open("rb") as file:
+        start = file.read(64).lstrip()
+    if start.startswith((b"[", b"\x1f\x8b")):
+        facts, _ = analyse(path)
+        if facts["file"]["events"]:
+            found.timelines[place] = facts
+    elif start.startswith(b"{") and path.stat().st_size < SUMMARY_BYTES:
+        content = json.loads(path.read_bytes())
+        if content.keys() >= SUMMARY_KEYS:
+            found.summaries[place] = content
+
+
+def _course(path: Path, place: Path) -> Course | None:
+    kinds: dict[str, dict[int, Record]] = {"step": {}, "epoch": {}}
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        try:
+            record = json.loads(line)
+            # A run that was resumed repeats steps: what came later counts.
+            kinds[record["kind"]][int(record["step"])] = record
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines) - 1:  # the last line may have been cut
+                return None
+    steps, epochs = ([some[step] for step in sorted(some)] for some in kinds.values())
+    return Course(place, steps, epochs) if steps or epochs else None
+
+
+def _checkpoint(path: Path) -> Record:
+    state = json.loads(path.read_bytes())
+    position, metrics = state.get("position") or {}, state.get("metrics") or {}
+    return {
+        "step": state["step"],
+        "epoch": position.get("epoch"),
+        "accuracy": metrics.get("accuracy"),
+        "bytes": sum(file.stat().st_size for file in path.parent.iterdir()),
+    }
+
+
+def _study(folder: Path) -> Study | None:
+    if (folder / LINES).exists() or any(folder.glob(f"ranks-*/{LINES}")):
+        runs = read_folder(folder)
+    elif (folder / TABLE).exists():
+        runs = records.read_table(folder / TABLE)
+    else:
+        return None
+    scaling = runs[0].scaling or records.WEAK
+    check_alike(runs, scaling, str(folder))
+    return make_study(runs, scaling)

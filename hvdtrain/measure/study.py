@@ -1,0 +1,219 @@
+"""A scaling study: what the runs say together, and what they foretell. No run, no file, no text."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hvdtrain.errors import UsageError
+from hvdtrain.measure import efficiency, predict
+from hvdtrain.measure.cost import Parts
+from hvdtrain.measure.efficiency import Point
+from hvdtrain.measure.fit import Fit, errors, fit
+from hvdtrain.measure.predict import Forecast, Remedy
+from hvdtrain.measure.problem import Reduction, Step, Traffic
+from hvdtrain.measure.records import SPLIT, STRONG, Run
+
+
+@dataclass(frozen=True)
+class Size:
+    """How one number of ranks did: the means over its runs."""
+
+    point: Point
+    hosts: int | None
+    seconds: float | None
+    """Of a step, mean; None where the batch is not known."""
+    split: Mapping[str, float]
+    """Seconds a step by part; without those that are not known."""
+    crowded: bool
+    """Whether ranks had to share cores, which says little about scaling."""
+    slowest: tuple[int, float] | None
+    """The rank that came last most often, and in what share of the steps; None if it differed."""
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        return self.point.ranks
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the fit expects at a number of ranks."""
+
+    ranks: int
+    efficiency: Forecast
+    parts: Parts
+    limit: str
+    """What costs most beside computing: see ``predict.limit``."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A measured point held against a fit that has not seen it; images per second."""
+
+    ranks: int
+    measured: float
+    predicted: Forecast
+
+
+@dataclass(frozen=True)
+class Study:
+    """All of it."""
+
+    scaling: str
+    runs: tuple[Run, ...]
+    sizes: tuple[Size, ...]
+    traffic: Traffic | None
+    fit: Fit | None = None
+    why_no_fit: str = ""
+    predictions: tuple[Prediction, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    remedies_at: tuple[int, ...] = ()
+    left_out: LeftOut | None = None
+
+
+def make_study(
+    runs: Sequence[Run],
+    scaling: str,
+    *,
+    ranks: Sequence[int] = predict.RANKS,
+    reductions: Sequence[Reduction] = (),
+    leave_out: int | None = None,
+) -> Study:
+    """Sum the runs up, fit the model to them, and foretell.
+
+    Args:
+        runs: that belong together (``alike.check_alike``), one or more.
+        scaling: ``weak`` or ``strong``.
+        ranks: numbers of ranks to foretell; those that were measured are passed over.
+        reductions: a table of allreduce times.
+        leave_out: a size that the fit is not to see.
+
+    Raises:
+        UsageError: ``leave_out`` was not measured, or ``reductions`` cannot be used.
+    """
+    sizes = summarize(runs)
+    traffic = _traffic(runs)
+    bare = Study(scaling, tuple(runs), sizes, traffic)
+    measured = [size.ranks for size in sizes]
+    if leave_out is not None and leave_out not in measured:
+        shown = ", ".join(map(str, measured))
+        raise UsageError(f"--leave-out {leave_out}: not among the sizes measured, {shown}")
+    if reductions and traffic is None:
+        raise UsageError(
+            "--allreduce: the runs do not tell how many messages and bytes a step reduces (columns "
+            "messages and gradient_bytes), so the table cannot be used"
+        )
+    seen = [size for size in sizes if not size.crowded and size.ranks != leave_out]
+    if len(seen) < 2:
+        return replace(bare, why_no_fit=_why(sizes))
+    images = _images(runs, scaling)
+    relative = errors({size.ranks: size.point.rate for size in sizes})
+    fitted = fit(
+        [
+            Step(one.ranks, images(one.ranks) / one.point.rate.mean, relative[one.ranks])
+            for one in seen
+        ],
+        strong=scaling == STRONG,
+        reductions=reductions,
+        traffic=traffic,
+    )
+    wanted = [number for number in ranks if number > max(measured)]
+    if scaling == STRONG and (batch := runs[0].batch):
+        wanted = [number for number in wanted if number <= batch]  # others would have no sample
+    at = tuple(dict.fromkeys(wanted[i] for i in (0, len(wanted) // 2, -1))) if wanted else ()
+    return replace(
+        bare,
+        fit=fitted,
+        predictions=tuple(_prediction(fitted, number) for number in wanted),
+        remedies=tuple(predict.remedies(fitted, traffic, at)) if at else (),
+        remedies_at=at,
+        left_out=_left_out(fitted, sizes, leave_out, images),
+    )
+
+
+def summarize(runs: Sequence[Run]) -> tuple[Size, ...]:
+    """The sizes by rising number of ranks."""
+    by_ranks: dict[int, list[Run]] = {}
+    for run in runs:
+        by_ranks.setdefault(run.ranks, []).append(run)
+    rates = {ranks: [run.rate for run in same] for ranks, same in by_ranks.items()}
+    return tuple(_size(point, by_ranks[point.ranks]) for point in efficiency.points(rates))
+
+
+def _size(point: Point, runs: Sequence[Run]) -> Size:
+    first = runs[0]
+    hosts, cores = first.summary.get("hosts"), first.cores
+    threads = math.ceil(point.ranks / (hosts or 1)) * (first.threads or 1)
+    split = {
+        part: statistics.fmean(run.split[part] for run in runs)
+        for part in SPLIT
+        if all(run.split.get(part) is not None for run in runs)
+    }
+    return Size(
+        point=point,
+        hosts=hosts,
+        # Where epochs end in a smaller batch, a mean step is shorter than one of a whole batch.
+        seconds=sum(split.values()) or (first.batch / point.rate.mean if first.batch else None),
+        split=split,
+        crowded=cores is not None and threads > cores,
+        slowest=_slowest(runs),
+    )
+
+
+def _slowest(runs: Sequence[Run]) -> tuple[int, float] | None:
+    ranks = {run.split.get("slowest_rank") for run in runs}
+    rank = ranks.pop()
+    if ranks or rank is None:
+        return None
+    return rank, statistics.fmean(run.split["slowest_share"] for run in runs)
+
+
+def _traffic(runs: Sequence[Run]) -> Traffic | None:
+    """What a step reduces, from a run that says so."""
+    for run in runs:
+        told = run.summary.get("gradient_messages")
+        if told:
+            return Traffic(told["count"], told["bytes"])
+    return None
+
+
+def _images(runs: Sequence[Run], scaling: str) -> Callable[[int], float]:
+    """Images a step by number of ranks.
+
+    Where the batch is not known it is one image a rank (strong: at the smallest size), so that
+    seconds are those of an image.
+    """
+    first, base = runs[0], min(run.ranks for run in runs)
+    total = first.batch or (base if scaling == STRONG else first.ranks)
+    return lambda ranks: total if scaling == STRONG else total / first.ranks * ranks
+
+
+def _why(sizes: Sequence[Size]) -> str:
+    if len(sizes) < 2:
+        return "it takes two numbers of ranks"
+    if any(size.crowded for size in sizes):
+        return "it takes two numbers of ranks that do not share cores"
+    return "without the size left out there is but one"
+
+
+def _prediction(fitted: Fit, ranks: int) -> Prediction:
+    return Prediction(
+        ranks,
+        predict.efficiency_at(fitted, ranks),
+        predict.parts_at(fitted, ranks),
+        predict.limit(fitted, ranks),
+    )
+
+
+def _left_out(
+    fitted: Fit, sizes: Sequence[Size], ranks: int | None, images: Callable[[int], float]
+) -> LeftOut | None:
+    if ranks is None:
+        return None
+    seconds = predict.step_at(fitted, ranks)
+    rates = (images(ranks) / value for value in (seconds.middle, seconds.high, seconds.low))
+    measured = next(size.point.rate.mean for size in sizes if size.ranks == ranks)
+    return LeftOut(ranks, measured, Forecast(*rates))

@@ -1,0 +1,284 @@
+"""The analysis of a timeline, one event after another: bars, operations, cycles, states.
+
+What is counted, exactly:
+
+*Bar*: from a ``B`` event to the ``E`` event that closes it, on one tensor. The bars of a tensor
+nest: NEGOTIATE_ALLREDUCE; then ALLREDUCE, and within it what is done for it (MEMCPY_IN_...,
+MPI_ALLREDUCE ...). A bar whose beginning or end is not in the file (or slice) is not counted.
+
+*Time of a phase*: ``tensor_seconds`` is the sum of its bars over all tensors, ``seconds`` the time
+in which at least one of its bars was open. Where k tensors are fused the first is about k times
+the second.
+
+*State*: at each moment rank 0 is *communicating* (the bar of an operation is open), else *waiting*
+(a negotiation is open: some rank has handed a tensor in, another has not), else *neither* (no
+tensor is in Horovod's hands: computing, loading data, anything). The three add up to all time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from hvdtrain.timeline.bars import (
+    COLLECTIVE,
+    COMMUNICATING,
+    NEGOTIATE,
+    NEITHER,
+    OPERATION,
+    WAITING,
+    Cell,
+    Phase,
+    Row,
+    Tensor,
+    kind_of,
+)
+from hvdtrain.timeline.fusion import Fusion
+from hvdtrain.timeline.read import Event, has_time
+from hvdtrain.timeline.samples import Course, Sample
+from hvdtrain.timeline.steps import Steps
+
+MOST_ROWS = 50_000  # tensors with a row of their own; any more are counted together
+
+# PyTorch numbers the tensors that were given no name, TensorFlow calls them all alike.
+_NAMELESS = re.compile(
+    r"(?P<kind>.*\.noname)\.\d+|Horovod(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
+)
+_WRONG = (KeyError, IndexError, TypeError, AttributeError, ValueError)  # what odd events lead to
+
+
+class Watcher(Protocol):
+    """Who sees single bars pass; times in microseconds."""
+
+    def bar(
+        self, tensor: Tensor, phase: Phase, start: float, end: float, cycle: float | None
+    ) -> None:
+        """A bar has ended, in the cycle that began at ``cycle``; ``tensor`` has its ticks still."""
+
+    def step(self, number: int, start: float) -> None:
+        """A step has begun."""
+
+
+class Analysis:
+    """Takes all events of a file, in order, and keeps what the report needs.
+
+    All times are microseconds on the clock of the file.
+
+    Args:
+        watcher: is told of every bar, negotiation and step; see ``Watcher``.
+    """
+
+    def __init__(self, watcher: Watcher | None = None) -> None:
+        self.watcher = watcher
+        self.events = 0
+        self.unfamiliar: Counter[str] = Counter()
+        self.headless = 0  # ends and ticks of bars whose beginning was not met
+        self.first: float | None = None
+        self.last = 0.0
+        self.ranks: set[str] = set()
+        self.tensors: dict[int, Tensor] = {}
+        self.rows: dict[str, Row] = {}
+        self.phases: dict[tuple[str, str], Phase] = {}
+        self.negotiating = self.working = 0  # bars open now, over all tensors
+        self.state, self.since = NEITHER, 0.0
+        self.times = [0.0, 0.0, 0.0]  # by state, up to ``since``
+        self.course = Course(len(self.times))
+        self.fusion = Fusion()
+        self.cycle: float | None = None  # when the last cycle began
+        self.cycles = Sample()  # their lengths
+        self.steps = Steps()
+        self.handlers: dict[str, Callable[[Event], None]] = {
+            "B": self._begin,
+            "E": self._end,
+            "X": self._tick,
+            "i": self._mark,
+            "M": self._metadata,
+        }
+
+    def feed(self, events: list[Event]) -> None:
+        """Take some events."""
+        if self.first is None:
+            self.first = next((event["ts"] for event in events if has_time(event)), None)
+            self.since = self.last = self.first or 0
+        self.events += len(events)
+        handlers = self.handlers
+        for event in events:
+            try:
+                handlers[event["ph"]](event)
+            except _WRONG:
+                self._try_again(event)
+        self.last = next((e["ts"] for e in reversed(events) if has_time(e)), self.last)
+
+    def finish(self) -> None:
+        """Close the accounts at the last event."""
+        self._switch(self.last)
+
+    # One kind of event each
+
+    def _begin(self, event: Event) -> None:
+        tensor, name, time = self.tensors[event["pid"]], event["name"], event["ts"]
+        cell = tensor.cells.get(name)
+        if cell is None:
+            cell = self._cell(tensor, name)
+        phase = cell.phase
+        if not phase.open:
+            phase.since = time
+        phase.open += 1
+        kind = phase.kind
+        if kind == COLLECTIVE:
+            self.fusion.begin(tensor, phase, time)
+        else:
+            self.fusion.run = None
+            if kind == NEGOTIATE:
+                self._begin_negotiation(tensor, phase, time)
+            elif kind == OPERATION:
+                self._begin_operation(tensor, time)
+        tensor.bars.append((cell, time))
+
+    def _begin_negotiation(self, tensor: Tensor, phase: Phase, time: float) -> None:
+        if tensor.bars:
+            self._abandon(tensor)
+        tensor.ticks.clear()
+        if tensor.lasting and phase.of_step:
+            if self.steps.is_next(tensor):
+                self._switch(time)
+                self.steps.next(tensor, time, self.times)
+                if self.watcher:
+                    self.watcher.step(self.steps.number, time)
+            tensor.step = self.steps.number
+        self.negotiating += 1
+        if self.state == NEITHER:
+            self._switch(time)
+
+    def _begin_operation(self, tensor: Tensor, time: float) -> None:
+        if tensor.bars:
+            self._abandon(tensor)
+        tensor.operation = None
+        self.working += 1
+        if self.state != COMMUNICATING:
+            self._switch(time)
+
+    def _end(self, event: Event) -> None:
+        tensor, time = self.tensors[event["pid"]], event["ts"]
+        cell, start = tensor.bars.pop()
+        phase = cell.phase
+        cell.count += 1
+        cell.total += time - start
+        phase.open -= 1
+        if not phase.open:
+            phase.wall += time - phase.since
+        kind = phase.kind
+        if kind == COLLECTIVE:
+            operation = tensor.operation
+            if operation:
+                operation.end, operation.ended = time, True
+        elif kind == NEGOTIATE:
+            self._end_negotiation(tensor, phase, time)
+        elif kind == OPERATION:
+            self._end_operation(tensor, event, time)
+        if self.watcher:
+            self.watcher.bar(tensor, phase, start, time, self.cycle)
+
+    def _end_negotiation(self, tensor: Tensor, phase: Phase, time: float) -> None:
+        self.negotiating -= 1
+        if not self.negotiating and not self.working:
+            self._switch(time)
+        of_step = tensor.lasting and phase.of_step
+        if of_step:
+            now = time - self.since if self.working else 0
+            self.steps.handed_in(self.times[COMMUNICATING] + now)
+        if tensor.ticks:
+            self.steps.negotiated(tensor.ticks, self.cycle, of_step=of_step)
+
+    def _end_operation(self, tensor: Tensor, event: Event, time: float) -> None:
+        self.working -= 1
+        if not self.working:
+            self._switch(time)
+        if tensor.once:
+            del self.tensors[event["pid"]]
+        if tensor.operation:
+            self.fusion.end(tensor, event.get("args"))
+
+    def _tick(self, event: Event) -> None:
+        rank = event["name"]
+        if rank not in self.ranks:
+            self.ranks.add(str(int(rank)))
+        self.tensors[event["pid"]].ticks.append((event["ts"], rank))
+
+    def _mark(self, event: Event) -> None:
+        if event["name"] != "CYCLE_START":
+            raise ValueError("no mark of Horovod's")
+        time = event["ts"]
+        if self.cycle is not None:
+            self.cycles.add(time - self.cycle)
+        self.cycle, self.fusion.idle = time, True
+
+    def _metadata(self, event: Event) -> None:
+        kind, values = event["name"], event["args"]
+        if kind == "process_name" and "name" in values:
+            self._new_row(event["pid"], str(values["name"]))
+        elif kind == "process_name":
+            self._new_file()
+        elif kind != "process_sort_index":
+            raise ValueError("no metadata of Horovod's")
+
+    # What they need
+
+    def _try_again(self, event: Event) -> None:
+        """Take an event whose tensor's name was lost; count any other as unfamiliar."""
+        kind, number = str(event.get("ph", "no kind")), event.get("pid")
+        if kind in "BEX" and isinstance(number, int) and number not in self.tensors:
+            self._new_row(number, f"tensor {number}")
+            try:
+                return self.handlers[kind](event)
+            except _WRONG:
+                pass
+        if kind in ("E", "X") and number in self.tensors:
+            self.headless += 1  # its bar began before the file, or the slice
+        else:
+            self.unfamiliar[kind] += 1
+
+    def _new_row(self, number: int, name: str) -> None:
+        nameless = _NAMELESS.fullmatch(name)
+        once = bool(nameless and nameless["kind"])
+        group = f"{nameless['kind']}.*" if nameless and once else name
+        if group not in self.rows:
+            if len(self.rows) >= MOST_ROWS:
+                group = "(other tensors)"
+            self.rows.setdefault(group, Row(group))
+        self.tensors[number] = Tensor(self.rows[group], lasting=not nameless, once=once)
+
+    def _cell(self, tensor: Tensor, name: str) -> Cell:
+        kind = kind_of(name, len(tensor.bars))
+        phase = self.phases.setdefault((name, kind), Phase(name, kind))
+        tensor.cells[name] = Cell(phase)
+        return tensor.cells[name]
+
+    def _switch(self, time: float) -> None:
+        """Book the time up to now under the state that was; find the one that is."""
+        if time > self.since:
+            origin = self.first or 0
+            if time - origin >= self.course.border:
+                self.course.cross(self.times, self.state, self.since - origin, time - origin)
+            self.times[self.state] += time - self.since
+            self.since = time
+        self.state = COMMUNICATING if self.working else WAITING if self.negotiating else NEITHER
+
+    def _new_file(self) -> None:
+        """A preamble: nothing of what came before in the file goes on."""
+        for tensor in self.tensors.values():
+            self._abandon(tensor)
+        self._switch(self.last)
+        self.tensors.clear()
+        self.fusion.run = self.cycle = None
+        self.steps.break_off()
+
+    def _abandon(self, tensor: Tensor) -> None:
+        """Forget the bars that are open on ``tensor``: their ends are not in the file."""
+        for cell, _ in tensor.bars:
+            cell.phase.open -= 1
+            self.negotiating -= cell.phase.kind == NEGOTIATE
+            self.working -= cell.phase.kind == OPERATION
+        tensor.bars.clear()

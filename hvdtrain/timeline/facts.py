@@ -1,0 +1,245 @@
+"""The outcome of an analysis as plain data: what ``--json`` prints and the reports are made of.
+
+All times are seconds. What a number means stands in ``analyse``, ``steps`` and ``lateness``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime
+from math import inf
+from typing import Any
+
+from hvdtrain.timeline import bars
+from hvdtrain.timeline.analyse import Analysis
+from hvdtrain.timeline.read import Reading
+from hvdtrain.timeline.samples import Sample
+from hvdtrain.timeline.steps import Steps
+
+MICRO = 1e-6
+Facts = dict[str, Any]
+
+TENSORS = 200  # rows of the table of tensors
+
+
+def facts(reading: Reading, analysis: Analysis, window: tuple[float, float] | None = None) -> Facts:
+    """All that the file tells, within ``window`` (seconds): plain data, ready for JSON."""
+    steps = analysis.steps
+    low, high = window or (0.0, inf)
+    span = sum(analysis.times) * MICRO
+    return {
+        "file": {
+            "path": str(reading.path),
+            "bytes": reading.size,
+            "events": analysis.events,
+            "recorded_at": _moment(reading),
+            "first": reading.first or 0,
+            "begin": ((analysis.first or 0) - (reading.first or 0)) * MICRO,
+            "cut": reading.cut,
+            "skipped_bytes": reading.skipped,
+            "files": max(1, reading.files),
+            "unfamiliar": dict(analysis.unfamiliar),
+            "headless_events": analysis.headless,
+            "open_bars": sum(len(tensor.bars) for tensor in analysis.tensors.values()),
+            "slice": [low, None if high == inf else high] if window else None,
+        },
+        "seconds": span,
+        "ranks": len(analysis.ranks) or None,
+        "states": dict(zip(bars.STATES, (t * MICRO for t in analysis.times), strict=True)),
+        "steps": _steps(steps, reading.first or 0),
+        "lateness": _ranks(analysis),
+        "phases": _phases(analysis),
+        "collectives": _collectives(analysis),
+        "operations": _operations(analysis),
+        "cycles": _cycles(analysis),
+        "tensor_rows": len(analysis.rows),
+        "tensors": _tensors(analysis),
+    }
+
+
+def _moment(reading: Reading) -> str | None:
+    """When the first event was, in UTC."""
+    if reading.epoch is None or reading.first is None:
+        return None
+    try:
+        moment = datetime.fromtimestamp((reading.epoch + reading.first) * MICRO, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+    return moment.isoformat(timespec="milliseconds")
+
+
+def _lateness(steps: Steps) -> Any:
+    return steps.lateness if steps.lateness.negotiations else steps.start_up
+
+
+def _sample(sample: Sample) -> dict[str, float]:
+    return {
+        "median": sample.median * MICRO,
+        "mean": sample.mean * MICRO,
+        "total": sample.total * MICRO,
+    }
+
+
+def _steps(steps: Steps, origin: float) -> Facts | None:
+    """The whole steps; None where none can be told."""
+    if not steps.lengths.count:
+        return None
+    total = steps.lengths.total
+    states = zip(bars.STATES, steps.states, strict=True)
+    communicating = steps.states[bars.COMMUNICATING].total
+    overlapped = steps.overlapped.total
+    return {
+        "seen": steps.number,
+        "whole": steps.lengths.count,
+        "seconds": _sample(steps.lengths),
+        "states": {name: {**_sample(s), "share": s.total / total} for name, s in states},
+        "overlap": {
+            "overlapped_seconds": overlapped * MICRO,
+            "exposed_seconds": (communicating - overlapped) * MICRO,
+            "overlapped_share": overlapped / communicating if communicating else None,
+        },
+        "slowest": [
+            {
+                "step": step.number,
+                "start": (step.start - origin) * MICRO,
+                "seconds": step.length * MICRO,
+                "late_rank": None if step.late_rank is None else int(step.late_rank),
+                "late_seconds": step.late * MICRO,
+            }
+            for step in sorted(steps.slowest, reverse=True)
+        ],
+    }
+
+
+def _ranks(analysis: Analysis) -> Facts:
+    """Who was late, rank by rank."""
+    steps, lateness = analysis.steps, _lateness(analysis.steps)
+    negotiated = sum(
+        cell.count
+        for row in analysis.rows.values()
+        for cell in row.cells.values()
+        if cell.phase.kind == bars.NEGOTIATE
+    )
+    none = Sample()
+    rows = []
+    for rank in sorted(lateness.behind, key=int):
+        step, negotiation = steps.late.get(rank, none), lateness.late.get(rank, none)
+        rows.append(
+            {
+                "rank": int(rank),
+                "late_steps": step.count,
+                "late_steps_share": step.count / steps.ticked if steps.ticked else None,
+                "late_in_step_seconds": _sample(step),
+                "cost_seconds": step.total * MICRO,
+                "late_negotiations": negotiation.count,
+                "late_negotiations_share": negotiation.count / lateness.negotiations,
+                "late_in_negotiation_seconds": _sample(negotiation),
+                "behind_first_seconds": lateness.behind[rank] / lateness.negotiations * MICRO,
+            }
+        )
+    return {
+        "negotiations": negotiated,
+        "with_ticks": steps.lateness.negotiations + steps.start_up.negotiations,
+        "steps_with_ticks": steps.ticked,
+        # With its cache of responses on, Horovod ticks in the first steps alone.
+        "told": steps.ticked > 0 and 2 * steps.ticked >= steps.lengths.count,
+        "cost_seconds": sum(row["cost_seconds"] for row in rows),
+        "spread_seconds": _sample(steps.spread),
+        "ranks": rows,
+    }
+
+
+def _phases(analysis: Analysis) -> list[Facts]:
+    counts: Counter[bars.Phase] = Counter()
+    totals: Counter[bars.Phase] = Counter()
+    for row in analysis.rows.values():
+        for cell in row.cells.values():
+            counts[cell.phase] += cell.count
+            totals[cell.phase] += cell.total
+    rows = [
+        {
+            "kind": phase.kind,
+            "name": phase.name,
+            "bars": counts[phase],
+            "seconds": phase.wall * MICRO,
+            "tensor_seconds": totals[phase] * MICRO,
+        }
+        for phase in analysis.phases.values()
+        if counts[phase]
+    ]
+    return sorted(rows, key=lambda row: (bars.KINDS.index(row["kind"]), -row["seconds"]))
+
+
+def _collectives(analysis: Analysis) -> list[Facts]:
+    """How many tensors each kind of collective was asked for, and carried out on."""
+    asked: Counter[str] = Counter()
+    done: Counter[str] = Counter()
+    for row in _phases(analysis):
+        if row["kind"] == bars.NEGOTIATE:
+            asked[row["name"].removeprefix("NEGOTIATE_")] += row["bars"]
+        elif row["kind"] == bars.OPERATION:
+            done[row["name"]] += row["bars"]
+    names = sorted({*asked, *done})
+    return [{"name": name, "negotiated": asked[name], "carried_out": done[name]} for name in names]
+
+
+def _operations(analysis: Analysis) -> list[Facts]:
+    return [
+        {
+            "name": name,
+            "count": operations.tensors.count,
+            "tensors": int(operations.tensors.total),
+            "tensors_mean": operations.tensors.mean,
+            "bytes": int(operations.nbytes.total),
+            "bytes_mean": operations.nbytes.mean,
+            "bytes_median": operations.nbytes.median,
+            "seconds": operations.microseconds.total * MICRO,
+            "seconds_median": operations.microseconds.median * MICRO,
+            "small_seconds": operations.small * MICRO,
+        }
+        for name, operations in sorted(analysis.fusion.operations.items())
+    ]
+
+
+def _cycles(analysis: Analysis) -> Facts | None:
+    """Horovod's cycles; None where the file has no marks of them."""
+    cycles, busy = analysis.cycles, analysis.fusion.busy_cycles
+    if not cycles.count:
+        return None
+    operations = analysis.fusion.operations.values()
+    return {
+        "count": cycles.count,
+        # No cycle is shorter than HOROVOD_CYCLE_TIME: idle ones are as long, busy ones longer.
+        "configured_estimate_seconds": cycles.quantile(0.01) * MICRO,
+        "median_seconds": cycles.median * MICRO,
+        "longest_seconds": cycles.maximum * MICRO,
+        "with_work": busy,
+        "operations_per_cycle": sum(o.tensors.count for o in operations) / busy if busy else None,
+        "tensors_per_cycle": sum(o.tensors.total for o in operations) / busy if busy else None,
+        "bytes_per_cycle": sum(o.nbytes.total for o in operations) / busy if busy else None,
+    }
+
+
+def _tensors(analysis: Analysis) -> list[Facts]:
+    """The tensors that took the most time, in negotiation and operation together."""
+    rows: list[Facts] = []
+    for row in analysis.rows.values():
+        cells = row.cells.values()
+        outer = [c for c in cells if c.phase.kind in (bars.NEGOTIATE, bars.OPERATION)]
+        if any(cell.count for cell in outer):
+            phases: dict[str, float] = {}
+            for cell in cells:
+                kind = cell.phase.kind
+                phases[kind] = phases.get(kind, 0.0) + cell.total * MICRO
+            times = max(cell.count for cell in outer)
+            total = sum(cell.total * MICRO for cell in outer)
+            rows.append(
+                {
+                    "name": row.name,
+                    "times": times,
+                    "bytes": row.nbytes,
+                    "seconds": total,
+                    "phases": phases,
+                }
+            )
+    return sorted(rows, key=lambda row: row["seconds"], reverse=True)[:TENSORS]

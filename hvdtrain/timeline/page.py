@@ -1,0 +1,106 @@
+"""``--html``: one file to look around in, without network: tables, a picture, an interactive view.
+
+Names of tensors come from the file and may be anything: Jinja2 escapes them in the markup, and its
+``tojson`` writes the data so that no name can end the script element it stands in.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from hvdtrain.timeline import bars
+from hvdtrain.timeline.analyse import Analysis
+from hvdtrain.timeline.recorder import Recorder
+from hvdtrain.timeline.repair import replacing
+from hvdtrain.timeline.report import UNSEEN
+from hvdtrain.timeline.units import duration, percent, short, size
+
+Facts = dict[str, Any]
+
+SCRIPTS = ("data.js", "draw.js", "page.js")
+PICTURE = 512  # columns of the static picture
+
+
+def write(target: Path, facts: Facts, analysis: Analysis, recorder: Recorder) -> None:
+    """Write the page, complete or not at all.
+
+    Raises:
+        UsageError, HvdtrainError: see ``replacing``.
+    """
+    with replacing(target) as file:
+        file.write(render(facts, analysis, recorder).encode())
+
+
+def render(facts: Facts, analysis: Analysis, recorder: Recorder) -> str:
+    """The text of the page."""
+    columns = [[round(v) for v in row] for row in analysis.course.columns(analysis.times)]
+    width = analysis.course.width
+    here = files("hvdtrain.timeline") / "web"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"duration": duration, "percent": percent, "size": size, "short": short}
+    template = environment.from_string((here / "page.html").read_text())
+    return template.render(
+        facts=facts,
+        kinds=bars.KINDS,
+        style=Markup((here / "page.css").read_text()),
+        script=Markup("\n".join((here / name).read_text() for name in SCRIPTS)),
+        picture=picture(columns, width, facts["seconds"]),
+        data={**data(facts, recorder), "course": {"width": width, "rows": columns}},
+        unseen=UNSEEN,
+    )
+
+
+def data(facts: Facts, recorder: Recorder) -> Facts:
+    """What the interactive view is made of; times are microseconds since its first event."""
+    begin = facts["file"]["begin"]
+    origin = facts["file"]["first"] + 1e6 * begin
+
+    def since(times: list[float]) -> list[int]:
+        return [round(time - origin) for time in times]
+
+    bar, tick, step = recorder.bars, recorder.ticks, recorder.steps
+    starts = since(bar["start"])
+    lengths = [round(e - s) for s, e in zip(bar["start"], bar["end"], strict=True)]
+    return {
+        "begin": round(begin * 1e6),
+        "span": round(facts["seconds"] * 1e6),
+        "detail": None if recorder.end is None else round(recorder.end - origin),
+        "rows": list(recorder.rows),
+        "kinds": bars.KINDS,
+        "phases": [[p.name, bars.KINDS.index(p.kind)] for p in recorder.phases],
+        "bars": {"row": bar["row"], "phase": bar["phase"], "start": starts, "length": lengths},
+        "ticks": {"bar": tick["bar"], "rank": tick["rank"], "time": since(tick["time"])},
+        "late": recorder.late,
+        "steps": {"number": step["number"], "start": since(step["start"])},
+    }
+
+
+def picture(columns: list[list[int]], width: float, seconds: float) -> list[Facts]:
+    """The states over the time of the file as areas of a picture 1000 wide and 100 high.
+
+    Args:
+        columns: microseconds by state and stretch.
+        width: microseconds of a stretch.
+        seconds: of the whole file.
+
+    Returns:
+        For each state but ``neither``, from the bottom up, its name and the points of a polygon.
+    """
+    count = len(columns[0])
+    group = -(-count // PICTURE)
+    wide = 1e-3 * group * width / seconds if seconds else 0.0
+    areas, below = [], [0.0] * -(-count // group)
+    for state in (bars.COMMUNICATING, bars.WAITING):
+        sums = [sum(columns[state][i : i + group]) for i in range(0, count, group)]
+        tops = [b + 100 * s / (group * width) for b, s in zip(below, sums, strict=True)]
+        upper = [(x, top) for i, top in enumerate(tops) for x in (i * wide, (i + 1) * wide)]
+        lower = [(x, low) for i, low in enumerate(below) for x in (i * wide, (i + 1) * wide)]
+        points = [f"{min(x, 1000):.1f},{100 - y:.1f}" for x, y in [*upper, *reversed(lower)]]
+        areas.append({"state": bars.STATES[state], "points": " ".join(points)})
+        below = tops
+    return areas

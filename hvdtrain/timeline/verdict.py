@@ -1,0 +1,164 @@
+"""The verdict: what holds the training up, how much it costs, and what to change.
+
+Pure functions of the facts. A finding is reported from a share of the time of the whole steps
+(``NOTABLE``) on; the most expensive one comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.timeline.units import duration, percent, size
+
+Facts = dict[str, Any]
+Finding = dict[str, Any]
+
+LATE = 0.05  # share of the time from which lateness is reported
+NOTABLE = 0.10  # and communication
+WAIT = 0.05  # and waiting for the next cycle
+HEADS = {
+    "straggler": "bound by a straggler",
+    "uneven ranks": "bound by uneven ranks",
+    "ranks wait": "ranks wait for one another",
+    "small tensors": "bound by small tensors",
+    "bandwidth": "bound by bandwidth",
+    "cycle time": "bound by the cycle time",
+    "nothing wrong": "nothing wrong in Horovod",
+    "too little": "too little to judge",
+}
+NO_CACHE = "HOROVOD_CACHE_CAPACITY=0"
+
+
+def verdict(facts: Facts) -> list[Finding]:
+    """The findings: ``kind``, ``seconds``, ``share`` of the time, ``text``, ``advice``.
+
+    Kinds are the keys of ``HEADS``; a straggler has a ``rank``.
+    """
+    if not facts["phases"]:
+        text = "no tensor was handed to Horovod while it recorded"
+        return [_finding("too little", 0.0, 0.0, text, "record some steps of a training")]
+    if not facts["steps"]:
+        text = "no tensor comes back, so no steps can be told"
+        return [_finding("too little", 0.0, 0.0, text, "record some steps of a training")]
+    found = [*_lateness(facts), *_communication(facts), *_cycles(facts)]
+    if found:
+        return sorted(found, key=lambda finding: -finding["seconds"])
+    shares = {name: percent(state["share"]) for name, state in facts["steps"]["states"].items()}
+    text = (
+        f"{shares['neither']} of the time no tensor is in its hands, "
+        f"{shares['communicating']} it communicates, {shares['waiting']} a rank waits for another"
+    )
+    advice = "to be faster, make computing and loading data faster"
+    return [_finding("nothing wrong", 0.0, 0.0, text, advice)]
+
+
+def _finding(kind: str, seconds: float, share: float, text: str, advice: str) -> Finding:
+    text = f"{HEADS[kind]}: {text}"
+    return {"kind": kind, "seconds": seconds, "share": share, "text": text, "advice": advice}
+
+
+def _lateness(facts: Facts) -> list[Finding]:
+    steps, lateness = facts["steps"], facts["lateness"]
+    total = steps["seconds"]["total"]
+    waiting = steps["states"]["waiting"]
+    if not lateness["told"]:
+        if waiting["share"] < NOTABLE or facts["ranks"] == 1:
+            return []
+        text = (
+            f"{percent(waiting['share'])} of the time a tensor waits for some rank; for which, "
+            "this file does not tell: Horovod's cache of responses was on"
+        )
+        advice = f"record it again with {NO_CACHE} to see which rank is late"
+        return [_finding("ranks wait", waiting["total"], waiting["share"], text, advice)]
+    cost, spread = lateness["cost_seconds"], lateness["spread_seconds"]["total"]
+    worst = max(lateness["ranks"], key=lambda row: row["cost_seconds"])
+    if cost >= LATE * total and worst["cost_seconds"] > cost / 2:
+        return [_straggler(worst, lateness["steps_with_ticks"], total)]
+    if max(cost, spread - cost) < NOTABLE * total:
+        return []
+    behind = max(row["behind_first_seconds"] for row in lateness["ranks"])
+    slow = [row["rank"] for row in lateness["ranks"] if row["behind_first_seconds"] > behind / 2]
+    text = (
+        f"from the first to the last one ready it takes "
+        f"{duration(lateness['spread_seconds']['median'])} in the median step "
+        f"({percent(spread / total)} of the time), and no one rank is to blame; most behind on "
+        f"the average: {_ranks(slow)}"
+    )
+    advice = (
+        "look for what comes and goes on these ranks: reading data, parts of uneven size, other "
+        "programs on their hosts, threads that share cores"
+    )
+    return [_finding("uneven ranks", spread, spread / total, text, advice)]
+
+
+def _straggler(row: Facts, steps: int, total: float) -> Finding:
+    share = row["cost_seconds"] / total
+    text = (
+        f"rank {row['rank']} was ready last in {row['late_steps']} of {steps} steps "
+        f"({percent(row['late_steps_share'])}), by "
+        f"{duration(row['late_in_step_seconds']['median'])} in the median, "
+        f"{duration(row['late_in_step_seconds']['mean'])} in the mean; that cost "
+        f"{duration(row['cost_seconds'])} of {duration(total)} ({percent(share)})"
+    )
+    advice = (
+        f"see what rank {row['rank']} does that the others do not: its host (clock, temperature, "
+        "other programs), its data (larger files, slower disk), its part of the batch, what runs "
+        "on it alone (logging, checkpoints)"
+    )
+    finding = _finding("straggler", row["cost_seconds"], share, text, advice)
+    return {**finding, "rank": row["rank"]}
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def _communication(facts: Facts) -> list[Finding]:
+    """Communication that nothing hides, and whether size or number of the tensors makes it."""
+    steps, operations = facts["steps"], facts["operations"]
+    exposed = steps["overlap"]["exposed_seconds"]
+    share = exposed / steps["seconds"]["total"]
+    busy = sum(row["seconds"] for row in operations)
+    if share < NOTABLE or not busy:
+        return []
+    small = sum(row["small_seconds"] for row in operations) / busy
+    count, nbytes = (sum(row[key] for row in operations) for key in ("count", "bytes"))
+    a_step = count / steps["seen"]
+    what = (
+        f"{percent(share)} of the time is communication that no computing hides: about "
+        f"{a_step:.1f} operations a step of {size(nbytes / count)} on the average"
+    )
+    if small > 0.5:
+        text = f"{what}, {percent(small)} of their time in ones of less than 1 MiB"
+        advice = (
+            "fewer, larger operations: raise HOROVOD_FUSION_THRESHOLD (bytes) and, where tensors "
+            "come far apart, HOROVOD_CYCLE_TIME (ms); or group them (num_groups of "
+            "DistributedOptimizer). A larger batch a rank means fewer of them for an image"
+        )
+        return [_finding("small tensors", exposed, share, text, advice)]
+    text = f"{what}, {size(nbytes / busy)}/s"
+    advice = (
+        "send less, or less often: compression of the gradients to 16 bits, several batches an "
+        "update, a larger batch a rank; or a faster way: NCCL between GPUs, the fast network "
+        "(NCCL_SOCKET_IFNAME, btl_tcp_if_include)"
+    )
+    return [_finding("bandwidth", exposed, share, text, advice)]
+
+
+def _cycles(facts: Facts) -> list[Finding]:
+    """A tensor that comes at a random moment waits half a cycle, the last of a step in vain."""
+    cycles, steps = facts["cycles"], facts["steps"]
+    if not cycles:
+        return []
+    cycle, step = cycles["configured_estimate_seconds"], steps["seconds"]["median"]
+    wait = cycle / 2
+    if wait < WAIT * step:
+        return []
+    text = (
+        f"Horovod looks for work every {duration(cycle)}, a step takes "
+        f"{duration(step)}, and its last tensor waits half a cycle on the average "
+        f"({percent(wait / step)} of the step)"
+    )
+    advice = f"set HOROVOD_CYCLE_TIME={max(0.1, round(step * 1e3 / 40, 1)):g} (ms)"
+    return [_finding("cycle time", wait * steps["whole"], wait / step, text, advice)]

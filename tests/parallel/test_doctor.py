@@ -1,0 +1,147 @@
+"""``hvdtrain doctor`` on this machine, whole and then broken in ways that happen on clusters."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import BIN, ROOT, Outcome, run
+
+HVDTRAIN = (sys.executable, "-m", "hvdtrain.cli")
+STATES = {"ok", "warning", "error", "absent"}
+
+
+def doctor(*options: str, cwd: Path = ROOT, **extra: str) -> Outcome:
+    return run([*HVDTRAIN, "doctor", *options], cwd=cwd, timeout=120, **extra)
+
+
+def findings(outcome: Outcome) -> dict[str, dict[str, str]]:
+    """The findings of ``--json``, by name."""
+    report = json.loads(outcome.out)  # nothing else is on standard output
+    assert report["ok"] == (outcome.code == 0)
+    return {finding["check"]: finding for finding in report["findings"]}
+
+
+def test_a_sound_environment_and_the_speed_of_its_ranks() -> None:
+    outcome = doctor("-n", "2", "--json")
+    found = findings(outcome)
+    assert outcome.code == 0, found
+    assert {finding["state"] for finding in found.values()} <= STATES - {"error"}
+    for check in ("Python", "Horovod, PyTorch", "Horovod, TensorFlow", "MPI agreement", "ranks"):
+        assert found[check]["state"] == "ok", found[check]
+    report = json.loads(outcome.out)
+    assert report["ranks"]["size"] == report["ranks"]["announced"] == 2
+    times = report["allreduce"]
+    assert (times["ranks"], times["hosts"]) == (2, 1)
+    for name in ("mpi4py", "horovod", "gloo"):
+        rows = times["backends"][name]["rows"]
+        assert [row["bytes"] for row in rows] == [4, 2**12, 2**16, 2**20, 2**24, 2**26]
+        for row in rows:
+            assert 0 < row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
+            expected = row["bytes"] / row["seconds"] / 1e9
+            assert row["algorithm_gb_per_second"] == pytest.approx(expected)
+            assert row["bus_gb_per_second"] == pytest.approx(expected)  # 2 (n - 1) / n at n = 2
+        assert rows[-1]["seconds"] > rows[0]["seconds"]
+
+
+def test_the_table_in_a_file_and_no_ranks_without_n(tmp_path: Path) -> None:
+    outcome = doctor(PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}", COLUMNS="80")
+    assert outcome.code == 0, outcome.out
+    lines = outcome.out.splitlines()
+    assert lines[-1].startswith("all well") or lines[-1].endswith(("warning", "warnings"))
+    assert any(line.startswith("ok ") and str(BIN / "python") in line for line in lines)
+    assert not any(line.split()[1:2] == ["ranks"] for line in lines if line)
+    assert "\x1b" not in outcome.out
+
+
+def test_what_would_be_started() -> None:
+    outcome = doctor("-n", "2", "--dry-run")
+    assert outcome.code == 0, outcome.err
+    ends = [line.split()[-1] for line in outcome.out.splitlines()]
+    assert ends == ["hvdtrain.environment.rank_report", "hvdtrain.measure.allreduce"]
+    assert all("-n 2" in line for line in outcome.out.splitlines())
+
+
+def test_another_mpirun_first_on_the_path(mpich: Path) -> None:
+    path = os.pathsep.join([str(mpich / "bin"), str(BIN), os.environ["PATH"]])
+    outcome = doctor("-n", "2", "--json", PATH=path)
+    assert outcome.code == 1
+    found = findings(outcome)
+    agreement = found["MPI agreement"]
+    assert agreement["state"] == "error"
+    assert f"{mpich / 'bin' / 'mpirun'} starts ranks of MPICH" in agreement["evidence"]
+    assert "hvdtrain install-horovod --rebuild" in agreement["remedy"]
+    # Started for real they are what the rule says.
+    assert found["ranks"]["state"] == "error"
+    assert "2 were started and made worlds of 1, 1" in found["ranks"]["evidence"]
+
+
+def test_a_job_with_traps(tmp_path: Path) -> None:
+    """A nodefile with a host that nobody knows, PBS's OMP_NUM_THREADS, a misspelt variable."""
+    nodes = tmp_path / "nodes"
+    nodes.write_text(f"{socket.gethostname()}\n" * 2 + "nosuchhost.invalid\n" * 2)
+    outcome = doctor(
+        "--json",
+        PBS_NODEFILE=str(nodes),
+        PBS_JOBID="12.server",
+        OMP_NUM_THREADS="64",
+        HOROVOD_FUSION_TRESHOLD="0",
+    )
+    found = findings(outcome)
+    assert outcome.code == 1
+    assert found["other hosts"]["state"] == "error"
+    assert "nosuchhost.invalid: unknown name" in found["other hosts"]["evidence"]
+    assert found["hosts of the job"]["state"] == "ok"
+    assert "64 threads a rank, 2 ranks" in found["OMP_NUM_THREADS"]["evidence"]
+    assert "HOROVOD_FUSION_TRESHOLD" in found["HOROVOD_*"]["remedy"]
+    for check in ("OMP_NUM_THREADS", "HOROVOD_*", "current directory"):
+        assert found[check]["state"] == "warning", found[check]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system without room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    mounted = subprocess.run(line, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        (disk / "data").write_bytes(bytes(64 * 1024))
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk(full_disk: Path) -> None:
+    outcome = doctor("--json", cwd=full_disk)
+    assert outcome.code == 1
+    finding = findings(outcome)["current directory"]
+    assert finding["state"] == "error"
+    assert f"{full_disk}: tmpfs" in finding["evidence"]
+    assert [path.name for path in full_disk.iterdir()] == ["data"]  # nothing left behind
+
+
+def test_a_library_of_horovod_that_does_not_load(tmp_path: Path) -> None:
+    """As after another torch was installed: a symbol is missing."""
+    compiler: Any = next((c for c in ("/usr/bin/cc", "/usr/bin/gcc") if Path(c).exists()), None)
+    if compiler is None:
+        pytest.skip("no C compiler: apt-get install gcc")
+    library = tmp_path / "libmpi.so.40"  # of the right name, with nothing in it
+    flags = ["-shared", "-x", "c", "-Wl,-soname,libmpi.so.40", "/dev/null", "-o", str(library)]
+    subprocess.run([compiler, *flags], check=True, timeout=60)
+    outcome = doctor("--json", LD_LIBRARY_PATH=str(tmp_path))
+    assert outcome.code == 1
+    finding = findings(outcome)["Horovod, PyTorch"]
+    assert finding["state"] == "error"
+    assert "it does not load" in finding["evidence"]
+    assert "install-horovod --rebuild" in finding["remedy"]

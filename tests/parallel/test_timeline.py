@@ -1,0 +1,127 @@
+"""Timelines of real runs: a rank that is late, and the trainers' window of steps."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.timeline.verb import analyse
+from tests.conftest import ROOT, ranks
+from tests.parallel.conftest import FRAMEWORKS
+
+LATE = ROOT / "tests" / "parallel" / "scripts" / "late.py"
+STEPS = 25
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The timeline of three ranks of which rank 2 sleeps 50 ms in each of 25 steps."""
+    path = tmp_path_factory.mktemp("late") / "timeline.json"
+    outcome = ranks(
+        3,
+        *(str(LATE), "2", "50", str(STEPS)),
+        HOROVOD_TIMELINE=str(path),
+        HOROVOD_TIMELINE_MARK_CYCLES="1",
+        HOROVOD_CACHE_CAPACITY="0",
+    )
+    assert outcome.code == 0, outcome.err
+    return path
+
+
+def test_the_late_rank_is_named_with_its_share_and_its_50_ms(late: Path) -> None:
+    facts, _ = analyse(late)
+    assert (facts["ranks"], facts["steps"]["seen"]) == (3, STEPS)
+    finding = facts["verdict"][0]
+    assert (finding["kind"], finding["rank"]) == ("straggler", 2)
+    row = facts["lateness"]["ranks"][2]
+    assert row["late_steps_share"] > 0.8
+    assert 0.03 < row["late_in_step_seconds"]["median"] < 0.09
+    assert row["cost_seconds"] == pytest.approx(
+        row["late_in_step_seconds"]["mean"] * row["late_steps"]
+    )
+    assert finding["share"] > 0.5
+    gradients = 8
+    assert facts["lateness"]["negotiations"] == gradients * STEPS + gradients  # and the broadcast
+    assert facts["cycles"]["count"] > STEPS
+
+
+def test_cut_at_200_random_bytes_it_is_right_up_to_the_cut(late: Path, tmp_path: Path) -> None:
+    content = late.read_bytes()
+    ends = [match.end() for match in re.finditer(rb"\}(?=,\{|,\n\{|\])", content)]
+    events = json.loads(content)
+    assert len(ends) == len(events)
+    cut, clean = tmp_path / "cut.json", tmp_path / "clean.json"
+    rng = random.Random(2)
+    for size in rng.sample(range(200, len(content)), 200):
+        cut.write_bytes(content[:size])
+        whole = sum(end <= size for end in ends)
+        clean.write_text(json.dumps(events[:whole]))
+        facts, expected = analyse(cut)[0], analyse(clean)[0]
+        assert facts["file"]["events"] == whole
+        assert {**facts, "file": None} == {**expected, "file": None}
+
+
+def record(framework: str, folder: Path, *options: str, **extra: str) -> dict[str, Any]:
+    """Train MNIST for 9 steps at two ranks; the summary."""
+    outcome = ranks(
+        2,
+        *("-m", "hvdtrain.mnist", "--framework", framework, "--model", "small"),
+        *("--num-steps", "9", "--quiet", f"--summary={folder / 'summary.json'}", *options),
+        **extra,
+    )
+    assert outcome.code == 0, outcome.err
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_window_holds_just_its_steps(framework: str, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    summary = record(framework, tmp_path, f"--timeline={path}", "--timeline-steps=3:7")
+    facts, _ = analyse(path)
+    assert facts["steps"]["seen"] == 4
+    gradients = [row for row in facts["tensors"] if "gradients." in row["name"]]
+    assert gradients
+    assert {row["times"] for row in gradients} == {4}
+    lateness = facts["lateness"]
+    assert lateness["told"]
+    assert lateness["with_ticks"] >= 4 * len(gradients)
+    assert facts["ranks"] == 2
+    assert facts["cycles"]["count"] > 4
+    assert not facts["file"]["cut"]
+    assert not facts["file"]["unfamiliar"]
+    assert summary["timeline"] == str(path)
+    assert summary["steps_completed"] == 9
+    assert summary["images_per_second_mean"] > 0
+
+
+def test_a_timeline_asked_for_by_the_environment_is_honoured(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    summary = record("pytorch", tmp_path, HOROVOD_TIMELINE=str(path))
+    facts, _ = analyse(path)
+    assert {r["times"] for r in facts["tensors"] if "gradients." in r["name"]} == {9}
+    assert facts["lateness"]["told"]
+    assert summary["timeline"] == str(path)
+    assert summary["images_per_second_mean"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "extra", "message"),
+    [
+        (["--strategy=single"], {}, "--timeline records what Horovod does, and --strategy single"),
+        ([], {"HOROVOD_TIMELINE": "other.json"}, "HOROVOD_TIMELINE=other.json contradict"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    options: list[str], extra: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    arguments = ["-m", "hvdtrain.mnist", f"--timeline={tmp_path / 't.json'}", *options]
+    outcome = ranks(1, *arguments, **extra)
+    assert outcome.code == 2
+    assert len(outcome.said) == 1
+    assert message in outcome.said[0]

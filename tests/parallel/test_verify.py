@@ -1,0 +1,173 @@
+"""``hvdtrain verify`` on real ranks: each step that is switched off fails its row alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.environment.verification.rows import STEPS
+from tests.conftest import BIN, ROOT, Outcome, ranks, run
+from tests.parallel.conftest import FRAMEWORKS
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PAGE = ROOT / "docs" / "verify.md"
+VERIFY = [str(BIN / "hvdtrain"), "verify"]
+MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "-n"]
+
+
+def states(outcome: Outcome) -> dict[int, str]:
+    """The state of each row, from --json, which must be all that is on standard output."""
+    return {row["step"]: row["state"] for row in json.loads(outcome.out)["rows"]}
+
+
+def failed(outcome: Outcome) -> list[int]:
+    return [step for step, state in states(outcome).items() if state == "failed"]
+
+
+def evidence(outcome: Outcome, step: int) -> str:
+    return str(json.loads(outcome.out)["rows"][step - 1]["evidence"])
+
+
+def documented() -> dict[str, str]:
+    """The table of mutations against rows, as docs/verify.md shows it."""
+    lines = PAGE.read_text().partition("| switched off |")[2].splitlines()[2:]
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    table = (line.strip("|").split("|") for line in rows)
+    return {name.strip(): row.strip() for name, row in table}
+
+
+@pytest.mark.parametrize(
+    ("framework", "number", "how_many"),
+    [
+        ("pytorch", 2, "all"),
+        ("pytorch", 3, "few"),
+        ("tensorflow", 2, "few"),
+        ("tensorflow", 3, "few"),
+    ],
+)
+def test_each_mutation_fails_its_row_alone(
+    framework: str, number: int, how_many: str, tmp_path: Path
+) -> None:
+    script = str(SCRIPTS / "mutations.py")
+    outcome = ranks(number, script, framework, str(tmp_path), how_many)
+    assert outcome.code == 0, outcome.err[-3000:]
+    everyone = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(number)]
+    assert all(found == everyone[0] for found in everyone), "the ranks found different things"
+    titles = {step.number: f"{step.number} {step.title}" for step in STEPS}
+    for name, found in everyone[0].items():
+        bad = [row["step"] for row in found["rows"] if row["state"] != "ok"]
+        print(f"{framework} {number} ranks: {name}: {[titles[step] for step in bad]}")
+        assert [row["step"] for row in found["rows"]] == list(titles), name
+        assert bad == [found["expected"]] * (found["expected"] is not None), (name, found)
+    if how_many == "all":
+        shown = {k: titles[v["expected"]] for k, v in everyone[0].items() if v["expected"]}
+        assert documented() == shown
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_alone(framework: str, tmp_path: Path) -> None:
+    outcome = run([*VERIFY, "--framework", framework, "--json"], cwd=tmp_path)
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert set(states(outcome).values()) == {"ok"}
+    assert json.loads(outcome.out)["ranks"] == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_it_starts() -> None:
+    outcome = run([*VERIFY, "-n", "2", "--framework", "tensorflow", "--json"])
+    assert outcome.code == 0, outcome.out + outcome.err[-3000:]
+    assert states(outcome) == dict.fromkeys(range(1, 9), "ok")
+    assert outcome.err.splitlines()[0].startswith("mpirun -n 2 ")  # what it runs
+
+
+def test_ranks_that_mpirun_started_tell_once() -> None:
+    outcome = run([*MPIRUN, "3", *VERIFY])
+    assert outcome.code == 0, outcome.err[-3000:]
+    lines = outcome.out.splitlines()
+    assert lines[0] == "hvdtrain verify: pytorch over horovod, 3 ranks on 1 host"
+    assert [line.split()[:2] for line in lines[1:-1]] == [["ok", str(n)] for n in range(1, 9)]
+    assert lines[-1] == "all steps took effect"
+
+
+def test_threads_that_the_user_has_set_too_high() -> None:
+    # The trap of PBS, which sets OMP_NUM_THREADS to all cores of the job.
+    command = [*MPIRUN, "2", *VERIFY, "--framework", "tensorflow", "--json"]
+    outcome = run(command, OMP_NUM_THREADS=str(os.cpu_count()))
+    assert outcome.code == 1, outcome.err[-3000:]
+    assert failed(outcome) == [2]
+    remedy = json.loads(outcome.out)["rows"][1]["remedy"]
+    assert "unset OMP_NUM_THREADS" in remedy
+
+
+def test_a_step_that_is_off_on_one_rank_alone(tmp_path: Path) -> None:
+    # Rank 0 waits in a broadcast that rank 1 never enters.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n"
+        "    from hvdtrain.adapters.common import CommonAdapter\n"
+        "    CommonAdapter.broadcast_state = lambda self, model, optimizer=None: ''\n"
+    )
+    stall = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4",
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+    }
+    outcome = run([*VERIFY, "-n", "2", "--json"], **stall)
+    assert outcome.code == 1, outcome.err[-3000:]
+    assert states(outcome) == {**dict.fromkeys(range(1, 9), "ok"), 6: "failed"}
+    assert "the ranks wait for each other in different places" in evidence(outcome, 6)
+
+
+def watched(script: Path, *arguments: str, cwd: Path, updates: str = "all") -> Outcome:
+    command = [*VERIFY, "-n", "2", "--json", "--updates", updates, "--script", str(script)]
+    return run([*command, "--", *arguments], cwd=cwd)
+
+
+def test_a_right_script_of_a_user(tmp_path: Path) -> None:
+    outcome = watched(SCRIPTS / "plain_torch.py", "--checkpoint", "x y.pt", cwd=tmp_path)
+    assert outcome.code == 0, outcome.out + outcome.err[-3000:]
+    assert set(states(outcome).values()) == {"ok"}
+    assert "linear rule, x 2" in evidence(outcome, 4)
+    assert "rank 0 wrote 1 file" in evidence(outcome, 7)
+    assert (tmp_path / "x y.pt").is_file()
+    assert "rank 1: loss" in outcome.err  # what the script prints is not the result
+
+
+def test_a_script_with_every_mistake(tmp_path: Path) -> None:
+    outcome = watched(SCRIPTS / "plain_torch.py", "--wrong", cwd=tmp_path)
+    assert outcome.code == 1, outcome.err[-3000:]
+    assert failed(outcome) == [2, 3, 4, 5, 6, 7]
+    assert states(outcome)[8] == "not seen"
+    assert evidence(outcome, 3) == "80 of 80 samples seen were on more than one rank"
+    assert evidence(outcome, 7).startswith("ranks 0, 1 wrote ")
+
+
+def test_a_broadcast_whose_guard_comes_too_late(tmp_path: Path) -> None:
+    script = SCRIPTS / "plain_tensorflow.py"
+    outcome = watched(script, "--late-guard", cwd=tmp_path, updates="3")
+    assert outcome.code == 1, outcome.err[-3000:]
+    assert failed(outcome) == [6]
+    assert evidence(outcome, 6).startswith("no broadcast was executed; max difference to rank 0")
+    expected = {**dict.fromkeys(range(1, 6), "ok"), 6: "failed", 7: "not seen", 8: "not seen"}
+    assert states(outcome) == expected
+    outcome = watched(script, cwd=tmp_path)
+    assert outcome.code == 0, outcome.out + outcome.err[-3000:]
+    assert states(outcome) == {**dict.fromkeys(range(1, 9), "ok"), 7: "not seen"}
+
+
+def test_horovods_optimizer_for_keras_reduces_nothing(tmp_path: Path) -> None:
+    outcome = watched(SCRIPTS / "plain_keras.py", cwd=tmp_path)
+    assert outcome.code == 1, outcome.err[-3000:]
+    assert failed(outcome) == [5, 6]
+    assert "reduces nothing with Keras 3" in evidence(outcome, 5)
+
+
+def test_the_example_that_uses_hvdtrain(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    outcome = watched(ROOT / "examples" / "digits_distributed.py", cwd=tmp_path)
+    assert outcome.code == 0, outcome.out + outcome.err[-3000:]
+    assert set(states(outcome).values()) == {"ok"}

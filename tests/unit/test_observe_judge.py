@@ -1,0 +1,318 @@
+"""The rows of a script from what its ranks noted: right scripts, and each fault in its row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hvdtrain.environment.observation.judge import rows
+from hvdtrain.environment.verification.rows import FAILED, NOT_SEEN, OK
+
+LOCAL = [[3.0, 0.0, -2.0, 1.0], [1.0, 4.0, 0.0, -1.0]]
+MEAN = [2.0, 2.0, -1.0, 0.0]
+
+Records = list[dict[str, Any]]
+
+
+def update(rank: int, number: int, rate: float, rows: int) -> dict[str, Any]:
+    weights = {"digest": f"weights {number}", "sample": [1.0 * number, 2.0]}
+    return {
+        "rates": [rate],
+        "rows": rows,
+        "tensors": 4,
+        "values": 100,
+        "before": weights,
+        "after": weights,
+        "applied": {"digest": "applied", "sample": list(MEAN)},
+        "local": {"digest": f"local {rank}", "sample": list(LOCAL[rank])},
+        "state": "state",
+    }
+
+
+def script(size: int = 2, rate: float = 0.2) -> Records:
+    """What the ranks of a right script note."""
+    return [
+        {
+            "launcher": ["mpirun", rank, size] if size > 1 else [None, 0, 1],
+            "host": "node",
+            "process": rank,
+            "cores": [0, 1],
+            "world": {"rank": rank, "size": size, "local_rank": rank, "local_size": size},
+            "processor": {"gpu": None, "threads": 1},
+            "calls": [
+                {"name": "broadcast_parameters", "update": 0},
+                {"name": "Dataset.shard", "update": 0, "shards": size, "shard": rank},
+            ],
+            "updates": [update(rank, number, rate, 16) for number in range(5)],
+            "rows": [f"{rank}-{row}" for row in range(80)],
+            "loader": None,
+            "reduced": 20,
+            "metrics": [["loss", [1.0 + rank], [1.5]]],
+            "written": ["/work/model.pt"] if rank == 0 else [],
+            "waiting": None,
+            "done": 5,
+            "hvdtrain": False,
+            "ended": "updates",
+        }
+        for rank in range(size)
+    ]
+
+
+ALONE = script(1, 0.1)[0]
+
+
+def states(everyone: Records, alone: dict[str, Any] | None = ALONE) -> dict[int, str]:
+    return {row.step: row.state for row in rows(everyone, alone)}
+
+
+def test_a_right_script() -> None:
+    found = rows(script(), ALONE)
+    assert [(row.step, row.state) for row in found] == [(step, OK) for step in range(1, 9)]
+    assert [row.evidence for row in found] == [
+        "ranks 0, 1 once each, 2 on node; mpirun started 2",
+        "node: 1 + 1 = 2 threads on 2 cores",
+        "Dataset.shard gives 2 shards; 0 of 160 samples seen were on more than one rank",
+        "0.2 in 5 updates on 2 ranks, 0.1 on one alone: linear rule, x 2",
+        "max difference between ranks 0 over 5 updates, 4 tensors; to the mean of the ranks' own 0",
+        "broadcast_parameters; max difference to rank 0 before update 1: 0, 2 ranks, 4 tensors",
+        "rank 0 wrote 1 file, none twice: /work/model.pt",
+        "loss: 1, 2 by rank, 1.5 on all after the reduction; a mean of means is right where all "
+        "ranks count the same samples",
+    ]
+
+
+def test_one_rank_shows_little() -> None:
+    found = states([ALONE], None)
+    assert [found[step] for step in range(1, 9)] == [OK, OK, *[NOT_SEEN] * 4, OK, OK]
+
+
+def each(change: Callable[[dict[str, Any]], object]) -> Callable[[Records], object]:
+    return lambda everyone: [change(record) for record in everyone]
+
+
+def on(rank: int, change: Callable[[dict[str, Any]], object]) -> Callable[[Records], object]:
+    return lambda everyone: change(everyone[rank])
+
+
+def without(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda record: record.update(
+        calls=[call for call in record["calls"] if call["name"] != name]
+    )
+
+
+def gradients(values: Callable[[int], list[float]]) -> Callable[[Records], object]:
+    def change(everyone: Records) -> None:
+        for rank, record in enumerate(everyone):
+            for one in record["updates"]:
+                one["applied"] = {"digest": str(values(rank)), "sample": values(rank)}
+
+    return change
+
+
+def drifting(from_update: int) -> Callable[[dict[str, Any]], object]:
+    def change(record: dict[str, Any]) -> None:
+        for one in record["updates"][from_update:]:
+            one["before"] = {"digest": "drifted", "sample": [9.0, 2.0]}
+
+    return change
+
+
+def different_until(update_number: int) -> Callable[[dict[str, Any]], object]:
+    def change(record: dict[str, Any]) -> None:
+        for one in record["updates"][:update_number]:
+            one["before"] = {"digest": "own", "sample": [7.0, 2.0]}
+
+    return change
+
+
+def loader(**facts: Any) -> Callable[[dict[str, Any]], object]:
+    told = {"sampler": "RandomSampler", "replicas": None, "rank": None}
+    return lambda record: record.update(loader={**told, **facts})
+
+
+def unsharded(everyone: Records) -> None:
+    each(without("Dataset.shard"))(everyone)
+
+
+def rate(value: float) -> Callable[[dict[str, Any]], object]:
+    return lambda record: [one.update(rates=[value]) for one in record["updates"]]
+
+
+def same_rows(everyone: Records) -> None:
+    everyone[1]["rows"] = list(everyone[0]["rows"])
+
+
+FAULTS: list[tuple[int, str, Callable[[Records], object], str]] = [
+    (1, "init is not called", each(lambda r: r.update(world=None)), "hvd.init() was not called"),
+    (
+        1,
+        "worlds of one",
+        each(lambda r: r["world"].update(rank=0, size=1)),
+        "rank 0 of 1; rank 0 of 1",
+    ),
+    (1, "local ranks", each(lambda r: r["world"].update(local_rank=0)), "local ranks"),
+    (2, "all cores each", each(lambda r: r["processor"].update(threads=2)), "4 threads on 2 cores"),
+    (3, "the same samples", same_rows, "80 of 80 samples seen were on more than one rank"),
+    (
+        3,
+        "the same shard",
+        on(1, lambda r: r["calls"][1].update(shard=0)),
+        "the ranks ask for shards 0 of 2, 0 of 2",
+    ),
+    (3, "too many shards", each(lambda r: r["calls"][1].update(shards=4)), "0 of 4, 1 of 4"),
+    (
+        3,
+        "a sampler of all",
+        lambda e: (unsharded(e), each(loader(drawn=99, samples=99, probes=["a"]))(e)),
+        "every rank draws from the same 99 samples",
+    ),
+    (4, "not scaled", each(rate(0.1)), "though the global batch is 2 times larger"),
+    (4, "scaled on one", on(1, rate(0.1)), "at update 1: 0.2, 0.1 by rank"),
+    (5, "own gradients", gradients(lambda rank: LOCAL[rank]), "rank 1 applied other gradients"),
+    (5, "rank 0's gradients", gradients(lambda rank: LOCAL[0]), "rank 1 do not count (1, "),
+    (5, "the sum", gradients(lambda rank: [2 * v for v in MEAN]), "the sum, not the mean"),
+    (5, "nothing reduced", each(lambda r: r.update(reduced=0)), "Horovod reduced nothing"),
+    (
+        6,
+        "no broadcast, other weights",
+        lambda e: (each(without("broadcast_parameters"))(e), on(1, different_until(5))(e)),
+        "no broadcast was executed; max difference to rank 0 before update 1: 7",
+    ),
+    (
+        6,
+        "no broadcast, same seed",
+        each(without("broadcast_parameters")),
+        "equal only because all ranks drew the same first weights",
+    ),
+    (6, "broadcast in vain", on(1, different_until(5)), "before update 1: 7"),
+    (
+        6,
+        "broadcast on rank 0 alone",
+        lambda e: (
+            on(0, lambda r: r.update(waiting="broadcast_parameters"))(e),
+            each(without("broadcast_parameters"))(e),
+        ),
+        "rank 0 waits in broadcast_parameters, rank 1 did not call it",
+    ),
+    (7, "all write", on(1, lambda r: r.update(written=["/work/model.pt"])), "ranks 0, 1 wrote"),
+    (
+        8,
+        "not reduced",
+        on(1, lambda r: r.update(metrics=[["loss", [2.0], [2.0]]])),
+        "loss is 1.5, 2 by rank after the reduction",
+    ),
+    (8, "on one rank", on(1, lambda r: r.update(metrics=[])), "but not on rank 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "words"),
+    [pytest.param(step, change, words, id=name) for step, name, change, words in FAULTS],
+)
+def test_a_fault_shows_in_its_row_alone(
+    step: int, change: Callable[[Records], object], words: str
+) -> None:
+    everyone = copy.deepcopy(script())
+    change(everyone)
+    found = rows(everyone, ALONE)
+    assert [row.step for row in found if row.state == FAILED] == [step]
+    assert words in found[step - 1].evidence, found[step - 1].evidence
+
+
+RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
+    (4, "square root", each(rate(0.1 * 2**0.5)), OK, "square root rule, x 1.41"),
+    (
+        4,
+        "fixed global batch",
+        each(lambda r: [(u.update(rates=[0.1], rows=8)) for u in r["updates"]]),
+        OK,
+        "as the global batch, which stays the same",
+    ),
+    (
+        4,
+        "warm-up",
+        each(lambda r: [u.update(rates=[0.1 + 0.01 * n]) for n, u in enumerate(r["updates"])]),
+        OK,
+        "0.1 to 0.14 in 5 updates on 2 ranks, 0.1 on one alone: a warm-up, from x 1",
+    ),
+    (4, "another rule", each(rate(0.17)), NOT_SEEN, "x 1.7, which is no rule"),
+    (
+        5,
+        "uneven parts",
+        gradients(lambda rank: [0.6 * a + 0.4 * b for a, b in zip(*LOCAL, strict=True)]),
+        OK,
+        "0.6, 0.4 times the ranks' own",
+    ),
+    (5, "clipped", gradients(lambda rank: [v / 7 for v in MEAN]), OK, "0.0714, 0.0714 times"),
+    (
+        5,
+        "weighed sum",
+        lambda e: (
+            gradients(lambda rank: [2 * v for v in MEAN])(e),
+            each(
+                lambda r: r.update(
+                    hvdtrain=True, metrics=[["average_metrics over 9 samples", [1.0], [1.0]]]
+                )
+            )(e),
+        ),
+        OK,
+        "the sum, not the mean, of the ranks' own, which are weighed before",
+    ),
+    (6, "after the first update", on(1, different_until(1)), OK, "before update 2: 0"),
+    (6, "drift of later updates", on(1, drifting(1)), OK, "before update 1: 0"),
+    (
+        3,
+        "own data",
+        lambda e: (
+            unsharded(e),
+            [
+                loader(drawn=99, samples=99, probes=[str(rank)])(record)
+                for rank, record in enumerate(e)
+            ],
+        ),
+        OK,
+        "data of its own on each rank",
+    ),
+    (3, "nothing to go by", unsharded, NOT_SEEN, "no sampler and no shard call"),
+    (3, "duplicates in the data", on(1, lambda r: r["rows"].append("0-1")), OK, "1 of 160"),
+    (7, "each its own file", on(1, lambda r: r.update(written=["/work/log.1"])), OK, "none twice"),
+    (7, "no file", on(0, lambda r: r.update(written=[])), NOT_SEEN, "in 5 updates"),
+    (8, "no metric", each(lambda r: r.update(metrics=[])), NOT_SEEN, "in 5 updates"),
+]
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "state", "words"),
+    [pytest.param(s, c, state, words, id=name) for s, name, c, state, words in RIGHT],
+)
+def test_what_is_right_or_cannot_be_seen_is_no_failure(
+    step: int, change: Callable[[Records], object], state: str, words: str
+) -> None:
+    everyone = copy.deepcopy(script())
+    change(everyone)
+    found = rows(everyone, ALONE)
+    assert [row.step for row in found if row.state == FAILED] == []
+    assert (found[step - 1].state, words in found[step - 1].evidence) == (state, True), found
+
+
+def test_a_script_that_ends_before_it_trains() -> None:
+    everyone = script()
+    for record in everyone:
+        record.update(
+            world=None, updates=[], rows=[], calls=[], metrics=[], written=[], processor=None
+        )
+    assert set(states(everyone, None).values()) == {NOT_SEEN}
+
+
+def test_keras_optimizer_of_horovod_is_named() -> None:
+    everyone = script()
+    gradients(lambda rank: LOCAL[rank])(everyone)
+    for record in everyone:
+        record["reduced"] = 0
+        name = "horovod.tensorflow.keras.DistributedOptimizer"
+        record["calls"].append({"name": name, "update": 0})
+    evidence = rows(everyone, ALONE)[4].evidence
+    assert "horovod.tensorflow.keras.DistributedOptimizer reduces nothing with Keras 3" in evidence

@@ -1,0 +1,161 @@
+"""What a rank notes of a script: samples, files, calls; and acting right after an import."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.environment.observation.imports import AfterImport
+from hvdtrain.environment.observation.record import EnoughError, Record, summary
+from hvdtrain.environment.observation.wrap import after, replace
+from hvdtrain.environment.verification.written import watch_writes
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    folder = tmp_path / "record"
+    folder.mkdir()
+    return Record(folder, 2)
+
+
+def update(record: Record, value: float = 1.0) -> None:
+    tensors = [np.full((2, 3), value)]
+    record.update(rates=[0.1], before=tensors, applied=tensors, after=tensors, state=[])
+
+
+def test_samples_until_one_comes_again(record: Record) -> None:
+    record.samples(np.arange(6.0).reshape(3, 2))
+    record.samples(np.arange(6.0, 10.0).reshape(2, 2))
+    assert (len(set(record.data["rows"])), record.batch) == (5, 5)
+    record.samples(np.arange(20.0).reshape(10, 2))  # a second epoch: other ranks' samples
+    record.samples(np.ones((4, 2)))
+    assert (len(record.data["rows"]), record.batch) == (5, 19)
+
+
+def test_what_is_not_the_script_s_training_is_not_noted(record: Record) -> None:
+    with record.waiting("broadcast_optimizer_state"):
+        record.samples(np.ones((4, 2)))
+        assert json.loads(record.path.read_text())["waiting"] == "broadcast_optimizer_state"
+    assert (record.batch, record.data["waiting"]) == (0, None)
+    with pytest.raises(RuntimeError), record.waiting("broadcast_parameters"):
+        raise RuntimeError("Horovod has been shut down")
+    assert record.data["waiting"] == "broadcast_parameters"  # it never came back
+    assert record.ignored == 0
+
+
+def test_updates_and_their_end(record: Record) -> None:
+    record.samples(np.arange(8.0).reshape(4, 2))
+    record.local = [np.ones((2, 3))]
+    update(record)
+    record.end_if_enough()
+    record.local = [np.ones(7)]  # of another model
+    update(record, 2.0)
+    with pytest.raises(EnoughError):
+        record.end_if_enough()
+    first, second = json.loads(record.path.read_text())["updates"]
+    assert (first["rows"], second["rows"]) == (4, 0)
+    assert first["local"]["sample"] == [1.0] * 6
+    assert second["local"] is None
+    assert first["before"]["digest"] != second["before"]["digest"]
+    assert record.data["ended"] == "updates"
+    record.end_if_enough()  # the script may go on to its own end
+
+
+def test_summary_tells_any_bit(record: Record) -> None:
+    tensor = np.zeros(10_000, np.float32)
+    one = summary([tensor])
+    assert len(one["sample"]) == 64
+    tensor[5000] = 1e-30
+    assert summary([tensor])["digest"] != one["digest"]
+    assert summary([]) == {"digest": summary([])["digest"], "sample": []}
+
+
+def test_files_of_the_script_and_others(record: Record, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    record.wrote(str(folder / "model.pt"))
+    record.wrote(os.path.relpath(folder / "model.pt"))
+    record.wrote(str(folder / "logs" / ".." / "loss.txt"))
+    assert record.data["written"] == [str(folder / "model.pt"), str(folder / "loss.txt")]
+    for other in (
+        "/dev/null",
+        str(folder),
+        str(record.path),
+        str(folder / "__pycache__" / "a.pyc"),
+        f"{tempfile.gettempdir()}/tmpabc/x",
+        str(Path.home() / ".keras" / "keras.json"),
+    ):
+        record.wrote(other)
+    assert len(record.data["written"]) == 2
+
+
+def test_writes_are_seen_however_python_opens(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("x")
+    with watch_writes() as paths:
+        (tmp_path / "a").write_text("x")
+        os.close(os.open(tmp_path / "b", os.O_CREAT | os.O_WRONLY))
+        np.save(tmp_path / "c.npy", np.ones(2))
+        with (tmp_path / "old").open("ab"):
+            pass
+        (tmp_path / "old").read_text()
+    (tmp_path / "later").write_text("x")
+    assert paths == [str(tmp_path / name) for name in ("a", "b", "c.npy", "old")]
+
+
+def test_opening_within_tempfile_does_not_wait_for_itself(tmp_path: Path) -> None:
+    # tempfile holds a lock while it tries its folder, and the listener is called from there.
+    program = (
+        "import pathlib, tempfile\n"
+        "from hvdtrain.environment.observation.record import Record\n"
+        "from hvdtrain.environment.verification.written import on_write\n"
+        f"on_write(Record(pathlib.Path({str(tmp_path)!r}), 1).wrote)\n"
+        "tempfile.tempdir = None\n"
+        "tempfile.gettempdir()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_after_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "early_module.py").write_text("value = 1\n")
+    (tmp_path / "late_module.py").write_text("value = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import early_module  # type: ignore[import-not-found]
+
+    seen: list[Any] = []
+    finder = AfterImport(dict.fromkeys(("early_module", "late_module"), seen.append))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    finder.install()
+    assert seen == [early_module]
+    assert importlib.util.find_spec("late_module") is not None  # only asked for
+    assert seen == [early_module]
+    import late_module  # type: ignore[import-not-found]
+
+    assert seen == [early_module, late_module]
+    assert late_module.value == 2
+    for name in ("early_module", "late_module"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        def double(self, value: int) -> int:
+            """Twice."""
+            return 2 * value
+
+    seen: list[Any] = []
+    after(Thing, "double", lambda a, k, result: seen.append((a[1:], k, result)))
+    replace(Thing, "double", lambda original, *a, **k: original(*a, **k) + 1)
+    after(Thing, "absent", lambda a, k, r: seen.append("never"))
+    assert Thing().double(4) == 9
+    assert Thing().double(value=5) == 11
+    assert seen == [((4,), {}, 8), ((), {"value": 5}, 10)]
+    assert Thing.double.__doc__ == "Twice."
