@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     how.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument("command", nargs="*", metavar="COMMAND", help="what every rank runs")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def _job_arguments(group: argparse._ArgumentGroup) -> None:
@@ -106,7 +106,7 @@ def make_job(given: argparse.Namespace, site: Site, dialect: Dialect) -> Job:
     Raises:
         UsageError: naming the option.
     """
-    command = tuple(given.command)
+    command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
     if given.chain_limit < 2:
         raise UsageError(f"--chain-limit {given.chain_limit}: a chain has 2 jobs or more")
     gpus = site.gpus_per_node if given.gpus_per_node is None else given.gpus_per_node

@@ -50,6 +50,8 @@ class Job:
     """Ranks and hosts."""
     cores: int = 1
     """Cores of a host."""
+    bind: bool = True
+    """Whether all of them are this job's, so that ranks may be bound to them."""
     threads: int | None = None
     """Threads of a rank as asked for; None leaves them to the program."""
     gpus: int = 0
@@ -75,7 +77,13 @@ class Job:
         would else be bound to the same first cores.
         """
         width = self.cores // self.layout.per_host
-        return 0 if self.crowded or (self.threads or 1) > width else width
+        shared = self.crowded or not self.bind or (self.threads or 1) > width
+        return 0 if shared else width
+
+    @property
+    def yields(self) -> bool:
+        """Whether a rank that waits should make way: it polls, on a core that computes."""
+        return self.crowded or not self.gpus
 
 
 def build(mpi: Mpi, job: Job, words: Sequence[str]) -> Command:
@@ -112,8 +120,7 @@ def _open_mpi(mpi: Mpi, job: Job) -> list[str]:
     if job.crowded:
         mapping += ":OVERSUBSCRIBE"
     argv += ["--map-by", mapping, "--bind-to", "core" if job.width else "none"]
-    # Open MPI polls while it waits, and takes the core from a rank that computes.
-    if "OMPI_MCA_mpi_yield_when_idle" not in job.environ and (job.crowded or not job.gpus):
+    if job.yields and "OMPI_MCA_mpi_yield_when_idle" not in job.environ:
         argv += ["--mca", "mpi_yield_when_idle", "1"]
     argv += ["--allow-run-as-root"] if job.root else []
     if job.tag:
@@ -137,7 +144,8 @@ def _intel(mpi: Mpi, job: Job) -> list[str]:
     if job.layout.hosts:
         argv += ["-hosts", _names(job), "-ppn", str(_even(mpi, job))]
     pinning = ["I_MPI_PIN_DOMAIN", "auto"] if job.width else ["I_MPI_PIN", "0"]
-    argv += ["-genv", *pinning] if pinning[0] not in job.environ else []
+    settings = [pinning, *([["I_MPI_THREAD_YIELD", "2"]] if job.yields else [])]
+    argv += [word for one in settings if one[0] not in job.environ for word in ("-genv", *one)]
     argv += ["-prepend-rank"] if job.tag else []
     return [*argv, "-genvall"]
 
@@ -146,8 +154,9 @@ def _pals(mpi: Mpi, job: Job) -> list[str]:
     argv = [_program(mpi, job), "-n", str(job.layout.ranks)]
     argv += ["--ppn", str(_even(mpi, job))]
     argv += ["--hosts", _names(job)] if job.layout.hosts else []
-    argv += ["--depth", str(job.width), "--cpu-bind", "depth"] if job.width else []
-    argv += [] if job.width else ["--cpu-bind", "none"]
+    argv += (
+        ["--depth", f"{job.width}", "--cpu-bind", "depth"] if job.width else ["--cpu-bind", "none"]
+    )
     argv += ["--label", "--line-buffer"] if job.tag else []
     # PALS tells a rank its number, but not how many there are.
     return [*argv, "--envall", "--env", f"PALS_SIZE={job.layout.ranks}"]
@@ -158,8 +167,10 @@ def _srun(mpi: Mpi, job: Job) -> list[str]:
     if job.layout.hosts:
         argv += [f"--nodes={len(job.layout.hosts)}", f"--nodelist={_names(job)}"]
     argv += [f"--ntasks-per-node={_even(mpi, job)}"]
-    argv += [f"--cpus-per-task={job.width}", "--cpu-bind=cores"] if job.width else []
-    argv += [] if job.width else ["--overcommit", "--cpu-bind=none"]
+    if job.width:
+        argv += [f"--cpus-per-task={job.width}", "--cpu-bind=cores"]
+    else:
+        argv += ["--overcommit", "--cpu-bind=none"]
     # Each rank picks its GPU by its number on the host, so it has to see them all.
     argv += ["--gpu-bind=none"] if job.gpus else []
     # Cray's MPI wants the site's own default.

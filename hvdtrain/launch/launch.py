@@ -22,7 +22,7 @@ from hvdtrain.verb import Report
 
 log = logging.getLogger(__name__)
 
-EPILOG = """examples:
+EPILOG = """example:
   hvdtrain launch -n 2 -- python -m hvdtrain.mnist
   hvdtrain launch -n 8 --ppn 4 --timeout 600 --tag -- python train.py --epochs 3
   hvdtrain launch -n 4 --hosts node1:2,node2:2 --dry-run -- python -m hvdtrain.resnet
@@ -96,11 +96,19 @@ def prepare(
     if threads is not None and threads < 1:
         raise UsageError(f"--threads {threads}: give a number of at least 1")
     _check_program(words, environ)
-    layout = lay_out(ranks, choose_hosts(hosts, hostfile, environ), ppn)
+    allocation = choose_hosts(hosts, hostfile, environ)
+    layout = lay_out(ranks, allocation, ppn)
     mpi = find_mpi(environ)
+    cores, share = physical_cores(), batch_share(environ)
+    if mpi.dialect == "srun" and share:
+        cores = share  # srun itself deals the job's share of a host out, in its own units
+    named = allocation.source in ("--hosts", "--hostfile")
     job = Job(
         layout,
-        cores=_cores(mpi, environ),
+        cores=cores,
+        # Of hosts that the user names nobody knows the cores. And where the batch system gave a
+        # part of a host but fenced nothing off, other jobs may be bound to the same first cores.
+        bind=not named and not 0 < share < cores,
         threads=threads,
         gpus=gpus(environ),
         root=os.geteuid() == 0,
@@ -132,11 +140,11 @@ def _check_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
         raise UsageError(f"{program}: no such program{remedy}")
 
 
-def _cores(mpi: Mpi, environ: Mapping[str, str]) -> int:
-    """Cores of a host that the ranks may use; the other hosts are taken to be like this one."""
-    share = environ.get("SLURM_CPUS_ON_NODE", "")
-    # What srun deals out is the job's share of the host, in its own units.
-    return int(share) if mpi.dialect == "srun" and share.isdecimal() else physical_cores()
+def batch_share(environ: Mapping[str, str]) -> int:
+    """Cores or hardware threads of this host that the batch system gave the job; 0: not told."""
+    names = ("SLURM_CPUS_ON_NODE", "NCPUS")
+    told = next((environ[name] for name in names if environ.get(name)), "")
+    return int(told) if told.isdecimal() else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -209,12 +217,17 @@ def notes(job: Job) -> list[str]:
     found = []
     if job.layout.idle:
         found.append(f"no rank for host {', '.join(job.layout.idle)}")
-    inherited = job.environ.get("OMP_NUM_THREADS", "")
-    ranks = job.layout.per_host
-    # PBS sets it to the cores of a whole chunk, however many ranks share them.
-    if not job.threads and inherited.isdecimal() and int(inherited) * ranks > job.cores:
+    ranks, cores = job.layout.per_host, job.cores
+    share = batch_share(job.environ)
+    if 0 < share < cores:
+        found.append(f"the batch system gave this job {share} of the host's {cores} cores")
+        cores = share
+    # PBS sets the variable to the cores of a whole chunk, however many ranks share them.
+    threads = job.environ.get("OMP_NUM_THREADS", "")
+    each = int(threads) if threads.isdecimal() else job.cores // ranks
+    if not job.threads and each * ranks > cores:
         found.append(
-            f"OMP_NUM_THREADS={inherited} for each of {ranks} ranks on {job.cores} cores: "
-            f"--threads {max(1, job.cores // ranks)} gives each its share"
+            f"{ranks} ranks of {each} threads are more than {cores} cores: "
+            f"--threads {max(1, cores // ranks)} gives each its share"
         )
     return found

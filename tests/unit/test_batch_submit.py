@@ -272,8 +272,9 @@ def test_a_job_that_is_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--", "-x", "--", "--nodes", "3", ""], ["--"]])
-def test_the_command_is_taken_as_it_is(words: list[str], capsys: Captured) -> None:
-    assert submit(*PBS, "--dry-run", "--env", "none", "--", "x", *words) == 0
+@pytest.mark.parametrize("words", [["--", "-x", "--", "--nodes", "3", ""], ["--"], ["--nodes"]])
+@pytest.mark.parametrize("mark", [["--"], []])
+def test_the_command_is_taken_as_it_is(mark: list[str], words: list[str], capsys: Captured) -> None:
+    assert submit(*PBS, "--dry-run", "--env", "none", *mark, "x", *words) == 0
     shown = " ".join(word or "''" for word in words)
     assert capsys.readouterr().out.endswith(f"    x {shown}\n")

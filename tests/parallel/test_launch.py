@@ -1,0 +1,199 @@
+"""hvdtrain launch with the mpirun of this environment: codes, marks, silence, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, Outcome, environment, ranks, run
+
+LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
+PLACE = """
+import json, os, sys
+from hvdtrain.launch.detect import detect
+place = detect(os.environ)
+json.dump([place.rank, place.size, place.local_rank, sorted(os.sched_getaffinity(0))], sys.stdout)
+print()
+"""
+HANG = """
+import os, time
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+for step in range(1, 4 + 2 * rank):
+    print(f"epoch 1  step {step}/100  loss 0.5", flush=True)
+time.sleep(300)
+"""
+DEAF = """
+import pathlib, signal, sys, time
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(300)
+"""
+
+
+def launch(*words: str, timeout: float = 120, **extra: str) -> Outcome:
+    return run([*LAUNCH, *words], timeout=timeout, **extra)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `hvdtrain launch` to send it signals; nothing of it may be left at the end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*LAUNCH, *words],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        for left in family(process):
+            left.kill()
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The launcher and all ranks."""
+    try:
+        whole = psutil.Process(process.pid)
+        return [*whole.children(recursive=True), whole]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def until(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Wait for something that a run does."""
+    end = time.monotonic() + 120
+    while not happened():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_exit_code_is_the_jobs() -> None:
+    for code in (0, 75):
+        assert launch("-n", "1", "--", sys.executable, "-c", f"exit({code})").code == code
+    killed = "import os; os.kill(os.getpid(), 9)"
+    assert launch("-n", "1", "--", sys.executable, "-c", killed).code == 128 + signal.SIGKILL
+
+
+def test_what_is_printed_is_what_runs() -> None:
+    words = ("-n", "2", "--threads", "1", "--tag")
+    program = ("--", sys.executable, "-c", PLACE)
+    dry, real = launch(*words, "--dry-run", *program), launch(*words, *program)
+    assert (dry.code, real.code) == (0, 0), real.err
+    # The same words in the same order, though the program is written over several lines.
+    assert real.err.startswith(dry.out)
+    line = shlex.split(dry.out)
+    assert line[:4] == ["env", "OMP_NUM_THREADS=1", "mpirun", "-n"]
+    assert line[-3:] == [sys.executable, "-c", PLACE]
+    pasted = run(["bash", "-c", dry.out])
+    assert (pasted.code, pasted.out.count("[1,0]<stdout>")) == (0, 1)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_marks_and_places(number: int) -> None:
+    outcome = launch("-n", str(number), "--tag", "--", sys.executable, "-c", PLACE)
+    assert outcome.code == 0, outcome.err
+    seen = {}
+    for line in outcome.out.splitlines():
+        mark, _, text = line.partition("] ")
+        rank, size, local_rank, cores = json.loads(text)
+        assert (mark, size, local_rank) == (f"[{rank}", number, rank)
+        seen[rank] = set(cores)
+    assert sorted(seen) == list(range(number))
+    # Each rank has cores of its own where there are enough, and all of them where not.
+    mine = os.sched_getaffinity(0)
+    if number <= len(mine):
+        assert sum(len(cores) for cores in seen.values()) == len(set.union(*seen.values()))
+    else:
+        assert all(cores == mine for cores in seen.values())
+
+
+def test_pi_is_the_same_as_under_mpirun() -> None:
+    words = ("-m", "hvdtrain.pi", "--json", "--samples=1e6", "--seed=5")
+    by_launch = launch("-n", "3", "--", sys.executable, *words)
+    assert by_launch.code == 0, by_launch.err
+    assert json.loads(by_launch.out)["ranks"] == 3
+    assert json.loads(by_launch.out)["pi"] == json.loads(ranks(3, *words).out)["pi"]
+
+
+@pytest.mark.parametrize("marks", [(), ("--tag",)])
+def test_silence_ends_the_job(marks: tuple[str, ...]) -> None:
+    outcome = launch("-n", "2", "--timeout", "3", *marks, "--", sys.executable, "-c", HANG)
+    assert outcome.code == 124
+    assert len(outcome.said) == 1
+    assert outcome.said[0].startswith(
+        "hvdtrain: error: no output from any rank for 3 s, so the job was ended: rank "
+    )
+    assert f" on {os.uname().nodename} spoke last, at step " in outcome.said[0]
+    written = [f"epoch 1  step {step}/100  loss 0.5" for step in (1, 2, 3)]
+    prefix = "[0] " if marks else ""
+    assert [prefix + line for line in written] == [
+        line for line in outcome.out.splitlines() if line.startswith(prefix or "epoch")
+    ][: None if marks else 3] or not marks
+    assert outcome.out.count("step 5/100") == 1  # rank 1 alone came so far
+
+
+def test_term_saves_and_leaves_nothing(
+    tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    summary, saved = tmp_path / "summary.json", tmp_path / "checkpoints"
+    process = started(
+        *("-n", "2", "--", sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--quiet"),
+        *("--epochs=10000", "--checkpoint-every=5", f"--checkpoint-dir={saved}"),
+        f"--summary={summary}",
+    )
+    until(lambda: list(saved.glob("step-*")), process)
+    everyone = family(process)
+    assert len(everyone) == 4  # hvdtrain launch, mpirun, two ranks
+    # As PBS and Slurm do it: every process at once.
+    for one in everyone:
+        one.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "hvdtrain: SIGTERM: the ranks are asked to save and stop" in said
+    result = json.loads(summary.read_text())
+    assert result["stopped"] == "preempted"
+    assert result["checkpoint"] == str(saved / f"step-{result['steps_completed']:09d}")
+    assert Path(result["checkpoint"]).is_dir()
+    assert_gone(everyone)
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_listen(
+    tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    deaf = tmp_path / "deaf"
+    process = started("-n", "2", "--", sys.executable, "-c", DEAF, str(deaf))
+    until(deaf.exists, process)
+    everyone = family(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)  # two keystrokes
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, 75)
+    assert "SIGINT again: the ranks are ended" in said
+    assert_gone(everyone)

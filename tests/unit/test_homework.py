@@ -1,0 +1,90 @@
+"""The homework's scripts as texts: short, complete, and eight steps apart."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+HOMEWORK = ROOT / "homework"
+SCRIPTS = sorted(HOMEWORK.glob("*.py"))
+DISTRIBUTED = sorted(HOMEWORK.glob("*_hvd.py"))
+STEPS = (
+    "initialize",
+    "pin device",
+    "shard data",
+    "scale learning rate",
+    "distribute optimizer",
+    "broadcast state",
+    "save checkpoint",
+    "average metrics",
+)
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+def test_all_are_there() -> None:
+    assert {path.name for path in SCRIPTS} >= {
+        "model_parallel.py",
+        "pi.py",
+        "plot_accuracy.py",
+        "pytorch_mnist.py",
+        "pytorch_mnist_hvd.py",
+        "tensorflow2_mnist.py",
+        "tensorflow2_mnist_hvd.py",
+        "train_resnet34_hvd.py",
+    }
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name)
+def test_one_file_of_at_most_150_lines_without_hvdtrain(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 150
+    own = {"hvdtrain", *(other.stem for other in SCRIPTS)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            assert not own & {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in own and node.level == 0
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name)
+def test_options_take_underscores_too(path: Path) -> None:
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and str(node.value).startswith("--"):
+            option = str(node.value).split()[0].rstrip(":")
+            assert f'"{option.replace("-", "_").replace("__", "--", 1)}"' in text or (
+                "-" not in option[2:]
+            ), option
+
+
+@pytest.mark.parametrize("path", DISTRIBUTED, ids=name)
+def test_each_step_is_marked_once(path: Path) -> None:
+    text = path.read_text()
+    assert {step: text.count(f"# Step: {step}") for step in STEPS} == dict.fromkeys(STEPS, 1)
+    assert text.count("# Step: ") == len(STEPS)
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow2"])
+def test_the_twins_are_eight_steps_apart(framework: str) -> None:
+    one = (HOMEWORK / f"{framework}_mnist.py").read_text().splitlines()
+    many = (HOMEWORK / f"{framework}_mnist_hvd.py").read_text().splitlines()
+    difference = list(difflib.ndiff(one, many))
+    assert sum(line.startswith("- ") for line in difference) <= 15
+    assert sum(line.startswith("+ ") for line in difference) <= 40
+    assert sum(line.startswith("  ") for line in difference) >= 0.85 * len(one)
+    assert not any("hvd" in line or "rank" in line for line in one)
+
+
+def test_the_frameworks_twins_share_what_has_no_framework() -> None:
+    """Options and the reader of IDX files are the same lines in all four."""
+    texts = [path.read_text() for path in SCRIPTS if "_mnist" in path.stem]
+    reader = [text[text.index("def read_idx") : text.index("# Small enough")] for text in texts]
+    assert len(texts) == 4 and len(set(reader)) == 1

