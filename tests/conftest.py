@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,3 +95,19 @@ def imagenette() -> Path:
     if not directory.is_dir():
         pytest.skip("the real JPEGs are not beside this clone (../shared/data/imagenette-mini)")
     return directory
+
+
+@pytest.fixture(scope="session")
+def mpich(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of another MPI than Horovod's: MPICH, from its wheel."""
+    folder = tmp_path_factory.mktemp("mpich")
+    line = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder)]
+    done = subprocess.run([*line, "mpich"], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        pytest.skip(f"MPICH's wheel cannot be had: {done.stderr.strip().splitlines()[-1:]}")
+    with zipfile.ZipFile(next(folder.glob("mpich-*.whl"))) as wheel:
+        wheel.extractall(folder)
+    root = next(folder.glob("mpich-*.data")) / "data"
+    for program in (root / "bin").iterdir():
+        program.chmod(0o755)
+    return root

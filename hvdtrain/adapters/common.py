@@ -14,6 +14,7 @@ from hvdtrain.adapters import launch_check
 from hvdtrain.adapters.communicator import Communicator
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.environment import gpus
+from hvdtrain.launch import lifeline
 from hvdtrain.launch.detect import detect
 from hvdtrain.launch.tuning import runtime_variables, set_defaults
 from hvdtrain.steps import metrics
@@ -51,6 +52,7 @@ class CommonAdapter(StateAdapter):
     def __init__(self) -> None:
         super().__init__()
         self.stop_wanted = False
+        self._lifeline: lifeline.Lifeline | None = None
         self._part: Part | None = None
 
     # What a framework or a strategy has to add
@@ -118,6 +120,8 @@ class CommonAdapter(StateAdapter):
             host=self.ranks[rank].host,
             hosts=len(set(hosts)),
         )
+        if self._lifeline is None:
+            self._lifeline = lifeline.hold(rank, hosts, self.communicator.gather)
         return self.world
 
     def cpu_threads(self) -> int:

@@ -84,6 +84,9 @@ def _script_arguments(group: argparse._ArgumentGroup) -> None:
         help="what $NAME in the command is, unless qsub -v says otherwise; may be repeated",
     )
     group.add_argument(
+        "--once", action="store_true", help="run it on the first node only: it starts its own ranks"
+    )
+    group.add_argument(
         "--ladder",
         action="store_true",
         help="run it on 1, 2, 4, ... ranks in one job; $RANKS tells how many",
@@ -129,6 +132,7 @@ def make_job(given: argparse.Namespace, site: Site, dialect: Dialect) -> Job:
         setup=tuple(given.setup),
         environment=None if given.env == "none" else given.env or sys.prefix,
         variables=tuple(_variable(text) for text in given.var),
+        once=given.once,
         ladder=given.ladder,
         chain=given.chain_limit if given.chain else 0,
         progress=given.progress or checkpoint_dir(command) or "",

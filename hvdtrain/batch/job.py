@@ -67,6 +67,8 @@ class Job:
     """Python environment, whose ``bin`` comes first on the PATH; None: as the setup leaves it."""
     variables: tuple[Variable, ...] = ()
     """Values that ``$NAME`` stands for in the command."""
+    once: bool = False
+    """Run the command once, on the first node: it starts its own ranks."""
     ladder: bool = False
     """Run the command on 1, 2, 4, ... ranks, one after the other, as far as the job reaches."""
     chain: int = 0
@@ -122,6 +124,8 @@ def check_job(job: Job) -> None:
         )
     if job.chain and job.ladder:
         raise UsageError("--chain and --ladder: one command is resumed, not a row of them")
+    if job.once and job.ladder:
+        raise UsageError("--once and --ladder: once, or once for each size?")
     _check_variables(job.variables)
 
 

@@ -88,6 +88,8 @@ def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
     lines = [f"{indent}hvdtrain launch -n {ranks} --ppn {ppn}{threads} --"]
     words = [render(word, job.names, job.optional) for word in job.command]
     line = f"{indent}    {words[0]}"
+    if job.once:
+        lines, line = [], indent + words[0]
     for word in words[1:]:
         if len(line) + 1 + len(word) > WIDTH:
             lines.append(line)

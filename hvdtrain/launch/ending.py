@@ -46,6 +46,8 @@ def run(main: Callable[[], int]) -> NoReturn:
         wait = WAIT_USAGE if isinstance(error, UsageError) else WAIT_FAILURE
         # What rank 0 finds wrong in the command line or the data is most often so for all ranks.
         common = is_agreed(error) or (isinstance(error, UsageError) and rank() == 0)
+        if is_agreed(error):
+            _disconnect()
         fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=common)
     except Exception as error:
         detail = "".join(traceback.format_exception(error))
@@ -74,7 +76,20 @@ _AGREED = "agreed by all ranks"
 stage = ""  # where this process is, such as "step 17"; told where it fails
 checkpoint = ""  # the newest one of this run, which the same command goes on from
 at_leaving: list[Callable[[int], None]] = []  # to be called with the exit code, on any way out
+disconnect: list[Callable[[], None]] = []  # collectives that end the runtime in good order
 _speaking = threading.Lock()  # never released: who has it ends the process
+
+
+def _disconnect() -> None:
+    """Before all ranks leave with an error that they agreed on: end the runtime in good order.
+
+    Otherwise MPI on other hosts sees the first connection break, aborts, and mpirun's exit code is
+    that of the abort. A rank that does not come is not waited for.
+    """
+    for end in disconnect:
+        thread = threading.Thread(target=end, name="disconnect", daemon=True)
+        thread.start()
+        thread.join(WAIT_FAILURE)
 
 
 def how_to_go_on() -> str:

@@ -57,30 +57,25 @@ class Line:
     """The rank at the other end."""
 
 
-_held: list[Lifeline] = []  # at most one
-
-
-def hold(rank: int, places: Sequence[Place], gather: Gather) -> None:
+def hold(rank: int, places: Sequence[Place], gather: Gather) -> Lifeline:
     """Hold lines to other ranks from now on; all ranks call it together.
 
-    Where a rank or a host is lost, this process says so and leaves with code 1. A second call does
-    nothing.
+    Where a rank or a host is lost, this process says so and leaves with code 1.
 
     Args:
         rank: of this process.
         places: the host of each rank, by rank.
         gather: the collective that gives the bytes of every rank, by rank.
     """
-    if _held or len(places) == 1:
-        return
     lifeline = Lifeline(rank, places)
-    _held.append(lifeline)
-    lifeline.join(gather(lifeline.invitation()))
-    ending.at_leaving.append(lifeline.last_word)
-    # A script that does not end by ``ending`` comes to here if it ends at all.
-    atexit.register(lifeline.last_word, EXIT_OK)
-    # A forked worker that lived on would hold the lines of a dead rank.
-    os.register_at_fork(after_in_child=lifeline.close)
+    if len(places) > 1:
+        lifeline.join(gather(lifeline.invitation()))
+        ending.at_leaving.append(lifeline.last_word)
+        # A script that does not end by ``ending`` comes to here if it ends at all.
+        atexit.register(lifeline.last_word, EXIT_OK)
+        # A forked worker that lived on would hold the lines of a dead rank.
+        os.register_at_fork(after_in_child=lifeline.close)
+    return lifeline
 
 
 class Lifeline:
@@ -94,10 +89,13 @@ class Lifeline:
         self.secret = secrets.token_bytes(2 * meeting.KEY)  # rank 0's is everyone's
         self.selector = selectors.DefaultSelector()
         self.listeners: dict[str, socket.socket] = {}
+        self.callers = 0  # ranks that have yet to call
         if rank == 0 and len(set(places)) > 1:
             self.listeners["far"] = meeting.listen()
+            self.callers += len(set(places)) - 1
         if rank == self.first and places.count(places[rank]) > 1:
             self.listeners["near"] = meeting.listen_locally()
+            self.callers += places.count(places[rank]) - 1
 
     def invitation(self) -> bytes:
         """What the other ranks need to call this one, as JSON."""
@@ -143,9 +141,9 @@ class Lifeline:
             self._hold(connection, up)
         elif targets and self.word is None:
             log.warning(
-                "rank %d on %s has no lifeline to rank %d on %s (tried %s): where a host is lost, "
-                "it may take long to be noticed",
-                *(self.rank, self._host(self.rank), up, self._host(up), targets),
+                "rank %d on %s cannot reach rank %d on %s by TCP: if a host is lost, it may take "
+                "long to be noticed",
+                *(self.rank, self._host(self.rank), up, self._host(up)),
             )
         for listener in self.listeners.values():
             self.selector.register(listener, selectors.EVENT_READ)
@@ -155,6 +153,15 @@ class Lifeline:
                     self._hear(key.data)
                 elif called := meeting.answer(key.fileobj, self.secret):  # type: ignore[arg-type]
                     self._hold(*called)
+                    self._close_doors()
+
+    def _close_doors(self) -> None:
+        """Listen no more once all have called that should."""
+        self.callers -= 1
+        if not self.callers:
+            for listener in self.listeners.values():
+                self.selector.unregister(listener)
+                listener.close()
 
     def _hold(self, connection: socket.socket, rank: int) -> None:
         if connection.family == socket.AF_INET:
@@ -176,9 +183,8 @@ class Lifeline:
             word = line.socket.recv(1)
         except OSError as error:
             word, silent = b"", not isinstance(error, ConnectionResetError)
+        # It stays open: the other end may live on, and would take the closing for this one's death.
         self.selector.unregister(line.socket)
-        self.lines.remove(line)
-        line.socket.close()
         if word == SPOKEN:
             self.last_word(EXIT_FAILURE)
             time.sleep(PATIENCE)
@@ -195,8 +201,8 @@ class Lifeline:
             )
         else:
             what = (
-                f"rank {lost} on {self._host(lost)} has ended without a word: it crashed or was "
-                "killed (out of memory?), or its host was"
+                f"rank {lost} on {self._host(lost)} has ended without a word: it crashed, or was "
+                "killed (out of memory?)"
             )
         wait = 0.0 if lost else STAGGER * min(self.rank, LAST)
         ending.speak(f"{what}. {ending.how_to_go_on()}", wait=wait)

@@ -15,13 +15,14 @@ from hvdtrain.measure.alike import check_alike, check_command
 from hvdtrain.measure.allreduce_table import read_reductions
 from hvdtrain.measure.data import study_data
 from hvdtrain.measure.predict import RANKS
+from hvdtrain.measure.records import LINES
 from hvdtrain.measure.scaling import OUT
 from hvdtrain.measure.study import Study, make_study
 from hvdtrain.verb import Report
 
 log = logging.getLogger(__name__)
 
-LINES, TABLE, FIGURE = "results.jsonl", "results.csv", "scaling"
+TABLE, FIGURE = "results.csv", "scaling"
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -39,11 +40,15 @@ def run(arguments: argparse.Namespace) -> Report:
     folder = arguments.out or OUT
     if words:
         plan = _plan(arguments, words, folder)
+        if arguments.submit is not None:
+            from hvdtrain.measure.jobs import submit_sizes
+
+            return submit_sizes(plan, arguments.submit, dry_run=arguments.dry_run)
         if arguments.dry_run:
             lines = [ladder.command(plan, *run).show() for run in _runs(plan)]
             return Report("\n".join(lines), {"ok": True, "commands": lines})
         _climb(plan)
-    elif arguments.ranks or arguments.dry_run:
+    elif arguments.ranks or arguments.dry_run or arguments.submit:
         raise UsageError("what should be run? Give it after --, as in `-- python train.py`")
     return _told(read_folder(folder), arguments, folder)
 
@@ -57,11 +62,11 @@ def _plan(arguments: argparse.Namespace, words: Sequence[str], folder: Path) -> 
     if arguments.timeout is not None and arguments.timeout <= 0:
         raise UsageError(f"--timeout {arguments.timeout:g}: give seconds, more than 0")
     threads = arguments.threads
-    if threads is None:
+    if threads is None and arguments.submit is None:  # then each job sees what its nodes have
         hosts = choose_hosts(arguments.hosts, arguments.hostfile, os.environ).hosts
         threads = ladder.fair_threads(arguments.ranks, arguments.ppn, len(hosts) or 1, os.environ)
     return ladder.Plan(
-        words=tuple(words),
+        words=tuple(ladder.with_batch(words, scaling, arguments.ranks[0])),
         sizes=arguments.ranks,
         repeats=arguments.repeat,
         scaling=scaling,

@@ -35,7 +35,7 @@ class Plan:
     """A ladder as asked for."""
 
     words: tuple[str, ...]
-    """The command that each rank runs, as the user gave it."""
+    """The command that each rank runs, with the batch that the scaling needs."""
     sizes: tuple[int, ...]
     """Numbers of ranks, rising."""
     repeats: int
@@ -114,19 +114,27 @@ def check_words(words: Sequence[str], scaling: str, environ: Mapping[str, str]) 
         )
 
 
-def run_words(plan: Plan, ranks: int, repeat: int) -> list[str]:
-    """The words of one run: the user's, with the batch and the files of this run.
+def with_batch(words: Sequence[str], scaling: str, smallest: int) -> list[str]:
+    """``words`` with the batch as the scaling needs it.
 
     In strong scaling a ``--batch-size`` is taken as that of a rank at the smallest size.
+
+    Raises:
+        UsageError: it is no number.
     """
-    words, stem = list(plan.words), plan.stem(ranks, repeat)
     own = value_of(words, "--batch-size")
-    if plan.scaling == STRONG and value_of(words, "--global-batch-size") is None and own:
-        if not re.fullmatch(r"[1-9]\d*", own):
-            raise UsageError(f"--batch-size {own}: give a whole number of 1 or more")
-        words = without(words, "--batch-size")
-        words += ["--global-batch-size", str(int(own) * plan.sizes[0])]
-    return [*words, f"--summary={stem}.json", f"--metrics={stem}.jsonl"]
+    if scaling != STRONG or own is None or value_of(words, "--global-batch-size") is not None:
+        return list(words)
+    if not re.fullmatch(r"[1-9]\d*", own):
+        raise UsageError(f"--batch-size {own}: give a whole number of 1 or more")
+    total = int(own) * smallest
+    return [*without(words, "--batch-size"), "--global-batch-size", str(total)]
+
+
+def run_words(plan: Plan, ranks: int, repeat: int) -> list[str]:
+    """The words of one run: those of the ladder, and the files of this run."""
+    stem = plan.stem(ranks, repeat)
+    return [*plan.words, f"--summary={stem}.json", f"--metrics={stem}.jsonl"]
 
 
 def command(

@@ -1,7 +1,7 @@
 """One quiet style for every plot of the project, and saving as PDF and PNG.
 
 Series that are plotted with ``series`` differ in colour, line and marker, so a plot can also be
-read in grey and by the colour-blind. ``homework/plot_accuracy.py`` holds the same settings, since it
+read in grey and by the colour-blind. ``homework/plot_accuracy.py`` holds the same settings, as it
 has to be complete in one file; a test keeps the two equal.
 
 matplotlib is imported on use: ``hvdtrain VERB --help`` has to answer at once.
@@ -14,7 +14,7 @@ from typing import Any
 
 # The palette of Okabe and Ito ("Color Universal Design", 2008), less its yellow, which is lost on
 # white paper; ordered so that neighbours differ in lightness.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#D55E00")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#000000", "#CC79A7", "#D55E00", "#56B4E9")
 LINES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "x", "P")
 GREY = "#666666"  # for what is no measurement: ideal lines, notes

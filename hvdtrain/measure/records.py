@@ -22,6 +22,7 @@ from hvdtrain.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+LINES = "results.jsonl"
 WEAK, STRONG = "weak", "strong"
 SPLIT = ("data", "compute", "communication", "waiting", "undivided")  # parts of a step
 COLUMNS = (

@@ -12,7 +12,8 @@ from typing import Any
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.measure import records
 from hvdtrain.measure.alike import check_alike
-from hvdtrain.measure.conduct import LINES, TABLE, read_folder
+from hvdtrain.measure.conduct import TABLE, read_folder
+from hvdtrain.measure.records import LINES
 from hvdtrain.measure.study import Study, make_study
 from hvdtrain.steps.checkpoint import PREFIX, STATE_FILE
 from hvdtrain.timeline.verb import analyse
@@ -76,7 +77,8 @@ def look(folder: Path) -> Found:
             elif path.suffix == ".json" or path.name.endswith(".json.gz"):
                 _json(path, place, found)
         except (OSError, ValueError, HvdtrainError) as error:
-            found.notes.append(f"{place}: {error}")
+            reason = str(error).replace(str(path), "").removeprefix(": ").strip()
+            found.notes.append(f"{place}: {reason}")
     try:
         found.study = _study(folder)
     except HvdtrainError as error:

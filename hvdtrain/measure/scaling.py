@@ -11,6 +11,7 @@ OUT = Path("scaling")
 EPILOG = """example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
   hvdtrain scaling --ranks 1,2,4 --strong -- python -m hvdtrain.mnist --global-batch-size 256
+  hvdtrain scaling --ranks 4,8,16 --submit "--walltime 0:20:00 --ppn 4" -- python train.py
   hvdtrain scaling --from measured.csv --leave-out 8
 
 A ladder that was broken off goes on where it stopped, with the same command. Without one, the runs
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of each rank at every size (what the largest size leaves to each)",
     )
     what.add_argument("--timeout", type=float, metavar="SECONDS", help="that one run may take")
+    what.add_argument(
+        "--submit",
+        metavar="OPTIONS",
+        help="make each size a job, with these options of hvdtrain submit, in quotes",
+    )
     what.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     told = parser.add_argument_group("what is told")
     told.add_argument("--out", type=Path, metavar="DIR", help=f"where results and plots go ({OUT})")

@@ -17,10 +17,8 @@ tensor is in Horovod's hands: computing, loading data, anything). The three add 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
 
 from hvdtrain.timeline.bars import (
     COLLECTIVE,
@@ -29,36 +27,17 @@ from hvdtrain.timeline.bars import (
     NEITHER,
     OPERATION,
     WAITING,
-    Cell,
     Phase,
-    Row,
     Tensor,
-    kind_of,
 )
 from hvdtrain.timeline.fusion import Fusion
 from hvdtrain.timeline.read import Event, has_time
+from hvdtrain.timeline.recorder import Recorder
+from hvdtrain.timeline.rows import Rows
 from hvdtrain.timeline.samples import Course, Sample
 from hvdtrain.timeline.steps import Steps
 
-MOST_ROWS = 50_000  # tensors with a row of their own; any more are counted together
-
-# PyTorch numbers the tensors that were given no name, TensorFlow calls them all alike.
-_NAMELESS = re.compile(
-    r"(?P<kind>.*\.noname)\.\d+|Horovod(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
-)
 _WRONG = (KeyError, IndexError, TypeError, AttributeError, ValueError)  # what odd events lead to
-
-
-class Watcher(Protocol):
-    """Who sees single bars pass; times in microseconds."""
-
-    def bar(
-        self, tensor: Tensor, phase: Phase, start: float, end: float, cycle: float | None
-    ) -> None:
-        """A bar has ended, in the cycle that began at ``cycle``; ``tensor`` has its ticks still."""
-
-    def step(self, number: int, start: float) -> None:
-        """A step has begun."""
 
 
 class Analysis:
@@ -67,20 +46,19 @@ class Analysis:
     All times are microseconds on the clock of the file.
 
     Args:
-        watcher: is told of every bar, negotiation and step; see ``Watcher``.
+        recorder: is told of every bar and step.
     """
 
-    def __init__(self, watcher: Watcher | None = None) -> None:
-        self.watcher = watcher
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder
         self.events = 0
         self.unfamiliar: Counter[str] = Counter()
         self.headless = 0  # ends and ticks of bars whose beginning was not met
         self.first: float | None = None
         self.last = 0.0
         self.ranks: set[str] = set()
-        self.tensors: dict[int, Tensor] = {}
-        self.rows: dict[str, Row] = {}
-        self.phases: dict[tuple[str, str], Phase] = {}
+        self.rows = Rows()
+        self.tensors = self.rows.tensors
         self.negotiating = self.working = 0  # bars open now, over all tensors
         self.state, self.since = NEITHER, 0.0
         self.times = [0.0, 0.0, 0.0]  # by state, up to ``since``
@@ -121,7 +99,7 @@ class Analysis:
         tensor, name, time = self.tensors[event["pid"]], event["name"], event["ts"]
         cell = tensor.cells.get(name)
         if cell is None:
-            cell = self._cell(tensor, name)
+            cell = self.rows.cell(tensor, name)
         phase = cell.phase
         if not phase.open:
             phase.since = time
@@ -145,8 +123,8 @@ class Analysis:
             if self.steps.is_next(tensor):
                 self._switch(time)
                 self.steps.next(tensor, time, self.times)
-                if self.watcher:
-                    self.watcher.step(self.steps.number, time)
+                if self.recorder:
+                    self.recorder.step(self.steps.number, time)
             tensor.step = self.steps.number
         self.negotiating += 1
         if self.state == NEITHER:
@@ -178,8 +156,8 @@ class Analysis:
             self._end_negotiation(tensor, phase, time)
         elif kind == OPERATION:
             self._end_operation(tensor, event, time)
-        if self.watcher:
-            self.watcher.bar(tensor, phase, start, time, self.cycle)
+        if self.recorder:
+            self.recorder.bar(tensor, phase, start, time, self.cycle)
 
     def _end_negotiation(self, tensor: Tensor, phase: Phase, time: float) -> None:
         self.negotiating -= 1
@@ -218,7 +196,7 @@ class Analysis:
     def _metadata(self, event: Event) -> None:
         kind, values = event["name"], event["args"]
         if kind == "process_name" and "name" in values:
-            self._new_row(event["pid"], str(values["name"]))
+            self.rows.add(event["pid"], str(values["name"]))
         elif kind == "process_name":
             self._new_file()
         elif kind != "process_sort_index":
@@ -230,7 +208,7 @@ class Analysis:
         """Take an event whose tensor's name was lost; count any other as unfamiliar."""
         kind, number = str(event.get("ph", "no kind")), event.get("pid")
         if kind in "BEX" and isinstance(number, int) and number not in self.tensors:
-            self._new_row(number, f"tensor {number}")
+            self.rows.add(number, f"tensor {number}")
             try:
                 return self.handlers[kind](event)
             except _WRONG:
@@ -239,22 +217,6 @@ class Analysis:
             self.headless += 1  # its bar began before the file, or the slice
         else:
             self.unfamiliar[kind] += 1
-
-    def _new_row(self, number: int, name: str) -> None:
-        nameless = _NAMELESS.fullmatch(name)
-        once = bool(nameless and nameless["kind"])
-        group = f"{nameless['kind']}.*" if nameless and once else name
-        if group not in self.rows:
-            if len(self.rows) >= MOST_ROWS:
-                group = "(other tensors)"
-            self.rows.setdefault(group, Row(group))
-        self.tensors[number] = Tensor(self.rows[group], lasting=not nameless, once=once)
-
-    def _cell(self, tensor: Tensor, name: str) -> Cell:
-        kind = kind_of(name, len(tensor.bars))
-        phase = self.phases.setdefault((name, kind), Phase(name, kind))
-        tensor.cells[name] = Cell(phase)
-        return tensor.cells[name]
 
     def _switch(self, time: float) -> None:
         """Book the time up to now under the state that was; find the one that is."""

@@ -52,7 +52,7 @@ def facts(reading: Reading, analysis: Analysis, window: tuple[float, float] | No
         "collectives": _collectives(analysis),
         "operations": _operations(analysis),
         "cycles": _cycles(analysis),
-        "tensor_rows": len(analysis.rows),
+        "tensor_rows": len(analysis.rows.by_name),
         "tensors": _tensors(analysis),
     }
 
@@ -116,7 +116,7 @@ def _ranks(analysis: Analysis) -> Facts:
     steps, lateness = analysis.steps, _lateness(analysis.steps)
     negotiated = sum(
         cell.count
-        for row in analysis.rows.values()
+        for row in analysis.rows.by_name.values()
         for cell in row.cells.values()
         if cell.phase.kind == bars.NEGOTIATE
     )
@@ -152,7 +152,7 @@ def _ranks(analysis: Analysis) -> Facts:
 def _phases(analysis: Analysis) -> list[Facts]:
     counts: Counter[bars.Phase] = Counter()
     totals: Counter[bars.Phase] = Counter()
-    for row in analysis.rows.values():
+    for row in analysis.rows.by_name.values():
         for cell in row.cells.values():
             counts[cell.phase] += cell.count
             totals[cell.phase] += cell.total
@@ -164,7 +164,7 @@ def _phases(analysis: Analysis) -> list[Facts]:
             "seconds": phase.wall * MICRO,
             "tensor_seconds": totals[phase] * MICRO,
         }
-        for phase in analysis.phases.values()
+        for phase in analysis.rows.phases.values()
         if counts[phase]
     ]
     return sorted(rows, key=lambda row: (bars.KINDS.index(row["kind"]), -row["seconds"]))
@@ -223,7 +223,7 @@ def _cycles(analysis: Analysis) -> Facts | None:
 def _tensors(analysis: Analysis) -> list[Facts]:
     """The tensors that took the most time, in negotiation and operation together."""
     rows: list[Facts] = []
-    for row in analysis.rows.values():
+    for row in analysis.rows.by_name.values():
         cells = row.cells.values()
         outer = [c for c in cells if c.phase.kind in (bars.NEGOTIATE, bars.OPERATION)]
         if any(cell.count for cell in outer):

@@ -25,7 +25,7 @@ class Recorder:
         """Up to where there is everything, None: to the end of the file."""
 
     def step(self, number: int, start: float) -> None:
-        """See ``Watcher``."""
+        """A step has begun."""
         if self.end is None:
             self.steps["number"].append(number)
             self.steps["start"].append(start)
@@ -33,7 +33,7 @@ class Recorder:
     def bar(
         self, tensor: Tensor, phase: Phase, start: float, end: float, cycle: float | None
     ) -> None:
-        """See ``Watcher``."""
+        """A bar has ended, in the cycle that began at ``cycle``; ``tensor`` has its ticks still."""
         if self.end is not None:
             return
         ticks = tensor.ticks if phase.kind == NEGOTIATE else []

@@ -4,52 +4,79 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from array import array
 
-KEPT = 1 << 15  # values of a sample
+KEPT = 1 << 13  # values of a sample
 BINS = 1 << 10
 
 
 class Sample:
-    """Count, sum and maximum of all values; the median of all of them up to 32,768.
+    """Count, sum and maximum of all values; the median of all of them up to 8,192.
 
-    Beyond that every second one of those kept is dropped, and from then on only each second value
-    is kept, and so on: an even selection over the whole stream, the same from run to run.
+    Of more than that every second one is dropped, and so on: what is kept is an even selection of
+    the whole stream, the same from run to run.
     """
 
-    __slots__ = ("_every", "_kept", "count", "maximum", "total")
+    __slots__ = ("_count", "_every", "_kept", "_maximum", "_new", "_total")
 
     def __init__(self) -> None:
-        self.count = 0
-        self.total = 0.0
-        self.maximum = 0.0
-        self._kept: list[float] = []
+        self._count = 0
+        self._total = 0.0
+        self._maximum = 0.0
         self._every = 1
+        self._kept = array("d")
+        self._new = array("d")  # values that are in none of the others yet
 
     def add(self, value: float) -> None:
         """Take one value, 0 or more."""
-        if self._every == 1 or self.count % self._every == 0:
-            self._kept.append(value)
-            if len(self._kept) > KEPT:
-                self._kept = self._kept[::2]
-                self._every *= 2
-        self.count += 1
-        self.total += value
-        if value > self.maximum:
-            self.maximum = value
+        self._new.append(value)
+        if len(self._new) > KEPT:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._new:
+            return
+        self._kept.extend(self._new[-self._count % self._every :: self._every])
+        self._count += len(self._new)
+        self._total += sum(self._new)
+        self._maximum = max(self._maximum, max(self._new))
+        self._new = array("d")
+        while len(self._kept) > KEPT:
+            self._kept = self._kept[::2]
+            self._every *= 2
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return self._count + len(self._new)
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        self._settle()
+        return self._total
+
+    @property
+    def maximum(self) -> float:
+        """The largest; 0 of none."""
+        self._settle()
+        return self._maximum
 
     @property
     def mean(self) -> float:
-        """The mean of all values; 0 of none."""
+        """Their mean; 0 of none."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, fraction: float) -> float:
         """The value below which ``fraction`` of the values lie; 0 of none."""
+        self._settle()
         ordered = sorted(self._kept)
         return ordered[int(fraction * (len(ordered) - 1))] if ordered else 0.0
 
     @property
     def median(self) -> float:
         """The median; 0 of none."""
+        self._settle()
         return statistics.median(self._kept) if self._kept else 0.0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.timeline import diff, report
-from hvdtrain.timeline.analyse import Analysis, Watcher
+from hvdtrain.timeline.analyse import Analysis
 from hvdtrain.timeline.bars import NEGOTIATE
 from hvdtrain.timeline.facts import Facts, facts
 from hvdtrain.timeline.read import Reading
@@ -73,14 +73,14 @@ def window(words: str | None) -> tuple[float, float] | None:
 
 
 def analyse(
-    path: Path, span: tuple[float, float] | None = None, watcher: Watcher | None = None
+    path: Path, span: tuple[float, float] | None = None, recorder: Recorder | None = None
 ) -> tuple[Facts, Analysis]:
-    """The facts of the timeline at ``path``, the verdict included; ``watcher`` sees all bars.
+    """The facts of the timeline at ``path``, with the verdict; ``recorder`` is told of all bars.
 
     Raises:
         UsageError: it cannot be read, or is no timeline of Horovod's.
     """
-    reading, analysis = Reading(path), Analysis(watcher)
+    reading, analysis = Reading(path), Analysis(recorder)
     spoken = time.monotonic()
     for events in timeline(reading, span):
         analysis.feed(events)
@@ -88,7 +88,7 @@ def analyse(
             spoken = time.monotonic()
             log.info("%s: %.0f of %.0f MB", path, reading.position / 1e6, path.stat().st_size / 1e6)
     analysis.finish()
-    negotiated = any(phase.kind == NEGOTIATE for phase in analysis.phases.values())
+    negotiated = any(phase.kind == NEGOTIATE for phase in analysis.rows.phases.values())
     horovods = reading.files or negotiated or analysis.cycle is not None or span
     if analysis.events and not horovods:
         raise UsageError(f"{path} holds trace events, but none of Horovod's: another tool wrote it")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +86,3 @@ def assert_bit_equal(one: Training, other: Training) -> None:
         assert first.keys() == second.keys()
         for name, value in first.items():
             assert value.tobytes() == second[name].tobytes(), f"{file}: {name} differs"
-
-
-@pytest.fixture(scope="session")
-def mpich(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The root of another MPI than Horovod's: MPICH, from its wheel."""
-    folder = tmp_path_factory.mktemp("mpich")
-    line = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder)]
-    done = subprocess.run([*line, "mpich"], capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        pytest.skip(f"MPICH's wheel cannot be had: {done.stderr.strip().splitlines()[-1:]}")
-    with zipfile.ZipFile(next(folder.glob("mpich-*.whl"))) as wheel:
-        wheel.extractall(folder)
-    root = next(folder.glob("mpich-*.data")) / "data"
-    for program in (root / "bin").iterdir():
-        program.chmod(0o755)
-    return root

@@ -27,9 +27,9 @@ print()
 """
 HANG = """
 import os, time
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-for step in range(1, 4 + 2 * rank):
-    print(f"epoch 1  step {step}/100  loss 0.5", flush=True)
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    for step in (1, 2, 3):
+        print(f"epoch 1  step {step}/100  loss 0.5", flush=True)
 time.sleep(300)
 """
 DEAF = """
@@ -140,21 +140,15 @@ def test_pi_is_the_same_as_under_mpirun() -> None:
     assert json.loads(by_launch.out)["pi"] == json.loads(ranks(3, *words).out)["pi"]
 
 
-@pytest.mark.parametrize("marks", [(), ("--tag",)])
-def test_silence_ends_the_job(marks: tuple[str, ...]) -> None:
-    outcome = launch("-n", "2", "--timeout", "3", *marks, "--", sys.executable, "-c", HANG)
+def test_silence_ends_the_job() -> None:
+    outcome = launch("-n", "2", "--timeout", "4", "--", sys.executable, "-c", HANG)
     assert outcome.code == 124
-    assert len(outcome.said) == 1
-    assert outcome.said[0].startswith(
-        "hvdtrain: error: no output from any rank for 3 s, so the job was ended: rank "
-    )
-    assert f" on {os.uname().nodename} spoke last, at step " in outcome.said[0]
-    written = [f"epoch 1  step {step}/100  loss 0.5" for step in (1, 2, 3)]
-    prefix = "[0] " if marks else ""
-    assert [prefix + line for line in written] == [
-        line for line in outcome.out.splitlines() if line.startswith(prefix or "epoch")
-    ][: None if marks else 3] or not marks
-    assert outcome.out.count("step 5/100") == 1  # rank 1 alone came so far
+    # The marks that tell who spoke are not shown unless asked for.
+    assert outcome.out.splitlines() == [f"epoch 1  step {n}/100  loss 0.5" for n in (1, 2, 3)]
+    assert outcome.said == [
+        "hvdtrain: error: no output from any rank for 4 s, so the job was ended: rank 1 on "
+        f"{os.uname().nodename} spoke last, at step 3: 'epoch 1  step 3/100  loss 0.5'"
+    ]
 
 
 def test_term_saves_and_leaves_nothing(
@@ -168,7 +162,7 @@ def test_term_saves_and_leaves_nothing(
     )
     until(lambda: list(saved.glob("step-*")), process)
     everyone = family(process)
-    assert len(everyone) == 4  # hvdtrain launch, mpirun, two ranks
+    assert len(everyone) >= 4  # hvdtrain launch, mpirun, two ranks
     # As PBS and Slurm do it: every process at once.
     for one in everyone:
         one.send_signal(signal.SIGTERM)

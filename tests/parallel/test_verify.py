@@ -72,7 +72,7 @@ def test_each_mutation_fails_its_row_alone(
 def test_alone(framework: str, tmp_path: Path) -> None:
     outcome = run([*VERIFY, "--framework", framework, "--json"], cwd=tmp_path)
     assert outcome.code == 0, outcome.err[-3000:]
-    assert set(states(outcome).values()) == {"ok"}
+    assert set(states(outcome).values()) == {"ok"}, outcome.out
     assert json.loads(outcome.out)["ranks"] == 1
     assert not list(tmp_path.iterdir())
 
@@ -130,7 +130,7 @@ def watched(script: Path, *arguments: str, cwd: Path, updates: str = "all") -> O
 def test_a_right_script_of_a_user(tmp_path: Path) -> None:
     outcome = watched(SCRIPTS / "plain_torch.py", "--checkpoint", "x y.pt", cwd=tmp_path)
     assert outcome.code == 0, outcome.out + outcome.err[-3000:]
-    assert set(states(outcome).values()) == {"ok"}
+    assert set(states(outcome).values()) == {"ok"}, outcome.out
     assert "linear rule, x 2" in evidence(outcome, 4)
     assert "rank 0 wrote 1 file" in evidence(outcome, 7)
     assert (tmp_path / "x y.pt").is_file()
@@ -170,4 +170,4 @@ def test_the_example_that_uses_hvdtrain(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     outcome = watched(ROOT / "examples" / "digits_distributed.py", cwd=tmp_path)
     assert outcome.code == 0, outcome.out + outcome.err[-3000:]
-    assert set(states(outcome).values()) == {"ok"}
+    assert set(states(outcome).values()) == {"ok"}, outcome.out

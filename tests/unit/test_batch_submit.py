@@ -76,6 +76,7 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
         ((*PBS, "--array", "5-5", "--", "x"), "--array '5-5': a range"),
         ((*PBS, "--array", "1-2", "--chain", "--progress", "d", "--", "x"), "--array and --chain"),
         ((*PBS, "--ladder", "--chain", "--progress", "d", "--", "x"), "--chain and --ladder"),
+        ((*PBS, "--ladder", "--once", "--", "x"), "--once and --ladder: once, or once for each"),
         ((*PBS, "--chain", "--", "x"), "--chain: from what should a job of the chain go on?"),
         ((*PBS, "--chain", "--chain-limit", "1", "--", "x"), "--chain-limit 1: a chain has 2 jobs"),
         ((*PBS, "--var", "A", "--", "x"), "--var 'A': write NAME=VALUE"),

@@ -102,6 +102,13 @@ def test_pals_sets_the_variables_of_pmi_too() -> None:
     assert detect({**HYDRA, **PALS}).launcher == "mpiexec (Cray PALS)"
 
 
+def test_pals_tells_no_size_but_pmi_does() -> None:
+    # As on Polaris; PALS_SIZE is what `hvdtrain launch` adds, for the sites where nobody tells.
+    environ = {name: value for name, value in PALS.items() if name != "PALS_SIZE"}
+    pmi = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1"}
+    assert detect({**environ, **pmi}) == Place("mpiexec (Cray PALS)", 5, 8, 1, 4)
+
+
 def test_torchrun_counts_only_with_its_mark() -> None:
     # RANK and WORLD_SIZE are set in many a shell for other reasons.
     without = {key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}

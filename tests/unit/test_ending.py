@@ -75,6 +75,28 @@ def test_exit_with_words_is_a_failure() -> None:
     assert end_of("sys.exit('words')").code == 1
 
 
+DISCONNECT = "ending.disconnect.append(lambda: print('disconnected'))\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_before_an_error_of_all_ranks_the_runtime_ends_in_good_order(rank: int) -> None:
+    end = end_of(f"{DISCONNECT}raise ending.agreed(UsageError('bad'))", rank)
+    assert (end.code, end.out.splitlines()[0]) == (2, "disconnected")
+
+
+def test_after_an_error_of_one_rank_nobody_else_would_come() -> None:
+    assert "disconnected" not in end_of(f"{DISCONNECT}raise UsageError('bad')", 0).out
+
+
+def test_a_runtime_that_does_not_end_is_left_behind() -> None:
+    head = HEAD + "import threading\n"
+    body = (
+        "ending.disconnect.append(threading.Event().wait)\nraise ending.agreed(UsageError('bad'))"
+    )
+    end = end_of(body, 0, head=head)
+    assert (end.code, end.err) == (2, "hvdtrain: error: bad\n")
+
+
 @pytest.mark.parametrize(
     ("kind", "code"),
     [("UsageError", 2), ("CheckpointError", 1), ("TrainingError", 1), ("HvdtrainError", 1)],

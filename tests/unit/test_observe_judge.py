@@ -238,6 +238,20 @@ RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
         OK,
         "0.1 to 0.14 in 5 updates on 2 ranks, 0.1 on one alone: a warm-up, from x 1",
     ),
+    (
+        4,
+        "the rule of hvdtrain",
+        lambda e: (
+            each(rate(0.17))(e),
+            each(
+                lambda r: r["calls"].append(
+                    {"name": "scale_learning_rate", "update": 0, "base": 0.1, "factor": 2.0}
+                )
+            )(e),
+        ),
+        OK,
+        "scale_learning_rate gives 0.1 x 2",
+    ),
     (4, "another rule", each(rate(0.17)), NOT_SEEN, "x 1.7, which is no rule"),
     (
         5,

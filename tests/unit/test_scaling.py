@@ -16,7 +16,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch import launch
 from hvdtrain.measure import ladder, scaling
 from hvdtrain.measure.alike import check_alike, check_command
-from hvdtrain.measure.ladder import Plan, order, run_words, value_of, without
+from hvdtrain.measure.ladder import Plan, order, run_words, value_of, with_batch, without
 from hvdtrain.measure.records import Run, append_line, read_lines, read_table, table_text
 from hvdtrain.measure.study import make_study
 from hvdtrain.measure.text import number, study_text
@@ -97,14 +97,15 @@ def test_the_words_of_a_weak_run() -> None:
     ],
 )
 def test_strong_scaling_keeps_the_batch_of_all_ranks(given: list[str], expected: list[str]) -> None:
-    words = run_words(plan(words=("python", "t.py", *given), scaling="strong"), 4, 1)
-    assert words[:-2] == ["python", "t.py", *expected]
+    assert with_batch(["python", "t.py", *given], "strong", 1) == ["python", "t.py", *expected]
+    assert with_batch(["python", "t.py", *given], "weak", 1) == ["python", "t.py", *given]
 
 
 def test_the_batch_of_a_rank_is_that_at_the_smallest_size() -> None:
-    words = ("python", "t.py", "--batch-size", "32")
-    some = run_words(plan(words=words, scaling="strong", sizes=(2, 4)), 4, 1)
-    assert value_of(some, "--global-batch-size") == "64"
+    words = with_batch(["python", "t.py", "--batch-size", "32"], "strong", 2)
+    assert value_of(words, "--global-batch-size") == "64"
+    with pytest.raises(UsageError, match="--batch-size x: give a whole number"):
+        with_batch(["python", "--batch-size", "x"], "strong", 2)
 
 
 def test_what_is_run_is_what_launch_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +289,76 @@ def test_another_command_does_not_go_on_with_a_ladder() -> None:
         check_command([run(1)], [*WORDS[:-1], "30"], "weak", "out")
     with pytest.raises(UsageError, match="runs of --weak, not --strong"):
         check_command([run(1)], WORDS, "strong", "out")
+
+
+# Jobs
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The job scripts of a ladder as ``--dry-run`` shows them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no site of the user's
+
+    def show(options: str, *words: str, ranks: str = "1,4,8") -> list[dict[str, Any]]:
+        given = ["scaling", "--ranks", ranks, "--submit", options, "--dry-run", *words]
+        parser = argparse.ArgumentParser()
+        scaling.add_arguments(parser)
+        jobs: list[dict[str, Any]] = scaling.run_verb(parser.parse_args(given[1:])).data["jobs"]
+        return jobs
+
+    return show
+
+
+def test_each_size_is_a_job(scripts: Any) -> None:
+    jobs = scripts("--walltime 0:20:00 --ppn 4 --scheduler pbs --env none", "--", *WORDS)
+    assert [job["ranks"] for job in jobs] == [1, 4, 8]
+    for job, select in zip(
+        jobs,
+        ("1:ncpus=1:mpiprocs=1", "1:ncpus=4:mpiprocs=4", "2:ncpus=4:mpiprocs=4"),
+        strict=True,
+    ):
+        assert f"#PBS -l select={select}\n" in job["script"]
+        assert f"#PBS -N scaling-{job['ranks']}\n" in job["script"]
+        assert "#PBS -l walltime=00:20:00\n" in job["script"]
+        assert "hvdtrain launch" not in job["script"]
+    assert jobs[2]["script"].endswith(
+        "hvdtrain scaling --ranks 8 --repeat 3 --ppn 4 --out scaling/ranks-8 -- python -m \\\n"
+        "    hvdtrain.mnist --num-steps 20\n"
+    )
+
+
+def test_a_job_keeps_the_batch_of_all_ranks(scripts: Any) -> None:
+    words = ("--strong", "--", "python", "t.py", "--batch-size", "8")
+    jobs = scripts("--walltime 1:00:00 --scheduler slurm", *words, ranks="2,4")
+    for job in jobs:
+        assert " --strong " in job["script"]
+        assert "--global-batch-size 16" in job["script"]
+
+
+def test_a_size_that_is_complete_is_no_job(scripts: Any, tmp_path: Path) -> None:
+    for repeat in (1, 2, 3):
+        (tmp_path / "scaling/ranks-4").mkdir(parents=True, exist_ok=True)
+        append_line(tmp_path / "scaling/ranks-4/results.jsonl", run(4, repeat))
+    jobs = scripts("--walltime 1:00:00 --scheduler pbs", "--", *WORDS)
+    assert [job["ranks"] for job in jobs] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--walltime 1:00:00 --nodes 2", "--nodes is for the ladder to decide"),
+        ("--walltime 1:00:00 --chain", "--chain is for the ladder to decide"),
+        ("--walltime 1:00:00 --follow", "--follow is for the ladder to decide"),
+        ("--walltime 1:00:00 --speed 9", "hvdtrain submit has no --speed"),
+        ("--ppn x", "invalid int value: 'x'"),
+        ("'", "No closing quotation"),
+        ("--scheduler pbs", "--walltime: how long may the job run?"),
+    ],
+)
+def test_options_that_no_job_takes(scripts: Any, options: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        scripts(options, "--", *WORDS)
 
 
 # What is told

@@ -340,7 +340,7 @@ def test_memory_does_not_grow_with_nameless_tensors(tmp_path: Path) -> None:
         timeline.allreduce([f"allreduce.noname.{number}"], 100 * number + 10, 10, (2,))
     _, analysis = analyse(timeline.write(tmp_path))
     assert len(analysis.tensors) == 0
-    assert list(analysis.rows) == ["allreduce.noname.*"]
+    assert list(analysis.rows.by_name) == ["allreduce.noname.*"]
 
 
 @pytest.mark.parametrize("chunk", [50, 997])

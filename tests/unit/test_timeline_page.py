@@ -40,9 +40,9 @@ class Reader(HTMLParser):
 
 
 def page_of(timeline: Timeline, folder: Path, **options: Any) -> tuple[str, Recorder]:
-    watcher = Recorder()
-    facts, analysis = analyse(timeline.write(folder), watcher=watcher, **options)
-    return render(facts, analysis, watcher), watcher
+    recording = Recorder()
+    facts, analysis = analyse(timeline.write(folder), recorder=recording, **options)
+    return render(facts, analysis, recording), recording
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def test_a_long_file_is_shown_in_detail_as_far_as_a_browser_can_bear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "MOST", 100)
-    page, watcher = page_of(straggling(50), tmp_path)
+    page, recording = page_of(straggling(50), tmp_path)
     data = data_of(page)
-    assert len(watcher.bars["row"]) + len(watcher.ticks["bar"]) <= 100
+    assert len(recording.bars["row"]) + len(recording.ticks["bar"]) <= 100
     assert 0 < data["detail"] < data["span"]
     assert len(data["course"]["rows"][0]) > 100  # the whole file, in little
 

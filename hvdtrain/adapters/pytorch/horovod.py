@@ -9,6 +9,7 @@ import torch
 from hvdtrain.adapters.communicator import Bytes, Communicator, Vector
 from hvdtrain.adapters.pytorch.buckets import Buckets
 from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.launch import ending
 
 
 class HorovodCollectives(Communicator):
@@ -51,6 +52,7 @@ class HorovodAdapter(PyTorchAdapter):
     def connect(self) -> Communicator:
         """See ``CommonAdapter``."""
         hvd.init()
+        ending.disconnect.append(hvd.shutdown)
         return HorovodCollectives()
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.adapters.communicator import Bytes, Communicator, Vector
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
+from hvdtrain.launch import ending
 
 
 def _named_gather(name: str, dtype: Any) -> Any:
@@ -69,6 +70,7 @@ class HorovodAdapter(TensorFlowAdapter):
     def connect(self) -> Communicator:
         """See ``CommonAdapter``."""
         hvd.init()
+        ending.disconnect.append(hvd.shutdown)
         self.claim_device(hvd.local_rank(), hvd.local_size())
         return HorovodCollectives()
 

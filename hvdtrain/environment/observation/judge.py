@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdtrain.environment.observation.judge_rates import learning_rate
 from hvdtrain.environment.observation.judge_updates import equal_start, mean_gradient
 from hvdtrain.environment.verification.rows import (
     NOT_SEEN,
@@ -22,7 +23,7 @@ from hvdtrain.environment.verification.rows import (
 Record = dict[str, Any]
 Judge = Callable[[Sequence[Record]], Row]
 
-SAME = 1e-6  # relative difference of learning rates that are the same
+SAME = 1e-6  # relative difference of metrics that are the same
 FEW = 3  # samples on two ranks that may be chance: data has duplicates
 EXPECTED = 5.0  # samples that would be on two ranks if they were drawn without shards
 
@@ -135,53 +136,6 @@ def _unsharded(everyone: Sequence[Record], samples: str) -> Row:
         if math.prod(own[:2]) / known[0]["samples"] >= EXPECTED:
             return row(3, True, f"data of its own on each rank; {samples}")
     return Row(3, NOT_SEEN, f"no sampler and no shard call; {samples}")
-
-
-def learning_rate(everyone: Sequence[Record], alone: Record | None) -> Row:
-    """Step 4: the same on all ranks, and against what one rank alone uses."""
-    size = len(everyone)
-    rates = [[update["rates"][0] for update in record["updates"]] for record in everyone]
-    count = min(map(len, rates))
-    if not count:
-        return Row(4, NOT_SEEN, "no update was made")
-    for update, values in enumerate(zip(*(one[:count] for one in rates), strict=True)):
-        if max(values) - min(values) > SAME * max(map(abs, values)):
-            told = by_rank([f"{value:g}" for value in values], ", ")
-            return row(4, False, f"at update {update + 1}: {told} by rank")
-    first = rates[0][:count]
-    told = f"{first[0]:g}" if len(set(first)) == 1 else f"{first[0]:g} to {first[-1]:g}"
-    told = f"{told} in {several(count, 'update')} on {several(size, 'rank')}"
-    base = [update["rates"][0] for update in alone["updates"]] if alone else []
-    if size == 1 or not base:
-        return Row(4, NOT_SEEN, f"{told}; nothing to compare with")
-    return _against_one(size, first, base, told, _growth(everyone, alone))
-
-
-def _growth(everyone: Sequence[Record], alone: Record | None) -> float | None:
-    """How many times larger the global batch is than that of one rank; None where not seen."""
-    whole = sum(record["updates"][0]["rows"] for record in everyone)
-    one = alone["updates"][0]["rows"] if alone else 0
-    return whole / one if whole and one else None
-
-
-def _against_one(
-    size: int, rates: list[float], base: list[float], told: str, growth: float | None
-) -> Row:
-    """The rule that the rates follow: linear, square root, a warm-up, or none."""
-    ratios = [a / b for a, b in zip(rates, base, strict=False) if b]
-    told = f"{told}, {base[0]:g} on one alone"
-    if not ratios:
-        return Row(4, NOT_SEEN, told)
-    for name, factor in (("linear", float(size)), ("square root", math.sqrt(size))):
-        if math.isclose(ratios[0], factor, rel_tol=1e-3):
-            return row(4, True, f"{told}: {name} rule, x {factor:.3g}", ratio=ratios[0])
-    if ratios[-1] > ratios[0] * (1 + SAME):
-        return row(4, True, f"{told}: a warm-up, from x {ratios[0]:.3g}", ratio=ratios[0])
-    if math.isclose(ratios[0], 1.0, rel_tol=1e-3) and growth is not None:
-        if growth < (1 + size) / 2:
-            return row(4, True, f"{told}: as the global batch, which stays the same", ratio=1.0)
-        return row(4, False, f"{told}, though the global batch is {growth:.3g} times larger")
-    return Row(4, NOT_SEEN, f"{told}: x {ratios[0]:.3g}, which is no rule that is known here")
 
 
 def one_writer(everyone: Sequence[Record]) -> Row:

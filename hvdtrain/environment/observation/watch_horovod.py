@@ -30,7 +30,7 @@ OPERATIONS = (
     "_grouped_allreduce",
 )
 SMALL = 64  # values; what is larger is no metric
-AVERAGED = "average_metrics"
+SCALED, AVERAGED = "scale_learning_rate", "average_metrics"
 
 
 class Watch:
@@ -62,6 +62,7 @@ class Watch:
         owner = module.CommonAdapter
         after(owner, "initialize", lambda a, k, world: self._initialized(world))
         after(owner, "shard_data", lambda a, k, shards: self._sharded(shards))
+        after(owner, SCALED, lambda a, k, rate: self._scaled(rate))
         after(owner, AVERAGED, self._averaged)
         replace(owner, "broadcast_state", self._broadcast)
 
@@ -110,6 +111,10 @@ class Watch:
     def _sharded(self, shards: Any) -> None:
         size, rank = getattr(shards, "size", None), getattr(shards, "rank", None)
         self.record.call("shard_data", shards=size, shard=rank)
+
+    def _scaled(self, rate: Any) -> None:
+        base, factor = getattr(rate, "base", None), getattr(rate, "factor", None)
+        self.record.call(SCALED, base=base, factor=factor)
 
     def _averaged(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         count = args[1] if len(args) > 1 else kwargs["count"]

@@ -1,0 +1,207 @@
+"""Two hosts on one machine: network namespaces joined by a third one, which is their switch.
+
+Each has its own network card, address, loopback and hostname; files and processors are common, as
+with a shared file system. Links can be cut, on and off, slowed down; a host can lose its power.
+Nothing is changed outside the namespaces, and all of it is gone at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.conftest import Outcome, environment, run
+
+NET = "10.99.0"
+SLOTS = 2  # of each host
+DELIVERY = 2.0  # seconds for a process that was killed to be gone
+
+# What ssh does, for mpirun: run a command on another host. When that host is lost it does not
+# notice; when only the command is killed it ends with 255.
+AGENT = """\
+#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+number=${{1##*.}}
+shift
+ip netns exec {tag}-$number unshare -u sh -c "hostname {tag}-host$number; $*"
+code=$?
+while [ -e {folder}/cut ]; do sleep 0.2; done
+[ $code -lt 128 ] || code=255
+exit $code
+"""
+
+
+def lacks() -> str | None:
+    """Why there can be no such hosts here; installs what is missing where it may."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None and shutil.which("apt-get"):
+        run(["apt-get", "update", "-qq"])
+        run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "iproute2"])
+    missing = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
+    if missing:
+        return f"{missing[0]} is missing: apt-get install iproute2 util-linux"
+    probe = f"probe{os.getpid()}"
+    tried = run(["ip", "netns", "add", probe])
+    if tried.code == 0:
+        tried = run(["ip", "netns", "exec", probe, "unshare", "-u", "hostname", probe])
+        run(["ip", "netns", "del", probe])
+    return f"no namespaces can be made here: {tried.err.strip()}" if tried.code else None
+
+
+class TwoHosts:
+    """Hosts 1 and 2; mpirun is started on host 1."""
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing happens yet; ``folder`` is for the files of mpirun and of the agent."""
+        self.folder, self.tag = folder, f"ht{os.getpid()}"
+        self.switch = f"{self.tag}-switch"
+
+    def start(self) -> None:
+        """Make the hosts and their links."""
+        agent = self.folder / "agent"
+        agent.write_text(AGENT.format(tag=self.tag, folder=self.folder))
+        agent.chmod(0o755)
+        self._do(f"ip netns add {self.switch}")
+        self._do(f"ip -n {self.switch} link add bridge type bridge")
+        self._do(f"ip -n {self.switch} link set bridge up")
+        for number in (1, 2):
+            host, port = self.namespace(number), f"port{number}"
+            self._do(f"ip netns add {host}")
+            pair = f"type veth peer name {port} netns {self.switch}"
+            self._do(f"ip link add eth0 netns {host} {pair}")
+            self._do(f"ip -n {self.switch} link set {port} master bridge up")
+            self._do(f"ip -n {host} addr add {self.address(number)}/24 dev eth0")
+            self._do(f"ip -n {host} link set lo up")
+            self._do(f"ip -n {host} link set eth0 up")
+
+    def stop(self) -> None:
+        """End what runs on the hosts, by its id, and take everything down."""
+        self.kill(1, 2)
+        for name in (self.namespace(1), self.namespace(2), self.switch):
+            run(["ip", "netns", "del", name])
+        for file in Path("/dev/shm").glob(f"*{self.tag}-host*"):  # of ranks that were killed
+            file.unlink(missing_ok=True)
+
+    def namespace(self, number: int) -> str:
+        """The network namespace of a host."""
+        return f"{self.tag}-{number}"
+
+    def name(self, number: int) -> str:
+        """The hostname of a host."""
+        return f"{self.tag}-host{number}"
+
+    def address(self, number: int) -> str:
+        """The address of a host."""
+        return f"{NET}.{number}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """How mpirun reaches the hosts, for any command that starts it."""
+        return {
+            "PRTE_MCA_plm_ssh_agent": str(self.folder / "agent"),
+            "PRTE_MCA_prte_if_include": f"{NET}.0/24",
+            "OMPI_MCA_btl_tcp_if_include": f"{NET}.0/24",
+            "TMPDIR": str(self.folder),
+        }
+
+    def nodefile(self) -> Path:
+        """A file as PBS writes it: a host once for each of its slots."""
+        file = self.folder / "nodefile"
+        lines = [self.address(number) for number in (1, 2) for _ in range(SLOTS)]
+        file.write_text("\n".join(lines) + "\n")
+        return file
+
+    def on(self, number: int, *words: str) -> list[str]:
+        """The command that runs ``words`` on a host."""
+        hostname = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name(number)]
+        return ["ip", "netns", "exec", self.namespace(number), "unshare", "-u", *hostname, *words]
+
+    def mpirun(self, *words: str) -> list[str]:
+        """The command on host 1 that starts two ranks on each host."""
+        slots = ",".join(f"{self.address(number)}:{SLOTS}" for number in (1, 2))
+        return self.on(1, "mpirun", "-H", slots, "-n", str(2 * SLOTS), *words)
+
+    def run(self, command: list[str], timeout: float = 120, **extra: str) -> Outcome:
+        """Run a command of ``on`` or ``mpirun`` to its end."""
+        return run(command, timeout=timeout, **self.variables, **extra)
+
+    @contextlib.contextmanager
+    def running(self, command: list[str]) -> Iterator[subprocess.Popen[str]]:
+        """A command that runs meanwhile; standard error goes where standard output does."""
+        with subprocess.Popen(
+            command,
+            env=environment(**self.variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            try:
+                yield process
+            finally:
+                self.mend()
+                self.kill(1, 2)
+
+    def processes(self, *numbers: int) -> list[int]:
+        """What runs on these hosts, by process id."""
+        listed = [run(["ip", "netns", "pids", self.namespace(number)]) for number in numbers]
+        return [int(word) for outcome in listed for word in outcome.out.split()]
+
+    def ranks(self) -> list[int]:
+        """The ranks that live on both hosts, by process id."""
+        return [pid for pid in self.processes(1, 2) if _is_rank(pid)]
+
+    def kill(self, *numbers: int) -> None:
+        """Kill all that runs on these hosts, at once."""
+        deadline = time.monotonic() + DELIVERY
+        while (left := self.processes(*numbers)) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    def cut(self) -> None:
+        """Let nothing pass between the hosts any more; their network cards do not notice."""
+        (self.folder / "cut").touch()
+        self._do(f"bridge -n {self.switch} link set dev port2 state 0")
+
+    def power_off(self) -> None:
+        """Host 2 is gone at once: no farewell from its kernel either."""
+        self.cut()
+        self.kill(2)
+
+    def mend(self) -> None:
+        """Join the hosts again."""
+        self._do(f"bridge -n {self.switch} link set dev port2 state 3")
+        (self.folder / "cut").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def slow(self, rate: str) -> Iterator[None]:
+        """Both directions carry no more than ``rate``, as tc spells it; what is behind waits."""
+        for number in (1, 2):
+            limit = f"tbf rate {rate} burst 16kb latency 400ms"
+            self._do(f"tc -n {self.namespace(number)} qdisc add dev eth0 root {limit}")
+        try:
+            yield
+        finally:
+            for number in (1, 2):
+                self._do(f"tc -n {self.namespace(number)} qdisc del dev eth0 root")
+
+    def _do(self, command: str) -> None:
+        done = run(command.split())
+        assert done.code == 0, f"{command}: {done.err}"
+
+
+def _is_rank(pid: int) -> bool:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return b"OMPI_COMM_WORLD_RANK=" in variables

@@ -1,0 +1,202 @@
+"""hvdtrain launch with other launchers than this environment's: Open MPI 4, MPICH, Slurm's srun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import slurm
+from tests.conftest import BIN, ROOT, Outcome, environment, run
+
+LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
+# What a rank takes its place to be, and what it does when it is asked to stop.
+RANK = """
+import os, signal, sys, time
+from hvdtrain.launch.detect import detect
+place = detect(os.environ)
+signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(3), os._exit(75)))
+print(place, flush=True)
+if sys.argv[1:] == ["hang"]:
+    print("step", 10 + place.rank, "of 100", flush=True)
+if sys.argv[1:]:
+    time.sleep(300)
+"""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """An MPI, and how it is reached."""
+
+    dialect: str
+    """As ``hvdtrain.launch.mpirun`` names it."""
+    launcher: str
+    """As ``hvdtrain.launch.detect`` names it."""
+    environ: dict[str, str] = field(default_factory=dict)
+    """What has to be set for it."""
+
+    def launch(self, *words: str, code: int = 0) -> Outcome:
+        """Run `hvdtrain launch` with it first on the PATH."""
+        outcome = run([*LAUNCH, *words], timeout=120, **self.environ)
+        assert outcome.code == code, outcome.out + outcome.err
+        return outcome
+
+
+def first(folder: Path) -> str:
+    """A PATH with ``folder`` before all others."""
+    return os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
+
+
+@pytest.fixture(scope="session")
+def openmpi4(tmp_path_factory: pytest.TempPathFactory) -> Stack:
+    """Debian 12's Open MPI, unpacked into a folder of its own: nothing is installed."""
+    if not shutil.which("apt-get") or not shutil.which("dpkg"):
+        pytest.skip("Open MPI 4 comes from Debian's packages: no apt-get here")
+    folder = tmp_path_factory.mktemp("openmpi4")
+    install = ["apt-get", "install", "--simulate", "--no-install-recommends", "openmpi-bin"]
+    if run(install).code and os.geteuid() == 0:
+        run(["apt-get", "update", "-qq"])  # a fresh container has no lists
+    planned = run(install)
+    packages = re.findall(r"^Inst (\S+)", planned.out, re.MULTILINE)
+    fetched = run(["apt-get", "download", "-qq", *packages], cwd=folder) if packages else planned
+    if fetched.code:
+        pytest.skip(f"Open MPI 4 cannot be fetched: {fetched.err.strip()[-200:]}")
+    for package in folder.glob("*.deb"):
+        assert run(["dpkg", "--extract", str(package), str(folder)]).code == 0
+    root = folder if packages else Path("/")  # installed here already
+    found = sorted(root.glob("usr/lib/*/libmpi.so.40"))
+    if not found or not list(found[0].parent.glob("libopen-rte.so.40")):
+        pytest.skip("the openmpi-bin of this system is no Open MPI 4")
+    library, programs = found[0], folder / "first"
+    programs.mkdir()
+    for name in ("mpirun", "mpiexec"):
+        (programs / name).symlink_to(root / "usr/bin/orterun")
+    (programs / "orted").symlink_to(root / "usr/bin/orted")
+    libraries = [library.parent, root / "lib" / library.parent.name]
+    libraries += [one.parent for one in library.parent.glob("libpsm*/*.so.1")]
+    return Stack(
+        "openmpi4",
+        "mpirun (Open MPI)",
+        {
+            "PATH": first(programs),
+            "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
+            "OPAL_PREFIX": str(root / "usr"),
+            "PMIX_INSTALL_PREFIX": str(library.parent / "pmix2"),
+            "MPI4PY_LIBMPI": str(library),
+        },
+    )
+
+
+@pytest.fixture(scope="session")
+def hydra(mpich: Path) -> Stack:
+    """MPICH from its wheel."""
+    library = mpich / "lib" / "libmpi.so.12"
+    return Stack(
+        "mpich",
+        "mpiexec (Hydra)",
+        {"PATH": first(mpich / "bin"), "MPI4PY_LIBMPI": str(library)},
+    )
+
+
+@pytest.fixture(params=["openmpi4", "hydra"])
+def stack(request: pytest.FixtureRequest) -> Stack:
+    """Each of them."""
+    found: Stack = request.getfixturevalue(request.param)
+    return found
+
+
+def places(launcher: str, size: int) -> list[str]:
+    """What the ranks print, sorted, on one host."""
+    return [
+        f"[{rank}] Place(launcher='{launcher}', rank={rank}, size={size}, local_rank={rank}, "
+        f"local_size={size})"
+        for rank in range(size)
+    ]
+
+
+def test_each_rank_knows_its_place(stack: Stack) -> None:
+    for size in (2, 3):
+        outcome = stack.launch("-n", str(size), "--tag", "--", sys.executable, "-c", RANK)
+        seen = sorted(line for line in outcome.out.splitlines() if "Place(" in line)
+        assert seen == places(stack.launcher, size)
+
+
+def test_pi_has_the_same_digits_as_with_open_mpi_5(stack: Stack) -> None:
+    words = ("-n", "2", "--", sys.executable, "-m", "hvdtrain.pi", "--samples=1e6", "--json")
+    here, there = stack.launch(*words), run([*LAUNCH, *words])
+    assert there.code == 0, there.err
+    one, other = (json.loads(outcome.out.splitlines()[-1]) for outcome in (here, there))
+    assert (one["ranks"], one["pi"]) == (2, other["pi"])
+
+
+def test_silence_names_the_last_to_speak(stack: Stack) -> None:
+    line = ("-n", "2", "--timeout", "3", "--", sys.executable, "-c", RANK, "hang")
+    (said,) = stack.launch(*line, code=124).said
+    assert re.search(r"rank (\d) on \S+ spoke last, at step 1\1: 'step 1\1 of 100'$", said)
+
+
+def test_term_is_handed_on_and_waited_for(stack: Stack) -> None:
+    process = subprocess.Popen(
+        [*LAUNCH, "-n", "2", "--tag", "--", sys.executable, "-c", RANK, "stop"],
+        cwd=ROOT,
+        env=environment(**stack.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen: list[str] = []
+    while len(seen) < 2:  # until both listen
+        line = process.stdout.readline()
+        assert line, "it ended before"
+        seen += [line] if "Place(" in line else []
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
+    """A private Slurm."""
+    if reason := slurm.lacks():
+        pytest.skip(reason)
+    cluster = slurm.Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def test_srun_where_no_mpi_is_on_the_path(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    (tmp_path / "srun").symlink_to(shutil.which("srun") or "srun")
+    # Debian's srun lacks the library for --mpi=pmix, so the ranks are told their places only.
+    bare = {"PATH": str(tmp_path), "SLURM_MPI_TYPE": "none"}
+    allocation = (shutil.which("salloc") or "salloc", "--quiet", "--ntasks=3")
+
+    def launch(*words: str) -> Outcome:
+        return cluster.command(*allocation, *LAUNCH, *words, cwd=tmp_path, timeout=60, **bare)
+
+    program = ("--", sys.executable, "-c", RANK)
+    outcome = launch("-n", "3", "--tag", *program)
+    assert outcome.code == 0, outcome.err
+    assert sorted(outcome.out.splitlines()) == places("srun", 3)
+    assert f"{tmp_path}/srun --ntasks=3 --nodes=1 --nodelist=" in outcome.err
+    assert launch("-n", "2", "--", sys.executable, "-c", "exit(75)").code == 75
+    hung = launch("-n", "2", "--timeout", "3", *program, "hang")
+    assert hung.code == 124, hung.err
+    (said,) = hung.said
+    assert re.search(r"rank (\d) on \S+ spoke last, at step 1\1: 'step 1\1 of 100'$", said)
+    crowded = launch("-n", "4", *program)
+    assert crowded.code == 2
+    assert "-n 4 is more than the 3 slots of Slurm" in crowded.said[0]

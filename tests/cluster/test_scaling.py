@@ -1,0 +1,31 @@
+"""A ladder as jobs of a real batch system, one a size, and what they say together."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from tests.cluster.test_slurm import PATIENCE, User, cluster, user  # noqa: F401 (fixtures)
+from tests.conftest import BIN
+
+TRAIN = ("python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "10")
+OPTIONS = "--walltime 0:05:00 --ppn 2 --scheduler pbs"
+
+
+def test_each_size_is_a_job_and_all_make_a_table(user: User) -> None:  # noqa: F811
+    verb = (str(BIN / "hvdtrain"), "scaling")
+    ladder = (*verb, "--ranks", "1,2", "--repeat", "1", "--submit", OPTIONS, "--json")
+    jobs = json.loads(user.types(*ladder, "--", *TRAIN).out)["jobs"]
+    assert [job["ranks"] for job in jobs] == [1, 2]
+    end = time.monotonic() + PATIENCE
+    for job in jobs:
+        number = job["jobs"][0].partition(".")[0]
+        while (state := user.job(number)["JobState"]) != "COMPLETED":
+            assert state in ("PENDING", "RUNNING", "COMPLETING"), user.log(number)
+            assert time.monotonic() < end
+            time.sleep(0.5)
+    told = json.loads(user.types(*verb, "--json").out)
+    assert [(size["ranks"], size["runs"]) for size in told["sizes"]] == [(1, 1), (2, 1)]
+    assert (user.directory / "scaling" / "scaling.png").is_file()
+    again = json.loads(user.types(*ladder, "--", *TRAIN).out)
+    assert again["jobs"] == []  # nothing is missing

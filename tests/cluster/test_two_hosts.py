@@ -1,0 +1,179 @@
+"""Two hosts of two ranks each: the same results as one host's, and what happens when one is lost.
+
+The seconds until every rank has stopped are printed (pytest -s); 30 is the contract.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import hosts
+from tests.cluster.hosts import TwoHosts
+from tests.conftest import Outcome
+from tests.parallel.conftest import Training, assert_bit_equal, assert_close, train
+
+CONTRACT = 30.0  # seconds in which a job has to be over after a host or a link is lost
+START = 120.0  # seconds for a training to come to its first steps on a busy machine
+EXACT = (
+    *("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--dropout=0"),
+    *("--global-batch-size=96", "--seed=1"),
+)
+# Steps of a few milliseconds, each second one saved: a run can be cut anywhere, and compared there.
+LONG = ("--model=small", "--epochs=100", "--checkpoint-every=2", "--keep=1000", "--deterministic")
+LAST = 300  # of the steps of the uncut run
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+    """Two hosts, taken down at the end."""
+    if reason := hosts.lacks():
+        pytest.skip(reason)
+    two = TwoHosts(tmp_path_factory.mktemp("hosts"))
+    try:
+        two.start()
+        yield two
+    finally:
+        two.stop()
+
+
+def trainer(folder: Path, *options: str) -> list[str]:
+    """The command of a rank that trains on digits."""
+    files = (f"--summary={folder / 'summary.json'}", f"--checkpoint-dir={folder / 'checkpoints'}")
+    return [sys.executable, "-m", "hvdtrain.mnist", "--quiet", *files, *options]
+
+
+def train_on(two: TwoHosts, folder: Path, *options: str) -> Training:
+    """Train on both hosts to the end."""
+    outcome = two.run(two.mpirun(*trainer(folder, *options)))
+    assert outcome.code == 0, outcome.err[-3000:]
+    return Training(outcome, folder)
+
+
+@pytest.fixture(scope="module")
+def uncut(two: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A run that nothing happens to, with a checkpoint each second step."""
+    return train_on(two, tmp_path_factory.mktemp("uncut"), *LONG, f"--num-steps={LAST}")
+
+
+def test_the_world(two: TwoHosts, tmp_path: Path) -> None:
+    script = tmp_path / "world.py"
+    script.write_text(
+        "from hvdtrain.adapters.select import adapter\n"
+        "eight = adapter()\n"
+        "world = eight.initialize()\n"
+        "print(world.rank, world.size, world.local_rank, world.local_size, world.host, world.hosts,"
+        " eight.pin_device(), flush=True)\n"
+    )
+    outcome = two.run(two.mpirun("--bind-to", "none", sys.executable, str(script)))
+    assert outcome.code == 0, outcome.err
+    assert not outcome.said
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    device = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    assert sorted(outcome.out.splitlines()) == [
+        f"{rank} 4 {rank % 2} 2 {two.name(1 + rank // 2)} 2 {device}" for rank in range(4)
+    ]
+
+
+def test_launch_by_a_nodefile_trains_as_one_rank_does(two: TwoHosts, tmp_path: Path) -> None:
+    options = ("--num-steps=30", *EXACT)
+    one = train(1, tmp_path / "one", "mnist", *options)
+    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
+    command = two.on(1, *launch, *trainer(tmp_path / "four", *options))
+    outcome = two.run(command, PBS_NODEFILE=str(two.nodefile()))
+    assert outcome.code == 0, outcome.err[-3000:]
+    four = Training(outcome, tmp_path / "four")
+    assert_close(one, four, 1e-9)
+    assert (four.summary["world_size"], four.summary["hosts"]) == (4, 2)
+    assert four.summary["eval_accuracy"] == one.summary["eval_accuracy"]
+    assert four.summary["eval_samples"] == 297
+
+
+def test_tensorflow_trains_as_one_rank_does(two: TwoHosts, tmp_path: Path) -> None:
+    options = ("--framework=tensorflow", "--model=small", "--num-steps=6", *EXACT)
+    one = train(1, tmp_path / "one", "mnist", *options)
+    four = train_on(two, tmp_path / "four", *options)
+    assert_close(one, four, 1e-9)
+    assert four.summary["hosts"] == 2
+
+
+class At(Training):
+    """A training as it stood after a step."""
+
+    def __init__(self, training: Training, step: int) -> None:
+        super().__init__(training.outcome, training.folder)
+        self.step = step
+
+    @property
+    def newest(self) -> Path:
+        return self.folder / "checkpoints" / f"step-{self.step:09}"
+
+
+def wait_for_checkpoints(number: int, process: subprocess.Popen[str], folder: Path) -> None:
+    """Wait until the training that runs has come so far."""
+    deadline = time.monotonic() + START
+    while len(list(folder.glob("checkpoints/step-*"))) < number:
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < deadline, "the training does not come to its first steps"
+        time.sleep(0.02)
+
+
+def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], what: str) -> Outcome:
+    """Wait until mpirun and every rank on both hosts have ended, and show how that went."""
+    began = time.monotonic()
+    while (left := two.ranks()) or process.poll() is None:
+        assert time.monotonic() - began < CONTRACT, f"{what}: ranks {left} are still there"
+        time.sleep(0.1)
+    seconds = time.monotonic() - began
+    output, _ = process.communicate()
+    print(f"\n{what}: all was over after {seconds:.1f} s, code {process.returncode}\n{output}")
+    return Outcome(process.returncode, "", output)
+
+
+@pytest.mark.parametrize("accident", ["power_off", "cut"])
+def test_a_host_is_lost_and_the_training_goes_on_later(
+    accident: str, two: TwoHosts, uncut: Training, tmp_path: Path
+) -> None:
+    with two.running(two.mpirun(*trainer(tmp_path, *LONG))) as process:
+        wait_for_checkpoints(10, process, tmp_path)
+        getattr(two, accident)()
+        outcome = wait_until_over(two, process, accident)
+    newest = Training(outcome, tmp_path).newest
+    assert outcome.code == 1
+    (said,) = outcome.said
+    assert said.startswith(f"hvdtrain: rank 0 on {two.name(1)}, step ")
+    assert f"host {two.name(2)} (ranks 2-3) has not answered for 15 s" in said
+    assert said.endswith(f"Run the same command again: it goes on from {newest}")
+    end = int(newest.name.removeprefix("step-")) + 10
+    resumed = train_on(two, tmp_path, *LONG, f"--num-steps={end}", "--resume=must")
+    assert_bit_equal(At(uncut, end), At(resumed, end))
+
+
+def test_all_that_runs_on_a_host_is_killed(two: TwoHosts, tmp_path: Path) -> None:
+    """Its kernel closes the connections, so mpirun itself notices, and names the host."""
+    with two.running(two.mpirun(*trainer(tmp_path, *LONG))) as process:
+        wait_for_checkpoints(1, process, tmp_path)
+        two.kill(2)
+        outcome = wait_until_over(two, process, "kill")  # mpirun's own code is 0 now and then
+    assert two.name(2) in outcome.err
+
+
+def test_a_slow_link_is_no_cut_link(two: TwoHosts, tmp_path: Path) -> None:
+    """Queues of 400 ms, and nothing at all for five seconds: late, but right."""
+    options = ("--model=small", "--num-steps=20", "--checkpoint-every=5", *EXACT)
+    one = train(1, tmp_path / "one", "mnist", *options)
+    folder = tmp_path / "four"
+    with two.slow("8mbit"), two.running(two.mpirun(*trainer(folder, *options))) as process:
+        wait_for_checkpoints(1, process, folder)
+        two.cut()
+        time.sleep(5)
+        two.mend()
+        output, _ = process.communicate(timeout=START)
+    assert (process.returncode, output) == (0, "")
+    assert_close(one, Training(Outcome(0, "", ""), folder), 1e-9)

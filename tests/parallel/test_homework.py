@@ -1,0 +1,272 @@
+"""The homework's scripts, run as a class runs them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib import image as images
+
+from tests.conftest import ROOT, Outcome, ranks, run
+
+HOMEWORK = ROOT / "homework"
+COLUMNS = ["epoch", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy"]
+TRAINED, VALIDATED = 389, 101  # odd numbers: the parts are of different sizes
+YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # more ranks than cores
+
+Rows = list[dict[str, float]]
+
+
+def script(number: int, name: str, *options: str) -> Outcome:
+    """Run a script of the homework on ``number`` ranks; 0: without mpirun."""
+    path = str(HOMEWORK / name)
+    if number:
+        return ranks(number, path, *options, **YIELD)
+    return run([sys.executable, path, *options])
+
+
+def rows(path: Path) -> Rows:
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        found = [{name: float(value) for name, value in row.items()} for row in reader]
+        assert reader.fieldnames == [*COLUMNS, "seconds"]
+    return found
+
+
+def idx(array: np.ndarray[Any, Any]) -> bytes:
+    """An array of bytes in the format of MNIST's files."""
+    sizes = np.array(array.shape, ">i4").tobytes()
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
+
+
+def write_idx(folder: Path, trained: int, validated: int) -> Path:
+    """Real digits in MNIST's format, laid out as by torchvision, the images packed."""
+    digits = pytest.importorskip("sklearn.datasets").load_digits()
+    pictures = np.kron(digits.images * 255 / 16, np.ones((1, 3, 3)))
+    pictures = np.pad(pictures, ((0, 0), (2, 2), (2, 2)))
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    cuts = {"train": slice(0, trained), "t10k": slice(trained, trained + validated)}
+    for part, cut in cuts.items():
+        packed = gzip.compress(idx(pictures[cut]))
+        (raw / f"{part}-images-idx3-ubyte.gz").write_bytes(packed)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx(digits.target[cut]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_idx(tmp_path_factory.mktemp("small"), TRAINED, VALIDATED)
+
+
+def weights(folder: Path) -> list[np.ndarray[Any, Any]]:
+    """The weights in a checkpoint of either framework, in order."""
+    if (folder / "model.pt").exists():
+        import torch
+
+        return [value.numpy() for value in torch.load(folder / "model.pt").values()]
+    import h5py
+
+    found: list[np.ndarray[Any, Any]] = []
+    with h5py.File(folder / "model.weights.h5") as file:
+        file["layers"].visititems(
+            lambda _, item: found.append(item[()]) if isinstance(item, h5py.Dataset) else None
+        )
+    return found
+
+
+@pytest.fixture(scope="module", params=["pytorch", "tensorflow2"])
+def ladder(
+    request: pytest.FixtureRequest, small: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Path]:
+    """The same training sequential (0), and on 1, 2 and 3 ranks with the same global batch.
+
+    It is exact with float64 and no dropout. Each rank starts with weights of its own, so without
+    the broadcast no two runs would agree. Two ranks scale a half of the learning rate; three are
+    given the whole, with a warm-up so long that it never grows.
+    """
+    folder = tmp_path_factory.mktemp(request.param)
+    common = ["--epochs=2", "--dtype=float64", "--no_dropout", f"--data={small}"]
+    options = {
+        0: ["--batch-size=96", "--lr=0.03"],
+        1: ["--batch-size=96", "--lr=0.03"],
+        2: ["--batch_size=48", "--lr=0.015"],
+        3: ["--batch_size=32", "--lr=0.03", "--warmup_epochs=1e12"],
+    }
+    places = {}
+    for number, own in options.items():
+        places[number] = folder / str(number)
+        name = f"{request.param}_mnist{'_hvd' if number else ''}.py"
+        outcome = script(number, name, *common, *own, f"--out={places[number]}")
+        assert outcome.code == 0, outcome.err[-3000:]
+        assert len(re.findall(r"^epoch \d: loss", outcome.out, re.M)) == 2  # from one rank only
+    return places
+
+
+def test_ranks_compute_what_the_sequential_script_does(ladder: dict[int, Path]) -> None:
+    sequential = rows(ladder[0] / "metrics_1.csv")
+    assert [row["epoch"] for row in sequential] == [1, 2]
+    assert sequential[1]["train_loss"] < sequential[0]["train_loss"]
+    for row in sequential:  # each image was counted once
+        assert row["train_accuracy"] * TRAINED == pytest.approx(
+            round(row["train_accuracy"] * TRAINED), abs=1e-6
+        )
+    for number in (1, 2, 3):
+        assert [path.name for path in ladder[number].glob("*.csv")] == [f"metrics_{number}.csv"]
+        many = rows(ladder[number] / f"metrics_{number}.csv")
+        for name in COLUMNS:
+            expected = [row[name] for row in sequential]
+            assert [row[name] for row in many] == pytest.approx(expected, rel=1e-9), (number, name)
+
+
+def test_ranks_end_with_the_weights_of_the_sequential_script(ladder: dict[int, Path]) -> None:
+    sequential = weights(ladder[0])
+    assert sum(value.size for value in sequential) == 1_199_882
+    for number in (1, 2, 3):
+        for one, other in zip(sequential, weights(ladder[number]), strict=True):
+            assert np.linalg.norm(one - other) <= 1e-9 * np.linalg.norm(one)
+        assert not list(ladder[number].glob("*tmp*"))
+
+
+def test_the_plots_of_a_ladder(ladder: dict[int, Path], tmp_path: Path) -> None:
+    for kind, numbers in (("plain", (1, 2, 3)), ("warm", (2, 3))):
+        (tmp_path / kind).mkdir()
+        for number in numbers:
+            name = f"metrics_{number}.csv"
+            (tmp_path / kind / name).write_bytes((ladder[number] / name).read_bytes())
+    (tmp_path / "plain" / "note.txt").write_text("two cores, " * 30)
+    folders = [str(tmp_path / "plain"), f"--warmup={tmp_path / 'warm'}"]
+    outcome = script(0, "plot_accuracy.py", *folders)
+    assert outcome.code == 0, outcome.err
+    for stem in ("accuracy_1", "accuracy_2", "accuracy_3", "accuracy_summary"):
+        pdf = (tmp_path / "plain" / f"{stem}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF-") and b"/FontFile2" in pdf and len(pdf) > 5000
+        pixels = images.imread(tmp_path / "plain" / f"{stem}.png")[..., :3]
+        assert 0.01 < (pixels < 0.9).any(-1).mean() < 0.3  # lines and letters on white
+    assert script(0, "plot_accuracy.py", str(tmp_path)).code == 2
+
+
+def test_it_learns_with_dropout_and_warmup_on_the_embedded_digits(tmp_path: Path) -> None:
+    options = ["--epochs=2", "--batch-size=16", "--warmup-epochs=1", f"--out={tmp_path}"]
+    outcome = script(2, "pytorch_mnist_hvd.py", *options)
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert rows(tmp_path / "metrics_2.csv")[-1]["validation_accuracy"] > 0.8
+
+
+def test_a_rank_without_an_image_in_a_step(tmp_path: Path) -> None:
+    """Seven images in three steps over three ranks; of the two to validate each once."""
+    write_idx(tmp_path, 7, 2)
+    options = ["--epochs=1", "--batch-size=1", f"--data={tmp_path}", f"--out={tmp_path}"]
+    outcome = script(3, "pytorch_mnist_hvd.py", *options)
+    assert outcome.code == 0, outcome.err[-3000:]
+    row = rows(tmp_path / "metrics_3.csv")[0]
+    assert row["train_accuracy"] * 7 == pytest.approx(round(row["train_accuracy"] * 7))
+    assert row["validation_accuracy"] in (0, 0.5, 1)
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    outcome = script(0, "pytorch_mnist.py", f"--data={tmp_path}")
+    assert outcome.code == 2
+    assert f"--data {tmp_path}: train-images-idx3-ubyte[.gz] is neither there" in outcome.err
+
+
+def speeds(outcome: Outcome, number: int) -> list[float]:
+    """Images a second of each step; their mean and deviation are those of the last line."""
+    assert outcome.code == 0, outcome.err[-3000:]
+    found = [
+        float(word) for word in re.findall(r"^step \d+: ([\d.]+) images/s$", outcome.out, re.M)
+    ]
+    last = outcome.out.splitlines()[-1]
+    match = re.fullmatch(rf"([\d.]+) \+- ([\d.]+) images/s on {number} rank\(s\)", last)
+    assert match, outcome.out
+    kept = np.array(found[1:])
+    assert [float(word) for word in match.groups()] == pytest.approx(
+        [kept.mean(), kept.std()], abs=0.02
+    )
+    return found
+
+
+def folder_of_images(folder: Path, train: int, validation: int) -> Path:
+    """Images of two classes in every colour mode that photographs come in."""
+    image = pytest.importorskip("PIL.Image")
+    draw = np.random.default_rng(0)
+    for part, count in (("train", train), ("val", validation)):
+        for number in range(count):
+            path = folder / part / "ab"[number % 2]
+            path.mkdir(parents=True, exist_ok=True)
+            mode, bands = [("RGB", (3,)), ("L", ()), ("CMYK", (4,))][number % 3]
+            ending = "png" if number == 3 else "JPEG" if number == 4 else "jpg"
+            pixels = draw.integers(0, 255, (40, 50, *bands), dtype=np.uint8)
+            image.fromarray(pixels, mode).save(path / f"{number}.{ending}")
+    return folder
+
+
+RESNET34 = 21_797_672  # trainable parameters with 1000 classes, as torchvision counts them
+BATCHNORM = 8_512  # channels that are normalised: each has a running mean and a variance
+
+
+def test_resnet34_on_made_up_images(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    options = ["--image-size=32", "--batch-size=2", "--num-steps=3", f"--out={tmp_path}"]
+    assert len(speeds(script(1, "train_resnet34_hvd.py", *options), 1)) == 3
+    sizes: list[int] = []
+    with h5py.File(tmp_path / "resnet34-1.weights.h5") as file:
+        file["layers"].visititems(
+            lambda _, item: sizes.append(item.size) if isinstance(item, h5py.Dataset) else None
+        )
+    assert sum(sizes) == RESNET34 + 2 * BATCHNORM
+
+
+@pytest.mark.parametrize(("number", "steps"), [(2, 3), (3, 3)])
+def test_resnet34_on_a_folder_of_images(number: int, steps: int, tmp_path: Path) -> None:
+    """Seven images and one a rank: two ranks take 4 steps an epoch, three 2, none with less."""
+    data = folder_of_images(tmp_path, 7, 3)
+    options = ["--image_size=32", "--batch_size=1", "--epochs=2", f"--num_steps={steps}"]
+    outcome = script(
+        number, "train_resnet34_hvd.py", *options, f"--data={data}", f"--out={tmp_path}"
+    )
+    assert len(speeds(outcome, number)) == steps
+    epochs = re.findall(
+        r"^epoch (\d): \[loss, accuracy\] of training and validation: (.+)$", outcome.out, re.M
+    )
+    assert [int(epoch) for epoch, _ in epochs] == ([1] if number == 2 else [1, 2])
+    assert len(list(tmp_path.glob("*.weights.h5"))) == len(epochs)
+    for _, numbers in epochs:
+        right = float(re.findall(r"[\d.e+]+", numbers)[-1]) * 3
+        assert right == pytest.approx(round(right), abs=1e-3)  # of three, each once
+
+
+def pi(number: int, seed: int) -> tuple[float, float]:
+    outcome = script(number, "pi.py", "--samples=3000001", f"--seed={seed}")
+    assert outcome.code == 0, outcome.err
+    match = re.match(r"pi = ([\d.]+) \+- ([\d.]+), off by", outcome.out)
+    assert match and f"3,000,001 darts, {number} rank(s)" in outcome.out
+    return float(match[1]), float(match[2])
+
+
+def test_pi_is_the_same_on_any_number_of_ranks() -> None:
+    value, error = pi(1, 7)
+    assert error == pytest.approx(4 * np.sqrt(np.pi / 4 * (1 - np.pi / 4) / 3_000_001), rel=0.01)
+    assert abs(value - np.pi) < 4 * error
+    assert pi(2, 7) == pi(3, 7) == (value, error)
+    assert pi(2, 8)[0] != value
+
+
+def test_two_ranks_with_half_a_net_each_compute_what_one_does() -> None:
+    outcome = script(2, "model_parallel.py", "--steps=3", "--batch_size=16")
+    assert outcome.code == 0, outcome.err
+    steps = re.findall(r"^step \d: loss ([\d.]+) on two ranks, ([\d.]+) on one$", outcome.out, re.M)
+    assert len(steps) == 3 and all(two == one for two, one in steps)
+    match = re.search(r"difference of a weight after 3 steps: (\S+)$", outcome.out, re.M)
+    assert match and float(match[1]) <= 1e-12
+
+
+def test_the_net_is_not_split_over_other_numbers_of_ranks() -> None:
+    outcome = script(1, "model_parallel.py")
+    assert outcome.code == 1 and "two ranks share the net, not 1" in outcome.err
