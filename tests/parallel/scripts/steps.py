@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.adapters import launch_check
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.select import adapter
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.integrity import Device
 
 
 def expect_error(action: Any, *words: str) -> None:
@@ -43,9 +45,14 @@ def common(hvd: CommonAdapter) -> None:
             raise UsageError("out of disks")
 
     expect_error(lambda: hvd.communicator.together(last_fails), "out of disks")
+    card = Device("a card", "GPU-0", visible=1)
+    mine = Device("a card", f"GPU-{rank}", visible=size)
     if size > 1:
-        expect_error(lambda: hvd.check_devices(1), "1 GPU(s)", f"{size} ranks")
-    hvd.check_devices(size)
+        expect_error(
+            lambda: launch_check.check_devices(hvd.communicator, card, hvd.ranks),
+            *(f"ranks 0-{size - 1}", "the same GPU", world.host),
+        )
+    launch_check.check_devices(hvd.communicator, mine, hvd.ranks)
 
 
 def pytorch(hvd: CommonAdapter) -> None:
