@@ -106,7 +106,7 @@ def save(rows: list[list[float]]) -> None:
     print("epoch {}: loss {:.4f} accuracy {:.4f}, validation {:.4f} {:.4f}, {} s".format(*rows[-1]))
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / f"metrics_{hvd.size()}.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([COLUMNS.split(), *rows])
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS.split(), *rows])
     torch.save(model.state_dict(), args.out / "model.tmp")
     (args.out / "model.tmp").replace(args.out / "model.pt")
 

@@ -47,14 +47,15 @@ if args.data:
 else:
     paths, val_paths = ["made up"] * args.batch_size * hvd.size() * (args.num_steps or 100), []
     classes, labels, made_up = range(1000), [0] * len(paths), tf.random.uniform(SHAPE, maxval=255)
+# A batch: images, labels, and the number of images over all ranks.
+BATCH = [tf.TensorSpec([None, *SHAPE]), tf.TensorSpec([None], tf.int64), tf.TensorSpec([])]
 files, labels = tf.constant([str(p) for p in paths + val_paths]), tf.constant(labels, tf.int64)
 
 
 def read(place: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     if not args.data:
         return made_up, labels[place]
-    data = tf.io.read_file(files[place])
-    image = tf.io.decode_image(data, channels=3, expand_animations=False)
+    image = tf.io.decode_image(tf.io.read_file(files[place]), 3, expand_animations=False)
     return tf.image.resize(image, SHAPE[:2]), labels[place]
 
 
@@ -98,10 +99,6 @@ def forward(x: tf.Tensor, y: tf.Tensor, training: bool) -> tuple[tf.Tensor, tf.T
     return loss, tf.stack([tf.cast(value, tf.float64) for value in (loss, right, tf.size(y))])
 
 
-# Images, labels, and the number of images over all ranks.
-BATCH = [tf.TensorSpec([None, *SHAPE]), tf.TensorSpec([None], tf.int64), tf.TensorSpec([])]
-
-
 @tf.function(input_signature=BATCH)
 def train(x: tf.Tensor, y: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     """One step with this rank's part of a global batch of ``size`` images."""
@@ -134,16 +131,17 @@ for epoch in range(math.ceil(total / steps)):
             print(f"step {len(speeds)}: {speeds[-1]:.2f} images/s")
 
     # Step: average metrics, by their sums and counts; and BatchNorm's running statistics
-    for variable in model.non_trainable_variables:
-        variable.assign(hvd.allreduce(variable.value))
+    running = [v.value for v in model.non_trainable_variables]
+    for variable, mean in zip(running, hvd.grouped_allreduce(running), strict=True):
+        variable.assign(mean)
     places = np.arange(len(paths), len(labels))[mine]
     for x, y in load(np.split(places, range(args.batch_size, len(places), args.batch_size))):
         sums[1] += forward(x, y, False)[1].numpy()
     sums = hvd.allreduce(sums, op=hvd.Sum).numpy()
     if hvd.rank() == 0:  # Step: save checkpoint
-        sums = sums[sums[:, 2] > 0]
-        means = (sums[:, :2] / sums[:, 2:]).round(4).tolist()
+        means = [(row[:2] / row[2]).round(4).tolist() for row in sums if row[2]]
         print(f"epoch {epoch + 1}: [loss, accuracy] of training and validation: {means}")
+        args.out.mkdir(parents=True, exist_ok=True)
         model.save_weights(args.out / f"resnet34-{epoch + 1}.weights.h5")
 
 if hvd.rank() == 0:

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,10 +140,14 @@ def _run(verb: Verb, module_name: str, words: Sequence[str]) -> int:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
-    if as_json:
-        _print_json(report.data)
-    elif report.text:
-        print(report.text)
+    try:
+        if as_json:
+            _print_json(report.data)
+        elif report.text:
+            print(report.text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as head has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(report.exit_code)
 
 

@@ -9,6 +9,7 @@ import argparse
 import os
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.run import termination_as_interrupt
 from hvdtrain.verb import Report
 
 EPILOG = """example:
@@ -59,6 +60,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     findings = list(diagnosis.look(environ, wanted))
     report = times = None
     if wanted:
-        more, report, times = diagnosis.try_ranks(wanted, environ)
+        with termination_as_interrupt():
+            more, report, times = diagnosis.try_ranks(wanted, environ)
         findings += more
     return diagnosis.report(findings, report, times)

@@ -11,14 +11,12 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from hvdtrain.environment import recipe
 from hvdtrain.environment.build import Build
@@ -29,7 +27,7 @@ from hvdtrain.environment.proof import proof_command, prove
 from hvdtrain.environment.toolchain import Toolchain, find
 from hvdtrain.environment.wheel_cache import CachedWheel, WheelCache, cache_root, write_atomically
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError
-from hvdtrain.launch.run import Command, run
+from hvdtrain.launch.run import Command, run, termination_as_interrupt
 from hvdtrain.verb import Report
 
 log = logging.getLogger(__name__)
@@ -150,7 +148,7 @@ class Session:
         start = time.monotonic()
         for line in _table(self.plan):
             log.info("%s", line)
-        with _termination_as_interrupt():
+        with _told_when_stopped():
             build = self.build
             cached = None if self.options.rebuild else self.cache.find(build.key)
             if cached and self._is_in_place(cached):
@@ -227,17 +225,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM (a batch system's, or ``kill``) clean up as Ctrl-C does; say what came of it."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    former = signal.signal(signal.SIGTERM, interrupt)
+def _told_when_stopped() -> Iterator[None]:
+    """Let SIGTERM clean up as Ctrl-C does, and say what came of either."""
     try:
-        yield
+        with termination_as_interrupt():
+            yield
     except KeyboardInterrupt:
         log.info("stopped: the environment is as it was before, and no half-built wheel is kept")
         raise
-    finally:
-        signal.signal(signal.SIGTERM, former)

@@ -24,7 +24,7 @@ from hvdtrain.environment.verification.rows import (
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.launch import ending
 from hvdtrain.launch.detect import detect
-from hvdtrain.launch.run import Command
+from hvdtrain.launch.run import Command, termination_as_interrupt
 from hvdtrain.verb import Report
 
 log = logging.getLogger(__name__)
@@ -86,14 +86,16 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     if arguments.timeout <= 0:
         raise UsageError(f"--timeout {arguments.timeout:g}: give a number of seconds above 0")
     ranks = how_many(arguments.ranks, os.environ)
-    if arguments.script:
-        from hvdtrain.environment.observation.start import observe
-
-        return observe(arguments, ranks)
     framework = arguments.framework or installed_framework()
-    if ranks is None:
+    if ranks is None and not arguments.script:
         return _here(framework, arguments)
-    return _start(ranks, framework, arguments)
+    with termination_as_interrupt():  # the ranks must not outlive this process
+        if arguments.script:
+            from hvdtrain.environment.observation.start import observe
+
+            return observe(arguments, ranks)
+        assert ranks is not None
+        return _start(ranks, framework, arguments)
 
 
 def how_many(asked: int | None, environ: Mapping[str, str]) -> int | None:
@@ -164,7 +166,7 @@ def _here(framework: str, arguments: argparse.Namespace) -> Report:
     worker.start()
     worker.join(arguments.timeout)
     if worker.is_alive():
-        due = f"no answer after {arguments.timeout:g} s: a rank hangs"
+        due = f"no answer after {arguments.timeout:g} s: a rank hangs, or --timeout is too short"
         rows.append(Row(len(rows) + 1, FAILED, due))
         atexit.register(ending.leave, EXIT_FAILURE)  # before the finalizers, which would hang too
     if place.rank and (failures or worker.is_alive()):
@@ -181,7 +183,7 @@ def _here(framework: str, arguments: argparse.Namespace) -> Report:
 def report(rows: Sequence[Row], framework: str, strategy: str | None, ranks: int) -> Report:
     """The eight rows as a table and as data; those that are missing count as not seen."""
     broken = f"step {rows[-1].step}" if rows else "the start"
-    eight = complete(rows, f"the ranks did not come so far: see {broken}")
+    eight = complete(rows, f"not reached: see {broken}")
     failed = sum(row.state == FAILED for row in eight)
     hosts = eight[0].facts.get("hosts", 1)
     strategy = eight[0].facts.get("strategy", strategy or "horovod")

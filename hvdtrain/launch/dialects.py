@@ -50,6 +50,8 @@ class Job:
     """Ranks and hosts."""
     cores: int = 1
     """Cores of a host."""
+    packages: int = 1
+    """Processor packages of a host, with as many cores each; 0 where they differ."""
     bind: bool = True
     """Whether all of them are this job's, so that ranks may be bound to them."""
     threads: int | None = None
@@ -116,10 +118,11 @@ def _open_mpi(mpi: Mpi, job: Job) -> list[str]:
     argv = [_program(mpi, job), "-n", str(job.layout.ranks)]
     if job.layout.hosts:
         argv += ["--host", _with_slots(job)]
-    mapping = f"slot:PE={job.width}" if job.width else "slot"
+    width = _within_packages(job)
+    mapping = f"slot:PE={width}" if width else "slot"
     if job.crowded:
         mapping += ":OVERSUBSCRIBE"
-    argv += ["--map-by", mapping, "--bind-to", "core" if job.width else "none"]
+    argv += ["--map-by", mapping, "--bind-to", "core" if width else "none"]
     if job.yields and "OMPI_MCA_mpi_yield_when_idle" not in job.environ:
         argv += ["--mca", "mpi_yield_when_idle", "1"]
     argv += ["--allow-run-as-root"] if job.root else []
@@ -128,6 +131,13 @@ def _open_mpi(mpi: Mpi, job: Job) -> list[str]:
     if job.layout.hosts:
         argv += [word for name in forwarded(job.environ) for word in ("-x", name)]
     return argv
+
+
+def _within_packages(job: Job) -> int:
+    """``job.width``, no rank reaching from one package into the next: Open MPI 5 refuses that."""
+    if job.width and job.packages and job.layout.per_host % job.packages == 0:
+        return job.cores // job.packages // (job.layout.per_host // job.packages)
+    return 0
 
 
 def _hydra(mpi: Mpi, job: Job) -> list[str]:

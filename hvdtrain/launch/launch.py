@@ -14,7 +14,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.dialects import Job, build
 from hvdtrain.launch.hosts import Allocation, find_allocation, parse_hosts, read_hostfile
 from hvdtrain.launch.layout import lay_out
-from hvdtrain.launch.machine import gpus, physical_cores
+from hvdtrain.launch.machine import gpus, packages, physical_cores
 from hvdtrain.launch.mpirun import Mpi, find_mpi
 from hvdtrain.launch.run import Command
 from hvdtrain.launch.watch import watch
@@ -28,6 +28,26 @@ EPILOG = """example:
   hvdtrain launch -n 4 --hosts node1:2,node2:2 --dry-run -- python -m hvdtrain.resnet
 
 The exit code is the job's; 124 after --timeout. docs/launch.md tells more."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for."""
+
+    ranks: int
+    """Processes over all hosts."""
+    words: Sequence[str]
+    """The program that each rank runs, and its arguments."""
+    ppn: int | None = None
+    """Ranks on each host; None fills the slots of one host after the other."""
+    threads: int | None = None
+    """OMP_NUM_THREADS of each rank; None leaves it to the program."""
+    hosts: str | None = None
+    """``a:2,b:2``, instead of what the batch system gave."""
+    hostfile: Path | None = None
+    """A file with the hosts, instead."""
+    tag: bool = False
+    """Mark each line of output with its rank, as the launcher spells it."""
 
 
 @dataclass(frozen=True)
@@ -53,51 +73,21 @@ def command(
     tag: bool = False,
     environ: Mapping[str, str] = os.environ,
 ) -> Command:
-    """What ``hvdtrain launch -n RANKS -- WORDS`` runs; see ``prepare``."""
-    launch = prepare(
-        ranks,
-        words,
-        ppn=ppn,
-        threads=threads,
-        hosts=hosts,
-        hostfile=hostfile,
-        tag=tag,
-        environ=environ,
-    )
-    return launch.command
+    """What ``hvdtrain launch -n RANKS -- WORDS`` runs; see ``Request`` and ``prepare``."""
+    return prepare(Request(ranks, words, ppn, threads, hosts, hostfile, tag), environ).command
 
 
-def prepare(
-    ranks: int,
-    words: Sequence[str],
-    *,
-    ppn: int | None = None,
-    threads: int | None = None,
-    hosts: str | None = None,
-    hostfile: Path | None = None,
-    tag: bool = False,
-    environ: Mapping[str, str] = os.environ,
-) -> Launch:
+def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch:
     """Find hosts and launcher, and compose the command.
-
-    Args:
-        ranks: processes over all hosts.
-        words: the program that each rank runs, and its arguments.
-        ppn: ranks on each host; None fills the slots of one host after the other.
-        threads: OMP_NUM_THREADS of each rank; None leaves it to the program.
-        hosts: ``a:2,b:2``, instead of what the batch system gave.
-        hostfile: a file with the hosts, instead.
-        tag: mark each line of output with its rank, as this launcher spells it.
-        environ: the environment of the launcher.
 
     Raises:
         UsageError: no launcher, no such program, or the ranks do not fit on the hosts.
     """
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads {threads}: give a number of at least 1")
-    _check_program(words, environ)
-    allocation = choose_hosts(hosts, hostfile, environ)
-    layout = lay_out(ranks, allocation, ppn)
+    if request.threads is not None and request.threads < 1:
+        raise UsageError(f"--threads {request.threads}: give a number of at least 1")
+    _check_program(request.words, environ)
+    allocation = choose_hosts(request.hosts, request.hostfile, environ)
+    layout = lay_out(request.ranks, allocation, request.ppn)
     mpi = find_mpi(environ)
     cores, share = physical_cores(), batch_share(environ)
     if mpi.dialect == "srun" and share:
@@ -106,16 +96,17 @@ def prepare(
     job = Job(
         layout,
         cores=cores,
+        packages=packages(),
         # Of hosts that the user names nobody knows the cores. And where the batch system gave a
         # part of a host but fenced nothing off, other jobs may be bound to the same first cores.
         bind=not named and not 0 < share < cores,
-        threads=threads,
+        threads=request.threads,
         gpus=gpus(environ),
         root=os.geteuid() == 0,
-        tag=tag,
+        tag=request.tag,
         environ=environ,
     )
-    return Launch(build(mpi, job, words), mpi, job)
+    return Launch(build(mpi, job, request.words), mpi, job)
 
 
 def choose_hosts(
@@ -193,15 +184,16 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     words, timeout = arguments.command, arguments.timeout
     if timeout is not None and not timeout > 0:
         raise UsageError(f"--timeout {timeout:g}: give seconds, more than 0")
-    launch = prepare(
+    request = Request(
         arguments.n,
         words[1:] if words[:1] == ["--"] else words,
-        ppn=arguments.ppn,
-        threads=arguments.threads,
-        hosts=arguments.hosts,
-        hostfile=arguments.hostfile,
+        arguments.ppn,
+        arguments.threads,
+        arguments.hosts,
+        arguments.hostfile,
         tag=arguments.tag or timeout is not None,
     )
+    launch = prepare(request)
     if arguments.dry_run:
         return Report(launch.command.show())
     for note in notes(launch.job):

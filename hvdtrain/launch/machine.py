@@ -28,6 +28,19 @@ def physical_cores(cpus: Iterable[int] | None = None, system: Path = CPUS) -> in
     return len(cores)
 
 
+def packages(cpus: Iterable[int] | None = None, system: Path = CPUS) -> int:
+    """Processor packages with any of ``cpus`` in them; 0 where they hold different numbers."""
+    allowed = os.sched_getaffinity(0) if cpus is None else set(cpus)
+    counts: dict[str, int] = {}
+    for cpu in allowed:
+        try:
+            package = (system / f"cpu{cpu}/topology/physical_package_id").read_text().strip()
+        except OSError:
+            package = "0"
+        counts[package] = counts.get(package, 0) + 1
+    return len(counts) if len(set(counts.values())) == 1 else 0
+
+
 def gpus(environ: Mapping[str, str], devices: Path = DEVICES) -> int:
     """GPUs that a rank here may use: CUDA_VISIBLE_DEVICES where it is set, else what is there."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")

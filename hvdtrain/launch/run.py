@@ -9,9 +9,11 @@ import shlex
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +161,23 @@ def leave_behind(command: Command) -> None:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+
+@contextlib.contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM (a batch system's, or ``kill``) clean up as Ctrl-C does: by KeyboardInterrupt.
+
+    What ``run`` has started is ended then too. For the main thread.
+    """
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _read(process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> list[str]:

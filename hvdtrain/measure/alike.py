@@ -86,22 +86,33 @@ def _same(
     )
 
 
-def check_command(runs: Sequence[Run], command: Sequence[str], scaling: str, source: str) -> None:
-    """Refuse to go on with runs of another command, before anything is started.
+def check_going_on(done: Sequence[Run], new: Run, source: str) -> None:
+    """Refuse to add to runs of another kind, before anything is started.
+
+    Args:
+        done: the runs that are there.
+        new: the next run, as far as it is known before: without a summary.
+        source: where the runs are.
 
     Raises:
-        UsageError: naming the words that differ.
+        UsageError: naming what differs.
     """
-    for run in runs:
-        if run.scaling != scaling:
-            raise UsageError(
-                f"{source} holds runs of --{run.scaling}, not --{scaling}: give another --out"
-            )
-        if list(run.command) != list(command):
-            old = [word for word in run.command if word not in command]
-            new = [word for word in command if word not in run.command]
-            raise UsageError(
-                f"{source} holds runs of another command (run {run.name} has "
-                f"{shlex.join(old) or 'fewer words'}, now it is {shlex.join(new) or 'fewer'}): "
-                "give another --out, or the same command"
-            )
+    for run in done:
+        words = [word for word in run.command if word not in new.command]
+        others = [word for word in new.command if word not in run.command]
+        for label, old, now in (
+            ("scaling", run.scaling, new.scaling),
+            ("machine", run.machine, new.machine),
+            ("threads a rank", run.threads, new.threads),
+            ("command", shlex.join(words) or "...", shlex.join(others) or "..."),
+        ):
+            differs = run.command != new.command if label == "command" else old != now
+            if differs:
+                raise UsageError(
+                    f"{source} holds runs of another {label}: {old} in run {run.name}, now {now}. "
+                    "Give another --out" + _way_out(label, old)
+                )
+
+
+def _way_out(label: str, old: object) -> str:
+    return f", or --threads {old}" if label == "threads a rank" and old else ""

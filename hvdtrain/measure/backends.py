@@ -9,9 +9,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import psutil
+
 from hvdtrain.launch.detect import detect
 
-RENDEZVOUS = timedelta(seconds=30)  # for torch.distributed to find its ranks
+RENDEZVOUS = timedelta(seconds=15)  # for torch.distributed to find its ranks
 
 
 class Backend(ABC):
@@ -89,7 +91,8 @@ class Distributed(Backend):
             place = detect(os.environ).local_rank % torch.cuda.device_count()
             self.device = f"cuda:{place}"
             torch.cuda.set_device(self.device)
-        address = world.bcast(_free_address())
+        hosts = set(world.allgather(socket.gethostname()))
+        address = world.bcast(_free_address(alone=len(hosts) == 1))
         dist.init_process_group(
             name,
             init_method=f"tcp://{address}",
@@ -113,11 +116,19 @@ class Distributed(Backend):
         self.dist.destroy_process_group()
 
 
-def _free_address() -> str:
-    """A host and port where torch.distributed can meet; on this host."""
+def _free_address(*, alone: bool) -> str:
+    """A host and port where torch.distributed can meet; on this host, by a name that others know.
+
+    ``alone``: all ranks are here. ``GLOO_SOCKET_IFNAME`` names the interface that they share.
+    """
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return f"{socket.gethostname()}:{probe.getsockname()[1]}"
+        port = probe.getsockname()[1]
+    if alone:
+        return f"127.0.0.1:{port}"
+    interface = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
+    addresses = [one.address for one in interface if one.family == socket.AF_INET]
+    return f"{addresses[0] if addresses else socket.gethostname()}:{port}"
 
 
 def missing(name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.launch import choose_hosts
 from hvdtrain.measure import ladder, records, text
-from hvdtrain.measure.alike import check_alike, check_command
+from hvdtrain.measure.alike import check_alike, check_going_on
 from hvdtrain.measure.allreduce_table import read_reductions
 from hvdtrain.measure.data import study_data
 from hvdtrain.measure.predict import RANKS
@@ -81,9 +81,9 @@ def _plan(arguments: argparse.Namespace, words: Sequence[str], folder: Path) -> 
 
 def _runs(plan: ladder.Plan) -> list[tuple[int, int]]:
     """The runs that are still to be done, after a look at those that are."""
-    done = records.read_lines(plan.folder / LINES)
-    check_command(done, plan.words, plan.scaling, str(plan.folder))
-    check_alike(done, plan.scaling, str(plan.folder))
+    done, source = records.read_lines(plan.folder / LINES), str(plan.folder)
+    check_going_on(done, ladder.outline(plan, 1, 1), source)
+    check_alike(done, plan.scaling, source)
     there = {(run.ranks, run.repeat) for run in done}
     return [run for run in ladder.order(plan.sizes, plan.repeats) if run not in there]
 
@@ -91,10 +91,9 @@ def _runs(plan: ladder.Plan) -> list[tuple[int, int]]:
 def _climb(plan: ladder.Plan) -> None:
     """Carry the ladder out, each run kept as it ends."""
     missing, total = _runs(plan), len(plan.sizes) * plan.repeats
-    machine, cores = ladder.describe_machine(os.environ)
     done = records.read_lines(plan.folder / LINES)
     for number, (ranks, repeat) in enumerate(missing, total - len(missing) + 1):
-        run = ladder.carry_out(plan, ranks, repeat, machine, cores)
+        run = ladder.carry_out(plan, ranks, repeat)
         check_alike([*done, run], plan.scaling, str(plan.folder))
         records.append_line(plan.folder / LINES, run)
         done.append(run)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError, UsageError
@@ -177,7 +177,22 @@ def fair_threads(
     return max(1, physical_cores() // fullest)
 
 
-def carry_out(plan: Plan, ranks: int, repeat: int, machine: str, cores: int | None) -> Run:
+def outline(plan: Plan, ranks: int, repeat: int, environ: Mapping[str, str] = os.environ) -> Run:
+    """A run as far as it is known before it has begun: without a summary."""
+    machine, cores = describe_machine(environ)
+    return Run(
+        ranks=ranks,
+        repeat=repeat,
+        summary={},
+        scaling=plan.scaling,
+        command=plan.words,
+        machine=machine,
+        cores=cores,
+        threads=plan.threads,
+    )
+
+
+def carry_out(plan: Plan, ranks: int, repeat: int) -> Run:
     """Start the ranks, wait for them, and read what they measured.
 
     Raises:
@@ -185,7 +200,10 @@ def carry_out(plan: Plan, ranks: int, repeat: int, machine: str, cores: int | No
         HvdtrainError: the run failed; what it said is kept beside its files.
     """
     stem = plan.stem(ranks, repeat)
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {plan.folder}: {error.strerror}") from error
     files = {end: stem.with_name(stem.name + end) for end in (".json", ".jsonl", ".log")}
     for file in files.values():  # of a run that was broken off
         file.unlink(missing_ok=True)
@@ -209,16 +227,7 @@ def carry_out(plan: Plan, ranks: int, repeat: int, machine: str, cores: int | No
         ) from error
     if not rate > 0:
         raise HvdtrainError(f"{files['.json']}: {rate} images/s is no throughput")
-    return Run(
-        ranks=ranks,
-        repeat=repeat,
-        summary=summary,
-        scaling=plan.scaling,
-        command=plan.words,
-        machine=machine,
-        cores=cores,
-        threads=plan.threads,
-    )
+    return replace(outline(plan, ranks, repeat), summary=summary)
 
 
 def _ranks(number: int) -> str:

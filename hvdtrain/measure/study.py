@@ -94,23 +94,21 @@ def make_study(
     Raises:
         UsageError: ``leave_out`` was not measured, or ``reductions`` cannot be used.
     """
-    sizes = summarize(runs)
-    traffic = _traffic(runs)
-    bare = Study(scaling, tuple(runs), sizes, traffic)
-    measured = [size.ranks for size in sizes]
+    study = Study(scaling, tuple(runs), summarize(runs), _traffic(runs))
+    measured = [size.ranks for size in study.sizes]
     if leave_out is not None and leave_out not in measured:
         shown = ", ".join(map(str, measured))
         raise UsageError(f"--leave-out {leave_out}: not among the sizes measured, {shown}")
-    if reductions and traffic is None:
+    if reductions and study.traffic is None:
         raise UsageError(
             "--allreduce: the runs do not tell how many messages and bytes a step reduces (columns "
             "messages and gradient_bytes), so the table cannot be used"
         )
-    seen = [size for size in sizes if not size.crowded and size.ranks != leave_out]
+    seen = [size for size in study.sizes if not size.crowded and size.ranks != leave_out]
     if len(seen) < 2:
-        return replace(bare, why_no_fit=_why(sizes))
+        return replace(study, why_no_fit=_why(study.sizes))
     images = _images(runs, scaling)
-    relative = errors({size.ranks: size.point.rate for size in sizes})
+    relative = errors({size.ranks: size.point.rate for size in seen})
     fitted = fit(
         [
             Step(one.ranks, images(one.ranks) / one.point.rate.mean, relative[one.ranks])
@@ -118,19 +116,25 @@ def make_study(
         ],
         strong=scaling == STRONG,
         reductions=reductions,
-        traffic=traffic,
+        traffic=study.traffic,
     )
-    wanted = [number for number in ranks if number > max(measured)]
-    if scaling == STRONG and (batch := runs[0].batch):
+    left_out = _left_out(fitted, study.sizes, leave_out, images)
+    return _foretell(replace(study, fit=fitted, left_out=left_out), fitted, ranks)
+
+
+def _foretell(study: Study, fitted: Fit, ranks: Sequence[int]) -> Study:
+    """``study`` with what its fit expects at those of ``ranks`` that were not reached."""
+    wanted = [number for number in ranks if number > study.sizes[-1].ranks]
+    if study.scaling == STRONG and (batch := study.runs[0].batch):
         wanted = [number for number in wanted if number <= batch]  # others would have no sample
-    at = tuple(dict.fromkeys(wanted[i] for i in (0, len(wanted) // 2, -1))) if wanted else ()
+    if not wanted:
+        return study
+    at = tuple(dict.fromkeys((wanted[0], wanted[len(wanted) // 2], wanted[-1])))
     return replace(
-        bare,
-        fit=fitted,
+        study,
         predictions=tuple(_prediction(fitted, number) for number in wanted),
-        remedies=tuple(predict.remedies(fitted, traffic, at)) if at else (),
+        remedies=tuple(predict.remedies(fitted, study.traffic, at)),
         remedies_at=at,
-        left_out=_left_out(fitted, sizes, leave_out, images),
     )
 
 

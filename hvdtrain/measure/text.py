@@ -236,6 +236,8 @@ def fit_text(study: Study) -> str:
     text = "; ".join(words) + "."
     if fit.misfit > 1:
         text += f" The points scatter {fit.misfit:.1f} times as much as their errors allow."
+    if fit.base != study.sizes[0].ranks:
+        text += f" Efficiency is relative to {fit.base} ranks, the fewest that were fitted."
     if all(one.hosts == 1 for one in study.sizes):
         text += " All was measured on one host: no network between hosts is in it."
     return text

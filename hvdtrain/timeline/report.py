@@ -25,26 +25,14 @@ def text(facts: Facts) -> str:
     """The whole report."""
     sections = [_head(facts), _verdict(facts["verdict"])]
     if facts["phases"]:
-        sections += _body(facts)
+        body = (_states, _lateness, _slowest, _phases, _operations, _cycles, _tensors)
+        sections += [section(facts) for section in body] + [textwrap.fill(UNSEEN, WIDTH)]
     return "\n\n".join(section for section in sections if section)
-
-
-def _body(facts: Facts) -> list[str]:
-    return [
-        _states(facts),
-        _lateness(facts),
-        _slowest(facts),
-        _phases(facts),
-        _operations(facts),
-        _cycles(facts),
-        _tensors(facts),
-        textwrap.fill(UNSEEN, WIDTH),
-    ]
 
 
 def _head(facts: Facts) -> str:
     file, steps = facts["file"], facts["steps"]
-    ranks = f"{facts['ranks']} ranks" if facts["ranks"] else "ranks unknown"
+    ranks = f"{facts['ranks'] or 'unknown'} rank{'' if facts['ranks'] == 1 else 's'}"
     when = f", from {file['recorded_at']}" if file["recorded_at"] else ""
     lines = [
         f"{file['path']}: {size(file['bytes'])}, {file['events']:,} events, {ranks}, "

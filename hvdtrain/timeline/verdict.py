@@ -37,6 +37,9 @@ def verdict(facts: Facts) -> list[Finding]:
     if not facts["phases"]:
         text = "no tensor was handed to Horovod while it recorded"
         return [_finding("too little", 0.0, 0.0, text, "record some steps of a training")]
+    if facts["ranks"] == 1:
+        text = "one rank alone, which exchanges gradients with nobody"
+        return [_finding("too little", 0.0, 0.0, text, "record a run of several ranks")]
     if not facts["steps"]:
         text = "no tensor comes back, so no steps can be told"
         return [_finding("too little", 0.0, 0.0, text, "record some steps of a training")]

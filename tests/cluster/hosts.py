@@ -64,7 +64,8 @@ class TwoHosts:
         self.switch = f"{self.tag}-switch"
 
     def start(self) -> None:
-        """Make the hosts and their links."""
+        """Make the hosts and their links; what a run that was killed has left is taken down."""
+        _take_down_the_forgotten()
         agent = self.folder / "agent"
         agent.write_text(AGENT.format(tag=self.tag, folder=self.folder))
         agent.chmod(0o755)
@@ -197,6 +198,16 @@ class TwoHosts:
     def _do(self, command: str) -> None:
         done = run(command.split())
         assert done.code == 0, f"{command}: {done.err}"
+
+
+def _take_down_the_forgotten() -> None:
+    for name in {line.split()[0] for line in run(["ip", "netns"]).out.splitlines() if line}:
+        maker = name.partition("-")[0].removeprefix("ht")
+        if maker.isdecimal() and not Path(f"/proc/{maker}").exists():
+            for pid in run(["ip", "netns", "pids", name]).out.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            run(["ip", "netns", "del", name])
 
 
 def _is_rank(pid: int) -> bool:

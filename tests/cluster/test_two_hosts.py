@@ -27,7 +27,7 @@ EXACT = (
 )
 # Steps of a few milliseconds, each second one saved: a run can be cut anywhere, and compared there.
 LONG = ("--model=small", "--epochs=100", "--checkpoint-every=2", "--keep=1000", "--deterministic")
-LAST = 300  # of the steps of the uncut run
+LAST = 200  # step of the uncut run
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_the_world(two: TwoHosts, tmp_path: Path) -> None:
 
 
 def test_launch_by_a_nodefile_trains_as_one_rank_does(two: TwoHosts, tmp_path: Path) -> None:
-    options = ("--num-steps=30", *EXACT)
+    options = ("--model=small", "--num-steps=20", *EXACT)
     one = train(1, tmp_path / "one", "mnist", *options)
     launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
     command = two.on(1, *launch, *trainer(tmp_path / "four", *options))
@@ -141,7 +141,7 @@ def test_a_host_is_lost_and_the_training_goes_on_later(
     accident: str, two: TwoHosts, uncut: Training, tmp_path: Path
 ) -> None:
     with two.running(two.mpirun(*trainer(tmp_path, *LONG))) as process:
-        wait_for_checkpoints(10, process, tmp_path)
+        wait_for_checkpoints(5, process, tmp_path)
         getattr(two, accident)()
         outcome = wait_until_over(two, process, accident)
     newest = Training(outcome, tmp_path).newest

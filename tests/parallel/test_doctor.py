@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import BIN, ROOT, Outcome, run
+from tests.conftest import BIN, ROOT, Outcome, environment, run
+from tests.parallel.test_bad_input import assert_no_process_left
 
 HVDTRAIN = (sys.executable, "-m", "hvdtrain.cli")
 STATES = {"ok", "warning", "error", "absent"}
@@ -50,6 +51,23 @@ def test_a_sound_environment_and_the_speed_of_its_ranks() -> None:
             assert row["algorithm_gb_per_second"] == pytest.approx(expected)
             assert row["bus_gb_per_second"] == pytest.approx(expected)  # 2 (n - 1) / n at n = 2
         assert rows[-1]["seconds"] > rows[0]["seconds"]
+
+
+def test_sigterm_ends_the_ranks_too() -> None:
+    process = subprocess.Popen(
+        [*HVDTRAIN, "doctor", "-n", "2"],
+        env=environment(TEST_MARK="doctor"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    with process, process.stderr:
+        told = next(line for line in process.stderr if "starting: " in line)
+        assert "-n 2" in told
+        process.terminate()
+        assert process.wait(60) == 130
+    assert_no_process_left("doctor")
 
 
 def test_the_table_in_a_file_and_no_ranks_without_n(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT, Outcome, environment, ranks, run
+from hvdtrain.launch.dialects import Job, build
+from hvdtrain.launch.hosts import Allocation
+from hvdtrain.launch.layout import lay_out
+from hvdtrain.launch.mpirun import Mpi
+from tests.conftest import BIN, ROOT, Outcome, environment, ranks, run
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
 PLACE = """
@@ -130,6 +135,23 @@ def test_marks_and_places(number: int) -> None:
         assert sum(len(cores) for cores in seen.values()) == len(set.union(*seen.values()))
     else:
         assert all(cores == mine for cores in seen.values())
+
+
+@pytest.mark.parametrize(("packages", "each"), [(1, 16), (2, 8), (2, 10)])
+def test_mpirun_accepts_the_binding_on_larger_machines(packages: int, each: int) -> None:
+    topology = f"pack:{packages} core:{each} pu:1"
+    for number in (1, 2, 3, 6, packages * each):
+        layout = lay_out(number, Allocation("none"))
+        job = Job(layout, cores=packages * each, packages=packages, root=True)
+        mpirun, *words = build(Mpi("openmpi5", "mpirun", ""), job, ["true"]).argv
+        show = ["--display", "bind", "--runtime-options", "donotlaunch"]
+        # Slots are counted on the real machine: told, they need not be there.
+        line = [str(BIN / mpirun), "--host", f"localhost:{number}", *show, *words]
+        outcome = run(line, HWLOC_SYNTHETIC=topology)
+        assert "failed to map" not in outcome.out + outcome.err
+        bound = re.findall(r"bound to (package\[\d\])", outcome.out + outcome.err)
+        width = next((word for word in words if word.startswith("slot:PE=")), None)
+        assert len(bound) == (number if width else 0), outcome.out + outcome.err
 
 
 def test_pi_is_the_same_as_under_mpirun() -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import ROOT, Outcome, environment, run
+from tests.conftest import ROOT, Outcome, environment, ranks, run
+from tests.parallel.conftest import FRAMEWORKS
 
 VERB = [sys.executable, "-m", "hvdtrain.cli"]
 TRAIN = ["python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "10"]
+PLOTS = ("scaling.pdf", "scaling.png")
 LADDER = [*VERB, "scaling", "--ranks", "1,2", "--repeat", "1", "--json"]
 
 
@@ -94,9 +96,6 @@ def test_what_a_ladder_tells(study: tuple[Path, Outcome]) -> None:
     assert data["files"] == [str(folder / name) for name in ("results.csv", *PLOTS)]
 
 
-PLOTS = ("scaling.pdf", "scaling.png")
-
-
 def test_a_step_is_taken_apart(study: tuple[Path, Outcome]) -> None:
     one, two = (line["summary"] for line in lines(study[0]))
     for summary in (one, two):
@@ -168,3 +167,16 @@ def test_the_report_of_a_study(study: tuple[Path, Outcome]) -> None:
     for word in ("Scaling study", "runs/2-1.json", "speed-up", "Learning rate", "num_steps"):
         assert word in page
     assert "http" not in page.replace("http-equiv", "")  # nothing is fetched
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_rank_that_the_others_wait_for_is_named(framework: str, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    script = str(ROOT / "tests" / "parallel" / "scripts" / "late_trainer.py")
+    options = ("--model", "small", "--num-steps", "10", "--framework", framework, "--quiet")
+    outcome = ranks(2, script, "1", "200", *options, f"--summary={summary}")
+    assert outcome.code == 0, outcome.err[-3000:]
+    split = json.loads(summary.read_text())["step_split"]
+    assert (split["slowest_rank"], split["undivided"]) == (1, None)
+    # Rank 0 waits while rank 1 sleeps, however busy the machine is.
+    assert split["waiting"] > 0.05

@@ -16,7 +16,7 @@ from hvdtrain.launch.dialects import Job
 from hvdtrain.launch.hosts import Allocation, Host
 from hvdtrain.launch.launch import batch_share, command, notes
 from hvdtrain.launch.layout import lay_out
-from hvdtrain.launch.machine import gpus, physical_cores
+from hvdtrain.launch.machine import gpus, packages, physical_cores
 from hvdtrain.launch.tags import MARKS, Untangler
 from hvdtrain.launch.watch import Heard
 
@@ -215,6 +215,17 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
     assert physical_cores({0, 1, 2, 3}, tmp_path) == 2
     assert physical_cores({0, 2}, tmp_path) == 1
     assert physical_cores({0, 1, 7}, tmp_path) == 3  # nothing is told of the last one
+
+
+def test_packages(tmp_path: Path) -> None:
+    for cpu, package in enumerate("0011"):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(package + "\n")
+    assert packages({0, 1, 2, 3}, tmp_path) == 2
+    assert packages({0, 1}, tmp_path) == 1
+    assert packages({0, 1, 2}, tmp_path) == 0
+    assert packages({0, 8, 9}, tmp_path / "nothing is told") == 1
 
 
 def test_gpus(tmp_path: Path) -> None:

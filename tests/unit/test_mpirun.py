@@ -113,6 +113,25 @@ def test_more_threads_than_cores_of_its_own_are_not_bound() -> None:
     assert not Job(lay_out(2, Allocation("none")), cores=8, threads=5).crowded
 
 
+@pytest.mark.parametrize(
+    ("ranks", "packages", "mapping"),
+    [
+        (1, 1, "slot:PE=20"),
+        (1, 2, "slot"),  # has both packages: bound to more than one it would be refused
+        (2, 2, "slot:PE=10"),
+        (3, 2, "slot"),
+        (6, 2, "slot:PE=3"),  # not 20 // 6 cores from end to end: the fourth would be torn apart
+        (20, 2, "slot:PE=1"),
+        (2, 0, "slot"),
+    ],
+)
+def test_open_mpi_binds_within_packages(ranks: int, packages: int, mapping: str) -> None:
+    job = Job(lay_out(ranks, Allocation("none")), cores=20, packages=packages)
+    argv = build(Mpi("openmpi5", "/bin/mpirun", ""), job, WORDS).argv
+    assert argv[argv.index("--map-by") + 1] == mapping
+    assert argv[argv.index("--bind-to") + 1] == ("core" if ":" in mapping else "none")
+
+
 def test_a_gpu_by_its_uuid_stays_at_home() -> None:
     assert forwarded({"CUDA_VISIBLE_DEVICES": "0,1", "HOME": "/"}) == ["CUDA_VISIBLE_DEVICES"]
     assert forwarded({"CUDA_VISIBLE_DEVICES": ""}) == ["CUDA_VISIBLE_DEVICES"]

@@ -190,6 +190,12 @@ FAULTS: list[tuple[int, str, Callable[[Records], object], str]] = [
     (6, "broadcast in vain", on(1, different_until(5)), "before update 1: 7"),
     (
         6,
+        "momentum of a checkpoint on one rank",
+        on(0, lambda r: r["updates"][0].update(state="resumed")),
+        "the optimizer's state differs by rank",
+    ),
+    (
+        6,
         "broadcast on rank 0 alone",
         lambda e: (
             on(0, lambda r: r.update(waiting="broadcast_parameters"))(e),

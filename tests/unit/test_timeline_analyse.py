@@ -97,6 +97,22 @@ def test_fusion(tmp_path: Path) -> None:
     assert row["small_seconds"] == row["seconds"]
 
 
+def test_operations_that_only_their_ends_part(tmp_path: Path) -> None:
+    timeline = Timeline()  # as on a GPU, where several are begun before the first is carried out
+    for tensor in "abcd":
+        timeline.begin(tensor, "ALLREDUCE", 0)
+    for time, group in ((10, "ab"), (30, "cd")):
+        for tensor in group:
+            timeline.begin(tensor, "NCCL_ALLREDUCE", time)
+        for tensor in group:
+            timeline.end(tensor, time + 20)
+    for tensor in "abcd":
+        timeline.end(tensor, 60, (5,))
+    (row,) = facts_of(timeline, tmp_path)["operations"]
+    assert (row["name"], row["count"], row["tensors"]) == ("NCCL_ALLREDUCE", 2, 4)
+    assert row["seconds"] == near(40e-6)
+
+
 def test_tensors(tmp_path: Path) -> None:
     facts = facts_of(straggling(10), tmp_path)
     assert facts["tensor_rows"] == 3

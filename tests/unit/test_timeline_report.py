@@ -92,7 +92,7 @@ Times of a step
   memcpy out   MEMCPY_OUT_FUSION_BUFFER    100 µs    100 µs        1.00"""
 
 NOTHING = """\
-timeline.json: 191 B, 2 events, ranks unknown, 0 µs
+timeline.json: 191 B, 2 events, unknown ranks, 0 µs
 
 Verdict: too little to judge: no tensor was handed to Horovod while it recorded
          -> record some steps of a training"""

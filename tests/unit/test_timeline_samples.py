@@ -31,7 +31,7 @@ def test_of_nothing_all_is_zero() -> None:
 
 def test_a_long_sample_keeps_an_even_selection() -> None:
     sample = Sample()
-    count = 5 * KEPT
+    count = 5 * KEPT + 7
     for value in range(count):
         sample.add(value)
     assert sample.count == count
@@ -39,6 +39,7 @@ def test_a_long_sample_keeps_an_even_selection() -> None:
     assert sample.median == pytest.approx(count / 2, rel=1e-3)
     assert sample.quantile(0.25) == pytest.approx(count / 4, rel=1e-3)
     assert len(sample._kept) <= KEPT
+    assert list(sample._kept) == list(range(0, count, sample._every))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100_000)), min_size=1, max_size=200))

@@ -121,7 +121,12 @@ def test_the_most_expensive_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("[\n", "no tensor was handed"), (steps(count=1).text, "comes back")]
+    ("text", "word"),
+    [
+        ("[\n", "no tensor was handed"),
+        (steps(count=1).text, "comes back"),
+        (steps(ready={0: 0}).text, "one rank alone"),
+    ],
 )
 def test_too_little(text: str, word: str, tmp_path: Path) -> None:
     (finding,) = verdict_of(text, tmp_path)

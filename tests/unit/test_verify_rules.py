@@ -48,6 +48,10 @@ def test_worlds_over_two_hosts() -> None:
     assert (row.facts["hosts"], row.facts["ranks"]) == (2, 3)
 
 
+def test_one_process() -> None:
+    assert initialize.judge(worlds("a x")).evidence == "one process on a; mpirun started 1"
+
+
 def test_two_hosts_of_one_name_are_two() -> None:
     assert initialize.judge(worlds("a x", "a y")).facts["hosts"] == 2
 
@@ -83,6 +87,7 @@ def processors(*ranks: tuple[str, list[int], str | None, int]) -> list[dict[str,
     [
         ([("a", [0, 1], None, 1)] * 2, OK, "1 + 1 = 2 threads on 2 cores"),
         ([("a", [0], None, 1), ("a", [1], None, 1)], OK, "1 + 1 = 2 threads on 2 cores"),
+        ([("a", [0, 1], None, 1)], OK, "a: 1 thread on 2 cores"),
         ([("a", [0, 1], None, 2)] * 2, FAILED, "2 + 2 = 4 threads on 2 cores"),
         ([("a", [0, 1], None, 1)] * 3, OK, "3 threads on 2 cores for 3 ranks"),
         ([("a", [0, 1], None, 2), ("b", [0, 1], None, 2)], OK, "a, b: 2 threads on 2 cores"),

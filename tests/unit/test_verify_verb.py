@@ -73,7 +73,7 @@ def test_the_report() -> None:
     lines = report.text.splitlines()
     assert lines[0] == "hvdtrain verify: pytorch over ddp, 4 ranks on 2 hosts"
     assert lines[-1] == "1 of 8 steps failed"
-    assert "the ranks did not come so far: see step 2" in lines[-2]
+    assert "not reached: see step 2" in lines[-2]
     assert report.exit_code == 1
     assert report.data["ok"] is False
     assert [row["state"] for row in report.data["rows"]] == ["ok", "failed"] + ["not seen"] * 6

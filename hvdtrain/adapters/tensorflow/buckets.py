@@ -33,6 +33,8 @@ class Buckets:
         self.stop = tf.Variable(0.0, trainable=False, name="stop_wanted")
         self.agreed = tf.Variable(0.0, trainable=False, name="stop_agreed")
         self.messages: dict[str, int] | None = None  # of a step: count and bytes
+        self._blocked = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="blocked")
+        self._watched = False
 
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
         """The gradients, times ``weight``, summed over all ranks.
@@ -48,6 +50,7 @@ class Buckets:
         nbytes = sum(one.shape.num_elements() * one.dtype.size for one in dense)
         self.messages = {"count": len(groups), "bytes": nbytes}
         result: list[Any] = [None] * len(dense)
+        ready, done = [], []
         for number, group in enumerate(groups):
             flat = tf.concat([tf.reshape(dense[index], [-1]) for index in group], 0)
             if weight is not None:
@@ -56,13 +59,31 @@ class Buckets:
             # summed once, when TensorFlow folds constants, and never again.
             flat = tf.concat([flat, tf.cast(self.stop, flat.dtype)[None]], 0)
             total = self.reduce(flat, f"gradients.{number}")
+            ready.append(flat)
+            done.append(total)
             sizes = [dense[index].shape.num_elements() for index in group]
             *pieces, stop = tf.split(total, [*sizes, 1])
             for index, piece in zip(group, pieces, strict=True):
                 result[index] = tf.reshape(piece, dense[index].shape)
             if number == len(groups) - 1:
                 self.agreed.assign(tf.cast(stop[0], tf.float32))
+        if tf.inside_function():  # outside, each sum is waited for before the next one begins
+            self._watch(ready, done)
         return result
+
+    def _watch(self, ready: list[Any], done: list[Any]) -> None:
+        """Add up, whenever the trace runs, how long the sums take once all gradients are there."""
+        with tf.control_dependencies(ready):
+            start = tf.timestamp()
+        with tf.control_dependencies(done):
+            end = tf.timestamp()
+        self._blocked.assign_add(end - start)
+        self._watched = True
+
+    @property
+    def blocked_seconds(self) -> float | None:
+        """Seconds that this rank waited for sums, in all; None where that was not measured."""
+        return float(self._blocked.numpy()) if self._watched else None
 
 
 def _dense(gradient: Any, variable: Any) -> Any:

@@ -112,6 +112,14 @@ class HorovodAdapter(TensorFlowAdapter):
             self._buckets.stop.assign(float(self.stop_wanted))
 
     @property
+    def blocked_seconds(self) -> float | None:
+        """See ``CommonAdapter``."""
+        if self._buckets is None:
+            return super().blocked_seconds
+        # A GPU's operations count as done when they are begun.
+        return None if self.has_gpu else self._buckets.blocked_seconds
+
+    @property
     def gradient_messages(self) -> dict[str, int] | None:
         """See ``CommonAdapter``."""
         return self._buckets.messages if self._buckets else None

@@ -14,6 +14,7 @@ import psutil
 from hvdtrain.environment.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Allocation, find_allocation
+from hvdtrain.launch.layout import BATCH_SYSTEMS
 
 SUBMITTERS = {"sbatch": "Slurm", "qsub": "PBS", "bsub": "LSF"}
 JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")
@@ -128,9 +129,13 @@ def answer_finding(answers: Mapping[str, str], source: str) -> Finding:
         remedy = "leave them out (hvdtrain launch --hosts), and tell the people who run the cluster"
         return Finding(check, ERROR, "; ".join(bad), remedy)
     if named[NO_SSH]:
-        # PBS's and Slurm's own daemons start ranks as well: then nobody misses ssh.
+        # The batch system's own daemons start ranks as well: then nobody misses ssh.
         evidence = f"{_list(named[NO_SSH])}: there, without ssh"
-        remedy = f"harmless where mpirun starts ranks through {source}: try hvdtrain doctor -n"
+        remedy = (
+            f"harmless where mpirun starts ranks through {source}: try hvdtrain doctor -n"
+            if source in BATCH_SYSTEMS
+            else "start sshd there: mpirun needs it"
+        )
         return Finding(check, WARNING, evidence, remedy)
     return Finding(check, OK, f"{_list(list(answers))}: answer{'s' if len(answers) == 1 else ''}")
 

@@ -69,7 +69,8 @@ def one_world(everyone: Sequence[Record]) -> Row:
         return row(1, False, f"Horovod says {seen}; {told}")
     if not local:
         return row(1, False, f"local ranks {by_host}; {told}")
-    return row(1, True, f"{listed(ranks)} once each, {hosts}; {told}", ranks=started)
+    known = f"{listed(ranks)} once each, {hosts}; {told}" if started > 1 else told
+    return row(1, True, known, ranks=started)
 
 
 def devices(everyone: Sequence[Record]) -> Row:

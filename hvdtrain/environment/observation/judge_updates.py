@@ -125,6 +125,9 @@ def equal_start(everyone: Sequence[Record]) -> Row:
     called = ", ".join(sorted(set.union(*names)))
     if equal is None and count < 2:
         return Row(6, NOT_SEEN, f"{called}; only one update was made; {told}")
+    states = {record["updates"][0]["state"] for record in everyone}
+    if equal == 0 and len(states) > 1 and None not in states:
+        return row(6, False, f"{called}; the optimizer's state differs by rank; {told}")
     return row(6, equal is not None, f"{called}; {told}", difference=starts[equal or 0])
 
 

@@ -69,6 +69,8 @@ def judge(everyone: list[Facts]) -> Row:
     )
     started = f"{launchers[0][0]} started {size}" if launchers[0][0] else "no launcher"
     evidence = f"{listed(range(size))} once each, {by_host}; {started}"
+    if size == 1:
+        evidence = f"one process on {hosts[0].split()[0]}; {started}"
     if wrong:
         evidence = f"{'; '.join(wrong[:3])}; truly {evidence}"
     strategy = everyone[0]["strategy"]

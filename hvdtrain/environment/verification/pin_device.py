@@ -47,8 +47,8 @@ def _host(ranks: list[Facts]) -> tuple[bool, str]:
         return len(set(gpus)) == len(ranks), text
     cores = len(set().union(*(facts["cores"] for facts in ranks)))
     threads = [facts["threads"] for facts in ranks]
-    total = "" if len(threads) == 1 else f" = {sum(threads)}"
-    text = f"{by_rank(threads)}{total} threads on {several(cores, 'core')}"
+    each = "" if len(threads) == 1 else f"{by_rank(threads)} = "
+    text = f"{each}{several(sum(threads), 'thread')} on {several(cores, 'core')}"
     if len(ranks) > cores:
         text += f" for {several(len(ranks), 'rank')}"
     return sum(threads) <= max(cores, len(ranks)), text

@@ -71,6 +71,6 @@ def _cause(result: Result, seconds: float) -> str:
     if result.exit_code == EXIT_USAGE and said:
         raise UsageError(said[-1].removeprefix("error: "))
     if result.exit_code == TIMED_OUT:
-        return f"no answer after {seconds:.0f} s: a rank hangs"
+        return f"no answer after {seconds:.0f} s: a rank hangs, or --timeout is too short"
     last = said or [line for line in lines if MARK not in line]
     return f"the ranks ended with exit code {result.exit_code}" + (f": {last[-1]}" if last else "")

@@ -1,0 +1,34 @@
+"""hvdtrain.mnist in which one rank sleeps before each of its steps.
+
+late_trainer.py RANK MILLISECONDS OPTIONS...
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from hvdtrain import mnist
+from hvdtrain.launch import ending
+from hvdtrain.workloads.base import Task
+
+late, milliseconds = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+build = mnist.WORKLOAD.build
+
+
+def sleepy(*arguments: Any) -> Task:
+    task = build(*arguments)
+    update = task.update
+
+    def slowly(*words: Any, **more: Any) -> Any:
+        if ending.rank() == late:
+            time.sleep(milliseconds / 1000)
+        return update(*words, **more)
+
+    task.update = slowly  # type: ignore[method-assign]
+    return task
+
+
+object.__setattr__(mnist.WORKLOAD, "build", sleepy)
+ending.run(mnist.main)
