@@ -18,12 +18,14 @@ note() { # what stands below the plots of a framework
     python -c "import horovod, ${module/pytorch/torch} as f
 print(f.__name__, f.__version__.split('+')[0] + ', Horovod', horovod.__version__ + ';', end=' ')"
     echo "$([ -n "${DATA:-}" ] && echo MNIST || echo "scikit-learn's digits"), batch $BATCH a rank," \
-        "SGD with learning rate $LR a rank and momentum 0.9; run on $(date +%F) on a machine of" \
-        "$(nproc) cores: more ranks than that share them, and their seconds tell nothing of scaling"
+        "SGD with learning rate $LR a rank and momentum 0.9, warm-up over ${WARMUPS##* } epoch; run on" \
+        "$(date +%F) on a machine of $(nproc) cores: more ranks than that share them, so that their" \
+        "seconds tell nothing of scaling"
 }
 
 for framework in $FRAMEWORKS; do
     plain=$OUT/$framework
+    mkdir -p "$plain"
     for ranks in $RANKS; do
         for warmup in $WARMUPS; do
             folder=$plain

@@ -137,6 +137,13 @@ def test_marks_and_places(number: int) -> None:
         assert all(cores == mine for cores in seen.values())
 
 
+def test_cores_that_may_be_others_are_not_bound_to() -> None:
+    for words, environ in ((["--hosts", "localhost:1"], {}), ([], {"NCPUS": "1"})):
+        outcome = launch("-n", "1", *words, "--dry-run", "--", "true", **environ)
+        alone = len(os.sched_getaffinity(0)) == 1 and not words  # NCPUS is all there is
+        assert ("--bind-to none" in outcome.out) != alone, outcome.out + outcome.err
+
+
 @pytest.mark.parametrize(("packages", "each"), [(1, 16), (2, 8), (2, 10)])
 def test_mpirun_accepts_the_binding_on_larger_machines(packages: int, each: int) -> None:
     topology = f"pack:{packages} core:{each} pu:1"
