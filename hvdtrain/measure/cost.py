@@ -1,6 +1,6 @@
 """What a training step costs on p ranks: a model of few numbers. Pure arithmetic, no measurement.
 
-    step(p)    = compute + exposed(p)
+    step(p)    = compute * (1 + slowdown) + exposed(p)
     reduce(p)  = latency * hops(p) + transfer * volume(p)
     exposed(p) = reduce(p) - min(overlap * reduce(p), 2/3 compute)
 
@@ -19,15 +19,16 @@ While the gradients of the last layers are summed, those of the first are still 
 of the sum, ``overlap``, is hidden, but no more than the backward pass lasts: two thirds of the
 compute time, since it takes twice the work of the forward pass.
 
-Not in it: a rank that is late, links that ranks share, memory and caches that the ranks of one
-host share.
+``slowdown`` is what computing takes longer where there is more than one rank, because ranks share
+memory and caches or wait for the last one; it is taken to be the same for all numbers of ranks
+beyond those that were measured. Not in the model: links that ranks share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BACKWARD = 2 / 3  # of the compute time
 
@@ -66,6 +67,12 @@ class Costs:
     """Share of the reduction that computing can hide."""
     fixed: float = 0.0
     """Part of ``compute`` that stays when the batch of a rank changes."""
+    slowdown: float = 0.0
+    """By how much longer computing takes beside other ranks; a fraction."""
+
+    def alone(self) -> Costs:
+        """The costs where there are no more ranks than ``compute`` was measured on."""
+        return replace(self, slowdown=0.0)
 
     def computing(self, share: float = 1.0) -> float:
         """Seconds of computing on ``share`` times the batch that ``compute`` is for."""
@@ -81,13 +88,14 @@ class Costs:
             passes: batches whose gradients are accumulated for one update.
         """
         once = self.computing(share)
+        slowdown = passes * once * self.slowdown
         waiting, sending = self.latency * law.hops(ranks), self.transfer * law.volume(ranks)
         reduce = waiting + sending
         if not reduce:
-            return Parts(passes * once, 0.0, 0.0)
+            return Parts(passes * once, slowdown, 0.0, 0.0)
         # Only the last pass's backward runs while gradients are summed.
         seen = 1 - min(self.overlap, BACKWARD * once / reduce)
-        return Parts(passes * once, waiting * seen, sending * seen)
+        return Parts(passes * once, slowdown, waiting * seen, sending * seen)
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,24 @@ class Parts:
     """Seconds of a step; latency and transfer as far as computing does not hide them."""
 
     compute: float
+    slowdown: float
     latency: float
     transfer: float
 
     @property
+    def local(self) -> float:
+        """Seconds of computing, as slow as it is."""
+        return self.compute + self.slowdown
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of the reduction that computing does not hide."""
+        return self.latency + self.transfer
+
+    @property
     def total(self) -> float:
         """Seconds of the step."""
-        return self.compute + self.latency + self.transfer
+        return self.local + self.exposed
 
 
 def efficiency(
@@ -119,5 +138,7 @@ def efficiency(
         passes: batches accumulated for one update.
     """
     share = base / ranks if strong else 1.0
-    first = costs.parts(law, base, 1.0, passes).total
+    first = costs.alone().parts(law, base, 1.0, passes).total
+    if ranks <= base:
+        costs = costs.alone()
     return first * share / costs.parts(law, ranks, share, passes).total

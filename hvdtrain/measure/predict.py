@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from hvdtrain.measure.cost import Costs, Law, Parts, efficiency
+from hvdtrain.measure.cost import Costs, Parts, efficiency
 from hvdtrain.measure.fit import Fit
 from hvdtrain.measure.problem import Traffic
 
 RANKS = tuple(2**power for power in range(4, 13))  # 16 ... 4096
+NOTABLE = 0.02  # slowdown of computing that is worth a word
 LOW, MIDDLE, HIGH = 2.5, 50.0, 97.5  # percentiles: the median and 95 %
 
 
@@ -35,49 +36,51 @@ class Remedy:
     """One for each number of ranks asked for."""
 
 
-def forecast(fit: Fit, value: Callable[[Costs, Law], float]) -> Forecast:
-    """The distribution of ``value`` over the samples of the fit."""
-    values = [value(costs, law) for law, costs in fit.samples]
+def _forecast(values: Sequence[float]) -> Forecast:
     low, middle, high = np.percentile(values, [LOW, MIDDLE, HIGH])
     return Forecast(float(middle), float(low), float(high))
 
 
 def efficiency_at(fit: Fit, ranks: int) -> Forecast:
     """The efficiency at ``ranks``, relative to the fewest ranks measured."""
-    return forecast(
-        fit, lambda costs, law: efficiency(costs, law, ranks, fit.base, strong=fit.strong)
+    return _forecast(
+        [efficiency(costs, law, ranks, fit.base, strong=fit.strong) for law, costs in fit.samples]
     )
+
+
+def _parts(fit: Fit, ranks: int) -> list[Parts]:
+    """A step at ``ranks``, taken apart, for each sample."""
+    share = fit.base / ranks if fit.strong else 1.0
+    beside = ranks > fit.base
+    return [
+        (costs if beside else costs.alone()).parts(law, ranks, share) for law, costs in fit.samples
+    ]
 
 
 def step_at(fit: Fit, ranks: int) -> Forecast:
     """Seconds of a step at ``ranks``."""
-    share = fit.base / ranks if fit.strong else 1.0
-    return forecast(fit, lambda costs, law: costs.parts(law, ranks, share).total)
+    return _forecast([parts.total for parts in _parts(fit, ranks)])
 
 
 def parts_at(fit: Fit, ranks: int) -> Parts:
     """Seconds of a step at ``ranks``, taken apart: the mean over the samples."""
-    share = fit.base / ranks if fit.strong else 1.0
-    parts = [costs.parts(law, ranks, share) for law, costs in fit.samples]
     # Each sample weighs by its shares: one with an endless step must not drown the others.
-    shares = np.mean(
-        [[p.compute / p.total, p.latency / p.total, p.transfer / p.total] for p in parts], 0
-    )
-    total = step_at(fit, ranks).middle
-    return Parts(*(float(total * one) for one in shares))
+    shares = np.mean([np.array(astuple(parts)) / parts.total for parts in _parts(fit, ranks)], 0)
+    return Parts(*(shares * step_at(fit, ranks).middle).tolist())
 
 
 def limit(fit: Fit, ranks: int) -> str:
-    """What costs most at ``ranks`` beside computing.
+    """What costs most at ``ranks`` beside the computing that has to be done.
 
     Returns:
-        ``latency``, ``bandwidth``, ``fixed`` (the part of computing that more ranks do not
-        shrink), or nothing where it is less than a twentieth of the step.
+        ``latency``, ``bandwidth``, ``slowdown`` or ``fixed`` (the part of computing that more
+        ranks do not shrink), or nothing where it is less than a twentieth of the step.
     """
     parts = parts_at(fit, ranks)
     costs = {
         "latency": parts.latency,
         "bandwidth": parts.transfer,
+        "slowdown": parts.slowdown,
         "fixed": min(fit.best.costs.fixed, parts.compute),
     }
     name = max(costs, key=lambda key: costs[key])
@@ -94,7 +97,7 @@ class _Change:
     passes: int = 1
 
 
-def _changes(strong: bool, messages: int | None) -> list[_Change]:
+def _changes(fit: Fit, messages: int | None) -> list[_Change]:
     """The remedies that make sense where so many messages a step are sent (None: not known)."""
     found = [
         _Change(
@@ -103,7 +106,7 @@ def _changes(strong: bool, messages: int | None) -> list[_Change]:
             lambda costs: replace(costs, transfer=costs.transfer / 2),
         )
     ]
-    if not strong:  # there the batch is given
+    if not fit.strong:  # there the batch is given
         found += [
             _Change(
                 "batch of a rank x 4",
@@ -117,6 +120,14 @@ def _changes(strong: bool, messages: int | None) -> list[_Change]:
                 passes=4,
             ),
         ]
+    if fit.best.costs.slowdown >= NOTABLE:
+        found.append(
+            _Change(
+                "computing as fast as alone",
+                "ranks that share less: fewer on a host, each bound to cores of its own",
+                lambda costs: costs.alone(),
+            )
+        )
     if messages is None:
         found.append(
             _Change(
@@ -145,16 +156,20 @@ def remedies(fit: Fit, traffic: Traffic | None, ranks: Sequence[int] = RANKS) ->
         ranks: numbers of ranks to foretell.
     """
     found = []
-    for change in _changes(fit.strong, traffic.messages if traffic else None):
+    for change in _changes(fit, traffic.messages if traffic else None):
         expected = tuple(_changed(fit, change, number) for number in ranks)
         found.append(Remedy(change.name, change.what, expected))
     return sorted(found, key=lambda remedy: -remedy.efficiencies[-1].middle)
 
 
 def _changed(fit: Fit, change: _Change, ranks: int) -> Forecast:
-    return forecast(
-        fit,
-        lambda costs, law: efficiency(
-            change.costs(costs), law, ranks, fit.base, strong=fit.strong, passes=change.passes
-        ),
+    return _forecast(
+        [
+            efficiency(
+                *(change.costs(costs), law, ranks, fit.base),
+                strong=fit.strong,
+                passes=change.passes,
+            )
+            for law, costs in fit.samples
+        ]
     )

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from hvdtrain.measure.cost import Costs, Law
+from hvdtrain.measure.cost import Costs, Law, Parts
 
 UNKNOWN_ERROR = 0.03  # relative, of a point that was measured once
+PART_ERROR = 0.1  # relative, at least, of a part of a step: who came last is an estimate
 TABLE_ERROR = 0.2  # relative: latency plus bytes over bandwidth is a crude picture of an allreduce
 
 # Priors as (centre, standard deviation). Latency and transfer are logarithms of their ratio to the
@@ -22,7 +23,9 @@ TRANSFER = (math.log(0.1), math.log(10))
 OVERLAP = (0.0, 1.5)
 OVERLAP_STARTS = (-2.0, 0.0, 2.0)
 FIXED = (-3.0, 1.5)
+SLOWDOWN = (math.log(0.1), math.log(10))  # a logarithm
 FARTHEST = 100.0
+SHORTEST = 1e-7  # seconds: less cannot be measured
 COMPUTE_WIDTH = 5.0  # around the step of the fewest ranks, as a logarithm: as good as free
 
 
@@ -35,6 +38,8 @@ class Step:
     """Of a step; mean over the repeats."""
     error: float = UNKNOWN_ERROR
     """Relative standard error of ``seconds``."""
+    exposed: float | None = None
+    """Those of ``seconds`` in which the ranks communicate and do not compute; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -66,35 +71,61 @@ class Problem:
         reductions: Sequence[Reduction],
         traffic: Traffic | None,
     ) -> None:
-        self.law, self.steps, self.strong = law, steps, strong
+        self.law, self.strong = law, strong
         self.reductions, self.traffic = reductions, traffic
-        self.base = min(step.ranks for step in steps)
-        first = next(step.seconds for step in steps if step.ranks == self.base)
+        self.steps = sorted(steps, key=lambda step: step.ranks)
+        self.divided = all(step.exposed is not None for step in steps)
+        self.base, first = self.steps[0].ranks, self.steps[0].seconds
         priors = [(math.log(first), COMPUTE_WIDTH), LATENCY, TRANSFER]
         priors += [OVERLAP] if reductions else []
-        priors += [FIXED] if strong else []
+        priors += [FIXED] if strong else [SLOWDOWN] if self.divided else []
         self.centre, self.width = (np.array(column) for column in zip(*priors, strict=True))
-        times = [step.seconds for step in steps] + [row.seconds for row in reductions]
-        self.target = np.log(times)
-        self.error = np.array([step.error for step in steps] + [TABLE_ERROR] * len(reductions))
+        seen = self._seen() + [(row.seconds, TABLE_ERROR) for row in reductions]
+        self.target = np.log([seconds for seconds, _ in seen])
+        self.error = np.array([error for _, error in seen])
+
+    def _local_steps(self) -> list[Step]:
+        """The steps whose computing is fitted.
+
+        Where the batch of a rank stays, computing slows down with the ranks of a host in a way of
+        its own; what counts for more ranks is how slow it is at last.
+        """
+        return self.steps if self.strong else [self.steps[0], self.steps[-1]]
+
+    def _seen(self) -> list[tuple[float, float]]:
+        """What was measured of the steps: seconds and their relative errors."""
+        if not self.divided:
+            return [(step.seconds, step.error) for step in self.steps]
+        local = [(step.seconds - (step.exposed or 0.0), step.error) for step in self._local_steps()]
+        exposed = [(step.exposed or 0.0, step.error) for step in self.steps if step.ranks > 1]
+        return local + [
+            (max(seconds, SHORTEST), max(error, PART_ERROR)) for seconds, error in exposed
+        ]
 
     def costs(self, x: Any) -> Costs:
         """The parameters that ``x`` stands for."""
         x = np.clip(x, -FARTHEST, FARTHEST)  # a step of the search may go anywhere
-        compute = math.exp(x[0])
-        rest = [1 / (1 + math.exp(-value)) for value in x[3:]]
-        overlap = rest.pop(0) if self.reductions else 0.0
-        fixed = rest.pop(0) * compute if self.strong else 0.0
-        return Costs(compute, compute * math.exp(x[1]), compute * math.exp(x[2]), overlap, fixed)
+        compute, rest = math.exp(x[0]), list(x[3:])
+        overlap = _fraction(rest.pop(0)) if self.reductions else 0.0
+        fixed = _fraction(rest.pop(0)) * compute if self.strong else 0.0
+        slowdown = math.exp(rest.pop(0)) if rest else 0.0
+        latency, transfer = (compute * math.exp(value) for value in x[1:3])
+        return Costs(compute, latency, transfer, overlap, fixed, slowdown)
+
+    def _parts(self, costs: Costs, step: Step) -> Parts:
+        share = self.base / step.ranks if self.strong else 1.0
+        known = costs if step.ranks > self.base else costs.alone()
+        return known.parts(self.law, step.ranks, share)
 
     def predicted(self, x: Any) -> list[float]:
         """What the model says about everything that was measured; seconds."""
         costs = self.costs(x)
-        shares = [self.base / step.ranks if self.strong else 1.0 for step in self.steps]
-        steps = [
-            costs.parts(self.law, step.ranks, share).total
-            for step, share in zip(self.steps, shares, strict=True)
-        ]
+        if self.divided:
+            steps = [self._parts(costs, step).local for step in self._local_steps()]
+            shared = [step for step in self.steps if step.ranks > 1]
+            steps += [max(self._parts(costs, step).exposed, SHORTEST) for step in shared]
+        else:
+            steps = [self._parts(costs, step).total for step in self.steps]
         if not self.reductions or self.traffic is None:
             return steps
         latency = costs.latency / self.traffic.messages
@@ -143,3 +174,8 @@ class Problem:
         """The sum of squares, priors included, that tells how well the law does."""
         data = (np.log(self.predicted(x)) - self.target) / (self.error * widen)
         return float(np.sum(data**2) + np.sum(((x - self.centre) / self.width) ** 2))
+
+
+def _fraction(value: float) -> float:
+    """From a logit."""
+    return 1 / (1 + math.exp(-value))

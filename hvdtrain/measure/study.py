@@ -110,10 +110,7 @@ def make_study(
     images = _images(runs, scaling)
     relative = errors({size.ranks: size.point.rate for size in seen})
     fitted = fit(
-        [
-            Step(one.ranks, images(one.ranks) / one.point.rate.mean, relative[one.ranks])
-            for one in seen
-        ],
+        [_step(one, images(one.ranks) / one.point.rate.mean, relative[one.ranks]) for one in seen],
         strong=scaling == STRONG,
         reductions=reductions,
         traffic=study.traffic,
@@ -136,6 +133,14 @@ def _foretell(study: Study, fitted: Fit, ranks: Sequence[int]) -> Study:
         remedies=tuple(predict.remedies(fitted, study.traffic, at)),
         remedies_at=at,
     )
+
+
+def _step(size: Size, seconds: float, error: float) -> Step:
+    """A size as a point of the fit; with its communication, where that was told apart."""
+    if "communication" not in size.split or size.seconds is None:
+        return Step(size.ranks, seconds, error)
+    exposed = size.split["communication"] / size.seconds * seconds
+    return Step(size.ranks, seconds, error, exposed)
 
 
 def summarize(runs: Sequence[Run]) -> tuple[Size, ...]:

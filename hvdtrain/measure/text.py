@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
+from hvdtrain.measure.cost import Parts
 from hvdtrain.measure.predict import Forecast
 from hvdtrain.measure.problem import UNKNOWN_ERROR
 from hvdtrain.measure.records import SPLIT, STRONG
@@ -15,24 +16,6 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Header and rows."""
 
 WIDTH = 100
-LIMITS = {
-    "latency": "latency",
-    "bandwidth": "bandwidth",
-    "fixed": "computing that more ranks do not shrink",
-    "": "computing",
-}
-
-
-def study_text(study: Study) -> str:
-    """The whole report."""
-    sections = [
-        textwrap.fill(title(study), WIDTH),
-        table(*size_table(study.sizes)),
-        table(*split) if (split := step_table(study.sizes)) else "",
-        textwrap.fill(notes(study), WIDTH),
-        *forecast(study),
-    ]
-    return "\n\n".join(section for section in sections if section)
 
 
 def title(study: Study) -> str:
@@ -58,7 +41,7 @@ def title(study: Study) -> str:
 
 def size_table(sizes: Sequence[Size]) -> Table:
     """Throughput: a row for each number of ranks."""
-    return _known(
+    return known(
         {
             "ranks": [f"{one.ranks}{'*' if one.crowded else ''}" for one in sizes],
             "hosts": [str(one.hosts or "-") for one in sizes],
@@ -76,7 +59,7 @@ def step_table(sizes: Sequence[Size]) -> Table | None:
     """Where a step goes: a row for each number of ranks; None where that is not known."""
     if not any(one.split for one in sizes):
         return None
-    return _known(
+    return known(
         {
             "ranks": [f"{one.ranks}{'*' if one.crowded else ''}" for one in sizes],
             "a step": [_or_dash(one.seconds, duration) for one in sizes],
@@ -86,7 +69,7 @@ def step_table(sizes: Sequence[Size]) -> Table | None:
     )
 
 
-def _known(columns: dict[str, list[str]]) -> Table:
+def known(columns: dict[str, list[str]]) -> Table:
     """The table less the columns of which nothing is known."""
     known = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
     return list(known), list(zip(*known.values(), strict=True))
@@ -140,107 +123,6 @@ def notes(study: Study) -> str:
     if any("undivided" in one.split for one in study.sizes):
         found.append("undivided: compute, communication and waiting, not told apart here.")
     return " ".join(found)
-
-
-def forecast(study: Study) -> list[str]:
-    """The prediction: what was fitted, what it expects, what would help."""
-    sections = [textwrap.fill(fit_text(study), WIDTH)]
-    if study.left_out:
-        sections.append(left_out_text(study.left_out))
-    if study.predictions:
-        expected, changed = table(*prediction_table(study)), table(*remedy_table(study))
-        sections += [
-            f"Efficiency to expect, with the shares of a step:\n{expected}",
-            f"{limit_text(study)} Efficiency after a change:\n{changed}",
-            "\n".join(f"  {one.name:<21} {one.what}" for one in study.remedies),
-        ]
-    return sections
-
-
-def left_out_text(left: LeftOut) -> str:
-    """A measured size held against the fit that has not seen it."""
-    low, middle, high = left.predicted.low, left.predicted.middle, left.predicted.high
-    return (
-        f"Left out of the fit: {left.ranks} ranks, {number(middle)} images/s predicted "
-        f"({number(low)} to {number(high)}), {number(left.measured)} measured: "
-        f"{100 * (middle / left.measured - 1):+.1f} %"
-    )
-
-
-def limit_text(study: Study) -> str:
-    """What limits the largest size that is foretold."""
-    last = study.predictions[-1]
-    return f"At {last.ranks} ranks {LIMITS[last.limit]} limits it."
-
-
-def prediction_table(study: Study) -> Table:
-    """What the fit expects, size by size."""
-    header = ["ranks", "efficiency", "95 %", "compute", "latency", "bandwidth", "limited by"]
-    rows = []
-    for one in study.predictions:
-        shares = (one.parts.compute, one.parts.latency, one.parts.transfer)
-        rows.append(
-            [
-                str(one.ranks),
-                percent(one.efficiency.middle),
-                _span(one.efficiency),
-                *(f"{100 * share / one.parts.total:.0f} %" for share in shares),
-                LIMITS[one.limit],
-            ]
-        )
-    return header, rows
-
-
-def remedy_table(study: Study) -> Table:
-    """What could be changed, and the efficiency then."""
-    header = ["change", *(f"at {ranks}" for ranks in study.remedies_at)]
-    now = [e for ranks in study.remedies_at for e in study.predictions if e.ranks == ranks]
-    rows = [["as it is", *(percent(one.efficiency.middle) for one in now)]]
-    for one in study.remedies:
-        rows.append([one.name, *(percent(expected.middle) for expected in one.efficiencies)])
-    return header, rows
-
-
-def _span(value: Forecast) -> str:
-    return f"{100 * value.low:.1f} to {100 * value.high:.1f}"
-
-
-def fit_text(study: Study) -> str:
-    """What was fitted, and what to keep in mind about it."""
-    if study.fit is None:
-        return f"No prediction: {study.why_no_fit}."
-    fit, costs = study.fit, study.fit.best.costs
-    laws = " or ".join(f"{one.law.name} ({100 * one.weight:.0f} %)" for one in fit.candidates)
-    known = study.runs[0].batch is not None
-    words = [
-        f"Prediction, for an allreduce by {laws}: computing takes {duration(costs.compute)} "
-        f"{'a step' if known else 'an image'}"
-    ]
-    if study.traffic:
-        messages, nbytes = study.traffic.messages, study.traffic.nbytes
-        words.append(
-            f"a step sums {size(nbytes)} in {messages} message{_s(messages)}, "
-            f"{duration(costs.latency / messages)} a hop and message, "
-            f"{nbytes / costs.transfer / 1e9:.2g} GB/s"
-        )
-    else:
-        words.append(
-            f"latency {duration(costs.latency)} a hop, sending the gradients once "
-            f"{duration(costs.transfer)}"
-        )
-    words.append(
-        f"{percent(costs.overlap)} of the reduction is hidden behind computing"
-        if costs.overlap
-        else "latency and bandwidth are what computing does not hide"
-    )
-    text = "; ".join(words) + "."
-    if fit.misfit > 1:
-        text += f" The points scatter {fit.misfit:.1f} times as much as their errors allow."
-    if fit.base != study.sizes[0].ranks:
-        text += f" Efficiency is relative to {fit.base} ranks, the fewest that were fitted."
-    if all(one.hosts == 1 for one in study.sizes):
-        text += " All was measured on one host: no network between hosts is in it."
-    return text
 
 
 def _s(count: int | None) -> str:

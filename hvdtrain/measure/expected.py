@@ -1,0 +1,140 @@
+"""What a scaling study expects at more ranks, as text for people."""
+
+from __future__ import annotations
+
+import textwrap
+
+from hvdtrain.measure.cost import Parts
+from hvdtrain.measure.predict import NOTABLE, Forecast
+from hvdtrain.measure.study import LeftOut, Study
+from hvdtrain.measure.text import WIDTH, Table, known, number, percent
+from hvdtrain.timeline.units import duration, size, table
+
+LIMITS = {
+    "latency": "latency",
+    "bandwidth": "bandwidth",
+    "slowdown": "slower computing",
+    "fixed": "computing that more ranks do not shrink",
+    "": "computing",
+}
+
+
+def study_text(study: Study) -> str:
+    """The whole report."""
+    sections = [
+        textwrap.fill(title(study), WIDTH),
+        table(*size_table(study.sizes)),
+        table(*split) if (split := step_table(study.sizes)) else "",
+        textwrap.fill(notes(study), WIDTH),
+        *forecast(study),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def forecast(study: Study) -> list[str]:
+    """The prediction: what was fitted, what it expects, what would help."""
+    sections = [textwrap.fill(fit_text(study), WIDTH)]
+    if study.left_out:
+        sections.append(left_out_text(study.left_out))
+    if study.predictions:
+        expected, changed = table(*prediction_table(study)), table(*remedy_table(study))
+        sections += [
+            f"Efficiency to expect, with the shares of a step:\n{expected}",
+            f"{limit_text(study)} Efficiency after a change:\n{changed}",
+            "\n".join(f"  {one.name:<26} {one.what}" for one in study.remedies),
+        ]
+    return sections
+
+
+def left_out_text(left: LeftOut) -> str:
+    """A measured size held against the fit that has not seen it."""
+    low, middle, high = left.predicted.low, left.predicted.middle, left.predicted.high
+    return (
+        f"Left out of the fit: {left.ranks} ranks, {number(middle)} images/s predicted "
+        f"({number(low)} to {number(high)}), {number(left.measured)} measured: "
+        f"{100 * (middle / left.measured - 1):+.1f} %"
+    )
+
+
+def limit_text(study: Study) -> str:
+    """What limits the largest size that is foretold."""
+    last = study.predictions[-1]
+    return f"At {last.ranks} ranks {LIMITS[last.limit]} limits it."
+
+
+def prediction_table(study: Study) -> Table:
+    """What the fit expects, size by size."""
+    shown = {"compute": "compute", "slowdown": "slowdown", "latency": "latency"}
+    shown |= {"bandwidth": "transfer"}
+    predicted = study.predictions
+    return known(
+        {
+            "ranks": [str(one.ranks) for one in predicted],
+            "efficiency": [percent(one.efficiency.middle) for one in predicted],
+            "95 %": [_span(one.efficiency) for one in predicted],
+            **{name: [_share(one.parts, key) for one in predicted] for name, key in shown.items()},
+            "limited by": [LIMITS[one.limit] for one in predicted],
+        }
+    )
+
+
+def _share(parts: Parts, name: str) -> str:
+    share = getattr(parts, name) / parts.total
+    return f"{100 * share:.0f} %" if share else "-"
+
+
+def remedy_table(study: Study) -> Table:
+    """What could be changed, and the efficiency then."""
+    header = ["change", *(f"at {ranks}" for ranks in study.remedies_at)]
+    now = [e for ranks in study.remedies_at for e in study.predictions if e.ranks == ranks]
+    rows = [["as it is", *(percent(one.efficiency.middle) for one in now)]]
+    for one in study.remedies:
+        rows.append([one.name, *(percent(expected.middle) for expected in one.efficiencies)])
+    return header, rows
+
+
+def _span(value: Forecast) -> str:
+    return f"{100 * value.low:.1f} to {100 * value.high:.1f}"
+
+
+def fit_text(study: Study) -> str:
+    """What was fitted, and what to keep in mind about it."""
+    if study.fit is None:
+        return f"No prediction: {study.why_no_fit}."
+    fit, costs = study.fit, study.fit.best.costs
+    laws = " or ".join(f"{one.law.name} ({100 * one.weight:.0f} %)" for one in fit.candidates)
+    known = study.runs[0].batch is not None
+    words = [
+        f"Prediction, for an allreduce by {laws}: computing takes {duration(costs.compute)} "
+        f"{'a step' if known else 'an image'}"
+    ]
+    if study.traffic:
+        messages, nbytes = study.traffic.messages, study.traffic.nbytes
+        words.append(
+            f"a step sums {size(nbytes)} in {messages} message{'s' if messages > 1 else ''}, "
+            f"{duration(costs.latency / messages)} a hop and message, "
+            f"{nbytes / costs.transfer / 1e9:.2g} GB/s"
+        )
+    else:
+        words.append(
+            f"latency {duration(costs.latency)} a hop, sending the gradients once "
+            f"{duration(costs.transfer)}"
+        )
+    if costs.slowdown >= NOTABLE:
+        words.append(
+            f"beside other ranks computing takes {100 * costs.slowdown:.0f} % longer (they share "
+            "memory and caches, and wait for the last one)"
+        )
+    words.append(
+        f"{percent(costs.overlap)} of the reduction is hidden behind computing"
+        if costs.overlap
+        else "latency and bandwidth are what computing does not hide"
+    )
+    text = "; ".join(words) + "."
+    if fit.misfit > 1:
+        text += f" The points scatter {fit.misfit:.1f} times as much as their errors allow."
+    if fit.base != study.sizes[0].ranks:
+        text += f" Efficiency is relative to {fit.base} ranks, the fewest that were fitted."
+    if all(one.hosts == 1 for one in study.sizes):
+        text += " All was measured on one host: no network between hosts is in it."
+    return text
