@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.launch import choose_hosts
-from hvdtrain.measure import ladder, records, text
+from hvdtrain.measure import ladder, records
 from hvdtrain.measure.alike import check_alike, check_going_on
 from hvdtrain.measure.allreduce_table import read_reductions
 from hvdtrain.measure.data import study_data
@@ -18,6 +18,8 @@ from hvdtrain.measure.predict import RANKS
 from hvdtrain.measure.records import LINES
 from hvdtrain.measure.scaling import OUT
 from hvdtrain.measure.study import Study, make_study
+from hvdtrain.measure.tables import number
+from hvdtrain.measure.text import study_text
 from hvdtrain.verb import Report
 
 log = logging.getLogger(__name__)
@@ -92,15 +94,15 @@ def _climb(plan: ladder.Plan) -> None:
     """Carry the ladder out, each run kept as it ends."""
     missing, total = _runs(plan), len(plan.sizes) * plan.repeats
     done = records.read_lines(plan.folder / LINES)
-    for number, (ranks, repeat) in enumerate(missing, total - len(missing) + 1):
+    for place, (ranks, repeat) in enumerate(missing, total - len(missing) + 1):
         run = ladder.carry_out(plan, ranks, repeat)
         check_alike([*done, run], plan.scaling, str(plan.folder))
         records.append_line(plan.folder / LINES, run)
         done.append(run)
         log.info(
             "[%d/%d] %d rank%s, run %d: %s images/s in %.0f s",
-            *(number, total, ranks, "s" if ranks > 1 else "", repeat),
-            *(text.number(run.rate), run.summary.get("seconds_total") or 0.0),
+            *(place, total, ranks, "s" if ranks > 1 else "", repeat),
+            *(number(run.rate), run.summary.get("seconds_total") or 0.0),
         )
 
 
@@ -136,7 +138,7 @@ def _told(
         reductions=read_reductions(arguments.allreduce, strategy),
         leave_out=arguments.leave_out,
     )
-    data, lines = study_data(study), [text.study_text(study)]
+    data, lines = study_data(study), [study_text(study)]
     if folder is not None:
         files = _write(study, folder)
         data["files"] = [str(file) for file in files]

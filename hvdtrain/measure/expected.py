@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 
 from hvdtrain.measure.cost import Parts
+from hvdtrain.measure.fit import Fit
 from hvdtrain.measure.predict import NOTABLE, Forecast
 from hvdtrain.measure.study import LeftOut, Study
-from hvdtrain.measure.text import WIDTH, Table, known, number, percent
+from hvdtrain.measure.tables import WIDTH, Table, known, number, percent
 from hvdtrain.timeline.units import duration, size, table
 
 LIMITS = {
@@ -17,18 +18,6 @@ LIMITS = {
     "fixed": "computing that more ranks do not shrink",
     "": "computing",
 }
-
-
-def study_text(study: Study) -> str:
-    """The whole report."""
-    sections = [
-        textwrap.fill(title(study), WIDTH),
-        table(*size_table(study.sizes)),
-        table(*split) if (split := step_table(study.sizes)) else "",
-        textwrap.fill(notes(study), WIDTH),
-        *forecast(study),
-    ]
-    return "\n\n".join(section for section in sections if section)
 
 
 def forecast(study: Study) -> list[str]:
@@ -41,7 +30,7 @@ def forecast(study: Study) -> list[str]:
         sections += [
             f"Efficiency to expect, with the shares of a step:\n{expected}",
             f"{limit_text(study)} Efficiency after a change:\n{changed}",
-            "\n".join(f"  {one.name:<26} {one.what}" for one in study.remedies),
+            "\n".join(f"  {one.name:<27} {one.what}" for one in study.remedies),
         ]
     return sections
 
@@ -101,36 +90,9 @@ def fit_text(study: Study) -> str:
     """What was fitted, and what to keep in mind about it."""
     if study.fit is None:
         return f"No prediction: {study.why_no_fit}."
-    fit, costs = study.fit, study.fit.best.costs
+    fit = study.fit
     laws = " or ".join(f"{one.law.name} ({100 * one.weight:.0f} %)" for one in fit.candidates)
-    known = study.runs[0].batch is not None
-    words = [
-        f"Prediction, for an allreduce by {laws}: computing takes {duration(costs.compute)} "
-        f"{'a step' if known else 'an image'}"
-    ]
-    if study.traffic:
-        messages, nbytes = study.traffic.messages, study.traffic.nbytes
-        words.append(
-            f"a step sums {size(nbytes)} in {messages} message{'s' if messages > 1 else ''}, "
-            f"{duration(costs.latency / messages)} a hop and message, "
-            f"{nbytes / costs.transfer / 1e9:.2g} GB/s"
-        )
-    else:
-        words.append(
-            f"latency {duration(costs.latency)} a hop, sending the gradients once "
-            f"{duration(costs.transfer)}"
-        )
-    if costs.slowdown >= NOTABLE:
-        words.append(
-            f"beside other ranks computing takes {100 * costs.slowdown:.0f} % longer (they share "
-            "memory and caches, and wait for the last one)"
-        )
-    words.append(
-        f"{percent(costs.overlap)} of the reduction is hidden behind computing"
-        if costs.overlap
-        else "latency and bandwidth are what computing does not hide"
-    )
-    text = "; ".join(words) + "."
+    text = f"Prediction, for an allreduce by {laws}: {'; '.join(_costs(study, fit))}."
     if fit.misfit > 1:
         text += f" The points scatter {fit.misfit:.1f} times as much as their errors allow."
     if fit.base != study.sizes[0].ranks:
@@ -138,3 +100,29 @@ def fit_text(study: Study) -> str:
     if all(one.hosts == 1 for one in study.sizes):
         text += " All was measured on one host: no network between hosts is in it."
     return text
+
+
+def _costs(study: Study, fit: Fit) -> list[str]:
+    """The best fit in words."""
+    costs, batch = fit.best.costs, study.runs[0].batch
+    words = [f"computing takes {duration(costs.compute)} {'a step' if batch else 'an image'}"]
+    if costs.slowdown >= NOTABLE:
+        words.append(
+            f"beside other ranks it takes {100 * costs.slowdown:.0f} % longer (they share memory "
+            "and caches, and wait for the last one)"
+        )
+    if study.traffic:
+        messages, nbytes = study.traffic.messages, study.traffic.nbytes
+        words += [
+            f"a step sums {size(nbytes)} in {messages} message{'s' if messages > 1 else ''}",
+            f"{duration(costs.latency / messages)} a hop and message",
+            f"{nbytes / costs.transfer / 1e9:.2g} GB/s",
+        ]
+    else:
+        words += [
+            f"latency {duration(costs.latency)} a hop",
+            f"sending the gradients once takes {duration(costs.transfer)}",
+        ]
+    if costs.overlap:
+        return [*words, f"{percent(costs.overlap)} of the reduction is hidden behind computing"]
+    return [*words, "latency and bandwidth are what computing does not hide"]

@@ -94,7 +94,10 @@ def _efficiency(axes: Any, study: Study) -> None:
         )
     ranks = [point.ranks for point in points] + [one.ranks for one in study.predictions]
     if study.fit:
-        fit, seen = study.fit, [number for number in ranks if number >= study.fit.base]
+        fit, start = study.fit, study.fit.base
+        if fit.best.costs.slowdown:  # fitted at the last size, so it holds from there on
+            start = max(size.ranks for size in study.sizes if not size.crowded)
+        seen = sorted({fit.base, *(number for number in ranks if number >= start)})
         expected = [efficiency_at(fit, number) for number in seen]
         low, high = [100 * one.low for one in expected], [100 * one.high for one in expected]
         axes.fill_between(seen, low, high, color=SHADE, linewidth=0, label="model, 95 %")

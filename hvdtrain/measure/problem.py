@@ -13,7 +13,7 @@ from scipy.optimize import least_squares
 from hvdtrain.measure.cost import Costs, Law, Parts
 
 UNKNOWN_ERROR = 0.03  # relative, of a point that was measured once
-PART_ERROR = 0.1  # relative, at least, of a part of a step: who came last is an estimate
+PART_ERROR = 0.03  # relative, at least, of a part of a step: who came last is an estimate
 TABLE_ERROR = 0.2  # relative: latency plus bytes over bandwidth is a crude picture of an allreduce
 
 # Priors as (centre, standard deviation). Latency and transfer are logarithms of their ratio to the
@@ -40,6 +40,8 @@ class Step:
     """Relative standard error of ``seconds``."""
     exposed: float | None = None
     """Those of ``seconds`` in which the ranks communicate and do not compute; None: not known."""
+    exposed_error: float = UNKNOWN_ERROR
+    """Relative standard error of ``exposed``."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,10 @@ class Problem:
         if not self.divided:
             return [(step.seconds, step.error) for step in self.steps]
         local = [(step.seconds - (step.exposed or 0.0), step.error) for step in self._local_steps()]
-        exposed = [(step.exposed or 0.0, step.error) for step in self.steps if step.ranks > 1]
         return local + [
-            (max(seconds, SHORTEST), max(error, PART_ERROR)) for seconds, error in exposed
+            (max(step.exposed or 0.0, SHORTEST), max(step.exposed_error, PART_ERROR))
+            for step in self.steps
+            if step.ranks > 1
         ]
 
     def costs(self, x: Any) -> Costs:

@@ -11,9 +11,10 @@ from typing import Any
 import jinja2
 
 from hvdtrain import __version__
-from hvdtrain.measure import figure, plots, report_curves, text
+from hvdtrain.measure import expected, figure, plots, report_curves, text
 from hvdtrain.measure.report_find import Found, Record
 from hvdtrain.measure.study import Study
+from hvdtrain.measure.tables import Table, number
 from hvdtrain.timeline.repair import replacing
 from hvdtrain.timeline.units import duration, percent, size
 
@@ -86,7 +87,7 @@ def _tiles(summary: Record) -> Rows:
     """The few numbers that one looks for first."""
     accuracy, rate = summary.get("eval_accuracy"), summary.get("images_per_second_mean")
     tiles = [("ranks", f"{summary['world_size']}")]
-    tiles += [("images/s", text.number(rate))] if rate else []
+    tiles += [("images/s", number(rate))] if rate else []
     tiles += [("test accuracy", f"{100 * accuracy:.2f} %")] if accuracy is not None else []
     seconds = summary.get("seconds_total")
     return tiles + ([("in all", duration(seconds))] if seconds else [])
@@ -135,7 +136,7 @@ def _flat(value: Any, prefix: str = "") -> Rows:
     return rows
 
 
-def _run_table(summaries: Mapping[Path, Record]) -> text.Table:
+def _run_table(summaries: Mapping[Path, Record]) -> Table:
     """Many runs: a row for each."""
     header = ["run", "ranks", "hosts", "global batch", "steps", "images/s", "test accuracy", "time"]
     rows = []
@@ -146,7 +147,7 @@ def _run_table(summaries: Mapping[Path, Record]) -> text.Table:
                 str(path),
                 *(_plain(one.get(key)) for key in ("world_size", "hosts", "global_batch_size")),
                 _plain(one.get("steps_completed")),
-                text.number(rate) if rate else "-",
+                number(rate) if rate else "-",
                 "-" if accuracy is None else f"{100 * accuracy:.2f} %",
                 duration(one["seconds_total"]) if one.get("seconds_total") else "-",
             ]
@@ -171,15 +172,15 @@ def _study(study: Study) -> dict[str, Any]:
     tables += [("Where a step goes", split)] if split else []
     if study.predictions:
         tables += [
-            ("Efficiency to expect, with the shares of a step", text.prediction_table(study)),
-            ("Efficiency after a change", text.remedy_table(study)),
+            ("Efficiency to expect, with the shares of a step", expected.prediction_table(study)),
+            ("Efficiency after a change", expected.remedy_table(study)),
         ]
     return {
         "title": text.title(study),
         "plot": report_curves.inline(figure.make(study)),
         "tables": tables,
-        "notes": [text.notes(study), text.fit_text(study)],
-        "limit": text.limit_text(study) if study.predictions else "",
+        "notes": [text.notes(study), expected.fit_text(study)],
+        "limit": expected.limit_text(study) if study.predictions else "",
         "remedies": [(one.name, one.what) for one in study.remedies],
     }
 
@@ -194,7 +195,7 @@ def _curve_note(found: Found) -> str:
 def _timeline(path: Path, facts: Record) -> dict[str, Any]:
     file, steps = facts["file"], facts["steps"]
     head = f"{file['events']:,} events in {duration(facts['seconds'])}"
-    states: text.Table | None = None
+    states: Table | None = None
     if steps:
         head += f", {steps['whole']:,} whole steps, {duration(steps['seconds']['median'])} each"
         names = {"neither": "neither: computing, data"}
@@ -206,7 +207,7 @@ def _timeline(path: Path, facts: Record) -> dict[str, Any]:
             ],
         )
     late = [row for row in facts["lateness"]["ranks"] if row["late_steps_share"] is not None]
-    lateness: text.Table = (
+    lateness: Table = (
         ["rank", "last to be ready", "then late by", "costs in all"],
         [
             [
@@ -226,7 +227,7 @@ def _timeline(path: Path, facts: Record) -> dict[str, Any]:
     }
 
 
-def _checkpoints(found: Mapping[Path, Record]) -> text.Table | None:
+def _checkpoints(found: Mapping[Path, Record]) -> Table | None:
     if not found:
         return None
     rows = [

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from hvdtrain.errors import UsageError
 from hvdtrain.measure import efficiency, predict
 from hvdtrain.measure.cost import Parts
-from hvdtrain.measure.efficiency import Point
+from hvdtrain.measure.efficiency import Estimate, Point, estimate
 from hvdtrain.measure.fit import Fit, errors, fit
 from hvdtrain.measure.predict import Forecast, Remedy
-from hvdtrain.measure.problem import Reduction, Step, Traffic
+from hvdtrain.measure.problem import UNKNOWN_ERROR, Reduction, Step, Traffic
 from hvdtrain.measure.records import SPLIT, STRONG, Run
 
 
@@ -27,6 +27,8 @@ class Size:
     """Of a step, mean; None where the batch is not known."""
     split: Mapping[str, float]
     """Seconds a step by part; without those that are not known."""
+    communication: Estimate | None
+    """That part over the runs; None where it is not known, or nothing."""
     crowded: bool
     """Whether ranks had to share cores, which says little about scaling."""
     slowest: tuple[int, float] | None
@@ -108,12 +110,8 @@ def make_study(
     if len(seen) < 2:
         return replace(study, why_no_fit=_why(study.sizes))
     images = _images(runs, scaling)
-    relative = errors({size.ranks: size.point.rate for size in seen})
     fitted = fit(
-        [_step(one, images(one.ranks) / one.point.rate.mean, relative[one.ranks]) for one in seen],
-        strong=scaling == STRONG,
-        reductions=reductions,
-        traffic=study.traffic,
+        _steps(seen, images), strong=scaling == STRONG, reductions=reductions, traffic=study.traffic
     )
     left_out = _left_out(fitted, study.sizes, leave_out, images)
     return _foretell(replace(study, fit=fitted, left_out=left_out), fitted, ranks)
@@ -135,12 +133,20 @@ def _foretell(study: Study, fitted: Fit, ranks: Sequence[int]) -> Study:
     )
 
 
-def _step(size: Size, seconds: float, error: float) -> Step:
-    """A size as a point of the fit; with its communication, where that was told apart."""
-    if "communication" not in size.split or size.seconds is None:
-        return Step(size.ranks, seconds, error)
-    exposed = size.split["communication"] / size.seconds * seconds
-    return Step(size.ranks, seconds, error, exposed)
+def _steps(sizes: Sequence[Size], images: Callable[[int], float]) -> list[Step]:
+    """The points of the fit; with their communication, where that was told apart."""
+    relative = errors({size.ranks: size.point.rate for size in sizes})
+    told = {size.ranks: size.communication for size in sizes if size.communication}
+    apart = errors(told)
+    steps = []
+    for size in sizes:
+        step = Step(size.ranks, images(size.ranks) / size.point.rate.mean, relative[size.ranks])
+        if size.seconds and (part := size.split.get("communication")) is not None:
+            exposed = part / size.seconds * step.seconds
+            error = apart.get(size.ranks, UNKNOWN_ERROR)
+            step = replace(step, exposed=exposed, exposed_error=error)
+        steps.append(step)
+    return steps
 
 
 def summarize(runs: Sequence[Run]) -> tuple[Size, ...]:
@@ -167,9 +173,15 @@ def _size(point: Point, runs: Sequence[Run]) -> Size:
         # Where epochs end in a smaller batch, a mean step is shorter than one of a whole batch.
         seconds=sum(split.values()) or (first.batch / point.rate.mean if first.batch else None),
         split=split,
+        communication=_communication(runs),
         crowded=cores is not None and threads > cores,
         slowest=_slowest(runs),
     )
+
+
+def _communication(runs: Sequence[Run]) -> Estimate | None:
+    seconds = [run.split.get("communication") or 0.0 for run in runs]
+    return estimate(seconds) if all(seconds) else None
 
 
 def _slowest(runs: Sequence[Run]) -> tuple[int, float] | None:

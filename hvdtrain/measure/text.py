@@ -5,17 +5,24 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
-from hvdtrain.measure.cost import Parts
-from hvdtrain.measure.predict import Forecast
+from hvdtrain.measure.expected import forecast
 from hvdtrain.measure.problem import UNKNOWN_ERROR
 from hvdtrain.measure.records import SPLIT, STRONG
-from hvdtrain.measure.study import LeftOut, Size, Study
-from hvdtrain.timeline.units import duration, size, table
+from hvdtrain.measure.study import Size, Study
+from hvdtrain.measure.tables import WIDTH, Table, known, number, percent
+from hvdtrain.timeline.units import duration, table
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Header and rows."""
 
-WIDTH = 100
+def study_text(study: Study) -> str:
+    """The whole report."""
+    sections = [
+        textwrap.fill(title(study), WIDTH),
+        table(*size_table(study.sizes)),
+        table(*split) if (split := step_table(study.sizes)) else "",
+        textwrap.fill(notes(study), WIDTH),
+        *forecast(study),
+    ]
+    return "\n\n".join(section for section in sections if section)
 
 
 def title(study: Study) -> str:
@@ -69,12 +76,6 @@ def step_table(sizes: Sequence[Size]) -> Table | None:
     )
 
 
-def known(columns: dict[str, list[str]]) -> Table:
-    """The table less the columns of which nothing is known."""
-    known = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
-    return list(known), list(zip(*known.values(), strict=True))
-
-
 def _slowest(value: tuple[int, float] | None) -> str:
     return "-" if value is None else f"rank {value[0]} in {100 * value[1]:.0f} %"
 
@@ -85,16 +86,6 @@ def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
 
 def _interval(value: tuple[float, float] | None, show: Callable[[float], str]) -> str:
     return "-" if value is None else " to ".join(map(show, value))
-
-
-def number(value: float) -> str:
-    """Images per second, with as many digits as count."""
-    return f"{value:,.{0 if abs(value) >= 10_000 else 1 if abs(value) >= 1000 else 2}f}"
-
-
-def percent(value: float) -> str:
-    """Such as ``61.3 %``."""
-    return f"{100 * value:.1f} %"
 
 
 def notes(study: Study) -> str:

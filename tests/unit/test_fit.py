@@ -52,6 +52,8 @@ def test_ring_and_tree() -> None:
 def test_a_step_in_closed_form() -> None:
     parts = Costs(compute=1.0, latency=0.01, transfer=0.2).parts(RING, 4)
     assert (parts.compute, parts.latency, parts.transfer) == pytest.approx((1.0, 0.06, 0.3))
+    slow = Costs(compute=1.0, latency=0.01, transfer=0.2, slowdown=0.5).parts(RING, 4, passes=2)
+    assert (slow.slowdown, slow.local, slow.total) == pytest.approx((1.0, 3.0, 3.36))
     assert Costs(1.0, 0.01, 0.2).parts(RING, 1).total == 1.0
     half = Costs(compute=1.0, latency=0.01, transfer=0.2, overlap=0.5).parts(RING, 4)
     assert half.total == pytest.approx(1.18)
@@ -104,6 +106,42 @@ def test_the_truth_is_recovered_with_overlap_from_a_table(law: Law) -> None:
     assert found.law is law
     for name in ("compute", "latency", "transfer", "overlap"):
         assert getattr(found.costs, name) == pytest.approx(getattr(truth, name), rel=0.05), name
+
+
+def divided(truth: Costs, law: Law, *, strong: bool = False) -> list[Step]:
+    """What a machine of these costs would measure, with its communication told apart."""
+    found = []
+    for p in SIZES:
+        costs = truth if p > 1 else truth.alone()
+        parts = costs.parts(law, p, 1 / p if strong else 1.0)
+        found.append(Step(p, parts.total, 0.01, parts.exposed))
+    return found
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_slower_computing_is_told_from_communication(law: Law) -> None:
+    truth = replace(TRUTH, slowdown=0.4)
+    found = fit(divided(truth, law), samples=20).best
+    assert found.law is law
+    for name in ("compute", "latency", "transfer", "slowdown"):
+        assert getattr(found.costs, name) == pytest.approx(getattr(truth, name), rel=0.05), name
+
+
+def test_two_sizes_that_were_taken_apart_tell_what_limits() -> None:
+    truth = Costs(compute=0.4, latency=1e-4, transfer=0.02, slowdown=0.7)
+    found = fit(divided(truth, RING)[:2])
+    assert limit(found, 16) == "slowdown"
+    assert 2 / step_at(found, 2).middle == pytest.approx(2 / 0.7002, rel=0.03)
+    best = remedies(found, None, (16,))[0]
+    assert best.name == "computing as fast as alone"
+    assert best.efficiencies[0].middle > efficiency_at(found, 16).middle + 0.2
+
+
+def test_communication_apart_from_strong_scaling() -> None:
+    truth = replace(TRUTH, compute=4.0, fixed=0.4, latency=4e-3, transfer=0.4)
+    found = fit(divided(truth, RING, strong=True), strong=True, samples=20).best.costs
+    for name in ("compute", "latency", "transfer", "fixed"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.05), name
 
 
 def test_the_truth_is_recovered_in_strong_scaling() -> None:

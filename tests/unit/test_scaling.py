@@ -19,7 +19,8 @@ from hvdtrain.measure.alike import check_alike, check_going_on
 from hvdtrain.measure.ladder import Plan, order, run_words, value_of, with_batch, without
 from hvdtrain.measure.records import Run, append_line, read_lines, read_table, table_text
 from hvdtrain.measure.study import make_study
-from hvdtrain.measure.text import number, study_text
+from hvdtrain.measure.tables import number
+from hvdtrain.measure.text import study_text
 
 TUTORIAL = "ranks,images_per_second\n1,281.22\n2,382.01\n4,689.22\n8,1341.25\n"
 WORDS = ("python", "-m", "hvdtrain.mnist", "--num-steps", "20")
