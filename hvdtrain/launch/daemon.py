@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 NAMES = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")
 # Names of jobs whose daemons serve other jobs too (`prte` and `prun`) begin with this.
@@ -50,12 +51,31 @@ def end_daemon(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def main(process: int) -> None:
-    """End ``process``."""
+    """End ``process``, and what it has started and would leave behind.
+
+    An ssh to a lost host never ends by itself, and holds mpirun's output open: whoever reads that
+    to its end, such as ``mpirun ... | tee log``, would wait as long.
+    """
     time.sleep(FORWARD)
+    started = _children(process)
     with contextlib.suppress(OSError):  # it has ended
         for _ in range(TIMES):
             os.kill(process, signal.SIGINT)
             time.sleep(APART)
+    for child in started:
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGTERM)
+
+
+def _children(process: int) -> list[int]:
+    """Ids of the processes that ``process`` has started and that live."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ends just now
+            after_name = file.read_text().rpartition(")")[2].split()  # state, parent, ...
+            if int(after_name[1]) == process:
+                found.append(int(file.parent.name))
+    return found
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ class Request:
     """A file with the hosts, instead."""
     tag: bool = False
     """Mark each line of output with its rank, as the launcher spells it."""
+    bind: bool = True
+    """Whether each rank gets cores of its own, where that is known to be right."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,11 @@ def command(
     hosts: str | None = None,
     hostfile: Path | None = None,
     tag: bool = False,
+    bind: bool = True,
     environ: Mapping[str, str] = os.environ,
 ) -> Command:
     """What ``hvdtrain launch -n RANKS -- WORDS`` runs; see ``Request`` and ``prepare``."""
-    return prepare(Request(ranks, words, ppn, threads, hosts, hostfile, tag), environ).command
+    return prepare(Request(ranks, words, ppn, threads, hosts, hostfile, tag, bind), environ).command
 
 
 def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch:
@@ -99,7 +102,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
         packages=packages(),
         # Of hosts that the user names nobody knows the cores. And where the batch system gave a
         # part of a host but fenced nothing off, other jobs may be bound to the same first cores.
-        bind=not named and not 0 < share < cores,
+        bind=request.bind and not named and not 0 < share < cores,
         threads=request.threads,
         gpus=gpus(environ),
         root=os.geteuid() == 0,

@@ -131,7 +131,7 @@ def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], what: str) ->
         assert time.monotonic() - began < CONTRACT, f"{what}: ranks {left} are still there"
         time.sleep(0.1)
     seconds = time.monotonic() - began
-    output, _ = process.communicate()
+    output, _ = process.communicate(timeout=CONTRACT)  # who reads it is not kept waiting either
     print(f"\n{what}: all was over after {seconds:.1f} s, code {process.returncode}\n{output}")
     return Outcome(process.returncode, "", output)
 

@@ -19,8 +19,9 @@ KEYS = """
     workload framework strategy model world_size hosts precision global_batch_size
     epochs_completed steps_completed samples_trained train_loss eval_loss eval_accuracy
     eval_samples images_per_second_mean images_per_second_std step_seconds_median seconds_total
-    seconds_to_first_step parameter_norm stopped checkpoint
-"""  # section 4 of the design
+    seconds_to_first_step step_split gradient_messages parameter_norm stopped checkpoint
+    timeline options environment
+"""  # section 4 of the design; step_split and those on, for `scaling` and `report`
 
 LONG = os.environ.get("HVDTRAIN_LONG") == "1"
 

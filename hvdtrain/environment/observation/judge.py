@@ -25,6 +25,7 @@ Judge = Callable[[Sequence[Record]], Row]
 
 SAME = 1e-6  # relative difference of metrics that are the same
 FEW = 3  # samples on two ranks that may be chance: data has duplicates
+NO_INIT = "Horovod has not been initialized"  # in its own words
 EXPECTED = 5.0  # samples that would be on two ranks if they were drawn without shards
 
 
@@ -33,14 +34,14 @@ def rows(everyone: Sequence[Record], alone: Record | None) -> list[Row]:
 
     Args:
         everyone: what the ranks noted.
-        alone: what one rank alone noted of the same script, to compare learning rates with.
+        alone: what one rank alone noted of the same script, to compare with.
     """
     return [
         one_world(everyone),
         devices(everyone),
-        shards(everyone),
+        shards(everyone, alone),
         learning_rate(everyone, alone),
-        mean_gradient(everyone),
+        mean_gradient(everyone, alone),
         equal_start(everyone),
         one_writer(everyone),
         metrics(everyone),
@@ -54,6 +55,8 @@ def one_world(everyone: Sequence[Record]) -> Row:
     told = f"{everyone[0]['launcher'][0]} started {started}" if started > 1 else "one process"
     without = [rank for rank, world in enumerate(worlds) if world is None]
     if without:
+        if len(without) == started > 1 and all(NO_INIT in (r["ended"] or "") for r in everyone):
+            return row(1, False, f"{told}; all stopped, as hvd.init() had not been called")
         if started == 1 or any(everyone[rank]["updates"] == [] for rank in without):
             return Row(1, NOT_SEEN, f"hvd.init() was not reached on {listed(without)}")
         return row(1, False, f"hvd.init() was not called on {listed(without)}; {told}")
@@ -87,7 +90,7 @@ def devices(everyone: Sequence[Record]) -> Row:
     )
 
 
-def shards(everyone: Sequence[Record]) -> Row:
+def shards(everyone: Sequence[Record], alone: Record | None) -> Row:
     """Step 3: from the calls that shard, from loaders, and from the samples themselves."""
     size = len(everyone)
     if size == 1:
@@ -109,7 +112,7 @@ def shards(everyone: Sequence[Record]) -> Row:
     if all(asked):
         name = asked[0][2] if asked[0] else ""
         return row(3, True, f"{name} gives {size} shards; {samples}", shared=shared)
-    return _unsharded(everyone, samples)
+    return _covering(everyone, alone, samples) or _unsharded(everyone, samples)
 
 
 def _shard_of(record: Record) -> tuple[int, int, str] | None:
@@ -121,6 +124,18 @@ def _shard_of(record: Record) -> tuple[int, int, str] | None:
     if loader and loader["replicas"]:
         return loader["replicas"], loader["rank"], loader["sampler"]
     return None
+
+
+def _covering(everyone: Sequence[Record], alone: Record | None, samples: str) -> Row | None:
+    """The row where the ranks together have seen what one alone does; None where unknown."""
+    if alone is None or not alone["rows"]:
+        return None
+    whole, own = set(alone["rows"]), [set(record["rows"]) for record in everyone]
+    by_chance = math.prod(map(len, own[:2])) / len(whole)
+    if set.union(*own) != whole or by_chance < EXPECTED:
+        return None
+    told = f"{by_rank([f'{len(rows):,}' for rows in own])} samples, all that one rank alone sees"
+    return row(3, True, f"{told}; {samples}")
 
 
 def _unsharded(everyone: Sequence[Record], samples: str) -> Row:

@@ -18,7 +18,7 @@ REDUCED = 5e-3  # relative difference to the mean: compression to fp16 stays bel
 IDLE = 1e-2  # the weight of a rank whose gradients do not count
 
 
-def mean_gradient(everyone: Sequence[Record]) -> Row:
+def mean_gradient(everyone: Sequence[Record], alone: Record | None) -> Row:
     """Step 5: the gradients applied are equal on all ranks, and made of all ranks' own."""
     size = len(everyone)
     updates = [record["updates"] for record in everyone]
@@ -40,7 +40,7 @@ def mean_gradient(everyone: Sequence[Record]) -> Row:
             return row(5, False, told, between=max(off))
         largest = max(largest, *off)
     told = f"max difference between ranks {number(largest)} over {several(count, 'update')}"
-    return _composition(everyone, count, f"{told}, {tensors}")
+    return _composition(everyone, alone, count, f"{told}, {tensors}")
 
 
 def _why(everyone: Sequence[Record]) -> str:
@@ -55,7 +55,7 @@ def _why(everyone: Sequence[Record]) -> str:
     return "" if any(record["reduced"] for record in everyone) else "; Horovod reduced nothing"
 
 
-def _composition(everyone: Sequence[Record], count: int, told: str) -> Row:
+def _composition(everyone: Sequence[Record], alone: Record | None, count: int, told: str) -> Row:
     """What the gradients applied are made of, at the first update where that can be seen."""
     for step in range(count):
         updates = [record["updates"][step] for record in everyone]
@@ -65,14 +65,35 @@ def _composition(everyone: Sequence[Record], count: int, told: str) -> Row:
         local = np.array([update["local"]["sample"] for update in updates])  # (ranks, values)
         if not all(record["reduced"] for record in everyone):
             return row(5, False, f"{told}; but Horovod reduced nothing")
-        return _made_of(applied, local, told, weighed=everyone[0]["hvdtrain"])
+        part = 0.0 if everyone[0]["hvdtrain"] else _part(local, alone)
+        return _made_of(applied, local, told, part=part)
     if all(record["reduced"] for record in everyone):
         return row(5, True, f"{told}; the ranks' own were not seen")
     return Row(5, NOT_SEEN, told)
 
 
-def _made_of(applied: Vector, local: Vector, told: str, *, weighed: bool) -> Row:
-    """Whether ``applied`` is the mean of the rows of ``local``, or another mix of all of them."""
+def _part(local: Vector, alone: Record | None) -> float | None:
+    """How large the ranks' own gradients are beside one rank's alone, at the first update.
+
+    1 where each is the mean over the rank's own samples; 1 / size where each is a sum divided by
+    the size of the global batch.
+    """
+    if alone is None or not alone["updates"]:
+        return None
+    first = alone["updates"][0]
+    one = float(np.linalg.norm((first["local"] or first["applied"])["sample"]))
+    return float(np.median(np.linalg.norm(local, axis=1))) / one if one else None
+
+
+def _made_of(applied: Vector, local: Vector, told: str, *, part: float | None) -> Row:
+    """Whether ``applied`` is the mean of the rows of ``local``, or another mix of all of them.
+
+    Args:
+        applied: the gradients of an update.
+        local: the ranks' own, of shape (ranks, values).
+        told: the evidence so far.
+        part: see ``_part``; 0 where the script leaves the weights to hvdtrain.
+    """
     size = len(local)
     scale = float(np.linalg.norm(applied))
     to_mean = float(np.linalg.norm(applied - local.mean(0))) / scale
@@ -83,7 +104,15 @@ def _made_of(applied: Vector, local: Vector, told: str, *, weighed: bool) -> Row
     to_sum = float(np.linalg.norm(applied - local.sum(0))) / scale
     if to_sum <= REDUCED:
         note = f"{told}; the sum, not the mean, of the ranks' own"
-        return row(5, weighed, f"{note}, which are weighed before" if weighed else note)
+        if part is None:
+            return Row(5, NOT_SEEN, f"{note}; right only if divided by the global batch before")
+        # Halfway, in magnitudes, from 1 / size to where noise may bring it: a batch that is cut
+        # into parts has gradients up to the root of the size larger.
+        divided = part < size**-0.25
+        if not part:
+            return row(5, True, f"{note}, which are weighed before")
+        note += f", each {part:.2g} times as large as one rank's alone"
+        return row(5, divided, f"{note}: divided by the global batch before" if divided else note)
     weights, _, rank, _ = np.linalg.lstsq(local.T, applied, rcond=1e-6)
     residual = float(np.linalg.norm(applied - weights @ local)) / scale
     if rank < size or residual > REDUCED:

@@ -130,7 +130,7 @@ class Record:
             return
         self.batch += len(values)
         rows = self.data["rows"]
-        if self.done >= DETAILED or len(rows) + len(values) > ROWS or self.data.get("again"):
+        if len(rows) + len(values) > ROWS or self.data.get("again"):
             return
         for value in values:
             mark = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 ALL = "all"
 
+Seen = tuple[list[dict[str, Any]], Result]  # what the ranks wrote down, and how the run ended
+
 
 @dataclass(frozen=True)
 class Watched:
@@ -64,6 +66,7 @@ def watch(
     ranks: int,
     updates: int | None = DETAILED,
     timeout: float = 300.0,
+    bind: bool = True,
 ) -> Watched:
     """Run ``script`` on ``ranks`` ranks, then on one, and judge what was seen.
 
@@ -75,18 +78,27 @@ def watch(
         ranks: how many to start.
         updates: after how many updates it is ended; None: at its own end.
         timeout: seconds for each of the two runs.
+        bind: whether the launcher gives each rank cores of its own, as it should. Without, step 2
+            is the script's alone, on a machine without GPUs too.
 
     Raises:
         HvdtrainError: not one rank came so far that it could tell something.
     """
     place = Path.cwd() if len(find_allocation(os.environ).hosts) > 1 else None
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-", dir=place) as folder:
-        everyone, result = _run(ranks, script, arguments, updates, Path(folder), timeout)
+
+        def run_on(size: int, limit: int | None, place: Path) -> Seen:
+            start = build(size, script, arguments, limit, place, bind=bind)
+            return _run(start, size, place, timeout)
+
+        everyone, result = run_on(ranks, updates, Path(folder))
         if not everyone:
             raise HvdtrainError(f"{script} could not be started: {_last(result)}")
         alone = None
         if ranks > 1 and any(record["updates"] for record in everyone):
-            records, _ = _run(1, script, arguments, DETAILED, Path(folder) / "alone", timeout)
+            # To its end only where the ranks went to theirs: then it shows what an epoch is.
+            limit = None if updates is None else DETAILED
+            records, _ = run_on(1, limit, Path(folder) / "alone")
             alone = records[0] if records else None
     rows = judge(everyone, alone)
     ended = [record["ended"] for record in everyone]
@@ -97,17 +109,9 @@ def watch(
     return Watched(rows, ended, min(record["done"] for record in everyone))
 
 
-def _run(
-    ranks: int,
-    script: Path,
-    arguments: Sequence[str],
-    updates: int | None,
-    folder: Path,
-    timeout: float,
-) -> tuple[list[dict[str, Any]], Result]:
+def _run(start: Command, ranks: int, folder: Path, timeout: float) -> Seen:
     """What the ranks wrote down, by rank, and how the run ended."""
     folder.mkdir(exist_ok=True)
-    start = build(ranks, script, arguments, updates, folder)
     log.info("%s", start.show())
     result = run(start, on_line=lambda line: log.info("%s", line), timeout=timeout)
     files = [folder / f"{rank}.json" for rank in range(ranks)]
@@ -115,10 +119,16 @@ def _run(
 
 
 def build(
-    ranks: int, script: Path, arguments: Sequence[str], updates: int | None, folder: Path
+    ranks: int,
+    script: Path,
+    arguments: Sequence[str],
+    updates: int | None,
+    folder: Path,
+    *,
+    bind: bool = True,
 ) -> Command:
     """The command that starts the ranks."""
-    return command(ranks, words(script, arguments, updates, folder))
+    return command(ranks, words(script, arguments, updates, folder), bind=bind)
 
 
 def _last(result: Result) -> str:

@@ -1,0 +1,104 @@
+"""The homework's grader on the solutions, and on copies with one step broken each."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Outcome, run
+
+HOMEWORK = ROOT / "homework"
+GRADE = str(HOMEWORK / "grade.py")
+LONG = os.environ.get("HVDTRAIN_LONG") == "1"
+
+# By step: what a student might have left out. The pattern and what it becomes.
+BROKEN = {
+    "pytorch": {
+        1: (r"^hvd\.init\(\)", "pass"),
+        # Left out altogether, MKL sees that MPI started the rank and takes one core by itself.
+        2: (r"^cores = .*$", "cores = os.cpu_count()"),
+        3: (r"^mine = .*$", "mine = slice(None)"),
+        4: (r"lr=args\.lr \* hvd\.size\(\)", "lr=args.lr"),
+        5: (r"^optimizer = hvd\.DistributedOptimizer\(.*$", ""),
+        6: (r"^hvd\.broadcast_.*$", ""),
+        7: (r"if hvd\.rank\(\) == 0:", "if True:"),
+        8: (r"hvd\.allreduce\((torch\.stack\(.*\)), op=hvd\.Sum\)", r"\1"),
+    },
+    "tensorflow2": {
+        1: (r"^hvd\.init\(\)", "pass"),
+        2: (r"^cores = .*$", "cores = os.cpu_count()"),
+        3: (r"^mine = .*$", "mine = slice(None)"),
+        4: (r"args\.lr \* hvd\.size\(\)", "args.lr"),
+        5: (r"^    tape = hvd\.DistributedGradientTape\(.*$", ""),
+        6: (r"^hvd\.broadcast_.*$", ""),
+        7: (r"if hvd\.rank\(\) == 0:", "if True:"),
+        8: (r"hvd\.allreduce\((tf\.stack\(.*\)), op=hvd\.Sum\)", r"\1"),
+    },
+}
+
+
+def grade(*words: str) -> Outcome:
+    return run([sys.executable, GRADE, *words], timeout=900)
+
+
+def reports(outcome: Outcome) -> dict[str, dict[int, str]]:
+    """The state of each step, by the name of the script."""
+    found: dict[str, dict[int, str]] = {}
+    for one in re.split(r"^(?=\S+\.py on )", outcome.out, flags=re.M)[1:]:
+        name = one.split()[0]
+        states = re.findall(r"^(works|failed|not seen) +(\d) ", one, re.M)
+        found[name] = {int(step): state for state, step in states}
+        works = sum(state == "works" for state, _ in states)
+        assert f"{works} of 8 steps work" in one
+    return found
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("framework", ["pytorch", *(["tensorflow2"] if LONG else [])])
+def test_the_solution_and_a_copy_with_each_step_broken(framework: str, tmp_path: Path) -> None:
+    right = HOMEWORK / f"{framework}_mnist_hvd.py"
+    handed_in = [right]
+    for step, (pattern, other) in BROKEN[framework].items():
+        text, count = re.subn(pattern, other, right.read_text(), flags=re.M)
+        assert count >= 1, step
+        handed_in.append(tmp_path / f"without_{step}.py")
+        handed_in[-1].write_text(text)
+    outcome = grade(*map(str, handed_in))
+    assert outcome.code == 1, outcome.err
+    found = reports(outcome)
+    assert found.pop(right.name) == dict.fromkeys(range(1, 9), "works"), outcome.out
+    wrong = {
+        name: [step for step, state in states.items() if state != "works"]
+        for name, states in found.items()
+    }
+    # Without Horovod nothing else runs.
+    expected = {
+        f"without_{step}.py": [step] if step > 1 else [*range(1, 9)] for step in range(1, 9)
+    }
+    assert wrong == expected, outcome.out
+    assert [step for step, state in found["without_1.py"].items() if state == "failed"] == [1]
+    assert re.search(r"^8 of 8 .*_hvd\.py\n0 of 8 .*without_1\.py\n7 of 8 ", outcome.out, re.M)
+    assert not list(tmp_path.glob("metrics*"))  # what the scripts write is thrown away
+
+
+@pytest.mark.skipif(LONG, reason="the copies are tested with it")
+def test_the_solution_in_tensorflow() -> None:
+    outcome = grade(str(HOMEWORK / "tensorflow2_mnist_hvd.py"))
+    assert outcome.code == 0, outcome.out
+    assert outcome.out.rstrip().endswith("8 of 8 steps work")
+
+
+def test_wrong_use(tmp_path: Path) -> None:
+    missing = grade(str(tmp_path / "none.py"))
+    assert missing.code == 2 and "none.py: no such file" in missing.err
+    alone = grade(GRADE, "-n", "1")
+    assert alone.code == 2 and "shows on 2 and more" in alone.err
+    broken = tmp_path / "broken.py"
+    broken.write_text("import horovod.torch as hvd\nhvd.init(\n")
+    outcome = grade(str(broken))
+    assert outcome.code == 1
+    assert "0 of 8 steps work" in outcome.out and "SyntaxError" in outcome.out
