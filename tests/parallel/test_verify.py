@@ -142,7 +142,7 @@ def test_a_script_with_every_mistake(tmp_path: Path) -> None:
     assert outcome.code == 1, outcome.err[-3000:]
     assert failed(outcome) == [2, 3, 4, 5, 6, 7]
     assert states(outcome)[8] == "not seen"
-    assert evidence(outcome, 3) == "80 of 80 samples seen were on more than one rank"
+    assert evidence(outcome, 3) == "400 of 400 samples seen were on more than one rank"
     assert evidence(outcome, 7).startswith("ranks 0, 1 wrote ")
 
 

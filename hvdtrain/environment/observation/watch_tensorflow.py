@@ -105,7 +105,8 @@ class Watch:
         built = optimizer.built
         rate = tf.identity(tf.convert_to_tensor(optimizer.learning_rate))
         before = [tf.identity(v.value) for _, v in pairs]
-        kept = [v for v in optimizer.variables if not v.name.endswith("learning_rate")]
+        # Not `.variables`: Horovod's wrapper has one of its own, which raises in Keras 3.
+        kept = [v for v in optimizer._variables if not v.name.endswith("learning_rate")]
         state = [tf.identity(v.value) for v in kept] if built else []
         result = original(optimizer, grads, variables)
         applied = [tf.convert_to_tensor(g) for g, _ in pairs]
