@@ -89,7 +89,9 @@ def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
     words = [render(word, job.names, job.optional) for word in job.command]
     line = f"{indent}    {words[0]}"
     if job.once:
-        lines, line = [], indent + words[0]
+        # Bare, a first word with "=" would be an assignment.
+        assigns = words[0] == job.command[0] and "=" in words[0]
+        lines, line = [], indent + (f"'{words[0]}'" if assigns else words[0])
     for word in words[1:]:
         if len(line) + 1 + len(word) > WIDTH:
             lines.append(line)

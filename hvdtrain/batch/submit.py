@@ -48,7 +48,12 @@ def run_verb(given: argparse.Namespace) -> Report:
         raise UsageError(f"the script would not do what it says: {'; '.join(problems)}")
     files = _free_files(given.logs, job.name, dialect.suffix, reserve=not given.dry_run)
     text = script_text(job, dialect, site, str(files.chain))
-    command = dialect.submit(str(files.script), str(files.log()), array=job.array, after=None)
+    try:
+        command = dialect.submit(str(files.script), str(files.log()), array=job.array, after=None)
+    except UsageError:
+        if not given.dry_run:
+            files.script.unlink()  # nothing but the reserved name
+        raise
     if given.dry_run:
         log.info("# %s", command.show())
         return Report(text[:-1], {"ok": True, "script": text, "submit": list(command.argv)})

@@ -160,6 +160,11 @@ def test_a_chain() -> None:
     assert script_text(CHAIN, Slurm(), Site(), "mnist-1.chain") == CHAIN_SLURM
 
 
+def test_a_program_with_an_equals_sign_is_no_assignment() -> None:
+    text = script_text(Job(("X=1", "Y=2"), 60, once=True), Pbs(), Site())
+    assert "\n'X=1' Y=2\n" in text
+
+
 def test_whole_nodes_ask_for_nodes_only() -> None:
     job = Job(("x",), 60, nodes=2, ppn=4, gpus_per_node=4)
     lines = Pbs().directives(job, Site(whole_nodes=True, select="system=polaris"))

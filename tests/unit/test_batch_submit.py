@@ -163,6 +163,14 @@ def test_which_batch_system(bin_directory: Path) -> None:
     assert isinstance(choose("none", environ), Local)
 
 
+def test_a_script_that_cannot_be_handed_in_leaves_no_file(
+    capsys: Captured, bin_directory: Path
+) -> None:
+    program(bin_directory, "qsub", "# part of Slurm")
+    assert "hands 'a b/x-1.pbs' to a shell" in refusal(capsys, *PBS, "--logs", "a b", "--", "x")
+    assert list(Path("a b").iterdir()) == []
+
+
 def test_a_dry_run_prints_the_script_and_touches_nothing(capsys: Captured) -> None:
     assert submit(*PBS, "--dry-run", "--env", "none", "--", "python", "train.py") == 0
     streams = capsys.readouterr()

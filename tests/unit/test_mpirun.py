@@ -107,6 +107,14 @@ def test_threads_are_set_and_handed_on_where_asked_for() -> None:
     assert "OMP_NUM_THREADS" not in build(mpi, Job(layout, cores=8), WORDS).argv
 
 
+@pytest.mark.parametrize("dialect", ["openmpi5", "mpich", "srun"])
+def test_what_a_job_exports_reaches_the_ranks(dialect: str) -> None:
+    mpi, layout = Mpi(dialect, f"/bin/{dialect}", "1"), lay_out(4, TWO)
+    bare = Job(layout, cores=8, environ={"SLURM_EXPORT_ENV": "NONE"})
+    assert build(mpi, bare, WORDS).env == {"SLURM_EXPORT_ENV": "ALL"}
+    assert "SLURM_EXPORT_ENV" not in build(mpi, Job(layout, cores=8), WORDS).env
+
+
 def test_more_threads_than_cores_of_its_own_are_not_bound() -> None:
     assert Job(lay_out(2, Allocation("none")), cores=8, threads=4).width == 4
     assert Job(lay_out(2, Allocation("none")), cores=8, threads=5).width == 0
