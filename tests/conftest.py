@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 BIN = Path(sys.executable).parent
 
+# What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A test runs with the environment that a user has, less what a test runner or an outer mpirun set.
 _FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "HOROVOD_", "OMP_", "SLURM_", "PBS_")
 

@@ -67,7 +67,8 @@ class Buckets:
                 result[index] = tf.reshape(piece, dense[index].shape)
             if number == len(groups) - 1:
                 self.agreed.assign(tf.cast(stop[0], tf.float32))
-        if tf.inside_function():  # outside, each sum is waited for before the next one begins
+        # Outside of a trace, each sum is waited for before the next one begins.
+        if tf.inside_function() and _has_clock():
             self._watch(ready, done)
         return result
 
@@ -84,6 +85,16 @@ class Buckets:
     def blocked_seconds(self) -> float | None:
         """Seconds that this rank waited for sums, in all; None where that was not measured."""
         return float(self._blocked.numpy()) if self._watched else None
+
+
+def _has_clock() -> bool:
+    """Whether a trace may ask for the time: not where operations have to be deterministic."""
+    try:
+        with tf.init_scope():
+            tf.timestamp()
+    except tf.errors.FailedPreconditionError:
+        return False
+    return True
 
 
 def _dense(gradient: Any, variable: Any) -> Any:
