@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def _throughput(axes: Any, study: Study) -> None:
         capsize=3,
         label="measured" + (", 95 %" if any(bounds) else ""),
     )
+    _mark_crowded(axes, study, lambda point: point.rate.mean)
     _ranks_axis(axes, [point.ranks for point in points])
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -80,18 +81,7 @@ def _efficiency(axes: Any, study: Study) -> None:
         capsize=3,
         label="measured",
     )
-    crowded = [size.point for size in study.sizes if size.crowded]
-    if crowded:
-        axes.plot(
-            [point.ranks for point in crowded],
-            [100 * point.efficiency for point in crowded],
-            linestyle="none",
-            marker="o",
-            markerfacecolor="white",
-            markeredgecolor="C0",
-            zorder=5,
-            label="sharing cores",
-        )
+    _mark_crowded(axes, study, lambda point: 100 * point.efficiency)
     ranks = [point.ranks for point in points] + [one.ranks for one in study.predictions]
     if study.fit:
         fit, start = study.fit, study.fit.base
@@ -106,7 +96,25 @@ def _efficiency(axes: Any, study: Study) -> None:
     _ranks_axis(axes, ranks)
     axes.set_ylim(0, 5 + max(100, *values))
     axes.set_ylabel(f"efficiency, % of {points[0].ranks} rank{'s' * (points[0].ranks > 1)}")
-    axes.legend(loc="lower left", frameon=True, framealpha=0.8, edgecolor="none")
+    # What was measured stands on the left, what is predicted on the right.
+    corner = "lower right" if study.predictions else "lower left"
+    axes.legend(loc=corner, frameon=True, framealpha=0.8, edgecolor="none")
+
+
+def _mark_crowded(axes: Any, study: Study, value: Callable[[Point], float]) -> None:
+    """Open markers where ranks shared cores: such points tell nothing of the hardware."""
+    crowded = [size.point for size in study.sizes if size.crowded]
+    if crowded:
+        axes.plot(
+            [point.ranks for point in crowded],
+            [value(point) for point in crowded],
+            linestyle="none",
+            marker="o",
+            markerfacecolor="white",
+            markeredgecolor="C0",
+            zorder=5,
+            label="sharing cores",
+        )
 
 
 def _steps(axes: Any, sizes: Sequence[Size]) -> None:
