@@ -52,12 +52,10 @@ class Buckets:
         result: list[Any] = [None] * len(dense)
         ready, done = [], []
         for number, group in enumerate(groups):
-            flat = tf.concat([tf.reshape(dense[index], [-1]) for index in group], 0)
-            if weight is not None:
-                flat = tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype))
+            parts = [_weighed(tf.reshape(dense[index], [-1]), weight) for index in group]
             # Every bucket has this element, from a variable: a bucket of constants alone would be
             # summed once, when TensorFlow folds constants, and never again.
-            flat = tf.concat([flat, tf.cast(self.stop, flat.dtype)[None]], 0)
+            flat = tf.concat([*parts, tf.cast(self.stop, parts[0].dtype)[None]], 0)
             total = self.reduce(flat, f"gradients.{number}")
             ready.append(flat)
             done.append(total)
@@ -85,6 +83,11 @@ class Buckets:
     def blocked_seconds(self) -> float | None:
         """Seconds that this rank waited for sums, in all; None where that was not measured."""
         return float(self._blocked.numpy()) if self._watched else None
+
+
+def _weighed(flat: Any, weight: Any) -> Any:
+    """``flat`` times ``weight``; each pass over all gradients is one too many, so 1 costs none."""
+    return flat if weight is None else tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype))
 
 
 def _has_clock() -> bool:
