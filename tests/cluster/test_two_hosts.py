@@ -5,10 +5,13 @@ The seconds until every rank has stopped are printed (pytest -s); 30 is the cont
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +23,9 @@ from tests.conftest import Outcome
 from tests.parallel.conftest import Training, assert_bit_equal, assert_close, train
 
 CONTRACT = 30.0  # seconds in which a job has to be over after a host or a link is lost
-START = 120.0  # seconds for a training to come to its first steps on a busy machine
+START = 60.0  # seconds for a training to come to its first steps on a busy machine
+ATTEMPTS = 3  # to start it
+TO_THE_END = 120.0  # seconds for a short one
 EXACT = (
     *("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--dropout=0"),
     *("--global-batch-size=96", "--seed=1"),
@@ -116,13 +121,34 @@ class At(Training):
         return sorted(self.folder.glob(f"checkpoints/step-{self.step:09}*"))[-1]
 
 
-def wait_for_checkpoints(number: int, process: subprocess.Popen[str], folder: Path) -> None:
-    """Wait until the training that runs has come so far."""
+@contextlib.contextmanager
+def training(
+    two: TwoHosts, folder: Path, number: int, *options: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A training that has come to so many checkpoints, and runs on.
+
+    About one start in forty hangs inside MPI's own start over the two namespaces. These tests are
+    about what comes later, so they start anew then, with a warning in pytest's summary.
+    """
+    for attempt in range(ATTEMPTS):
+        with two.running(two.mpirun(*trainer(folder, *options))) as process:
+            if wait_for_checkpoints(number, process, folder):
+                yield process
+                return
+        warnings.warn(f"start {attempt + 1} did not come to its first steps", stacklevel=2)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    pytest.fail("the training does not come to its first steps")
+
+
+def wait_for_checkpoints(number: int, process: subprocess.Popen[str], folder: Path) -> bool:
+    """Whether the training that runs has come so far, in time."""
     deadline = time.monotonic() + START
     while len(list(folder.glob("checkpoints/step-*"))) < number:
         assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.monotonic() < deadline, "the training does not come to its first steps"
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.02)
+    return True
 
 
 def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], what: str) -> Outcome:
@@ -141,8 +167,7 @@ def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], what: str) ->
 def test_a_host_is_lost_and_the_training_goes_on_later(
     accident: str, two: TwoHosts, uncut: Training, tmp_path: Path
 ) -> None:
-    with two.running(two.mpirun(*trainer(tmp_path, *LONG))) as process:
-        wait_for_checkpoints(3, process, tmp_path)
+    with training(two, tmp_path, 3, *LONG) as process:
         getattr(two, accident)()
         outcome = wait_until_over(two, process, accident)
     newest = Training(outcome, tmp_path).newest
@@ -158,8 +183,7 @@ def test_a_host_is_lost_and_the_training_goes_on_later(
 
 def test_all_that_runs_on_a_host_is_killed(two: TwoHosts, tmp_path: Path) -> None:
     """Its kernel closes the connections, so mpirun itself notices, and names the host."""
-    with two.running(two.mpirun(*trainer(tmp_path, *LONG))) as process:
-        wait_for_checkpoints(1, process, tmp_path)
+    with training(two, tmp_path, 1, *LONG) as process:
         two.kill(2)
         outcome = wait_until_over(two, process, "kill")  # mpirun's own code is 0 now and then
     assert two.name(2) in outcome.err
@@ -170,11 +194,10 @@ def test_a_slow_link_is_no_cut_link(two: TwoHosts, tmp_path: Path) -> None:
     options = ("--model=small", "--num-steps=20", "--checkpoint-every=5", *EXACT)
     one = train(1, tmp_path / "one", "mnist", *options)
     folder = tmp_path / "four"
-    with two.slow("8mbit"), two.running(two.mpirun(*trainer(folder, *options))) as process:
-        wait_for_checkpoints(1, process, folder)
+    with two.slow("8mbit"), training(two, folder, 1, *options) as process:
         two.cut()
         time.sleep(5)
         two.mend()
-        output, _ = process.communicate(timeout=START)
+        output, _ = process.communicate(timeout=TO_THE_END)
     assert (process.returncode, output) == (0, "")
     assert_close(one, Training(Outcome(0, "", ""), folder), 1e-9)
