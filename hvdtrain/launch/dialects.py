@@ -97,8 +97,8 @@ def build(mpi: Mpi, job: Job, words: Sequence[str]) -> Command:
     own = {"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}
     if mpi.dialect == "intel":
         own |= {name: value for name, value in INTEL.items() if name not in job.environ}
-    if job.environ.get("SLURM_EXPORT_ENV"):
-        # NONE, as its qsub sets it for the jobs that it makes, would hide all else from the ranks:
+    if job.environ.get("SLURM_EXPORT_ENV") == "NONE":
+        # As its qsub sets it for the jobs that it makes, it would hide all else from the ranks:
         # Open MPI and Hydra start their daemons by srun.
         own["SLURM_EXPORT_ENV"] = "ALL"
     if job.tag and mpi.dialect not in OPEN_MPI and "PYTHONUNBUFFERED" not in job.environ:

@@ -5,13 +5,10 @@ The seconds until every rank has stopped are printed (pytest -s); 30 is the cont
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +20,7 @@ from tests.conftest import Outcome
 from tests.parallel.conftest import Training, assert_bit_equal, assert_close, train
 
 CONTRACT = 30.0  # seconds in which a job has to be over after a host or a link is lost
-START = 60.0  # seconds for a training to come to its first steps on a busy machine
-ATTEMPTS = 3  # to start it
-TO_THE_END = 120.0  # seconds for a short one
+START = 120.0  # seconds for a training to come to its first steps on a busy machine
 EXACT = (
     *("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--dropout=0"),
     *("--global-batch-size=96", "--seed=1"),
@@ -56,20 +51,9 @@ def trainer(folder: Path, *options: str) -> list[str]:
 
 def train_on(two: TwoHosts, folder: Path, *options: str) -> Training:
     """Train on both hosts to the end."""
-    outcome = finished(two, two.mpirun(*trainer(folder, *options)))
+    outcome = two.run(two.mpirun(*trainer(folder, *options)))
     assert outcome.code == 0, outcome.err[-3000:]
     return Training(outcome, folder)
-
-
-def finished(two: TwoHosts, command: list[str], **extra: str) -> Outcome:
-    """How a command of few steps ended; started anew where its start hung, see ``training``."""
-    for attempt in range(1, ATTEMPTS):
-        try:
-            return two.run(command, TO_THE_END, **extra)
-        except pytest.fail.Exception:
-            two.kill(1, 2)
-            warnings.warn(f"start {attempt} did not come to its end", stacklevel=2)
-    return two.run(command, TO_THE_END, **extra)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +86,7 @@ def test_launch_by_a_nodefile_trains_as_one_rank_does(two: TwoHosts, tmp_path: P
     one = train(1, tmp_path / "one", "mnist", *options)
     launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
     command = two.on(1, *launch, *trainer(tmp_path / "four", *options))
-    outcome = finished(two, command, PBS_NODEFILE=str(two.nodefile()))
+    outcome = two.run(command, PBS_NODEFILE=str(two.nodefile()))
     assert outcome.code == 0, outcome.err[-3000:]
     four = Training(outcome, tmp_path / "four")
     assert_close(one, four, 1e-9)
@@ -132,34 +116,13 @@ class At(Training):
         return sorted(self.folder.glob(f"checkpoints/step-{self.step:09}*"))[-1]
 
 
-@contextlib.contextmanager
-def training(
-    two: TwoHosts, folder: Path, number: int, *options: str
-) -> Iterator[subprocess.Popen[str]]:
-    """A training that has come to so many checkpoints, and runs on.
-
-    About one start in forty hangs inside MPI's own start over the two namespaces. These tests are
-    about what comes later, so they start anew then, with a warning in pytest's summary.
-    """
-    for attempt in range(ATTEMPTS):
-        with two.running(two.mpirun(*trainer(folder, *options))) as process:
-            if wait_for_checkpoints(number, process, folder):
-                yield process
-                return
-        warnings.warn(f"start {attempt + 1} did not come to its first steps", stacklevel=2)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    pytest.fail("the training does not come to its first steps")
-
-
-def wait_for_checkpoints(number: int, process: subprocess.Popen[str], folder: Path) -> bool:
-    """Whether the training that runs has come so far, in time."""
+def wait_for_checkpoints(number: int, process: subprocess.Popen[str], folder: Path) -> None:
+    """Wait until the training that runs has come so far."""
     deadline = time.monotonic() + START
     while len(list(folder.glob("checkpoints/step-*"))) < number:
         assert process.poll() is None, process.communicate()[0][-3000:]
-        if time.monotonic() > deadline:
-            return False
+        assert time.monotonic() < deadline, "the training does not come to its first steps"
         time.sleep(0.02)
-    return True
 
 
 def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], what: str) -> Outcome:
@@ -178,7 +141,8 @@ def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], what: str) ->
 def test_a_host_is_lost_and_the_training_goes_on_later(
     accident: str, two: TwoHosts, uncut: Training, tmp_path: Path
 ) -> None:
-    with training(two, tmp_path, 3, *LONG) as process:
+    with two.running(two.mpirun(*trainer(tmp_path, *LONG))) as process:
+        wait_for_checkpoints(3, process, tmp_path)
         getattr(two, accident)()
         outcome = wait_until_over(two, process, accident)
     newest = Training(outcome, tmp_path).newest
@@ -196,7 +160,8 @@ def test_a_host_is_lost_and_the_training_goes_on_later(
 
 def test_all_that_runs_on_a_host_is_killed(two: TwoHosts, tmp_path: Path) -> None:
     """Its kernel closes the connections, so mpirun itself notices, and names the host."""
-    with training(two, tmp_path, 1, *LONG) as process:
+    with two.running(two.mpirun(*trainer(tmp_path, *LONG))) as process:
+        wait_for_checkpoints(1, process, tmp_path)
         two.kill(2)
         outcome = wait_until_over(two, process, "kill")  # mpirun's own code is 0 now and then
     assert two.name(2) in outcome.err
@@ -207,10 +172,11 @@ def test_a_slow_link_is_no_cut_link(two: TwoHosts, tmp_path: Path) -> None:
     options = ("--model=small", "--num-steps=20", "--checkpoint-every=5", *EXACT)
     one = train(1, tmp_path / "one", "mnist", *options)
     folder = tmp_path / "four"
-    with two.slow("8mbit"), training(two, folder, 1, *options) as process:
+    with two.slow("8mbit"), two.running(two.mpirun(*trainer(folder, *options))) as process:
+        wait_for_checkpoints(1, process, folder)
         two.cut()
         time.sleep(5)
         two.mend()
-        output, _ = process.communicate(timeout=TO_THE_END)
+        output, _ = process.communicate(timeout=START)
     assert (process.returncode, output) == (0, "")
     assert_close(one, Training(Outcome(0, "", ""), folder), 1e-9)

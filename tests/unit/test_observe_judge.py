@@ -336,3 +336,47 @@ def test_keras_optimizer_of_horovod_is_named() -> None:
         record["calls"].append({"name": name, "update": 0})
     evidence = rows(everyone, ALONE)[4].evidence
     assert "horovod.tensorflow.keras.DistributedOptimizer reduces nothing with Keras 3" in evidence
+
+
+def summed(part: float) -> Records:
+    """A script whose gradients are sums, each rank's own ``part`` times as large as ``LOCAL``."""
+    everyone = copy.deepcopy(script())
+    for rank, record in enumerate(everyone):
+        for one in record["updates"]:
+            one["local"]["sample"] = [part * value for value in LOCAL[rank]]
+            one["applied"]["sample"] = [part * sum(pair) for pair in zip(*LOCAL, strict=True)]
+    return everyone
+
+
+@pytest.mark.parametrize(("part", "state"), [(0.5, OK), (0.7, OK), (1.0, FAILED), (1.4, FAILED)])
+def test_a_sum_is_right_if_divided_by_the_global_batch(part: float, state: str) -> None:
+    assert states(summed(part))[5] == state
+    assert states(summed(part), alone=None)[5] == NOT_SEEN
+
+
+def unnamed(rows_of: Callable[[int], list[str]]) -> Records:
+    """A script that shares its samples out by no call that is known."""
+    everyone = copy.deepcopy(script())
+    for rank, record in enumerate(everyone):
+        record["calls"] = [{"name": "broadcast_parameters", "update": 0}]
+        record["rows"] = rows_of(rank)
+    return everyone
+
+
+def test_shards_are_seen_where_the_ranks_cover_what_one_alone_sees() -> None:
+    whole = [str(number) for number in range(80)]
+    alone = {**ALONE, "rows": whole}
+    assert states(unnamed(lambda rank: whole[rank::2]), alone)[3] == OK
+    assert states(unnamed(lambda rank: whole), alone)[3] == FAILED
+    assert states(unnamed(lambda rank: whole[rank:-2:2]), alone)[3] == NOT_SEEN  # two are missing
+    assert states(unnamed(lambda rank: whole[rank::2]))[3] == NOT_SEEN  # other samples alone
+
+
+def test_a_script_that_never_initializes_fails_its_first_row() -> None:
+    everyone = copy.deepcopy(script())
+    for record in everyone:
+        record |= {"world": None, "updates": [], "done": 0}
+        record["ended"] = "ValueError: Horovod has not been initialized; use hvd.init()."
+    assert states(everyone, alone=None)[1] == FAILED
+    everyone[1]["ended"] = "OSError: disk"
+    assert states(everyone, alone=None)[1] == NOT_SEEN
