@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,17 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 BIN = Path(sys.executable).parent
+LONG = os.environ.get("HVDTRAIN_LONG") == "1"
+"""All cases with all networks; otherwise what two slow cores do in half an hour."""
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A test runs with the environment that a user has, less what a test runner or an outer mpirun set.
-_FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "HOROVOD_", "OMP_", "SLURM_", "PBS_")
+_FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "HOROVOD_", "OMP_", "SLURM_", "PBS_", "PYTHONDONTWRITE")
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -47,8 +51,16 @@ class Outcome:
         return [line for line in self.err.splitlines() if line.startswith("hvdtrain:")]
 
 
+def end_session(leader: int) -> None:
+    """Kill what is left of a session: mpirun gives each rank a process group of its own."""
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)
+
+
 def run(command: list[str], *, cwd: Path = ROOT, timeout: float = 240, **extra: str) -> Outcome:
-    """Run ``command``; at the timeout end its whole process group and fail."""
+    """Run ``command`` in a session of its own; at the timeout end all of that and fail."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -62,9 +74,11 @@ def run(command: list[str], *, cwd: Path = ROOT, timeout: float = 240, **extra: 
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        end_session(process.pid)
         out, err = process.communicate()
         pytest.fail(f"{' '.join(command)} hung for {timeout} s\n{out[-2000:]}\n{err[-2000:]}")
+    finally:
+        end_session(process.pid)
     return Outcome(process.returncode, out, err)
 
 

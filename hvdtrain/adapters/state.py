@@ -117,9 +117,13 @@ class StateAdapter(Adapter):
             arrays = self.export_state(model, optimizer)
         state = {**state, "world_size": self.world.size}
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
-        written = self.communicator.on_root(
-            lambda: checkpoints.save(Path(directory), checkpoint, keep)
-        )
+
+        def write() -> str:
+            # Told at once: if a rank is lost now, nobody learns more than that it is written.
+            ending.checkpoint = str(checkpoints.save(Path(directory), checkpoint, keep))
+            return ending.checkpoint
+
+        written = self.communicator.on_root(write)
         ending.checkpoint = self.communicator.broadcast_bytes(str(written).encode()).decode()
         return Path(ending.checkpoint)
 

@@ -19,7 +19,7 @@ from tests.conftest import Outcome, run
 PACKAGES = ("slurm-wlm", "slurm-wlm-torque", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "qsub")
 CPUS = 8  # more than there are: jobs of four ranks run beside one another
-START = 30.0  # seconds
+START = 120.0  # seconds
 
 
 def lacks() -> str | None:
@@ -108,7 +108,7 @@ class Cluster:
         """What a command needs to find it."""
         return {"SLURM_CONF": str(self.directory / "slurm.conf")}
 
-    def command(self, *words: str, cwd: Path, timeout: float = 240, **extra: str) -> Outcome:
+    def command(self, *words: str, cwd: Path, timeout: float = 480, **extra: str) -> Outcome:
         """Run a command of a user of this cluster."""
         return run(list(words), cwd=cwd, timeout=timeout, **self.environment, **extra)
 

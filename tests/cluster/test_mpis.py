@@ -46,7 +46,7 @@ class Stack:
 
     def launch(self, *words: str, code: int = 0) -> Outcome:
         """Run `hvdtrain launch` with it first on the PATH."""
-        outcome = run([*LAUNCH, *words], timeout=120, **self.environ)
+        outcome = run([*LAUNCH, *words], **self.environ)
         assert outcome.code == code, outcome.out + outcome.err
         return outcome
 
@@ -161,7 +161,7 @@ def test_term_is_handed_on_and_waited_for(stack: Stack) -> None:
         assert line, "it ended before"
         seen += [line] if "Place(" in line else []
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 75, said
 
 
@@ -185,7 +185,7 @@ def test_srun_where_no_mpi_is_on_the_path(cluster: slurm.Cluster, tmp_path: Path
     allocation = (shutil.which("salloc") or "salloc", "--quiet", "--ntasks=3")
 
     def launch(*words: str) -> Outcome:
-        return cluster.command(*allocation, *LAUNCH, *words, cwd=tmp_path, timeout=60, **bare)
+        return cluster.command(*allocation, *LAUNCH, *words, cwd=tmp_path, **bare)
 
     program = ("--", sys.executable, "-c", RANK)
     outcome = launch("-n", "3", "--tag", *program)

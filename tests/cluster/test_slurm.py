@@ -98,7 +98,11 @@ class User:
 
 
 SMALL = "MODEL=resnet18,BATCH=1"
-ONE_NODE = "select=1:ncpus=4:mpiprocs=4"
+
+
+def one_node(ranks: int) -> str:
+    """What these ranks ask for with -l."""
+    return f"select=1:ncpus={ranks}:mpiprocs={ranks}"
 
 
 def test_pi(user: User) -> None:
@@ -117,7 +121,7 @@ def test_mnist_on_one_node(user: User, mnist: Path) -> None:
 
 
 def test_mnist_on_more_and_more_ranks(user: User) -> None:
-    user.runs("qsub", "-j", "oe", "-l", ONE_NODE, "-v", "STEPS=3", "jobs/mnist_scaling.pbs")
+    user.runs("qsub", "-j", "oe", "-l", one_node(4), "-v", "STEPS=3", "jobs/mnist_scaling.pbs")
     for size in (1, 2, 4):
         assert user.summary(f"results/mnist_scaling/{size}.json")["world_size"] == size
 
@@ -129,8 +133,10 @@ def test_resnet_on_one_node(user: User) -> None:
 
 
 def test_resnet_on_more_and_more_ranks(user: User) -> None:
-    user.runs("qsub", "-l", ONE_NODE, "-v", f"{SMALL},STEPS=1,RESULTS=r", "jobs/resnet_scaling.pbs")
-    assert [user.summary(f"r/{size}.json")["world_size"] for size in (1, 2, 4)] == [1, 2, 4]
+    few = ("-l", one_node(2), "-v", f"{SMALL},STEPS=1,RESULTS=r")
+    user.runs("qsub", *few, "jobs/resnet_scaling.pbs")
+    assert sorted(path.name for path in (user.directory / "r").iterdir()) == ["1.json", "2.json"]
+    assert [user.summary(f"r/{size}.json")["world_size"] for size in (1, 2)] == [1, 2]
 
 
 def test_a_timeline(user: User) -> None:
@@ -197,13 +203,16 @@ def newest_checkpoint(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_job_cut_by_its_walltime_ends_as_an_uncut_one(user: User, tmp_path: Path) -> None:
-    """Slurm counts in minutes, and the first job sleeps most of its own away."""
+    """Slurm counts in minutes, and the first job sleeps most of its own away.
+
+    How many jobs it takes depends on how busy the machine is: two where it is not.
+    """
     uncut = User(user.cluster, tmp_path / "uncut")
     uncut.directory.mkdir()
     uncut.submits("--walltime", "0:10:00", "--follow", "--", *TRAINING)
 
     sleep = "[ -e slept ] || { touch slept; sleep 17; }"
-    words = ("--walltime", "0:01:00", "--follow", "--chain", "--chain-limit", "6")
+    words = ("--walltime", "0:01:00", "--follow", "--chain", "--chain-limit", "12")
     outcome = user.submits(*words, "--setup", sleep, "--", *TRAINING)
     events = chain.read(user.directory / "hvdtrain-jobs" / "mnist-1.chain")
     codes = [event["code"] for event in events if event["event"] == "end"]

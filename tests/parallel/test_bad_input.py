@@ -39,7 +39,7 @@ def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
     ],
 )
 def test_wrong_use(options: list[str], word: str) -> None:
-    assert_one_line(ranks(2, "-m", "hvdtrain.mnist", *options, timeout=60), 2, word)
+    assert_one_line(ranks(2, "-m", "hvdtrain.mnist", *options), 2, word)
 
 
 def test_a_truncated_idx_file(tmp_path: Path, mnist: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_truncated_idx_file(tmp_path: Path, mnist: Path) -> None:
         (tmp_path / file.name.removesuffix(".gz")).write_bytes(gzip.decompress(file.read_bytes()))
     broken = tmp_path / "train-images-idx3-ubyte"
     os.truncate(broken, 1_000_000)
-    outcome = ranks(2, "-m", "hvdtrain.mnist", f"--data={tmp_path}", timeout=60)
+    outcome = ranks(2, "-m", "hvdtrain.mnist", f"--data={tmp_path}")
     assert_one_line(outcome, 2, str(broken), "copy it again")
 
 
@@ -97,10 +97,10 @@ def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) 
     broken = pictures / "train" / "dog" / "5.jpg"
     os.truncate(broken, 200)
     line = ("-m", "hvdtrain.resnet", f"--framework={framework}", f"--data={pictures}", *SHORT)
-    outcome = ranks(2, *line, "--quiet", timeout=90, TEST_MARK=str(pictures))
+    outcome = ranks(2, *line, "--quiet", TEST_MARK=str(pictures))
     assert_one_line(outcome, 2, str(broken), "--skip-broken")
     assert_no_process_left(str(pictures))
-    shown = ranks(2, *line, "--skip-broken", timeout=90)
+    shown = ranks(2, *line, "--skip-broken")
     assert shown.code == 0, shown.err
     assert "left out 1 broken image" in shown.out
     assert "15 images" in shown.out
@@ -108,7 +108,7 @@ def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) 
 
 def test_an_empty_class_folder(pictures: Path) -> None:
     (pictures / "train" / "emu").mkdir()
-    outcome = ranks(2, "-m", "hvdtrain.resnet", f"--data={pictures}", *SHORT, timeout=60)
+    outcome = ranks(2, "-m", "hvdtrain.resnet", f"--data={pictures}", *SHORT)
     assert_one_line(outcome, 2, str(pictures / "train" / "emu"))
 
 
@@ -129,7 +129,7 @@ def test_a_loss_that_is_nan_on_one_rank(tmp_path: Path) -> None:
         "sys.argv += ['--quiet']\n"
         "ending.run(mnist.main)\n"
     )
-    outcome = ranks(2, str(script), timeout=60)
+    outcome = ranks(2, str(script))
     assert_one_line(outcome, 1, "rank 1", "step 4", "nan")
 
 
@@ -150,7 +150,7 @@ def test_a_crash_on_one_rank_ends_the_job(tmp_path: Path) -> None:
         "sys.argv += ['--quiet']\n"
         "ending.run(mnist.main)\n"
     )
-    outcome = ranks(2, str(script), timeout=60)
+    outcome = ranks(2, str(script))
     ended = time.time()
     crashed = next(line for line in outcome.err.splitlines() if line.startswith("crashing"))
     assert outcome.code == 1
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     train(1, tmp_path, "mnist", "--num-steps=1", "--model=small")
     before = sorted((tmp_path / "checkpoints").rglob("*"))
     line = ("-m", "hvdtrain.mnist", "--num-steps=2", f"--checkpoint-dir={tmp_path / 'checkpoints'}")
-    outcome = ranks(2, *line, "--model=tutorial", timeout=60)
+    outcome = ranks(2, *line, "--model=tutorial")
     assert_one_line(outcome, 2, "'small' there, 'tutorial' here")
     assert sorted((tmp_path / "checkpoints").rglob("*")) == before
 
@@ -188,7 +188,7 @@ def test_a_full_disk_while_saving(tmp_path: Path) -> None:
     try:
         # A checkpoint of the tutorial net with its momenta takes 9.6 MB: the second is too many.
         line = ("-m", "hvdtrain.mnist", "--checkpoint-every=1", f"--checkpoint-dir={disk}")
-        outcome = ranks(2, *line, "--num-steps=3", "--quiet", timeout=60)
+        outcome = ranks(2, *line, "--num-steps=3", "--quiet")
         assert_one_line(outcome, 1, "No space left", "step-000000001 is intact")
         assert [path.name for path in disk.iterdir()] == ["step-000000001"]
         shutil.copytree(disk / "step-000000001", tmp_path / "checkpoints" / "step-000000001")

@@ -21,7 +21,7 @@ STATES = {"ok", "warning", "error", "absent"}
 
 
 def doctor(*options: str, cwd: Path = ROOT, **extra: str) -> Outcome:
-    return run([*HVDTRAIN, "doctor", *options], cwd=cwd, timeout=120, **extra)
+    return run([*HVDTRAIN, "doctor", *options], cwd=cwd, **extra)
 
 
 def findings(outcome: Outcome) -> dict[str, dict[str, str]]:
@@ -66,7 +66,7 @@ def test_sigterm_ends_the_ranks_too() -> None:
         told = next(line for line in process.stderr if "starting: " in line)
         assert "-n 2" in told
         process.terminate()
-        assert process.wait(60) == 130
+        assert process.wait(timeout=120) == 130
     assert_no_process_left("doctor")
 
 

@@ -32,7 +32,7 @@ def assert_refused(outcome: Outcome, *words: str, lines: int = 1) -> None:
 
 
 def test_worlds_of_one_under_another_mpirun(mpich: Path) -> None:
-    outcome = run([str(mpich / "bin" / "mpirun"), "-n", "2", *LINE], timeout=60)
+    outcome = run([str(mpich / "bin" / "mpirun"), "-n", "2", *LINE])
     assert_refused(
         outcome,
         "mpiexec (Hydra) started 2 processes, but Horovod sees a world of 1",
@@ -48,7 +48,6 @@ def test_two_mpi_libraries_in_one_process(mpich: Path, tmp_path: Path) -> None:
     library = mpich / "lib" / "libmpi.so.12"
     outcome = run(
         [str(mpich / "bin" / "mpirun"), "-n", "2", sys.executable, str(script)],
-        timeout=60,
         MPI4PY_LIBMPI=str(library),
     )
     assert outcome.code == 2, outcome.err[-2000:]
@@ -75,7 +74,7 @@ def test_two_mpi_libraries_in_one_process(mpich: Path, tmp_path: Path) -> None:
 def test_worlds_of_one_that_only_variables_connect(
     variables: dict[str, str], words: tuple[str, ...]
 ) -> None:
-    assert_refused(run(list(LINE), timeout=60, **variables), *words)
+    assert_refused(run(list(LINE), **variables), *words)
 
 
 def contexts(*commands: tuple[str, ...]) -> Outcome:
@@ -83,7 +82,7 @@ def contexts(*commands: tuple[str, ...]) -> Outcome:
     words = [str(BIN / "mpirun"), "--oversubscribe"]
     for number, command in enumerate(commands):
         words += [":"] * (number > 0) + ["-n", "1", *command]
-    return run(words, timeout=60)
+    return run(words)
 
 
 def test_a_world_whose_launcher_was_hidden() -> None:
@@ -140,5 +139,5 @@ def test_a_library_of_horovod_that_does_not_load(tmp_path: Path) -> None:
     library = tmp_path / "libmpi.so.40"  # of the right name, with nothing in it
     flags = ["-shared", "-x", "c", "-Wl,-soname,libmpi.so.40", "/dev/null", "-o", str(library)]
     subprocess.run([compiler, *flags], check=True, timeout=60)
-    outcome = run(list(LINE), timeout=60, LD_LIBRARY_PATH=str(tmp_path))
+    outcome = run(list(LINE), LD_LIBRARY_PATH=str(tmp_path))
     assert_refused(outcome, "Horovod is installed but cannot be loaded", "hvdtrain doctor")

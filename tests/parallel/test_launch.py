@@ -195,7 +195,7 @@ def test_term_saves_and_leaves_nothing(
     # As PBS and Slurm do it: every process at once.
     for one in everyone:
         one.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 75, said
     assert "hvdtrain: SIGTERM: the ranks are asked to save and stop" in said
     result = json.loads(summary.read_text())
@@ -216,7 +216,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(
     time.sleep(1)  # two keystrokes
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode not in (0, 75)
     assert "SIGINT again: the ranks are ended" in said
     assert_gone(everyone)

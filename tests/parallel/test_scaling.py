@@ -55,7 +55,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 children = psutil.Process(process.pid).children(recursive=True)
                 family = [psutil.Process(process.pid), *children]
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
