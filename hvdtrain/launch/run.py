@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, Self
 
 log = logging.getLogger(__name__)
 
@@ -79,38 +79,70 @@ def run(
     The program leads a process group of its own, and the whole group is ended when the time runs
     out or when this process is interrupted: a compiler must not live on after Ctrl-C.
     """
-    try:
-        process = subprocess.Popen(
-            command.argv,
-            env=command.environ(os.environ),
-            cwd=command.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        return Result(command, NOT_FOUND, f"{command.argv[0]}: {error.strerror}")
-    late = threading.Event()
+    with _Held() as held:
+        try:
+            process = subprocess.Popen(
+                command.argv,
+                env=command.environ(os.environ),
+                cwd=command.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Result(command, NOT_FOUND, f"{command.argv[0]}: {error.strerror}")
+        late = threading.Event()
 
-    def out_of_time() -> None:
-        late.set()
-        _end_group(process)
+        def out_of_time() -> None:
+            late.set()
+            _end_group(process)
 
-    timer = threading.Timer(timeout or 0, out_of_time)
-    if timeout:
-        timer.start()
-    try:
-        lines = _read(process, on_line)
-    except BaseException:
-        _end_group(process)
-        raise
-    finally:
-        timer.cancel()
+        timer = threading.Timer(timeout or 0, out_of_time)
+        if timeout:
+            timer.start()
+        try:
+            held.release()
+            lines = _read(process, on_line)
+        except BaseException:
+            _end_group(process)
+            raise
+        finally:
+            timer.cancel()
     code = process.wait()
     return Result(command, TIMED_OUT if late.is_set() else code, "".join(lines))
+
+
+class _Held:
+    """Ctrl-C and SIGTERM wait until a program is started, and known to whoever has to end it.
+
+    Only those that a function of this process handles, and only in the main thread: there alone
+    does a handler run, between any two steps of Popen.
+    """
+
+    def __enter__(self) -> Self:
+        self._came: list[int] = []
+        self._handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(signal.getsignal(number)):
+                    self._handlers[number] = signal.signal(
+                        number, lambda which, _frame: self._came.append(which)
+                    )
+        return self
+
+    def release(self) -> None:
+        """Let the signals through, those too that have come meanwhile."""
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+        came, self._came = self._came, []
+        for number in came:
+            signal.raise_signal(number)
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def start(

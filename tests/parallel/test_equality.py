@@ -52,10 +52,11 @@ def test_uneven_parts_and_tail(framework: str, batch: int, tmp_path: Path) -> No
 def test_resnet_with_synchronized_batchnorm(
     framework: str, imagenette: Path, tmp_path: Path
 ) -> None:
-    # 400 images in batches of 133 leave 1, of 398 leave 2: the last step has empty parts.
+    # 400 images in batches of 133 leave 1: at 2 and 3 ranks the last step has empty parts. Of 2
+    # images the batch norm of the deepest layers would divide by hardly anything.
     options = (
-        *(f"--framework={framework}", f"--data={imagenette}", *RESNET, "--sync-batchnorm"),
-        *(f"--global-batch-size={133 if LONG else 398}", "--epochs=1", "--lr=0.01", *EXACT),
+        *(f"--framework={framework}", f"--data={imagenette}", *RESNET, "--global-batch-size=133"),
+        *("--sync-batchnorm", "--epochs=1", "--lr=0.01", *EXACT),
     )
     one = train(1, tmp_path / "1", "resnet", *options, timeout=400)
     for number in MORE:
