@@ -380,3 +380,14 @@ def test_a_script_that_never_initializes_fails_its_first_row() -> None:
     assert states(everyone, alone=None)[1] == FAILED
     everyone[1]["ended"] = "OSError: disk"
     assert states(everyone, alone=None)[1] == NOT_SEEN
+
+
+def test_a_rank_that_was_ended_too_early_shows_nothing_of_metrics() -> None:
+    everyone = script()
+    everyone[0].update(metrics=[], ended=None)  # mpirun ended it where rank 1 failed
+    everyone[1]["ended"] = "FileNotFoundError: model.tmp"
+    found = rows(everyone, ALONE)[7]
+    assert (found.state, found.evidence) == (
+        "not seen",
+        "rank 0 had to end before any metric was reduced there",
+    )

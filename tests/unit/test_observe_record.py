@@ -52,6 +52,14 @@ def test_what_is_not_the_script_s_training_is_not_noted(record: Record) -> None:
     assert record.ignored == 0
 
 
+def test_what_was_seen_is_on_disk_before_a_rank_may_be_ended(record: Record) -> None:
+    """Where one rank fails, mpirun ends the others: nothing can be written down any more then."""
+    record.metric("allreduce", np.float64(2.0), np.float64(5.0))
+    assert json.loads(record.path.read_text())["metrics"] == [["allreduce", [2.0], [5.0]]]
+    record.wrote("/work/model.pt")
+    assert json.loads(record.path.read_text())["written"] == ["/work/model.pt"]
+
+
 def test_updates_and_their_end(record: Record) -> None:
     record.samples(np.arange(8.0).reshape(4, 2))
     record.local = [np.ones((2, 3))]

@@ -181,6 +181,8 @@ def metrics(everyone: Sequence[Record]) -> Row:
     if not any(found):
         return Row(8, NOT_SEEN, f"no metric was reduced in {several(_done(everyone), 'update')}")
     missing = [rank for rank, values in enumerate(found) if not values]
+    if missing and all(everyone[rank]["ended"] is None for rank in missing):
+        return Row(8, NOT_SEEN, f"{listed(missing)} had to end before any metric was reduced there")
     if missing:
         return row(8, False, f"metrics are reduced, but not on {listed(missing)}")
     for values in zip(*found, strict=False):

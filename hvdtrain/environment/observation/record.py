@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,7 @@ class Record:
     def __init__(self, folder: Path, updates: int | None) -> None:
         place = detect(os.environ)
         self.path = folder / f"{place.rank}.json"
+        self._writing = threading.RLock()  # a file that is opened for it is told to `wrote`
         # Asked for now: `wrote` may be called from within tempfile, which holds a lock then.
         self.scratch = tempfile.gettempdir() + os.sep
         self.limit = updates
@@ -108,12 +110,15 @@ class Record:
         if len(self.data["metrics"]) < CALLS:
             values = [np.ravel(value).astype(float).tolist() for value in (before, after)]
             self.data["metrics"].append([name, *values])
+            if len(self.data["metrics"]) <= DETAILED:
+                self.write()
 
     def wrote(self, path: str) -> None:
         """The rank opens ``path`` to write."""
         full = os.path.abspath(path)  # noqa: PTH100 (Path would touch the disk)
         if full not in self.data["written"] and self._counts(full):
             self.data["written"].append(full)
+            self.write()  # where another rank fails, mpirun ends this one without a warning
 
     def _counts(self, path: str) -> bool:
         """Whether the file is the script's work, not a cache or some library's scratch paper."""
@@ -207,9 +212,10 @@ class Record:
 
     def write(self) -> None:
         """Write the file anew, whole or not at all."""
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.data))
-        partial.rename(self.path)
+        with self._writing:
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(self.data))
+            partial.rename(self.path)
 
 
 def summary(tensors: Sequence[Array]) -> dict[str, Any]:
