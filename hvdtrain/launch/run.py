@@ -81,17 +81,7 @@ def run(
     """
     with _Held() as held:
         try:
-            process = subprocess.Popen(
-                command.argv,
-                env=command.environ(os.environ),
-                cwd=command.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+            process = _open(command)
         except OSError as error:
             return Result(command, NOT_FOUND, f"{command.argv[0]}: {error.strerror}")
         late = threading.Event()
@@ -113,6 +103,21 @@ def run(
             timer.cancel()
     code = process.wait()
     return Result(command, TIMED_OUT if late.is_set() else code, "".join(lines))
+
+
+def _open(command: Command) -> subprocess.Popen[str]:
+    """Start ``command`` in a session of its own, with all its output as one text."""
+    return subprocess.Popen(
+        command.argv,
+        env=command.environ(os.environ),
+        cwd=command.cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
 
 
 class _Held:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONG
-from tests.parallel.conftest import FRAMEWORKS, assert_bit_equal, assert_close, train
+from tests.parallel.conftest import FRAMEWORKS, SOME, assert_bit_equal, assert_close, train
 
 EXACT = ("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--seed=1")
 # The tutorial's net would only take longer, and what two ranks compute, three do with parts that
-# are more uneven. HVDTRAIN_LONG=1: that net, two ranks and both frameworks everywhere.
+# are more uneven. HVDTRAIN_LONG=1: that net and two ranks everywhere.
 SMALL = () if LONG else ("--model=small",)
 MORE = (2, 3) if LONG else (3,)
-SOME = FRAMEWORKS if LONG else FRAMEWORKS[:1]
 RESNET = ("--model=resnet18", "--image-size=32")
 
 

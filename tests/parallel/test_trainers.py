@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import BIN, LONG, ROOT, environment, ranks, run
-from tests.parallel.conftest import FRAMEWORKS, Training, assert_bit_equal, train
+from tests.parallel.conftest import FRAMEWORKS, SOME, Training, assert_bit_equal, train
 
 KEYS = """
     workload framework strategy model world_size hosts precision global_batch_size
@@ -53,7 +53,7 @@ def test_resnet_on_real_images(framework: str, imagenette: Path, tmp_path: Path)
     assert done.summary["epochs_completed"] == 1
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS if LONG else FRAMEWORKS[:1])
+@pytest.mark.parametrize("framework", SOME)
 def test_a_signal_saves_and_the_same_command_goes_on(framework: str, tmp_path: Path) -> None:
     options = (f"--framework={framework}", "--model=small", "--epochs=40")
     uncut = train(2, tmp_path / "uncut", "mnist", *options)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -50,7 +49,7 @@ def test_a_signal_while_a_program_is_started_ends_both(number: signal.Signals) -
 
 
 def test_a_signal_that_came_in_between_is_heard_once_it_can_be_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the worst moment: the program runs, and its caller has not been told."""
     started: list[subprocess.Popen[str]] = []
