@@ -127,12 +127,14 @@ class Watch:
         Args:
             timeout: seconds without any output after which the job is ended; None never.
         """
+        code = None
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = self.process.wait(POLL)
-                    return code if code >= 0 else 128 - code
                 self._hand_on()
+                if code is not None:
+                    return code if code >= 0 else 128 - code
                 if timeout and time.monotonic() - self.heard.at > timeout:
                     self.last_word = replace(self.heard)
                     self.end()
@@ -166,6 +168,10 @@ class Watch:
         for number in numbers:
             if not self._asked:
                 name = signal.Signals(number).name
+                if self.process.returncode is not None:
+                    # They heard it too, and were faster than this process's next look.
+                    log.info("hvdtrain: %s: the ranks have ended", name)
+                    return
                 log.info("hvdtrain: %s: the ranks are asked to save and stop", name)
                 # Intel MPI hands TERM on, told to (``dialects``).
                 intel = self.dialect == "intel"

@@ -192,12 +192,12 @@ def test_term_saves_and_leaves_nothing(
     until(lambda: list(saved.glob("step-*")), process)
     everyone = family(process)
     assert len(everyone) >= 4  # hvdtrain launch, mpirun, two ranks
-    # As PBS and Slurm do it: every process at once.
+    # As PBS and Slurm do it: every process at once. The ranks may be faster than launch.
     for one in everyone:
         one.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 75, said
-    assert "hvdtrain: SIGTERM: the ranks are asked to save and stop" in said
+    assert re.search("hvdtrain: SIGTERM: the ranks (are asked to save and stop|have ended)", said)
     result = json.loads(summary.read_text())
     assert result["stopped"] == "preempted"
     assert result["checkpoint"] == str(saved / f"step-{result['steps_completed']:09d}")
