@@ -84,8 +84,10 @@ def _end_of_job(job: Job) -> Lines:
 
 def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
     """The line that starts the ranks, folded."""
-    threads = f" --threads {job.threads}" if job.threads else ""
-    lines = [f"{indent}hvdtrain launch -n {ranks} --ppn {ppn}{threads} --"]
+    options = f" --threads {job.threads}" if job.threads else ""
+    # Else one rank would get a whole node, and two of them would be no more hardware.
+    options += f" --room-for {job.ppn}" if job.ladder else ""
+    lines = [f"{indent}hvdtrain launch -n {ranks} --ppn {ppn}{options} --"]
     words = [render(word, job.names, job.optional) for word in job.command]
     line = f"{indent}    {words[0]}"
     if job.once:

@@ -52,8 +52,12 @@ class Job:
     """Cores of a host."""
     packages: int = 1
     """Processor packages of a host, with as many cores each; 0 where they differ."""
+    room: int = 0
+    """Ranks to share a host's cores out among, also where there are fewer; 0: those there are."""
+    cpus: int = 0
+    """Hardware threads of a host."""
     bind: bool = True
-    """Whether all of them are this job's, so that ranks may be bound to them."""
+    """Whether all of its cores are this job's, so that ranks may be bound to them."""
     threads: int | None = None
     """Threads of a rank as asked for; None leaves them to the program."""
     gpus: int = 0
@@ -71,6 +75,11 @@ class Job:
         return self.layout.over_slots or self.layout.per_host > self.cores
 
     @property
+    def sharers(self) -> int:
+        """Ranks that share out the cores of the fullest host; where they fit, a core each."""
+        return max(self.layout.per_host, min(self.room, self.cores))
+
+    @property
     def width(self) -> int:
         """Cores for each rank to itself; 0 where ranks have to share cores, and none is bound.
 
@@ -78,7 +87,7 @@ class Job:
         cores are dealt out, also where ``threads`` leaves some idle: two small jobs on one machine
         would else be bound to the same first cores.
         """
-        width = self.cores // self.layout.per_host
+        width = self.cores // self.sharers
         shared = self.crowded or not self.bind or (self.threads or 1) > width
         return 0 if shared else width
 
@@ -139,8 +148,8 @@ def _open_mpi(mpi: Mpi, job: Job) -> list[str]:
 
 def _within_packages(job: Job) -> int:
     """``job.width``, no rank reaching from one package into the next: Open MPI 5 refuses that."""
-    if job.width and job.packages and job.layout.per_host % job.packages == 0:
-        return job.cores // job.packages // (job.layout.per_host // job.packages)
+    if job.width and job.packages and job.sharers % job.packages == 0:
+        return job.cores // job.packages // (job.sharers // job.packages)
     return 0
 
 
@@ -157,7 +166,9 @@ def _intel(mpi: Mpi, job: Job) -> list[str]:
     argv = [_program(mpi, job), "-n", str(job.layout.ranks)]
     if job.layout.hosts:
         argv += ["-hosts", _names(job), "-ppn", str(_even(mpi, job))]
-    pinning = ["I_MPI_PIN_DOMAIN", "auto"] if job.width else ["I_MPI_PIN", "0"]
+    # auto deals the hardware threads out among the ranks that there are.
+    domain = f"{job.cpus // job.sharers}" if job.sharers > job.layout.per_host else "auto"
+    pinning = ["I_MPI_PIN_DOMAIN", domain] if job.width else ["I_MPI_PIN", "0"]
     settings = [pinning, *([["I_MPI_THREAD_YIELD", "2"]] if job.yields else [])]
     argv += [word for one in settings if one[0] not in job.environ for word in ("-genv", *one)]
     argv += ["-prepend-rank"] if job.tag else []

@@ -13,7 +13,7 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.dialects import Job, build
 from hvdtrain.launch.hosts import Allocation, find_allocation, parse_hosts, read_hostfile
-from hvdtrain.launch.layout import lay_out
+from hvdtrain.launch.layout import fair_threads, lay_out
 from hvdtrain.launch.machine import gpus, packages, physical_cores
 from hvdtrain.launch.mpirun import Mpi, find_mpi
 from hvdtrain.launch.run import Command
@@ -50,6 +50,8 @@ class Request:
     """Mark each line of output with its rank, as the launcher spells it."""
     bind: bool = True
     """Whether each rank gets cores of its own, where that is known to be right."""
+    room: int | None = None
+    """Each rank gets cores and threads as if so many were on its host; None: as many as are."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,12 @@ def command(
     hostfile: Path | None = None,
     tag: bool = False,
     bind: bool = True,
+    room: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Command:
     """What ``hvdtrain launch -n RANKS -- WORDS`` runs; see ``Request`` and ``prepare``."""
-    return prepare(Request(ranks, words, ppn, threads, hosts, hostfile, tag, bind), environ).command
+    request = Request(ranks, words, ppn, threads, hosts, hostfile, tag, bind, room)
+    return prepare(request, environ).command
 
 
 def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch:
@@ -86,8 +90,9 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     Raises:
         UsageError: no launcher, no such program, or the ranks do not fit on the hosts.
     """
-    if request.threads is not None and request.threads < 1:
-        raise UsageError(f"--threads {request.threads}: give a number of at least 1")
+    for option, value in (("--threads", request.threads), ("--room-for", request.room)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: give a number of at least 1")
     _check_program(request.words, environ)
     allocation = choose_hosts(request.hosts, request.hostfile, environ)
     layout = lay_out(request.ranks, allocation, request.ppn)
@@ -96,15 +101,20 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     if mpi.dialect == "srun" and share:
         cores = share  # srun itself deals the job's share of a host out, in its own units
     named = allocation.source in ("--hosts", "--hostfile")
+    threads, devices = request.threads, gpus(environ)
+    if threads is None and request.room:
+        threads = fair_threads(request.room, cores, devices, environ)
     job = Job(
         layout,
         cores=cores,
         packages=packages(),
+        room=request.room or 0,
+        cpus=len(os.sched_getaffinity(0)),
         # Of hosts that the user names nobody knows the cores. And where the batch system gave a
         # part of a host but fenced nothing off, other jobs may be bound to the same first cores.
         bind=request.bind and not named and not 0 < share < cores,
-        threads=request.threads,
-        gpus=gpus(environ),
+        threads=threads,
+        gpus=devices,
         root=os.geteuid() == 0,
         tag=request.tag,
         environ=environ,
@@ -165,6 +175,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, metavar="T", help="OMP_NUM_THREADS of each rank (default: unset)"
     )
     parser.add_argument(
+        "--room-for",
+        type=int,
+        metavar="K",
+        help="cores and threads of each rank as if K were on its host, to compare numbers of ranks",
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
@@ -195,6 +211,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         arguments.hosts,
         arguments.hostfile,
         tag=arguments.tag or timeout is not None,
+        room=arguments.room_for,
     )
     launch = prepare(request)
     if arguments.dry_run:

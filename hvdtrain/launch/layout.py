@@ -1,7 +1,8 @@
-"""How many ranks on which host: a pure function of what was asked and what there is."""
+"""How many ranks on which host, with what share of it: pure functions of what was asked and is."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
@@ -98,3 +99,20 @@ def _describe(allocation: Allocation) -> str:
     shown = ",".join(f"{host.name}:{host.slots}" for host in allocation.hosts[:4])
     more = ",..." if len(allocation.hosts) > 4 else ""
     return f"{allocation.source} ({shown}{more})"
+
+
+def fair_threads(room: int, cores: int, gpus: int, environ: Mapping[str, str]) -> int | None:
+    """Threads of a rank, so that ``room`` ranks would just fill a host.
+
+    None where the user has decided by OMP_NUM_THREADS, or GPUs compute: then the cores that a rank
+    is bound to say how many threads help it.
+
+    Args:
+        room: ranks to share the host out among, whether they are there or not.
+        cores: of the host.
+        gpus: of the host.
+        environ: the user's environment.
+    """
+    if environ.get("OMP_NUM_THREADS") or gpus:
+        return None
+    return max(1, cores // room)

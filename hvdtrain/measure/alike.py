@@ -40,6 +40,7 @@ def check_alike(runs: Sequence[Run], scaling: str, source: str) -> None:
         hint = "; where the batch of all ranks is to stay, say --strong"
         _same(runs, "the batch of a rank", _batch_of_a_rank, source, hint)
     _same(runs, "the machine", lambda run: run.machine or None, source)
+    _same(runs, "the number of ranks to share a host", lambda run: run.room, source)
     _same(runs, "the number of threads of a rank", lambda run: run.threads, source)
     for ranks in sorted({run.ranks for run in runs}):
         same = [run for run in runs if run.ranks == ranks]
@@ -103,6 +104,7 @@ def check_going_on(done: Sequence[Run], new: Run, source: str) -> None:
         for label, old, now in (
             ("scaling", run.scaling, new.scaling),
             ("machine", run.machine, new.machine),
+            ("ranks to share a host", run.room, new.room),
             ("threads a rank", run.threads, new.threads),
             ("command", shlex.join(words) or "...", shlex.join(others) or "..."),
         ):

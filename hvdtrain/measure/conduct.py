@@ -20,6 +20,7 @@ from hvdtrain.measure.scaling import OUT
 from hvdtrain.measure.study import Study, make_study
 from hvdtrain.measure.tables import number
 from hvdtrain.measure.text import study_text
+from hvdtrain.measure.words import check_words, with_batch
 from hvdtrain.verb import Report
 
 log = logging.getLogger(__name__)
@@ -58,23 +59,25 @@ def run(arguments: argparse.Namespace) -> Report:
 def _plan(arguments: argparse.Namespace, words: Sequence[str], folder: Path) -> ladder.Plan:
     """The ladder as asked for, with every default filled in."""
     scaling = records.STRONG if arguments.strong else records.WEAK
-    ladder.check_words(words, scaling, os.environ)
+    check_words(words, scaling, os.environ)
     if not arguments.ranks:
         raise UsageError("--ranks: on how many ranks? Such as --ranks 1,2,4")
     if arguments.timeout is not None and arguments.timeout <= 0:
         raise UsageError(f"--timeout {arguments.timeout:g}: give seconds, more than 0")
-    threads = arguments.threads
-    if threads is None and arguments.submit is None:  # then each job sees what its nodes have
-        hosts = choose_hosts(arguments.hosts, arguments.hostfile, os.environ).hosts
-        threads = ladder.fair_threads(arguments.ranks, arguments.ppn, len(hosts) or 1, os.environ)
+    threads, room = arguments.threads, None
+    if arguments.submit is None:  # else each job sees what its nodes have
+        hosts = choose_hosts(arguments.hosts, arguments.hostfile, os.environ)
+        room = ladder.room(arguments.ranks, arguments.ppn, hosts)
+        threads = threads or ladder.threads(room, os.environ)
     return ladder.Plan(
-        words=tuple(ladder.with_batch(words, scaling, arguments.ranks[0])),
+        words=tuple(with_batch(words, scaling, arguments.ranks[0])),
         sizes=arguments.ranks,
         repeats=arguments.repeat,
         scaling=scaling,
         folder=folder,
         ppn=arguments.ppn,
         threads=threads,
+        room=room,
         hosts=arguments.hosts,
         hostfile=arguments.hostfile,
         timeout=arguments.timeout,

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch import launch
+from hvdtrain.launch.hosts import Allocation
+from hvdtrain.launch.layout import fair_threads, lay_out
 from hvdtrain.launch.machine import gpus, physical_cores, processor
 from hvdtrain.launch.run import TIMED_OUT, Command, run
-from hvdtrain.measure.records import STRONG, Run
+from hvdtrain.measure.records import Run
 
 log = logging.getLogger(__name__)
 
-# What would make the runs of a ladder something else than independent measurements.
-REFUSED = {
-    "--summary": "the ladder gives each run its own",
-    "--metrics": "the ladder gives each run its own",
-    "--checkpoint-dir": "each run would go on from where the one before it ended",
-    "--timeline": "recording it slows a run down",
-}
-DYNAMIC = "DYNAMIC"  # as HOROVOD_TIMELINE: no timeline unless the program starts one
 SAID = 12  # last lines of a failed run's output that are shown
 
 
@@ -44,6 +36,8 @@ class Plan:
     folder: Path
     ppn: int | None = None
     threads: int | None = None
+    room: int | None = None
+    """Ranks to share a host out among at every size; see ``room``."""
     hosts: str | None = None
     hostfile: Path | None = None
     timeout: float | None = None
@@ -62,73 +56,6 @@ def order(sizes: Sequence[int], repeats: int) -> Iterator[tuple[int, int]]:
     for repeat in range(1, repeats + 1):
         for ranks in sorted(sizes, reverse=repeat % 2 == 0):
             yield ranks, repeat
-
-
-def value_of(words: Sequence[str], option: str) -> str | None:
-    """The value that ``words`` give ``option``, spelled with dashes or underscores; None: none."""
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == option:
-            return value if equals else next(iter(words[index + 1 : index + 2]), "")
-    return None
-
-
-def without(words: Sequence[str], option: str) -> list[str]:
-    """``words`` less ``option`` and its value."""
-    kept: list[str] = []
-    skip = False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if skip:
-            skip = False
-        elif name.replace("_", "-") == option:
-            skip = not equals
-        else:
-            kept.append(word)
-    return kept
-
-
-def check_words(words: Sequence[str], scaling: str, environ: Mapping[str, str]) -> None:
-    """Refuse a command that cannot be measured as it is.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    if not words:
-        raise UsageError("what should be measured? Give it after --, as in `-- python train.py`")
-    for option, reason in REFUSED.items():
-        if value_of(words, option) is not None:
-            raise UsageError(f"{option} in the command: {reason}; leave it out")
-    if environ.get("HOROVOD_TIMELINE", DYNAMIC) != DYNAMIC:
-        raise UsageError("HOROVOD_TIMELINE is set: recording slows a run down; unset it")
-    total, own = value_of(words, "--global-batch-size"), value_of(words, "--batch-size")
-    if scaling == STRONG and total is None and own is None:
-        raise UsageError(
-            "--strong keeps the batch of all ranks: say how large, as in "
-            "`-- python -m hvdtrain.mnist --global-batch-size 256`"
-        )
-    if scaling != STRONG and total is not None:
-        raise UsageError(
-            "--global-batch-size in the command keeps the batch of all ranks: say --strong, or "
-            "give --batch-size, that of a rank"
-        )
-
-
-def with_batch(words: Sequence[str], scaling: str, smallest: int) -> list[str]:
-    """``words`` with the batch as the scaling needs it.
-
-    In strong scaling a ``--batch-size`` is taken as that of a rank at the smallest size.
-
-    Raises:
-        UsageError: it is no number.
-    """
-    own = value_of(words, "--batch-size")
-    if scaling != STRONG or own is None or value_of(words, "--global-batch-size") is not None:
-        return list(words)
-    if not re.fullmatch(r"[1-9]\d*", own):
-        raise UsageError(f"--batch-size {own}: give a whole number of 1 or more")
-    total = int(own) * smallest
-    return [*without(words, "--batch-size"), "--global-batch-size", str(total)]
 
 
 def run_words(plan: Plan, ranks: int, repeat: int) -> list[str]:
@@ -150,31 +77,36 @@ def command(
         run_words(plan, ranks, repeat),
         ppn=None if plan.ppn is None else min(plan.ppn, ranks),
         threads=plan.threads,
+        room=plan.room,
         hosts=plan.hosts,
         hostfile=plan.hostfile,
         environ=environ,
     )
 
 
-def fair_threads(
-    sizes: Sequence[int], ppn: int | None, hosts: int, environ: Mapping[str, str]
-) -> int | None:
-    """Threads that every rank can have at every size, so that a rank's hardware stays the same.
+def room(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> int:
+    """Ranks on the fullest host: at every size, each rank gets what it has left for each.
 
     Left alone, one rank takes all cores of its host and two take half of them each: then more
-    ranks would be no more hardware, and no efficiency could come near 1. None where GPUs compute
-    or the user has decided.
+    ranks would be no more hardware, and no efficiency could come near 1.
 
     Args:
         sizes: numbers of ranks.
         ppn: ranks on a host; None: each host is filled.
-        hosts: how many there are, at least 1.
-        environ: where OMP_NUM_THREADS may be set.
+        hosts: where they go.
+
+    Raises:
+        UsageError: they do not fit.
     """
-    if gpus(environ) or environ.get("OMP_NUM_THREADS"):
-        return None
-    fullest = ppn or math.ceil(max(sizes) / hosts)
-    return max(1, physical_cores() // fullest)
+    return ppn or max(lay_out(ranks, hosts).per_host for ranks in sizes)
+
+
+def threads(room: int, environ: Mapping[str, str]) -> int | None:
+    """Threads of a rank at every size; None where that is not for the ladder to say."""
+    given = environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    return fair_threads(room, physical_cores(), gpus(environ), environ)
 
 
 def outline(plan: Plan, ranks: int, repeat: int, environ: Mapping[str, str] = os.environ) -> Run:
@@ -189,6 +121,7 @@ def outline(plan: Plan, ranks: int, repeat: int, environ: Mapping[str, str] = os
         machine=machine,
         cores=cores,
         threads=plan.threads,
+        room=plan.room,
     )
 
 

@@ -2,7 +2,8 @@
 
 A line of ``results.jsonl`` holds ``ranks``, ``repeat`` (from 1), ``scaling`` (weak or strong), the
 ``command`` as the user gave it, ``machine`` and ``cores`` of the host that started it, the
-``threads`` that each rank was given (null: its own choice), and the whole ``summary`` of the run.
+``threads`` that each rank was given (null: its own choice), the ``room`` (ranks that each host was
+shared out among), and the whole ``summary`` of the run.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ COLUMNS = (
     "machine",
     "cores",
     "threads",
+    "room",
     "timeline",
 )
 
@@ -66,6 +68,8 @@ class Run:
     """Of a host; None where not known, or where GPUs compute."""
     threads: int | None = None
     """Of a rank, if the ladder fixed them."""
+    room: int | None = None
+    """Ranks that each host was shared out among, also where there were fewer; None: as many."""
 
     @property
     def name(self) -> str:
@@ -154,6 +158,7 @@ def table_text(runs: Sequence[Run]) -> str:
                 "machine": run.machine,
                 "cores": run.cores,
                 "threads": run.threads,
+                "room": run.room,
             }
         )
     return out.getvalue()
@@ -236,4 +241,5 @@ def _row(cell: _Cells, ranks: int, repeat: int, rate: float) -> Run:
         machine=cell.values.get("machine") or "",
         cores=cell.number("cores", int),
         threads=cell.number("threads", int),
+        room=cell.number("room", int),
     )

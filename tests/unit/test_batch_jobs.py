@@ -84,7 +84,8 @@ def test_real_pbs_takes_them(name: str) -> None:
     if int(chunk["count"]) > 1:
         assert request.resources["place"] == "scatter"
     if "polaris" not in name:
-        ranks = "$((RANKS < 4 ? RANKS : 4))" if "scaling" in name else "4"
+        ladder = "$((RANKS < 4 ? RANKS : 4)) --room-for 4"
+        ranks = ladder if "scaling" in name else "4"
         assert chunk["mpiprocs"] == "4"
         assert f" --ppn {ranks} -- " in text
 
@@ -192,6 +193,7 @@ def test_a_ladder_goes_as_far_as_the_nodes_reach(
     text = (JOBS / "mnist_scaling.pbs").read_text()
     assert run_as_pbs(node, text, hosts=hosts, **values) == 0
     assert [launch[5] for launch in told(node)] == sizes
+    assert all(launch[8:11] == ["--room-for", "4", "--"] for launch in told(node))
     assert [launch[-1] for launch in told(node)] == [
         f"--summary=results/mnist_scaling/{size}.json" for size in sizes
     ]

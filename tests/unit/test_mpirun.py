@@ -48,6 +48,9 @@ CASES: dict[str, Job] = {
     "2 hosts, oversubscribed by --ppn 4": Job(lay_out(8, TWO, ppn=4), cores=8, environ=ENVIRON),
     "2 hosts with 4 GPUs each": Job(lay_out(8, FOUR_EACH), cores=64, gpus=4, environ=GPUS),
     "2 hosts, the second one not full": Job(lay_out(3, TWO), cores=8, environ=ENVIRON),
+    "1 rank with room for 4 on its host": Job(
+        lay_out(1, TWO), cores=8, room=4, cpus=16, environ=ENVIRON
+    ),
 }
 
 
@@ -138,6 +141,22 @@ def test_open_mpi_binds_within_packages(ranks: int, packages: int, mapping: str)
     argv = build(Mpi("openmpi5", "/bin/mpirun", ""), job, WORDS).argv
     assert argv[argv.index("--map-by") + 1] == mapping
     assert argv[argv.index("--bind-to") + 1] == ("core" if ":" in mapping else "none")
+
+
+@pytest.mark.parametrize("dialect", ["openmpi4", "openmpi5", "mpich", "pals", "srun"])
+@pytest.mark.parametrize(
+    ("cores", "packages", "room", "width"),
+    [(8, 1, 4, 2), (8, 1, 3, 2), (8, 2, 4, 2), (8, 1, 64, 1)],
+)
+def test_fewer_ranks_have_the_cores_of_a_full_host(
+    dialect: str, cores: int, packages: int, room: int, width: int
+) -> None:
+    for ranks in range(1, min(room, cores) + 1):
+        job = Job(lay_out(ranks, Allocation("none")), cores=cores, packages=packages, room=room)
+        argv = build(Mpi(dialect, "/bin/x", ""), job, WORDS).argv
+        options = (f"slot:PE={width}", f"core:{width}", f"--cpus-per-task={width}")
+        shown = [word for word in argv if word in options] or [argv[argv.index("--depth") + 1]]
+        assert shown in ([options[0]], [options[1]], [options[2]], [f"{width}"])
 
 
 def test_a_gpu_by_its_uuid_stays_at_home() -> None:

@@ -16,11 +16,12 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch import launch
 from hvdtrain.measure import ladder, scaling
 from hvdtrain.measure.alike import check_alike, check_going_on
-from hvdtrain.measure.ladder import Plan, order, run_words, value_of, with_batch, without
+from hvdtrain.measure.ladder import Plan, order, run_words
 from hvdtrain.measure.records import Run, append_line, read_lines, read_table, table_text
 from hvdtrain.measure.study import make_study
 from hvdtrain.measure.tables import number
 from hvdtrain.measure.text import study_text
+from hvdtrain.measure.words import check_words, value_of, with_batch, without
 
 TUTORIAL = "ranks,images_per_second\n1,281.22\n2,382.01\n4,689.22\n8,1341.25\n"
 WORDS = ("python", "-m", "hvdtrain.mnist", "--num-steps", "20")
@@ -47,7 +48,7 @@ def summary(ranks: int, rate: float = 100.0, **other: Any) -> dict[str, Any]:
     }
 
 
-OWN = ("scaling", "command", "machine", "cores", "threads")
+OWN = ("scaling", "command", "machine", "cores", "threads", "room")
 
 
 def run(ranks: int, repeat: int = 1, rate: float = 100.0, **other: Any) -> Run:
@@ -120,13 +121,14 @@ def test_what_is_run_is_what_launch_would_run(monkeypatch: pytest.MonkeyPatch) -
         return "the command"
 
     monkeypatch.setattr(launch, "command", command)
-    some = plan(ppn=4, threads=3, hosts="a:4,b:4")
+    some = plan(ppn=4, threads=3, room=4, hosts="a:4,b:4")
     assert ladder.command(some, 2, 1, {}) == "the command"  # type: ignore[comparison-overlap]
     assert seen == {
         "ranks": 2,
         "words": run_words(some, 2, 1),
         "ppn": 2,  # two ranks fill no host
         "threads": 3,
+        "room": 4,
         "hosts": "a:4,b:4",
         "hostfile": None,
         "environ": {},
@@ -157,32 +159,13 @@ def test_an_option_that_is_taken_out_is_gone(words: list[str]) -> None:
 )
 def test_commands_that_cannot_be_measured(words: list[str], mode: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ladder.check_words(words, mode, {})
+        check_words(words, mode, {})
 
 
 def test_a_timeline_from_outside() -> None:
-    ladder.check_words(WORDS, "weak", {"HOROVOD_TIMELINE": "DYNAMIC"})  # off until asked for
+    check_words(WORDS, "weak", {"HOROVOD_TIMELINE": "DYNAMIC"})  # off until asked for
     with pytest.raises(UsageError, match="HOROVOD_TIMELINE is set"):
-        ladder.check_words(WORDS, "weak", {"HOROVOD_TIMELINE": "t.json"})
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ppn", "hosts", "threads"),
-    [((1, 2, 4), None, 1, 2), ((1, 8), 4, 2, 2), ((1, 8), None, 2, 2), ((1, 64), None, 1, 1)],
-)
-def test_each_rank_has_the_same_cores_at_every_size(
-    sizes: tuple[int, ...],
-    ppn: int | None,
-    hosts: int,
-    threads: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ladder, "physical_cores", lambda: 8)
-    monkeypatch.setattr(ladder, "gpus", lambda environ: 0)
-    assert ladder.fair_threads(sizes, ppn, hosts, {}) == threads
-    assert ladder.fair_threads(sizes, ppn, hosts, {"OMP_NUM_THREADS": "2"}) is None
-    monkeypatch.setattr(ladder, "gpus", lambda environ: 4)
-    assert ladder.fair_threads(sizes, ppn, hosts, {}) is None
+        check_words(WORDS, "weak", {"HOROVOD_TIMELINE": "t.json"})
 
 
 # The files
@@ -266,6 +249,7 @@ def test_tables_that_are_none(text: str, message: str, tmp_path: Path) -> None:
         ({"hosts": 2}, "the number of hosts of 2 ranks is not .*: 1 in 2-1; 2 in 2-2"),
         ({"timeline": "t.json"}, r"run 2-2 recorded a timeline \(t.json\)"),
         ({"machine": "another"}, "the machine"),
+        ({"room": 4}, "the number of ranks to share a host is not .*: 2 in 1-1, 2-1; 4 in 2-2"),
         ({"command": ("python", "x.py")}, "the command"),
         ({"scaling": "strong"}, "the scaling"),
         ({"world_size": 1}, "run 2-2 says that its world was of 1 ranks"),
@@ -273,7 +257,8 @@ def test_tables_that_are_none(text: str, message: str, tmp_path: Path) -> None:
     ],
 )
 def test_runs_that_do_not_belong_together(changed: dict[str, Any], message: str) -> None:
-    runs = [run(1, machine="one"), run(2, machine="one"), run(2, 2, **{"machine": "one"} | changed)]
+    own = {"machine": "one", "room": 2}
+    runs = [run(1, **own), run(2, **own), run(2, 2, **own | changed)]
     with pytest.raises(UsageError, match=message):
         check_alike(runs, "weak", "results")
 

@@ -1,0 +1,74 @@
+"""What a ladder gives each rank: the same cores and threads at every size; no MPI is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.launch.hosts import Allocation, Host
+from hvdtrain.launch.layout import fair_threads
+from hvdtrain.launch.machine import physical_cores
+from hvdtrain.measure import ladder
+
+FOUR = tuple(Host(name, 4) for name in "ab")
+TRAIN = ("--", "python", "-m", "hvdtrain.resnet", "--num-steps", "50")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ppn", "hosts", "room"),
+    [
+        ((1, 2, 4), None, (), 4),
+        ((1, 8), 4, FOUR, 4),
+        ((1, 2), 4, FOUR, 4),  # as one of several jobs does it
+        ((1, 2), None, FOUR, 2),
+        ((1, 8), None, FOUR, 4),
+        ((2, 6), None, FOUR, 4),  # the first host is full, so 3 are not what it has
+    ],
+)
+def test_the_fullest_host_decides(
+    sizes: tuple[int, ...], ppn: int | None, hosts: tuple[Host, ...], room: int
+) -> None:
+    assert ladder.room(sizes, ppn, Allocation("PBS", hosts)) == room
+
+
+def test_threads_that_just_fill_a_host() -> None:
+    assert [fair_threads(room, 8, 0, {}) for room in (1, 2, 3, 8, 64)] == [8, 4, 2, 1, 1]
+    assert fair_threads(2, 8, 4, {}) is None  # the GPUs compute
+    assert fair_threads(2, 8, 0, {"OMP_NUM_THREADS": "3"}) is None
+
+
+def test_a_rank_has_the_same_cores_and_threads_at_every_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = physical_cores()
+    words = ("--ranks", f"1,{cores}", "--repeat", "1", "--dry-run", "--json", "--out", tmp_path)
+    assert cli.main(["scaling", *map(str, words), *TRAIN]) == 0
+    one, full = json.loads(capsys.readouterr().out)["commands"]
+    assert one.startswith("env OMP_NUM_THREADS=1 ")
+    own = full.replace(f" -n {cores} ", " -n 1 ").replace(f"/runs/{cores}-1.json", "/runs/1-1.json")
+    assert one == own
+
+
+def test_launch_leaves_room_for_ranks_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = str(physical_cores())
+
+    def shown(*words: str) -> str:
+        assert cli.main(["launch", *words, "--dry-run", "--", "true"]) == 0
+        return capsys.readouterr().out
+
+    full = shown("-n", cores, "--threads", "1")
+    assert shown("-n", "1", "--room-for", cores).replace("-n 1 ", f"-n {cores} ") == full
+    assert "OMP_NUM_THREADS=3" in shown("-n", "1", "--room-for", cores, "--threads", "3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in shown("-n", "1", "--room-for", cores)
+    assert cli.main(["launch", "-n", "1", "--room-for", "0", "--", "true"]) == 2
+    assert "--room-for 0: give a number of at least 1" in capsys.readouterr().err
