@@ -1,11 +1,12 @@
 """Which of the eight steps work in a script of the homework, and what to do about the others.
 
-python homework/grade.py my_mnist_hvd.py
-python homework/grade.py handed_in/*.py -n 3 --data ~/mnist -- --epochs 1 --lr 0.02
+python grade.py my_mnist_hvd.py
+python grade.py handed_in/*.py -n 3 --data ~/mnist -- --epochs 2 --lr 0.02
 
-Each script runs for an epoch under mpirun, then on one rank to compare with, in a folder of its own
-that is thrown away. It is watched from outside (hvdtrain verify --script), so it may be written in
-any way. A step counts if its effect was seen. Exit code 1: not all eight work in all scripts.
+Each script runs for two epochs under mpirun, so that a warm-up by epochs shows, then on one rank to
+compare with, in a folder of its own that is thrown away. It is watched from outside (hvdtrain
+verify --script), so it may be written in any way. A step counts if its effect was seen. Exit code
+1: not all eight work in all scripts.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> int:
     own, theirs = split(sys.argv[1:])
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="after -- follow the options of the scripts; without: --epochs 1",
+        epilog="after -- follow the options of the scripts; without: --epochs 2",
     )
     parser.add_argument("scripts", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("-n", dest="ranks", type=int, default=2, help="ranks; default 2")
@@ -86,7 +87,7 @@ def main() -> int:
 def split(words: list[str]) -> tuple[list[str], list[str]]:
     """The grader's own words, and those of the scripts after ``--``."""
     if "--" not in words:
-        return words, ["--epochs=1"]
+        return words, ["--epochs=2"]
     place = words.index("--")
     return words[:place], words[place + 1 :]
 

@@ -17,10 +17,9 @@ MEAN = [2.0, 2.0, -1.0, 0.0]
 Records = list[dict[str, Any]]
 
 
-def update(rank: int, number: int, rate: float, rows: int) -> dict[str, Any]:
+def update(rank: int, number: int, rows: int) -> dict[str, Any]:
     weights = {"digest": f"weights {number}", "sample": [1.0 * number, 2.0]}
     return {
-        "rates": [rate],
         "rows": rows,
         "tensors": 4,
         "values": 100,
@@ -46,7 +45,9 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
                 {"name": "broadcast_parameters", "update": 0},
                 {"name": "Dataset.shard", "update": 0, "shards": size, "shard": rank},
             ],
-            "updates": [update(rank, number, rate, 16) for number in range(5)],
+            "updates": [update(rank, number, 16) for number in range(5)],
+            "rates": [rate] * 5,
+            "again": True,
             "rows": [f"{rank}-{row}" for row in range(80)],
             "loader": None,
             "reduced": 20,
@@ -137,8 +138,18 @@ def unsharded(everyone: Records) -> None:
     each(without("Dataset.shard"))(everyone)
 
 
-def rate(value: float) -> Callable[[dict[str, Any]], object]:
-    return lambda record: [one.update(rates=[value]) for one in record["updates"]]
+def rate(*values: float) -> Callable[[dict[str, Any]], object]:
+    return lambda record: record.update(rates=[*values, *values[-1:] * (5 - len(values))])
+
+
+def batch(rows: int) -> Callable[[dict[str, Any]], object]:
+    return lambda record: [one.update(rows=rows) for one in record["updates"]]
+
+
+def broadcasting(values: int) -> Callable[[dict[str, Any]], object]:
+    """Something else than the model's parameters as a whole is broadcast."""
+    call = {"name": "broadcast_", "update": 0, "values": values}
+    return lambda record: record["calls"].__setitem__(0, call)
 
 
 def same_rows(everyone: Records) -> None:
@@ -187,6 +198,12 @@ FAULTS: list[tuple[int, str, Callable[[Records], object], str]] = [
         each(without("broadcast_parameters")),
         "equal only because all ranks drew the same first weights",
     ),
+    (
+        6,
+        "a step count is broadcast",
+        each(broadcasting(1)),
+        "only 1 value broadcast, of 100 parameters; max difference",
+    ),
     (6, "broadcast in vain", on(1, different_until(5)), "before update 1: 7"),
     (
         6,
@@ -233,16 +250,23 @@ RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
     (
         4,
         "fixed global batch",
-        each(lambda r: [(u.update(rates=[0.1], rows=8)) for u in r["updates"]]),
+        lambda e: (each(rate(0.1))(e), each(batch(8))(e)),
         OK,
         "as the global batch, which stays the same",
     ),
     (
         4,
         "warm-up",
-        each(lambda r: [u.update(rates=[0.1 + 0.01 * n]) for n, u in enumerate(r["updates"])]),
+        each(rate(0.1, 0.11, 0.12, 0.13, 0.14)),
         OK,
-        "0.1 to 0.14 in 5 updates on 2 ranks, 0.1 on one alone: a warm-up, from x 1",
+        "0.1 to 0.14 in 5 updates on 2 ranks, 0.1 on one alone: a warm-up, from x 1 to x 1.2",
+    ),
+    (
+        4,
+        "a warm-up by epochs, perhaps",
+        lambda e: (each(rate(0.1))(e), each(lambda r: r.update(again=False))(e)),
+        NOT_SEEN,
+        "though the global batch is 2 times larger; a warm-up by epochs would show in the second",
     ),
     (
         4,
@@ -281,6 +305,7 @@ RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
         OK,
         "the sum, not the mean, of the ranks' own, which are weighed before",
     ),
+    (6, "tensor by tensor", each(broadcasting(100)), OK, "broadcast_; max difference"),
     (6, "after the first update", on(1, different_until(1)), OK, "before update 2: 0"),
     (6, "drift of later updates", on(1, drifting(1)), OK, "before update 1: 0"),
     (
@@ -297,6 +322,13 @@ RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
         "data of its own on each rank",
     ),
     (3, "nothing to go by", unsharded, NOT_SEEN, "no sampler and no shard call"),
+    (
+        3,
+        "a sampler that pads",
+        on(1, lambda r: r["rows"].extend(["0-1", "0-2", "0-3", "0-4"])),
+        OK,
+        "4 of",
+    ),
     (3, "duplicates in the data", on(1, lambda r: r["rows"].append("0-1")), OK, "1 of 160"),
     (7, "each its own file", on(1, lambda r: r.update(written=["/work/log.1"])), OK, "none twice"),
     (7, "no file", on(0, lambda r: r.update(written=[])), NOT_SEEN, "in 5 updates"),
@@ -368,8 +400,34 @@ def test_shards_are_seen_where_the_ranks_cover_what_one_alone_sees() -> None:
     alone = {**ALONE, "rows": whole}
     assert states(unnamed(lambda rank: whole[rank::2]), alone)[3] == OK
     assert states(unnamed(lambda rank: whole), alone)[3] == FAILED
-    assert states(unnamed(lambda rank: whole[rank:-2:2]), alone)[3] == NOT_SEEN  # two are missing
+    assert states(unnamed(lambda rank: whole[rank:-8:2]), alone)[3] == OK  # tails are dropped
+    assert states(unnamed(lambda rank: whole[rank:-12:2]), alone)[3] == NOT_SEEN
     assert states(unnamed(lambda rank: whole[rank::2]))[3] == NOT_SEEN  # other samples alone
+
+
+def ramp(start: float, peak: float, updates: int, place: float) -> list[float]:
+    """A warm-up over an epoch; ``place``: where in its update the schedule looks."""
+    return [start + (peak - start) * (number + place) / updates for number in range(updates)]
+
+
+@pytest.mark.parametrize("place", [0.0, 1.0])
+@pytest.mark.parametrize("peak", [0.1, 0.2])
+def test_a_warm_up_from_nothing_is_compared_at_the_same_place(place: float, peak: float) -> None:
+    """One rank makes two updates where two ranks make one."""
+    everyone = copy.deepcopy(script())
+    for record in everyone:
+        record["rates"] = ramp(0.0, peak, 5, place)
+    alone = {**ALONE, "rates": ramp(0.0, 0.1, 10, place)}
+    found = rows(everyone, alone)[3]
+    assert found.state == (OK if peak == 0.2 else FAILED), found.evidence
+
+
+def test_a_decay_by_updates_is_no_warm_up() -> None:
+    everyone = copy.deepcopy(script())
+    for record in everyone:
+        record["rates"] = [0.1 / (1 + number) for number in range(5)]
+    alone = {**ALONE, "rates": [0.1 / (1 + number) for number in range(10)]}
+    assert rows(everyone, alone)[3].state != OK
 
 
 def test_a_script_that_never_initializes_fails_its_first_row() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from hvdtrain.environment.observation.imports import AfterImport
 from hvdtrain.environment.observation.record import EnoughError, Record, summary
-from hvdtrain.environment.observation.wrap import after, replace
+from hvdtrain.environment.observation.wrap import after, quietly, replace
 from hvdtrain.environment.verification.written import watch_writes
 
 
@@ -29,7 +29,8 @@ def record(tmp_path: Path) -> Record:
 
 def update(record: Record, value: float = 1.0) -> None:
     tensors = [np.full((2, 3), value)]
-    record.update(rates=[0.1], before=tensors, applied=tensors, after=tensors, state=[])
+    record.rate(0.1)
+    record.update(before=tensors, applied=tensors, after=tensors, state=[])
 
 
 def test_samples_until_one_comes_again(record: Record) -> None:
@@ -54,10 +55,37 @@ def test_what_is_not_the_script_s_training_is_not_noted(record: Record) -> None:
 
 def test_what_was_seen_is_on_disk_before_a_rank_may_be_ended(record: Record) -> None:
     """Where one rank fails, mpirun ends the others: nothing can be written down any more then."""
-    record.metric("allreduce", np.float64(2.0), np.float64(5.0))
+    record.metric("allreduce", [np.float64(2.0)], [np.float64(5.0)])
     assert json.loads(record.path.read_text())["metrics"] == [["allreduce", [2.0], [5.0]]]
     record.wrote("/work/model.pt")
     assert json.loads(record.path.read_text())["written"] == ["/work/model.pt"]
+
+
+def test_a_lock_is_no_result(record: Record) -> None:
+    for path in ("/work/data.lock", "/home/me/.horovod_lock", "/work/locked.csv"):
+        record.wrote(path)
+    assert record.data["written"] == ["/work/locked.csv"]
+
+
+def test_a_large_data_set_is_told_apart_to_its_end(record: Record) -> None:
+    for part in np.split(np.arange(60_000.0)[:, None], 60):
+        record.samples(part)
+    assert len(record.data["rows"]) == 60_000
+
+
+def test_what_is_broadcast_bit_by_bit_is_added_up(record: Record) -> None:
+    for values in (6, 3):
+        record.broadcast("broadcast_", values)
+    record.broadcast("broadcast_object", 1)
+    assert record.data["calls"] == [
+        {"name": "broadcast_", "update": 0, "values": 9},
+        {"name": "broadcast_object", "update": 0, "values": 1},
+    ]
+
+
+def test_a_look_that_fails_does_not_stop_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert quietly(np.reshape, np.ones(3), (2, 2)) is None
+    assert "overlooked something: ValueError" in capsys.readouterr().err
 
 
 def test_updates_and_their_end(record: Record) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +12,13 @@ from hvdtrain.environment.verification.rows import NOT_SEEN, Row, by_rank, row, 
 Record = dict[str, Any]
 
 SAME = 1e-6  # relative difference of learning rates that are the same
+RULE = 1e-3  # relative difference to a rule
 
 
 def learning_rate(everyone: Sequence[Record], alone: Record | None) -> Row:
     """Step 4: the same on all ranks, and against what one rank alone uses."""
     size = len(everyone)
-    rates = [[update["rates"][0] for update in record["updates"]] for record in everyone]
+    rates: list[list[float]] = [record["rates"] for record in everyone]
     count = min(map(len, rates))
     if not count:
         return Row(4, NOT_SEEN, "no update was made")
@@ -30,10 +32,11 @@ def learning_rate(everyone: Sequence[Record], alone: Record | None) -> Row:
     if rule := _rule(everyone):
         within = max(first) <= rule[0] * rule[1] * (1 + SAME)
         return row(4, within, f"{told}; scale_learning_rate gives {rule[0]:g} x {rule[1]:.3g}")
-    base = [update["rates"][0] for update in alone["updates"]] if alone else []
+    base = alone["rates"] if alone else []
     if size == 1 or not base:
         return Row(4, NOT_SEEN, f"{told}; nothing to compare with")
-    return _against_one(size, first, base, told, _growth(everyone, alone))
+    epochs = all(record["again"] for record in everyone)
+    return _against_one(size, first, base, told, _growth(everyone, alone), epochs)
 
 
 def _rule(everyone: Sequence[Record]) -> tuple[float, float] | None:
@@ -50,26 +53,72 @@ def _rule(everyone: Sequence[Record]) -> tuple[float, float] | None:
 
 def _growth(everyone: Sequence[Record], alone: Record | None) -> float | None:
     """How many times larger the global batch is than that of one rank; None where not seen."""
+    if not alone or not alone["updates"] or not all(record["updates"] for record in everyone):
+        return None
     whole = sum(record["updates"][0]["rows"] for record in everyone)
-    one = alone["updates"][0]["rows"] if alone else 0
+    one = alone["updates"][0]["rows"]
     return whole / one if whole and one else None
 
 
 def _against_one(
-    size: int, rates: list[float], base: list[float], told: str, growth: float | None
+    size: int,
+    rates: list[float],
+    base: list[float],
+    told: str,
+    growth: float | None,
+    epochs: bool,
 ) -> Row:
-    """The rule that the rates follow: linear, square root, a warm-up, or none."""
-    ratios = [a / b for a, b in zip(rates, base, strict=False) if b]
+    """The rule that the rates follow: linear, square root, a warm-up, or none.
+
+    Args:
+        size: how many ranks there are.
+        rates: those of each update on all ranks.
+        base: those of each update of one rank alone.
+        told: the evidence so far.
+        growth: how many times larger the global batch is; None where not seen.
+        epochs: whether more than one epoch was seen.
+    """
     told = f"{told}, {base[0]:g} on one alone"
-    if not ratios:
+    early, late = _ratios(rates, base, growth or 1.0)
+    if not early:
         return Row(4, NOT_SEEN, told)
+    rising = len(rates) > 1 and rates[1] > rates[0]
+
+    def fits(factor: float) -> bool:
+        same = functools.partial(math.isclose, factor, rel_tol=RULE)
+        if rising:
+            return all(map(same, early)) or (bool(late) and all(map(same, late)))
+        return same(early[0])  # later ones may fall by a schedule of their own
+
     for name, factor in (("linear", float(size)), ("square root", math.sqrt(size))):
-        if math.isclose(ratios[0], factor, rel_tol=1e-3):
-            return row(4, True, f"{told}: {name} rule, x {factor:.3g}", ratio=ratios[0])
-    if ratios[-1] > ratios[0] * (1 + SAME):
-        return row(4, True, f"{told}: a warm-up, from x {ratios[0]:.3g}", ratio=ratios[0])
-    if math.isclose(ratios[0], 1.0, rel_tol=1e-3) and growth is not None:
-        if growth < (1 + size) / 2:
-            return row(4, True, f"{told}: as the global batch, which stays the same", ratio=1.0)
-        return row(4, False, f"{told}, though the global batch is {growth:.3g} times larger")
-    return Row(4, NOT_SEEN, f"{told}: x {ratios[0]:.3g}, which is no rule that is known here")
+        if fits(factor):
+            return row(4, True, f"{told}: {name} rule, x {factor:.3g}", ratio=factor)
+    if max(rates) > rates[0] * (1 + SAME) and max(early) > early[0] * (1 + SAME):
+        told += f": a warm-up, from x {early[0]:.3g} to x {max(early):.3g}"
+        return row(4, True, told, ratio=early[0])
+    if not fits(1.0) or growth is None:
+        return Row(4, NOT_SEEN, f"{told}: x {early[0]:.3g}, which is no rule that is known here")
+    if growth < (1 + size) / 2:
+        return row(4, True, f"{told}: as the global batch, which stays the same", ratio=1.0)
+    told = f"{told}, though the global batch is {growth:.3g} times larger"
+    if epochs:
+        return row(4, False, told)
+    return Row(4, NOT_SEEN, f"{told}; a warm-up by epochs would show in the second one only")
+
+
+def _ratios(
+    rates: list[float], base: list[float], growth: float
+) -> tuple[list[float], list[float]]:
+    """The rates over those of one rank alone at the same place in the training.
+
+    One rank makes ``growth`` updates for each of theirs. A schedule may look at the place where an
+    update begins, or where it ends: the ratios at both.
+    """
+    early, late = [], []
+    for update, rate in enumerate(rates):
+        begin, end = round(update * growth), round((update + 1) * growth) - 1
+        if begin < len(base) and base[begin]:
+            early.append(rate / base[begin])
+        if 0 <= end < len(base) and base[end]:
+            late.append(rate / base[end])
+    return early, late

@@ -15,6 +15,7 @@ Vector = NDArray[np.float64]
 
 BETWEEN = 1e-6  # relative difference between ranks that hold the same
 REDUCED = 5e-3  # relative difference to the mean: compression to fp16 stays below it
+NO_BROADCAST = "no broadcast was executed"
 IDLE = 1e-2  # the weight of a rank whose gradients do not count
 
 
@@ -129,7 +130,7 @@ def equal_start(everyone: Sequence[Record]) -> Row:
     size = len(everyone)
     if size == 1:
         return Row(6, NOT_SEEN, "one rank: nothing to broadcast")
-    names = [{call["name"] for call in record["calls"]} & BROADCASTS for record in everyone]
+    names = [_broadcasts(record) for record in everyone]
     waiting = [rank for rank, record in enumerate(everyone) if record["waiting"]]
     if waiting and len(waiting) < size:
         name = everyone[waiting[0]]["waiting"]
@@ -147,10 +148,13 @@ def equal_start(everyone: Sequence[Record]) -> Row:
     missing = [rank for rank, found in enumerate(names) if not found]
     if missing:
         who = "" if len(missing) == size else f" on {listed(missing)}"
-        if equal is None:
-            return row(6, False, f"no broadcast was executed{who}; {told}")
-        note = "equal only because all ranks drew the same first weights"
-        return row(6, False, f"no broadcast was executed{who}; {told}, {note}")
+        some = max(_values(everyone[rank]) for rank in missing)
+        whole = several(everyone[0]["updates"][0]["values"], "parameter")
+        note = f"only {several(some, 'value')} broadcast, of {whole}" if some else NO_BROADCAST
+        note = f"{note}{who}; {told}"
+        if equal is not None:
+            note += ", equal only because all ranks drew the same first weights"
+        return row(6, False, note)
     called = ", ".join(sorted(set.union(*names)))
     if equal is None and count < 2:
         return Row(6, NOT_SEEN, f"{called}; only one update was made; {told}")
@@ -160,13 +164,32 @@ def equal_start(everyone: Sequence[Record]) -> Row:
     return row(6, equal is not None, f"{called}; {told}", difference=starts[equal or 0])
 
 
-BROADCASTS = {
+# What broadcasts a model whole; anything else that broadcasts may have sent a step count alone.
+WHOLE = {
     "broadcast_parameters",
     "broadcast_variables",
     "broadcast_global_variables",
-    "broadcast_object",
     "broadcast_state",
 }
+STATE = "broadcast_optimizer_state"
+
+
+def _broadcasts(record: Record) -> set[str]:
+    """By which calls the rank took part in a broadcast of all parameters."""
+    whole = {call["name"] for call in record["calls"]} & WHOLE
+    if whole or not record["updates"] or _values(record) < record["updates"][0]["values"]:
+        return whole
+    return {call["name"] for call in _others(record)}
+
+
+def _others(record: Record) -> list[dict[str, Any]]:
+    known = {*WHOLE, STATE}
+    return [call for call in record["calls"] if "values" in call and call["name"] not in known]
+
+
+def _values(record: Record) -> int:
+    """How many values were broadcast one by one, or in an object."""
+    return sum(call["values"] for call in _others(record))
 
 
 def _difference(everyone: Sequence[Record], step: int) -> float:

@@ -22,11 +22,13 @@ Array = NDArray[Any]
 
 DETAILED = 5  # updates that are looked at closely
 VALUES, PER_TENSOR = 4096, 64  # values that stand for all parameters, and for one tensor
-ROWS = 20_000  # samples that are told apart
+ROWS = 1_000_000  # samples that are told apart
+RATES = 100_000  # learning rates that are noted
 CALLS = 1000  # calls that are noted one by one
 # Files that are no result of a script: devices, caches, and what libraries lay down for a moment.
 NOT_FILES = ("/dev/", "/proc/", "/sys/")
 NOT_OURS = {"__pycache__", "site-packages", ".cache", ".keras"}
+LOCKS = (".lock", "_lock")  # several ranks may well open one: that is what it is for
 SCRATCH = ("tmp", "__autograph", "pymp-", "torch", "hvdtrain-")
 
 
@@ -55,7 +57,7 @@ class Record:
         self.local: list[Array] | None = None  # gradients of this rank for the next update
         self.ignored = 0  # > 0 while what happens is not the script's training
         self.probe: Callable[[], Any] = lambda: None  # looks at the data when all is over
-        self.is_gradient: Callable[[Any], bool] = lambda value: False
+        self.gradient_tests: list[Callable[[Any], bool]] = []  # one of each framework
         self.data: dict[str, Any] = {
             "launcher": [place.launcher, place.rank, place.size],
             "host": socket.gethostname(),
@@ -65,7 +67,9 @@ class Record:
             "processor": None,
             "calls": [],
             "updates": [],
+            "rates": [],
             "rows": [],
+            "again": False,
             "loader": None,
             "reduced": 0,
             "metrics": [],
@@ -80,6 +84,14 @@ class Record:
         """A call of interest has been made, with ``facts`` about it."""
         if len(self.data["calls"]) < CALLS:
             self.data["calls"].append({"name": name, "update": self.done, **facts})
+
+    def broadcast(self, name: str, values: int) -> None:
+        """So many values were broadcast; what is broadcast tensor by tensor is added up."""
+        for call in self.data["calls"]:
+            if (call["name"], call["update"]) == (name, self.done):
+                call["values"] += values
+                return
+        self.call(name, values=values)
 
     def joined(self, world: Mapping[str, int]) -> None:
         """The rank has joined the others and knows its place."""
@@ -105,10 +117,17 @@ class Record:
         """Something was summed over the ranks."""
         self.data["reduced"] += 1
 
-    def metric(self, name: str, before: Any, after: Any) -> None:
-        """A few values of this rank and what the reduction made of them."""
+    def is_gradient(self, value: Any) -> bool:
+        """Whether ``value``, a tensor, is a gradient for the next update."""
+        return any(test(value) for test in self.gradient_tests)
+
+    def metric(self, name: str, before: Sequence[Any], after: Sequence[Any]) -> None:
+        """A few values of this rank and what the reduction made of them, in one part or several."""
         if len(self.data["metrics"]) < CALLS:
-            values = [np.ravel(value).astype(float).tolist() for value in (before, after)]
+            values = [
+                [float(one) for part in parts for one in np.ravel(part)]
+                for parts in (before, after)
+            ]
             self.data["metrics"].append([name, *values])
             if len(self.data["metrics"]) <= DETAILED:
                 self.write()
@@ -125,6 +144,8 @@ class Record:
         folder = str(self.path.parent) + os.sep
         if path.startswith((*NOT_FILES, folder)) or NOT_OURS & set(Path(path).parts):
             return False
+        if path.endswith(LOCKS):
+            return False
         if Path(path).is_dir():  # a nameless temporary file is opened by its folder
             return False
         return not (path.startswith(self.scratch) and path[len(self.scratch) :].startswith(SCRATCH))
@@ -135,7 +156,7 @@ class Record:
             return
         self.batch += len(values)
         rows = self.data["rows"]
-        if len(rows) + len(values) > ROWS or self.data.get("again"):
+        if len(rows) + len(values) > ROWS or self.data["again"]:
             return
         for value in values:
             mark = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
@@ -150,10 +171,14 @@ class Record:
         """Whether the next update is to be looked at closely."""
         return self.done < DETAILED
 
+    def rate(self, value: float) -> None:
+        """The learning rate of the next update, of its first group of parameters."""
+        if len(self.data["rates"]) < RATES:
+            self.data["rates"].append(value)
+
     def update(
         self,
         *,
-        rates: Sequence[float],
         before: Sequence[Array],
         applied: Sequence[Array],
         after: Sequence[Array],
@@ -162,7 +187,6 @@ class Record:
         """An update is made.
 
         Args:
-            rates: learning rate of each group of parameters.
             before: the parameters before it.
             applied: the gradients that it used.
             after: the parameters after it.
@@ -173,7 +197,6 @@ class Record:
             fits = local is not None and [a.shape for a in local] == [a.shape for a in applied]
             self.data["updates"].append(
                 {
-                    "rates": [float(rate) for rate in rates],
                     "rows": self.batch,
                     "tensors": len(before),
                     "values": int(sum(value.size for value in before)),

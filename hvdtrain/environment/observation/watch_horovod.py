@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.environment.observation.record import Record
 from hvdtrain.environment.observation.watch_tensorflow import run
-from hvdtrain.environment.observation.wrap import Depth, after, replace
+from hvdtrain.environment.observation.wrap import Depth, after, quietly, replace
 
 BROADCASTS = (
     "broadcast_parameters",
@@ -19,8 +19,27 @@ BROADCASTS = (
     "broadcast_global_variables",
     "broadcast_optimizer_state",
     "broadcast_object",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
 )
-REDUCTIONS = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_")
+REDUCTIONS = (
+    "allreduce",
+    "allreduce_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "allgather",
+    "grouped_allgather",
+    "allgather_object",
+)
+BEGINNINGS = (
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "allgather_async",
+)
 OPERATIONS = (
     "allreduce_async",
     "allreduce_async_",
@@ -29,6 +48,7 @@ OPERATIONS = (
     "_allreduce",
     "_grouped_allreduce",
 )
+FIRST = ("tensor", "tensors", "obj", "value")  # how Horovod calls the first argument
 SMALL = 64  # values; what is larger is no metric
 SCALED, AVERAGED = "scale_learning_rate", "average_metrics"
 
@@ -40,6 +60,7 @@ class Watch:
         self.record = record
         self.gradients = Depth()  # open reductions of gradients
         self.reductions = Depth()  # open reductions that the script asked for
+        self.begun: dict[Any, tuple[Any, list[Any]]] = {}  # by handle: reductions not waited for
 
     def operations(self, module: Any) -> None:
         """Count all reductions, whoever asks for them: ``mpi_ops`` of either framework."""
@@ -53,6 +74,9 @@ class Watch:
             replace(module, name, self._broadcast)
         for name in REDUCTIONS:
             replace(module, name, self._reduction)
+        for name in BEGINNINGS:
+            replace(module, name, self._beginning)
+        after(module, "synchronize", self._waited)
         told = f"{module.__name__}.DistributedOptimizer"
         after(module, "DistributedOptimizer", lambda a, k, r: self.record.call(told))
         replace(module, "_make_allreduce_grads_fn", self._maker)
@@ -70,7 +94,8 @@ class Watch:
         name = original.__name__
         with self.record.waiting(name):
             result = original(*args, **kwargs)
-        _note(lambda *_: self.record.call(name))
+        values = quietly(_count, args[:1] if result is None else result) or 0
+        _note(lambda *_: self.record.broadcast(name, values))
         return result
 
     def _maker(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,23 +111,43 @@ class Watch:
     def _reduction(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """A reduction that the script asks for; of a few values that are no gradient: a metric."""
         with self.reductions as level:
-            value = args[0] if args else kwargs.get("tensor")
-            before = None if level > 1 or self.gradients.value else self._small(value)
+            own = level == 1 and not self.gradients.value
+            before = quietly(self._few, args, kwargs) if own else None
             result = original(*args, **kwargs)
         if before is not None:
-            name = str(kwargs.get("name") or original.__name__)
-            _note(functools.partial(self.record.metric, name), [before, self._small(result)])
+            quietly(self._metric, kwargs.get("name") or original.__name__, before, result)
         return result
 
-    def _small(self, value: Any) -> Any:
-        """A copy of ``value`` if it may be a metric; None otherwise."""
-        tf = sys.modules.get("tensorflow")
-        if tf is not None and tf.is_tensor(value):
-            count = value.shape.num_elements()
-            return tf.identity(value) if count is not None and count <= SMALL else None
-        if hasattr(value, "detach"):
-            value = None if self.record.is_gradient(value) else value.detach().cpu().numpy()
-        return np.array(value) if value is not None and np.size(value) <= SMALL else None
+    def _beginning(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """A reduction that goes on while the script does something else."""
+        before = quietly(self._few, args, kwargs)
+        handle = original(*args, **kwargs)
+        if before is not None:
+            self.begun[handle] = kwargs.get("name") or original.__name__, before
+        return handle
+
+    def _waited(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if begun := self.begun.pop(args[0] if args else kwargs["handle"], None):
+            self._metric(*begun, result)
+
+    def _metric(self, name: Any, before: list[Any], result: Any) -> None:
+        after = [_copy(leaf) for leaf in _leaves(result)]
+
+        def note(*parts: Any) -> None:
+            self.record.metric(str(name), parts[: len(before)], parts[len(before) :])
+
+        _note(note, [*before, *after])
+
+    def _few(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """Copies of what is to be reduced if that may be a metric; None otherwise."""
+        value = args[0] if args else next(kwargs[name] for name in FIRST if name in kwargs)
+        leaves = _leaves(value)
+        sizes = [_size(leaf) for leaf in leaves]
+        if not leaves or None in sizes or sum(filter(None, sizes)) > SMALL:
+            return None
+        if any(self.record.is_gradient(leaf) for leaf in leaves):
+            return None
+        return [_copy(leaf) for leaf in leaves]
 
     def _initialized(self, world: Any) -> None:
         self.record.data["hvdtrain"] = True
@@ -121,7 +166,8 @@ class Watch:
         names = sorted(name for name in kwargs if name != "count")
         before = [float(kwargs[name]) / count if count else 0.0 for name in names]
         means, total = result
-        self.record.metric(f"{AVERAGED} over {total} samples", before, [means[n] for n in names])
+        after = [means[name] for name in names]
+        self.record.metric(f"{AVERAGED} over {total} samples", before, after)
 
 
 def _world(source: Any) -> dict[str, int]:
@@ -130,6 +176,37 @@ def _world(source: Any) -> dict[str, int]:
     if callable(source):
         return {name: int(source(name)) for name in names}
     return {name: int(getattr(source, name)()) for name in names}
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The tensors, arrays and numbers in ``value``, whatever holds them."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [leaf for one in value for leaf in _leaves(one)]
+    if hasattr(value, "shape") or isinstance(value, bool | int | float):
+        return [value]
+    return []
+
+
+def _size(leaf: Any) -> int | None:
+    """How many values are in it; None where a graph does not know that yet."""
+    shape = tuple(getattr(leaf, "shape", ()))
+    return None if None in shape else math.prod(shape)
+
+
+def _count(value: Any) -> int:
+    return sum(_size(leaf) or 0 for leaf in _leaves(value))
+
+
+def _copy(leaf: Any) -> Any:
+    """What it holds now; in a graph, a tensor that will tell."""
+    tf = sys.modules.get("tensorflow")
+    if tf is not None and tf.is_tensor(leaf):
+        return tf.identity(leaf)
+    if hasattr(leaf, "detach"):
+        leaf = leaf.detach().cpu().double().numpy()
+    return np.array(leaf)
 
 
 def _note(note: Callable[..., None], values: Sequence[Any] = ()) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.environment import gpus
 from hvdtrain.environment.observation.record import Record
 from hvdtrain.environment.observation.wrap import Depth, after, replace
 
@@ -42,6 +43,8 @@ class Watch:
         self.record = record
         self.tape = Depth()  # open gradient tapes
         self.layer = Depth()  # open calls of layers
+        self.gradients: list[Any] = []  # of the last tape, until they are applied
+        record.gradient_tests.append(self.is_gradient)
         self.tf: Any = None
 
     def tensorflow(self, tf: Any) -> None:
@@ -54,7 +57,7 @@ class Watch:
         after(tf.data.Dataset, "shard", self._shard)
         for owner, name in (
             (tf.train.Checkpoint, "save"),
-            (tf.train.Checkpoint, "write"),
+            (tf.train.Checkpoint, "_write"),  # of `write`, and of `tf.train.CheckpointManager`
             (tf.saved_model, "save"),
         ):
             after(owner, name, self._saved)
@@ -77,6 +80,16 @@ class Watch:
         if self.tf.executing_eagerly():
             self.record.end_if_enough()
 
+    def is_gradient(self, value: Any) -> bool:
+        """Whether ``value`` is a gradient, or was made from one that is not yet applied.
+
+        A scalar that was may be the loss.
+        """
+        if not self.gradients or not self.tf.is_tensor(value):
+            return False
+        shapes = [tuple(one.shape) for one in self.gradients if tuple(one.shape)]
+        return any(value is one for one in self.gradients) or tuple(value.shape) in shapes
+
     def _gradient(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """This rank's own gradients, before anything reduces them."""
         result = original(*args, **kwargs)
@@ -90,9 +103,11 @@ class Watch:
 
         done = run(note, dense)
         if done is None:
+            self.gradients = [value for value in flat if value is not None]
             return result
         with tf.control_dependencies([done]):  # noted before whatever is done to them
             flat = [tf.identity(value) if tf.is_tensor(value) else value for value in flat]
+        self.gradients = [value for value in flat if value is not None]
         return tf.nest.pack_sequence_as(result, flat)
 
     def _apply(self, original: Any, optimizer: Any, grads: Any, variables: Any = None) -> Any:
@@ -100,6 +115,7 @@ class Watch:
         tf, grads = self.tf, list(grads)
         if self.record.ignored or not grads:
             return original(optimizer, grads, variables)
+        self.gradients = []
         variables = list(optimizer._trainable_variables if variables is None else variables)
         pairs = [(g, v) for g, v in zip(grads, variables, strict=False) if g is not None]
         built = optimizer.built
@@ -115,12 +131,12 @@ class Watch:
 
         def note(*arrays: Any) -> None:
             self._processor()
+            self.record.rate(float(arrays[0]))
             if not self.record.detailed:
                 self.record.count()
                 return
             rest = arrays[1:]
             self.record.update(
-                rates=[float(arrays[0])],
                 before=rest[:count],
                 applied=rest[count : 2 * count],
                 after=rest[2 * count : 3 * count],
@@ -141,13 +157,17 @@ class Watch:
 
     def _processor(self) -> None:
         config = self.tf.config
-        if self.record.data["processor"] is None:
-            gpus = config.get_visible_devices("GPU")
-            threads = config.threading.get_intra_op_parallelism_threads()
-            self.record.data["processor"] = {
-                "gpu": gpus[0].name if gpus else None,
-                "threads": 0 if gpus else threads or len(os.sched_getaffinity(0)),
-            }
+        if self.record.data["processor"] is not None:
+            return
+        if visible := config.get_visible_devices("GPU"):
+            # Its name counts within the GPUs that the environment leaves: 0 on every rank, perhaps.
+            known = gpus.identities(len(config.list_physical_devices("GPU")), os.environ)
+            gpu, threads = known[int(visible[0].name.rpartition(":")[2])], 0
+        else:
+            gpu, threads = None, config.threading.get_intra_op_parallelism_threads()
+            threads = threads or int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0)
+            threads = threads or len(os.sched_getaffinity(0))
+        self.record.data["processor"] = {"gpu": gpu, "threads": threads}
 
     def _shard(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         given = dict(zip(("num_shards", "index"), args[1:3], strict=False)) | kwargs

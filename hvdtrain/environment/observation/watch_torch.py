@@ -21,7 +21,7 @@ PROBES = 3  # samples of a dataset that tell whether two ranks have the same one
 def watch(torch: Any, record: Record) -> None:
     """Watch from now on."""
     updates = Updates(torch, record)
-    record.is_gradient = updates.is_gradient
+    record.gradient_tests.append(updates.is_gradient)
     steps = importlib.import_module("torch.optim.optimizer")
     steps.register_optimizer_step_pre_hook(updates.before)
     steps.register_optimizer_step_post_hook(updates.after)
@@ -42,6 +42,7 @@ class Updates:
         self.depth = 0  # open steps: Horovod's optimizer has one inside its own
         self.open = False  # whether the step has still to be counted
         self.gradients: dict[int, Any] = {}  # by parameter: what backward passes have given
+        self.waiting = False  # whether a backward pass has given some since the last step
         self.parameters: dict[int, Any] = {}  # those that are listened to
         self.start: dict[str, Any] = {}
 
@@ -54,6 +55,7 @@ class Updates:
 
     def _collector(self, key: int) -> Any:
         def collect(gradient: Any) -> None:
+            self.waiting = True
             if self.record.detailed and not self.record.ignored:
                 value = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
                 held = self.gradients.get(key)
@@ -62,7 +64,11 @@ class Updates:
         return collect
 
     def is_gradient(self, value: Any) -> bool:
-        """Whether ``value`` is the gradient of a parameter."""
+        """Whether ``value`` is the gradient of a parameter, or one made from it before the step."""
+        if not self.torch.is_tensor(value):
+            return False
+        if self.waiting and value.dim():
+            return value.shape in {parameter.shape for parameter in self.parameters.values()}
         gradients = [parameter.grad for parameter in self.parameters.values()]
         places = {gradient.data_ptr() for gradient in gradients if gradient is not None}
         return value.data_ptr() in places
@@ -73,6 +79,8 @@ class Updates:
         if self.depth > 1:
             return
         self.open = not self.record.ignored
+        if self.open:
+            self.record.rate(float(optimizer.param_groups[0].get("lr", 0.0)))
         if not self.open or not self.record.detailed:
             return
         parameters = _parameters(optimizer)
@@ -80,7 +88,6 @@ class Updates:
             self.torch, parameters
         )
         self.start = {
-            "rates": [group.get("lr", 0.0) for group in optimizer.param_groups],
             "before": [_array(parameter) for parameter in parameters],
             "state": [
                 _array(value)
@@ -107,7 +114,7 @@ class Updates:
             )
         elif self.open:
             self.record.count()
-        self.start, self.open = {}, False
+        self.start, self.open, self.waiting = {}, False, False
         self.gradients.clear()
         self.depth -= 1
         if not self.depth:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ def after(owner: Any, name: str, seen: Seen) -> None:
 
     def call(original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        seen(args, kwargs, result)
+        quietly(seen, args, kwargs, result)
         return result
 
     replace(owner, name, call)
@@ -32,6 +33,16 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         return replacement(original, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def quietly(look: Callable[..., Any], *args: Any) -> Any:
+    """What ``look`` returns; None where it fails: whoever only looks must not stop a script."""
+    try:
+        return look(*args)
+    except Exception as error:
+        what = getattr(look, "__qualname__", look)
+        sys.stderr.write(f"hvdtrain verify: {what} overlooked something: {error!r}\n")
+        return None
 
 
 class Depth:
