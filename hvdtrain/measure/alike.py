@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.measure.records import STRONG, Run
 
 NAMED = 4  # runs that a message names
+ALWAYS = "OMP_"  # variables that tune one rank, too; those of MPI and Horovod tune two and more
+BY_LAUNCH = "OMPI_MCA_mpi_yield_when_idle"  # launch sets it for a size as that needs it
 
 
 def check_alike(runs: Sequence[Run], scaling: str, source: str) -> None:
@@ -47,6 +49,30 @@ def check_alike(runs: Sequence[Run], scaling: str, source: str) -> None:
         label = f"the number of hosts of {ranks} ranks"
         _same(same, label, lambda run: run.summary.get("hosts"), source)
     _same(runs, "the command", lambda run: shlex.join(run.command) or None, source)
+    _check_variables(runs, source)
+
+
+def _check_variables(runs: Sequence[Run], source: str) -> None:
+    """Refuse runs that were tuned differently, as far as their summaries tell by what variables.
+
+    The trainers tune MPI and Horovod where there are two ranks or more, so there one rank differs.
+    """
+    names = {name for run in runs for name in _variables(run) or ()} - {BY_LAUNCH}
+    for name in sorted(names):
+        some = [run for run in runs if run.ranks > 1 or name.startswith(ALWAYS)]
+        _same(some, name, lambda run, name=name: _set_to(run, name), source)  # type: ignore[misc]
+
+
+def _set_to(run: Run, name: str) -> str | None:
+    """The value of a variable in a run; None where the run tells of none."""
+    told = _variables(run)
+    return None if told is None else told.get(name, "not set")
+
+
+def _variables(run: Run) -> Mapping[str, str] | None:
+    environment = run.summary.get("environment")
+    found = environment.get("variables") if isinstance(environment, Mapping) else None
+    return found if isinstance(found, Mapping) else None
 
 
 def _batch_of_a_rank(run: Run) -> float | None:

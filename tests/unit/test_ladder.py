@@ -54,6 +54,18 @@ def test_a_rank_has_the_same_cores_and_threads_at_every_size(
     assert one == own
 
 
+def test_threads_that_the_user_has_set_are_those_of_the_ladder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ladder.threads(2, {"OMP_NUM_THREADS": "3"}) == 3
+    assert ladder.threads(2, {"OMP_NUM_THREADS": "4,2"}) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    words = ("--ranks", "1,2", "--repeat", "1", "--dry-run", "--json", "--out", str(tmp_path))
+    assert cli.main(["scaling", *words, *TRAIN]) == 0
+    for shown in json.loads(capsys.readouterr().out)["commands"]:
+        assert shown.startswith("env OMP_NUM_THREADS=3 ")
+
+
 def test_launch_leaves_room_for_ranks_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
