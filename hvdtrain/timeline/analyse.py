@@ -1,18 +1,6 @@
 """The analysis of a timeline, one event after another: bars, operations, cycles, states.
 
-What is counted, exactly:
-
-*Bar*: from a ``B`` event to the ``E`` event that closes it, on one tensor. The bars of a tensor
-nest: NEGOTIATE_ALLREDUCE; then ALLREDUCE, and within it what is done for it (MEMCPY_IN_...,
-MPI_ALLREDUCE ...). A bar whose beginning or end is not in the file (or slice) is not counted.
-
-*Time of a phase*: ``tensor_seconds`` is the sum of its bars over all tensors, ``seconds`` the time
-in which at least one of its bars was open. Where k tensors are fused the first is about k times
-the second.
-
-*State*: at each moment rank 0 is *communicating* (the bar of an operation is open), else *waiting*
-(a negotiation is open: some rank has handed a tensor in, another has not), else *neither* (no
-tensor is in Horovod's hands: computing, loading data, anything). The three add up to all time.
+What is counted, exactly, stands in ``bars``.
 """
 
 from __future__ import annotations
@@ -20,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from hvdtrain.timeline.account import Account
 from hvdtrain.timeline.bars import (
     COLLECTIVE,
     COMMUNICATING,
@@ -66,7 +55,7 @@ class Analysis:
         self.fusion = Fusion()
         self.cycle: float | None = None  # when the last cycle began
         self.cycles = Sample()  # their lengths
-        self.steps = Steps()
+        self.steps = Steps(Account(self.fusion.totals, self.rows.phases))
         self.handlers: dict[str, Callable[[Event], None]] = {
             "B": self._begin,
             "E": self._end,

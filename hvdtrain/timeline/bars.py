@@ -1,4 +1,19 @@
-"""What a timeline is made of: phases, tensors and operations, and what their names mean."""
+"""What a timeline is made of: phases, tensors and operations, and what their names mean.
+
+What is counted, exactly:
+
+*Bar*: from a ``B`` event to the ``E`` event that closes it, on one tensor. The bars of a tensor
+nest: NEGOTIATE_ALLREDUCE; then ALLREDUCE, and within it what is done for it (MEMCPY_IN_...,
+MPI_ALLREDUCE ...). A bar whose beginning or end is not in the file (or slice) is not counted.
+
+*Time of a phase*: ``tensor_seconds`` is the sum of its bars over all tensors, ``seconds`` the time
+in which at least one of its bars was open. Where k tensors are fused the first is about k times
+the second.
+
+*State*: at each moment rank 0 is *communicating* (the bar of an operation is open), else *waiting*
+(a negotiation is open: some rank has handed a tensor in, another has not), else *neither* (no
+tensor is in Horovod's hands: computing, loading data, anything). The three add up to all time.
+"""
 
 from __future__ import annotations
 

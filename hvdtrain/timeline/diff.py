@@ -50,7 +50,9 @@ def _times(facts: Facts, *, a_step: bool) -> dict[tuple[str, str], float]:
         times["file", ""] = facts["seconds"]
         times |= {("file", name): facts["states"][name] for name in reversed(bars.STATES)}
     for row in facts["phases"]:
-        times[row["kind"], row["name"]] = row["seconds"] / (steps["seen"] if a_step else 1)
+        seconds = row["a_step_seconds" if a_step else "seconds"]
+        if seconds is not None:  # else it is in no step
+            times[row["kind"], row["name"]] = seconds
     return times
 
 

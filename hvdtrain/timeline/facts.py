@@ -1,6 +1,6 @@
 """The outcome of an analysis as plain data: what ``--json`` prints and the reports are made of.
 
-All times are seconds. What a number means stands in ``analyse``, ``steps`` and ``lateness``.
+All times are seconds. What a number means stands in ``bars``, ``steps`` and ``lateness``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 from hvdtrain.timeline import bars
 from hvdtrain.timeline.analyse import Analysis
 from hvdtrain.timeline.read import Reading
-from hvdtrain.timeline.samples import Sample
+from hvdtrain.timeline.step_facts import MICRO, ranks_facts, steps_facts
 from hvdtrain.timeline.steps import Steps
 
-MICRO = 1e-6
 Facts = dict[str, Any]
 
 TENSORS = 200  # rows of the table of tensors
@@ -24,7 +23,6 @@ TENSORS = 200  # rows of the table of tensors
 
 def facts(reading: Reading, analysis: Analysis, window: tuple[float, float] | None = None) -> Facts:
     """All that the file tells, within ``window`` (seconds): plain data, ready for JSON."""
-    steps = analysis.steps
     low, high = window or (0.0, inf)
     span = sum(analysis.times) * MICRO
     return {
@@ -46,8 +44,8 @@ def facts(reading: Reading, analysis: Analysis, window: tuple[float, float] | No
         "seconds": span,
         "ranks": len(analysis.ranks) or None,
         "states": dict(zip(bars.STATES, (t * MICRO for t in analysis.times), strict=True)),
-        "steps": _steps(steps, reading.first or 0),
-        "lateness": _ranks(analysis),
+        "steps": steps_facts(analysis, reading.first or 0),
+        "lateness": ranks_facts(analysis),
         "phases": _phases(analysis),
         "collectives": _collectives(analysis),
         "operations": _operations(analysis),
@@ -68,87 +66,6 @@ def _moment(reading: Reading) -> str | None:
     return moment.isoformat(timespec="milliseconds")
 
 
-def _lateness(steps: Steps) -> Any:
-    return steps.lateness if steps.lateness.negotiations else steps.start_up
-
-
-def _sample(sample: Sample) -> dict[str, float]:
-    return {
-        "median": sample.median * MICRO,
-        "mean": sample.mean * MICRO,
-        "total": sample.total * MICRO,
-    }
-
-
-def _steps(steps: Steps, origin: float) -> Facts | None:
-    """The whole steps; None where none can be told."""
-    if not steps.lengths.count:
-        return None
-    total = steps.lengths.total
-    states = zip(bars.STATES, steps.states, strict=True)
-    communicating = steps.states[bars.COMMUNICATING].total
-    overlapped = steps.overlapped.total
-    return {
-        "seen": steps.number,
-        "whole": steps.lengths.count,
-        "seconds": _sample(steps.lengths),
-        "states": {name: {**_sample(s), "share": s.total / total} for name, s in states},
-        "overlap": {
-            "overlapped_seconds": overlapped * MICRO,
-            "exposed_seconds": (communicating - overlapped) * MICRO,
-            "overlapped_share": overlapped / communicating if communicating else None,
-        },
-        "slowest": [
-            {
-                "step": step.number,
-                "start": (step.start - origin) * MICRO,
-                "seconds": step.length * MICRO,
-                "late_rank": None if step.late_rank is None else int(step.late_rank),
-                "late_seconds": step.late * MICRO,
-            }
-            for step in sorted(steps.slowest, reverse=True)
-        ],
-    }
-
-
-def _ranks(analysis: Analysis) -> Facts:
-    """Who was late, rank by rank."""
-    steps, lateness = analysis.steps, _lateness(analysis.steps)
-    negotiated = sum(
-        cell.count
-        for row in analysis.rows.by_name.values()
-        for cell in row.cells.values()
-        if cell.phase.kind == bars.NEGOTIATE
-    )
-    none = Sample()
-    rows = []
-    for rank in sorted(lateness.behind, key=int):
-        step, negotiation = steps.late.get(rank, none), lateness.late.get(rank, none)
-        rows.append(
-            {
-                "rank": int(rank),
-                "late_steps": step.count,
-                "late_steps_share": step.count / steps.ticked if steps.ticked else None,
-                "late_in_step_seconds": _sample(step),
-                "cost_seconds": step.total * MICRO,
-                "late_negotiations": negotiation.count,
-                "late_negotiations_share": negotiation.count / lateness.negotiations,
-                "late_in_negotiation_seconds": _sample(negotiation),
-                "behind_first_seconds": lateness.behind[rank] / lateness.negotiations * MICRO,
-            }
-        )
-    return {
-        "negotiations": negotiated,
-        "with_ticks": steps.lateness.negotiations + steps.start_up.negotiations,
-        "steps_with_ticks": steps.ticked,
-        # With its cache of responses on, Horovod ticks in the first steps alone.
-        "told": steps.ticked > 0 and 2 * steps.ticked >= steps.lengths.count,
-        "cost_seconds": sum(row["cost_seconds"] for row in rows),
-        "spread_seconds": _sample(steps.spread),
-        "ranks": rows,
-    }
-
-
 def _phases(analysis: Analysis) -> list[Facts]:
     counts: Counter[bars.Phase] = Counter()
     totals: Counter[bars.Phase] = Counter()
@@ -162,12 +79,21 @@ def _phases(analysis: Analysis) -> list[Facts]:
             "name": phase.name,
             "bars": counts[phase],
             "seconds": phase.wall * MICRO,
+            "a_step_seconds": _a_step(phase, analysis.steps),
             "tensor_seconds": totals[phase] * MICRO,
         }
         for phase in analysis.rows.phases.values()
         if counts[phase]
     ]
     return sorted(rows, key=lambda row: (bars.KINDS.index(row["kind"]), -row["seconds"]))
+
+
+def _a_step(phase: bars.Phase, steps: Steps) -> float | None:
+    """Seconds of the phase in a whole step, mean; None where it is in none of them."""
+    wall, count = steps.account.walls.get(phase, 0), steps.lengths.count
+    if not count or (phase.wall and not wall):
+        return None
+    return wall / count * MICRO
 
 
 def _collectives(analysis: Analysis) -> list[Facts]:

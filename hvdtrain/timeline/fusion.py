@@ -15,6 +15,9 @@ from hvdtrain.timeline.samples import Sample
 
 SMALL = 1 << 20  # bytes; the time of a smaller operation is mostly latency, not bandwidth
 
+# The totals of all operations: how many, bytes, microseconds, those of the small ones.
+COUNT, BYTES, TIME, SMALL_TIME = range(4)
+
 
 class Operations:
     """All operations of one implementation, such as MPI_ALLREDUCE."""
@@ -25,9 +28,8 @@ class Operations:
         self.microseconds = Sample()
         self.small = 0.0  # microseconds of those of less than SMALL bytes
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: Operation, microseconds: float) -> None:
         """Take an operation whose tensors have all ended."""
-        microseconds = operation.end - operation.start
         self.tensors.add(operation.tensors)
         self.nbytes.add(operation.nbytes)
         self.microseconds.add(microseconds)
@@ -40,6 +42,7 @@ class Fusion:
 
     Attributes:
         operations: by implementation.
+        totals: of all of them, by ``COUNT`` and so on.
         run: the last bar that began is of this operation; to be set to None when another begins.
         idle: no operation has begun in this cycle; to be set at the beginning of a cycle.
         busy_cycles: those in which one began.
@@ -47,6 +50,7 @@ class Fusion:
 
     def __init__(self) -> None:
         self.operations: dict[str, Operations] = {}
+        self.totals = [0.0] * 4
         self.run: Operation | None = None
         self.idle = True
         self.busy_cycles = 0
@@ -80,7 +84,16 @@ class Fusion:
             tensor.row.nbytes = size
         operation.left -= 1
         if not operation.left:
-            name = operation.phase.name
-            if name not in self.operations:
-                self.operations[name] = Operations()
-            self.operations[name].add(operation)
+            self._count(operation)
+
+    def _count(self, operation: Operation) -> None:
+        name, microseconds = operation.phase.name, operation.end - operation.start
+        if name not in self.operations:
+            self.operations[name] = Operations()
+        self.operations[name].add(operation, microseconds)
+        totals = self.totals
+        totals[COUNT] += 1
+        totals[BYTES] += operation.nbytes
+        totals[TIME] += microseconds
+        if operation.nbytes < SMALL:
+            totals[SMALL_TIME] += microseconds

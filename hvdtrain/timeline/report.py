@@ -160,7 +160,7 @@ def _phases(facts: Facts) -> str:
             f"{row['bars']:,}",
             duration(row["seconds"]),
             duration(row["tensor_seconds"]),
-            *([duration(row["seconds"] / steps["seen"])] if steps else []),
+            *([_a_step(row["a_step_seconds"])] if steps else []),
         ]
         for row in facts["phases"]
     ]
@@ -169,6 +169,10 @@ def _phases(facts: Facts) -> str:
     width = max(len(row[1]) for row in rows)
     rows = [[row[0], f"{row[1]:<{width}}", *row[2:]] for row in rows]
     return "Phases, whole file\n" + table(header, rows)
+
+
+def _a_step(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
 
 
 def _operations(facts: Facts) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
+from hvdtrain.timeline.account import Account
 from hvdtrain.timeline.bars import COMMUNICATING, Tensor
 from hvdtrain.timeline.lateness import LastReady, Lateness, Ticks
 from hvdtrain.timeline.samples import Sample
@@ -42,9 +43,10 @@ class Step:
 
 
 class Steps:
-    """Takes the negotiations in the order of the file."""
+    """Takes the negotiations in the order of the file; ``account`` is told of the whole steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: Account) -> None:
+        self.account = account
         self.number = 1  # of the step that is going on
         self.lateness = Lateness()  # of the whole steps, and of the last one
         self.start_up = Lateness()  # of what came before them
@@ -57,6 +59,7 @@ class Steps:
         self._forget()
 
     def _forget(self) -> None:
+        self.account.forget()
         self.lengths = Sample()
         self.states: list[Sample] = []  # by state, a value a step
         self.overlapped = Sample()  # communicating while some rank still had a tensor to come
@@ -76,11 +79,13 @@ class Steps:
         """``tensor`` begins a step; ``times`` are those of the states up to now."""
         if tensor.step != self.number:
             self._opening = tensor  # nothing was before
+            self.account.begin()
         else:
             grown = self._largest and self._tensors >= 2 * self._largest
             if grown or self._opening not in (None, tensor):
                 self.start_up, self.lateness = self.lateness, Lateness()
                 self._forget()
+                self.account.begin()
             else:
                 self._close(time, times)
             self._opening = None
@@ -108,6 +113,7 @@ class Steps:
     def _close(self, time: float, times: list[float]) -> None:
         length = time - self._start
         self.lengths.add(length)
+        self.account.close()
         self.states = self.states or [Sample() for _ in times]
         for sample, before, now in zip(self.states, self._before, times, strict=True):
             sample.add(now - before)

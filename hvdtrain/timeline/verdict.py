@@ -119,15 +119,15 @@ def _ranks(numbers: list[int]) -> str:
 
 def _communication(facts: Facts) -> list[Finding]:
     """Communication that nothing hides, and whether size or number of the tensors makes it."""
-    steps, operations = facts["steps"], facts["operations"]
+    steps = facts["steps"]
     exposed = steps["overlap"]["exposed_seconds"]
     share = exposed / steps["seconds"]["total"]
-    busy = sum(row["seconds"] for row in operations)
+    operations = steps["operations"]  # of others in the file, at its start, the steps know nothing
+    busy, count, nbytes = (operations[key] for key in ("seconds", "count", "bytes"))
     if share < NOTABLE or not busy:
         return []
-    small = sum(row["small_seconds"] for row in operations) / busy
-    count, nbytes = (sum(row[key] for row in operations) for key in ("count", "bytes"))
-    a_step = count / steps["seen"]
+    small = operations["small_seconds"] / busy
+    a_step = count / steps["whole"]
     what = (
         f"{percent(share)} of the time is communication that no computing hides: about "
         f"{a_step:.1f} operations a step of {size(nbytes / count)} on the average"
