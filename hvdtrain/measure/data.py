@@ -34,6 +34,7 @@ def study_data(study: Study) -> dict[str, Any]:
     if study.fit:
         data["fit"] = {
             "base": study.fit.base,
+            "efficiency_at_base": study.fit.at_base,
             "misfit": study.fit.misfit,
             "laws": [
                 {"law": one.law.name, "weight": one.weight, **asdict(one.costs)}

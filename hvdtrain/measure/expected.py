@@ -38,8 +38,9 @@ def forecast(study: Study) -> list[str]:
 def left_out_text(left: LeftOut) -> str:
     """A measured size held against the fit that has not seen it."""
     low, middle, high = left.predicted.low, left.predicted.middle, left.predicted.high
+    ranks = f"{left.ranks} rank{'s' * (left.ranks > 1)}"
     return (
-        f"Left out of the fit: {left.ranks} ranks, {number(middle)} images/s predicted "
+        f"Left out of the fit: {ranks}, {number(middle)} images/s predicted "
         f"({number(low)} to {number(high)}), {number(left.measured)} measured: "
         f"{100 * (middle / left.measured - 1):+.1f} %"
     )
@@ -96,7 +97,10 @@ def fit_text(study: Study) -> str:
     if fit.misfit > 1:
         text += f" The points scatter {fit.misfit:.1f} times as much as their errors allow."
     if fit.base != study.sizes[0].ranks:
-        text += f" Efficiency is relative to {fit.base} ranks, the fewest that were fitted."
+        text += (
+            f" The fewest ranks fitted are {fit.base}, so what it expects starts from their "
+            f"measured efficiency, {percent(fit.at_base)}."
+        )
     if all(one.hosts == 1 for one in study.sizes):
         text += " All was measured on one host: no network between hosts is in it."
     return text

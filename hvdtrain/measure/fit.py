@@ -45,13 +45,16 @@ class Fit:
 
     strong: bool
     base: int
-    """The fewest ranks measured, whose efficiency counts as 1."""
+    """The fewest ranks fitted, to which the efficiencies of the model are relative."""
     candidates: tuple[Candidate, ...]
     """The best first."""
     samples: tuple[tuple[Law, Costs], ...]
     """Laws and costs that fit within the errors, each as likely as the other."""
     misfit: float
     """By how much the errors had to be widened so that the best law fits; 1: not at all."""
+    at_base: float = 1.0
+    """Measured efficiency at ``base``; less than 1 where fewer ranks were measured, but not fitted.
+    """
 
     @property
     def best(self) -> Candidate:

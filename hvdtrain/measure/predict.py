@@ -44,7 +44,10 @@ def _forecast(values: Sequence[float]) -> Forecast:
 def efficiency_at(fit: Fit, ranks: int) -> Forecast:
     """The efficiency at ``ranks``, relative to the fewest ranks measured."""
     return _forecast(
-        [efficiency(costs, law, ranks, fit.base, strong=fit.strong) for law, costs in fit.samples]
+        [
+            fit.at_base * efficiency(costs, law, ranks, fit.base, strong=fit.strong)
+            for law, costs in fit.samples
+        ]
     )
 
 
@@ -165,7 +168,8 @@ def remedies(fit: Fit, traffic: Traffic | None, ranks: Sequence[int] = RANKS) ->
 def _changed(fit: Fit, change: _Change, ranks: int) -> Forecast:
     return _forecast(
         [
-            efficiency(
+            fit.at_base
+            * efficiency(
                 *(change.costs(costs), law, ranks, fit.base),
                 strong=fit.strong,
                 passes=change.passes,

@@ -113,6 +113,8 @@ def make_study(
     fitted = fit(
         _steps(seen, images), strong=scaling == STRONG, reductions=reductions, traffic=study.traffic
     )
+    # So that model and measurement are of the same rank, also where the fit begins with another.
+    fitted = replace(fitted, at_base=seen[0].point.efficiency)
     left_out = _left_out(fitted, study.sizes, leave_out, images)
     return _foretell(replace(study, fit=fitted, left_out=left_out), fitted, ranks)
 

@@ -1,0 +1,46 @@
+"""What the runs of a study say together, where the runs are unusual."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.measure import figure, plots
+from hvdtrain.measure.predict import efficiency_at
+from hvdtrain.measure.records import Run
+from hvdtrain.measure.study import Study, make_study
+from hvdtrain.measure.text import study_text
+
+TUTORIAL = {1: 281.22, 2: 382.01, 4: 689.22, 8: 1341.25}  # images/s
+
+
+def tutorial(leave_out: int | None = None) -> Study:
+    runs = [Run(ranks, 1, {"images_per_second_mean": rate}) for ranks, rate in TUTORIAL.items()]
+    return make_study(runs, "weak", leave_out=leave_out)
+
+
+# The smallest size left out
+
+
+def test_model_and_measurement_are_relative_to_the_same_ranks() -> None:
+    study, whole = tutorial(leave_out=1), tutorial()
+    assert study.fit and whole.fit
+    assert (whole.fit.at_base, study.fit.base) == (1, 2)
+    for size in study.sizes[1:]:
+        expected = efficiency_at(study.fit, size.ranks).middle
+        assert expected == pytest.approx(size.point.efficiency, rel=0.1)
+    # More ranks are no more efficient than the largest that were measured.
+    assert study.predictions[0].efficiency.middle < study.sizes[-1].point.efficiency * 1.05
+    best = max(one.efficiencies[0].middle for one in study.remedies)
+    assert best <= study.sizes[1].point.efficiency
+    assert "The fewest ranks fitted are 2, so what it expects starts" in " ".join(
+        study_text(study).split()
+    )
+
+
+def test_the_line_of_the_model_meets_the_measured_points() -> None:
+    plots.style()
+    axes = figure.make(tutorial(leave_out=1)).axes[1]
+    lines = {line.get_label(): line.get_xydata() for line in axes.lines}
+    starts, percent = lines["model"][0]
+    assert starts == 2
+    assert percent == pytest.approx(100 * TUTORIAL[2] / 2 / TUTORIAL[1])
