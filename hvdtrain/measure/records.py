@@ -14,12 +14,13 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UsageError
+from hvdtrain.measure.cells import Cells
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +130,18 @@ def _run(content: dict[str, Any]) -> Run:
 
 
 def append_line(path: Path, run: Run) -> None:
-    """Add a run to a file of lines; what a crash cut off at its end goes."""
+    """Add a run to a file of lines; what a crash cut off at its end goes, if it is no run."""
     with path.open("a+b") as file:
         file.seek(0)
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
-        file.write(json.dumps(asdict(run)).encode() + b"\n")
+        lines = file.read().splitlines(keepends=True)
+        line = json.dumps(asdict(run)).encode() + b"\n"
+        if lines and not lines[-1].endswith(b"\n"):
+            try:
+                _run(json.loads(lines[-1]))  # as read_lines counts it
+                line = b"\n" + line
+            except (ValueError, KeyError, TypeError):
+                file.truncate(sum(map(len, lines[:-1])))
+        file.write(line)
 
 
 def table_text(runs: Sequence[Run]) -> str:
@@ -184,7 +191,7 @@ def read_table(path: Path) -> list[Run]:
     runs = []
     for number, row in enumerate(rows, 2):
         values = {(k or "").strip(): v.strip() for k, v in row.items() if isinstance(v, str)}
-        cell = _Cells(path, number, values)
+        cell = Cells(path, number, values)
         ranks, rate = cell.number("ranks", int), cell.number("images_per_second", float)
         if ranks is None or rate is None:
             raise UsageError(f"--from {path}, line {number}: ranks or images_per_second is empty")
@@ -193,31 +200,7 @@ def read_table(path: Path) -> list[Run]:
     return runs
 
 
-@dataclass(frozen=True)
-class _Cells:
-    """A row of a table, by column."""
-
-    path: Path
-    line: int
-    values: Mapping[str, str]
-
-    def number(self, name: str, kind: Callable[[str], Any]) -> Any:
-        """The number in a column; None where it is empty or absent."""
-        text = self.values.get(name, "")
-        if not text:
-            return None
-        try:
-            value = kind(text)
-        except ValueError:
-            value = -1
-        least = 0 if name.endswith("_seconds") else 1 if kind is int else math.ulp(0.0)
-        if not (math.isfinite(value) and value >= least):
-            sort = "a whole number of 1 or more" if kind is int else "a number above 0"
-            raise UsageError(f"--from {self.path}, line {self.line}: {name} {text!r} is not {sort}")
-        return value
-
-
-def _row(cell: _Cells, ranks: int, repeat: int, rate: float) -> Run:
+def _row(cell: Cells, ranks: int, repeat: int, rate: float) -> Run:
     words = {
         key: cell.values.get(key) or None
         for key in ("workload", "framework", "strategy", "model", "precision", "timeline")

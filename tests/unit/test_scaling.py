@@ -192,6 +192,16 @@ def test_a_line_that_a_crash_cut_is_repeated(cut: int, tmp_path_factory: Any) ->
     assert read_lines(file) == [run(1), run(4)]
 
 
+def test_a_run_that_lacks_but_the_end_of_its_line_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    for ranks in (1, 2):
+        append_line(file, run(ranks))
+    file.write_text(file.read_text().removesuffix("\n"))  # as an editor or a full disk leaves it
+    assert read_lines(file) == [run(1), run(2)]
+    append_line(file, run(4))
+    assert read_lines(file) == [run(1), run(2), run(4)]
+
+
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     append_line(file, run(1))
