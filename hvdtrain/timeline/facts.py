@@ -15,6 +15,7 @@ from hvdtrain.timeline.analyse import Analysis
 from hvdtrain.timeline.read import Reading
 from hvdtrain.timeline.step_facts import MICRO, ranks_facts, steps_facts
 from hvdtrain.timeline.steps import Steps
+from hvdtrain.timeline.unfinished import open_facts
 
 Facts = dict[str, Any]
 
@@ -38,7 +39,9 @@ def facts(reading: Reading, analysis: Analysis, window: tuple[float, float] | No
             "files": max(1, reading.files),
             "unfamiliar": dict(analysis.unfamiliar),
             "headless_events": analysis.headless,
+            "bars_begin": bool(analysis.rows.phases),
             "open_bars": sum(len(tensor.bars) for tensor in analysis.tensors.values()),
+            "open_tensors": sum(bool(tensor.bars) for tensor in analysis.tensors.values()),
             "slice": [low, None if high == inf else high] if window else None,
         },
         "seconds": span,
@@ -46,6 +49,7 @@ def facts(reading: Reading, analysis: Analysis, window: tuple[float, float] | No
         "states": dict(zip(bars.STATES, (t * MICRO for t in analysis.times), strict=True)),
         "steps": steps_facts(analysis, reading.first or 0),
         "lateness": ranks_facts(analysis),
+        "open": open_facts(analysis, reading.first or 0),
         "phases": _phases(analysis),
         "collectives": _collectives(analysis),
         "operations": _operations(analysis),

@@ -17,7 +17,7 @@ from hvdtrain.timeline import bars
 from hvdtrain.timeline.analyse import Analysis
 from hvdtrain.timeline.recorder import Recorder
 from hvdtrain.timeline.repair import replacing
-from hvdtrain.timeline.report import UNSEEN
+from hvdtrain.timeline.report import UNSEEN, ranks
 from hvdtrain.timeline.units import duration, percent, short, size
 
 Facts = dict[str, Any]
@@ -52,6 +52,7 @@ def render(facts: Facts, analysis: Analysis, recorder: Recorder) -> str:
         picture=picture(columns, width, facts["seconds"]),
         data={**data(facts, recorder), "course": {"width": width, "rows": columns}},
         unseen=UNSEEN,
+        ranks=ranks(facts),
     )
 
 

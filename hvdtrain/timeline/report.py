@@ -5,13 +5,11 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from hvdtrain.timeline import bars
+from hvdtrain.timeline.report_tables import WIDTH, cycles, operations, phases, tensors
 from hvdtrain.timeline.units import duration, percent, short, size, table
 
 Facts = dict[str, Any]
 
-WIDTH = 100
-TENSORS = 10
 RANKS = 12
 UNSEEN = (
     "What the file does not tell: it is written by rank 0 and holds what Horovod does there. "
@@ -25,17 +23,16 @@ def text(facts: Facts) -> str:
     """The whole report."""
     sections = [_head(facts), _verdict(facts["verdict"])]
     if facts["phases"]:
-        body = (_states, _lateness, _slowest, _phases, _operations, _cycles, _tensors)
+        body = (_states, _lateness, _slowest, phases, operations, cycles, tensors)
         sections += [section(facts) for section in body] + [textwrap.fill(UNSEEN, WIDTH)]
     return "\n\n".join(section for section in sections if section)
 
 
 def _head(facts: Facts) -> str:
     file, steps = facts["file"], facts["steps"]
-    ranks = f"{facts['ranks'] or 'unknown'} rank{'' if facts['ranks'] == 1 else 's'}"
     when = f", from {file['recorded_at']}" if file["recorded_at"] else ""
     lines = [
-        f"{file['path']}: {size(file['bytes'])}, {file['events']:,} events, {ranks}, "
+        f"{file['path']}: {size(file['bytes'])}, {file['events']:,} events, {ranks(facts)}, "
         f"{duration(facts['seconds'])}{when}"
     ]
     if file["slice"]:
@@ -58,6 +55,16 @@ def _head(facts: Facts) -> str:
         kinds = ", ".join(f"{n:,} {short(k, 20)}" for k, n in sorted(file["unfamiliar"].items()))
         lines.append(f"unfamiliar events, left out: {kinds}")
     return "\n".join(lines)
+
+
+def ranks(facts: Facts) -> str:
+    """How many ranks there are, as far as can be told."""
+    count = facts["ranks"]
+    if not count:
+        return "unknown ranks"
+    # Only where a negotiation ends have all ranks come.
+    seen = "" if facts["lateness"]["negotiations"] else " seen"
+    return f"{count} rank{'' if count == 1 else 's'}{seen}"
 
 
 def _verdict(findings: list[Facts]) -> str:
@@ -149,95 +156,3 @@ def _slowest(facts: Facts) -> str:
         for step in facts["steps"]["slowest"]
     ]
     return textwrap.fill(f"Slowest steps: {', '.join(steps)}", WIDTH, subsequent_indent="  ")
-
-
-def _phases(facts: Facts) -> str:
-    steps = facts["steps"]
-    rows = [
-        [
-            row["kind"] if row["kind"] != bars.OPERATION else "operation, whole",
-            row["name"],
-            f"{row['bars']:,}",
-            duration(row["seconds"]),
-            duration(row["tensor_seconds"]),
-            *([_a_step(row["a_step_seconds"])] if steps else []),
-        ]
-        for row in facts["phases"]
-    ]
-    header = ["", "", "bars", "time", "summed over tensors", *(["time a step"] if steps else [])]
-    # Names to the left as well.
-    width = max(len(row[1]) for row in rows)
-    rows = [[row[0], f"{row[1]:<{width}}", *row[2:]] for row in rows]
-    return "Phases, whole file\n" + table(header, rows)
-
-
-def _a_step(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
-
-
-def _operations(facts: Facts) -> str:
-    asked = [
-        f"{row['name']} {row['negotiated']:,} negotiated, {row['carried_out']:,} carried out"
-        for row in facts["collectives"]
-    ]
-    rows = [
-        [
-            row["name"],
-            f"{row['count']:,}",
-            f"{row['tensors_mean']:.1f}",
-            size(row["bytes_mean"]) if row["bytes"] else "-",
-            duration(row["seconds_median"]),
-            duration(row["seconds"]),
-            f"{size(row['bytes'] / row['seconds'])}/s" if row["bytes"] and row["seconds"] else "-",
-        ]
-        for row in facts["operations"]
-    ]
-    lines = ["Collectives, in tensors: " + "; ".join(asked)]
-    if rows:
-        header = ["", "operations", "tensors each", "bytes each", "median", "in all", "bytes/time"]
-        lines += ["", "Fusion: operations carried out", table(header, rows)]
-    return "\n".join(lines)
-
-
-def _cycles(facts: Facts) -> str:
-    cycles = facts["cycles"]
-    if not cycles:
-        return (
-            "Cycles: not marked in this file (HOROVOD_TIMELINE_MARK_CYCLES=1 marks them), so the\n"
-            "share of the cycle time cannot be told"
-        )
-    line = (
-        f"Cycles: {cycles['count']:,}, the shortest "
-        f"{duration(cycles['configured_estimate_seconds'])} (about what HOROVOD_CYCLE_TIME was), "
-        f"the median {duration(cycles['median_seconds'])}, "
-        f"the longest {duration(cycles['longest_seconds'])}"
-    )
-    if cycles["with_work"]:
-        line += (
-            f"; {cycles['with_work']:,} began operations, "
-            f"{cycles['operations_per_cycle']:.1f} each, on {cycles['tensors_per_cycle']:.1f} "
-            f"tensors of {size(cycles['bytes_per_cycle'])} in all"
-        )
-    return textwrap.fill(line, WIDTH, subsequent_indent="  ")
-
-
-def _tensors(facts: Facts) -> str:
-    kinds = [kind for kind in bars.KINDS if kind != bars.OPERATION]
-    shown = facts["tensors"][:TENSORS]
-    kinds = [kind for kind in kinds if any(row["phases"].get(kind) for row in shown)]
-    rows = [
-        [
-            short(row["name"]),
-            f"{row['times']:,}",
-            size(row["bytes"]) if row["bytes"] else "-",
-            *(
-                duration(row["phases"].get(kind, 0)) if row["phases"].get(kind) else "-"
-                for kind in kinds
-            ),
-        ]
-        for row in shown
-    ]
-    if not rows:
-        return ""
-    title = f"Tensors that took the most time ({len(rows)} of {facts['tensor_rows']:,})"
-    return f"{title}\n" + table(["", "times", "bytes", *kinds], rows)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.timeline import unfinished
+from hvdtrain.timeline.unfinished import ranks
 from hvdtrain.timeline.units import duration, percent, size
 
 Facts = dict[str, Any]
@@ -23,6 +25,7 @@ HEADS = {
     "small tensors": "bound by small tensors",
     "bandwidth": "bound by bandwidth",
     "cycle time": "bound by the cycle time",
+    "unfinished": "unfinished",
     "nothing wrong": "nothing wrong in Horovod",
     "too little": "too little to judge",
 }
@@ -32,17 +35,31 @@ NO_CACHE = "HOROVOD_CACHE_CAPACITY=0"
 def verdict(facts: Facts) -> list[Finding]:
     """The findings: ``kind``, ``seconds``, ``share`` of the time, ``text``, ``advice``.
 
-    Kinds are the keys of ``HEADS``; a straggler has a ``rank``.
+    Kinds are the keys of ``HEADS``; a straggler has a ``rank``, what is unfinished ``ranks``.
     """
+    open_at_end, steps = _unfinished(facts), facts["steps"]
+    if not open_at_end:
+        return _of_the_whole(facts)
+    if not facts["phases"]:
+        return open_at_end  # nothing else to tell
+    # A run that is killed leaves bars open too, but not for longer than its steps take.
+    hung = not steps or open_at_end[0]["seconds"] > steps["slowest"][0]["seconds"]
+    whole = _of_the_whole(facts)
+    return [*open_at_end, *whole] if hung else [*whole, *open_at_end]
+
+
+def _of_the_whole(facts: Facts) -> list[Finding]:
+    """The findings on what came to its end."""
     if not facts["phases"]:
         text = "no tensor was handed to Horovod while it recorded"
-        return [_finding("too little", 0.0, 0.0, text, "record some steps of a training")]
-    if facts["ranks"] == 1:
+        if facts["file"]["bars_begin"]:
+            text = "of no tensor that was handed to Horovod does it hold the end"
+        return [_too_little(text)]
+    if facts["ranks"] == 1 and facts["lateness"]["negotiations"]:
         text = "one rank alone, which exchanges gradients with nobody"
-        return [_finding("too little", 0.0, 0.0, text, "record a run of several ranks")]
+        return [_too_little(text, "record a run of several ranks")]
     if not facts["steps"]:
-        text = "no tensor comes back, so no steps can be told"
-        return [_finding("too little", 0.0, 0.0, text, "record some steps of a training")]
+        return [_too_little("no tensor comes back, so no steps can be told")]
     found = [*_lateness(facts), *_communication(facts), *_cycles(facts)]
     if found:
         return sorted(found, key=lambda finding: -finding["seconds"])
@@ -53,6 +70,27 @@ def verdict(facts: Facts) -> list[Finding]:
     )
     advice = "to be faster, make computing and loading data faster"
     return [_finding("nothing wrong", 0.0, 0.0, text, advice)]
+
+
+def _too_little(text: str, advice: str = "record some steps of a training") -> Finding:
+    return _finding("too little", 0.0, 0.0, text, advice)
+
+
+def _unfinished(facts: Facts) -> list[Finding]:
+    """What is open at the end of the file; at that of a slice there nearly always is something."""
+    rows, window = facts["open"], facts["file"]["slice"]
+    if not rows or (window and window[1] is not None):
+        return []
+    late = unfinished.missing(rows)
+    where = f"what {ranks(late)} did" if late else "where each rank is"
+    advice = (
+        f"if the job hung, see {where}: a rank that died, or that came to another collective or to "
+        "none, leaves the others waiting; a run that was killed, or still runs, ends so too"
+    )
+    text = unfinished.sentence(rows, facts["file"]["open_tensors"])
+    seconds = rows[0]["seconds"]
+    share = seconds / facts["seconds"] if facts["seconds"] else 0.0
+    return [{**_finding("unfinished", seconds, share, text, advice), "ranks": late}]
 
 
 def _finding(kind: str, seconds: float, share: float, text: str, advice: str) -> Finding:
@@ -85,7 +123,7 @@ def _lateness(facts: Facts) -> list[Finding]:
         f"from the first to the last one ready it takes "
         f"{duration(lateness['spread_seconds']['median'])} in the median step "
         f"({percent(spread / total)} of the time), and no one rank is to blame; most behind on "
-        f"the average: {_ranks(slow)}"
+        f"the average: {ranks(slow)}"
     )
     advice = (
         "look for what comes and goes on these ranks: reading data, parts of uneven size, other "
@@ -110,11 +148,6 @@ def _straggler(row: Facts, steps: int, total: float) -> Finding:
     )
     finding = _finding("straggler", row["cost_seconds"], share, text, advice)
     return {**finding, "rank": row["rank"]}
-
-
-def _ranks(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
 
 
 def _communication(facts: Facts) -> list[Finding]:
