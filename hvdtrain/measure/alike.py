@@ -87,10 +87,23 @@ def _check_run(run: Run, source: str) -> None:
             f"{source}: run {run.name} recorded a timeline ({timeline}), which slows it down: "
             "measure without --timeline and HOROVOD_TIMELINE"
         )
+    _check_traffic(run, source)
     if size != run.ranks:
         raise UsageError(f"{source}: run {run.name} says that its world was of {size} ranks")
     if run.summary.get("stopped") == "preempted":
         raise UsageError(f"{source}: run {run.name} was ended before its time; remove it")
+
+
+def _check_traffic(run: Run, source: str) -> None:
+    told = run.summary.get("gradient_messages")
+    if not told:
+        return
+    counts = [told.get(key) for key in ("count", "bytes")] if isinstance(told, Mapping) else [None]
+    if not all(isinstance(count, int) and count > 0 for count in counts):
+        raise UsageError(
+            f"{source}: gradient_messages in the summary of run {run.name} is {told}: it takes "
+            "count and bytes, whole numbers of 1 or more"
+        )
 
 
 def _same(

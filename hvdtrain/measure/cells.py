@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UsageError
+
+MOST = sys.maxsize  # of anything: sums and squares of more overflow
+SHOWN = 20  # characters of a wrong value
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,16 @@ class Cells:
         try:
             value = kind(text)
         except ValueError:
-            value = -1
-        least = 0 if name.endswith("_seconds") else 1 if kind is int else math.ulp(0.0)
-        if not (math.isfinite(value) and value >= least):
+            value = math.nan
+        least = 0 if name.endswith("_seconds") else 1 if kind is int else 1 / MOST
+        if not least <= value <= MOST:
             sort = "a whole number of 1 or more" if kind is int else "a number above 0"
-            raise UsageError(f"--from {self.path}, line {self.line}: {name} {text!r} is not {sort}")
+            raise UsageError(
+                f"--from {self.path}, line {self.line}: {name} {_short(text)} is not {sort} that "
+                "could have been measured"
+            )
         return value
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")

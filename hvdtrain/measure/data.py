@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.measure.study import Size, Study
+from hvdtrain.measure.sizes import Size
+from hvdtrain.measure.study import Study
 
 
 def study_data(study: Study) -> dict[str, Any]:

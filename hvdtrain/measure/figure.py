@@ -13,7 +13,8 @@ from hvdtrain.measure import plots
 from hvdtrain.measure.efficiency import Point
 from hvdtrain.measure.predict import efficiency_at
 from hvdtrain.measure.records import SPLIT
-from hvdtrain.measure.study import Size, Study
+from hvdtrain.measure.sizes import Size
+from hvdtrain.measure.study import Study
 from hvdtrain.measure.text import title
 
 HATCHES = ("xxxx", "", "////", "....", "\\\\")  # legible in grey

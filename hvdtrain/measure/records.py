@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 LINES = "results.jsonl"
 WEAK, STRONG = "weak", "strong"
+NO_RUN = (ValueError, KeyError, TypeError, OverflowError)  # what reading a broken line raises
 SPLIT = ("data", "compute", "communication", "waiting", "undivided")  # parts of a step
 COLUMNS = (
     "ranks",
@@ -111,7 +112,7 @@ def read_lines(path: Path) -> list[Run]:
     for number, line in enumerate(lines, 1):
         try:
             runs.append(_run(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
+        except NO_RUN as error:
             if number == len(lines) and not line.endswith("\n"):
                 log.warning("%s: the last line is cut, so its run is repeated", path)
                 break
@@ -139,7 +140,7 @@ def append_line(path: Path, run: Run) -> None:
             try:
                 _run(json.loads(lines[-1]))  # as read_lines counts it
                 line = b"\n" + line
-            except (ValueError, KeyError, TypeError):
+            except NO_RUN:
                 file.truncate(sum(map(len, lines[:-1])))
         file.write(line)
 
@@ -178,15 +179,18 @@ def read_table(path: Path) -> list[Run]:
         UsageError: it cannot be read, a column is missing, or a value is no number.
     """
     try:
-        rows = list(csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines()))
+        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
+        rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"--from {path} cannot be read: {error}") from error
-    names = {(name or "").strip() for row in rows for name in row}
+    names = {name.strip() for name in reader.fieldnames or ()}
     if missing := [name for name in ("ranks", "images_per_second") if name not in names]:
         raise UsageError(
             f"--from {path}: no column {' and '.join(missing)}; the first line names the columns: "
             "ranks,images_per_second"
         )
+    if not rows:
+        raise UsageError(f"--from {path}: no rows: nothing stands under the names of the columns")
     seen: Counter[int] = Counter()
     runs = []
     for number, row in enumerate(rows, 2):

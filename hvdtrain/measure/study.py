@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.errors import UsageError
-from hvdtrain.measure import efficiency, predict
+from hvdtrain.measure import predict
 from hvdtrain.measure.cost import Parts
-from hvdtrain.measure.efficiency import Estimate, Point, estimate
 from hvdtrain.measure.fit import Fit, errors, fit
 from hvdtrain.measure.predict import Forecast, Remedy
 from hvdtrain.measure.problem import UNKNOWN_ERROR, Reduction, Step, Traffic
-from hvdtrain.measure.records import SPLIT, STRONG, Run
-
-
-@dataclass(frozen=True)
-class Size:
-    """How one number of ranks did: the means over its runs."""
-
-    point: Point
-    hosts: int | None
-    seconds: float | None
-    """Of a step, mean; None where the batch is not known."""
-    split: Mapping[str, float]
-    """Seconds a step by part; without those that are not known."""
-    communication: Estimate | None
-    """That part over the runs; None where it is not known, or nothing."""
-    crowded: bool
-    """Whether ranks had to share cores, which says little about scaling."""
-    slowest: tuple[int, float] | None
-    """The rank that came last most often, and in what share of the steps; None if it differed."""
-
-    @property
-    def ranks(self) -> int:
-        """How many."""
-        return self.point.ranks
+from hvdtrain.measure.records import STRONG, Run
+from hvdtrain.measure.sizes import Size, summarize
 
 
 @dataclass(frozen=True)
@@ -146,52 +121,10 @@ def _steps(sizes: Sequence[Size], images: Callable[[int], float]) -> list[Step]:
         if size.seconds and (part := size.split.get("communication")) is not None:
             exposed = part / size.seconds * step.seconds
             error = apart.get(size.ranks, UNKNOWN_ERROR)
-            step = replace(step, exposed=exposed, exposed_error=error)
+            if exposed < step.seconds:  # parts that leave no time to compute were not measured so
+                step = replace(step, exposed=exposed, exposed_error=error)
         steps.append(step)
     return steps
-
-
-def summarize(runs: Sequence[Run]) -> tuple[Size, ...]:
-    """The sizes by rising number of ranks."""
-    by_ranks: dict[int, list[Run]] = {}
-    for run in runs:
-        by_ranks.setdefault(run.ranks, []).append(run)
-    rates = {ranks: [run.rate for run in same] for ranks, same in by_ranks.items()}
-    return tuple(_size(point, by_ranks[point.ranks]) for point in efficiency.points(rates))
-
-
-def _size(point: Point, runs: Sequence[Run]) -> Size:
-    first = runs[0]
-    hosts, cores = first.summary.get("hosts"), first.cores
-    threads = math.ceil(point.ranks / (hosts or 1)) * (first.threads or 1)
-    split = {
-        part: statistics.fmean(run.split[part] for run in runs)
-        for part in SPLIT
-        if all(run.split.get(part) is not None for run in runs)
-    }
-    return Size(
-        point=point,
-        hosts=hosts,
-        # Where epochs end in a smaller batch, a mean step is shorter than one of a whole batch.
-        seconds=sum(split.values()) or (first.batch / point.rate.mean if first.batch else None),
-        split=split,
-        communication=_communication(runs),
-        crowded=cores is not None and threads > cores,
-        slowest=_slowest(runs),
-    )
-
-
-def _communication(runs: Sequence[Run]) -> Estimate | None:
-    seconds = [run.split.get("communication") or 0.0 for run in runs]
-    return estimate(seconds) if all(seconds) else None
-
-
-def _slowest(runs: Sequence[Run]) -> tuple[int, float] | None:
-    ranks = {run.split.get("slowest_rank") for run in runs}
-    rank = ranks.pop()
-    if ranks or rank is None:
-        return None
-    return rank, statistics.fmean(run.split["slowest_share"] for run in runs)
 
 
 def _traffic(runs: Sequence[Run]) -> Traffic | None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from hvdtrain.measure.expected import forecast
 from hvdtrain.measure.problem import UNKNOWN_ERROR
 from hvdtrain.measure.records import SPLIT, STRONG
-from hvdtrain.measure.study import Size, Study
+from hvdtrain.measure.sizes import Size
+from hvdtrain.measure.study import Study
 from hvdtrain.measure.tables import WIDTH, Table, known, number, percent
 from hvdtrain.timeline.units import duration, table
 
@@ -106,8 +107,8 @@ def notes(study: Study) -> str:
         )
     if any(one.split for one in study.sizes):
         found.append(
-            "A step is the sum of its parts: data (waiting for the next batch), compute (all that "
-            "is not one of the others), communication (waiting for sums of gradients once the own "
+            "Parts of a step: data (waiting for the next batch), compute (all that is "
+            "not one of the others), communication (waiting for sums of gradients once the own "
             "ones are there, as long as the last rank to arrive waits) and waiting (what the other "
             "ranks wait longer, for the last one); means over ranks, steps and runs."
         )

@@ -228,6 +228,10 @@ def test_the_table_is_read_back(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "no column ranks and images_per_second"),
+        ("ranks,images_per_second\n", "no rows"),
+        (f"ranks,images_per_second\n{10**400},2\n", r"ranks '10+\.\.\.' is not a whole number"),
+        ("ranks,images_per_second\n1,1e308\n", "'1e308' is not a number above 0 that could"),
+        ("ranks,images_per_second\n1,5e-324\n", "'5e-324' is not a number above 0"),
         ("ranks,rate\n1,2\n", "no column images_per_second"),
         ("ranks,images_per_second\n1.5,2\n", "line 2: ranks '1.5' is not a whole number"),
         ("ranks,images_per_second\n0,2\n", "line 2: ranks '0' is not"),
@@ -264,6 +268,9 @@ def test_tables_that_are_none(text: str, message: str, tmp_path: Path) -> None:
         ({"scaling": "strong"}, "the scaling"),
         ({"world_size": 1}, "run 2-2 says that its world was of 1 ranks"),
         ({"stopped": "preempted"}, "run 2-2 was ended before its time"),
+        ({"gradient_messages": {"bytes": 8}}, "gradient_messages in the summary of run 2-2 is"),
+        ({"gradient_messages": {"count": 1, "bytes": 0}}, "it takes count and bytes"),
+        ({"gradient_messages": 3}, "it takes count and bytes"),
     ],
 )
 def test_runs_that_do_not_belong_together(changed: dict[str, Any], message: str) -> None:

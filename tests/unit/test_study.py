@@ -7,6 +7,7 @@ import pytest
 from hvdtrain.measure import figure, plots
 from hvdtrain.measure.predict import efficiency_at
 from hvdtrain.measure.records import Run
+from hvdtrain.measure.sizes import summarize
 from hvdtrain.measure.study import Study, make_study
 from hvdtrain.measure.text import study_text
 
@@ -44,3 +45,54 @@ def test_the_line_of_the_model_meets_the_measured_points() -> None:
     starts, percent = lines["model"][0]
     assert starts == 2
     assert percent == pytest.approx(100 * TUTORIAL[2] / 2 / TUTORIAL[1])
+
+
+# Parts of a step that a table tells
+
+
+def told(*each: dict[str, float]) -> list[Run]:
+    """Runs on 1, 2, 4 ... ranks, 10 images a rank and step, a step a tenth of a second."""
+    return [
+        Run(
+            2**i,
+            1,
+            {
+                "images_per_second_mean": 100.0 * 2**i,
+                "global_batch_size": 10 * 2**i,
+                "step_split": parts,
+            },
+        )
+        for i, parts in enumerate(each)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "seconds"),
+    [
+        ({"data": 0.001}, 0.1),
+        ({"communication": 0.02}, 0.1),
+        ({"data": 0.01, "compute": 0.05, "communication": 0.02}, 0.1),
+        ({"data": 0.01, "compute": 0.05, "communication": 0.02, "waiting": 0.01}, 0.09),
+        ({"data": 0.01, "undivided": 0.07}, 0.08),
+        ({}, 0.1),
+    ],
+)
+def test_a_step_is_the_sum_of_its_parts_where_all_are_known(
+    parts: dict[str, float], seconds: float
+) -> None:
+    assert summarize(told(parts))[0].seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"communication": 0.0}, {"communication": 0.01}, {"communication": 0.02}],
+        [{"communication": 0.1}, {"communication": 0.1}],  # nothing but that
+        [{"communication": 0.2}, {"communication": 0.3}],  # more than the step
+        [{"data": 0.0, "compute": 0.0, "communication": 0.1, "waiting": 0.0}] * 2,
+    ],
+)
+def test_any_parts_make_a_report(parts: list[dict[str, float]]) -> None:
+    study = make_study(told(*parts), "weak", ranks=(16,))
+    assert "Efficiency to expect" in study_text(study)
+    assert 0.5 < study.predictions[0].efficiency.middle < 1.1  # all measured sizes are at 1
