@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 
 import numpy as np
 
 from hvdtrain.measure.cost import Costs, Parts, efficiency
 from hvdtrain.measure.fit import Fit
 from hvdtrain.measure.problem import Traffic
+from hvdtrain.training.options import Options
 
 RANKS = tuple(2**power for power in range(4, 13))  # 16 ... 4096
 NOTABLE = 0.02  # slowdown of computing that is worth a word
@@ -100,12 +101,19 @@ class _Change:
     passes: int = 1
 
 
+def _option(words: str) -> str:
+    """How hvdtrain's trainers spell what Horovod itself can do, if they can."""
+    name = words.split()[0].removeprefix("--").replace("-", "_")
+    field = next(field for field in fields(Options) if field.name == name)
+    return " (not yet in hvdtrain)" if field.metadata.get("not_built") else f" ({words})"
+
+
 def _changes(fit: Fit, messages: int | None) -> list[_Change]:
     """The remedies that make sense where so many messages a step are sent (None: not known)."""
     found = [
         _Change(
             "gradients in fp16",
-            "--compression fp16: half the bytes (the conversion is not counted)",
+            f"Compression.fp16{_option('--compression fp16')}, the conversion not counted",
             lambda costs: replace(costs, transfer=costs.transfer / 2),
         )
     ]
@@ -118,7 +126,7 @@ def _changes(fit: Fit, messages: int | None) -> list[_Change]:
             ),
             _Change(
                 "accumulate 4 batches",
-                "--accumulate-steps 4: as far as accuracy allows, in the memory of one batch",
+                f"backward_passes_per_step=4{_option('--accumulate-steps 4')}, if accuracy allows",
                 lambda costs: costs,
                 passes=4,
             ),

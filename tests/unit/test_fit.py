@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hvdtrain.measure.efficiency import estimate
 from hvdtrain.measure.fit import Fit, errors, fit
 from hvdtrain.measure.predict import efficiency_at, limit, parts_at, remedies, step_at
 from hvdtrain.measure.problem import Reduction, Step, Traffic
+from hvdtrain.training.options import Options
 
 TUTORIAL = {1: 281.22, 2: 382.01, 4: 689.22, 8: 1341.25}  # images/s
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -235,6 +237,22 @@ def test_no_remedy_changes_the_batch_of_strong_scaling() -> None:
     found = fit(steps(TRUTH, RING, strong=True), strong=True, samples=10)
     names = {one.name for one in remedies(found, Traffic(1, 10**8), (64,))}
     assert names == {"gradients in fp16"}
+
+
+def test_no_remedy_names_an_option_that_the_trainers_do_not_take() -> None:
+    built = {
+        "--" + field.name.replace("_", "-")
+        for field in fields(Options)
+        if not field.metadata.get("not_built")
+    }
+    advice = [one.what for one in remedies(fit(steps(TRUTH, RING), samples=10), None, (64,))]
+    named = {option for what in advice for option in re.findall(r"--[a-z-]+", what)}
+    assert "--batch-size" in named <= built
+    for what in advice:
+        assert len(what) <= 70  # behind its name, on a line
+    # Horovod itself can do what the trainers cannot yet.
+    assert any("backward_passes_per_step=4" in what for what in advice)
+    assert any("Compression.fp16" in what for what in advice)
 
 
 def test_errors_are_pooled_over_the_sizes() -> None:
