@@ -13,10 +13,11 @@ import jinja2
 from hvdtrain import __version__
 from hvdtrain.measure import expected, figure, plots, report_curves, text
 from hvdtrain.measure.report_find import Found, Record
+from hvdtrain.measure.report_timeline import timeline
 from hvdtrain.measure.study import Study
 from hvdtrain.measure.tables import Table, number
 from hvdtrain.timeline.repair import replacing
-from hvdtrain.timeline.units import duration, percent, size
+from hvdtrain.timeline.units import duration, size
 
 FEW = 3  # runs that each get a section of their own
 
@@ -49,7 +50,7 @@ def render(found: Found) -> str:
         study=_study(found.study) if found.study else None,
         curves=report_curves.curves(found.courses),
         curve_note=_curve_note(found),
-        timelines=[_timeline(path, facts) for path, facts in found.timelines.items()],
+        timelines=[timeline(path, facts) for path, facts in found.timelines.items()],
         checkpoints=_checkpoints(found.checkpoints),
         notes=found.notes,
     )
@@ -190,41 +191,6 @@ def _curve_note(found: Found) -> str:
     if count > report_curves.MOST:
         return f"The first {report_curves.MOST} of {count} runs."
     return ""
-
-
-def _timeline(path: Path, facts: Record) -> dict[str, Any]:
-    file, steps = facts["file"], facts["steps"]
-    head = f"{file['events']:,} events in {duration(facts['seconds'])}"
-    states: Table | None = None
-    if steps:
-        head += f", {steps['whole']:,} whole steps, {duration(steps['seconds']['median'])} each"
-        names = {"neither": "neither: computing, data"}
-        states = (
-            ["seen from rank 0", "of a step, median", "share"],
-            [
-                [names.get(name, name), duration(one["median"]), percent(one["share"])]
-                for name, one in steps["states"].items()
-            ],
-        )
-    late = [row for row in facts["lateness"]["ranks"] if row["late_steps_share"] is not None]
-    lateness: Table = (
-        ["rank", "last to be ready", "then late by", "costs in all"],
-        [
-            [
-                str(row["rank"]),
-                percent(row["late_steps_share"]) + " of steps",
-                duration(row["late_in_step_seconds"]["median"]),
-                duration(row["cost_seconds"]),
-            ]
-            for row in late
-        ],
-    )
-    return {
-        "path": str(path),
-        "head": head,
-        "verdict": [(one["text"], one["advice"]) for one in facts["verdict"]],
-        "tables": [table for table in (states, lateness) if table and table[1]],
-    }
 
 
 def _checkpoints(found: Mapping[Path, Record]) -> Table | None:

@@ -15,6 +15,7 @@ from hvdtrain import cli
 from hvdtrain.measure.records import append_line
 from hvdtrain.measure.report_find import look
 from hvdtrain.measure.report_page import render
+from tests.timelines import straggling
 from tests.unit.test_scaling import TUTORIAL, run, summary
 
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
@@ -148,6 +149,18 @@ def test_a_timeline(tmp_path: Path) -> None:
     found = look(tmp_path)
     assert list(found.timelines) == [Path("timeline.json.gz")]
     assert "Timeline timeline.json.gz" in render(found)
+
+
+def test_who_was_late_is_told_where_most_steps_tell_it(tmp_path: Path) -> None:
+    text = straggling(10).text
+    for name, steps in (("all", 10), ("first", 2)):  # with Horovod's cache on, the first ones
+        end = text.find(f'"ts": {1_000_000 + 70_000 * steps}')
+        end = len(text) if end < 0 else end
+        cached = re.sub(r'\{"ph": "X"[^}]*\},', "", text[end:])
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "timeline.json").write_text(text[:end] + cached)
+    assert "last to be ready" in render(look(tmp_path / "all"))
+    assert "last to be ready" not in render(look(tmp_path / "first"))
 
 
 def test_what_is_broken_or_foreign_is_left_out(
