@@ -38,11 +38,12 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError(f"{folder}: no such directory")
     found = report_find.look(folder)
     if found.is_empty:
+        left_out = f". Left out: {'; '.join(found.notes)}" if found.notes else ""
         raise UsageError(
             f"{folder}: neither a run nor a study is in it. A report is made of a summary "
             "(--summary FILE.json), the course (--metrics FILE.jsonl), checkpoints "
             "(--checkpoint-dir), a Horovod timeline (--timeline), or the results of `hvdtrain "
-            "scaling --out`"
+            f"scaling --out`{left_out}"
         )
     target = arguments.html or folder / NAME
     report_page.write(target, found)

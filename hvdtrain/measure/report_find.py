@@ -13,7 +13,8 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.measure import records
 from hvdtrain.measure.alike import check_alike
 from hvdtrain.measure.conduct import TABLE, read_folder
-from hvdtrain.measure.records import LINES
+from hvdtrain.measure.records import LINES, Run
+from hvdtrain.measure.report_check import check_record, check_summary, checkpoint
 from hvdtrain.measure.study import Study, make_study
 from hvdtrain.steps.checkpoint import PREFIX, STATE_FILE
 from hvdtrain.timeline.verb import analyse
@@ -23,6 +24,18 @@ SUMMARY_BYTES = 2**20  # a summary is far smaller; a timeline may be gigabytes
 SUMMARY_KEYS = {"workload", "world_size", "steps_completed", "images_per_second_mean"}
 
 Record = dict[str, Any]
+
+# What reading a file may lead to that has the right name and quite another content.
+ODD = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    HvdtrainError,
+)
 
 
 @dataclass(frozen=True)
@@ -72,18 +85,24 @@ def look(folder: Path) -> Found:
             if path.name == STATE_FILE and path.parent.name.startswith(PREFIX):
                 found.checkpoints[place.parent] = _checkpoint(path)
             elif path.suffix == ".jsonl" and path.name != LINES:
-                course = _course(path, place)
-                found.courses += [course] if course else []
+                found.courses += _course(path, place)
             elif path.suffix == ".json" or path.name.endswith(".json.gz"):
                 _json(path, place, found)
-        except (OSError, ValueError, HvdtrainError) as error:
-            reason = str(error).replace(str(path), "").removeprefix(": ").strip()
+        except ODD as error:
+            reason = _reason(error).replace(str(path), "").removeprefix(": ").strip()
             found.notes.append(f"{place}: {reason}")
     try:
         found.study = _study(folder)
-    except HvdtrainError as error:
-        found.notes.append(str(error))
+    except ODD as error:
+        told = isinstance(error, HvdtrainError)
+        found.notes.append(f"{'' if told else 'the study: '}{_reason(error)}")
     return found
+
+
+def _reason(error: Exception) -> str:
+    """What was wrong: the words of an error that was meant to be read, the kind of any other."""
+    meant = isinstance(error, OSError | ValueError | HvdtrainError)
+    return str(error) if meant else f"not in the form expected ({error!r})"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -107,33 +126,36 @@ def _json(path: Path, place: Path, found: Found) -> None:
     elif start.startswith(b"{") and path.stat().st_size < SUMMARY_BYTES:
         content = json.loads(path.read_bytes())
         if content.keys() >= SUMMARY_KEYS:
+            check_summary(content)
             found.summaries[place] = content
 
 
-def _course(path: Path, place: Path) -> Course | None:
+def _course(path: Path, place: Path) -> list[Course]:
+    """The course in a file of lines; none where no line of it is a record of ours.
+
+    Raises:
+        ValueError: some are, and another one is not; the last one may have been cut.
+    """
     kinds: dict[str, dict[int, Record]] = {"step": {}, "epoch": {}}
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines):
+    lines, wrong = path.read_text().splitlines(), ""
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
+            check_record(record)
             # A run that was resumed repeats steps: what came later counts.
             kinds[record["kind"]][int(record["step"])] = record
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines) - 1:  # the last line may have been cut
-                return None
+        except (ValueError, OverflowError, RecursionError) as error:
+            if number < len(lines):
+                wrong = wrong or f"line {number}: {error}"
     steps, epochs = ([some[step] for step in sorted(some)] for some in kinds.values())
-    return Course(place, steps, epochs) if steps or epochs else None
+    if wrong and (steps or epochs):
+        raise ValueError(wrong)
+    return [Course(place, steps, epochs)] if steps or epochs else []
 
 
 def _checkpoint(path: Path) -> Record:
-    state = json.loads(path.read_bytes())
-    position, metrics = state.get("position") or {}, state.get("metrics") or {}
-    return {
-        "step": state["step"],
-        "epoch": position.get("epoch"),
-        "accuracy": metrics.get("accuracy"),
-        "bytes": sum(file.stat().st_size for file in path.parent.iterdir()),
-    }
+    nbytes = sum(file.stat().st_size for file in path.parent.iterdir())
+    return checkpoint(json.loads(path.read_bytes()), nbytes)
 
 
 def _study(folder: Path) -> Study | None:
@@ -143,6 +165,15 @@ def _study(folder: Path) -> Study | None:
         runs = records.read_table(folder / TABLE)
     else:
         return None
+    for run in runs:
+        _check_run(run)
     scaling = runs[0].scaling or records.WEAK
     check_alike(runs, scaling, str(folder))
     return make_study(runs, scaling)
+
+
+def _check_run(run: Run) -> None:
+    try:
+        check_summary(run.summary)
+    except ValueError as error:
+        raise ValueError(f"run {run.name}: {error}") from error
