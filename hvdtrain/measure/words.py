@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import yaml
 
 from hvdtrain.errors import UsageError
 from hvdtrain.measure.records import STRONG
@@ -42,6 +46,32 @@ def without(words: Sequence[str], option: str) -> list[str]:
     return kept
 
 
+def from_file(words: Sequence[str]) -> dict[str, str]:
+    """The options in the file that --config names, as the trainers read it, by ``--name``.
+
+    Nothing where there is none, or the program means something else by --config.
+    """
+    path = value_of(words, "--config")
+    try:
+        content = yaml.safe_load(Path(path).read_text()) if path else None
+    except (OSError, ValueError, yaml.YAMLError):  # the program itself will say what is wrong
+        return {}
+    return {
+        f"--{str(name).replace('_', '-')}": str(value)
+        for name, value in (content.items() if isinstance(content, dict) else ())
+        if value is not None and value is not False
+    }
+
+
+def batches(words: Sequence[str]) -> tuple[str | None, str | None]:
+    """The batch of a rank and that of all ranks, as far as line or file say; the line wins."""
+    for find in (partial(value_of, words), from_file(words).get):
+        own, total = find("--batch-size"), find("--global-batch-size")
+        if own is not None or total is not None:
+            return own, total
+    return None, None
+
+
 def check_words(words: Sequence[str], scaling: str, environ: Mapping[str, str]) -> None:
     """Refuse a command that cannot be measured as it is.
 
@@ -50,12 +80,14 @@ def check_words(words: Sequence[str], scaling: str, environ: Mapping[str, str]) 
     """
     if not words:
         raise UsageError("what should be measured? Give it after --, as in `-- python train.py`")
+    file = from_file(words)
     for option, reason in REFUSED.items():
-        if value_of(words, option) is not None:
-            raise UsageError(f"{option} in the command: {reason}; leave it out")
+        if value_of(words, option) is not None or option in file:
+            place = value_of(words, "--config") if option in file else "the command"
+            raise UsageError(f"{option} in {place}: {reason}; leave it out")
     if environ.get("HOROVOD_TIMELINE", DYNAMIC) != DYNAMIC:
         raise UsageError("HOROVOD_TIMELINE is set: recording slows a run down; unset it")
-    total, own = value_of(words, "--global-batch-size"), value_of(words, "--batch-size")
+    own, total = batches(words)
     if scaling == STRONG and total is None and own is None:
         raise UsageError(
             "--strong keeps the batch of all ranks: say how large, as in "
@@ -63,8 +95,8 @@ def check_words(words: Sequence[str], scaling: str, environ: Mapping[str, str]) 
         )
     if scaling != STRONG and total is not None:
         raise UsageError(
-            "--global-batch-size in the command keeps the batch of all ranks: say --strong, or "
-            "give --batch-size, that of a rank"
+            "--global-batch-size in the command, or its file of options, keeps the batch of all "
+            "ranks: say --strong, or give --batch-size, that of a rank"
         )
 
 
@@ -76,8 +108,8 @@ def with_batch(words: Sequence[str], scaling: str, smallest: int) -> list[str]:
     Raises:
         UsageError: it is no number.
     """
-    own = value_of(words, "--batch-size")
-    if scaling != STRONG or own is None or value_of(words, "--global-batch-size") is not None:
+    own, given = batches(words)
+    if scaling != STRONG or own is None or given is not None:
         return list(words)
     if not re.fullmatch(r"[1-9]\d*", own):
         raise UsageError(f"--batch-size {own}: give a whole number of 1 or more")
