@@ -42,7 +42,7 @@ def check_alike(runs: Sequence[Run], scaling: str, source: str) -> None:
         hint = "; where the batch of all ranks is to stay, say --strong"
         _same(runs, "the batch of a rank", _batch_of_a_rank, source, hint)
     _same(runs, "the machine", lambda run: run.machine or None, source)
-    _same(runs, "the number of ranks to share a host", lambda run: run.room, source)
+    _same(runs, "the number of ranks that share a host", lambda run: run.room, source)
     _same(runs, "the number of threads of a rank", lambda run: run.threads, source)
     for ranks in sorted({run.ranks for run in runs}):
         same = [run for run in runs if run.ranks == ranks]
@@ -143,7 +143,7 @@ def check_going_on(done: Sequence[Run], new: Run, source: str) -> None:
         for label, old, now in (
             ("scaling", run.scaling, new.scaling),
             ("machine", run.machine, new.machine),
-            ("ranks to share a host", run.room, new.room),
+            ("share of a host", _share(run.room), _share(new.room)),
             ("threads a rank", run.threads, new.threads),
             ("command", shlex.join(words) or "...", shlex.join(others) or "..."),
         ):
@@ -151,9 +151,19 @@ def check_going_on(done: Sequence[Run], new: Run, source: str) -> None:
             if differs:
                 raise UsageError(
                     f"{source} holds runs of another {label}: {old} in run {run.name}, now {now}. "
-                    "Give another --out" + _way_out(label, old)
+                    "Give another --out" + _way_out(label, run, new)
                 )
 
 
-def _way_out(label: str, old: object) -> str:
-    return f", or --threads {old}" if label == "threads a rank" and old else ""
+def _share(room: int | None) -> str:
+    return f"1 of {room} ranks" if room else "all that there is for a rank"
+
+
+def _way_out(label: str, run: Run, new: Run) -> str:
+    if label == "threads a rank" and run.threads:
+        return f", or --threads {run.threads}"
+    if label == "share of a host" and run.room and new.room:
+        if new.room < run.room:
+            return f", or --ppn {run.room}"
+        return f"; with --ppn {new.room} from the start, more ranks can be added later"
+    return ""

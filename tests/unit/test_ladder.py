@@ -54,6 +54,20 @@ def test_a_rank_has_the_same_cores_and_threads_at_every_size(
     assert one == own
 
 
+def test_more_ranks_can_be_added_where_their_share_was_kept_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def shown(ranks: str, *words: str) -> list[str]:
+        options = ("--ranks", ranks, "--repeat", "1", "--out", str(tmp_path), *words)
+        assert cli.main(["scaling", *options, "--dry-run", "--json", *TRAIN]) == 0
+        commands: list[str] = json.loads(capsys.readouterr().out)["commands"]
+        return commands
+
+    assert shown("1,2", "--ppn", "4") == shown("1,2,4")[:2] == shown("1,2,4", "--ppn", "4")[:2]
+
+
 def test_threads_that_the_user_has_set_are_those_of_the_ladder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

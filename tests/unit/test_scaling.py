@@ -263,7 +263,7 @@ def test_tables_that_are_none(text: str, message: str, tmp_path: Path) -> None:
         ({"hosts": 2}, "the number of hosts of 2 ranks is not .*: 1 in 2-1; 2 in 2-2"),
         ({"timeline": "t.json"}, r"run 2-2 recorded a timeline \(t.json\)"),
         ({"machine": "another"}, "the machine"),
-        ({"room": 4}, "the number of ranks to share a host is not .*: 2 in 1-1, 2-1; 4 in 2-2"),
+        ({"room": 4}, "the number of ranks that share a host is not .*: 2 in 1-1, 2-1; 4 in 2-2"),
         ({"command": ("python", "x.py")}, "the command"),
         ({"scaling": "strong"}, "the scaling"),
         ({"world_size": 1}, "run 2-2 says that its world was of 1 ranks"),
@@ -298,13 +298,19 @@ def test_runs_that_belong_together() -> None:
         ({"scaling": "strong"}, "another scaling: weak in run 1-1, now strong"),
         ({"machine": "b"}, "another machine: a in run 1-1, now b"),
         ({"threads": 2}, "another threads a rank: 4 in run 1-1, now 2. .*, or --threads 4"),
+        ({"room": 1}, "another share of a host: 1 of 2 ranks in .*, now 1 of 1 .* or --ppn 2"),
+        (
+            {"room": 4, "threads": 2},  # to keep the 4 would let the ranks share cores
+            "1 of 2 ranks in run 1-1, now 1 of 4 ranks. Give another --out; with --ppn 4 from",
+        ),
+        ({"room": None}, "1 of 2 ranks in run 1-1, now all that there is for a rank. Give another"),
     ],
 )
 def test_another_kind_of_run_does_not_go_on_with_a_ladder(
     changed: dict[str, Any], message: str
 ) -> None:
-    done = [run(1, machine="a", threads=4)]
-    same = {"command": WORDS, "machine": "a", "threads": 4}
+    same = {"command": WORDS, "machine": "a", "threads": 4, "room": 2}
+    done = [run(1, **same)]
     check_going_on(done, Run(2, 1, {}, **same), "out")
     with pytest.raises(UsageError, match=message):
         check_going_on(done, Run(2, 1, {}, **{**same, **changed}), "out")
