@@ -14,7 +14,6 @@ from hvdtrain.measure import ladder, records
 from hvdtrain.measure.alike import check_alike, check_going_on
 from hvdtrain.measure.allreduce_table import read_reductions
 from hvdtrain.measure.data import study_data
-from hvdtrain.measure.predict import RANKS
 from hvdtrain.measure.records import LINES
 from hvdtrain.measure.scaling import OUT
 from hvdtrain.measure.study import Study, make_study
@@ -137,7 +136,7 @@ def _told(
     study = make_study(
         runs,
         scaling,
-        ranks=arguments.predict or RANKS,
+        ranks=arguments.predict,
         reductions=read_reductions(arguments.allreduce, strategy),
         leave_out=arguments.leave_out,
     )

@@ -30,6 +30,7 @@ def study_data(study: Study) -> dict[str, Any]:
             }
             for one in study.remedies
         ],
+        "passed_over": list(study.passed_over),
         "left_out": asdict(study.left_out) if study.left_out else None,
     }
     if study.fit:

@@ -7,6 +7,7 @@ import textwrap
 from hvdtrain.measure.cost import Parts
 from hvdtrain.measure.fit import Fit
 from hvdtrain.measure.predict import NOTABLE, Forecast
+from hvdtrain.measure.records import STRONG
 from hvdtrain.measure.study import LeftOut, Study
 from hvdtrain.measure.tables import WIDTH, Table, known, number, percent
 from hvdtrain.timeline.units import duration, size, table
@@ -25,6 +26,8 @@ def forecast(study: Study) -> list[str]:
     sections = [textwrap.fill(fit_text(study), WIDTH)]
     if study.left_out:
         sections.append(left_out_text(study.left_out))
+    if study.passed_over:
+        sections.append(textwrap.fill(passed_over_text(study), WIDTH))
     if study.predictions:
         expected, changed = table(*prediction_table(study)), table(*remedy_table(study))
         sections += [
@@ -44,6 +47,15 @@ def left_out_text(left: LeftOut) -> str:
         f"({number(low)} to {number(high)}), {number(left.measured)} measured: "
         f"{100 * (middle / left.measured - 1):+.1f} %"
     )
+
+
+def passed_over_text(study: Study) -> str:
+    """Which numbers of ranks are not foretold, and why."""
+    ranks = ", ".join(map(str, study.passed_over))
+    text = f"Not foretold: {ranks} ranks. The largest size measured has {study.sizes[-1].ranks}"
+    if study.scaling == STRONG and (batch := study.runs[0].batch):
+        return f"{text}, and more than {batch} would be more ranks than samples."
+    return f"{text}; beyond it there is something to foretell."
 
 
 def limit_text(study: Study) -> str:

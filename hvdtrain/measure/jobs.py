@@ -7,6 +7,7 @@ The jobs write to directories of their own below that of the ladder, since they 
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import shlex
 from pathlib import Path
@@ -16,6 +17,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.measure.ladder import Plan, order
 from hvdtrain.measure.records import LINES, STRONG, read_lines
 from hvdtrain.verb import Report
+
+log = logging.getLogger(__name__)
 
 # What the ladder decides itself, or what makes no sense for one of its jobs.
 OURS = ("nodes", "name", "threads", "array", "ladder", "chain", "once", "follow", "command")
@@ -40,12 +43,15 @@ def submit_sizes(plan: Plan, options: str, *, dry_run: bool) -> Report:
     for ranks in plan.sizes:
         done = {run.repeat for run in read_lines(plan.folder / f"ranks-{ranks}" / LINES)}
         if all(repeat in done for _, repeat in order([ranks], plan.repeats)):
+            log.info("%d rank%s: no job, its runs are there", ranks, "s" if ranks > 1 else "")
             continue
         report = submit.run_verb(_one(given, plan, ranks, dry_run=dry_run))
         texts.append(report.text)
         jobs.append({"ranks": ranks, **report.data})
-    after = "" if dry_run else f"\n\nWhen they have ended: hvdtrain scaling --out {plan.folder}"
-    return Report("\n\n".join(texts) + after, {"ok": True, "jobs": jobs})
+    if not dry_run:
+        when = "When they have ended" if jobs else "Nothing to submit. To see what the runs say"
+        texts.append(f"{when}: hvdtrain scaling --out {plan.folder}")
+    return Report("\n\n".join(texts), {"ok": True, "jobs": jobs})
 
 
 def _read(options: str) -> argparse.Namespace:

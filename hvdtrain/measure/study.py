@@ -49,13 +49,15 @@ class Study:
     remedies: tuple[Remedy, ...] = ()
     remedies_at: tuple[int, ...] = ()
     left_out: LeftOut | None = None
+    passed_over: tuple[int, ...] = ()
+    """Numbers of ranks that the user wanted to be foretold, but that tell nothing new."""
 
 
 def make_study(
     runs: Sequence[Run],
     scaling: str,
     *,
-    ranks: Sequence[int] = predict.RANKS,
+    ranks: Sequence[int] | None = None,
     reductions: Sequence[Reduction] = (),
     leave_out: int | None = None,
 ) -> Study:
@@ -64,7 +66,7 @@ def make_study(
     Args:
         runs: that belong together (``alike.check_alike``), one or more.
         scaling: ``weak`` or ``strong``.
-        ranks: numbers of ranks to foretell; those that were measured are passed over.
+        ranks: numbers of ranks to foretell (None: some); what was measured is passed over.
         reductions: a table of allreduce times.
         leave_out: a size that the fit is not to see.
 
@@ -94,11 +96,12 @@ def make_study(
     return _foretell(replace(study, fit=fitted, left_out=left_out), fitted, ranks)
 
 
-def _foretell(study: Study, fitted: Fit, ranks: Sequence[int]) -> Study:
+def _foretell(study: Study, fitted: Fit, ranks: Sequence[int] | None) -> Study:
     """``study`` with what its fit expects at those of ``ranks`` that were not reached."""
-    wanted = [number for number in ranks if number > study.sizes[-1].ranks]
+    wanted = [number for number in ranks or predict.RANKS if number > study.sizes[-1].ranks]
     if study.scaling == STRONG and (batch := study.runs[0].batch):
         wanted = [number for number in wanted if number <= batch]  # others would have no sample
+    study = replace(study, passed_over=tuple(sorted({*(ranks or ())} - {*wanted})))
     if not wanted:
         return study
     at = tuple(dict.fromkeys((wanted[0], wanted[len(wanted) // 2], wanted[-1])))

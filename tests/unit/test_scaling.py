@@ -361,12 +361,26 @@ def test_a_job_keeps_the_batch_of_all_ranks(scripts: Any) -> None:
         assert "--global-batch-size 16" in job["script"]
 
 
-def test_a_size_that_is_complete_is_no_job(scripts: Any, tmp_path: Path) -> None:
+def test_a_size_that_is_complete_is_no_job(
+    scripts: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for repeat in (1, 2, 3):
         (tmp_path / "scaling/ranks-4").mkdir(parents=True, exist_ok=True)
         append_line(tmp_path / "scaling/ranks-4/results.jsonl", run(4, repeat))
     jobs = scripts("--walltime 1:00:00 --scheduler pbs", "--", *WORDS)
     assert [job["ranks"] for job in jobs] == [1, 8]
+    words = ("--ranks", "4", "--submit", "--walltime 1:00:00 --scheduler pbs")
+    assert cli.main(["scaling", *words, "--", *WORDS]) == 0
+    assert "4 ranks: no job, its runs are there" in caplog.text
+    assert (
+        capsys.readouterr().out
+        == "Nothing to submit. To see what the runs say: hvdtrain scaling --out scaling\n"
+    )
+    assert cli.main(["scaling", *words, "--dry-run", "--", *WORDS]) == 0
+    assert capsys.readouterr().out.strip() == ""
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hvdtrain.measure import figure, plots
@@ -96,3 +98,26 @@ def test_any_parts_make_a_report(parts: list[dict[str, float]]) -> None:
     study = make_study(told(*parts), "weak", ranks=(16,))
     assert "Efficiency to expect" in study_text(study)
     assert 0.5 < study.predictions[0].efficiency.middle < 1.1  # all measured sizes are at 1
+
+
+# What is foretold
+
+
+def test_ranks_that_are_not_foretold_are_named() -> None:
+    runs = tutorial().runs
+    study = make_study(runs, "weak", ranks=(6, 8, 16))
+    assert [one.ranks for one in study.predictions] == [16]
+    assert study.passed_over == (6, 8)
+    assert "Not foretold: 6, 8 ranks. The largest size measured has 8" in study_text(study)
+    assert "Not foretold: 6 ranks." in study_text(make_study(runs, "weak", ranks=(6,)))
+    assert "Not foretold" not in study_text(tutorial())  # nobody asked for those
+
+
+def test_more_ranks_than_samples_are_named() -> None:
+    runs = [replace(run, scaling="strong") for run in told({}, {})]
+    runs = [replace(run, summary={**run.summary, "global_batch_size": 20}) for run in runs]
+    study = make_study(runs, "strong", ranks=(16, 32))
+    assert study.passed_over == (32,)
+    text = " ".join(study_text(study).split())
+    assert "Not foretold: 32 ranks." in text
+    assert "more than 20 would be more ranks than samples" in text
