@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.timeline.units import printable
 from hvdtrain.verb import Report
 
 NAME = "report.html"
@@ -38,7 +39,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError(f"{folder}: no such directory")
     found = report_find.look(folder)
     if found.is_empty:
-        left_out = f". Left out: {'; '.join(found.notes)}" if found.notes else ""
+        left_out = f". Left out: {printable('; '.join(found.notes))}" if found.notes else ""
         raise UsageError(
             f"{folder}: neither a run nor a study is in it. A report is made of a summary "
             "(--summary FILE.json), the course (--metrics FILE.jsonl), checkpoints "
@@ -50,5 +51,6 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     counts = found.counts()
     shown = ", ".join(f"{name}: {number}" for name, number in counts.items() if number)
     lines = [f"{target}: {shown}", *(f"left out: {note}" for note in found.notes)]
+    lines = [printable(line) for line in lines]
     data = {"ok": True, "html": str(target), **counts, "left_out": found.notes}
     return Report("\n".join(lines), data)

@@ -17,7 +17,7 @@ from hvdtrain.measure.report_timeline import timeline
 from hvdtrain.measure.study import Study
 from hvdtrain.measure.tables import Table, number
 from hvdtrain.timeline.repair import replacing
-from hvdtrain.timeline.units import duration, size
+from hvdtrain.timeline.units import duration, printable, size
 
 FEW = 3  # runs that each get a section of their own
 
@@ -31,7 +31,8 @@ def write(target: Path, found: Found) -> None:
         UsageError, HvdtrainError: it cannot be written.
     """
     with replacing(target) as file:
-        file.write(render(found).encode())
+        # Half of a surrogate pair, in a name of a file or a text in it, cannot be encoded.
+        file.write(render(found).encode(errors="replace"))
 
 
 def render(found: Found) -> str:
@@ -70,7 +71,7 @@ def _run(path: Path, summary: Record) -> dict[str, Any]:
     """A run with its tables."""
     tiles, rows = _tiles(summary), _result(summary)
     return {
-        "path": str(path),
+        "path": printable(path),
         "tiles": tiles,
         "tables": [
             (name, some)
@@ -145,7 +146,7 @@ def _run_table(summaries: Mapping[Path, Record]) -> Table:
         accuracy, rate = one.get("eval_accuracy"), one.get("images_per_second_mean")
         rows.append(
             [
-                str(path),
+                printable(path),
                 *(_plain(one.get(key)) for key in ("world_size", "hosts", "global_batch_size")),
                 _plain(one.get("steps_completed")),
                 number(rate) if rate else "-",
@@ -198,7 +199,7 @@ def _checkpoints(found: Mapping[Path, Record]) -> Table | None:
         return None
     rows = [
         [
-            str(path),
+            printable(path),
             _plain(one["step"]),
             _plain(one["epoch"]),
             "-" if one["accuracy"] is None else f"{100 * one['accuracy']:.2f} %",

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain.measure.report_find import Record
 from hvdtrain.measure.tables import Table
-from hvdtrain.timeline.units import duration, percent
+from hvdtrain.timeline.units import duration, percent, printable
 
 
 def timeline(path: Path, facts: Record) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def timeline(path: Path, facts: Record) -> dict[str, Any]:
             ],
         )
     return {
-        "path": str(path),
+        "path": printable(path),
         "head": head,
         "verdict": [(one["text"], one["advice"]) for one in facts["verdict"]],
         "tables": [table for table in (states, _lateness(facts["lateness"])) if table],

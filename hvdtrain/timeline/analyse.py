@@ -20,13 +20,15 @@ from hvdtrain.timeline.bars import (
     Tensor,
 )
 from hvdtrain.timeline.fusion import Fusion
-from hvdtrain.timeline.read import Event, has_time
+from hvdtrain.timeline.read import EARLIEST, LATEST, Event, has_time
 from hvdtrain.timeline.recorder import Recorder
 from hvdtrain.timeline.rows import Rows
 from hvdtrain.timeline.samples import Course, Sample
 from hvdtrain.timeline.steps import Steps
 
-_WRONG = (KeyError, IndexError, TypeError, AttributeError, ValueError)  # what odd events lead to
+# What odd events lead to.
+_WRONG = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError)
+NO_TIME = "no time that a clock can show"
 
 
 class Analysis:
@@ -86,6 +88,8 @@ class Analysis:
 
     def _begin(self, event: Event) -> None:
         tensor, name, time = self.tensors[event["pid"]], event["name"], event["ts"]
+        if not EARLIEST < time < LATEST:
+            raise ValueError(NO_TIME)
         cell = tensor.cells.get(name)
         if cell is None:
             cell = self.rows.cell(tensor, name)
@@ -129,6 +133,8 @@ class Analysis:
 
     def _end(self, event: Event) -> None:
         tensor, time = self.tensors[event["pid"]], event["ts"]
+        if not EARLIEST < time < LATEST:
+            raise ValueError(NO_TIME)
         cell, start = tensor.bars.pop()
         phase = cell.phase
         cell.count += 1
@@ -169,15 +175,19 @@ class Analysis:
             self.fusion.end(tensor, event.get("args"))
 
     def _tick(self, event: Event) -> None:
-        rank = event["name"]
+        rank, time = event["name"], event["ts"]
+        if not EARLIEST < time < LATEST:
+            raise ValueError(NO_TIME)
         if rank not in self.ranks:
             self.ranks.add(str(int(rank)))
-        self.tensors[event["pid"]].ticks.append((event["ts"], rank))
+        self.tensors[event["pid"]].ticks.append((time, rank))
 
     def _mark(self, event: Event) -> None:
         if event["name"] != "CYCLE_START":
             raise ValueError("no mark of Horovod's")
         time = event["ts"]
+        if not EARLIEST < time < LATEST:
+            raise ValueError(NO_TIME)
         if self.cycle is not None:
             self.cycles.add(time - self.cycle)
         self.cycle, self.fusion.idle = time, True
@@ -196,13 +206,16 @@ class Analysis:
     def _try_again(self, event: Event) -> None:
         """Take an event whose tensor's name was lost; count any other as unfamiliar."""
         kind, number = str(event.get("ph", "no kind")), event.get("pid")
-        if kind in "BEX" and isinstance(number, int) and number not in self.tensors:
+        if not isinstance(number, int):
+            self.unfamiliar[kind] += 1
+            return
+        if kind in "BEX" and number not in self.tensors:
             self.rows.add(number, f"tensor {number}")
             try:
                 return self.handlers[kind](event)
             except _WRONG:
                 pass
-        if kind in ("E", "X") and number in self.tensors:
+        if kind in ("E", "X") and has_time(event):
             self.headless += 1  # its bar began before the file, or the slice
         else:
             self.unfamiliar[kind] += 1

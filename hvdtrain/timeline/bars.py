@@ -56,6 +56,7 @@ _ACTIVITIES = (
     (r"(MPI|NCCL|GLOO|CCL|DDL|MLSL|SHARP)_.*", COLLECTIVE),
 )
 _OF_STEP = ("NEGOTIATE_ALLREDUCE", "NEGOTIATE_ADASUM", "NEGOTIATE_REDUCESCATTER")
+LARGEST = 60  # digits of all sizes of a tensor together
 _SIZES = {
     "uint8": 1,
     "int8": 1,
@@ -82,8 +83,14 @@ def kind_of(name: str, depth: int) -> str:
 
 
 def bytes_of(dtype: str, shape: str) -> int:
-    """Bytes of a tensor, as the end of its operation tells it: ``float32``, ``[64, 64]``."""
-    return _SIZES.get(dtype, 0) * prod(int(size) for size in re.findall(r"\d+", shape))
+    """Bytes of a tensor, as the end of its operation tells it: ``float32``, ``[64, 64]``.
+
+    0 where they are not known: no memory holds as many as an odd file may tell.
+    """
+    sizes = re.findall(r"\d+", shape)
+    if sum(map(len, sizes)) > LARGEST:
+        return 0
+    return _SIZES.get(dtype, 0) * prod(map(int, sizes))
 
 
 class Phase:

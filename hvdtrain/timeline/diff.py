@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.timeline import bars
-from hvdtrain.timeline.units import duration, table
+from hvdtrain.timeline.units import duration, printable, short, table
 
 Facts = dict[str, Any]
 
@@ -61,7 +61,7 @@ def text(difference: Facts) -> str:
     rows = [
         [
             row["phase"],
-            row["name"],
+            short(row["name"]),
             *("-" if row[key] is None else duration(row[key]) for key in ("one", "other")),
             "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
         ]
@@ -69,7 +69,8 @@ def text(difference: Facts) -> str:
     ]
     width = max(len(row[1]) for row in rows)
     rows = [[row[0], f"{row[1]:<{width}}", *row[2:]] for row in rows]
+    one, other = (printable(difference[key]) for key in ("one", "other"))
     of = "a step" if difference["a_step"] else "the whole file"
-    return f"one: {difference['one']}\nother: {difference['other']}\n\nTimes of {of}\n" + table(
+    return f"one: {one}\nother: {other}\n\nTimes of {of}\n" + table(
         ["", "", "one", "other", "other/one"], rows
     )

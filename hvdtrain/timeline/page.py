@@ -18,7 +18,7 @@ from hvdtrain.timeline.analyse import Analysis
 from hvdtrain.timeline.recorder import Recorder
 from hvdtrain.timeline.repair import replacing
 from hvdtrain.timeline.report import UNSEEN, ranks
-from hvdtrain.timeline.units import duration, percent, short, size
+from hvdtrain.timeline.units import duration, percent, printable, short, size
 
 Facts = dict[str, Any]
 
@@ -33,7 +33,8 @@ def write(target: Path, facts: Facts, analysis: Analysis, recorder: Recorder) ->
         UsageError, HvdtrainError: see ``replacing``.
     """
     with replacing(target) as file:
-        file.write(render(facts, analysis, recorder).encode())
+        # Half of a surrogate pair, in a name of the file's or its path, cannot be encoded.
+        file.write(render(facts, analysis, recorder).encode(errors="replace"))
 
 
 def render(facts: Facts, analysis: Analysis, recorder: Recorder) -> str:
@@ -42,7 +43,8 @@ def render(facts: Facts, analysis: Analysis, recorder: Recorder) -> str:
     width = analysis.course.width
     here = files("hvdtrain.timeline") / "web"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"duration": duration, "percent": percent, "size": size, "short": short}
+    filters = (duration, percent, printable, short, size)
+    environment.filters |= {function.__name__: function for function in filters}
     template = environment.from_string((here / "page.html").read_text())
     return template.render(
         facts=facts,

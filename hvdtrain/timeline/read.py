@@ -28,6 +28,7 @@ CHUNK = 1 << 15  # bytes read at once: what is made of them stays in the process
 ENOUGH = 1 << 20  # bytes without an event tell that this is no timeline
 LONGEST = 1 << 16  # bytes; an object that has no end after so many is broken, not cut by a chunk
 BETWEEN = (b"},{", b"},\n{", b"}, {")  # two events, as Horovod and other writers part them
+EARLIEST, LATEST = -(2**63), 2**63  # microseconds; Horovod writes 64 bits
 FILLING = " \t\r\n,[]"  # what may stand between events
 
 PREAMBLE = "start_time_since_epoch_in_micros"
@@ -205,5 +206,6 @@ def _odd(text: str) -> int:
 
 
 def has_time(event: Any) -> bool:
-    """Whether the event is one that happens at a time."""
-    return isinstance(event.get("ts"), int | float)
+    """Whether the event is one that happens at a time, and at one that a clock can show."""
+    time = event.get("ts")
+    return isinstance(time, int | float) and EARLIEST < time < LATEST

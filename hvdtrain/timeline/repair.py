@@ -18,7 +18,7 @@ from typing import IO, Any
 import orjson
 
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.timeline.read import PREAMBLE, Event, Reading
+from hvdtrain.timeline.read import PREAMBLE, Event, Reading, has_time
 from hvdtrain.timeline.sequence import timeline
 
 
@@ -83,8 +83,8 @@ def _mended(chunks: Iterator[list[Event]], done: Repaired) -> Iterator[Event]:
     last: float = 0
     for events in chunks:
         for event in events:
-            kind, tensor, time = event.get("ph"), event.get("pid", 0), event.get("ts")
-            timed = isinstance(time, int | float)
+            kind, tensor = event.get("ph"), event.get("pid", 0)
+            timed = has_time(event)
             whole = isinstance(kind, str) and isinstance(tensor, int | str)
             if not whole or not (timed or kind == "M"):
                 done.dropped += 1

@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from hvdtrain.timeline.report_tables import WIDTH, cycles, operations, phases, tensors
-from hvdtrain.timeline.units import duration, percent, short, size, table
+from hvdtrain.timeline.units import duration, percent, printable, short, size, table
 
 Facts = dict[str, Any]
 
@@ -32,8 +32,8 @@ def _head(facts: Facts) -> str:
     file, steps = facts["file"], facts["steps"]
     when = f", from {file['recorded_at']}" if file["recorded_at"] else ""
     lines = [
-        f"{file['path']}: {size(file['bytes'])}, {file['events']:,} events, {ranks(facts)}, "
-        f"{duration(facts['seconds'])}{when}"
+        f"{printable(file['path'])}: {size(file['bytes'])}, {file['events']:,} events, "
+        f"{ranks(facts)}, {duration(facts['seconds'])}{when}"
     ]
     if file["slice"]:
         low, high = file["slice"]

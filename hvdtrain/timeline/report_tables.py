@@ -20,7 +20,7 @@ def phases(facts: Facts) -> str:
     rows = [
         [
             row["kind"] if row["kind"] != bars.OPERATION else "operation, whole",
-            row["name"],
+            short(row["name"]),
             f"{row['bars']:,}",
             duration(row["seconds"]),
             duration(row["tensor_seconds"]),
@@ -42,12 +42,12 @@ def _a_step(seconds: float | None) -> str:
 def operations(facts: Facts) -> str:
     """What was asked for, and what was carried out."""
     asked = [
-        f"{row['name']} {row['negotiated']:,} negotiated, {row['carried_out']:,} carried out"
+        f"{short(row['name'])} {row['negotiated']:,} negotiated, {row['carried_out']:,} carried out"
         for row in facts["collectives"]
     ]
     rows = [
         [
-            row["name"],
+            short(row["name"]),
             f"{row['count']:,}",
             f"{row['tensors_mean']:.1f}",
             size(row["bytes_mean"]) if row["bytes"] else "-",

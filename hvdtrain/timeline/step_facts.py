@@ -95,7 +95,7 @@ def ranks_facts(analysis: Analysis) -> Facts:
         "with_ticks": steps.lateness.negotiations + steps.start_up.negotiations,
         "steps_with_ticks": steps.ticked,
         # With its cache of responses on, Horovod ticks in the first steps alone.
-        "told": steps.ticked > 0 and 2 * steps.ticked >= steps.lengths.count,
+        "told": bool(rows) and steps.ticked > 0 and 2 * steps.ticked >= steps.lengths.count,
         "cost_seconds": sum(row["cost_seconds"] for row in rows),
         "spread_seconds": _sample(steps.spread),
         "ranks": rows,

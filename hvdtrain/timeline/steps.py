@@ -112,6 +112,8 @@ class Steps:
 
     def _close(self, time: float, times: list[float]) -> None:
         length = time - self._start
+        if length <= 0:  # the clock of an odd file stands still, or goes back
+            return
         self.lengths.add(length)
         self.account.close()
         self.states = self.states or [Sample() for _ in times]

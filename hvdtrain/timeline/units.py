@@ -42,8 +42,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def printable(name: object) -> str:
+    """A name or path without what would move a terminal's cursor, or cannot be encoded."""
+    return "".join(c if c.isprintable() else "?" for c in str(name))
+
+
 def short(name: str, length: int = NAME) -> str:
-    """A long name without its middle, and without what would move a terminal's cursor."""
-    name = "".join(c if c.isprintable() else "?" for c in name)
+    """A long name without its middle, and as ``printable`` makes it."""
+    name = printable(name)
     half = (length - 3) // 2
     return name if len(name) <= length else f"{name[: length - 3 - half]}...{name[-half:]}"

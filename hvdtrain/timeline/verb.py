@@ -18,6 +18,7 @@ from hvdtrain.timeline.read import Reading
 from hvdtrain.timeline.recorder import Recorder
 from hvdtrain.timeline.repair import repair
 from hvdtrain.timeline.sequence import timeline
+from hvdtrain.timeline.units import printable
 from hvdtrain.timeline.verdict import verdict
 from hvdtrain.verb import Report
 
@@ -110,12 +111,12 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         from hvdtrain.timeline.page import write
 
         write(arguments.html, found, analysis, recorder)
-        parts.append(f"{arguments.html}: a page to look around in; open it in a browser")
+        parts.append(f"{printable(arguments.html)}: a page to look around in; open it in a browser")
     if arguments.repair:
         done = repair(arguments.file, arguments.repair, span)
         found["repaired"] = dataclasses.asdict(done)
         parts.append(
-            f"{arguments.repair}: {done.events:,} events written; {done.closed:,} bars closed at "
-            f"the end, {done.dropped:,} events left out"
+            f"{printable(arguments.repair)}: {done.events:,} events written; {done.closed:,} bars "
+            f"closed at the end, {done.dropped:,} events left out"
         )
     return Report("\n\n".join(parts), found)
