@@ -189,12 +189,13 @@ def _cycles(facts: Facts) -> list[Finding]:
         return []
     cycle, step = cycles["configured_estimate_seconds"], steps["seconds"]["median"]
     wait = cycle / 2
-    if wait < WAIT * step:
+    shorter = max(0.1, round(step * 1e3 / 40, 1))  # ms
+    if wait < WAIT * step or shorter >= round(cycle * 1e3, 1):  # no advice would help
         return []
     text = (
         f"Horovod looks for work every {duration(cycle)}, a step takes "
         f"{duration(step)}, and its last tensor waits half a cycle on the average "
         f"({percent(wait / step)} of the step)"
     )
-    advice = f"set HOROVOD_CYCLE_TIME={max(0.1, round(step * 1e3 / 40, 1)):g} (ms)"
+    advice = f"set HOROVOD_CYCLE_TIME={shorter:g} (ms)"
     return [_finding("cycle time", wait * steps["whole"], wait / step, text, advice)]

@@ -108,6 +108,14 @@ def test_cycle_time(tmp_path: Path) -> None:
     assert finding["seconds"] == pytest.approx(19 * 0.0005)
 
 
+@pytest.mark.parametrize(("cycle", "length"), [(50, 400), (101, 800), (100, 400)])
+def test_a_cycle_that_is_as_short_as_would_be_advised_is_no_finding(
+    cycle: int, length: int, tmp_path: Path
+) -> None:
+    (finding,) = verdict_of(steps(length=length, each=10, cycle=cycle), tmp_path)
+    assert finding["kind"] == "nothing wrong"
+
+
 def test_a_cycle_that_is_short_beside_the_step_is_no_finding(tmp_path: Path) -> None:
     (finding,) = verdict_of(steps(length=40_000, each=50, cycle=1_000), tmp_path)
     assert finding["kind"] == "nothing wrong"
