@@ -41,7 +41,7 @@ class _Line:
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.shift: float | None = 0
-        self.before: list[Event] = []
+        self.last: float = 0  # time of the last event, moved
 
     def put(self, events: list[Event], *, begins: bool) -> list[list[Event]]:
         """Move ``events`` of a later timeline; cut before each preamble.
@@ -51,13 +51,13 @@ class _Line:
             begins: a preamble may be among them.
         """
         pieces = self._move(events) if begins or self.reading.files > 1 else [events]
-        self.before = events
+        self.last = next((e["ts"] for e in reversed(events) if has_time(e)), self.last)
         return pieces
 
     def _move(self, events: list[Event]) -> list[list[Event]]:
         reading = self.reading
         pieces: list[list[Event]] = [[]]
-        last = next((e["ts"] for e in reversed(self.before) if has_time(e)), 0)
+        last = self.last
         for event in events:
             if _is_preamble(event):
                 reading.files += 1
