@@ -210,7 +210,7 @@ class Analysis:
             self.unfamiliar[kind] += 1
             return
         if kind in "BEX" and number not in self.tensors:
-            self.rows.add(number, f"tensor {number}")
+            self.rows.add_unknown(number)
             try:
                 return self.handlers[kind](event)
             except _WRONG:

@@ -166,7 +166,8 @@ class Tensor:
         row: what its bars are counted under.
         cells: those of the row.
         lasting: it has a name of its own, by which it comes back in the next step.
-        once: it has a number for a name ("allreduce.noname.7") and never comes back.
+        once: it is dropped when its operation ends: it has a number for a name
+            ("allreduce.noname.7") and never comes back, or there are too many names.
         bars: the open ones, outermost first: cell and start.
         ticks: when the ranks were ready in the negotiation that is open.
         step: in which it was last negotiated.

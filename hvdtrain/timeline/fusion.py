@@ -14,6 +14,7 @@ from hvdtrain.timeline.bars import Operation, Phase, Tensor, bytes_of
 from hvdtrain.timeline.samples import Sample
 
 SMALL = 1 << 20  # bytes; the time of a smaller operation is mostly latency, not bandwidth
+SHAPES = 10_000  # whose sizes are kept
 
 # The totals of all operations: how many, bytes, microseconds, those of the small ones.
 COUNT, BYTES, TIME, SMALL_TIME = range(4)
@@ -79,6 +80,8 @@ class Fusion:
             key = str(args.get("dtype")), str(args.get("shape"))
             size = self._sizes.get(key)
             if size is None:
+                if len(self._sizes) >= SHAPES:  # of what is gathered they may never be the same
+                    self._sizes.clear()
                 size = self._sizes[key] = bytes_of(*key)
             operation.nbytes += size
             tensor.row.nbytes = size

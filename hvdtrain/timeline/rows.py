@@ -6,7 +6,8 @@ import re
 
 from hvdtrain.timeline.bars import Cell, Phase, Row, Tensor, kind_of
 
-MOST = 50_000  # tensors with a row of their own; any more are counted together
+MOST = 50_000  # names with a row of their own; any more are counted together
+OTHERS = "(other tensors)"
 
 # PyTorch numbers the tensors that were given no name, TensorFlow calls them all alike.
 _NAMELESS = re.compile(
@@ -23,15 +24,27 @@ class Rows:
         self.phases: dict[tuple[str, str], Phase] = {}
 
     def add(self, number: int, name: str) -> None:
-        """The tensor of that number has this name from now on."""
+        """The tensor of that number has this name from now on.
+
+        Where there are too many names it is forgotten: those that come in every step have come by
+        then, and names that never return ("loss.step.7") would fill the memory.
+        """
         nameless = _NAMELESS.fullmatch(name)
         once = bool(nameless and nameless["kind"])
         group = f"{nameless['kind']}.*" if nameless and once else name
-        if group not in self.by_name:
-            if len(self.by_name) >= MOST:
-                group = "(other tensors)"
-            self.by_name.setdefault(group, Row(group))
-        self.tensors[number] = Tensor(self.by_name[group], lasting=not nameless, once=once)
+        if group not in self.by_name and len(self.by_name) >= MOST:
+            self.tensors.pop(number, None)
+            return
+        row = self.by_name.setdefault(group, Row(group))
+        self.tensors[number] = Tensor(row, lasting=not nameless, once=once)
+
+    def add_unknown(self, number: int) -> None:
+        """A tensor of that number is there; its name was lost, or forgotten."""
+        if len(self.by_name) < MOST:
+            self.add(number, f"tensor {number}")
+        else:
+            row = self.by_name.setdefault(OTHERS, Row(OTHERS))
+            self.tensors[number] = Tensor(row, lasting=False, once=True)
 
     def cell(self, tensor: Tensor, name: str) -> Cell:
         """A new cell for the bars of that name on the tensor."""
