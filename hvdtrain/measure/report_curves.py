@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
 
 from hvdtrain.measure import plots
 from hvdtrain.measure.report_find import Course
+from hvdtrain.timeline.units import short
 
 MOST = 6  # runs in one plot
-FEW = 40  # points that still get markers
+FEW = 12  # markers a line, about
+SIZE = 5.2, 3.2  # inches
+ROW = 0.2  # inches of a row of the legend
+LONG = 60  # characters that stand in one
 
 
 def inline(figure: Any) -> str:
@@ -26,6 +31,11 @@ def inline(figure: Any) -> str:
 
 def curves(courses: Sequence[Course]) -> list[tuple[str, str]]:
     """A plot of each quantity that some run has, as (title, data URI)."""
+    return [(title, inline(figure)) for title, figure in figures(courses[:MOST])]
+
+
+def figures(courses: Sequence[Course]) -> Iterator[tuple[str, Any]]:
+    """The plots, each with its title; whoever takes one closes it."""
     panels = [
         ("Loss", "loss", [("steps", "loss", "training"), ("epochs", "eval_loss", "test")]),
         ("Test accuracy", "accuracy, %", [("epochs", "eval_accuracy", "test")]),
@@ -33,38 +43,64 @@ def curves(courses: Sequence[Course]) -> list[tuple[str, str]]:
         ("Throughput", "images/s", [("steps", "images_per_second", "")]),
     ]
     plots.style()
-    found = []
+    runs = names([course.path for course in courses])
     for title, label, lines in panels:
-        figure, axes = plt.subplots(figsize=(5.2, 3.2))
-        if _draw(axes, courses[:MOST], lines):
-            axes.set_xlabel("step")
-            axes.set_ylabel(label)
-            if len(axes.get_lines()) > 1:
-                axes.legend(fontsize="small")
-            found.append((title, inline(figure)))
-        else:
+        figure, axes = plt.subplots(figsize=SIZE)
+        if not _draw(axes, list(zip(runs, courses, strict=True)), lines):
             plt.close(figure)
-    return found
+            continue
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        if len(axes.get_lines()) > 1:
+            _legend(figure, axes)
+        yield title, figure
 
 
-def _draw(axes: Any, courses: Sequence[Course], lines: Sequence[tuple[str, str, str]]) -> bool:
-    """Draw the lines of all runs; whether there were any."""
-    number = 0
-    for course in courses:
-        for kind, key, name in lines:
+def names(paths: Sequence[Path]) -> list[str]:
+    """What runs are called: the name of the file, or where some are called alike all of the path.
+
+    A single one needs no name.
+    """
+    if len(paths) < 2:
+        return [""] * len(paths)
+    stems = [path.stem for path in paths]
+    alike = len(set(stems)) < len(stems)
+    found = [short(str(path.with_suffix("")) if alike else path.stem, LONG) for path in paths]
+    # matplotlib leaves lines out of the legend whose names begin so.
+    return [f"./{name}" if name.startswith("_") else name for name in found]
+
+
+def _draw(
+    axes: Any, courses: Sequence[tuple[str, Course]], lines: Sequence[tuple[str, str, str]]
+) -> bool:
+    """Draw the lines of all runs, each given with its name; whether there were any."""
+    for number, (run, course) in enumerate(courses):
+        for place, (kind, key, name) in enumerate(lines):
             records = [one for one in getattr(course, kind) if one.get(key) is not None]
             if not records:
                 continue
             factor = 100 if key.endswith("accuracy") else 1
-            how = plots.series(number)
-            if len(records) > FEW:
-                how["marker"] = ""
-            run = course.path.stem if len(courses) > 1 else ""
             axes.plot(
                 [one["step"] for one in records],
                 [factor * one[key] for one in records],
                 label=" ".join(word for word in (run, name) if word) or key,
-                **how,
+                markevery=-(-len(records) // FEW),
+                **_style(number if len(courses) > 1 else place, place),
             )
-            number += 1
-    return number > 0
+    return bool(axes.get_lines())
+
+
+def _style(number: int, place: int) -> dict[str, Any]:
+    """A colour and marker each run; its second line is broken, its markers hollow."""
+    style = {**plots.series(number), "linestyle": plots.LINES[place]}
+    return {**style, "markerfacecolor": "white"} if place else style
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    """Below the plot, where it hides nothing; the higher the figure."""
+    labels = [line.get_label() for line in axes.get_lines()]
+    columns = 1 if max(map(len, labels)) > LONG / 2 else 2
+    figure.set_figheight(SIZE[1] + ROW * -(-len(labels) // columns))
+    legend = figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a path may hold dollar signs
