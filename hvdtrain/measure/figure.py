@@ -119,6 +119,7 @@ def _mark_crowded(axes: Any, study: Study, value: Callable[[Point], float]) -> N
 
 
 def _steps(axes: Any, sizes: Sequence[Size]) -> None:
+    axes.set_axisbelow(True)  # the grid behind the bars
     places = range(len(sizes))
     bottom = [0.0] * len(sizes)
     for number, part in enumerate(SPLIT):

@@ -174,6 +174,15 @@ def test_the_fit_goes_through_the_tutorials_points() -> None:
         assert ranks / step_at(found, ranks).middle == pytest.approx(rate, rel=0.05)
 
 
+@pytest.mark.parametrize("ranks", [16, 256, 4096])
+def test_the_share_of_computing_is_the_efficiency(ranks: int) -> None:
+    """In weak scaling. Also where rings and trees, equally likely, are far apart."""
+    found = tutorial(8)
+    parts = parts_at(found, ranks)
+    middle = efficiency_at(found, ranks).middle
+    assert parts.compute / parts.total == pytest.approx(middle, abs=0.05)
+
+
 def test_two_points_foretell_little_and_say_so() -> None:
     few, more = efficiency_at(tutorial(4, 8), 4096), efficiency_at(tutorial(), 64)
     assert few.low < 0.05 and few.high > 0.4
