@@ -77,6 +77,9 @@ def test_it_is_shown_without_complaint_and_without_sideways_scrolling(
     assert "rank 2 was ready last in 11 of 11 steps" in browser.run(
         "return document.body.innerText"
     )
+    # Names are broken into some lines at most, not letter by letter.
+    heights = "return [...document.querySelectorAll('tbody th')].map(th => th.offsetHeight)"
+    assert max(browser.run(heights)) < 100
     paper = pixels[2, 2].mean()
     assert (paper < 60) if dark else (paper > 240)
     # The canvas has more than paper on it: the colours of bars are there.
