@@ -103,7 +103,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     named = allocation.source in ("--hosts", "--hostfile")
     threads, devices = request.threads, gpus(environ)
     if threads is None and request.room:
-        threads = fair_threads(request.room, cores, devices, environ)
+        threads = fair_threads(max(request.room, layout.per_host), cores, devices, environ)
     job = Job(
         layout,
         cores=cores,

@@ -94,6 +94,7 @@ def test_launch_leaves_room_for_ranks_that_are_not_there(
     full = shown("-n", cores, "--threads", "1")
     assert shown("-n", "1", "--room-for", cores).replace("-n 1 ", f"-n {cores} ") == full
     assert "OMP_NUM_THREADS=3" in shown("-n", "1", "--room-for", cores, "--threads", "3")
+    assert shown("-n", cores, "--room-for", "1") == full  # no more room than there is
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS" not in shown("-n", "1", "--room-for", cores)
     assert cli.main(["launch", "-n", "1", "--room-for", "0", "--", "true"]) == 2

@@ -42,7 +42,7 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
             "world": {"rank": rank, "size": size, "local_rank": rank, "local_size": size},
             "processor": {"gpu": None, "threads": 1},
             "calls": [
-                {"name": "broadcast_parameters", "update": 0},
+                {"name": "broadcast_parameters", "update": 0, "values": 100},
                 {"name": "Dataset.shard", "update": 0, "shards": size, "shard": rank},
             ],
             "updates": [update(rank, number, 16) for number in range(5)],
@@ -204,6 +204,18 @@ FAULTS: list[tuple[int, str, Callable[[Records], object], str]] = [
         each(broadcasting(1)),
         "only 1 value broadcast, of 100 parameters; max difference",
     ),
+    (
+        6,
+        "the optimizer's alone is broadcast",
+        each(lambda r: r["calls"][0].update(values=2)),
+        "only 2 values broadcast, of 100 parameters",
+    ),
+    (
+        6,
+        "a batch is broadcast in each update",
+        each(lambda r: r["calls"][0].update(update=3)),
+        "no broadcast was executed",
+    ),
     (6, "broadcast in vain", on(1, different_until(5)), "before update 1: 7"),
     (
         6,
@@ -259,7 +271,7 @@ RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
         "warm-up",
         each(rate(0.1, 0.11, 0.12, 0.13, 0.14)),
         OK,
-        "0.1 to 0.14 in 5 updates on 2 ranks, 0.1 on one alone: a warm-up, from x 1 to x 1.2",
+        "0.1 to 0.14 in 5 updates on 2 ranks, 0.1 on one alone: a warm-up, from x 1 to x 1.4",
     ),
     (
         4,
@@ -390,7 +402,7 @@ def unnamed(rows_of: Callable[[int], list[str]]) -> Records:
     """A script that shares its samples out by no call that is known."""
     everyone = copy.deepcopy(script())
     for rank, record in enumerate(everyone):
-        record["calls"] = [{"name": "broadcast_parameters", "update": 0}]
+        record["calls"] = [{"name": "broadcast_parameters", "update": 0, "values": 100}]
         record["rows"] = rows_of(rank)
     return everyone
 
@@ -410,24 +422,54 @@ def ramp(start: float, peak: float, updates: int, place: float) -> list[float]:
     return [start + (peak - start) * (number + place) / updates for number in range(updates)]
 
 
+def rates_of(ranks: list[float], alone: list[float]) -> tuple[str, str]:
+    """The row of the learning rate where one rank makes two updates for each of two ranks."""
+    everyone = copy.deepcopy(script())
+    for record in everyone:
+        record["rates"] = ranks
+    found = rows(everyone, {**ALONE, "rates": alone})[3]
+    return found.state, found.evidence
+
+
 @pytest.mark.parametrize("place", [0.0, 1.0])
-@pytest.mark.parametrize("peak", [0.1, 0.2])
-def test_a_warm_up_from_nothing_is_compared_at_the_same_place(place: float, peak: float) -> None:
-    """One rank makes two updates where two ranks make one."""
-    everyone = copy.deepcopy(script())
-    for record in everyone:
-        record["rates"] = ramp(0.0, peak, 5, place)
-    alone = {**ALONE, "rates": ramp(0.0, 0.1, 10, place)}
-    found = rows(everyone, alone)[3]
-    assert found.state == (OK if peak == 0.2 else FAILED), found.evidence
+@pytest.mark.parametrize(("peak", "state"), [(0.1, NOT_SEEN), (0.2, OK)])
+def test_a_warm_up_from_nothing_is_compared_at_the_same_place(
+    place: float, peak: float, state: str
+) -> None:
+    """Counted by epochs; unscaled, it is told from a scaled one by updates at its end only."""
+    found = rates_of(ramp(0.0, peak, 5, place), ramp(0.0, 0.1, 10, place))
+    assert found[0] == state, found
 
 
-def test_a_decay_by_updates_is_no_warm_up() -> None:
+@pytest.mark.parametrize(("peak", "state"), [(0.1, FAILED), (0.2, OK)])
+def test_a_warm_up_that_has_ended_is_judged_by_its_peak(peak: float, state: str) -> None:
+    """Counted by updates, each of two ranks' ones comes at twice the place in the epoch."""
+    found = rates_of([*ramp(0.0, peak, 4, 1.0), peak, peak], [*ramp(0.0, 0.1, 4, 1.0), *[0.1] * 8])
+    assert found[0] == state, found
+
+
+def test_a_warm_up_by_updates_that_goes_on_is_no_failure() -> None:
+    assert rates_of(ramp(0.0, 0.05, 6, 1.0), ramp(0.0, 0.05, 12, 1.0))[0] == NOT_SEEN
+
+
+def test_what_rises_on_one_rank_too_is_no_warm_up() -> None:
+    cycle = [0.1, 0.2, 0.3, 0.2, 0.1, 0.2, 0.3, 0.2, 0.1, 0.1]
+    assert rates_of(cycle[:5], cycle)[0] == FAILED
+    assert rates_of([2 * rate for rate in cycle[:5]], cycle)[0] == OK
+
+
+@pytest.mark.parametrize(("scale", "state"), [(1, FAILED), (2, OK)])
+def test_a_decay_by_updates_is_no_warm_up(scale: int, state: str) -> None:
+    decay = [0.1 / (1 + number) for number in range(10)]
+    assert rates_of([scale * rate for rate in decay[:5]], decay)[0] == state
+
+
+def test_a_rank_may_gather_nothing() -> None:
     everyone = copy.deepcopy(script())
-    for record in everyone:
-        record["rates"] = [0.1 / (1 + number) for number in range(5)]
-    alone = {**ALONE, "rates": [0.1 / (1 + number) for number in range(10)]}
-    assert rows(everyone, alone)[3].state != OK
+    everyone[0]["metrics"] = [["wrong ones", [], [3.0, 5.0]]]
+    everyone[1]["metrics"] = [["wrong ones", [3.0, 5.0], [3.0, 5.0]]]
+    found = rows(everyone, ALONE)[7]
+    assert (found.state, "wrong ones: nothing, 3 by rank, 3 on all" in found.evidence) == (OK, True)
 
 
 def test_a_script_that_never_initializes_fails_its_first_row() -> None:

@@ -33,13 +33,28 @@ def update(record: Record, value: float = 1.0) -> None:
     record.update(before=tensors, applied=tensors, after=tensors, state=[])
 
 
-def test_samples_until_one_comes_again(record: Record) -> None:
+def test_samples_of_the_first_epoch(record: Record) -> None:
     record.samples(np.arange(6.0).reshape(3, 2))
     record.samples(np.arange(6.0, 10.0).reshape(2, 2))
     assert (len(set(record.data["rows"])), record.batch) == (5, 5)
-    record.samples(np.arange(20.0).reshape(10, 2))  # a second epoch: other ranks' samples
+    record.samples(np.arange(10.0).reshape(5, 2))  # shown twice before the update
+    record.count()
+    record.samples(np.arange(2.0, 6.0).reshape(2, 2))  # the data has duplicates
+    record.samples(np.arange(10.0, 14.0).reshape(2, 2))
+    assert (len(record.data["rows"]), record.data["again"]) == (7, False)
+    record.count()
+    record.samples(np.arange(28.0).reshape(14, 2))  # a second epoch: other ranks' samples
     record.samples(np.ones((4, 2)))
-    assert (len(record.data["rows"]), record.batch) == (5, 19)
+    assert (len(record.data["rows"]), record.data["again"]) == (5, True)
+    assert record.batch == 18
+
+
+def test_duplicates_here_and_there_are_no_second_epoch(record: Record) -> None:
+    for number in range(200):
+        twin = number % 25 == 24  # a sample that was there before
+        record.samples(np.array([[number - twin], [1000.0 + number]]))
+        record.count()
+    assert (len(record.data["rows"]), record.data["again"]) == (400 - 8, False)
 
 
 def test_what_is_not_the_script_s_training_is_not_noted(record: Record) -> None:

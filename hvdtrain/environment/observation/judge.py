@@ -192,11 +192,11 @@ def metrics(everyone: Sequence[Record]) -> Row:
     for values in zip(*found, strict=False):
         name, _, after = values[0]
         if any(not _close(other[2], after) for other in values):
-            told = by_rank([f"{value[2][0]:g}" for value in values], ", ")
+            told = by_rank([_first(value[2]) for value in values], ", ")
             return row(8, False, f"{name} is {told} by rank after the reduction")
     name, _, after = found[0][0]
-    before = by_rank([f"{values[0][1][0]:g}" for values in found], ", ")
-    told = f"{name}: {before} by rank, {after[0]:g} on all after the reduction"
+    before = by_rank([_first(values[0][1]) for values in found], ", ")
+    told = f"{name}: {before} by rank, {_first(after)} on all after the reduction"
     if not everyone[0]["hvdtrain"]:
         told += "; a mean of means is right where all ranks count the same samples"
     return row(8, True, told, reductions=min(map(len, found)))
@@ -206,6 +206,10 @@ def _metrics(record: Record) -> list[Any]:
     if record["hvdtrain"]:  # what its adapters reduce otherwise is none of the script's
         return [metric for metric in record["metrics"] if metric[0].startswith("average_metrics")]
     return list(record["metrics"])
+
+
+def _first(values: list[float]) -> str:
+    return f"{values[0]:g}" if values else "nothing"  # a rank may gather nothing
 
 
 def _close(one: list[float], other: list[float]) -> bool:

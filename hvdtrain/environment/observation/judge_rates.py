@@ -82,28 +82,34 @@ def _against_one(
     early, late = _ratios(rates, base, growth or 1.0)
     if not early:
         return Row(4, NOT_SEEN, told)
-    rising = len(rates) > 1 and rates[1] > rates[0]
+    peak = max(rates) / max(base)
+    climbs = _climbs(rates) or _climbs(base)  # then the peak is still to come
 
     def fits(factor: float) -> bool:
         same = functools.partial(math.isclose, factor, rel_tol=RULE)
-        if rising:
+        if climbs:
             return all(map(same, early)) or (bool(late) and all(map(same, late)))
-        return same(early[0])  # later ones may fall by a schedule of their own
+        return same(peak)
 
     for name, factor in (("linear", float(size)), ("square root", math.sqrt(size))):
         if fits(factor):
             return row(4, True, f"{told}: {name} rule, x {factor:.3g}", ratio=factor)
-    if max(rates) > rates[0] * (1 + SAME) and max(early) > early[0] * (1 + SAME):
-        told += f": a warm-up, from x {early[0]:.3g} to x {max(early):.3g}"
+    if max(base) <= base[0] * (1 + RULE) and max(rates) > rates[0] * (1 + RULE):
+        told += f": a warm-up, from x {early[0]:.3g} to x {peak:.3g}"
         return row(4, True, told, ratio=early[0])
-    if not fits(1.0) or growth is None:
-        return Row(4, NOT_SEEN, f"{told}: x {early[0]:.3g}, which is no rule that is known here")
+    if climbs or not fits(1.0) or growth is None:
+        return Row(4, NOT_SEEN, f"{told}: x {peak:.3g}, which is no rule that is known here")
     if growth < (1 + size) / 2:
         return row(4, True, f"{told}: as the global batch, which stays the same", ratio=1.0)
     told = f"{told}, though the global batch is {growth:.3g} times larger"
     if epochs:
         return row(4, False, told)
     return Row(4, NOT_SEEN, f"{told}; a warm-up by epochs would show in the second one only")
+
+
+def _climbs(rates: list[float]) -> bool:
+    """Whether they still rise at their end."""
+    return len(rates) > 1 and rates[-1] > rates[-2] * (1 + SAME)
 
 
 def _ratios(

@@ -164,18 +164,13 @@ def equal_start(everyone: Sequence[Record]) -> Row:
     return row(6, equal is not None, f"{called}; {told}", difference=starts[equal or 0])
 
 
-# What broadcasts a model whole; anything else that broadcasts may have sent a step count alone.
-WHOLE = {
-    "broadcast_parameters",
-    "broadcast_variables",
-    "broadcast_global_variables",
-    "broadcast_state",
-}
+# What broadcasts all that there is, whatever it is given.
+WHOLE = {"broadcast_global_variables", "broadcast_state"}
 STATE = "broadcast_optimizer_state"
 
 
 def _broadcasts(record: Record) -> set[str]:
-    """By which calls the rank took part in a broadcast of all parameters."""
+    """By which calls the rank took part in a broadcast of all parameters, in time."""
     whole = {call["name"] for call in record["calls"]} & WHOLE
     if whole or not record["updates"] or _values(record) < record["updates"][0]["values"]:
         return whole
@@ -184,11 +179,12 @@ def _broadcasts(record: Record) -> set[str]:
 
 def _others(record: Record) -> list[dict[str, Any]]:
     known = {*WHOLE, STATE}
-    return [call for call in record["calls"] if "values" in call and call["name"] not in known]
+    calls = [call for call in record["calls"] if "values" in call and call["update"] <= 1]
+    return [call for call in calls if call["name"] not in known]
 
 
 def _values(record: Record) -> int:
-    """How many values were broadcast one by one, or in an object."""
+    """How many values were broadcast, as far as they may be parameters."""
     return sum(call["values"] for call in _others(record))
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.environment.observation.samples import Samples
 from hvdtrain.launch.detect import detect
 
 Array = NDArray[Any]
 
 DETAILED = 5  # updates that are looked at closely
 VALUES, PER_TENSOR = 4096, 64  # values that stand for all parameters, and for one tensor
-ROWS = 1_000_000  # samples that are told apart
 RATES = 100_000  # learning rates that are noted
 CALLS = 1000  # calls that are noted one by one
 # Files that are no result of a script: devices, caches, and what libraries lay down for a moment.
@@ -53,7 +53,7 @@ class Record:
         self.limit = updates
         self.done = 0  # updates
         self.batch = 0  # samples since the last one
-        self.known: set[str] = set()  # samples
+        self.seen = Samples()
         self.local: list[Array] | None = None  # gradients of this rank for the next update
         self.ignored = 0  # > 0 while what happens is not the script's training
         self.probe: Callable[[], Any] = lambda: None  # looks at the data when all is over
@@ -68,7 +68,7 @@ class Record:
             "calls": [],
             "updates": [],
             "rates": [],
-            "rows": [],
+            "rows": self.seen.marks,
             "again": False,
             "loader": None,
             "reduced": 0,
@@ -155,16 +155,8 @@ class Record:
         if self.ignored or not np.ndim(values):
             return
         self.batch += len(values)
-        rows = self.data["rows"]
-        if len(rows) + len(values) > ROWS or self.data["again"]:
-            return
-        for value in values:
-            mark = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
-            if mark in self.known:
-                self.data["again"] = True  # a second epoch, perhaps: other ranks' samples
-                return
-            self.known.add(mark)
-            rows.append(mark)
+        self.seen.add(values)
+        self.data["again"] = self.seen.again
 
     @property
     def detailed(self) -> bool:
@@ -213,6 +205,7 @@ class Record:
         """One more update is made, whether it was looked at or not."""
         self.done += 1
         self.batch, self.local = 0, None
+        self.seen.update()
         self.data["done"] = self.done
         if self.done <= DETAILED:
             self.write()

@@ -24,21 +24,13 @@ BROADCASTS = (
     "broadcast_async",
     "broadcast_async_",
 )
-REDUCTIONS = (
-    "allreduce",
-    "allreduce_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "allgather",
-    "grouped_allgather",
-    "allgather_object",
-)
+REDUCTIONS = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_")
+GATHERS = ("allgather", "grouped_allgather", "allgather_object")
 BEGINNINGS = (
     "allreduce_async",
     "allreduce_async_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
-    "allgather_async",
 )
 OPERATIONS = (
     "allreduce_async",
@@ -48,7 +40,14 @@ OPERATIONS = (
     "_allreduce",
     "_grouped_allreduce",
 )
-FIRST = ("tensor", "tensors", "obj", "value")  # how Horovod calls the first argument
+FIRST = (
+    "tensor",
+    "tensors",
+    "obj",
+    "value",
+    "params",
+    "variables",
+)  # how Horovod calls the first argument
 SMALL = 64  # values; what is larger is no metric
 SCALED, AVERAGED = "scale_learning_rate", "average_metrics"
 
@@ -74,6 +73,8 @@ class Watch:
             replace(module, name, self._broadcast)
         for name in REDUCTIONS:
             replace(module, name, self._reduction)
+        for name in GATHERS:
+            replace(module, name, self._gather)
         for name in BEGINNINGS:
             replace(module, name, self._beginning)
         after(module, "synchronize", self._waited)
@@ -94,7 +95,9 @@ class Watch:
         name = original.__name__
         with self.record.waiting(name):
             result = original(*args, **kwargs)
-        values = quietly(_count, args[:1] if result is None else result) or 0
+        # On other ranks an object is what comes back; what is begun gives back a handle.
+        given = result if name == "broadcast_object" else _given(args, kwargs)
+        values = quietly(_count, given) or 0
         _note(lambda *_: self.record.broadcast(name, values))
         return result
 
@@ -112,15 +115,25 @@ class Watch:
         """A reduction that the script asks for; of a few values that are no gradient: a metric."""
         with self.reductions as level:
             own = level == 1 and not self.gradients.value
-            before = quietly(self._few, args, kwargs) if own else None
+            before = quietly(self._few, _given(args, kwargs)) if own else None
             result = original(*args, **kwargs)
         if before is not None:
             quietly(self._metric, kwargs.get("name") or original.__name__, before, result)
         return result
 
+    def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the ranks gather is the same on all, and tells whether it may be a metric."""
+        with self.reductions as level:
+            own = level == 1 and not self.gradients.value
+            result = original(*args, **kwargs)
+        if own and quietly(self._few, result):
+            before = [_copy(leaf) for leaf in _leaves(_given(args, kwargs))]
+            quietly(self._metric, kwargs.get("name") or original.__name__, before, result)
+        return result
+
     def _beginning(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """A reduction that goes on while the script does something else."""
-        before = quietly(self._few, args, kwargs)
+        before = quietly(self._few, _given(args, kwargs))
         handle = original(*args, **kwargs)
         if before is not None:
             self.begun[handle] = kwargs.get("name") or original.__name__, before
@@ -138,12 +151,11 @@ class Watch:
 
         _note(note, [*before, *after])
 
-    def _few(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    def _few(self, value: Any) -> list[Any] | None:
         """Copies of what is to be reduced if that may be a metric; None otherwise."""
-        value = args[0] if args else next(kwargs[name] for name in FIRST if name in kwargs)
         leaves = _leaves(value)
         sizes = [_size(leaf) for leaf in leaves]
-        if not leaves or None in sizes or sum(filter(None, sizes)) > SMALL:
+        if None in sizes or not 0 < sum(filter(None, sizes)) <= SMALL:
             return None
         if any(self.record.is_gradient(leaf) for leaf in leaves):
             return None
@@ -176,6 +188,11 @@ def _world(source: Any) -> dict[str, int]:
     if callable(source):
         return {name: int(source(name)) for name in names}
     return {name: int(getattr(source, name)()) for name in names}
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function of Horovod's was given to work on."""
+    return args[0] if args else next((kwargs[name] for name in FIRST if name in kwargs), None)
 
 
 def _leaves(value: Any) -> list[Any]:
