@@ -81,7 +81,14 @@ def run(
     """
     with _Held() as held:
         try:
-            process = _open(command)
+            process: subprocess.Popen[str] = _open(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
         except OSError as error:
             return Result(command, NOT_FOUND, f"{command.argv[0]}: {error.strerror}")
         late = threading.Event()
@@ -105,18 +112,14 @@ def run(
     return Result(command, TIMED_OUT if late.is_set() else code, "".join(lines))
 
 
-def _open(command: Command) -> subprocess.Popen[str]:
-    """Start ``command`` in a session of its own, with all its output as one text."""
+def _open(command: Command, **how: Any) -> subprocess.Popen[Any]:
+    """Start ``command``; nothing that it starts can read what is meant for this process."""
     return subprocess.Popen(
         command.argv,
         env=command.environ(os.environ),
         cwd=command.cwd,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+        **how,
     )
 
 
@@ -170,15 +173,7 @@ def start(
     # What is blocked here stays so in the new process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        return subprocess.Popen(
-            command.argv,
-            env=command.environ(os.environ),
-            cwd=command.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            process_group=0,
-        )
+        return _open(command, stdout=output, stderr=output, process_group=0)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -189,15 +184,8 @@ def leave_behind(command: Command) -> None:
     It leads a session of its own, so that what ends this process and its group leaves it alone.
     """
     with contextlib.suppress(OSError):
-        subprocess.Popen(
-            command.argv,
-            env=command.environ(os.environ),
-            cwd=command.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        nowhere = subprocess.DEVNULL
+        _open(command, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
 @contextlib.contextmanager

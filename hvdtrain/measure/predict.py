@@ -143,23 +143,28 @@ def _changes(fit: Fit, messages: int | None) -> list[_Change]:
                 lambda costs: costs.alone(),
             )
         )
+    return [*found, *_fewer(messages)]
+
+
+def _fewer(messages: int | None) -> list[_Change]:
+    """The remedy of sending fewer messages a step, where there is more than one."""
     if messages is None:
-        found.append(
+        return [
             _Change(
                 "half as many messages",
                 "larger fusions (HOROVOD_FUSION_THRESHOLD)",
                 lambda costs: replace(costs, latency=costs.latency / 2),
             )
+        ]
+    if messages <= 1:
+        return []
+    return [
+        _Change(
+            f"1 message, not {messages}",
+            "one fusion of all gradients; but then computing hides nothing",
+            lambda costs: replace(costs, latency=costs.latency / messages, overlap=0.0),
         )
-    elif messages > 1:
-        found.append(
-            _Change(
-                f"1 message, not {messages}",
-                "one fusion of all gradients; but then computing hides nothing",
-                lambda costs: replace(costs, latency=costs.latency / messages, overlap=0.0),
-            )
-        )
-    return found
+    ]
 
 
 def remedies(fit: Fit, traffic: Traffic | None, ranks: Sequence[int] = RANKS) -> list[Remedy]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.environment import gpus
 from hvdtrain.environment.observation.record import Record
 from hvdtrain.environment.observation.wrap import Depth, after, replace
+from hvdtrain.environment.tensorflow_processor import processor
 
 
 def run(note: Callable[..., None], tensors: Sequence[Any] = ()) -> Any:
@@ -156,18 +156,9 @@ class Watch:
             return original(layer, *args, **kwargs)
 
     def _processor(self) -> None:
-        config = self.tf.config
-        if self.record.data["processor"] is not None:
-            return
-        if visible := config.get_visible_devices("GPU"):
-            # Its name counts within the GPUs that the environment leaves: 0 on every rank, perhaps.
-            known = gpus.identities(len(config.list_physical_devices("GPU")), os.environ)
-            gpu, threads = known[int(visible[0].name.rpartition(":")[2])], 0
-        else:
-            gpu, threads = None, config.threading.get_intra_op_parallelism_threads()
-            threads = threads or int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0)
-            threads = threads or len(os.sched_getaffinity(0))
-        self.record.data["processor"] = {"gpu": gpu, "threads": threads}
+        if self.record.data["processor"] is None:
+            gpu, threads = processor(self.tf)
+            self.record.data["processor"] = {"gpu": gpu, "threads": threads}
 
     def _shard(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         given = dict(zip(("num_shards", "index"), args[1:3], strict=False)) | kwargs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import keras
@@ -10,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.environment.tensorflow_processor import processor
 from hvdtrain.environment.verification.bench import Array, Kit, Processor, weights
 from hvdtrain.workloads.base import TaskOptions
 from hvdtrain.workloads.tensorflow import InMemory, TFTask
@@ -20,13 +20,7 @@ class TensorFlowKit(Kit):
 
     def processor(self) -> Processor:
         """See ``Kit``."""
-        visible = tf.config.get_visible_devices("GPU")
-        if visible:
-            numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            index = int(visible[0].name.rpartition(":")[2])
-            return Processor(numbers[index] if index < len(numbers) else str(index), 0)
-        threads = tf.config.threading.get_intra_op_parallelism_threads()
-        return Processor(None, threads or len(os.sched_getaffinity(0)))  # 0: all that there are
+        return Processor(*processor(tf))
 
     def network(self, seed: int, *, buffers: bool = False) -> keras.Model:
         """See ``Kit``."""
