@@ -9,6 +9,7 @@ from hvdtrain.environment.checks.bandwidth import (
     allreduce_table,
     allreduce_title,
     show_bytes,
+    show_rate,
     show_seconds,
 )
 from hvdtrain.environment.findings import (
@@ -84,10 +85,18 @@ def test_bytes_are_readable(number: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(5.74e-6, "5.74 us"), (1.08e-3, "1.08 ms"), (2.0, "2 s"), (1e-9, "0.001 us")],
+    [(5.74e-6, "5.74 µs"), (999.7e-6, "1 ms"), (1.08e-3, "1.08 ms"), (2.0, "2 s"), (1e-9, "0.001 µs")],
 )
 def test_times_are_readable(seconds: float, text: str) -> None:
     assert show_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "text"),
+    [(12.5, "12.5 GB/s"), (0.4, "400 MB/s"), (4e-6, "4 kB/s"), (2e-7, "0.2 kB/s"), (0.0, "0 kB/s")],
+)
+def test_small_messages_have_a_bandwidth_too(gigabytes: float, text: str) -> None:
+    assert show_rate(gigabytes) == text
 
 
 def measured(seconds: float, size: int) -> dict[str, float]:
@@ -116,9 +125,9 @@ def test_the_allreduce_table() -> None:
     parts = (allreduce_title(REPORT), allreduce_table(REPORT))
     assert rendered(*parts, terminal=False).splitlines() == [
         "allreduce over 4 ranks on 2 hosts: median time, algorithm and bus bandwidth",
-        " message  mpi4py  alg GB/s  bus GB/s  Horovod  alg GB/s  bus GB/s",
-        "     4 B   10 us     0.000     0.001     1 ms     0.000     0.000",
-        "9.54 MiB   10 ms     1.000     1.500    20 ms     0.500     0.750",
+        " message  mpi4py       alg       bus  Horovod       alg       bus",
+        "     4 B   10 µs  400 kB/s  600 kB/s     1 ms    4 kB/s    6 kB/s",
+        "9.54 MiB   10 ms    1 GB/s  1.5 GB/s    20 ms  500 MB/s  750 MB/s",
     ]
 
 

@@ -41,7 +41,7 @@ def test_who_is_late_may_change_from_step_to_step() -> None:
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    found = split(np.array([[[0.2, 0.05, 0.0]]]))
+    found = split(np.array([[[0.2, 0.05, 0.0017]]]))  # 1.7 ms in collectives with itself
     assert (found["communication"], found["waiting"], found["slowest_rank"]) == (0, 0, None)
     assert found["compute"] == pytest.approx(0.15)
 

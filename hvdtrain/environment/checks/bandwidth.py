@@ -54,19 +54,19 @@ def allreduce_table(report: Mapping[str, Any]) -> Table:
     table.add_column("message", justify="right", no_wrap=True)
     for name in backends:
         table.add_column(SHORT[name], justify="right", no_wrap=True)
-        table.add_column("alg GB/s", justify="right", no_wrap=True)
-        table.add_column("bus GB/s", justify="right", no_wrap=True)
+        table.add_column("alg", justify="right", no_wrap=True)
+        table.add_column("bus", justify="right", no_wrap=True)
     for rows in zip(*backends.values(), strict=True):
         cells = [show_bytes(rows[0]["bytes"])]
         for row in rows:
             cells.append(show_seconds(row["seconds"]))
-            cells += [f"{row[f'{kind}_gb_per_second']:.3f}" for kind in ("algorithm", "bus")]
+            cells += [show_rate(row[f"{kind}_gb_per_second"]) for kind in ("algorithm", "bus")]
         table.add_row(*cells)
     return table
 
 
 def show_bytes(number: float) -> str:
-    """4 B, 64 KiB, 9.54 MiB."""
+    """Show bytes as 4 B, 64 KiB, 9.54 MiB."""
     units = ["B", "KiB", "MiB", "GiB"]
     while number >= 1024 and len(units) > 1:
         number /= 1024
@@ -74,9 +74,17 @@ def show_bytes(number: float) -> str:
     return f"{number:.3g} {units[0]}"
 
 
+def show_rate(gigabytes: float) -> str:
+    """Show a bandwidth, given in GB/s, as 4 kB/s, 400 MB/s, 1.25 GB/s."""
+    return _scaled(gigabytes, {1.0: "GB/s", 1e3: "MB/s", 1e6: "kB/s"})
+
+
 def show_seconds(seconds: float) -> str:
-    """5.7 us, 1.08 ms, 2.1 s."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1 or unit == "us":
-            break
-    return f"{seconds * factor:.3g} {unit}"
+    """Show a time as 5.7 µs, 1.08 ms, 2.1 s."""
+    return _scaled(seconds, {1.0: "s", 1e3: "ms", 1e6: "µs"})
+
+
+def _scaled(value: float, units: Mapping[float, str]) -> str:
+    """Three digits that count, in the largest unit of which there is at least one."""
+    factor = next((factor for factor in units if value * factor >= 0.9995), max(units))
+    return f"{value * factor:.3g} {units[factor]}"
