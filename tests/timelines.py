@@ -18,6 +18,7 @@ class Timeline:
             '{"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},\n',
         ]
         self.numbers: dict[str, int] = {}
+        self.closed = True  # in order, not by a kill
 
     def _number(self, tensor: str) -> int:
         if tensor not in self.numbers:
@@ -87,8 +88,9 @@ class Timeline:
 
     @property
     def text(self) -> str:
-        """The file, complete."""
-        return "[\n" + "".join(self.pieces).rstrip(",\n") + "]"
+        """The file, complete; as a kill leaves it where it is not ``closed``."""
+        pieces = "[\n" + "".join(self.pieces)
+        return pieces.rstrip(",\n") + "]" if self.closed else pieces
 
     def write(self, folder: Path, name: str = "timeline.json") -> Path:
         """Write the file and return its path."""

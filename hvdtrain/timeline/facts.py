@@ -35,6 +35,7 @@ def facts(reading: Reading, analysis: Analysis, window: tuple[float, float] | No
             "first": reading.first or 0,
             "begin": ((analysis.first or 0) - (reading.first or 0)) * MICRO,
             "cut": reading.cut,
+            "closed": reading.closed,
             "skipped_bytes": reading.skipped,
             "files": max(1, reading.files),
             "unfamiliar": dict(analysis.unfamiliar),

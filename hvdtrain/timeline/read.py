@@ -42,6 +42,7 @@ _NAMING = re.compile(
     r"(?=[,\s\]]*(?:\{|$))",
     re.DOTALL,
 )
+_END = re.compile(rb"\}[\s,]*\]\s*\Z")
 _decoder = json.JSONDecoder(strict=False)  # takes control characters in names
 
 
@@ -57,6 +58,8 @@ class Reading:
     """Bytes that were no event: damage in the middle of the file."""
     cut: bool = False
     """The file ends within an event, or its compression does."""
+    closed: bool = False
+    """It ends with a bracket, as Horovod leaves it that was stopped or shut down in order."""
     position: int = 0
     """Bytes of the file itself read so far, for showing progress."""
     files: int = 0
@@ -78,6 +81,7 @@ def chunks(reading: Reading) -> Iterator[tuple[list[Event], bool]]:
     rest, found = b"", False
     for data, last in _blocks(reading):
         buffer = rest + data
+        reading.closed = last and _END.search(buffer) is not None
         events, rest = _parse(buffer, reading, last=last)
         if not found and not events and (last or reading.size > ENOUGH):
             if last and _is_beginning(buffer):

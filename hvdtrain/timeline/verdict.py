@@ -40,12 +40,15 @@ def verdict(facts: Facts) -> list[Finding]:
     open_at_end, steps = _unfinished(facts), facts["steps"]
     if not open_at_end:
         return _of_the_whole(facts)
+    # A run that is killed leaves bars open too, but not for longer than its steps take.
+    longest = steps["slowest"][0]["seconds"] if steps else facts["seconds"] / 2
+    hung = open_at_end[0]["seconds"] > longest
+    if facts["file"]["closed"] and not hung:
+        return _of_the_whole(facts)  # the recording was stopped while ranks went on to a next step
     if not facts["phases"]:
         return open_at_end  # nothing else to tell
-    # A run that is killed leaves bars open too, but not for longer than its steps take.
-    hung = not steps or open_at_end[0]["seconds"] > steps["slowest"][0]["seconds"]
     whole = _of_the_whole(facts)
-    return [*open_at_end, *whole] if hung else [*whole, *open_at_end]
+    return [*open_at_end, *whole] if hung or not steps else [*whole, *open_at_end]
 
 
 def _of_the_whole(facts: Facts) -> list[Finding]:

@@ -26,6 +26,7 @@ def facts_of(text: str, folder: Path, **options: Any) -> Facts:
 def waiting(tensors: int, ready: tuple[int, ...], after: Timeline | None = None) -> Timeline:
     """Negotiations that never end, from 500 ms on, one each ms."""
     timeline = after or Timeline()
+    timeline.closed = False
     for number in range(tensors):
         at = 500_000 + 1_000 * number
         timeline.begin(f"t{number}", "NEGOTIATE_ALLREDUCE", at)
@@ -95,11 +96,41 @@ def test_a_file_that_is_cut_within_a_step_tells_its_steps_first(tmp_path: Path) 
     assert [one["kind"] for one in facts_of(text, tmp_path)["verdict"]] == ["straggler"]
 
 
+def test_a_recording_that_was_stopped_within_a_step_is_not_unfinished(tmp_path: Path) -> None:
+    """``--timeline-steps 0:10``: a rank may hand in the next step before rank 0 stops."""
+    timeline = straggling(10)
+    timeline.begin("gradient.0", "NEGOTIATE_ALLREDUCE", 1_700_000)
+    timeline.tick("gradient.0", 1, 1_700_001)
+    timeline.cycle(1_700_100)
+    facts = facts_of(timeline.text, tmp_path)
+    assert [one["kind"] for one in facts["verdict"]] == ["straggler"]
+    assert len(facts["open"]) == 1
+    timeline.closed = False  # a run that was killed, or still runs
+    found = facts_of(timeline.text, tmp_path)["verdict"]
+    assert [one["kind"] for one in found] == ["straggler", "unfinished"]
+
+
+def test_a_short_recording_that_was_stopped_is_not_unfinished(tmp_path: Path) -> None:
+    timeline = normal(1)  # no whole step, of whose length anything could be said
+    timeline.begin("t2", "NEGOTIATE_ALLREDUCE", 20_000)
+    facts = facts_of(timeline.text, tmp_path)
+    assert [one["kind"] for one in facts["verdict"]] == ["too little"]
+
+
+def test_a_hung_job_that_shut_down_in_order_is_still_told(tmp_path: Path) -> None:
+    """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends it so."""
+    timeline = waiting(2, (0, 2), normal())
+    timeline.cycle(10_000_000)
+    timeline.closed = True
+    assert facts_of(timeline.text, tmp_path)["verdict"][0]["kind"] == "unfinished"
+
+
 def test_an_operation_that_hangs(tmp_path: Path) -> None:
     timeline = normal()
     timeline.negotiate("t0", 400_000, {0: 0, 1: 5, 2: 10})
     timeline.begin("t0", "ALLREDUCE", 400_010)
     timeline.begin("t0", "MPI_ALLREDUCE", 400_020)
+    timeline.closed = False
     facts = facts_of(timeline.text, tmp_path)
     (finding,) = (one for one in facts["verdict"] if one["kind"] == "unfinished")
     assert (
@@ -119,6 +150,7 @@ def test_without_ticks_no_rank_is_blamed(tmp_path: Path) -> None:
 
 def test_many_open_tensors_are_told_in_short(tmp_path: Path) -> None:
     timeline = normal()
+    timeline.closed = False
     for ranks in ((0,), (1,), (2,), (0, 1), (1, 2)):
         for number in range(NAMES + 2):
             name = f"t.{ranks}.{number}"
