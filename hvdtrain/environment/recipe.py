@@ -7,6 +7,7 @@ the environment of the build. What each variable is for stands beside it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ HOROVOD_VERSION = "0.28.1"
 HOROVOD_ARCHIVE = f"horovod-{HOROVOD_VERSION}.tar.gz"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 # Put into a directory that is thrown away after the build, so that the environment keeps its own.
-BUILD_TOOLS = ("cmake==4.4.4", "packaging==26.3", "setuptools==84.2.1", "wheel==0.48.0")
+# The hashes of their files, which `make requirements` writes, are for all platforms and Pythons.
+TOOLS_FILE = Path(__file__).with_name("build-tools.txt")
+BUILD_TOOLS = tuple(re.findall(r"^\S+==\S+", TOOLS_FILE.read_text(), re.MULTILINE))
 RECIPE = 1  # raise it when a change here or in wrapper.py changes the binary
 
 # The variables of Horovod's build that a user may set. Any other HOROVOD_ variable is a setting of
@@ -191,8 +194,11 @@ def cuda_environment(
 
 
 def tools_command(python: Path, workshop: Workshop) -> Command:
-    """Return the command that puts the build tools into their own directory."""
-    argv = (*_pip(python), "install", "--quiet", "--target", str(workshop.tools), *BUILD_TOOLS)
+    """Return the command that puts the build tools into their own directory; pip checks hashes."""
+    argv = (
+        *_pip(python), "install", "--quiet", "--target", str(workshop.tools), "--require-hashes",
+        "--only-binary", ":all:", "--requirement", str(TOOLS_FILE),
+    )  # fmt: skip
     return Command(argv)
 
 

@@ -1,0 +1,83 @@
+"""What `make setup` and a build of Horovod download: all of it pinned, and checked by hash."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hvdtrain.environment import recipe
+
+ROOT = Path(__file__).parents[2]
+SETUP, CUDA = ROOT / "requirements.txt", ROOT / "requirements-cuda.txt"
+BY_VERSION = {"torch", "torchvision"}  # a CPU build from another index is another file
+HASHES = r"(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n"
+
+
+def pins(path: Path) -> dict[str, Requirement]:
+    """The requirements of a file, by name."""
+    lines = re.findall(r"^[^#\s].*", path.read_text(), re.MULTILINE)
+    found = [Requirement(line.removesuffix("\\")) for line in lines]
+    return {canonicalize_name(one.name): one for one in found}
+
+
+@pytest.mark.parametrize("path", [SETUP, CUDA, recipe.TOOLS_FILE], ids=lambda path: path.name)
+def test_every_line_is_a_pin_with_hashes(path: Path) -> None:
+    # Nothing else: no index, no option, no URL.
+    assert re.fullmatch(rf"(?:#.*\n)*(?:[a-z0-9-]+==[^\s;]+(?: ; .+?)?{HASHES})+", path.read_text())
+
+
+def needed() -> set[str]:
+    """Everything that hvdtrain with all extras needs in this environment, by what is installed."""
+    done: set[tuple[str, str]] = set()
+    todo = [("hvdtrain", extra) for extra in ("", "all", "test")]
+    while todo:
+        name, extra = key = todo.pop()
+        if key in done:
+            continue
+        done.add(key)
+        for text in importlib.metadata.requires(name) or ():
+            one = Requirement(text)
+            if one.marker is None or one.marker.evaluate({"extra": extra}):
+                todo += [(canonicalize_name(one.name), also) for also in ("", *one.extras)]
+    return {name for name, _ in done} - {"hvdtrain"}
+
+
+def test_what_is_installed_without_dependencies_has_them_all() -> None:
+    pinned = pins(SETUP)
+    assert needed() - set(pinned) - set(pins(CUDA)) == BY_VERSION
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    for one in map(Requirement, build):  # there is no build isolation, which would download it
+        assert pinned[one.name].marker is None
+        assert one.specifier.contains(str(pinned[one.name].specifier).removeprefix("=="))
+
+
+def test_setup_installs_nothing_that_is_not_checked(tmp_path: Path) -> None:
+    told = subprocess.run(
+        ["make", "--dry-run", "setup", f"VENV={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    lines = told.stdout.replace("\\\n", " ").splitlines()
+    commands = [line.partition("pip install")[2].split() for line in lines if "pip install" in line]
+    assert sum("--require-hashes" in words for words in commands) == 2
+    others = [words for words in commands if "--require-hashes" not in words]
+    assert all("--no-deps" in words for words in others)
+    assert {word for words in others for word in words if "==" in word} == {
+        "torch==2.13.0", "torchvision==0.28.0"
+    }  # fmt: skip
+    assert all({"--only-binary", "--no-build-isolation"} & set(words) for words in commands)
+
+
+def test_the_tools_of_horovods_build_are_checked_by_hash() -> None:
+    argv = recipe.tools_command(Path("/py"), recipe.Workshop(Path("/cache/build/k"))).argv
+    assert "--require-hashes" in argv
+    assert argv[-2:] == ("--requirement", str(recipe.TOOLS_FILE))
+    assert not [word for word in argv if "==" in word]
+    # They are part of the key of a cached wheel.
+    assert recipe.BUILD_TOOLS == tuple(map(str, pins(recipe.TOOLS_FILE).values()))
