@@ -64,7 +64,7 @@ def main(process: int) -> None:
             time.sleep(APART)
     for child in started:
         with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGTERM)
+            os.kill(child, signal.SIGKILL)  # the ssh of `hvdtrain launch` is deaf to TERM
 
 
 def _children(process: int) -> list[int]:

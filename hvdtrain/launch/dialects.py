@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.layout import Layout
-from hvdtrain.launch.mpirun import NAMES, OPEN_MPI, Mpi
+from hvdtrain.launch.mpirun import AGENT, NAMES, OPEN_MPI, Mpi
 from hvdtrain.launch.run import Command
 
 # Variables that ranks on other hosts need too, where they are set.
@@ -66,6 +66,8 @@ class Job:
     """Whether the user is root, which Open MPI refuses by itself."""
     tag: bool = False
     """Whether each line of output is to be marked with its rank."""
+    agent: str = ""
+    """Program by which Open MPI starts its daemons on other hosts; empty leaves it to Open MPI."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The user's environment; what is set there is left alone."""
 
@@ -106,6 +108,8 @@ def build(mpi: Mpi, job: Job, words: Sequence[str]) -> Command:
     own = {"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}
     if mpi.dialect == "intel":
         own |= {name: value for name, value in INTEL.items() if name not in job.environ}
+    if job.layout.hosts and job.agent and mpi.dialect in AGENT:
+        own[AGENT[mpi.dialect]] = job.agent
     if job.environ.get("SLURM_EXPORT_ENV") == "NONE":
         # As its qsub sets it for the jobs that it makes, it would hide all else from the ranks:
         # Open MPI and Hydra start their daemons by srun.

@@ -15,7 +15,7 @@ from hvdtrain.launch.dialects import Job, build
 from hvdtrain.launch.hosts import Allocation, find_allocation, parse_hosts, read_hostfile
 from hvdtrain.launch.layout import fair_threads, lay_out
 from hvdtrain.launch.machine import gpus, packages, physical_cores
-from hvdtrain.launch.mpirun import Mpi, find_mpi
+from hvdtrain.launch.mpirun import Mpi, find_mpi, ssh_agent
 from hvdtrain.launch.run import Command
 from hvdtrain.launch.watch import watch
 from hvdtrain.verb import Report
@@ -117,6 +117,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
         gpus=devices,
         root=os.geteuid() == 0,
         tag=request.tag,
+        agent=ssh_agent(mpi, environ),
         environ=environ,
     )
     return Launch(build(mpi, job, request.words), mpi, job)

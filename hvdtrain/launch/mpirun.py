@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -23,6 +25,13 @@ VERSIONS = (
     ("srun", re.compile(r"\Aslurm(?:-\w+)? ([\w.]+)")),
 )
 OPEN_MPI = ("openmpi4", "openmpi5")
+# The variable that names the program by which each starts its daemons on other hosts.
+AGENT = {"openmpi4": "OMPI_MCA_plm_rsh_agent", "openmpi5": "PRTE_MCA_plm_ssh_agent"}
+AGENT_SET = re.compile(r"^\s*(?:OMPI_MCA_|PRTE_MCA_)?[a-z]+_[rs]sh_agent\s*=", re.MULTILINE)
+OTHER_AGENTS = (
+    "PE_HOSTFILE",
+    "LOADL_STEP_ID",
+)  # jobs in which Open MPI takes Grid Engine's or IBM's
 NAMES = {
     "openmpi4": "Open MPI",
     "openmpi5": "Open MPI",
@@ -90,3 +99,32 @@ def classify(said: str) -> tuple[str, str] | None:
         if match:
             return dialect, match[1]
     return None
+
+
+def ssh_agent(mpi: Mpi, environ: Mapping[str, str]) -> str:
+    """Return the path of an ssh that outlives TERM, for ``AGENT``; empty to leave the agent alone.
+
+    It is left alone where the user or the site has chosen one, in the environment or in a file of
+    Open MPI's parameters, and where there is no ssh.
+    """
+    agent = Path(__file__).with_name("ssh")
+    root, home = Path(mpi.program).absolute().parent.parent, Path(environ.get("HOME", "/"))
+    files = [
+        folder / f"{name}-mca-params.conf"
+        for folder in (root / "etc", Path("/etc/openmpi"))
+        for name in ("openmpi", "prte")
+    ]
+    files += [home / f".{name}" / "mca-params.conf" for name in ("openmpi", "prte")]
+    settings = [f"{name}={value}" for name, value in environ.items()]
+    for file in files:
+        with contextlib.suppress(OSError):
+            settings.append(file.read_text(errors="replace"))
+    usable = (
+        mpi.dialect in AGENT
+        and not any(AGENT_SET.search(text) for text in settings)
+        and not any(name in environ for name in OTHER_AGENTS)
+        and shutil.which("ssh", path=environ.get("PATH"))
+        and os.access(agent, os.X_OK)
+        and not re.search(r"[\s:]", str(agent))  # Open MPI would split it there
+    )
+    return str(agent) if usable else ""

@@ -16,14 +16,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.conftest import Outcome, environment, run
+from tests.conftest import BIN, Outcome, environment, run
 
 NET = "10.99.0"
 SLOTS = 2  # of each host
 DELIVERY = 10.0  # seconds for a process that was killed to be gone
 
 # What ssh does, for mpirun: run a command on another host. When that host is lost it does not
-# notice; when only the command is killed it ends with 255. The daemon stays in the session of
+# notice; when only the command is killed it ends with 255; TERM ends it, unless it is started deaf
+# to it. The daemon stays in the session of
 # mpirun: the two hosts share their cores, and Linux 6.18 lets a session whose processes call
 # sched_yield all the time starve another session on the same core for minutes.
 AGENT = """\
@@ -69,7 +70,8 @@ class TwoHosts:
     def start(self) -> None:
         """Make the hosts and their links; what a run that was killed has left is taken down."""
         _take_down_the_forgotten()
-        agent = self.folder / "agent"
+        agent = self.folder / "bin" / "ssh"
+        agent.parent.mkdir()
         agent.write_text(AGENT.format(tag=self.tag, folder=self.folder))
         agent.chmod(0o755)
         self._do(f"ip netns add {self.switch}")
@@ -109,7 +111,7 @@ class TwoHosts:
     def variables(self) -> dict[str, str]:
         """How mpirun reaches the hosts, for any command that starts it."""
         return {
-            "PRTE_MCA_plm_ssh_agent": str(self.folder / "agent"),
+            "PATH": os.pathsep.join([str(self.folder / "bin"), str(BIN), os.environ["PATH"]]),
             "PRTE_MCA_prte_if_include": f"{NET}.0/24",
             "OMPI_MCA_btl_tcp_if_include": f"{NET}.0/24",
             "TMPDIR": str(self.folder),
@@ -137,11 +139,11 @@ class TwoHosts:
         return run(command, timeout=timeout, **self.variables, **extra)
 
     @contextlib.contextmanager
-    def running(self, command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    def running(self, command: list[str], **extra: str) -> Iterator[subprocess.Popen[str]]:
         """A command that runs meanwhile; standard error goes where standard output does."""
         with subprocess.Popen(
             command,
-            env=environment(**self.variables),
+            env=environment(**self.variables, **extra),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

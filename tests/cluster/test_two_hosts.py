@@ -5,7 +5,10 @@ The seconds until every rank has stopped are printed (pytest -s); 30 is the cont
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +19,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
+from tests.conftest import LONG as ALL_CASES
 from tests.conftest import Outcome
 from tests.parallel.conftest import Training, assert_bit_equal, assert_close, train
 
@@ -179,3 +183,30 @@ def test_a_slow_link_is_no_cut_link(two: TwoHosts, tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=START)
     assert (process.returncode, output) == (0, "")
     assert_close(one, Training(Outcome(0, "", ""), folder), 1e-9)
+
+
+@pytest.mark.parametrize("number", range(20 if ALL_CASES else 1))
+def test_term_to_all_that_a_job_runs_on_its_first_node(
+    number: int, two: TwoHosts, tmp_path: Path
+) -> None:
+    """As PBS ends a job, ssh included: the ranks save, on both nodes, before mpirun hears of it."""
+    # Steps of more than the half second in which mpirun kills, and an evaluation after each.
+    steps = ("--batch-size=375", "--precision=fp32", "--epochs=10000", "--checkpoint-every=1")
+    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
+    command = two.on(1, *launch, *trainer(tmp_path, *steps))
+    with two.running(command, PBS_NODEFILE=str(two.nodefile())) as process:
+        wait_for_checkpoints(2, process, tmp_path)
+        chance = random.Random(number)
+        time.sleep(chance.random())  # anywhere in a step, an evaluation or a save
+        job = two.processes(1)
+        chance.shuffle(job)
+        for pid in job:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        outcome = wait_until_over(two, process, "TERM")
+    assert outcome.code == 75
+    summary = Training(outcome, tmp_path).summary
+    assert summary["stopped"] == "preempted"
+    newest = Training(outcome, tmp_path).newest
+    assert summary["checkpoint"] == str(newest)
+    assert newest.name.partition("+")[0] == f"step-{summary['steps_completed']:09}"

@@ -7,16 +7,20 @@ python -c "from tests.unit.test_mpirun import golden; print(golden(), end='')" >
 from __future__ import annotations
 
 import difflib
+import os
+import signal
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch import mpirun
 from hvdtrain.launch.dialects import BUILDERS, Job, build, forwarded
 from hvdtrain.launch.hosts import Allocation, Host
 from hvdtrain.launch.layout import Layout, lay_out
-from hvdtrain.launch.mpirun import NAMES, Mpi, classify, find_mpi
+from hvdtrain.launch.mpirun import NAMES, Mpi, classify, find_mpi, ssh_agent
 
 GOLDEN = Path(__file__).parent / "golden" / "launch.txt"
 WORDS = ("python", "-m", "hvdtrain.mnist", "--data", "/data/my mnist")
@@ -46,6 +50,9 @@ CASES: dict[str, Job] = {
     "1 host of the allocation, tagged": Job(lay_out(2, TWO), cores=8, tag=True, environ=ENVIRON),
     "2 hosts, 3 threads a rank": Job(lay_out(4, TWO), cores=8, threads=3, environ=ENVIRON),
     "2 hosts, oversubscribed by --ppn 4": Job(lay_out(8, TWO, ppn=4), cores=8, environ=ENVIRON),
+    "2 hosts, by an ssh that is deaf to TERM": Job(
+        lay_out(4, TWO), cores=8, agent="/venv/launch/ssh", environ=ENVIRON
+    ),
     "2 hosts with 4 GPUs each": Job(lay_out(8, FOUR_EACH), cores=64, gpus=4, environ=GPUS),
     "2 hosts, the second one not full": Job(lay_out(3, TWO), cores=8, environ=ENVIRON),
     "1 rank with room for 4 on its host": Job(
@@ -250,3 +257,84 @@ def test_intels_script_is_passed_over(tmp_path: Path) -> None:
     assert find_mpi({"PATH": str(tmp_path)}).program == script
     hydra = program(tmp_path, "mpiexec.hydra", INTEL)
     assert find_mpi({"PATH": str(tmp_path)}) == Mpi("intel", hydra, "2021.4")
+
+
+# The ssh by which Open MPI starts its daemons on other hosts
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> tuple[Mpi, dict[str, str]]:
+    """An Open MPI in a folder of its own, and the environment of a user who has set nothing."""
+    (tmp_path / "mpi" / "etc").mkdir(parents=True)
+    launcher = program(tmp_path / "mpi" / "bin", "mpirun", OPEN_MPI)
+    ssh = program(tmp_path / "bin", "ssh", "")
+    home = tmp_path / "home"
+    return Mpi("openmpi5", launcher, "5"), {"PATH": str(Path(ssh).parent), "HOME": str(home)}
+
+
+def test_an_ssh_that_is_deaf_to_term(site: tuple[Mpi, dict[str, str]]) -> None:
+    mpi, environ = site
+    ours = str(Path(mpirun.__file__).with_name("ssh"))
+    for dialect in ("openmpi4", "openmpi5"):
+        assert ssh_agent(Mpi(dialect, mpi.program, ""), environ) == ours
+    assert ssh_agent(Mpi("mpich", mpi.program, ""), environ) == ""
+    assert ssh_agent(mpi, {**environ, "PATH": "/nowhere"}) == ""  # another way is taken there
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PRTE_MCA_plm_ssh_agent", "ssh -q"),
+        ("OMPI_MCA_plm_rsh_agent", "/opt/site/ssh"),
+        ("OMPI_MCA_orte_rsh_agent", "rsh"),
+        ("PE_HOSTFILE", "/spool/hosts"),
+    ],
+)
+def test_an_agent_in_the_environment_stays(
+    name: str, value: str, site: tuple[Mpi, dict[str, str]]
+) -> None:
+    mpi, environ = site
+    assert ssh_agent(mpi, {**environ, name: value}) == ""
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "mpi/etc/openmpi-mca-params.conf",
+        "mpi/etc/prte-mca-params.conf",
+        "home/.openmpi/mca-params.conf",
+        "home/.prte/mca-params.conf",
+    ],
+)
+def test_an_agent_in_a_file_stays(
+    file: str, tmp_path: Path, site: tuple[Mpi, dict[str, str]]
+) -> None:
+    mpi, environ = site
+    settings = tmp_path / file
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text("# plm_ssh_agent = none\nbtl = ^openib\n")
+    assert ssh_agent(mpi, environ)
+    settings.write_text("btl = ^openib\n plm_rsh_agent = /opt/site/ssh\n")
+    assert ssh_agent(mpi, environ) == ""
+
+
+def test_ssh_outlives_term_and_no_kill(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text('#!/bin/sh\necho "$@"\nread line\necho "$line"\nread line\n')
+    (tmp_path / "ssh").chmod(0o755)
+    with subprocess.Popen(
+        [str(Path(mpirun.__file__).with_name("ssh")), "-x", "node 2"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stdout.readline() == "-x node 2\n"
+        assert os.getsid(process.pid) == os.getsid(0)
+        process.terminate()
+        process.stdin.write("goes on\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "goes on\n"
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
