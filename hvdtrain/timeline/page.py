@@ -1,4 +1,4 @@
-"""``--html``: one file to look around in, without network: tables, a picture, an interactive view.
+"""``--html``: one file, without network: tables, a time breakdown, a trace to zoom and move.
 
 Names of tensors come from the file and may be anything: Jinja2 escapes them in the markup, and its
 ``tojson`` writes the data so that no name can end the script element it stands in.
@@ -6,6 +6,7 @@ Names of tensors come from the file and may be anything: Jinja2 escapes them in 
 
 from __future__ import annotations
 
+import math
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ Facts = dict[str, Any]
 
 SCRIPTS = ("data.js", "draw.js", "page.js")
 PICTURE = 512  # columns of the static picture
+TICKS = 5  # at most that many stretches lie between the ticks of its axis
 
 
 def write(target: Path, facts: Facts, analysis: Analysis, recorder: Recorder) -> None:
@@ -52,6 +54,7 @@ def render(facts: Facts, analysis: Analysis, recorder: Recorder) -> str:
         style=Markup((here / "page.css").read_text()),
         script=Markup("\n".join((here / name).read_text() for name in SCRIPTS)),
         picture=picture(columns, width, facts["seconds"]),
+        ticks=ticks(facts["file"]["begin"], facts["seconds"]),
         data={**data(facts, recorder), "course": {"width": width, "rows": columns}},
         unseen=UNSEEN,
         ranks=ranks(facts),
@@ -107,3 +110,21 @@ def picture(columns: list[list[int]], width: float, seconds: float) -> list[Fact
         areas.append({"state": bars.STATES[state], "points": " ".join(points)})
         below = tops
     return areas
+
+
+def ticks(begin: float, seconds: float) -> list[Facts]:
+    """The axis of the picture: round times from ``begin`` on, ``at`` per cent of its width."""
+    if not seconds:
+        return []
+    power = 10.0 ** math.floor(math.log10(seconds / TICKS))
+    step = power * next(f for f in (1, 2, 5, 10) if TICKS * f * power >= 0.999 * seconds)
+    factor, unit = (1, "s") if step >= 0.01 else (1e3, "ms") if step >= 1e-5 else (1e6, "µs")
+    digits = max(0, -math.floor(math.log10(step * factor) + 1e-9))
+    first, last = math.ceil(begin / step - 1e-9), math.floor((begin + seconds) / step + 1e-9)
+    return [
+        {
+            "at": round(100 * (number * step - begin) / seconds, 2),
+            "text": f"{number * step * factor:.{digits}f} {unit}",
+        }
+        for number in range(first, last + 1)
+    ]

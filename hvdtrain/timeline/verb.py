@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
     parser.epilog = EXAMPLE
     parser.add_argument("file", metavar="FILE", type=Path, help="timeline, gzipped or not")
-    parser.add_argument("--html", metavar="OUT", type=Path, help="write a page to look around in")
+    parser.add_argument("--html", metavar="OUT", type=Path, help="write a page: report and trace")
     parser.add_argument("--json", action="store_true", help="print the whole analysis as JSON")
     parser.add_argument(
         "--repair",
@@ -111,7 +111,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         from hvdtrain.timeline.page import write
 
         write(arguments.html, found, analysis, recorder)
-        parts.append(f"{printable(arguments.html)}: a page to look around in; open it in a browser")
+        parts.append(f"{printable(arguments.html)}: the report and the trace; open it in a browser")
     if arguments.repair:
         done = repair(arguments.file, arguments.repair, span)
         found["repaired"] = dataclasses.asdict(done)

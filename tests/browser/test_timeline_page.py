@@ -80,6 +80,14 @@ def test_it_is_shown_without_complaint_and_without_sideways_scrolling(
     # Names are broken into some lines at most, not letter by letter.
     heights = "return [...document.querySelectorAll('tbody th')].map(th => th.offsetHeight)"
     assert max(browser.run(heights)) < 100
+    # The axis has ticks, of which no two run into each other, in the breakdown and in the trace.
+    assert browser.run("return Number(canvas.dataset.ticks)") >= 3
+    edges = browser.run(
+        "return [...document.querySelectorAll('.times span')]"
+        "  .map(s => s.getBoundingClientRect()).flatMap(b => [b.left, b.right])"
+    )
+    assert len(edges) >= 6 and edges == sorted(edges)
+    assert 0 <= edges[0] and edges[-1] <= size[0]
     paper = pixels[2, 2].mean()
     assert (paper < 60) if dark else (paper > 240)
     # The canvas has more than paper on it: the colours of bars are there.

@@ -85,7 +85,13 @@ def test_bytes_are_readable(number: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(5.74e-6, "5.74 µs"), (999.7e-6, "1 ms"), (1.08e-3, "1.08 ms"), (2.0, "2 s"), (1e-9, "0.001 µs")],
+    [
+        (5.74e-6, "5.74 µs"),
+        (999.7e-6, "1 ms"),
+        (1.08e-3, "1.08 ms"),
+        (2.0, "2 s"),
+        (1e-9, "0.001 µs"),
+    ],
 )
 def test_times_are_readable(seconds: float, text: str) -> None:
     assert show_seconds(seconds) == text

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvdtrain.timeline import bars, recorder
-from hvdtrain.timeline.page import picture, render
+from hvdtrain.timeline.page import picture, render, ticks
 from hvdtrain.timeline.recorder import Recorder
 from hvdtrain.timeline.verb import analyse
 from tests.timelines import HOSTILE, Timeline, hostile, straggling
@@ -118,6 +123,58 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 def test_without_a_single_tensor_there_is_a_page_too(tmp_path: Path) -> None:
     page, _ = page_of(Timeline(), tmp_path)
     assert "Too little to judge" in page
+
+
+@pytest.mark.parametrize(
+    ("begin", "seconds", "expected"),
+    [
+        (0.0, 1.0, {0: "0.0 s", 20: "0.2 s", 40: "0.4 s", 60: "0.6 s", 80: "0.8 s", 100: "1.0 s"}),
+        (10.7, 4.0, {7.5: "11 s", 32.5: "12 s", 57.5: "13 s", 82.5: "14 s"}),
+        (0.0, 0.012, {0: "0 ms", 41.67: "5 ms", 83.33: "10 ms"}),
+        (0.0, 3e-5, {0: "0 µs", 33.33: "10 µs", 66.67: "20 µs", 100: "30 µs"}),
+        (5.0, 0.0, {}),
+    ],
+)
+def test_the_axis_has_a_few_round_times(
+    begin: float, seconds: float, expected: dict[float, str]
+) -> None:
+    assert {tick["at"]: tick["text"] for tick in ticks(begin, seconds)} == expected
+
+
+@given(st.floats(0, 1e5), st.floats(1e-5, 1e5))
+def test_the_axis_is_never_empty_nor_crowded(begin: float, seconds: float) -> None:
+    found = ticks(begin, seconds)
+    assert 2 <= len(found) <= 6
+    assert all(-0.01 <= tick["at"] <= 100.01 for tick in found)
+
+
+def lightness_and_hue(colour: str) -> tuple[float, float, float]:
+    """The colour in CIE 1976 L*a*b* (D65), where distances are about those that one sees."""
+
+    def linear(value: int) -> float:
+        share = value / 255
+        return share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4
+
+    red, green, blue = (linear(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+    sums = (
+        (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505,
+        0.2126 * red + 0.7152 * green + 0.0722 * blue,
+        (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089,
+    )
+    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in sums)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_no_two_kinds_of_bars_look_alike() -> None:
+    """In either theme; two greys were 10 apart, of which 2.3 can just be seen."""
+    css = (files("hvdtrain.timeline") / "web" / "page.css").read_text()
+    light, dark = (
+        dict(re.findall(r"--([a-z-]+): (#[0-9a-f]+)", part)) for part in css.split("@media")[:2]
+    )
+    for theme in (light, {**light, **dark}):
+        kinds = {kind: lightness_and_hue(theme[kind.replace(" ", "-")]) for kind in bars.KINDS}
+        for one, other in itertools.combinations(kinds, 2):
+            assert math.dist(kinds[one], kinds[other]) > 20, (one, other)
 
 
 def test_the_picture_stacks_the_states() -> None:

@@ -155,21 +155,37 @@ function fitted(context, name) {
   return "…";
 }
 
+// Ticks at round times, as close as their labels allow.
 function drawAxis(context) {
-  const rough = ((view.to - view.from) * 90) / (size.width - size.gutter);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const digits = Math.max(0, 6 - Math.floor(Math.log10(step)));
   const zero = data.begin + view.from;
+  const span = view.to - view.from;
+  const label = (time, step) => {
+    const [factor, unit] = step < 1000 ? [1e3, "ms"] : [1e6, "s"];
+    const digits = Math.max(0, Math.ceil(Math.log10(factor / step) - 1e-9));
+    return `${(time / factor).toFixed(digits)} ${unit}`;
+  };
+  const wide = (step) => context.measureText(label(data.begin + view.to, step)).width + 10;
+  let power = 10 ** Math.floor(Math.log10(span) - 2);
+  let step = power;
+  for (let i = 1; step * scale() < wide(step) && step < span; i++) {
+    if (i % 3 === 0) power *= 10;
+    step = power * [1, 2, 5][i % 3];
+  }
+  let free = size.gutter;
+  let count = 0;
   context.fillStyle = colours.quiet;
   for (let time = Math.ceil(zero / step) * step; time < data.begin + view.to; time += step) {
     const x = pixelOf(time - data.begin);
     context.fillRect(x, OVERVIEW, 1, 5);
-    const text = `${(time / 1e6).toFixed(digits)} s`;
-    if (x + context.measureText(text).width + 4 < size.width) {
-      context.fillText(text, x + 3, OVERVIEW + AXIS / 2 + 1);
-    }
+    const text = label(time, step);
+    const { width } = context.measureText(text);
+    const left = Math.min(Math.max(x - width / 2, free), size.width - width - 2);
+    if (left < free || Math.abs(left - x + width / 2) > width / 2) continue;
+    context.fillText(text, left, OVERVIEW + AXIS / 2 + 3);
+    free = left + width + 6;
+    count++;
   }
+  canvas.dataset.ticks = count;
 }
 
 function drawSteps(context) {
