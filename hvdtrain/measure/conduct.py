@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.files import replacing
 from hvdtrain.launch.launch import choose_hosts
 from hvdtrain.measure import ladder, records
 from hvdtrain.measure.alike import check_alike, check_going_on
@@ -154,7 +155,8 @@ def _write(study: Study, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         table = folder / TABLE
-        table.write_text(records.table_text(study.runs))
+        with replacing(table, "--out") as file:
+            file.write(records.table_text(study.runs).encode())
     except OSError as error:
         raise UsageError(f"--out {folder}: {error.strerror}") from error
     return [table, *figure.draw(study, folder / FIGURE)]

@@ -12,6 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.files import replacing
+
 # The palette of Okabe and Ito ("Color Universal Design", 2008), less its yellow, which is lost on
 # white paper; ordered so that neighbours differ in lightness.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#000000", "#CC79A7", "#D55E00", "#56B4E9")
@@ -68,8 +70,10 @@ def save(figure: Any, stem: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
     stem.parent.mkdir(parents=True, exist_ok=True)
-    pdf, png = (stem.with_name(stem.name + ending) for ending in (".pdf", ".png"))
-    figure.savefig(pdf, metadata={"CreationDate": None})
-    figure.savefig(png)
+    paths = []
+    for kind, metadata in (("pdf", {"CreationDate": None}), ("png", {})):
+        paths.append(stem.with_name(f"{stem.name}.{kind}"))
+        with replacing(paths[-1]) as file:
+            figure.savefig(file, format=kind, metadata=metadata)
     plt.close(figure)
-    return [pdf, png]
+    return paths

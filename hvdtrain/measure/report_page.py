@@ -11,12 +11,12 @@ from typing import Any
 import jinja2
 
 from hvdtrain import __version__
+from hvdtrain.files import replacing
 from hvdtrain.measure import expected, figure, plots, report_curves, text
 from hvdtrain.measure.report_find import Found, Record
 from hvdtrain.measure.report_timeline import timeline
 from hvdtrain.measure.study import Study
 from hvdtrain.measure.tables import Table, number
-from hvdtrain.timeline.repair import replacing
 from hvdtrain.timeline.units import duration, printable, size
 
 FEW = 3  # runs that each get a section of their own

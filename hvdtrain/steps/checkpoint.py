@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -133,22 +132,6 @@ def _flush(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write ``value`` to ``path`` as JSON, complete or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write_file(partial, json.dumps(finite(value), indent=1).encode() + b"\n")
-    partial.rename(path)
-
-
-def finite(value: Mapping[str, Any]) -> dict[str, Any]:
-    """``value`` with null for nan and infinity, which JSON does not have."""
-    return {
-        name: None if isinstance(entry, float) and not math.isfinite(entry) else entry
-        for name, entry in value.items()
-    }
 
 
 def newest_name(directory: Path) -> str | None:

@@ -14,10 +14,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from hvdtrain.files import replacing
 from hvdtrain.timeline import bars
 from hvdtrain.timeline.analyse import Analysis
 from hvdtrain.timeline.recorder import Recorder
-from hvdtrain.timeline.repair import replacing
 from hvdtrain.timeline.report import UNSEEN, ranks
 from hvdtrain.timeline.units import duration, percent, printable, short, size
 

@@ -7,17 +7,15 @@ or refuse the file), and each tensor gets a thread number, which both viewers wa
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.files import replacing
 from hvdtrain.timeline.read import PREAMBLE, Event, Reading, has_time
 from hvdtrain.timeline.sequence import timeline
 
@@ -50,31 +48,6 @@ def repair(source: Path, target: Path, window: tuple[float, float] | None = None
             done.events += 1
         file.write(b"\n]\n")
     return done
-
-
-@contextlib.contextmanager
-def replacing(target: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of ``target`` when all has been written, and leaves no half.
-
-    Raises:
-        UsageError: there is no such directory, or it cannot be written to.
-        HvdtrainError: it cannot be written to its end.
-    """
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        opened = partial.open("wb")
-    except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error.strerror}") from error
-    try:
-        with opened as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except OSError as error:
-        raise HvdtrainError(f"{target} cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _mended(chunks: Iterator[list[Event]], done: Repaired) -> Iterator[Event]:

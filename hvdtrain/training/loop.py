@@ -11,7 +11,6 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.batch.walltime import ends_at
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
 from hvdtrain.launch import ending
-from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.randomness import seed_of
 from hvdtrain.steps.sharding import Part, Shards, evaluation_parts
@@ -291,6 +290,4 @@ class Run:
             "options": surroundings.given(self.options),
             "environment": surroundings.environment(world),
         }
-        self.show.end(f"hvdtrain {self.name}", rows(summary))
-        if world.is_writer and self.options.summary:
-            checkpoints.write_json(self.options.summary, summary)
+        self.show.end(f"hvdtrain {self.name}", rows(summary), summary)

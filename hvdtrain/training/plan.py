@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UsageError
@@ -131,19 +129,3 @@ def choose_model(workload: Workload, options: Options) -> str:
     if model not in workload.models:
         raise UsageError(f"--model {model}: choose one of {', '.join(workload.models)}")
     return model
-
-
-def check_writable(path: Path | None, option: str) -> None:
-    """Make sure, before a long training, that ``path`` can be written at its end.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{option} {path}: it cannot be written")

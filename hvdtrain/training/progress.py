@@ -6,21 +6,24 @@ that the loop never asks who it is.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.files import Output, check_writable
 from hvdtrain.launch.detect import detect
-from hvdtrain.steps.checkpoint import finite
 
 PLAIN_SECONDS = 5.0  # between two lines where the output is no terminal
 
@@ -59,8 +62,10 @@ class Silent:
     def say(self, text: str) -> None:
         """A line for the reader."""
 
-    def end(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """The training is over: show the result and close all files."""
+    def end(
+        self, title: str, rows: list[tuple[str, str]], summary: Mapping[str, Any] | None = None
+    ) -> None:
+        """The training is over: show the result, write the summary and close all files."""
 
 
 class Progress(Silent):
@@ -70,13 +75,19 @@ class Progress(Silent):
         quiet: show nothing on standard output.
         metrics: JSON Lines file, appended to, or None.
         tensorboard: directory of event files, or None.
+        summary: JSON file for the result, or None.
 
     Raises:
         UsageError: a file cannot be written, or TensorBoard is not installed.
     """
 
     def __init__(
-        self, *, quiet: bool = False, metrics: Path | None = None, tensorboard: Path | None = None
+        self,
+        *,
+        quiet: bool = False,
+        metrics: Path | None = None,
+        tensorboard: Path | None = None,
+        summary: Path | None = None,
     ) -> None:
         watched = is_watched()
         self.console = Console(
@@ -88,13 +99,9 @@ class Progress(Silent):
             soft_wrap=not watched,
             width=None if watched else 10_000,  # a file has no edge
         )
-        self._lines: TextIO | None = None
-        if metrics:
-            try:
-                metrics.parent.mkdir(parents=True, exist_ok=True)
-                self._lines = metrics.open("a")
-            except OSError as error:
-                raise UsageError(f"--metrics {metrics}: {error.strerror}") from error
+        self._lines = _output(metrics, "--metrics")
+        self._summary = _output(summary, "--summary")
+        self._tensorboard = tensorboard
         self._board = _board(tensorboard) if tensorboard else None
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -155,7 +162,9 @@ class Progress(Silent):
         """See ``Silent``."""
         self.console.print(text)
 
-    def end(self, title: str, rows: list[tuple[str, str]]) -> None:
+    def end(
+        self, title: str, rows: list[tuple[str, str]], summary: Mapping[str, Any] | None = None
+    ) -> None:
         """See ``Silent``."""
         if self._bar:
             self._bar.stop()
@@ -165,17 +174,43 @@ class Progress(Silent):
         self.console.print(table)
         if self._lines:
             self._lines.close()
-        if self._board:
-            self._board.close()
+        with self._drawing():
+            if self._board:
+                self._board.close()
+        if self._summary and summary is not None:
+            with self._summary.replacing() as file:
+                file.write(json.dumps(finite(summary), indent=1).encode() + b"\n")
+            self._summary.close()
 
     def _record(self, kind: str, record: dict[str, Any]) -> None:
         if self._lines:
-            self._lines.write(json.dumps({"kind": kind, **finite(record)}) + "\n")
-            self._lines.flush()
-        if self._board:
+            self._lines.append(json.dumps({"kind": kind, **finite(record)}).encode() + b"\n")
+        with self._drawing():
             for name, value in record.items():
-                if isinstance(value, float):
+                if self._board and isinstance(value, float):
                     self._board.add_scalar(f"{kind}/{name}", value, record["step"])
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # TensorBoard writes through TensorFlow where that is installed
+            raise HvdtrainError(
+                f"--tensorboard {self._tensorboard} cannot be written: {error}"
+            ) from error
+
+
+def finite(value: Mapping[str, Any]) -> dict[str, Any]:
+    """``value`` with null for nan and infinity, which JSON does not have."""
+    return {
+        name: None if isinstance(entry, float) and not math.isfinite(entry) else entry
+        for name, entry in value.items()
+    }
+
+
+def _output(path: Path | None, option: str) -> Output | None:
+    check_writable(path, option)
+    return None if path is None else Output(path, option)
 
 
 def _board(directory: Path) -> Any:
@@ -185,7 +220,11 @@ def _board(directory: Path) -> Any:
         raise UsageError(
             "--tensorboard: TensorBoard is not installed; pip install tensorboard"
         ) from error
-    return Writer(str(directory))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return Writer(str(directory))
+    except OSError as error:
+        raise UsageError(f"--tensorboard {directory}: {error.strerror or error}") from error
 
 
 def _clock(seconds: float) -> str:

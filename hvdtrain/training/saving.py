@@ -7,11 +7,11 @@ from typing import Any
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.errors import UsageError
+from hvdtrain.files import check_writable
 from hvdtrain.launch import ending
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.sharding import Position
 from hvdtrain.training.options import Options
-from hvdtrain.training.plan import check_writable
 from hvdtrain.workloads.base import Task
 
 

@@ -13,10 +13,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.errors import UsageError
+from hvdtrain.files import Output
 from hvdtrain.training.options import Options
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,14 @@ class TimelineWindow:
     ) -> None:
         self.adapter = adapter
         self.file = str(options.timeline) if options.timeline else None
+        self._stream: Output | None = None
+        self._horovods = self.file
+        if options.timeline and adapter.world.is_writer:
+            output = Output(options.timeline, "--timeline")
+            if output.is_stream:  # Horovod seeks in its file, and would wait for a pipe's reader
+                self._stream = output
+                handle, self._horovods = tempfile.mkstemp(prefix="hvdtrain-timeline-")
+                os.close(handle)
         first, end = options.timeline_steps or (0, None)
         self.first, self.end = first, math.inf if end is None else end
         outside = environ.get("HOROVOD_TIMELINE", DYNAMIC)
@@ -67,9 +78,9 @@ class TimelineWindow:
 
     def enter(self, step: int) -> None:
         """All ranks are about to take a step, ``step`` of them are done."""
-        if self.file is None or self._open or not self.first <= step < self.end:
+        if self._horovods is None or self._open or not self.first <= step < self.end:
             return
-        self.adapter.start_timeline(self.file)
+        self.adapter.start_timeline(self._horovods)
         self._open, self.recorded = True, self.file
         # No rank goes on before rank 0 records, else the beginning of its step would be missing.
         self.adapter.communicator.gather(b"")
@@ -84,6 +95,12 @@ class TimelineWindow:
     def close(self) -> None:
         """The training is over."""
         self._stop()
+        if self._stream and self._horovods:
+            record = Path(self._horovods)
+            with self._stream.replacing() as stream:
+                stream.write(record.read_bytes())
+            self._stream.close()
+            record.unlink()
         if self.file and not self.recorded and self.adapter.world.is_writer:
             span = f"{self.first}:{'' if self.end == math.inf else self.end}"
             log.warning("--timeline-steps %s: no such step was taken, nothing is recorded", span)

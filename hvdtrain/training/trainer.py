@@ -6,13 +6,14 @@ import logging
 from collections.abc import Sequence
 
 from hvdtrain.adapters.select import adapter as select_adapter
+from hvdtrain.files import check_writable
 from hvdtrain.launch.tuning import keep_freed_memory
 from hvdtrain.training import options as option_parser
 from hvdtrain.training import timeline_window
 from hvdtrain.training.agreement import check_data, check_options
 from hvdtrain.training.loop import Run
 from hvdtrain.training.options import Options
-from hvdtrain.training.plan import Workload, check_writable, choose_model, make_plan
+from hvdtrain.training.plan import Workload, choose_model, make_plan
 from hvdtrain.training.progress import Progress, Silent
 from hvdtrain.workloads.base import TaskOptions
 from hvdtrain.workloads.precision import choose, processor_has_bf16
@@ -40,8 +41,8 @@ def train(workload: Workload, options: Options) -> int:
         HvdtrainError: see ``errors.py``.
     """
     model_name = choose_model(workload, options)
-    check_writable(options.summary, "--summary")
-    check_writable(options.timeline, "--timeline")
+    for name in ("summary", "metrics", "timeline"):
+        check_writable(getattr(options, name), f"--{name}")
     keep_freed_memory()
     adapter = select_adapter(options.framework, options.strategy)
     timeline_window.prepare(options, adapter.name)
@@ -89,4 +90,9 @@ def train(workload: Workload, options: Options) -> int:
 def _reporter(options: Options, writes: bool) -> Silent:
     if not writes:
         return Silent()
-    return Progress(quiet=options.quiet, metrics=options.metrics, tensorboard=options.tensorboard)
+    return Progress(
+        quiet=options.quiet,
+        metrics=options.metrics,
+        tensorboard=options.tensorboard,
+        summary=options.summary,
+    )

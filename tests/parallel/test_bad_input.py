@@ -42,6 +42,15 @@ def test_wrong_use(options: list[str], word: str) -> None:
     assert_one_line(ranks(2, "-m", "hvdtrain.mnist", *options), 2, word)
 
 
+@pytest.mark.parametrize("option", ["summary", "timeline"])
+def test_a_pipe_that_nobody_reads(option: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    outcome = ranks(2, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet", f"--{option}={pipe}")
+    assert_one_line(outcome, 2, f"--{option} {pipe} cannot be written: nobody reads this pipe")
+    assert pipe.is_fifo()
+
+
 def test_a_truncated_idx_file(tmp_path: Path, mnist: Path) -> None:
     for file in mnist.iterdir():
         (tmp_path / file.name.removesuffix(".gz")).write_bytes(gzip.decompress(file.read_bytes()))

@@ -34,7 +34,6 @@ from hvdtrain.steps.checkpoint import (
     newest_name,
     save,
     set_aside,
-    write_json,
 )
 
 FILES = (MODEL_FILE, TRAINING_FILE, STATE_FILE)
@@ -598,29 +597,3 @@ def test_nothing_to_set_aside_makes_no_folder(tmp_path: Path, name: str) -> None
     assert set_aside(tmp_path / name) is None
     assert not (tmp_path / "absent").exists()
     assert sorted_names(tmp_path / "empty") == []
-
-
-# The summary is written the same way
-
-
-def test_write_json_is_complete_and_leaves_nothing_beside(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "summary.json"
-    for value in ({"loss": 0.1 + 0.2, "eval": None}, {"again": [1, 2]}):
-        write_json(path, value)
-        assert json.loads(path.read_text()) == value
-        assert sorted_names(path.parent) == ["summary.json"]
-
-
-def test_write_json_killed_half_way_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "summary.json"
-    write_json(path, {"old": 1})
-
-    def killed(handle: int) -> None:
-        raise Killed
-
-    monkeypatch.setattr(os, "fsync", killed)
-    with pytest.raises(Killed):
-        write_json(path, {"new": 1})
-    assert json.loads(path.read_text()) == {"old": 1}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 from hvdtrain.training.options import Options
-from hvdtrain.training.plan import Plan, Recipe, Workload, check_writable, choose_model, make_plan
+from hvdtrain.training.plan import Plan, Recipe, Workload, choose_model, make_plan
 
 RECIPE = Recipe(
     batch_size=32, lr=0.1, epochs=10, warmup_epochs=2.0, lr_schedule="linear", weight_decay=1e-4
@@ -115,22 +113,3 @@ def test_an_unknown_model_is_told_with_the_valid_ones() -> None:
         choose_model(WORKLOAD, Options(model="third"))
     with pytest.raises(UsageError, match="--model third"):
         plan(model="third")
-
-
-def test_a_file_to_write_at_the_end_is_looked_at_first(tmp_path: Path) -> None:
-    check_writable(None, "--summary")
-    check_writable(tmp_path / "new" / "folder" / "s.json", "--summary")
-    assert (tmp_path / "new" / "folder").is_dir()
-    assert not (tmp_path / "new" / "folder" / "s.json").exists()
-    with pytest.raises(UsageError, match="--summary"):
-        check_writable(tmp_path, "--summary")  # a directory
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UsageError, match="--summary"):
-        check_writable(tmp_path / "file" / "s.json", "--summary")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(UsageError, match="--summary"):
-        check_writable(tmp_path / "s.json", "--summary")

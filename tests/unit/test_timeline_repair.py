@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.timeline import repair as module
 from hvdtrain.timeline.repair import repair
 from hvdtrain.timeline.verb import analyse
 from tests.timelines import Timeline, straggling
@@ -116,7 +116,7 @@ def test_an_error_on_the_way_leaves_what_was_there(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(HvdtrainError, match=r"out\.json cannot be written: No space left"):
         repair(source, target)
     assert target.read_text() == "before"
