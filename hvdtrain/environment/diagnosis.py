@@ -32,6 +32,7 @@ from hvdtrain.environment.findings import (
     rendered,
     summary,
 )
+from hvdtrain.environment.installed import mend_file
 from hvdtrain.environment.resources import find_resources
 from hvdtrain.environment.wheel_cache import cache_root
 from hvdtrain.errors import HvdtrainError
@@ -113,12 +114,16 @@ def look(environ: Mapping[str, str], wanted: Ranks | None = None) -> Iterator[Fi
         batch = replace(batch, allocation=Allocation("--hosts", parse_hosts(wanted.hosts)))
     libraries = software.present_extensions()
     with ThreadPoolExecutor() as pool:
-        answers = pool.map(loading.try_loading, [loading.MPI4PY, *libraries])
+        tried = [loading.MPI4PY, loading.TORCHVISION, *libraries]
+        answers = pool.map(loading.try_loading, tried)
         found = toolchain.find(environ)
-        mpi4py, *extensions = answers
+        mpi4py, torchvision, *extensions = answers
     loaded = dict(zip(libraries, extensions, strict=True))
     yield software.python_finding()
     yield from software.framework_findings(found)
+    if version := software.torchvision_version(found):
+        mended = mend_file(found.site_packages).is_file()
+        yield software.torchvision_finding(version, torchvision, mended=mended)
     wheels = cache_root(environ) / "wheels"
     horovod = software.find_horovod(found, wheels, loaded)
     yield from software.horovod_findings(horovod)

@@ -21,7 +21,13 @@ from typing import Any
 from hvdtrain.environment import recipe
 from hvdtrain.environment.build import Build
 from hvdtrain.environment.fingerprint import cache_key, identity
-from hvdtrain.environment.installed import find_installed, is_complete, take_snapshot, wheel_hash
+from hvdtrain.environment.installed import (
+    find_installed,
+    is_complete,
+    mend_torchvision,
+    take_snapshot,
+    wheel_hash,
+)
 from hvdtrain.environment.plan import FRAMEWORKS, GPU_CHOICES, InstallOptions, Plan, make_plan
 from hvdtrain.environment.proof import proof_command, prove
 from hvdtrain.environment.toolchain import Toolchain, find
@@ -153,6 +159,7 @@ class Session:
             cached = None if self.options.rebuild else self.cache.find(build.key)
             if cached and self._is_in_place(cached):
                 log.info("already installed and proven here: %s", cached.path)
+                mend_torchvision(self.toolchain.site_packages)
                 return self._report(cached, "nothing", _read_json(self._proof_file(cached)), start)
             log_file = self.cache.log_file(build.key)
             log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -192,6 +199,7 @@ class Session:
                 if not result.ok:
                     cause = result.output.strip().splitlines()[-1:] or ["no output"]
                     raise HvdtrainError(f"pip could not install {wheel.path}: {cause[0]}")
+                mend_torchvision(self.toolchain.site_packages)
                 answers = prove(self.proofs(), log_file)
             except BaseException:
                 snapshot.restore()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib
 import importlib.metadata
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from hvdtrain.environment.wheel_cache import write_atomically
+from hvdtrain.workloads import torchvision_mend
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +50,42 @@ def is_complete(distribution: importlib.metadata.Distribution | None) -> bool:
         if file.size is not None and (not path.is_file() or path.stat().st_size != file.size):
             return False
     return True
+
+
+def mend_file(site_packages: Path) -> Path:
+    """Return what makes every Python of the environment able to import torchvision."""
+    return site_packages / "hvdtrain_torchvision.pth"
+
+
+def mend_torchvision(site_packages: Path) -> None:
+    """Let every Python of the environment mend torchvision's import, until Horovod is uninstalled.
+
+    A line in the record of Horovod's files makes pip remove them with it.
+
+    Raises:
+        OSError: ``site_packages`` cannot be written to.
+    """
+    switch = mend_file(site_packages)
+    files = {
+        f"{switch.stem}.py": Path(torchvision_mend.__file__).read_text(),
+        switch.name: f"import {switch.stem}\n",  # a line that Python runs as it starts
+    }
+    _record(site_packages, files)
+    for name, text in files.items():
+        write_atomically(site_packages / name, text)
+
+
+def _record(site_packages: Path, files: Mapping[str, str]) -> None:
+    """Add ``files`` to those that belong to the installed Horovod."""
+    distribution = find_installed(site_packages)
+    assert distribution is not None and distribution.files
+    record = next(file for file in distribution.files if file.name == "RECORD").locate()
+    lines = Path(str(record)).read_text().splitlines()
+    lines = [line for line in lines if line.partition(",")[0] not in files]
+    for name, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        lines.append(f"{name},sha256={digest.rstrip('=')},{len(text.encode())}")
+    write_atomically(Path(str(record)), "\n".join(lines) + "\n")
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,19 @@ def test_one_framework_is_enough_and_none_is_an_error() -> None:
     assert [finding.state for finding in found.values()] == [ABSENT, OK]
 
 
+def test_torchvision_that_cannot_be_imported_is_told() -> None:
+    whole, broken = Loaded(""), Loaded("libc10_cuda.so: cannot open shared object file")
+    findings = [
+        software.torchvision_finding("0.28.0", loaded, mended=mended)
+        for loaded, mended in ((whole, False), (broken, True), (broken, False))
+    ]
+    assert [finding.state for finding in findings] == [OK, OK, WARNING]
+    assert all("libc10_cuda.so" in finding.evidence for finding in findings[1:])
+    assert "models, datasets and transforms work" in findings[1].evidence
+    assert "hvdtrain install-horovod" in findings[2].remedy
+    assert software.torchvision_version(tools(torch=None)) == ""
+
+
 def test_what_only_a_build_needs_may_be_absent() -> None:
     assert {finding.state for finding in machine.tool_findings(tools())} == {ABSENT}
 

@@ -761,3 +761,40 @@ def test_interrupted_build_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         job.run(tmp_path / "log")
     assert not job.workshop.root.exists()
+
+
+# --- torchvision's import -------------------------------------------------------------------------
+
+
+def test_pip_removes_the_mend_of_torchvision_with_horovod(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    site = tmp_path / "env" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    info = site / "horovod-0.28.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    (info / "INSTALLER").write_text("pip\n")
+    names = [f"{info.name}/{name}" for name in ("METADATA", "INSTALLER", "RECORD")]
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in names))
+    (site / "other.py").touch()
+    for _ in range(2):  # twice is once
+        installed.mend_torchvision(site)
+    assert installed.is_complete(installed.find_installed(site))
+    assert len((info / "RECORD").read_text().splitlines()) == 5
+    mend = "import sys; print([n for n in sys.modules if n.split('_')[0] in ('hvdtrain', 'torch')])"
+    told = subprocess.run([python, "-c", mend], capture_output=True, text=True, check=True)
+    assert (told.stdout, told.stderr) == ("['hvdtrain_torchvision']\n", "")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "uninstall", "-yq", "horovod"]
+    subprocess.run(pip, check=True, timeout=60)
+    assert {path.name for path in site.iterdir()} - {"__pycache__"} == {"other.py"}
+    told = subprocess.run([python, "-c", mend], capture_output=True, text=True, check=True)
+    assert (told.stdout, told.stderr) == ("[]\n", "")
+
+
+def test_a_script_of_a_users_own_imports_torchvision(tmp_path: Path) -> None:
+    """In this environment, as `make setup` made it."""
+    program = "import torchvision; print(len(list(torchvision.models.resnet18().parameters())))"
+    told = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert told.stdout == "62\n", told.stderr

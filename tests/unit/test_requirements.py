@@ -80,4 +80,4 @@ def test_the_tools_of_horovods_build_are_checked_by_hash() -> None:
     assert argv[-2:] == ("--requirement", str(recipe.TOOLS_FILE))
     assert not [word for word in argv if "==" in word]
     # They are part of the key of a cached wheel.
-    assert recipe.BUILD_TOOLS == tuple(map(str, pins(recipe.TOOLS_FILE).values()))
+    assert tuple(map(str, pins(recipe.TOOLS_FILE).values())) == recipe.BUILD_TOOLS

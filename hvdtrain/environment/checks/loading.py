@@ -18,6 +18,7 @@ from hvdtrain.environment.frameworks import package_root
 from hvdtrain.launch.run import Command, run
 
 MPI4PY = "mpi4py"
+TORCHVISION = "torchvision"
 EXTENSIONS = {"pytorch": ("torch", "mpi_lib_v2"), "tensorflow": ("tensorflow", "mpi_lib")}
 # What TensorFlow itself loads before Horovod's library, which finds it nowhere else.
 TENSORFLOW_LIBRARIES = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")
@@ -49,7 +50,7 @@ def has_nccl() -> bool:
 
 
 def try_loading(what: str) -> Loaded:
-    """Load ``what`` (a framework's Horovod library, or mpi4py) in a process of its own."""
+    """Load ``what`` in a process of its own: a framework's Horovod library, or another of ours."""
     program = (sys.executable, "-m", "hvdtrain.environment.checks.loading", what)
     result = run(Command(program), timeout=TIMEOUT)
     lines = result.output.strip().splitlines()
@@ -73,6 +74,10 @@ def load(what: str) -> None:
         mpi4py.rc.initialize = False
         from mpi4py import MPI  # noqa: F401
 
+        return
+    if what == TORCHVISION:
+        ctypes.CDLL(f"{package_root('torch')}/lib/libtorch_python.so", ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(f"{package_root(TORCHVISION)}/_C.so", os.RTLD_NOW)
         return
     if what == "tensorflow":
         root = package_root("tensorflow")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
 import sys
@@ -46,6 +47,34 @@ def framework_findings(toolchain: Toolchain) -> Iterator[Finding]:
         yield Finding("TensorFlow", OK, f"{tensorflow.version}, built {built}")
     else:
         yield Finding("TensorFlow", missing, "not installed", remedy)
+
+
+def torchvision_version(toolchain: Toolchain) -> str:
+    """The version of torchvision; empty where PyTorch or torchvision is not installed."""
+    try:
+        return importlib.metadata.version("torchvision") if toolchain.torch else ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def torchvision_finding(version: str, loaded: Loaded, *, mended: bool) -> Finding:
+    """Tell whether a script can import torchvision: by itself, or because Horovod's set-up helps.
+
+    Args:
+        version: of the distribution.
+        loaded: what came of loading its extension.
+        mended: whether every Python of the environment mends the import.
+    """
+    if not loaded.error:
+        return Finding("torchvision", OK, f"{version}, with its extension")
+    without = f"{version}, its extension does not load beside this PyTorch ({loaded.error})"
+    if mended:
+        works = "models, datasets and transforms work; its image decoders and box operators do not"
+        return Finding("torchvision", OK, f"{without}: {works}")
+    remedy = (
+        "hvdtrain install-horovod mends the import; or install torch and torchvision from one index"
+    )
+    return Finding("torchvision", WARNING, f"{without}: `import torchvision` fails", remedy)
 
 
 @dataclass(frozen=True)
