@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,24 @@ def test_a_file_that_is_too_long_is_named(tmp_path: Path) -> None:
     path = write(tmp_path) / NAMES["train", "labels"]
     path.write_bytes(path.read_bytes() + b"\0")
     assert str(path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(100, 28, 28), (2**32 - 1,) * 4], ids=["few", "endless"])
+def test_a_small_file_that_inflates_to_a_large_one_is_not_inflated(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    path = write(tmp_path, "gz") / f"{NAMES['train', 'images']}.gz"
+    head = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(head + bytes(64_000_000))
+    tracemalloc.start()
+    try:
+        message = refusal(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert str(path) in message and "broken" in message
+    assert peak < 2_000_000
 
 
 def test_a_flipped_byte_in_a_gzipped_file_is_noticed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ number of dimensions, each dimension as a big-endian 32-bit number, then the val
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import zlib
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ SIDE = 28
 CLASSES = 10
 MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's training pixels, as fractions
 DIGITS_TEST = 297
+DEFLATE = 1032  # bytes that one byte of a gzipped file can stand for, by its format
 
 U8 = NDArray[np.uint8]
 
@@ -92,26 +94,36 @@ def read_idx(path: Path) -> NDArray[Any]:
         UsageError: it cannot be read, is not IDX, or is shorter or longer than it says.
     """
     try:
-        raw = path.read_bytes()
-        data = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            most = path.stat().st_size * (DEFLATE if packed else 1)
+            return _array(gzip.GzipFile(fileobj=file) if packed else file, path, most)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read ({error}): copy it again") from error
-    if (
-        len(data) < 4
-        or data[:3] != b"\x00\x00\x08"
-        or not 0 < data[3] < 5
-        or len(data) < 4 + 4 * data[3]
-    ):
+
+
+def _array(stream: io.BufferedIOBase, path: Path, most: int) -> NDArray[Any]:
+    """The array that ``stream`` holds, of at most ``most`` bytes; read no further than it should.
+
+    A small gzipped file may inflate to more than any memory.
+    """
+    head = stream.read(4)
+    dimensions = head[3] if head[:3] == b"\x00\x00\x08" and len(head) == 4 else 0
+    sizes = stream.read(4 * dimensions)
+    if not 0 < dimensions < 5 or len(sizes) < 4 * dimensions:
         raise UsageError(f"{path} is not an IDX file of bytes: copy it again")
-    start = 4 + 4 * data[3]
-    shape = np.frombuffer(data, ">u4", data[3], offset=4).tolist()
-    expected = start + math.prod(shape)
+    shape = np.frombuffer(sizes, ">u4").tolist()
+    expected = math.prod(shape)
+    data = stream.read(expected + 1) if expected <= most else b""
     if len(data) != expected:
+        start = len(head + sizes)
+        held = "more" if len(data) > expected else "less"
         raise UsageError(
-            f"{path} is broken: its header tells {expected} bytes, it has {len(data)}; "
+            f"{path} is broken: its header tells {start + expected} bytes, it has {held}; "
             "copy it again"
         )
-    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+    return np.frombuffer(data, np.uint8).reshape(shape)
 
 
 def embedded_digits() -> tuple[Samples, Samples]:
