@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def make_job(given: argparse.Namespace, site: Site, dialect: Dialect) -> Job:
     check_limits(job, site)
     _refuse_job_script(command)
     _check_gpus(given, site, dialect)
-    return job
+    return replace(job, name=job.name[: site.name_limit])
 
 
 def _check_gpus(given: argparse.Namespace, site: Site, dialect: Dialect) -> None:

@@ -86,7 +86,7 @@ def links(events: Sequence[Event]) -> list[str]:
 def is_last(events: Sequence[Event], job: str) -> bool:
     """Whether the chain ended with ``job``."""
     over = last(events, "over")
-    return over is not None and _number(over["job"]) == _number(job)
+    return over is not None and number(over["job"]) == number(job)
 
 
 def begin(file: Path, directory: Path, job: str) -> str:
@@ -123,12 +123,13 @@ def _end_chain(file: Path, job: str, why: str) -> None:
 def _after(events: Sequence[Event], job: str) -> list[str]:
     """The jobs of the chain after ``job``."""
     known = links(events)
-    numbers = [_number(one) for one in known]
-    return known[numbers.index(_number(job)) + 1 :] if _number(job) in numbers else []
+    numbers = [number(one) for one in known]
+    return known[numbers.index(number(job)) + 1 :] if number(job) in numbers else []
 
 
-def _number(job: str) -> str:
-    return job.partition(".")[0]  # PBS may name its server in more than one way
+def number(job: str) -> str:
+    """The id of a job without PBS's server, which may be named in more than one way."""
+    return job.partition(".")[0]
 
 
 def this_job(environ: Mapping[str, str]) -> str:

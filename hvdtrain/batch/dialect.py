@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from hvdtrain.batch.job import Job
 from hvdtrain.batch.site import Site
 from hvdtrain.launch.run import Command
 
-WAITING, RUNNING, ENDED = "waiting", "running", "ended"
+WAITING, RUNNING, ENDED, GONE = "waiting", "running", "ended", "gone"
 
 SIGNALLED = 128  # a shell's exit code for a program that signal n ended: 128 + n
 WALLTIME_OVER = 124  # what timeout(1) answers
@@ -25,13 +25,41 @@ class State:
     """How a job stands."""
 
     phase: str
-    """``waiting``, ``running`` or ``ended``."""
+    """``waiting``, ``running``, ``ended``, or ``gone``: the batch system knows no such job."""
     detail: str = ""
     """The batch system's own words."""
     exit_code: int | None = None
-    """As a shell would see it, once the job has ended; None where nobody knows."""
+    """As a shell would see it, once the job has ended; None where the batch system tells none."""
     logs: tuple[Path, ...] = field(default=())
     """Files of its output, one for each task of an array."""
+    ran: bool = True
+    """Whether the job began; False once it has ended without."""
+    tasks: Mapping[str, State] = field(default_factory=dict)
+    """How each task of an array stands, by its number."""
+
+
+NEVER_RAN = State(ENDED, "deleted before it ran", ran=False)
+
+
+def of_array(tasks: Mapping[str, State], phase: str | None = None) -> State:
+    """Sum up how an array stands; its exit code is the largest of its tasks'.
+
+    Args:
+        tasks: by number. One that ended without an exit code counts as failed, with 1.
+        phase: of the array where the batch system tells; else it has ended when all tasks have.
+    """
+    states = tasks.values()
+    phases = {state.phase for state in states}
+    phase = phase or next(one for one in (RUNNING, WAITING, ENDED) if one in phases)
+    codes = [1 if state.exit_code is None else state.exit_code for state in states]
+    return State(
+        phase,
+        ", ".join(sorted({state.detail for state in states})),
+        max(codes) if phase == ENDED else None,
+        tuple(dict.fromkeys(log for state in states for log in state.logs)),
+        any(state.ran for state in states),
+        tasks,
+    )
 
 
 @dataclass(frozen=True)
@@ -74,6 +102,17 @@ class Dialect(ABC):
             array: range of its tasks.
             after: job whose end, whatever it is, this one waits for.
         """
+
+    def log_path(self, log: str, job: Job, job_id: str, task: str = "") -> Path:
+        """Where the log is that ``submit`` asked for.
+
+        Args:
+            log: as given to ``submit``.
+            job: what was submitted.
+            job_id: what became of it.
+            task: number of the task of an array.
+        """
+        return Path(f"{log}.{task}" if task else log)
 
     @abstractmethod
     def read_id(self, output: str) -> str | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from hvdtrain.batch import chain
-from hvdtrain.batch.dialect import ENDED, Dialect, State
+from hvdtrain.batch.dialect import ENDED, GONE, NEVER_RAN, Dialect, State, of_array
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.run import run
 
@@ -25,44 +25,71 @@ INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 @dataclass(frozen=True)
+class Submitted:
+    """A job that was handed in."""
+
+    id: str
+    """As the batch system calls it."""
+    logs: Mapping[str, Path]
+    """Where its log is to be: of each task of an array, by its number; else by that of the job."""
+
+
+@dataclass(frozen=True)
 class Ended:
     """How the following ended, most often because the job has."""
 
     state: str
     """In the batch system's words."""
-    code: int
-    """Exit code of the job; of a chain, of its last job that ran."""
+    code: int | None
+    """Exit code of the job; of a chain, of its last job that ran. None where nobody knows."""
+    tasks: Mapping[str, State] = field(default_factory=dict)
+    """How each task of an array ended."""
 
 
-def follow(dialect: Dialect, ids: Sequence[str], chain_file: Path | None, out: TextIO) -> Ended:
+def follow(
+    dialect: Dialect,
+    jobs: Sequence[Submitted],
+    exit_file: Path,
+    chain_file: Path | None,
+    out: TextIO,
+) -> Ended:
     """Follow a job, or a chain of them, to the end; Ctrl-C ends only the following.
 
     Args:
         dialect: whom to ask.
-        ids: the job, or the jobs of a chain in order.
+        jobs: the job, or the jobs of a chain in order.
+        exit_file: where a job leaves its exit code, but for a dot and its number or its task's.
         chain_file: what the jobs of a chain wrote to one another.
         out: where the lines of the log go.
 
     Raises:
         HvdtrainError: the batch system no longer answers.
     """
-    ended = Ended("", 0)
-    for job in ids:
+    ended = Ended(NEVER_RAN.detail, None)
+    for number, job in enumerate(jobs):
         try:
-            state = Watch(dialect, job, out).to_the_end()
+            state = Watch(dialect, job, exit_file, out).to_the_end()
         except KeyboardInterrupt:
-            rest = ids[ids.index(job) :]
-            log.info("\njob %s goes on; to end it: %s", job, dialect.delete(rest).show())
+            rest = [one.id for one in reversed(jobs[number:])]
+            log.info("\njob %s goes on; to end it: %s", job.id, dialect.delete(rest).show())
             return Ended("running", INTERRUPTED)
-        if state.exit_code is None:
-            raise HvdtrainError(
-                f"job {job} has ended, but {dialect.name} does not tell with which exit code; see "
-                f"{', '.join(map(str, state.logs)) or 'its log'}"
-            )
-        ended = Ended(state.detail, state.exit_code)
-        if chain_file and chain.is_last(chain.read(chain_file), job):
+        if state.ran:
+            ended = Ended(state.detail, state.exit_code, state.tasks)
+        if chain_file and chain.is_last(chain.read(chain_file), job.id):
             break
     return ended
+
+
+def ask(dialect: Dialect, job: str) -> tuple[State | None, str]:
+    """Ask how a job stands: the state, or None and what was said instead."""
+    said = ""
+    for query in dialect.queries(job):
+        result = run(query.command, timeout=ANSWER)
+        state = query.read(result.output)
+        if state and (result.ok or state.phase == GONE):
+            return state, ""
+        said = said or " ".join(result.output.split())
+    return None, said
 
 
 @dataclass
@@ -92,7 +119,8 @@ class Watch:
     """One job under observation."""
 
     dialect: Dialect
-    job: str
+    job: Submitted
+    exit_file: Path
     out: TextIO
     tails: dict[Path, Tail] = field(default_factory=dict)
 
@@ -100,48 +128,80 @@ class Watch:
         """Show what changes until the job has ended; how it stands then.
 
         Raises:
-            HvdtrainError: the batch system no longer knows the job, or does not answer.
+            HvdtrainError: the batch system does not answer.
         """
         shown, wait, misses, due = "", ASK_FIRST, 0, 0.0
         while True:
             if time.monotonic() >= due:
-                state, said = self._ask()
+                state, said = ask(self.dialect, self.job.id)
                 wait = min(ASK_LAST, 1.2 * wait)
                 due = time.monotonic() + wait
                 misses = 0 if state else misses + 1
                 if misses == MISSES:
-                    raise HvdtrainError(f"nobody can tell how job {self.job} stands: {said}")
-                if state:
-                    for path in state.logs:
-                        self.tails.setdefault(path, Tail(path))
-                if state and state.phase == ENDED:
+                    raise HvdtrainError(f"nobody can tell how job {self.job.id} stands: {said}")
+                for path in state.logs if state else ():
+                    self.tails.setdefault(path, Tail(path))
+                if state and state.phase in (ENDED, GONE):
                     break
                 if state and state.detail != shown:
                     shown = state.detail
-                    log.info("job %s: %s", self.job, shown)
+                    log.info("job %s: %s", self.job.id, shown)
             self._show()
             time.sleep(LOOK)
-        self._last_lines()
-        log.info("job %s: %s, exit code %s", self.job, state.detail, state.exit_code)
+        return self._end(state)
+
+    def _end(self, state: State) -> State:
+        """Show the last lines, and how the job ended, by its own word where there is no other."""
+        if state.logs or not self.tails:  # Slurm names a log of its own for tasks that wait
+            logs = state.logs or self.job.logs.values()
+            self.tails = {path: self.tails.get(path, Tail(path)) for path in logs}
+        if state.ran:
+            self._last_lines(state)
+        numbers = list(self.job.logs)
+        if numbers == [chain.number(self.job.id)]:
+            state = self._settle(state, numbers[0])
+        else:
+            tasks = {one: self._settle(state.tasks.get(one, State(GONE)), one) for one in numbers}
+            state = of_array(tasks)
+            for one, task in tasks.items():
+                where = f"; log {next(iter(task.logs))}" if task.ran and task.logs else ""
+                log.info("task %s: %s%s", one, _words(task), where)
+        log.info("job %s: %s", self.job.id, _words(state))
         return state
 
-    def _ask(self) -> tuple[State | None, str]:
-        """The state, or None and what was said instead."""
-        said = ""
-        for query in self.dialect.queries(self.job):
-            result = run(query.command, timeout=ANSWER)
-            if result.ok and (state := query.read(result.output)):
-                return state, ""
-            said = said or " ".join(result.output.split())
-        return None, said
+    def _settle(self, state: State, number: str) -> State:
+        """Complete an answer by what the script left behind: PBS may forget a job at its end."""
+        if state.phase == ENDED and (state.exit_code is not None or not state.ran):
+            return state
+        left, path = self._left(number), self.job.logs[number]
+        if state.phase == GONE and left is None and not path.exists():
+            return NEVER_RAN
+        code = int(left) if left and left.strip().isdecimal() else None
+        return State(ENDED, state.detail or "ended", code, state.logs or (path,))
+
+    def _left(self, number: str) -> str | None:
+        """What is in the file of the exit code: nothing while the job runs; None without one."""
+        try:
+            return self.exit_file.with_name(f"{self.exit_file.name}.{number}").read_text()
+        except OSError:
+            return None
 
     def _show(self, *, all_of_it: bool = False) -> None:
         for tail in self.tails.values():
             self.out.write(tail.new(all_of_it=all_of_it))
         self.out.flush()
 
-    def _last_lines(self) -> None:
+    def _last_lines(self, state: State) -> None:
+        """Show what is left of the log, which may arrive a little later than the job's end."""
         end = time.monotonic() + DELIVERY
-        while not all(path.exists() for path in self.tails) and time.monotonic() < end:
+        asked = self.job.logs if state.phase == GONE else ()
+        while time.monotonic() < end:
+            if all(path.exists() for path in self.tails) and all(map(self._left, asked)):
+                break
             time.sleep(LOOK)
         self._show(all_of_it=True)
+
+
+def _words(state: State) -> str:
+    code = "unknown" if state.exit_code is None else state.exit_code
+    return f"{state.detail}, exit code {code}" if state.ran else state.detail

@@ -85,6 +85,14 @@ class Job:
         return self.nodes * self.ppn
 
     @property
+    def tasks(self) -> list[str]:
+        """The numbers of the tasks of an array, which is checked."""
+        match = _ARRAY.fullmatch(self.array or "")
+        if match is None:
+            return []
+        return [str(n) for n in range(int(match[1]), int(match[2]) + 1, int(match[3] or 1))]
+
+    @property
     def names(self) -> list[str]:
         """The variables that words of the command may name."""
         given = [variable.name for variable in self.variables]

@@ -16,6 +16,8 @@ from pathlib import Path
 from hvdtrain.batch import slurm
 from hvdtrain.batch.dialect import (
     ENDED,
+    GONE,
+    NEVER_RAN,
     RUNNING,
     SIGNALLED,
     WAITING,
@@ -23,6 +25,7 @@ from hvdtrain.batch.dialect import (
     Dialect,
     Query,
     State,
+    of_array,
 )
 from hvdtrain.batch.job import Job
 from hvdtrain.batch.site import Site
@@ -35,11 +38,21 @@ PHASES = {
     **dict.fromkeys("RBE", RUNNING),
     **dict.fromkeys("FCX", ENDED),
 }
-WORDS = {"Q": "queued", "H": "held", "R": "running", "E": "exiting", "F": "finished"}
+WORDS = {
+    "Q": "queued",
+    "H": "held",
+    "B": "begun",
+    "R": "running",
+    "E": "exiting",
+    "F": "finished",
+    "X": "finished",
+}
 
 _PLAIN = re.compile(r"[\w./+=@^%-]+", re.ASCII)  # of a path
+_TASK = re.compile(r"\d+\[(\d+)\]")  # id of a task of an array
 
 JOB_KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME in pbs_error.h
+FAILED = ("91", "93")  # of substate: ended by qdel; ended, and not all of its tasks well
 SIGNAL_OFFSET = 256  # PBS adds it to the number of the signal that ended the job
 
 
@@ -64,7 +77,7 @@ class Pbs(Dialect):
 
     def directives(self, job: Job, site: Site) -> list[str]:
         """See ``Dialect``."""
-        lines = [f"-N {job.name[: site.name_limit]}"]
+        lines = [f"-N {job.name}"]
         lines += [f"-q {job.queue}"] if job.queue else []
         lines += [f"-A {job.account}"] if job.account else []
         lines.append(f"-l select={self._select(job, site)}")
@@ -108,6 +121,14 @@ class Pbs(Dialect):
             )
         return Command((*words, script))
 
+    def log_path(self, log: str, job: Job, job_id: str, task: str = "") -> Path:
+        """See ``Dialect``."""
+        if _PLAIN.fullmatch(log):
+            return super().log_path(log, job, job_id, task)
+        number = re.match(r"\d+", job_id)
+        name = f"{job.name}.o{number[0] if number else job_id}"
+        return Path.cwd() / (f"{name}.{task}" if task else name)
+
     def read_id(self, output: str) -> str | None:
         """See ``Dialect``."""
         found = re.findall(r"^\d+(?:\[\])?(?:\.[\w.-]+)?$", output, re.MULTILINE)
@@ -117,14 +138,16 @@ class Pbs(Dialect):
         """See ``Dialect``.
 
         PBS writes JSON that is none where a variable of the job holds a quote; then its text has to
-        do. ``-x`` knows finished jobs, and Torque does not know ``-x``.
+        do. ``-x`` knows finished jobs where PBS remembers them, and Torque does not know ``-x``.
+        ``-t`` tells of the tasks of an array; the array itself always ends with 0.
         """
         if self.wraps_slurm:
             return slurm.Slurm().queries(job_id)
+        words = ("-t", "-f") if "[]" in job_id else ("-f",)
         return (
-            Query(Command(("qstat", "-x", "-f", "-F", "json", job_id)), read_json),
-            Query(Command(("qstat", "-x", "-f", job_id)), read_text),
-            Query(Command(("qstat", "-f", job_id)), read_text),
+            Query(Command(("qstat", "-x", *words, "-F", "json", job_id)), read_json),
+            Query(Command(("qstat", "-x", *words, job_id)), read_text),
+            Query(Command(("qstat", *words, job_id)), read_text),
         )
 
     def delete(self, job_ids: Sequence[str]) -> Command:
@@ -138,27 +161,55 @@ def read_json(output: str) -> State | None:
         jobs = json.loads(output)["Jobs"]
     except (ValueError, KeyError, TypeError):
         return None
-    return next((_state({k: str(v) for k, v in job.items()}) for job in jobs.values()), None)
+    return _read({name: {k: str(v) for k, v in job.items()} for name, job in jobs.items()})
 
 
 def read_text(output: str) -> State | None:
     """The state in what ``qstat -f`` wrote."""
-    unfolded = output.replace("\n\t", "")
-    found = re.findall(r"^\s+([\w.]+) = (.*)$", unfolded, re.MULTILINE)
-    return _state(dict(reversed(found)))  # the first counts: a variable may hold such lines, too
+    if "Unknown Job Id" in output:
+        return State(GONE)
+    _, *parts = re.split(r"^Job Id: *(\S+)$", output.replace("\n\t", ""), flags=re.MULTILINE)
+    jobs: dict[str, dict[str, str]] = {}
+    for name, part in zip(parts[::2], parts[1::2], strict=True):
+        found = re.findall(r"^\s+([\w.]+) = (.*)$", part, re.MULTILINE)
+        # The first counts: a variable may hold such lines, too.
+        jobs.setdefault(name, dict(reversed(found)))
+    return _read(jobs)
 
 
-def _state(values: Mapping[str, str]) -> State | None:
+def _read(jobs: Mapping[str, Mapping[str, str]]) -> State | None:
+    """The state of the first job, or of the array that the first is and the others are tasks of."""
+    tasks: dict[str, State] = {}
+    whole: list[State] = []
+    for name, values in jobs.items():
+        match = _TASK.match(name)
+        state = _state(values, match[1] if match else "")
+        if state and match:
+            tasks[match[1]] = state
+        elif state:
+            whole.append(state)
+    if tasks:
+        return of_array(tasks, whole[0].phase if whole else None)
+    return whole[0] if whole else None
+
+
+def _state(values: Mapping[str, str], task: str) -> State | None:
     letter = values.get("job_state", "")
     if letter not in PHASES:
         return None
     phase = PHASES[letter]
     path = values.get("Output_Path", "").partition(":")[2]
+    path = path.replace("^array_index^", task)  # as PBS names the log of each task
     status = values.get("Exit_status", values.get("exit_status"))
+    if letter == "F" and not status and "stime" not in values:
+        return NEVER_RAN
+    code = exit_code(int(status)) if phase == ENDED and status else None
+    if phase == ENDED and values.get("substate") in FAILED:
+        code = code or 1
     return State(
         phase,
         " ".join(filter(None, (WORDS.get(letter, letter), _why(phase, values)))),
-        exit_code(int(status)) if phase == ENDED and status else None,
+        code,
         (Path(path),) if path else (),
     )
 

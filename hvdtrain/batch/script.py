@@ -17,7 +17,9 @@ WIDTH = 92  # of a line of the command, before the backslash
 Lines = list[str]
 
 
-def script_text(job: Job, dialect: Dialect, site: Site, chain: str = "") -> str:
+def script_text(
+    job: Job, dialect: Dialect, site: Site, chain: str = "", exit_file: str = ""
+) -> str:
     """The whole script; pure, so that it can be compared with one that is known to be right.
 
     Args:
@@ -25,12 +27,15 @@ def script_text(job: Job, dialect: Dialect, site: Site, chain: str = "") -> str:
         dialect: the batch system.
         site: what else its directives need.
         chain: path of the file in which the jobs of a chain leave word to one another.
+        exit_file: path of the file that the exit code goes to, but for a dot and a number; empty:
+            nobody follows the job.
     """
     comments = [f"# {line}".rstrip() for line in job.comment.splitlines()]
     blocks = [
         [dialect.shebang, *comments, *dialect.directives(job, site)],
         list(dialect.place),
         _variables(job, dialect),
+        _exit_code(job, exit_file) if exit_file else [],
         _environment(job, site),
         _end_of_job(job) if dialect.in_job else [],
     ]
@@ -79,6 +84,16 @@ def _end_of_job(job: Job) -> Lines:
         "# TERM is for the ranks, which save. Without a trap this shell would end at once, and the",
         "# job with it.",
         "trap : TERM",
+    ]
+
+
+def _exit_code(job: Job, file: str) -> Lines:
+    number = f"${TASK}" if job.array else "${SLURM_JOB_ID:-${PBS_JOBID%%.*}}"
+    return [
+        "# How this ends, for who follows it: PBS may forget a job at once. Empty: it was killed.",
+        f'HVDTRAIN_EXIT=$(realpath -m -- {quote(file)})."{number}"',
+        ': > "$HVDTRAIN_EXIT"',
+        """trap 'echo "$?" > "$HVDTRAIN_EXIT"' EXIT""",
     ]
 
 

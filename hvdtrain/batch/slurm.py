@@ -8,6 +8,8 @@ from pathlib import Path
 
 from hvdtrain.batch.dialect import (
     ENDED,
+    GONE,
+    NEVER_RAN,
     RUNNING,
     SIGNALLED,
     WAITING,
@@ -15,6 +17,7 @@ from hvdtrain.batch.dialect import (
     Dialect,
     Query,
     State,
+    of_array,
 )
 from hvdtrain.batch.job import Job, memory_megabytes
 from hvdtrain.batch.site import Site
@@ -74,19 +77,16 @@ class Slurm(Dialect):
 
 
 def read(output: str) -> State | None:
-    """The state in what ``scontrol show job -o`` wrote: one line for the job or for each task.
-
-    An array has ended when all its tasks have; its exit code is the largest of theirs.
-    """
-    states = [state for line in output.splitlines() if (state := _read_line(line))]
-    if not states:
-        return None
-    details = sorted({state.detail for state in states})
-    phases = {state.phase for state in states}
-    phase = next(phase for phase in (RUNNING, WAITING, ENDED) if phase in phases)
-    logs = tuple(dict.fromkeys(log for state in states for log in state.logs))
-    codes = [state.exit_code or 0 for state in states]
-    return State(phase, ", ".join(details), max(codes) if phase == ENDED else None, logs)
+    """The state in what ``scontrol show job -o`` wrote: one line for the job or for each task."""
+    if "Invalid job id specified" in output:
+        return State(GONE)
+    lines = {line: state for line in output.splitlines() if (state := _read_line(line))}
+    tasks = {
+        match[1]: state
+        for line, state in lines.items()
+        if (match := re.search(r" ArrayTaskId=(\S+)", line))
+    }
+    return of_array(tasks) if tasks else next(iter(lines.values()), None)
 
 
 def _read_line(line: str) -> State | None:
@@ -95,6 +95,8 @@ def _read_line(line: str) -> State | None:
     if word is None:
         return None
     phase = PHASES.get(word[1], ENDED)
+    if word[1] == "CANCELLED" and re.search(r" NodeList=(\(null\))? ", line):
+        return NEVER_RAN
     why = word[2] if phase == WAITING and word[2] not in (None, "None") else ""
     log = re.search(r" StdOut=(.*?)(?: [A-Z]\w*=|\s*$)", line)
     code = re.search(r"\bExitCode=(\d+):(\d+)", line)

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.batch import arguments, chain
 from hvdtrain.batch.check import check_script
-from hvdtrain.batch.dialect import Dialect
-from hvdtrain.batch.follow import follow
+from hvdtrain.batch.dialect import ENDED, GONE, Dialect, State
+from hvdtrain.batch.follow import Submitted, ask, follow
 from hvdtrain.batch.job import Job
 from hvdtrain.batch.local import Local
 from hvdtrain.batch.pbs import Pbs
@@ -46,8 +47,11 @@ def run_verb(given: argparse.Namespace) -> Report:
         raise UsageError("--follow, --chain and --array need a batch system")
     if problems := check_script(script_text(job, dialect, site)):
         raise UsageError(f"the script would not do what it says: {'; '.join(problems)}")
+    if job.after and not given.dry_run:
+        _check_after(dialect, job.after)
     files = _free_files(given.logs, job.name, dialect.suffix, reserve=not given.dry_run)
-    text = script_text(job, dialect, site, str(files.chain))
+    exit_file = str(files.exit) if given.follow else ""
+    text = script_text(job, dialect, site, str(files.chain), exit_file)
     try:
         command = dialect.submit(str(files.script), str(files.log()), array=job.array, after=None)
     except UsageError:
@@ -60,17 +64,26 @@ def run_verb(given: argparse.Namespace) -> Report:
     files.script.write_bytes(os.fsencode(text))
     if not dialect.in_job:
         return Report(command.show(), {"ok": True, "script": str(files.script)})
-    ids = _submit(job, dialect, files)
-    logs = [str(files.log(link)) for link in range(len(ids))]
-    log.info("script: %s\nlog:    %s", files.script, logs[0])
-    log.info("cancel: %s", dialect.delete(ids).show())
+    jobs = _submit(job, dialect, files)
+    ids = [one.id for one in jobs]
+    logs = [str(path) for one in jobs for path in one.logs.values()]
+    log.info("script: %s\nlog:    %s", files.script, " ... ".join(logs[:: len(logs) - 1 or 1]))
+    # The last first: PBS takes those that wait for a job away with it.
+    log.info("cancel: %s", dialect.delete(ids[::-1]).show())
     data = {"ok": True, "jobs": ids, "script": str(files.script), "logs": logs}
     if not given.follow:
         return Report("\n".join(ids), data)
     out = sys.stderr if given.json else sys.stdout
-    ended = follow(dialect, ids, files.chain if job.chain else None, out)
+    ended = follow(dialect, jobs, files.exit, files.chain if job.chain else None, out)
     answer = {"ok": ended.code == 0, "state": ended.state, "exit_code": ended.code}
-    return Report("", {**data, **answer}, ended.code)
+    if ended.tasks:
+        answer["tasks"] = {number: _shown(task) for number, task in ended.tasks.items()}
+    return Report("", {**data, **answer}, 1 if ended.code is None else ended.code)
+
+
+def _shown(task: State) -> dict[str, Any]:
+    logs = [str(path) for path in task.logs]
+    return {"state": task.detail, "exit_code": task.exit_code, "log": logs[0] if logs else None}
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,11 @@ class Files:
     def chain(self) -> Path:
         """What the jobs of a chain tell one another."""
         return self.directory / f"{self.stem}.chain"
+
+    @property
+    def exit(self) -> Path:
+        """Where a job leaves its exit code, but for its number."""
+        return self.directory / f"{self.stem}.exit"
 
     def log(self, link: int = 0) -> Path:
         """What the job writes, or the job of a chain that comes after ``link`` others."""
@@ -138,27 +156,46 @@ def choose(name: str | None, environ: Mapping[str, str]) -> Dialect:
     return Slurm() if name == "slurm" else Local()
 
 
-def _submit(job: Job, dialect: Dialect, files: Files) -> list[str]:
-    """Hand the script in, for a chain several times; the ids of the jobs.
+def _submit(job: Job, dialect: Dialect, files: Files) -> list[Submitted]:
+    """Hand the script in, for a chain several times.
 
     Raises:
         HvdtrainError: the first was refused.
     """
-    ids: list[str] = []
+    jobs: list[Submitted] = []
     for _ in range(max(1, job.chain)):
-        path = str(files.log(len(ids)))
-        previous = ids[-1] if ids else None
+        path = str(files.log(len(jobs)))
+        previous = jobs[-1].id if jobs else None
         command = dialect.submit(str(files.script), path, array=job.array, after=previous)
         result = run(command, timeout=ANSWER)
         found = dialect.read_id(result.output) if result.ok else None
         if found is None:
             said = " ".join(result.output.split())[-600:] or f"exit code {result.exit_code}"
-            if ids:  # many sites let a user have so many jobs and no more
-                log.warning("only %d of %d jobs were taken: %s", len(ids), job.chain, said)
+            if jobs:  # many sites let a user have so many jobs and no more
+                log.warning("only %d of %d jobs were taken: %s", len(jobs), job.chain, said)
                 break
             hint = "; is this a login node?" if result.exit_code == NOT_FOUND else ""
             raise HvdtrainError(f"{command.argv[0]} did not take {files.script}: {said}{hint}")
-        ids.append(found)
+        numbers = job.tasks or [chain.number(found)]
+        paths = [dialect.log_path(path, job, found, task) for task in job.tasks or [""]]
+        jobs.append(Submitted(found, dict(zip(numbers, paths, strict=True))))
         if job.chain:
             chain.write(files.chain, event="link", job=found)
-    return ids
+    return jobs
+
+
+def _check_after(dialect: Dialect, job: str) -> None:
+    """Refuse to wait for what will not come: PBS takes such a job and drops it without a word.
+
+    Raises:
+        UsageError: there is no such job, or it has ended, and not well.
+    """
+    state, _ = ask(dialect, job)
+    if state and state.phase == GONE:
+        raise UsageError(
+            f"--after {job}: {dialect.name} knows no such job (any more); where it ended well, "
+            "leave the option out"
+        )
+    if state and state.phase == ENDED and (state.exit_code or not state.ran):
+        how = f"ended with exit code {state.exit_code}" if state.ran else f"was {state.detail}"
+        raise UsageError(f"--after {job}: it {how}, and this job would wait for its good end")

@@ -170,11 +170,16 @@ def test_json_is_all_there_is_on_standard_output(user: User) -> None:
 
 def test_an_array_has_a_log_for_each_task(user: User) -> None:
     words = ("--scheduler", "pbs", "--walltime", "0:05:00", "--follow", "--array", "3-4")
-    program = "import sys; print('task', sys.argv[1])"
-    outcome = user.submits(*words, "--name", "tasks", "--", "python", "-c", program, "$TASK")
-    for task in ("3", "4"):
-        log = (user.directory / "hvdtrain-jobs" / f"tasks-1.log.{task}").read_text()
-        assert log.count(f"task {task}") == 2
+    program = "import sys; print('task', sys.argv[1]); sys.exit(3 * (sys.argv[1] == '4'))"
+    words = (*words, "--name", "tasks", "--", "python", "-c", program, "$TASK")
+    outcome = user.submits(*words, code=3)
+    # Of the failed one only the first rank is sure to have spoken.
+    for task, word, code, spoke in (("3", "completed", 0, 2), ("4", "failed", 3, 1)):
+        log = f"{user.directory}/hvdtrain-jobs/tasks-1.log.{task}"
+        assert f"task {task}: {word}, exit code {code}; log {log}\n" in outcome.err
+        left = (user.directory / "hvdtrain-jobs" / f"tasks-1.exit.{task}").read_text()
+        assert left == f"{code}\n"
+        assert Path(log).read_text().count(f"task {task}\n") >= spoke
         assert f"task {task}" in outcome.out
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.batch import pbs, slurm
-from hvdtrain.batch.dialect import ENDED, RUNNING, WAITING, Dialect, State
+from hvdtrain.batch.dialect import ENDED, GONE, NEVER_RAN, RUNNING, WAITING, Dialect, State
 from hvdtrain.batch.local import Local
 from hvdtrain.batch.pbs import Pbs
 from hvdtrain.batch.slurm import Slurm
@@ -75,6 +75,12 @@ def test_questions_and_deletions() -> None:
         "qstat -f 7.s",
     ]
     assert [q.command.show() for q in Slurm().queries("7")] == ["scontrol show job -o 7"]
+    # Of an array, its tasks.
+    assert [query.command.show() for query in Pbs().queries("8[].s")] == [
+        "qstat -x -t -f -F json '8[].s'",
+        "qstat -x -t -f '8[].s'",
+        "qstat -t -f '8[].s'",
+    ]
     # The qstat that comes with Slurm knows neither -x nor exit codes.
     wrapped = Pbs(wraps_slurm=True).queries("7")
     assert [q.command.show() for q in wrapped] == ["scontrol show job -o 7"]
@@ -119,16 +125,36 @@ def test_slurm_states(state: str, reason: str, code: str, expected: State) -> No
 
 
 def test_a_slurm_array_ends_with_its_last_task() -> None:
-    first = SLURM_LINE.format(state="FAILED", reason="NonZeroExitCode", code="2:0")
-    second = SLURM_LINE.format(state="RUNNING", reason="None", code="0:0").replace(".o1", ".o2")
+    first, second = (
+        SLURM_LINE.format(**values)
+        .replace("JobId=1 ", f"JobId={task} ArrayJobId=1 ArrayTaskId={task} ")
+        .replace(".o1", f".o{task}")
+        for task, values in (
+            (1, {"state": "FAILED", "reason": "NonZeroExitCode", "code": "2:0"}),
+            (2, {"state": "RUNNING", "reason": "None", "code": "0:0"}),
+        )
+    )
     logs = (Path("/w/a b.o1"), Path("/w/a b.o2"))
-    assert slurm.read(first + second) == State(RUNNING, "failed, running", None, logs)
+    tasks = {
+        "1": State(ENDED, "failed", 2, logs[:1]),
+        "2": State(RUNNING, "running", None, logs[1:]),
+    }
+    assert slurm.read(first + second) == State(RUNNING, "failed, running", None, logs, tasks=tasks)
+    tasks["2"] = State(ENDED, "completed", 0, logs[1:])
     second = second.replace("RUNNING", "COMPLETED")
-    assert slurm.read(first + second) == State(ENDED, "completed, failed", 2, logs)
+    assert slurm.read(first + second) == State(ENDED, "completed, failed", 2, logs, tasks=tasks)
 
 
 def test_slurm_knows_no_such_job() -> None:
-    assert slurm.read("slurm_load_jobs error: Invalid job id specified\n") is None
+    assert slurm.read("slurm_load_jobs error: Invalid job id specified\n") == State(GONE)
+
+
+def test_a_slurm_job_that_was_cancelled_before_it_ran() -> None:
+    line = SLURM_LINE.format(state="CANCELLED", reason="Priority", code="0:0")
+    assert slurm.read(line.replace("Command=", "NodeList= NumNodes=1 Command=")) == NEVER_RAN
+    ran = slurm.read(line.replace("Command=", "NodeList=n1 BatchHost=n1 Command="))
+    assert ran is not None
+    assert ran.ran
 
 
 PBS_JSON = """{
@@ -187,6 +213,67 @@ def test_pbs_text(letter: str, expected: tuple[str, str]) -> None:
     assert pbs.read_text(PBS_TEXT % letter) == State(*expected, None, (LONG_LOG,))
 
 
+PBS_ARRAY = """Job Id: 8[].pbs1
+    Job_Name = f
+    job_state = F
+    Output_Path = login:/home/u/hvdtrain-jobs/f-1.log.^array_index^
+    substate = 93
+    comment = Job Array Began at Sat Nov 21 at 10:00 and failed
+    array = True
+    Exit_status = 0
+
+Job Id: 8[1].pbs1
+    Job_Name = f
+    job_state = F
+    Output_Path = login:/home/u/hvdtrain-jobs/f-1.log.^array_index^
+    stime = Sat Nov 21 10:00:00 2026
+    Exit_status = 0
+
+Job Id: 8[2].pbs1
+    Job_Name = f
+    job_state = F
+    Output_Path = login:/home/u/hvdtrain-jobs/f-1.log.^array_index^
+    stime = Sat Nov 21 10:00:00 2026
+    Exit_status = 3
+    Variable_List = PBS_O_HOME=/home/u,NASTY=x
+    Exit_status = 0
+"""
+
+
+def test_a_pbs_array_ends_as_its_tasks_do() -> None:
+    """PBS itself says 0 of it, whatever they did."""
+    logs = tuple(Path(f"/home/u/hvdtrain-jobs/f-1.log.{task}") for task in (1, 2))
+    tasks = {
+        "1": State(ENDED, "finished", 0, logs[:1]),
+        "2": State(ENDED, "finished", 3, logs[1:]),
+    }
+    assert pbs.read_text(PBS_ARRAY) == State(ENDED, "finished", 3, logs, tasks=tasks)
+    found = pbs.read_text(PBS_ARRAY.replace("job_state = F", "job_state = B", 1))
+    assert found is not None
+    assert (found.phase, found.exit_code) == (RUNNING, None)
+    # Without -t there is only this to go by.
+    alone = pbs.read_text(PBS_ARRAY.partition("\n\n")[0])
+    assert alone is not None
+    assert alone.exit_code == 1
+
+
+def test_a_pbs_array_as_json() -> None:
+    tasks = ",".join(
+        f'"8[{task}].pbs1": {{"job_state": "F", "stime": "x", "Exit_status": {code}}}'
+        for task, code in enumerate((0, 3), 1)
+    )
+    parent = '"8[].pbs1": {"job_state": "F", "stime": "x", "Exit_status": 0, "substate": 93}'
+    found = pbs.read_json(f'{{"Jobs": {{{parent},{tasks}}}}}')
+    assert found is not None
+    assert found.exit_code == 3
+    assert {number: task.exit_code for number, task in found.tasks.items()} == {"1": 0, "2": 3}
+
+
+def test_a_pbs_job_that_was_deleted_before_it_ran() -> None:
+    assert pbs.read_text(PBS_TEXT % "F") == NEVER_RAN
+    assert pbs.read_json(PBS_JSON.replace(',\n            "Exit_status":%d', "")) == NEVER_RAN
+
+
 def test_torque_spells_the_exit_code_otherwise() -> None:
     text = (PBS_TEXT % "C") + "    exit_status = 3\n"
     found = pbs.read_text(text)
@@ -195,6 +282,8 @@ def test_torque_spells_the_exit_code_otherwise() -> None:
 
 
 def test_a_job_that_pbs_has_forgotten() -> None:
+    assert pbs.read_text("qstat: Unknown Job Id 12.server\n") == State(GONE)
+    assert pbs.read_text("qstat: PBS is not configured to maintain job history\n") is None
     assert pbs.read_text("qstat: 12.server Job has finished, use -x or -H\n") is None
 
 

@@ -176,11 +176,6 @@ def test_a_quality_of_service_is_called_a_queue() -> None:
     assert "#SBATCH --qos=debug" in Slurm().directives(job, Site(queue_is_qos=True))
 
 
-def test_a_name_is_cut_where_the_site_says() -> None:
-    job = Job(("x",), 60, name="a_name_of_twenty_two")
-    assert Pbs().directives(job, Site(name_limit=15))[0] == "#PBS -N a_name_of_twent"
-
-
 @pytest.mark.parametrize("dialect", [Pbs(), Slurm(), Local()])
 @pytest.mark.parametrize("job", [FULL, CHAIN])
 def test_our_own_scripts_have_no_problem(job: Job, dialect: Dialect) -> None:

@@ -203,10 +203,90 @@ def test_site_defaults_and_options_that_win_over_them(capsys: Captured) -> None:
     assert "hvdtrain launch -n 18 --ppn 2 --" in text
 
 
+def test_a_name_is_cut_where_the_site_says(capsys: Captured) -> None:
+    Path("site.yaml").write_text("name_limit: 15\n")
+    words = ("--site", "site.yaml", "--name", "a_name_of_twenty_two", "--dry-run")
+    assert submit(*PBS, *words, "--", "x") == 0
+    assert "#PBS -N a_name_of_twent\n" in capsys.readouterr().out
+
+
 def test_without_a_batch_system_the_script_is_written(capsys: Captured) -> None:
     assert submit("--scheduler", "none", "--ppn", "2", "--", "x", "a b") == 0
     assert capsys.readouterr().out == "bash hvdtrain-jobs/x-1.sh\n"
     assert Path("hvdtrain-jobs/x-1.sh").read_text().endswith("    x 'a b'\n")
+
+
+# What a PBS with history answered of an array, one of whose tasks failed, and of other jobs.
+QSTAT = """for job; do :; done
+case $* in
+    *json*|"-f "*) exit 1 ;;
+    *-t*"8[].s") state=F ;;
+    *) echo "qstat: Unknown Job Id $job" >&2; exit 153 ;;
+esac
+printf 'Job Id: 8[].s\\n    job_state = F\\n    substate = 93\\n    Exit_status = 0\\n'
+for task in 1 2; do
+    printf 'Job Id: 8[%s].s\\n    job_state = F\\n' $task
+    printf '    Output_Path = s:hvdtrain-jobs/x-1.log.^array_index^\\n    stime = Sat Nov 21\\n'
+    printf '    Exit_status = %s\\n' $((3 * task - 3))
+    echo "task $task" > hvdtrain-jobs/x-1.log.$task
+done
+"""
+
+
+def test_a_failed_task_of_an_array_fails_the_job(bin_directory: Path, capsys: Captured) -> None:
+    program(bin_directory, "qsub", "echo '8[].s'")
+    program(bin_directory, "qstat", QSTAT)
+    assert submit(*PBS, "--array", "1-2", "--follow", "--json", "--", "x") == 3
+    streams = capsys.readouterr()
+    answer = json.loads(streams.out)
+    logs = [f"hvdtrain-jobs/x-1.log.{task}" for task in (1, 2)]
+    assert (answer["ok"], answer["exit_code"], answer["logs"]) == (False, 3, logs)
+    assert answer["tasks"] == {
+        "1": {"state": "finished", "exit_code": 0, "log": logs[0]},
+        "2": {"state": "finished", "exit_code": 3, "log": logs[1]},
+    }
+    assert "task 1\ntask 2\n" in streams.err
+
+
+def test_a_job_to_wait_for_that_does_not_exist(bin_directory: Path, capsys: Captured) -> None:
+    program(bin_directory, "qsub", "echo 9.s")
+    program(bin_directory, "qstat", QSTAT)
+    assert "--after 9999: pbs knows no such job" in refusal(
+        capsys, *PBS, "--after", "9999", "--", "x"
+    )
+    finished = "echo 'Job Id: 7.s'; echo '    job_state = F'"
+    program(bin_directory, "qstat", f"{finished}; echo '    Exit_status = 3'")
+    words = (*PBS, "--after", "7", "--", "x")
+    assert "--after 7: it ended with exit code 3" in refusal(capsys, *words)
+    program(bin_directory, "qstat", finished)
+    assert "it was deleted before it ran" in refusal(capsys, *words)
+    assert list(Path.cwd().iterdir()) == []
+    program(bin_directory, "qstat", "exit 255")  # who does not answer does not refuse
+    assert submit(*words) == 0
+
+
+def test_a_directory_that_pbs_cannot_be_told(bin_directory: Path, capsys: Captured) -> None:
+    """Its log goes where PBS puts it by default: that is the one to name."""
+    program(bin_directory, "qsub", "echo '9[].s'")
+    words = ("--logs", "lo gs: a,b", "--name", "f", "--json")
+    assert submit(*PBS, *words, "--array", "1-2", "--", "x") == 0
+    here = Path.cwd()
+    assert json.loads(capsys.readouterr().out)["logs"] == [f"{here}/f.o9.{n}" for n in (1, 2)]
+    program(bin_directory, "qsub", "echo 9.s")
+    assert submit(*PBS, *words, "--", "x") == 0
+    assert json.loads(capsys.readouterr().out)["logs"] == [f"{here}/f.o9"]
+
+
+def test_a_job_that_is_followed_leaves_its_exit_code(capsys: Captured) -> None:
+    for more, number in (
+        ((), "${SLURM_JOB_ID:-${PBS_JOBID%%.*}}"),
+        (("--array", "1-2"), "$TASK"),
+    ):
+        assert submit(*PBS, *more, "--follow", "--dry-run", "--", "x") == 0
+        text = capsys.readouterr().out
+        assert f'realpath -m -- hvdtrain-jobs/x-1.exit)."{number}"' in text
+    assert submit(*PBS, "--dry-run", "--", "x") == 0
+    assert "HVDTRAIN_EXIT" not in capsys.readouterr().out
 
 
 QSUB = """for script; do :; done
