@@ -6,8 +6,8 @@ gives up, a quarter of an hour and more; Open MPI's daemons look after eight min
 The lines form a tree: rank 0 holds one to the first rank of each other host, and the first rank of
 each host one to the others on it. Nothing is sent on them until the end. Between hosts the kernels
 keep them alive, so a process is not mistaken for a lost one while it computes, waits for a disk,
-or is suspended. One thread a process sleeps until a line breaks, and then acts by itself: the main
-thread may be waiting in a collective.
+or is suspended. Threads of their own sleep until a line breaks, and then act by themselves: the
+main thread may be waiting in a collective.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ PATIENCE = 5.0  # seconds for mpirun to end this process once a rank has told wh
 # Who loses rank 0 waits so many seconds times its own rank, at most LAST, before it says so: others
 # have lost it too, and where mpirun ends all ranks in order rank 0 is the first to go.
 STAGGER, LAST = 0.5, 6
+BREATH = 0.1  # seconds before the next call is taken, where one could not be
 
 DONE, SPOKEN = b".", b"!"  # a rank's last word: it ends in order; it fails, and has told why
 
@@ -89,13 +90,14 @@ class Lifeline:
         self.secret = secrets.token_bytes(2 * meeting.KEY)  # rank 0's is everyone's
         self.selector = selectors.DefaultSelector()
         self.listeners: dict[str, socket.socket] = {}
-        self.callers = 0  # ranks that have yet to call
+        self.absent = 0  # ranks that have yet to call
+        self.callers: list[meeting.Caller] = []  # whose lines are not confirmed yet
         if rank == 0 and len(set(places)) > 1:
             self.listeners["far"] = meeting.listen()
-            self.callers += len(set(places)) - 1
+            self.absent += len(set(places)) - 1
         if rank == self.first and places.count(places[rank]) > 1:
             self.listeners["near"] = meeting.listen_locally()
-            self.callers += places.count(places[rank]) - 1
+            self.absent += places.count(places[rank]) - 1
 
     def invitation(self) -> bytes:
         """What the other ranks need to call this one, as JSON."""
@@ -110,7 +112,7 @@ class Lifeline:
         return json.dumps(told).encode()
 
     def join(self, invitations: Sequence[bytes]) -> None:
-        """Connect and watch, in a thread of its own; ``invitations`` are all ranks', by rank."""
+        """Connect and watch, in threads of their own; ``invitations`` are all ranks', by rank."""
         root = json.loads(invitations[0])
         self.secret = bytes.fromhex(root["secret"])
         targets: list[meeting.Address] = []
@@ -118,8 +120,13 @@ class Lifeline:
             targets = [bytes.fromhex(json.loads(invitations[self.first])["name"])]
         elif self.rank != 0:
             targets = [(address, root["port"]) for address in root["addresses"]]
-        arguments = (targets, 0 if self.rank == self.first else self.first)
-        threading.Thread(target=self._live, args=arguments, name="lifeline", daemon=True).start()
+        up = 0 if self.rank == self.first else self.first
+        if targets:
+            threading.Thread(
+                target=self._call, args=(targets, up), name="lifeline", daemon=True
+            ).start()
+        if self.listeners:
+            threading.Thread(target=self._serve, name="lifelines", daemon=True).start()
 
     def last_word(self, code: int) -> None:
         """Tell the others that this rank is about to end with ``code``."""
@@ -130,47 +137,88 @@ class Lifeline:
 
     def close(self) -> None:
         """Close this process's end of all lines."""
-        for connection in (*self.listeners.values(), *(line.socket for line in self.lines)):
+        callers = [caller.socket for caller in self.callers]
+        lines = [line.socket for line in self.lines]
+        for connection in (*self.listeners.values(), *callers, *lines):
             connection.close()
         self.lines.clear()
 
-    def _live(self, targets: Sequence[meeting.Address], up: int) -> None:
-        """What the thread does: call the rank ``up`` at one of ``targets``, then listen."""
+    def _call(self, targets: Sequence[meeting.Address], up: int) -> None:
+        """Call the rank ``up`` at one of ``targets``, and listen to it: a thread's work."""
         connection = meeting.call(targets, self.rank, self.secret)
         if connection:
-            self._hold(connection, up)
-        elif targets and self.word is None:
+            self._hear(self._hold(connection, up))
+        elif self.word is None:
             log.warning(
                 "rank %d on %s cannot reach rank %d on %s by TCP: if a host is lost, it may take "
                 "long to be noticed",
                 *(self.rank, self._host(self.rank), up, self._host(up)),
             )
+
+    def _serve(self) -> None:
+        """Answer all callers side by side, and listen to those that are held: a thread's work."""
         for listener in self.listeners.values():
             self.selector.register(listener, selectors.EVENT_READ)
         while True:
-            for key, _ in self.selector.select():
+            for key, _ in self.selector.select(meeting.HELLO if self.callers else None):
                 if isinstance(key.data, Line):
+                    self.selector.unregister(key.data.socket)
                     self._hear(key.data)
-                elif called := meeting.answer(key.fileobj, self.secret):  # type: ignore[arg-type]
-                    self._hold(*called)
-                    self._close_doors()
+                elif isinstance(key.data, meeting.Caller):
+                    self._attend(key.data)
+                else:
+                    self._accept(key.fileobj)  # type: ignore[arg-type]
+            for caller in [caller for caller in self.callers if caller.is_late()]:
+                self._part(caller)
+                caller.socket.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            caller = meeting.answer(listener, self.secret)
+        except OSError as error:
+            log.debug("a call that cannot be taken: %s", error)
+            time.sleep(BREATH)
+        else:
+            self.callers.append(caller)
+            self.selector.register(caller.socket, selectors.EVENT_READ, caller)
+
+    def _attend(self, caller: meeting.Caller) -> None:
+        """Read what ``caller`` says; hold its line once it is confirmed."""
+        try:
+            confirmed = caller.hear()
+        except OSError as error:
+            log.debug("a call that was none: %s", error)
+            self._part(caller)
+            caller.socket.close()
+            return
+        if confirmed and caller.rank is not None:
+            self._part(caller)
+            caller.socket.setblocking(True)
+            line = self._hold(caller.socket, caller.rank)
+            self.selector.register(line.socket, selectors.EVENT_READ, line)
+            self._close_doors()
+
+    def _part(self, caller: meeting.Caller) -> None:
+        self.callers.remove(caller)
+        self.selector.unregister(caller.socket)
 
     def _close_doors(self) -> None:
         """Listen no more once all have called that should."""
-        self.callers -= 1
-        if not self.callers:
+        self.absent -= 1
+        if not self.absent:
             for listener in self.listeners.values():
                 self.selector.unregister(listener)
                 listener.close()
 
-    def _hold(self, connection: socket.socket, rank: int) -> None:
+    def _hold(self, connection: socket.socket, rank: int) -> Line:
+        """Take ``connection``, which both sides have confirmed, for the life of ``rank``."""
         if connection.family == socket.AF_INET:
             meeting.keep_alive(connection, IDLE, SILENCE)
         line = Line(connection, rank)
         self.lines.append(line)
         if self.word is not None:  # the training was over before the line was there
             self._send(line, self.word)
-        self.selector.register(connection, selectors.EVENT_READ, line)
+        return line
 
     def _send(self, line: Line, word: bytes) -> None:
         with contextlib.suppress(OSError):  # the other end has gone already
@@ -184,7 +232,6 @@ class Lifeline:
         except OSError as error:
             word, silent = b"", not isinstance(error, ConnectionResetError)
         # It stays open: the other end may live on, and would take the closing for this one's death.
-        self.selector.unregister(line.socket)
         if word == SPOKEN:
             self.last_word(EXIT_FAILURE)
             time.sleep(PATIENCE)

@@ -1,11 +1,19 @@
-"""How two ranks connect for a lifeline: addresses tried one after another, and a secret."""
+"""How two ranks connect for a lifeline: addresses tried one after another, and a secret.
+
+Caller and answerer greet each other with a half of the secret each, and the caller confirms that it
+has heard the answer. Before that the line is nobody's life: a caller that has given up, or is no
+rank at all, just closes it. After its answer the answerer waits for as long as it takes, so that
+the caller can rely on the line as soon as it has confirmed.
+"""
 
 from __future__ import annotations
 
 import hmac
 import logging
 import socket
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -13,7 +21,8 @@ log = logging.getLogger(__name__)
 
 CONNECT = 3.0  # seconds for an address to answer; a host may have some that lead nowhere
 ANSWER = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
-HELLO = 2.0  # seconds for a caller to say who it is; it may be no rank at all
+HELLO = 10.0  # seconds for a caller to say who it is; it may be no rank at all
+CONFIRM = b"+"  # what the caller says last
 BACKLOG = 4096  # callers at once: one a host, or one a rank of this host
 KEY = 16  # bytes of each half of the secret: what a caller says, and what it is answered
 RANK = 4  # bytes of a caller's rank
@@ -62,6 +71,7 @@ def call(targets: Iterable[Address], rank: int, secret: bytes) -> socket.socket 
             line.settimeout(ANSWER)
             line.sendall(secret[:KEY] + rank.to_bytes(RANK, "big"))
             if hmac.compare_digest(_receive(line, KEY), secret[KEY:]):
+                line.sendall(CONFIRM)
                 line.settimeout(None)
                 return line
         except OSError as error:
@@ -70,20 +80,59 @@ def call(targets: Iterable[Address], rank: int, secret: bytes) -> socket.socket 
     return None
 
 
-def answer(listener: socket.socket, secret: bytes) -> tuple[socket.socket, int] | None:
-    """Take the next call: its connection and the caller's rank; None: it is no rank of this job."""
+@dataclass
+class Caller:
+    """Somebody who has called, and has not confirmed yet."""
+
+    socket: socket.socket
+    """Of the connection; it does not block."""
+    secret: bytes
+    """Of the job, see ``call``."""
+    since: float = field(default_factory=time.monotonic)
+    """When the call was accepted, in seconds of the monotonic clock."""
+    rank: int | None = None
+    """Who it is, once it has said so."""
+    _heard: bytes = b""
+
+    def hear(self) -> bool:
+        """Read what has come; return whether the line is confirmed.
+
+        Raises:
+            OSError: the caller has closed the line, or is no rank of this job.
+        """
+        wanted = KEY + RANK if self.rank is None else len(CONFIRM)
+        try:
+            more = self.socket.recv(wanted - len(self._heard))
+        except BlockingIOError:
+            return False
+        if not more:
+            raise ConnectionError("closed before it was confirmed")
+        self._heard += more
+        if len(self._heard) < wanted:
+            return False
+        said, self._heard = self._heard, b""
+        if self.rank is not None:
+            return said == CONFIRM
+        if not hmac.compare_digest(said[:KEY], self.secret[:KEY]):
+            raise ConnectionError("not a rank of this job")
+        self.rank = int.from_bytes(said[KEY:], "big")
+        self.socket.sendall(self.secret[KEY:])
+        return False
+
+    def is_late(self) -> bool:
+        """Whether it should have said long ago who it is."""
+        return self.rank is None and time.monotonic() - self.since > HELLO
+
+
+def answer(listener: socket.socket, secret: bytes) -> Caller:
+    """Accept the next call; its line is none before ``Caller.hear`` says so.
+
+    Raises:
+        OSError: it is over already, or this process has no file descriptor left.
+    """
     line, _ = listener.accept()
-    try:
-        line.settimeout(HELLO)
-        hello = _receive(line, KEY + RANK)
-        if hmac.compare_digest(hello[:KEY], secret[:KEY]):
-            line.sendall(secret[KEY:])
-            line.settimeout(None)
-            return line, int.from_bytes(hello[KEY:], "big")
-    except OSError as error:
-        log.debug("a call that was none: %s", error)
-    line.close()
-    return None
+    line.setblocking(False)
+    return Caller(line, secret)
 
 
 def keep_alive(line: socket.socket, idle: int, silence: int) -> None:

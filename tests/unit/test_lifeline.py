@@ -1,0 +1,112 @@
+"""The lines between ranks: whose end is a death, and whose not. In a process that may end by it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.conftest import environment
+
+# Three ranks, each on a host of its own, in one process: what one of them sees is the same.
+HEAD = """
+import logging, os, socket, threading, time
+from hvdtrain.launch import meeting
+from hvdtrain.launch.lifeline import Lifeline
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+places = [(f"h{number}", "") for number in range(3)]
+ranks = [Lifeline(number, places) for number in range(3)]
+told = [one.invitation() for one in ranks]
+port = ranks[0].listeners["far"].getsockname()[1]
+def until(happened):
+    while not happened():
+        time.sleep(0.01)
+def held(*others):
+    until(lambda: {line.rank for line in ranks[0].lines} == set(others))
+"""
+# Long enough for a line that has ended to be heard of.
+TAIL = """
+time.sleep(0.5)
+print("goes on", sorted(line.rank for line in ranks[0].lines))
+os._exit(0)
+"""
+
+
+def run(body: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + body + TAIL],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_who_gave_up_before_rank_0_came_is_not_dead() -> None:
+    code, out, err = run("""
+meeting.ANSWER = 0.2
+ranks[1].join(told)
+until(lambda: not [one for one in threading.enumerate() if one.name == "lifeline"])
+meeting.ANSWER = 30.0
+ranks[0].join(told)
+ranks[2].join(told)
+held(2)
+""")
+    assert (code, out) == (0, "goes on [2]\n"), err
+    assert err.strip() == (
+        "rank 1 on h1 cannot reach rank 0 on h0 by TCP: if a host is lost, it may take long to be "
+        "noticed"
+    )
+
+
+def test_who_is_answered_and_then_gives_up_is_not_dead() -> None:
+    code, out, err = run("""
+ranks[0].join(told)
+line = socket.create_connection(("127.0.0.1", port))
+line.sendall(ranks[0].secret[:meeting.KEY] + (1).to_bytes(meeting.RANK, "big"))
+assert meeting._receive(line, meeting.KEY) == ranks[0].secret[meeting.KEY:]
+line.close()
+ranks[2].join(told)
+held(2)
+""")
+    assert (code, out, err) == (0, "goes on [2]\n", "")
+
+
+def test_silent_and_foreign_callers_hold_nobody_up() -> None:
+    code, out, err = run("""
+meeting.ANSWER = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
+silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+for line in silent[:5]:
+    line.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n" + bytes(100))
+for one in ranks:
+    one.join(told)
+held(1, 2)
+""")
+    assert (code, out, err) == (0, "goes on [1, 2]\n", "")
+
+
+def test_silent_callers_are_closed() -> None:
+    code, out, err = run("""
+meeting.HELLO = 0.2
+ranks[0].join(told)
+with socket.create_connection(("127.0.0.1", port)) as line:
+    assert line.recv(1) == b""
+ranks[1].join(told)
+ranks[2].join(told)
+held(1, 2)
+""")
+    assert (code, out, err) == (0, "goes on [1, 2]\n", "")
+
+
+def test_a_line_that_both_have_confirmed_and_that_ends_is_a_death() -> None:
+    code, out, err = run("""
+for one in ranks:
+    one.join(told)
+held(1, 2)
+line = next(line for line in ranks[0].lines if line.rank == 2)
+until(lambda: ranks[2].lines)
+ranks[2].lines[0].socket.shutdown(socket.SHUT_WR)
+time.sleep(60)
+""")
+    assert (code, out) == (1, "")
+    assert "rank 2 on h2 has ended without a word: it crashed, or was killed" in err
