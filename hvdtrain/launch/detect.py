@@ -55,6 +55,8 @@ TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # RANK and WORLD_SIZE alone are too commo
 # A launcher's variables count only beside this one.
 MARKS = {"torchrun": TORCHRUN_MARK, "srun": "SLURM_STEP_ID", BY_HAND: "MASTER_ADDR"}
 
+JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")  # in which a batch job has its number
+
 
 @dataclass(frozen=True)
 class Place:

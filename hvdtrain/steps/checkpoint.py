@@ -12,11 +12,14 @@ another name, flushed to disk and renamed, so that a crash leaves the old ones a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
 import logging
+import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +31,7 @@ import safetensors
 import safetensors.numpy
 
 from hvdtrain.errors import CheckpointError, UsageError
+from hvdtrain.files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +40,13 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 FORMAT = 1
 MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
 PREFIX, PARTIAL = "step-", ".partial-"
+NAME = re.compile(PREFIX + r"([0-9]+)(?:\+([0-9]+))?")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What reading a file can raise that anybody may have written or damaged.
+DAMAGE = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, MemoryError, safetensors.SafetensorError),
+)
 
 
 @dataclass(frozen=True)
@@ -72,18 +83,19 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
     partial = directory / f"{PARTIAL}{final.name}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_partial(directory)
         partial.mkdir()
         _write(partial, checkpoint)
         partial.rename(final)
         _flush(directory)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_partial(directory)
         kept = newest_name(directory)
+        remedy = "free some space" if error.errno in FULL else "make the directory writable"
         raise CheckpointError(
             f"the checkpoint of step {step} cannot be written to {directory}: "
             f"{error.strerror or error}. "
-            + (f"{kept} is intact: free some space and run again" if kept else "Free some space")
+            + (f"{kept} is intact: {remedy} and run again" if kept else remedy.capitalize())
         ) from error
     prune(directory, keep, final.name)
     return final
@@ -93,10 +105,8 @@ def _free_name(directory: Path, step: int) -> Path:
     # A second save of one step (after the evaluation, say) gets a name of its own that sorts
     # later: replacing the first would leave a moment without either.
     first = f"{PREFIX}{step:09d}"
-    same = [name for name in _names(directory) if name.partition("+")[0] == first]
-    if not same:
-        return directory / first
-    return directory / f"{first}+{int(same[-1].partition('+')[2] or 0) + 1:02d}"
+    same = [_order(name)[1] for name in _names(directory) if _order(name)[0] == step]
+    return directory / (f"{first}+{same[-1] + 1:02d}" if same else first)
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
@@ -141,9 +151,26 @@ def newest_name(directory: Path) -> str | None:
 
 
 def _names(directory: Path) -> list[str]:
+    """The names of checkpoints under ``directory``, the oldest first."""
     if not directory.is_dir():
         return []
-    return sorted(entry.name for entry in directory.iterdir() if entry.name.startswith(PREFIX))
+    names = (entry.name for entry in directory.iterdir())
+    return sorted((name for name in names if NAME.fullmatch(name)), key=_order)
+
+
+def _order(name: str) -> tuple[int, int]:
+    """Step and number of the save, from the name of a checkpoint."""
+    step, _, number = name.removeprefix(PREFIX).partition("+")
+    return int(step), int(number or 0)
+
+
+def remove_partial(directory: Path) -> None:
+    """Remove what saves that were killed have left; to be called by the one writer alone."""
+    for entry in directory.glob(f"{PARTIAL}{PREFIX}*"):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def load_newest(directory: Path) -> Checkpoint | None:
@@ -155,13 +182,17 @@ def load_newest(directory: Path) -> Checkpoint | None:
         UsageError: checkpoints are there and not one of them can be read.
     """
     names = _names(directory)
+    for stray in sorted(directory.glob(f"{PREFIX}*")) if directory.is_dir() else ():
+        if stray.name not in names:
+            log.warning("%s is not the name of a checkpoint: passed over", stray)
     reasons = []
     for name in reversed(names):
         try:
             return read(directory / name)
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-            reasons.append(f"{name}: {error}")
-            log.warning("checkpoint %s is damaged (%s): passed over", directory / name, error)
+        except DAMAGE as error:
+            reason = f"{type(error).__name__}: {error}"
+            reasons.append(f"{name}: {reason}")
+            log.warning("checkpoint %s is damaged (%s): passed over", directory / name, reason)
     if names:
         raise UsageError(
             f"--checkpoint-dir {directory}: none of its {len(names)} checkpoints can be read "
@@ -176,15 +207,18 @@ def read(folder: Path) -> Checkpoint:
     Raises:
         ValueError: a checksum or the format number is wrong.
         OSError, KeyError: a file or an entry is missing.
+        DAMAGE: anything else is wrong with it.
     """
-    state = json.loads((folder / STATE_FILE).read_bytes())
+    state = json.loads(read_regular(folder / STATE_FILE))
     if state["format"] != FORMAT:
         raise ValueError(f"format {state['format']}, this hvdtrain reads {FORMAT}")
     if _digest_of_state(state) != state["sha256"][STATE_FILE]:
         raise ValueError(f"the checksum of {STATE_FILE} is wrong")
+    if not isinstance(state["step"], int):
+        raise ValueError(f"step {state['step']!r} is no number")
     arrays = {}
     for name in (MODEL_FILE, TRAINING_FILE):
-        data = (folder / name).read_bytes()
+        data = read_regular(folder / name)
         if hashlib.sha256(data).hexdigest() != state["sha256"][name]:
             raise ValueError(f"the checksum of {name} is wrong")
         arrays[name] = safetensors.numpy.load(data)
@@ -195,10 +229,10 @@ def prune(directory: Path, keep: int, saved: str) -> None:
     """Delete all but the newest ``keep`` steps up to ``saved`` and the best evaluation."""
     names = _names(directory)
     for name, later in itertools.pairwise(names):
-        if later.startswith(name.partition("+")[0]):  # of the same step
+        if _order(later)[0] == _order(name)[0]:
             shutil.rmtree(directory / name, ignore_errors=True)
     # A later one was damaged, or this training would have gone on from it: it counts for nothing.
-    names = [name for name in _names(directory) if name <= saved]
+    names = [name for name in _names(directory) if _order(name) <= _order(saved)]
     scores = {name: _score(directory / name) for name in names}
     scored = [name for name in names if scores[name] is not None]
     best = max(scored, key=lambda name: scores[name] or 0.0, default=None)
@@ -209,9 +243,9 @@ def prune(directory: Path, keep: int, saved: str) -> None:
 
 def _score(folder: Path) -> float | None:
     try:
-        metrics = json.loads((folder / STATE_FILE).read_bytes()).get("metrics") or {}
-        return metrics.get("accuracy")
-    except (OSError, ValueError, AttributeError):
+        score = (json.loads(read_regular(folder / STATE_FILE))["metrics"] or {})["accuracy"]
+        return float(score) if type(score) in (int, float) and math.isfinite(score) else None
+    except DAMAGE:
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.adapters.common import CommonAdapter
@@ -10,6 +11,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.files import check_writable
 from hvdtrain.launch import ending
 from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps.directory_lock import DirectoryLock
 from hvdtrain.steps.sharding import Position
 from hvdtrain.training.options import Options
 from hvdtrain.workloads.base import Task
@@ -45,6 +47,7 @@ class Keeper:
         self.options, self.adapter, self.task, self.origin = options, adapter, task, origin
         self.path: str | None = None
         self._saved: tuple[int, bool] | None = None  # step, and whether with an evaluation
+        self._lock: DirectoryLock | None = None
 
     def resume(self) -> Standing:
         """Load the newest checkpoint, as ``--resume`` says; call ``broadcast_state`` after it.
@@ -54,13 +57,13 @@ class Keeper:
 
         Raises:
             UsageError: on every rank: ``--resume must`` without a checkpoint, a foreign one, or a
-                directory that cannot be written.
+                directory that cannot be written or that another training is using.
         """
         directory, mode = self.options.checkpoint_dir, self.options.resume
         if directory is None:
             return Standing()
         root = self.adapter.communicator.on_root
-        root(lambda: check_writable(directory / checkpoints.STATE_FILE, "--checkpoint-dir"))
+        root(lambda: self._occupy(directory))
         if mode == "never":
             root(lambda: checkpoints.set_aside(directory))
             return Standing()
@@ -85,6 +88,18 @@ class Keeper:
             evaluation=state["metrics"],
         )
 
+    def _occupy(self, directory: Path) -> None:
+        check_writable(directory / checkpoints.STATE_FILE, "--checkpoint-dir")
+        lock = DirectoryLock(directory)
+        lock.take()
+        ending.at_leaving.append(lambda _: lock.release())
+        checkpoints.remove_partial(directory)
+        self._lock = lock
+
+    def _check_lock(self) -> None:
+        if self._lock:
+            self._lock.check()
+
     def save(self, now: Standing) -> None:
         """Write a checkpoint of ``now``, unless the newest one is the same.
 
@@ -94,6 +109,7 @@ class Keeper:
         mark = (now.step, now.evaluation is not None)
         if self.options.checkpoint_dir is None or self._saved == mark:
             return
+        self.adapter.communicator.on_root(self._check_lock)
         means, count = self.adapter.average_metrics(now.loss_count, loss=now.loss_sum)
         state = {
             "step": now.step,

@@ -81,14 +81,25 @@ def test_a_signal_saves_and_the_same_command_goes_on(framework: str, tmp_path: P
     assert_bit_equal(uncut, Training(uncut.outcome, cut))
 
 
-def test_a_signal_to_one_process_alone_gives_75(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--quiet", "--epochs=400"]
+def test_a_signal_to_one_process_alone_gives_75_and_nobody_uses_its_directory(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".partial-step-000000007").mkdir()  # of a save that was killed
+    line = ["-m", "hvdtrain.mnist", "--model=small", "--quiet", "--epochs=400"]
     line.append(f"--checkpoint-dir={tmp_path}")
-    process = subprocess.Popen(line, env=environment(), cwd=ROOT)
-    while not list(tmp_path.glob("step-*")) and process.poll() is None:
-        time.sleep(0.05)
-    process.terminate()
+    process = subprocess.Popen([sys.executable, *line], env=environment(), cwd=ROOT)
+    try:
+        while not list(tmp_path.glob("step-*")) and process.poll() is None:
+            time.sleep(0.05)
+        second = ranks(2, *line)
+    finally:
+        process.terminate()
     assert process.wait(timeout=120) == 75
+    assert second.code == 2, second.err
+    assert len(second.said) == 1
+    assert f"--checkpoint-dir {tmp_path} is in use" in second.said[0]
+    assert f"process {process.pid} of " in second.said[0]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_metrics_and_tensorboard(tmp_path: Path) -> None:

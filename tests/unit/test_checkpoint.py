@@ -317,6 +317,81 @@ def test_a_state_that_is_no_state_is_passed_over(
     assert is_intact(load_newest(two), 3)
 
 
+DEEP = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    "state", [DEEP, '{"a":' * 100_000, '{"format":1,"sha256":[1]}', '{"format":' + "9" * 5000 + "}"]
+)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_state_made_to_break_its_reader_is_passed_over(
+    two: Path, state: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = two / f"step-00000000{number}"
+    (broken / STATE_FILE).write_text(state)
+    assert is_intact(load_newest(two), 3 - number)
+    assert caplog.text.count(broken.name) == (number == 2)  # looked at, and named once
+    save(two, made(3, accuracy=0.5), keep=1)  # pruning looks at all of them
+    assert is_intact(load_newest(two), 3)
+
+
+@pytest.mark.parametrize(
+    "score", ["high", [1], {"a": 1}, True, 10**400, float("inf"), float("nan")]
+)
+def test_an_accuracy_that_is_no_number_is_no_score(tmp_path: Path, score: Any) -> None:
+    for step, accuracy in ((1, 0.1), (2, 0.9)):
+        save(tmp_path, made(step, accuracy), keep=9)
+    state = json.loads((tmp_path / "step-000000001" / STATE_FILE).read_bytes())
+    state["metrics"]["accuracy"] = score
+    (tmp_path / "step-000000001" / STATE_FILE).write_text(json.dumps(state))
+    save(tmp_path, made(3), keep=1)
+    assert sorted_names(tmp_path) == ["step-000000002", "step-000000003"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_regular_file_is_passed_over_and_not_waited_for(
+    two: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = two / "step-000000002"
+    (newest / name).unlink()
+    os.mkfifo(newest / name)
+    assert_falls_back(two, newest, caplog)
+    (newest / name).unlink()
+    (newest / name).symlink_to("/dev/zero")
+    assert_falls_back(two, newest, caplog)
+    save(two, made(3), keep=1)
+    assert is_intact(load_newest(two), 3)
+
+
+def test_a_name_that_is_no_checkpoints_is_passed_over_and_named_once(
+    two: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strays = ["step-000000004+xx", "step-by-step.txt"]
+    for name in strays:
+        (two / name).mkdir()
+    assert is_intact(load_newest(two), 2)
+    assert [caplog.text.count(name) for name in strays] == [1, 1]
+    save(two, made(4), keep=3)
+    assert is_intact(load_newest(two), 4)
+    assert set(strays) < set(sorted_names(two))
+
+
+def test_what_killed_saves_have_left_goes(two: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "elsewhere" / "file"
+    precious.parent.mkdir()
+    precious.write_text("mine")
+    for number in (7, 8):
+        shutil.copytree(two / "step-000000002", two / f".partial-step-00000000{number}")
+    (two / ".partial-step-000000003").symlink_to(precious.parent)
+    (two / ".partial-step-000000004").write_text("")
+    checkpoints.remove_partial(two)
+    assert not list(two.glob(".*"))
+    shutil.copytree(two / "step-000000002", two / ".partial-step-000000009")
+    save(two, made(3), keep=3)
+    assert not list(two.glob(".*"))
+    assert precious.read_text() == "mine"
+
+
 def test_a_partial_directory_of_a_crash_is_no_checkpoint(two: Path) -> None:
     shutil.copytree(two / "step-000000002", two / ".partial-step-000000003")
     assert is_intact(load_newest(two), 2)

@@ -13,11 +13,11 @@ import psutil
 
 from hvdtrain.environment.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.detect import JOB_VARIABLES
 from hvdtrain.launch.hosts import Allocation, find_allocation
 from hvdtrain.launch.layout import BATCH_SYSTEMS
 
 SUBMITTERS = {"sbatch": "Slurm", "qsub": "PBS", "bsub": "LSF"}
-JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")
 SSH = 22
 PATIENCE = 3.0  # seconds that a host has to answer
 AT_ONCE = 32  # hosts asked at the same time

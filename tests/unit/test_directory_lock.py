@@ -1,0 +1,147 @@
+"""The lock of a checkpoint directory: who is alive keeps it, who is dead does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import CheckpointError, UsageError
+from hvdtrain.steps import directory_lock as module
+from hvdtrain.steps.directory_lock import NAME, DirectoryLock, Owner
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from hvdtrain.steps.directory_lock import DirectoryLock
+DirectoryLock(Path(sys.argv[1])).take()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of the folder."""
+    environ = {**os.environ, "PBS_JOBID": "1234.pbs1"}
+    line = [sys.executable, "-c", HOLD, str(tmp_path)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ)
+    assert process.stdout and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_lock_is_taken_and_given_back(tmp_path: Path) -> None:
+    for _ in range(2):
+        lock = DirectoryLock(tmp_path)
+        lock.take()
+        lock.check()
+        assert names(tmp_path) == [NAME]
+        lock.release()
+        assert names(tmp_path) == []
+
+
+def test_the_other_training_is_named(
+    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    other = f"job 1234.pbs1, process {holder.pid} of "
+    with pytest.raises(UsageError, match=f"--checkpoint-dir {tmp_path} is in use .*{other}"):
+        DirectoryLock(tmp_path).take()
+    assert json.loads((tmp_path / NAME).read_text())["pid"] == holder.pid
+
+
+def test_a_killed_owner_loses_it_at_once(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    holder.kill()  # and not waited for: what is left of it is no owner
+    lock = DirectoryLock(tmp_path)
+    lock.take()
+    lock.check()
+    assert names(tmp_path) == [NAME]
+    lock.release()
+
+
+def elsewhere(folder: Path, **other: Any) -> Owner:
+    """Leave a lock there as an owner on another host has it."""
+    owner = replace(Owner.this_process(), host="node7", machine="another", job="", **other)
+    (folder / NAME).write_text(json.dumps(asdict(owner)))
+    return owner
+
+
+def test_an_owner_on_another_host_lives_while_it_touches_the_lock(tmp_path: Path) -> None:
+    far = DirectoryLock(tmp_path, elsewhere(tmp_path))
+    taker = DirectoryLock(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LOOK", 0.0)
+        patch.setattr(module, "BEAT", 0.01)
+        beat = module.threading.Thread(target=far._beat, daemon=True)
+        beat.start()
+        with pytest.raises(UsageError, match="on node7"):
+            taker.take()
+        far._over.set()
+        beat.join()
+    os.utime(tmp_path / NAME, (1.0, 1.0))  # it was touched long ago
+    taker.take()
+    with pytest.raises(CheckpointError, match="was taken over"):
+        far.check()
+    far.release()  # no longer its own
+    taker.check()
+    taker.release()
+    assert names(tmp_path) == []
+
+
+def test_an_owner_on_another_host_that_falls_silent_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENCE", 0.1)
+    elsewhere(tmp_path)
+    lock = DirectoryLock(tmp_path)
+    lock.take()
+    lock.release()
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, "{}", '{"pid": "x"}', "pipe", "nowhere"])
+def test_a_lock_that_tells_no_owner_is_one_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setattr(module, "SILENCE", 0.1)
+    if content == "pipe":
+        os.mkfifo(tmp_path / NAME)
+    elif content == "nowhere":
+        (tmp_path / NAME).symlink_to(tmp_path / "absent")
+    else:
+        (tmp_path / NAME).write_text(content)
+    lock = DirectoryLock(tmp_path)
+    lock.take()
+    lock.release()
+    assert names(tmp_path) == []
+
+
+def test_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path / "new")
+    lock.directory.mkdir()
+    lock.take()
+    lock.path.unlink()
+    lock.directory.rmdir()
+    lock.check()
+    assert names(lock.directory) == [NAME]
+    lock.release()
+
+
+def test_a_lock_that_was_taken_over_meanwhile_is_not_removed(tmp_path: Path) -> None:
+    """Two find the same dead owner; the slower one removes the lock of the quicker one."""
+    quicker = elsewhere(tmp_path, token="quicker")
+    DirectoryLock(tmp_path)._remove(replace(quicker, token="dead"))
+    assert json.loads((tmp_path / NAME).read_text())["token"] == "quicker"
+    assert names(tmp_path) == [NAME]
