@@ -32,6 +32,7 @@ SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.formatter.useoffset": False,  # 0.0125, not 1e-7 + 1.25e-2
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,

@@ -8,7 +8,7 @@ from hvdtrain.measure.cost import Parts
 from hvdtrain.measure.fit import Fit
 from hvdtrain.measure.predict import NOTABLE, Forecast
 from hvdtrain.measure.records import STRONG
-from hvdtrain.measure.study import LeftOut, Study
+from hvdtrain.measure.study import WIDEST, LeftOut, Study
 from hvdtrain.measure.tables import WIDTH, Table, known, number, percent
 from hvdtrain.timeline.units import duration, size, table
 
@@ -28,7 +28,9 @@ def forecast(study: Study) -> list[str]:
         sections.append(left_out_text(study.left_out))
     if study.passed_over:
         sections.append(textwrap.fill(passed_over_text(study), WIDTH))
-    if study.predictions:
+    if uncertain := uncertain_text(study):
+        sections.append(textwrap.fill(uncertain, WIDTH))
+    if study.shown:
         expected, changed = table(*prediction_table(study)), table(*remedy_table(study))
         sections += [
             f"Efficiency to expect, with the shares of a step:\n{expected}",
@@ -50,17 +52,30 @@ def left_out_text(left: LeftOut) -> str:
 
 
 def passed_over_text(study: Study) -> str:
-    """Which numbers of ranks are not foretold, and why."""
+    """Which numbers of ranks are not predicted, and why."""
     ranks = ", ".join(map(str, study.passed_over))
-    text = f"Not foretold: {ranks} ranks. The largest size measured has {study.sizes[-1].ranks}"
+    text = f"Not predicted: {ranks} ranks. The largest size measured has {study.sizes[-1].ranks}"
     if study.scaling == STRONG and (batch := study.runs[0].batch):
         return f"{text}, and more than {batch} would be more ranks than samples."
-    return f"{text}; beyond it there is something to foretell."
+    return f"{text}; a prediction is for more ranks."
+
+
+def uncertain_text(study: Study) -> str:
+    """Of which numbers of ranks the measured points say too little; nothing where of none."""
+    shown = study.shown
+    left = [str(one.ranks) for one in study.predictions if one not in shown]
+    if not left:
+        return ""
+    return (
+        f"Not predicted: {', '.join(left)} ranks. From these sizes the efficiency there is known "
+        f"to no better than {100 * WIDEST:.0f} points (95 %); larger sizes, more repeats or "
+        "--allreduce narrow it."
+    )
 
 
 def limit_text(study: Study) -> str:
     """What limits the largest size that is foretold."""
-    last = study.predictions[-1]
+    last = study.shown[-1]
     return f"At {last.ranks} ranks {LIMITS[last.limit]} limits it."
 
 
@@ -68,11 +83,11 @@ def prediction_table(study: Study) -> Table:
     """What the fit expects, size by size."""
     shown = {"compute": "compute", "slowdown": "slowdown", "latency": "latency"}
     shown |= {"bandwidth": "transfer"}
-    predicted = study.predictions
+    predicted = study.shown
     return known(
         {
             "ranks": [str(one.ranks) for one in predicted],
-            "efficiency": [percent(one.efficiency.middle) for one in predicted],
+            "efficiency": [_known_digits(one.efficiency) for one in predicted],
             "95 %": [_span(one.efficiency) for one in predicted],
             **{name: [_share(one.parts, key) for one in predicted] for name, key in shown.items()},
             "limited by": [LIMITS[one.limit] for one in predicted],
@@ -88,15 +103,25 @@ def _share(parts: Parts, name: str) -> str:
 def remedy_table(study: Study) -> Table:
     """What could be changed, and the efficiency then."""
     header = ["change", *(f"at {ranks}" for ranks in study.remedies_at)]
-    now = [e for ranks in study.remedies_at for e in study.predictions if e.ranks == ranks]
-    rows = [["as it is", *(percent(one.efficiency.middle) for one in now)]]
+    now = [e for ranks in study.remedies_at for e in study.shown if e.ranks == ranks]
+    rows = [["as it is", *(_known_digits(one.efficiency) for one in now)]]
     for one in study.remedies:
-        rows.append([one.name, *(percent(expected.middle) for expected in one.efficiencies)])
+        rows.append([one.name, *(_known_digits(expected) for expected in one.efficiencies)])
     return header, rows
 
 
+def _digits(value: Forecast) -> int:
+    """A decimal of a per cent only where the range is no wider than two of them."""
+    return int(value.high - value.low < 0.02)
+
+
+def _known_digits(value: Forecast) -> str:
+    return f"{100 * value.middle:.{_digits(value)}f} %"
+
+
 def _span(value: Forecast) -> str:
-    return f"{100 * value.low:.1f} to {100 * value.high:.1f}"
+    digits = _digits(value)
+    return f"{100 * value.low:.{digits}f} to {100 * value.high:.{digits}f}"
 
 
 def fit_text(study: Study) -> str:

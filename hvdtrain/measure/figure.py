@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,46 @@ def draw(study: Study, stem: Path) -> list[Path]:
 
 def make(study: Study) -> Any:
     """The plot, a matplotlib figure."""
-    split = [size for size in study.sizes if size.split]
-    columns = 3 if split else 2
-    figure, axes = plt.subplots(1, columns, figsize=(3.3 * columns, 3.4))
-    _throughput(axes[0], study)
-    _efficiency(axes[1], study)
-    if split:
-        _steps(axes[2], split)
+    panels = _panels(study)
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.8))
+    for one, draw_panel in zip(axes, panels.values(), strict=True):
+        draw_panel(one)
     figure.suptitle(title(study).replace("; ", ", "), fontsize="small", wrap=True)
     return figure
 
 
-def _throughput(axes: Any, study: Study) -> None:
+def apart(study: Study) -> Iterator[tuple[str, Any]]:
+    """Give each panel of the plot as a figure of its own, with its title."""
+    for name, draw_panel in _panels(study).items():
+        figure, axes = plt.subplots(figsize=(5.2, 3.6))
+        draw_panel(axes)
+        yield name, figure
+
+
+def _panels(study: Study) -> dict[str, Callable[[Any], None]]:
+    """What draws each panel into its axes, by title."""
+    panels: dict[str, Callable[[Any], None]] = {
+        "Throughput": partial(_throughput, study),
+        "Efficiency": partial(_efficiency, study),
+    }
+    if split := [size for size in study.sizes if size.split]:
+        panels["Parts of a step"] = partial(_steps, split)
+    return panels
+
+
+def _legend(axes: Any, columns: int = 2) -> None:
+    """Above the plot, where it covers nothing."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        fontsize="small",
+        columnspacing=1,
+        borderaxespad=0.2,
+    )
+
+
+def _throughput(study: Study, axes: Any) -> None:
     points = [size.point for size in study.sizes]
     base = points[0]
     ends = [base.ranks, points[-1].ranks]
@@ -65,10 +94,10 @@ def _throughput(axes: Any, study: Study) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.minorticks_off()
     axes.set_ylabel("throughput, images/s")
-    axes.legend()
+    _legend(axes)
 
 
-def _efficiency(axes: Any, study: Study) -> None:
+def _efficiency(study: Study, axes: Any) -> None:
     points = [size.point for size in study.sizes]
     axes.axhline(100, color=plots.GREY, linestyle="--", linewidth=1)
     values = [100 * point.efficiency for point in points]
@@ -83,7 +112,7 @@ def _efficiency(axes: Any, study: Study) -> None:
         label="measured",
     )
     _mark_crowded(axes, study, lambda point: 100 * point.efficiency)
-    ranks = [point.ranks for point in points] + [one.ranks for one in study.predictions]
+    ranks = [point.ranks for point in points] + [one.ranks for one in study.shown]
     if study.fit:
         fit, start = study.fit, study.fit.base
         if fit.best.costs.slowdown:  # fitted at the last size, so it holds from there on
@@ -97,9 +126,7 @@ def _efficiency(axes: Any, study: Study) -> None:
     _ranks_axis(axes, ranks)
     axes.set_ylim(0, 5 + max(100, *values))
     axes.set_ylabel(f"efficiency, % of {points[0].ranks} rank{'s' * (points[0].ranks > 1)}")
-    # What was measured stands on the left, what is predicted on the right.
-    corner = "lower right" if study.predictions else "lower left"
-    axes.legend(loc=corner, frameon=True, framealpha=0.8, edgecolor="none")
+    _legend(axes)
 
 
 def _mark_crowded(axes: Any, study: Study, value: Callable[[Point], float]) -> None:
@@ -118,7 +145,7 @@ def _mark_crowded(axes: Any, study: Study, value: Callable[[Point], float]) -> N
         )
 
 
-def _steps(axes: Any, sizes: Sequence[Size]) -> None:
+def _steps(sizes: Sequence[Size], axes: Any) -> None:
     axes.set_axisbelow(True)  # the grid behind the bars
     places = range(len(sizes))
     bottom = [0.0] * len(sizes)
@@ -141,8 +168,7 @@ def _steps(axes: Any, sizes: Sequence[Size]) -> None:
     axes.set_xticks(places, [str(size.ranks) for size in sizes])
     axes.set_xlabel("ranks")
     axes.set_ylabel("a step, ms")
-    axes.set_ylim(0, 1.3 * max(bottom))  # room for the legend
-    axes.legend(ncols=2, loc="upper left", fontsize="small", columnspacing=1)
+    _legend(axes)
 
 
 def _percent(point: Point) -> tuple[float, float] | None:

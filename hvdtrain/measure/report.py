@@ -42,7 +42,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         left_out = f". Left out: {printable('; '.join(found.notes))}" if found.notes else ""
         raise UsageError(
             f"{folder}: neither a run nor a study is in it. A report is made of a summary "
-            "(--summary FILE.json), the course (--metrics FILE.jsonl), checkpoints "
+            "(--summary FILE.json), its curves (--metrics FILE.jsonl), checkpoints "
             "(--checkpoint-dir), a Horovod timeline (--timeline), or the results of `hvdtrain "
             f"scaling --out`{left_out}"
         )

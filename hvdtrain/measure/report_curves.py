@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,21 @@ def inline(figure: Any) -> str:
 
 
 def curves(courses: Sequence[Course]) -> list[tuple[str, str]]:
-    """A plot of each quantity that some run has, as (title, data URI)."""
-    return [(title, inline(figure)) for title, figure in figures(courses[:MOST])]
+    """Draw each quantity that some run has, as (title, data URI)."""
+    return [(title, inline(figure)) for title, figure in figures(first(courses))]
+
+
+def first(courses: Sequence[Course]) -> list[Course]:
+    """As many runs as one plot holds; of a study the first of each size, then the second ones."""
+    return sorted(courses, key=lambda one: _measured(one.path)[::-1])[:MOST]
+
+
+def _measured(path: Path) -> tuple[int, int]:
+    """Ranks and repeat of a run of a scaling study, as its file is called; zeros of any other."""
+    numbers = (
+        re.fullmatch(r"(\d{1,9})-(\d{1,9})", path.stem) if path.parent.name == "runs" else None
+    )
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 def figures(courses: Sequence[Course]) -> Iterator[tuple[str, Any]]:
@@ -51,6 +65,8 @@ def figures(courses: Sequence[Course]) -> Iterator[tuple[str, Any]]:
             continue
         axes.set_xlabel("step")
         axes.set_ylabel(label)
+        if title in ("Learning rate", "Throughput"):
+            axes.set_ylim(bottom=0)  # so that what hardly changes looks so
         if len(axes.get_lines()) > 1:
             _legend(figure, axes)
         yield title, figure
@@ -59,10 +75,13 @@ def figures(courses: Sequence[Course]) -> Iterator[tuple[str, Any]]:
 def names(paths: Sequence[Path]) -> list[str]:
     """What runs are called: the name of the file, or where some are called alike all of the path.
 
-    A single one needs no name.
+    A single one needs no name, and one of a study is called by its ranks.
     """
     if len(paths) < 2:
         return [""] * len(paths)
+    measured = [_measured(path) for path in paths]
+    if all(ranks for ranks, _ in measured):
+        return [f"{ranks} rank{'s' * (ranks > 1)}, run {repeat}" for ranks, repeat in measured]
     stems = [path.stem for path in paths]
     alike = len(set(stems)) < len(stems)
     found = [short(str(path.with_suffix("")) if alike else path.stem, LONG) for path in paths]

@@ -91,6 +91,11 @@ def look(folder: Path) -> Found:
         except ODD as error:
             reason = _reason(error).replace(str(path), "").removeprefix(": ").strip()
             found.notes.append(f"{place}: {reason}")
+    for place, summary in found.summaries.items():
+        try:
+            _timeline_elsewhere(summary.get("timeline"), place, found)
+        except ODD as error:
+            found.notes.append(f"{place}: its timeline: {_reason(error)}")
     try:
         found.study = _study(folder)
     except ODD as error:
@@ -128,6 +133,19 @@ def _json(path: Path, place: Path, found: Found) -> None:
         if content.keys() >= SUMMARY_KEYS:
             check_summary(content)
             found.summaries[place] = content
+
+
+def _timeline_elsewhere(name: object, place: Path, found: Found) -> None:
+    """Take in the timeline that a summary names, where it lies outside the folder."""
+    if not isinstance(name, str) or not name:
+        return
+    # As the training was given it: from where that was started.
+    paths = [base / name for base in (Path(), found.folder, found.folder.resolve().parent)]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        found.notes.append(f"{place}: its timeline {name} is not to be found from here")
+    elif not any((found.folder / known).resolve() == path.resolve() for known in found.timelines):
+        found.timelines[path.resolve()], _ = analyse(path)
 
 
 def _course(path: Path, place: Path) -> list[Course]:

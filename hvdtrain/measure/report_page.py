@@ -13,7 +13,7 @@ import jinja2
 from hvdtrain import __version__
 from hvdtrain.files import replacing
 from hvdtrain.measure import expected, figure, plots, report_curves, text
-from hvdtrain.measure.report_find import Found, Record
+from hvdtrain.measure.report_find import Course, Found, Record
 from hvdtrain.measure.report_timeline import timeline
 from hvdtrain.measure.study import Study
 from hvdtrain.measure.tables import Table, number
@@ -45,7 +45,7 @@ def render(found: Found) -> str:
         folder=found.folder.resolve().name,
         made=time.strftime("%d %B %Y, %H:%M"),
         version=__version__,
-        runs=[_run(path, summary) for path, summary in found.summaries.items()] if single else [],
+        runs=_runs(found) if single else [],
         run_table=None if single else _run_table(found.summaries),
         common=[] if single else _common(found.summaries),
         study=_study(found.study) if found.study else None,
@@ -67,12 +67,23 @@ def _title(found: Found) -> str:
     return f"Training: {names.pop()}" if len(names) == 1 else "Training"
 
 
-def _run(path: Path, summary: Record) -> dict[str, Any]:
-    """A run with its tables."""
-    tiles, rows = _tiles(summary), _result(summary)
+def _runs(found: Found) -> list[dict[str, Any]]:
+    """The few runs that each get a section: by their summary, else by their course."""
+    if not found.summaries and not found.study and len(found.courses) <= FEW:
+        return [
+            {"path": printable(one.path), "tiles": [_evaluation(None, one)], "tables": []}
+            for one in found.courses
+        ]
+    single = found.courses[0] if len(found.courses) == len(found.summaries) == 1 else None
+    return [_run(path, summary, single) for path, summary in found.summaries.items()]
+
+
+def _run(path: Path, summary: Record, course: Course | None) -> dict[str, Any]:
+    """A run with its tables; ``course`` is its own, where that is known."""
+    rows = _result(summary)
     return {
         "path": printable(path),
-        "tiles": tiles,
+        "tiles": _tiles(summary, course),
         "tables": [
             (name, some)
             for name, some in (
@@ -85,14 +96,23 @@ def _run(path: Path, summary: Record) -> dict[str, Any]:
     }
 
 
-def _tiles(summary: Record) -> Rows:
+def _tiles(summary: Record, course: Course | None) -> Rows:
     """The few numbers that one looks for first."""
-    accuracy, rate = summary.get("eval_accuracy"), summary.get("images_per_second_mean")
+    rate, seconds = summary.get("images_per_second_mean"), summary.get("seconds_total")
     tiles = [("ranks", f"{summary['world_size']}")]
     tiles += [("images/s", number(rate))] if rate else []
-    tiles += [("test accuracy", f"{100 * accuracy:.2f} %")] if accuracy is not None else []
-    seconds = summary.get("seconds_total")
+    tiles += [_evaluation(summary.get("eval_accuracy"), course)]
     return tiles + ([("in all", duration(seconds))] if seconds else [])
+
+
+def _evaluation(accuracy: float | None, course: Course | None) -> tuple[str, str]:
+    """The test accuracy: of the end, else of the last epoch that was evaluated, else none."""
+    if accuracy is not None:
+        return "test accuracy", f"{100 * accuracy:.2f} %"
+    for record in reversed(course.epochs if course else []):
+        if record.get("eval_accuracy") is not None:
+            return f"test accuracy, step {record['step']}", f"{100 * record['eval_accuracy']:.2f} %"
+    return "test accuracy", "not evaluated"
 
 
 def _result(summary: Record) -> Rows:
@@ -172,17 +192,17 @@ def _study(study: Study) -> dict[str, Any]:
     split = text.step_table(study.sizes)
     tables = [("Throughput", text.size_table(study.sizes))]
     tables += [("Where a step goes", split)] if split else []
-    if study.predictions:
+    if study.shown:
         tables += [
             ("Efficiency to expect, with the shares of a step", expected.prediction_table(study)),
             ("Efficiency after a change", expected.remedy_table(study)),
         ]
     return {
         "title": text.title(study),
-        "plot": report_curves.inline(figure.make(study)),
+        "plots": [(name, report_curves.inline(plot)) for name, plot in figure.apart(study)],
         "tables": tables,
-        "notes": [text.notes(study), expected.fit_text(study)],
-        "limit": expected.limit_text(study) if study.predictions else "",
+        "notes": [text.notes(study), expected.fit_text(study), expected.uncertain_text(study)],
+        "limit": expected.limit_text(study) if study.shown else "",
         "remedies": [(one.name, one.what) for one in study.remedies],
     }
 

@@ -14,6 +14,9 @@ from hvdtrain.measure.problem import UNKNOWN_ERROR, Reduction, Step, Traffic
 from hvdtrain.measure.records import STRONG, Run
 from hvdtrain.measure.sizes import Size, summarize
 
+WIDEST = 0.4  # a range of efficiencies that is wider tells nothing
+NOISIEST = 0.2  # relative standard error of a throughput from which nothing can be predicted
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -52,6 +55,12 @@ class Study:
     passed_over: tuple[int, ...] = ()
     """Numbers of ranks that the user wanted to be foretold, but that tell nothing new."""
 
+    @property
+    def shown(self) -> tuple[Prediction, ...]:
+        """The predictions that say something: their 95 % range is at most ``WIDEST``."""
+        ranges = ((one, one.efficiency.high - one.efficiency.low) for one in self.predictions)
+        return tuple(one for one, width in ranges if width <= WIDEST)
+
 
 def make_study(
     runs: Sequence[Run],
@@ -86,6 +95,8 @@ def make_study(
     seen = [size for size in study.sizes if not size.crowded and size.ranks != leave_out]
     if len(seen) < 2:
         return replace(study, why_no_fit=_why(study.sizes))
+    if noisy := _noisy(seen):
+        return replace(study, why_no_fit=noisy)
     images = _images(runs, scaling)
     fitted = fit(
         _steps(seen, images), strong=scaling == STRONG, reductions=reductions, traffic=study.traffic
@@ -102,12 +113,13 @@ def _foretell(study: Study, fitted: Fit, ranks: Sequence[int] | None) -> Study:
     if study.scaling == STRONG and (batch := study.runs[0].batch):
         wanted = [number for number in wanted if number <= batch]  # others would have no sample
     study = replace(study, passed_over=tuple(sorted({*(ranks or ())} - {*wanted})))
-    if not wanted:
+    study = replace(study, predictions=tuple(_prediction(fitted, number) for number in wanted))
+    if not study.shown:
         return study
-    at = tuple(dict.fromkeys((wanted[0], wanted[len(wanted) // 2], wanted[-1])))
+    told = [one.ranks for one in study.shown]
+    at = tuple(dict.fromkeys((told[0], told[len(told) // 2], told[-1])))
     return replace(
         study,
-        predictions=tuple(_prediction(fitted, number) for number in wanted),
         remedies=tuple(predict.remedies(fitted, study.traffic, at)),
         remedies_at=at,
     )
@@ -156,6 +168,19 @@ def _why(sizes: Sequence[Size]) -> str:
     if any(size.crowded for size in sizes):
         return "it takes two numbers of ranks that do not share cores"
     return "without the size left out there is but one"
+
+
+def _noisy(sizes: Sequence[Size]) -> str:
+    """Why the repeats of a size are no ground for a prediction; nothing where they are."""
+    errors = {size.ranks: size.point.rate.relative_error or 0.0 for size in sizes}
+    ranks = max(errors, key=lambda ranks: errors[ranks])
+    if errors[ranks] <= NOISIEST:
+        return ""
+    return (
+        f"the runs on {ranks} rank{'s' * (ranks > 1)} differ so much that their mean is known to "
+        f"± {100 * errors[ranks]:.0f} % only; repeat them (--repeat) on a machine that does "
+        "nothing else"
+    )
 
 
 def _prediction(fitted: Fit, ranks: int) -> Prediction:

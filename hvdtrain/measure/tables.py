@@ -16,9 +16,10 @@ def known(columns: dict[str, list[str]]) -> Table:
     return list(known), list(zip(*known.values(), strict=True))
 
 
-def number(value: float) -> str:
-    """Images per second, with as many digits as count."""
-    return f"{value:,.{0 if abs(value) >= 10_000 else 1 if abs(value) >= 1000 else 2}f}"
+def number(value: float, like: float | None = None) -> str:
+    """Show images per second with the decimals that count, or those of the mean they belong to."""
+    size = abs(value if like is None else like)
+    return f"{value:,.{0 if size >= 10_000 else 1 if size >= 1000 else 2}f}"
 
 
 def percent(value: float) -> str:

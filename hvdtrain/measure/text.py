@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
+from hvdtrain.measure.efficiency import Estimate
 from hvdtrain.measure.expected import forecast
 from hvdtrain.measure.problem import UNKNOWN_ERROR
 from hvdtrain.measure.records import SPLIT, STRONG
@@ -54,7 +55,7 @@ def size_table(sizes: Sequence[Size]) -> Table:
             "ranks": [f"{one.ranks}{'*' if one.crowded else ''}" for one in sizes],
             "hosts": [str(one.hosts or "-") for one in sizes],
             "images/s": [number(one.point.rate.mean) for one in sizes],
-            "±": [_or_dash(one.point.rate.deviation, number) for one in sizes],
+            "±": [_deviation(one.point.rate) for one in sizes],
             "95 % interval": [_interval(one.point.rate.interval, number) for one in sizes],
             "speed-up": [f"{one.point.speedup:.2f}" for one in sizes],
             "efficiency": [percent(one.point.efficiency) for one in sizes],
@@ -75,6 +76,10 @@ def step_table(sizes: Sequence[Size]) -> Table | None:
             "last to come": [_slowest(one.slowest) for one in sizes],
         }
     )
+
+
+def _deviation(rate: Estimate) -> str:
+    return "-" if rate.deviation is None else number(rate.deviation, rate.mean)
 
 
 def _slowest(value: tuple[int, float] | None) -> str:

@@ -87,7 +87,7 @@ def test_it_is_shown_without_complaint_and_without_sideways_scrolling(
         "  .map(s => s.getBoundingClientRect()).flatMap(b => [b.left, b.right])"
     )
     assert len(edges) >= 6 and edges == sorted(edges)
-    assert 0 <= edges[0] and edges[-1] <= size[0]
+    assert edges[0] >= 0 and edges[-1] <= size[0]
     paper = pixels[2, 2].mean()
     assert (paper < 60) if dark else (paper > 240)
     # The canvas has more than paper on it: the colours of bars are there.

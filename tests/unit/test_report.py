@@ -101,9 +101,48 @@ def test_a_study(tmp_path: Path) -> None:
     for one in (run(1, rate=100), run(2, rate=180), run(2, 2, rate=190)):
         append_line(tmp_path / "results.jsonl", one)
     page = render(look(tmp_path))
-    for word in ("Scaling study", "92.5 %", "Where a step goes", "Efficiency to expect", "4096"):
+    for word in ("Scaling study", "92.5 %", "Where a step goes", "Efficiency to expect"):
         assert word in page, word
-    Elements(page)
+    # Each panel is a picture of its own, which a phone shows one below the other.
+    alts = [attributes["alt"] for tag, attributes in Elements(page).found if tag == "img"]
+    assert alts == [
+        f"{name} by number of ranks" for name in ("Throughput", "Efficiency", "Parts of a step")
+    ]
+
+
+def tiles(folder: Path) -> dict[str, str]:
+    """Value by label, as the page shows them."""
+    found = re.findall(r"<div><b>(.*?)</b>(.*?)</div>", render(look(folder)))
+    return {label: value for value, label in found}
+
+
+def test_a_run_has_a_tile_for_its_accuracy(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert tiles(tmp_path)["test accuracy"] == "87.50 %"
+    told = summary(2, 1234.0, steps_completed=25)  # stopped before it was evaluated again
+    (tmp_path / "summary.json").write_text(json.dumps(told))
+    assert tiles(tmp_path)["test accuracy, step 20"] == "87.50 %"
+    (tmp_path / "summary.json").unlink()
+    assert tiles(tmp_path) == {"test accuracy, step 20": "87.50 %"}
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "summary.json").write_text(json.dumps(told))
+    assert tiles(tmp_path)["test accuracy"] == "not evaluated"
+
+
+def test_a_timeline_outside_the_folder_is_taken_in(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", timeline="traces/timeline.json")
+    found = look(tmp_path / "run")
+    assert found.notes == [
+        "summary.json: its timeline traces/timeline.json is not to be found from here"
+    ]
+    (tmp_path / "traces").mkdir()
+    path = straggling(10).write(tmp_path / "traces")
+    found = look(tmp_path / "run")
+    assert (list(found.timelines), found.notes) == ([path.resolve()], [])
+    assert "bound by a straggler" in render(found)
+    write_run(tmp_path / "own", timeline="timeline.json")  # inside: once
+    straggling(10).write(tmp_path / "own")
+    assert list(look(tmp_path / "own").timelines) == [Path("timeline.json")]
 
 
 def test_a_table_is_a_study(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from hvdtrain.measure.report_curves import FEW, MOST, figures, names
+from hvdtrain.measure.report_curves import FEW, MOST, figures, first, names
 from hvdtrain.measure.report_find import Course
 
 LOOK = ("color", "linestyle", "marker", "markerfacecolor")
@@ -75,6 +75,8 @@ def test_of_one_run_training_and_test_have_their_colours_and_no_name() -> None:
         (["a/one.jsonl", "b/two.jsonl"], ["one", "two"]),
         (["a/m.jsonl", "b/m.jsonl", "c.jsonl"], ["a/m", "b/m", "c"]),
         (["_a.jsonl", "b.jsonl"], ["./_a", "b"]),
+        (["runs/1-1.jsonl", "runs/16-2.jsonl"], ["1 rank, run 1", "16 ranks, run 2"]),
+        (["runs/1-1.jsonl", "runs/old.jsonl"], ["1-1", "old"]),
         (["\udcff.jsonl", "\x1b.jsonl"], ["?", "?"]),
     ],
 )
@@ -82,6 +84,27 @@ def test_runs_are_named_by_as_much_of_their_paths_as_it_takes(
     paths: list[str], expected: list[str]
 ) -> None:
     assert names([Path(path) for path in paths]) == expected
+
+
+def test_a_rate_that_hardly_changes_is_written_out_on_its_axis() -> None:
+    one = course("m.jsonl")
+    for number, record in enumerate(one.steps):
+        record["learning_rate"] = 0.0125 + 1e-9 * number
+    plot = dict(figures([one]))["Learning rate"]
+    plot.draw_without_rendering()
+    axis = plot.axes[0].yaxis
+    assert axis.get_offset_text().get_text() == ""  # no 1e-7+1.25e-2
+    assert next(label.get_text() for label in axis.get_ticklabels()) == "0.000"
+    assert plot.axes[0].get_ylim()[0] == 0
+
+
+def test_of_a_study_the_first_run_of_each_size_is_drawn() -> None:
+    paths = [f"runs/{ranks}-{repeat}.jsonl" for ranks in (1, 16, 2, 8) for repeat in (1, 2, 3)]
+    lines = drawn(first([course(path) for path in paths]))["Learning rate"]
+    assert [line["line"].get_label() for line in lines] == [
+        *("1 rank, run 1", "2 ranks, run 1", "8 ranks, run 1", "16 ranks, run 1"),
+        *("1 rank, run 2", "2 ranks, run 2"),
+    ]
 
 
 def test_any_name_can_be_drawn() -> None:

@@ -421,7 +421,7 @@ def test_the_tutorials_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ]
     left = next(line for line in lines if line.startswith("Left out of the fit: 8 ranks"))
     assert abs(float(left.rpartition(": ")[2].rstrip(" %"))) < 15
-    assert any(line.startswith("  4096 ") for line in lines)
+    assert any(line.startswith("  16 ") for line in lines)
     assert list(tmp_path.iterdir()) == [tmp_path / "measured.csv"]  # nothing is written
 
 

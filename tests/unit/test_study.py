@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from matplotlib import pyplot as plt
 
 from hvdtrain.measure import figure, plots
 from hvdtrain.measure.predict import efficiency_at
 from hvdtrain.measure.records import Run
 from hvdtrain.measure.sizes import summarize
-from hvdtrain.measure.study import Study, make_study
+from hvdtrain.measure.study import WIDEST, Study, make_study
 from hvdtrain.measure.text import study_text
 
 TUTORIAL = {1: 281.22, 2: 382.01, 4: 689.22, 8: 1341.25}  # images/s
@@ -100,17 +101,17 @@ def test_any_parts_make_a_report(parts: list[dict[str, float]]) -> None:
     assert 0.5 < study.predictions[0].efficiency.middle < 1.1  # all measured sizes are at 1
 
 
-# What is foretold
+# What is predicted
 
 
-def test_ranks_that_are_not_foretold_are_named() -> None:
+def test_ranks_that_are_not_predicted_are_named() -> None:
     runs = tutorial().runs
     study = make_study(runs, "weak", ranks=(6, 8, 16))
     assert [one.ranks for one in study.predictions] == [16]
     assert study.passed_over == (6, 8)
-    assert "Not foretold: 6, 8 ranks. The largest size measured has 8" in study_text(study)
-    assert "Not foretold: 6 ranks." in study_text(make_study(runs, "weak", ranks=(6,)))
-    assert "Not foretold" not in study_text(tutorial())  # nobody asked for those
+    assert "Not predicted: 6, 8 ranks. The largest size measured has 8" in study_text(study)
+    assert "Not predicted: 6 ranks." in study_text(make_study(runs, "weak", ranks=(6,)))
+    assert "6, 8 ranks" not in study_text(tutorial())  # nobody asked for those
 
 
 def test_more_ranks_than_samples_are_named() -> None:
@@ -119,5 +120,50 @@ def test_more_ranks_than_samples_are_named() -> None:
     study = make_study(runs, "strong", ranks=(16, 32))
     assert study.passed_over == (32,)
     text = " ".join(study_text(study).split())
-    assert "Not foretold: 32 ranks." in text
+    assert "Not predicted: 32 ranks." in text
     assert "more than 20 would be more ranks than samples" in text
+
+
+def test_no_digit_is_printed_that_the_range_does_not_hold() -> None:
+    study = tutorial()
+    left = [one.ranks for one in study.predictions if one not in study.shown]
+    assert left and left[-1] == 4096  # still there for programs
+    text = study_text(study)
+    assert f"Not predicted: {', '.join(map(str, left))} ranks." in " ".join(text.split())
+    assert not any(line.startswith(f"  {ranks} ") for ranks in left for line in text.splitlines())
+    for one in study.shown:
+        assert one.efficiency.high - one.efficiency.low <= WIDEST
+        row = next(line for line in text.splitlines() if line.startswith(f"  {one.ranks} "))
+        assert f" {100 * one.efficiency.middle:.0f} % " in row  # whole per cents
+    assert study.remedies_at[-1] == study.shown[-1].ranks
+
+
+def test_runs_that_differ_too_much_are_no_ground_for_a_prediction() -> None:
+    rates = {1: (1057.0, 3830.0, 6603.0), 2: (6800.0, 6900.0, 7000.0)}  # 3,830 ± 2,773
+    runs = [
+        Run(ranks, repeat, {"images_per_second_mean": rate})
+        for ranks, some in rates.items()
+        for repeat, rate in enumerate(some, 1)
+    ]
+    study = make_study(runs, "weak")
+    assert (study.fit, study.predictions) == (None, ())
+    text = " ".join(study_text(study).split())
+    assert "No prediction: the runs on 1 rank differ so much" in text
+    assert "± 42 % only" in text
+    assert "3,830.0 2,773.0" in text
+
+
+@pytest.mark.parametrize("sizes", [2, 4])
+def test_no_legend_covers_a_curve(sizes: int) -> None:
+    plots.style()
+    parts = {"data": 0.01, "compute": 0.05, "communication": 0.02, "waiting": 0.02}
+    study = make_study(told(*[parts] * sizes), "weak")
+    figures = [figure.make(study), *(one for _, one in figure.apart(study))]
+    assert [len(one.axes) for one in figures] == [3, 1, 1, 1]
+    for one in figures:
+        one.draw_without_rendering()
+        for axes in one.axes:
+            legend = axes.get_legend().get_window_extent()
+            assert not legend.overlaps(axes.get_window_extent())
+            assert one.bbox.y1 >= legend.y1  # and it is not cut
+        plt.close(one)
