@@ -116,7 +116,8 @@ def _end_chain(file: Path, job: str, why: str) -> None:
     write(file, event="over", job=job, why=why)
     # Where a compute node may not do that, each of them begins, finds nothing to do, and ends.
     if rest := _after(read(file), job):
-        command = ("scancel" if "SLURM_JOB_ID" in os.environ else "qdel", *rest)
+        # The last first: with a job that waits PBS takes away those that wait for it.
+        command = ("scancel" if "SLURM_JOB_ID" in os.environ else "qdel", *reversed(rest))
         run(Command(command), timeout=30)
 
 

@@ -82,8 +82,9 @@ class Pbs(Dialect):
         lines += [f"-A {job.account}"] if job.account else []
         lines.append(f"-l select={self._select(job, site)}")
         lines.append(f"-l walltime={show_clock(job.walltime)}")
-        # Without it PBS may put two chunks on one node.
-        lines += ["-l place=scatter"] if job.nodes > 1 or site.whole_nodes else []
+        placed = any("place=" in line for line in site.directives)
+        if (job.nodes > 1 or site.whole_nodes) and not placed:
+            lines.append("-l place=scatter")  # without it PBS may put two chunks on one node
         lines += [f"-l filesystems={job.filesystems}"] if job.filesystems else []
         lines += [f"-J {job.array}"] if job.array else []
         lines += [f"-W depend=afterok:{job.after}"] if job.after else []

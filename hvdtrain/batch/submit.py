@@ -33,8 +33,12 @@ ANSWER = 60.0  # seconds that qsub or sbatch may take
 add_arguments = arguments.add_arguments
 
 
-def run_verb(given: argparse.Namespace) -> Report:
+def run_verb(given: argparse.Namespace, previous: str | None = None) -> Report:
     """Carry the verb out with parsed arguments.
+
+    Args:
+        given: them.
+        previous: job whose end, whatever it is, this one waits for.
 
     Raises:
         UsageError: an option is wrong.
@@ -64,11 +68,11 @@ def run_verb(given: argparse.Namespace) -> Report:
     files.script.write_bytes(os.fsencode(text))
     if not dialect.in_job:
         return Report(command.show(), {"ok": True, "script": str(files.script)})
-    jobs = _submit(job, dialect, files)
+    jobs = _submit(job, dialect, files, previous)
     ids = [one.id for one in jobs]
     logs = [str(path) for one in jobs for path in one.logs.values()]
     log.info("script: %s\nlog:    %s", files.script, " ... ".join(logs[:: len(logs) - 1 or 1]))
-    # The last first: PBS takes those that wait for a job away with it.
+    # The last first: with a job that waits PBS takes away those that wait for it.
     log.info("cancel: %s", dialect.delete(ids[::-1]).show())
     data = {"ok": True, "jobs": ids, "script": str(files.script), "logs": logs}
     if not given.follow:
@@ -156,7 +160,7 @@ def choose(name: str | None, environ: Mapping[str, str]) -> Dialect:
     return Slurm() if name == "slurm" else Local()
 
 
-def _submit(job: Job, dialect: Dialect, files: Files) -> list[Submitted]:
+def _submit(job: Job, dialect: Dialect, files: Files, previous: str | None) -> list[Submitted]:
     """Hand the script in, for a chain several times.
 
     Raises:
@@ -165,7 +169,6 @@ def _submit(job: Job, dialect: Dialect, files: Files) -> list[Submitted]:
     jobs: list[Submitted] = []
     for _ in range(max(1, job.chain)):
         path = str(files.log(len(jobs)))
-        previous = jobs[-1].id if jobs else None
         command = dialect.submit(str(files.script), path, array=job.array, after=previous)
         result = run(command, timeout=ANSWER)
         found = dialect.read_id(result.output) if result.ok else None
@@ -178,6 +181,7 @@ def _submit(job: Job, dialect: Dialect, files: Files) -> list[Submitted]:
             raise HvdtrainError(f"{command.argv[0]} did not take {files.script}: {said}{hint}")
         numbers = job.tasks or [chain.number(found)]
         paths = [dialect.log_path(path, job, found, task) for task in job.tasks or [""]]
+        previous = found
         jobs.append(Submitted(found, dict(zip(numbers, paths, strict=True))))
         if job.chain:
             chain.write(files.chain, event="link", job=found)

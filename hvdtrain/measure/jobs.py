@@ -1,7 +1,8 @@
 """A ladder as jobs, one a size: each runs ``hvdtrain scaling`` for its size on nodes of its own.
 
-The jobs write to directories of their own below that of the ladder, since they may run at once;
-``hvdtrain scaling --out DIR`` then tells what all of them say.
+Each job waits for the end of the one before: at the same time, on a node that they share, they
+would slow one another down. They write to directories of their own below that of the ladder, which
+``hvdtrain scaling --out DIR`` then reads together.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import math
 import shlex
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.batch import submit
 from hvdtrain.errors import UsageError
@@ -39,13 +41,16 @@ def submit_sizes(plan: Plan, options: str, *, dry_run: bool) -> Report:
     if plan.hosts or plan.hostfile:
         raise UsageError("--submit and --hosts: the batch system gives the hosts")
     given = _read(options)
-    texts, jobs = [], []
+    texts: list[str] = []
+    jobs: list[dict[str, Any]] = []
+    previous = None
     for ranks in plan.sizes:
         done = {run.repeat for run in read_lines(plan.folder / f"ranks-{ranks}" / LINES)}
         if all(repeat in done for _, repeat in order([ranks], plan.repeats)):
             log.info("%d rank%s: no job, its runs are there", ranks, "s" if ranks > 1 else "")
             continue
-        report = submit.run_verb(_one(given, plan, ranks, dry_run=dry_run))
+        report = submit.run_verb(_one(given, plan, ranks, dry_run=dry_run), previous)
+        previous = next(iter(report.data.get("jobs", ())), None)
         texts.append(report.text)
         jobs.append({"ranks": ranks, **report.data})
     if not dry_run:

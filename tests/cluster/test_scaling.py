@@ -17,6 +17,8 @@ def test_each_size_is_a_job_and_all_make_a_table(user: User) -> None:  # noqa: F
     ladder = (*verb, "--ranks", "1,2", "--repeat", "1", "--submit", OPTIONS, "--json")
     jobs = json.loads(user.types(*ladder, "--", *TRAIN).out)["jobs"]
     assert [job["ranks"] for job in jobs] == [1, 2]
+    # At once they would disturb each other.
+    assert user.job(jobs[1]["jobs"][0])["Dependency"].startswith(f"afterany:{jobs[0]['jobs'][0]}")
     end = time.monotonic() + PATIENCE
     for job in jobs:
         number = job["jobs"][0].partition(".")[0]

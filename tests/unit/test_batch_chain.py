@@ -87,7 +87,7 @@ def test_the_jobs_that_are_left_are_taken_away(file: Path, bin_directory: Path) 
     qdel.write_text(f'#!/bin/sh\necho "$@" > {bin_directory}/deleted\n')
     qdel.chmod(0o755)
     end(file, "1.server.domain.org", 0)  # PBS may tell a job its id in another form
-    assert (bin_directory / "deleted").read_text() == "2.server 3.server\n"
+    assert (bin_directory / "deleted").read_text() == "3.server 2.server\n"
 
 
 def test_a_line_that_was_cut_is_passed_over(file: Path) -> None:

@@ -171,6 +171,12 @@ def test_whole_nodes_ask_for_nodes_only() -> None:
     assert "#PBS -l select=2:system=polaris" in lines
 
 
+def test_a_site_may_place_the_nodes_itself() -> None:
+    exclusive = "-l place=scatter:excl"
+    lines = Pbs().directives(Job(("x",), 60, nodes=2), Site(directives=(exclusive,)))
+    assert [line for line in lines if "place=" in line] == [f"#PBS {exclusive}"]
+
+
 def test_a_quality_of_service_is_called_a_queue() -> None:
     job = Job(("x",), 60, queue="debug")
     assert "#SBATCH --qos=debug" in Slurm().directives(job, Site(queue_is_qos=True))

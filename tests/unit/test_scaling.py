@@ -353,6 +353,23 @@ def test_each_size_is_a_job(scripts: Any) -> None:
     )
 
 
+def test_the_sizes_come_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the same time, on a node that they share, they would slow one another down."""
+    qsub = tmp_path / "qsub"
+    qsub.write_text('#!/bin/sh\necho "$@" >> calls\nset -- $(wc -l < calls)\necho "$1.pbs1"\n')
+    qsub.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = ("--ranks", "1,2,4", "--submit", "--walltime 1:00:00 --scheduler pbs")
+    assert cli.main(["scaling", *options, "--", *WORDS]) == 0
+    calls = Path("calls").read_text().splitlines()
+    waits = [line.partition("depend=")[2].split()[:1] for line in calls]
+    assert waits == [[], ["afterany:1.pbs1"], ["afterany:2.pbs1"]]
+
+
 def test_a_job_keeps_the_batch_of_all_ranks(scripts: Any) -> None:
     words = ("--strong", "--", "python", "t.py", "--batch-size", "8")
     jobs = scripts("--walltime 1:00:00 --scheduler slurm", *words, ranks="2,4")
