@@ -13,7 +13,7 @@ TASK = "TASK"
 """The variable of an array: which of its tasks this job is."""
 
 LONGEST_NAME = 230  # characters that PBS takes; Torque takes 15, and a shorter name is cut for it
-_PLAIN = re.compile(r"[A-Za-z0-9][\w.@:/=+-]*")
+PLAIN = re.compile(r"[A-Za-z0-9][\w.@:/=+-]*")
 _NAME = re.compile(r"[A-Za-z][\w.+-]*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _ARRAY = re.compile(r"(\d+)-(\d+)(?::([1-9]\d*))?")
@@ -150,10 +150,10 @@ def _check_words(job: Job) -> None:
         "--after": job.after,
     }
     for option, word in words.items():
-        if word is not None and not _PLAIN.fullmatch(word):
+        if word is not None and not PLAIN.fullmatch(word):
             raise UsageError(f"{option} {word!r}: one word of letters, digits and . _ : @ / = + -")
     for word in job.modules:
-        if not _PLAIN.fullmatch(word):
+        if not PLAIN.fullmatch(word):
             raise UsageError(f"--module {word!r}: give one module; repeat the option for more")
     if job.memory is not None and not _MEMORY.fullmatch(job.memory):
         raise UsageError(f"--memory {job.memory!r}: a number with its unit, such as 64gb")

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.batch.job import LONGEST_NAME, Job
+from hvdtrain.batch.job import LONGEST_NAME, PLAIN, Job
 from hvdtrain.batch.walltime import parse_clock, show_clock
 from hvdtrain.errors import UsageError
+from hvdtrain.files import read_yaml
 
 EXAMPLES = Path(__file__).parent / "sites"
 SCHEDULERS = ("pbs", "slurm", "none")
@@ -99,12 +100,10 @@ def read_site(path: Path) -> Site:
     Raises:
         UsageError: naming the file and the key.
     """
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path}: it must hold lines such as `queue: debug`")
     fields = {field.name: field for field in dataclasses.fields(Site)}
@@ -146,6 +145,13 @@ def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{value!r} is not a list, such as [one, two]")
     return tuple(_text(one) for one in value)
+
+
+def _modules(value: Any) -> tuple[str, ...]:
+    for word in _texts(value):
+        if not PLAIN.fullmatch(word):  # it stands in the script as it is, as that of --module does
+            raise ValueError(f"{word!r} is not one module; give each as an item of its own")
+    return _texts(value)
 
 
 def _scheduler(value: Any) -> str:
@@ -192,7 +198,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "name_limit": _number,
     "walltime_limit": _seconds,
     "directives": _texts,
-    "modules": _texts,
+    "modules": _modules,
     "setup": _texts,
     "queues": _queues,
 }  # any other key is a text

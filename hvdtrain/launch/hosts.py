@@ -7,11 +7,19 @@ one rank, as the batch system counts them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.files import read_regular
+
+MOST_NODES = 250_000  # of a job; a list of more is no list of nodes
+MOST_BRACKETS = 8  # in a name
+SHOWN = 200  # characters of a wrong value
+
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation:
         return Allocation("LSF", read_hostfile(file, "LSB_DJOB_HOSTFILE"))
     if environ.get("LSB_MCPU_HOSTS"):
         words = environ["LSB_MCPU_HOSTS"].split()
-        if len(words) % 2 or not all(number.isdecimal() for number in words[1::2]):
+        if len(words) % 2 or not all(_NUMBER.fullmatch(number) for number in words[1::2]):
             raise UsageError(f"LSB_MCPU_HOSTS={' '.join(words)}: expected pairs `host slots`")
         pairs = zip(words[::2], words[1::2], strict=True)
         return Allocation("LSF", merge(Host(name, int(slots)) for name, slots in pairs))
@@ -75,7 +83,7 @@ def read_hostfile(path: Path, named_by: str) -> tuple[Host, ...]:
         UsageError: missing, empty, or with a line that is none of these.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UsageError(f"{named_by}: {path}: {reason}; name the hosts by --hosts") from error
@@ -124,7 +132,7 @@ def _split(word: str, slots: str | None) -> tuple[str, int]:
     """Name and slots of `host` or `host:4`; 0 slots where the number is none."""
     name, colon, behind = word.partition(":")
     number = behind if colon else slots if slots is not None else "1"
-    valid = number.isdecimal() and not (colon and slots is not None)
+    valid = _NUMBER.fullmatch(number) and not (colon and slots is not None)
     # A name that starts with a dash would reach mpirun as an option.
     plain = re.fullmatch(r"[A-Za-z0-9_][\w.-]*", name, re.ASCII)
     return name if plain else "", int(number) if valid else 0
@@ -140,8 +148,8 @@ def _slurm(nodes: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
     slots = expand_counts(environ[variable])
     if len(slots) != len(names):
         raise UsageError(
-            f"{variable}={environ[variable]} is for {len(slots)} nodes, "
-            f"SLURM_JOB_NODELIST={nodes} has {len(names)}; name them by --hosts"
+            f"{variable}={environ[variable][:SHOWN]} is for {len(slots)} nodes, "
+            f"SLURM_JOB_NODELIST={nodes[:SHOWN]} has {len(names)}; name them by --hosts"
         )
     return tuple(Host(name, number) for name, number in zip(names, slots, strict=True))
 
@@ -152,12 +160,15 @@ def expand_counts(text: str) -> list[int]:
     Raises:
         UsageError: it is written otherwise.
     """
-    counts = []
+    counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)(?:\(x([1-9]\d*)\))?", part.strip(), re.ASCII)
-        if not match:
-            raise UsageError(f"{text!r} does not count tasks as Slurm does, such as 4(x2),3")
-        counts += [int(match[1])] * int(match[2] or 1)
+        match = re.fullmatch(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,8})\))?", part.strip(), re.ASCII)
+        times = int(match[2] or 1) if match else 0
+        if not match or len(counts) + times > MOST_NODES:
+            raise UsageError(
+                f"{text[:SHOWN]!r} does not count tasks as Slurm does, such as 4(x2),3"
+            )
+        counts += [int(match[1])] * times
     return counts
 
 
@@ -169,27 +180,41 @@ def expand_nodelist(text: str) -> list[str]:
     Raises:
         UsageError: it is written otherwise.
     """
-    names = []
-    # A comma inside brackets does not end a name.
-    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+|,|\[", text):
-        if part == ",":
-            continue
-        pieces = re.split(r"\[([^\]]*)\]", part)
-        expanded = [pieces[0].strip()]
-        for ranges, tail in zip(pieces[1::2], pieces[2::2], strict=True):
-            expanded = [f"{head}{n}{tail}" for head in expanded for n in _numbers(ranges, text)]
-        names += expanded
+    names = list(islice(_names(text), MOST_NODES + 1))
+    if len(names) > MOST_NODES:
+        raise UsageError(f"{text[:SHOWN]!r} names more than {MOST_NODES:,} nodes")
     if not names or not all(re.fullmatch(r"[\w.-]+", name, re.ASCII) for name in names):
-        raise UsageError(f"{text!r} does not name nodes as Slurm does, such as node[01-04]")
+        raise UsageError(f"{text[:SHOWN]!r} does not name nodes as Slurm does, such as node[01-04]")
     return names
 
 
-def _numbers(ranges: str, whole: str) -> Iterable[str]:
+def _names(text: str) -> Iterator[str]:
+    # A comma inside brackets does not end a name.
+    for part in re.findall(r"(?:\[[^\[\]]*\]|[^,\[])+|,|\[", text):
+        pieces = re.split(r"\[([^\]]*)\]", part)
+        if part != "," and len(pieces) <= 2 * MOST_BRACKETS:
+            yield from _expanded(pieces[0].strip(), pieces[1:], text)
+        elif part != ",":
+            yield part  # no name of a node
+
+
+def _expanded(head: str, pieces: list[str], whole: str) -> Iterator[str]:
+    """``head`` with the ranges and the texts behind them, which alternate in ``pieces``."""
+    if not pieces:
+        yield head
+        return
+    ranges, tail, *others = pieces
+    for number in _numbers(ranges, whole):
+        yield from _expanded(f"{head}{number}{tail}", others, whole)
+
+
+def _numbers(ranges: str, whole: str) -> Iterator[str]:
     """The numbers in `01-03,7`, with their leading zeros."""
     for part in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), re.ASCII)
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), re.ASCII)
         low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(high) < int(low):
-            raise UsageError(f"{whole!r} does not name nodes as Slurm does: [{ranges}]")
+            where = f"[{ranges[:SHOWN]}]"
+            raise UsageError(f"{whole[:SHOWN]!r} does not name nodes as Slurm does: {where}")
         for number in range(int(low), int(high) + 1):
             yield f"{number:0{len(low)}d}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.files import is_regular
 from hvdtrain.measure import records
 from hvdtrain.measure.alike import check_alike
 from hvdtrain.measure.conduct import TABLE, read_folder
@@ -81,12 +82,16 @@ def look(folder: Path) -> Found:
     found = Found(folder)
     for path in _files(folder):
         place = path.relative_to(folder)
+        if not path.name.endswith((".json", ".jsonl", ".json.gz")):
+            continue
         try:
+            if not is_regular(path):
+                raise OSError("no regular file")  # a pipe would be waited for
             if path.name == STATE_FILE and path.parent.name.startswith(PREFIX):
                 found.checkpoints[place.parent] = _checkpoint(path)
             elif path.suffix == ".jsonl" and path.name != LINES:
                 found.courses += _course(path, place)
-            elif path.suffix == ".json" or path.name.endswith(".json.gz"):
+            elif path.suffix != ".jsonl":
                 _json(path, place, found)
         except ODD as error:
             reason = _reason(error).replace(str(path), "").removeprefix(": ").strip()
@@ -177,9 +182,9 @@ def _checkpoint(path: Path) -> Record:
 
 
 def _study(folder: Path) -> Study | None:
-    if (folder / LINES).exists() or any(folder.glob(f"ranks-*/{LINES}")):
+    if (folder / LINES).is_file() or any(folder.glob(f"ranks-*/{LINES}")):
         runs = read_folder(folder)
-    elif (folder / TABLE).exists():
+    elif (folder / TABLE).is_file():
         runs = records.read_table(folder / TABLE)
     else:
         return None

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 from hvdtrain.errors import UsageError
+from hvdtrain.files import read_yaml
 from hvdtrain.measure.records import STRONG
 
 # What would make the runs of a ladder something else than independent measurements.
@@ -53,8 +52,8 @@ def from_file(words: Sequence[str]) -> dict[str, str]:
     """
     path = value_of(words, "--config")
     try:
-        content = yaml.safe_load(Path(path).read_text()) if path else None
-    except (OSError, ValueError, yaml.YAMLError):  # the program itself will say what is wrong
+        content = read_yaml(Path(path)) if path else None
+    except (OSError, ValueError):  # the program itself will say what is wrong
         return {}
     return {
         f"--{str(name).replace('_', '-')}": str(value)

@@ -27,6 +27,7 @@ from hvdtrain.errors import UsageError
 CHUNK = 1 << 15  # bytes read at once: what is made of them stays in the processor's cache
 ENOUGH = 1 << 20  # bytes without an event tell that this is no timeline
 LONGEST = 1 << 16  # bytes; an object that has no end after so many is broken, not cut by a chunk
+STRANGE = 500  # objects in a row, in one buffer, that are no events: the rest of it holds none
 BETWEEN = (b"},{", b"},\n{", b"}, {")  # two events, as Horovod and other writers part them
 EARLIEST, LATEST = -(2**63), 2**63  # microseconds; Horovod writes 64 bits
 FILLING = " \t\r\n,[]"  # what may stand between events
@@ -38,7 +39,7 @@ Event = dict[str, Any]
 
 # A tensor's name as Horovod writes it: with quotes or backslashes in it the line is no JSON.
 _NAMING = re.compile(
-    r'\{"name": "process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.*?)"\}\}'
+    r'\{"name": "process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.{0,4096}?)"\}\}'
     r"(?=[,\s\]]*(?:\{|$))",
     re.DOTALL,
 )
@@ -166,17 +167,18 @@ def _search(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event]
     text = buffer.decode("utf-8", "surrogateescape")
     clean = re.sub("[\ud800-\udfff]", "\ufffd", text)  # as long as the text
     events: list[Event] = []
-    done = 0  # the end of the last event
+    done, strange = 0, 0  # the end of the last event, and other objects behind it
     place = text.find("{")
     while place >= 0:
         found, end = _object(clean, place)
         if end == place and not last and len(text) - place < LONGEST:
             break  # perhaps only cut by the end of the buffer
+        strange += 1
         if found:
             reading.skipped += _odd(text[done:place])
             events += found
-            done = end
-        place = text.find("{", max(end, place + 1))
+            done, strange = end, 0
+        place = text.find("{", max(end, place + 1)) if strange < STRANGE else -1
     if place >= 0:
         reading.skipped += _odd(text[done:place])
         return events, text[place:].encode("utf-8", "surrogateescape")

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdtrain.adapters.select import STRATEGIES
 from hvdtrain.errors import UsageError
+from hvdtrain.files import read_yaml
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
 
 
@@ -22,13 +23,18 @@ def _float(value: str | float) -> float:
         raise ValueError(f"{value!r} is not a number") from None
 
 
+MOST_DIGITS = 30  # of a count
+
+
 def count(value: str | int | float) -> int:
     """A whole number of 0 or more; ``5e9`` is taken."""
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
         return int(value)  # exact where a float is not
     number = _float(value)
     if number < 0 or not number.is_integer():
         raise ValueError(f"{value} is not a whole number of 0 or more")
+    if number >= 10**MOST_DIGITS:
+        raise ValueError(f"{value} is larger than any count")
     return int(number)
 
 
@@ -153,6 +159,7 @@ class Options:
     quiet: bool = option(False, "no progress, no table; errors only", bool)
 
 
+SHOWN = 200  # characters of a wrong value
 METAVARS: dict[Any, str] = {Path: "PATH", str: "NAME", numbers: "N,N", steps: "A:B"}
 EITHER = (("batch_size", "global_batch_size"), ("synthetic", "data"))  # not both
 
@@ -188,11 +195,13 @@ def reader(kind: Callable[[Any], Any], choices: Sequence[str] = ()) -> Callable[
 
     def read(value: str) -> Any:
         if choices and value not in choices:
-            raise argparse.ArgumentTypeError(f"{value!r}: choose one of {', '.join(choices)}")
+            raise argparse.ArgumentTypeError(
+                f"{value[:SHOWN]!r}: choose one of {', '.join(choices)}"
+            )
         try:
             return kind(value)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            raise argparse.ArgumentTypeError(str(error).replace(value, value[:SHOWN])) from error
 
     return read
 
@@ -236,14 +245,10 @@ def _values(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, 
 
 def _read_config(path: Path) -> list[str]:
     # The file becomes arguments, so that its values are read and checked in the same one way.
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(
-            f"--config {path} cannot be read: {' '.join(str(error).split())}"
-        ) from error
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: it must hold lines such as `batch-size: 64`")
     arguments = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,33 @@ def test_counts(runs: list[tuple[int, int]]) -> None:
 def test_no_counts(text: str) -> None:
     with pytest.raises(UsageError, match="does not count tasks as Slurm does"):
         expand_counts(text)
+
+
+LONG = "9" * 6000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["n[1-999999999]", "n[1-9999][1-9999]", f"n[{LONG}]", "n[1-99]" * 500, "[" * 50_000],
+    ids=["range", "product", "digits", "brackets", "open"],
+)
+def test_a_nodelist_that_no_machine_has_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"more than 250,000 nodes|does not name nodes") as refused:
+        expand_nodelist(text)
+    assert len(str(refused.value)) < 600
+
+
+def test_other_numbers_that_no_machine_has_are_refused_too(tmp_path: Path) -> None:
+    for text in ("4(x999999999)", LONG):
+        with pytest.raises(UsageError, match="does not count tasks"):
+            expand_counts(text)
+    with pytest.raises(UsageError, match="expected pairs"):
+        find_allocation({"LSB_MCPU_HOSTS": f"a {LONG}"})
+    with pytest.raises(UsageError, match="line 1"):
+        read_hostfile(write(tmp_path / "f", f"a slots={LONG}"), "--hostfile")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="no regular file"):
+        read_hostfile(tmp_path / "pipe", "--hostfile")
 
 
 # Who gave the hosts

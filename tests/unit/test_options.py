@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -355,6 +356,18 @@ def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"\xff\xfe\x00epochs: 3")
     assert "run.yaml" in refusal("--config", str(path))
+
+
+def test_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file" in refusal("--config", str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("digits", [2999, 6000])
+def test_a_number_of_thousands_of_digits_is_told_in_a_line(tmp_path: Path, digits: int) -> None:
+    number = "9" * digits
+    for line in ([config(tmp_path, f"epochs: {number}\n")], ["--epochs", number]):
+        assert len(refusal(*line)) < 500
 
 
 @pytest.mark.parametrize("name", ["absent.yaml", "."])

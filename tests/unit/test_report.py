@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import html.parser
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -211,10 +212,14 @@ def test_what_is_broken_or_foreign_is_left_out(
     (tmp_path / "foreign.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
     (tmp_path / "list.json").write_text("[1, 2, 3]")
     (tmp_path / ".hidden.json").write_text("{")
+    for name in ("pipe.json", "pipe.jsonl", "pipe.txt", "results.jsonl"):
+        os.mkfifo(tmp_path / name)  # nobody writes to them
     assert cli.main(["report", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["summaries"], data["courses"], data["timelines"]) == (1, 1, 0)
     assert any(note.startswith("broken.json: ") for note in data["left_out"])
+    for name in ("pipe.json", "pipe.jsonl", "results.jsonl"):
+        assert f"{name}: no regular file" in data["left_out"]
     assert not any("hidden" in note or "foreign" in note for note in data["left_out"])
     assert "broken.json" in (tmp_path / "o.html").read_text()
 

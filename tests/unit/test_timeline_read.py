@@ -6,7 +6,9 @@ import gzip
 import json
 import random
 import re
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,6 +26,9 @@ EVENTS: list[dict[str, Any]] = json.loads(TEXT)
 
 # Where each event of TEXT ends.
 ENDS = [match.end() for match in re.finditer(r"\}(?=,\{|,\n\{|\])", TEXT)]
+
+
+NAMELESS = '{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "'  # has no end
 
 
 def events_of(path: Path, **options: Any) -> tuple[list[dict[str, Any]], Reading]:
@@ -49,6 +54,25 @@ def test_all_events_in_order_whatever_the_chunks(
 
 def test_the_ends_of_the_events_are_known() -> None:
     assert len(ENDS) == len(EVENTS)
+
+
+@pytest.mark.parametrize("text", ["{", '{"', '{"a":', "{}", NAMELESS], ids=range(5))
+def test_what_is_no_event_is_not_tried_for_ever(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text * (1_000_000 // len(text)))
+    tried = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal tried
+        tried += event == "call" and frame.f_code is read._object.__code__
+
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(UsageError, match="no timeline"):
+            list(read.chunks(Reading(path)))
+    finally:
+        sys.setprofile(None)
+    assert 0 < tried < 20_000
 
 
 def test_cut_at_every_byte_it_is_read_up_to_the_last_whole_event(
