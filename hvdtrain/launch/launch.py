@@ -13,7 +13,14 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.dialects import Job, build
 from hvdtrain.launch.hosts import Allocation, find_allocation, parse_hosts, read_hostfile
-from hvdtrain.launch.layout import fair_threads, lay_out
+from hvdtrain.launch.layout import (
+    Layout,
+    asked_threads,
+    batch_share,
+    fair_threads,
+    lay_out,
+    own_cores,
+)
 from hvdtrain.launch.machine import gpus, packages, physical_cores
 from hvdtrain.launch.mpirun import Mpi, find_mpi, ssh_agent
 from hvdtrain.launch.run import Command
@@ -101,9 +108,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     if mpi.dialect == "srun" and share:
         cores = share  # srun itself deals the job's share of a host out, in its own units
     named = allocation.source in ("--hosts", "--hostfile")
-    threads, devices = request.threads, gpus(environ)
-    if threads is None and request.room:
-        threads = fair_threads(max(request.room, layout.per_host), cores, devices, environ)
+    devices = gpus(environ)
     job = Job(
         layout,
         cores=cores,
@@ -113,7 +118,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
         # Of hosts that the user names nobody knows the cores. And where the batch system gave a
         # part of a host but fenced nothing off, other jobs may be bound to the same first cores.
         bind=request.bind and not named and not 0 < share < cores,
-        threads=threads,
+        threads=request.threads or choose_threads(request, layout, cores, devices, environ),
         gpus=devices,
         root=os.geteuid() == 0,
         tag=request.tag,
@@ -145,11 +150,20 @@ def _check_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
         raise UsageError(f"{program}: no such program{remedy}")
 
 
-def batch_share(environ: Mapping[str, str]) -> int:
-    """Cores or hardware threads of this host that the batch system gave the job; 0: not told."""
-    names = ("SLURM_CPUS_ON_NODE", "NCPUS")
-    told = next((environ[name] for name in names if environ.get(name)), "")
-    return int(told) if told.isdecimal() else 0
+def choose_threads(
+    request: Request, layout: Layout, cores: int, gpus: int, environ: Mapping[str, str]
+) -> int | None:
+    """Threads of a rank where nobody asked for a number; None leaves them to the program.
+
+    A job that got a part of a host is not bound to it: its ranks would take all of the host.
+    """
+    own, asked = own_cores(cores, environ), asked_threads(environ)
+    by_pbs = not asked and environ.get("OMP_NUM_THREADS")  # for all ranks together
+    named = request.hosts or request.hostfile  # and not of this job
+    room = max(request.room or 0, layout.per_host)
+    if (own < cores or by_pbs) and not asked and not named:
+        return max(1, own // room)
+    return fair_threads(room, cores, gpus, environ) if request.room else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,15 +244,16 @@ def notes(job: Job) -> list[str]:
     found = []
     if job.layout.idle:
         found.append(f"no rank for host {', '.join(job.layout.idle)}")
-    ranks, cores = job.layout.per_host, job.cores
-    share = batch_share(job.environ)
-    if 0 < share < cores:
-        found.append(f"the batch system gave this job {share} of the host's {cores} cores")
-        cores = share
-    # PBS sets the variable to the cores of a whole chunk, however many ranks share them.
-    threads = job.environ.get("OMP_NUM_THREADS", "")
-    each = int(threads) if threads.isdecimal() else job.cores // ranks
-    if not job.threads and each * ranks > cores:
+    ranks = job.layout.per_host
+    share, cores = batch_share(job.environ), own_cores(job.cores, job.environ)
+    threads = asked_threads(job.environ)
+    if 0 < share < ranks:
+        found.append(
+            f"{ranks} ranks on a host of which the batch system gave this job {share} cores: ask "
+            f"for {ranks} (PBS: ncpus and mpiprocs), or give --ppn {share}"
+        )
+    elif not job.threads and threads.isdecimal() and int(threads) * ranks > cores:
+        each = int(threads)
         found.append(
             f"{ranks} ranks of {each} threads are more than {cores} cores: "
             f"--threads {max(1, cores // ranks)} gives each its share"

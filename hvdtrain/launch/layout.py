@@ -101,6 +101,27 @@ def _describe(allocation: Allocation) -> str:
     return f"{allocation.source} ({shown}{more})"
 
 
+def batch_share(environ: Mapping[str, str]) -> int:
+    """Cores or hardware threads of this host that the batch system gave the job; 0: not told."""
+    names = ("SLURM_CPUS_ON_NODE", "NCPUS")
+    told = next((environ[name] for name in names if environ.get(name)), "")
+    return int(told) if told.isdecimal() else 0
+
+
+def own_cores(cores: int, environ: Mapping[str, str]) -> int:
+    """Cores of this host that are the job's: others may compute on the rest."""
+    return min(cores, batch_share(environ) or cores)
+
+
+def asked_threads(environ: Mapping[str, str]) -> str:
+    """OMP_NUM_THREADS as the user has set it; empty where nobody has, or PBS has.
+
+    PBS sets it to the cores of a whole chunk, however many ranks share them.
+    """
+    asked = environ.get("OMP_NUM_THREADS", "")
+    return "" if "PBS_JOBID" in environ and asked == environ.get("NCPUS") else asked
+
+
 def fair_threads(room: int, cores: int, gpus: int, environ: Mapping[str, str]) -> int | None:
     """Threads of a rank, so that ``room`` ranks would just fill a host.
 
@@ -113,6 +134,6 @@ def fair_threads(room: int, cores: int, gpus: int, environ: Mapping[str, str]) -
         gpus: of the host.
         environ: the user's environment.
     """
-    if environ.get("OMP_NUM_THREADS") or gpus:
+    if asked_threads(environ) or gpus:
         return None
     return max(1, cores // room)

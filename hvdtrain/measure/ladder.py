@@ -12,7 +12,7 @@ from pathlib import Path
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch import launch
 from hvdtrain.launch.hosts import Allocation
-from hvdtrain.launch.layout import fair_threads, lay_out
+from hvdtrain.launch.layout import asked_threads, fair_threads, lay_out, own_cores
 from hvdtrain.launch.machine import gpus, physical_cores, processor
 from hvdtrain.launch.run import TIMED_OUT, Command, run
 from hvdtrain.measure.records import Run
@@ -103,10 +103,10 @@ def room(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> int:
 
 def threads(room: int, environ: Mapping[str, str]) -> int | None:
     """Threads of a rank at every size; None where that is not for the ladder to say."""
-    given = environ.get("OMP_NUM_THREADS", "")
+    given = asked_threads(environ)
     if given.isdecimal() and int(given):
         return int(given)
-    return fair_threads(room, physical_cores(), gpus(environ), environ)
+    return fair_threads(room, own_cores(physical_cores(), environ), gpus(environ), environ)
 
 
 def outline(plan: Plan, ranks: int, repeat: int, environ: Mapping[str, str] = os.environ) -> Run:

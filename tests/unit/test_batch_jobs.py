@@ -169,6 +169,11 @@ def test_a_script_relies_on_nothing_that_pbs_lacks(name: str, node: Node) -> Non
     assert not any("DATA" in word or "$" in word for word in words)
 
 
+def test_threads_of_the_users_stay(node: Node) -> None:
+    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), OMP_NUM_THREADS="3") == 0
+    assert told(node)[0][1] == "3"
+
+
 def test_values_are_changed_by_qsub_v(node: Node) -> None:
     text = (JOBS / "mnist_1node.pbs").read_text()
     assert run_as_pbs(node, text, DATA="/a b/mnist", EPOCHS="2", STEPS="7", RESULTS="r $x") == 0

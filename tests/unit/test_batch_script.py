@@ -56,9 +56,10 @@ FULL_PBS = r"""#!/bin/bash -l
 
 # PBS starts a job in the home directory.
 cd -- "${PBS_O_WORKDIR:-.}" || exit 2
-# PBS sets the first to all its cores, and every rank would take that many; the second
-# makes a Slurm behind qsub -v start the ranks on other nodes without an environment.
-unset OMP_NUM_THREADS SLURM_EXPORT_ENV
+# PBS sets the first to all its cores, and every rank would take that many; one of yours
+# stays. The second makes a Slurm behind qsub -v start ranks without an environment.
+[ "$OMP_NUM_THREADS" != "$NCPUS" ] || unset OMP_NUM_THREADS
+unset SLURM_EXPORT_ENV
 
 # To change a value: qsub -v NAME=VALUE,NAME=VALUE SCRIPT
 DATA=${DATA:-}

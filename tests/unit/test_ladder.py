@@ -38,6 +38,9 @@ def test_threads_that_just_fill_a_host() -> None:
     assert [fair_threads(room, 8, 0, {}) for room in (1, 2, 3, 8, 64)] == [8, 4, 2, 1, 1]
     assert fair_threads(2, 8, 4, {}) is None  # the GPUs compute
     assert fair_threads(2, 8, 0, {"OMP_NUM_THREADS": "3"}) is None
+    by_pbs = {"PBS_JOBID": "7.s", "OMP_NUM_THREADS": "8", "NCPUS": "8"}
+    assert fair_threads(2, 8, 0, by_pbs) == 4
+    assert ladder.threads(2, {"NCPUS": "1"}) == 1  # all of the host that the job got
 
 
 def test_a_rank_has_the_same_cores_and_threads_at_every_size(

@@ -14,8 +14,8 @@ from hvdtrain import cli
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.dialects import Job
 from hvdtrain.launch.hosts import Allocation, Host
-from hvdtrain.launch.launch import batch_share, command, notes
-from hvdtrain.launch.layout import lay_out
+from hvdtrain.launch.launch import Request, choose_threads, command, notes
+from hvdtrain.launch.layout import batch_share, lay_out
 from hvdtrain.launch.machine import gpus, packages, physical_cores
 from hvdtrain.launch.tags import MARKS, Untangler
 from hvdtrain.launch.watch import Heard
@@ -179,17 +179,48 @@ def test_nothing_to_note() -> None:
     assert notes(job(layout=lay_out(16, Allocation("none")))) == []
 
 
-def test_pbs_sets_threads_for_the_whole_chunk() -> None:
+def test_threads_of_the_users_that_are_too_many() -> None:
     assert notes(job(environ={"OMP_NUM_THREADS": "8"})) == [
         "4 ranks of 8 threads are more than 8 cores: --threads 2 gives each its share"
     ]
 
 
-def test_a_part_of_a_host_that_is_not_fenced_off() -> None:
-    assert notes(job(cores=64, environ={"NCPUS": "8"})) == [
-        "the batch system gave this job 8 of the host's 64 cores",
-        "4 ranks of 16 threads are more than 8 cores: --threads 2 gives each its share",
+def test_more_ranks_on_a_host_than_its_part_has_cores() -> None:
+    assert notes(job(cores=64, threads=1, environ={"NCPUS": "2"})) == [
+        "4 ranks on a host of which the batch system gave this job 2 cores: ask for 4 (PBS: ncpus "
+        "and mpiprocs), or give --ppn 2"
     ]
+
+
+def in_pbs(ncpus: int, threads: int | None) -> dict[str, str]:
+    given = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {"PBS_JOBID": "7.pbs1", "NCPUS": str(ncpus), **given}
+
+
+@pytest.mark.parametrize(
+    ("environ", "request_", "threads"),
+    [
+        (in_pbs(8, 8), Request(4, ()), 2),  # set by PBS: all of them for every rank
+        (in_pbs(8, None), Request(4, ()), 2),  # a part of the host, which has 64
+        (in_pbs(8, None), Request(4, (), room=8), 1),
+        (in_pbs(2, 2), Request(4, ()), 1),
+        (in_pbs(8, 3), Request(4, ()), None),  # the user's own stays
+        (in_pbs(8, None), Request(4, (), hosts="a:4"), None),
+        (in_pbs(64, 64), Request(4, ()), 16),
+        (in_pbs(64, None), Request(4, ()), None),  # bound, a rank sees its own cores
+        ({"SLURM_CPUS_ON_NODE": "8"}, Request(4, ()), 2),
+        ({"OMP_NUM_THREADS": "8", "NCPUS": "8"}, Request(4, ()), None),  # no job of PBS
+        ({}, Request(4, ()), None),
+        ({}, Request(4, (), room=8), 8),
+    ],
+)
+def test_threads_of_a_rank_are_its_share_of_what_the_job_got(
+    environ: dict[str, str], request_: Request, threads: int | None
+) -> None:
+    layout = lay_out(4, Allocation("none"))
+    assert choose_threads(request_, layout, 64, 0, environ) == threads
+    if threads and environ.get("NCPUS") != "2":
+        assert notes(job(cores=64, environ=environ, threads=threads)) == []
 
 
 def test_idle_hosts() -> None:
