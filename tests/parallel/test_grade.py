@@ -78,6 +78,14 @@ def test_the_solution_and_copies_with_one_step_broken(framework: str, tmp_path: 
     assert not list(tmp_path.glob("metrics*"))  # what the scripts write is thrown away
 
 
+def test_a_script_that_was_not_changed_has_no_credit() -> None:
+    """It runs on each rank as if alone, on a core of its own and with the rate of one rank."""
+    outcome = grade(str(HOMEWORK / "pytorch_mnist.py"), "--", "--epochs=1")
+    found = reports(outcome)["pytorch_mnist.py"]
+    assert outcome.code == 1
+    assert (found[1], "works" in found.values()) == ("failed", False), outcome.out
+
+
 @pytest.mark.skipif(LONG, reason="the copies are tested with it")
 def test_the_solution_in_tensorflow() -> None:
     outcome = grade(str(HOMEWORK / "tensorflow2_mnist_hvd.py"))
@@ -108,4 +116,5 @@ def test_wrong_use(tmp_path: Path) -> None:
     broken.write_text("import horovod.torch as hvd\nhvd.init(\n")
     outcome = grade(str(broken))
     assert outcome.code == 1
-    assert "0 of 8 steps work" in outcome.out and "SyntaxError" in outcome.out
+    assert "0 of 8 steps work" in outcome.out
+    assert "crashed before update 1; nothing was checked: rank 0: SyntaxError" in outcome.out
