@@ -67,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"end ranks that do not answer (default {TIMEOUT:g})",
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="exit code 1 where a step was not seen, too"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON object")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started")
     parser.add_argument(

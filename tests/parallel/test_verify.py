@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -121,9 +122,11 @@ def test_a_step_that_is_off_on_one_rank_alone(tmp_path: Path) -> None:
     assert "the ranks wait for each other in different places" in evidence(outcome, 6)
 
 
-def watched(script: Path, *arguments: str, cwd: Path, updates: str = "all") -> Outcome:
+def watched(
+    script: Path, *arguments: str, cwd: Path, updates: str = "all", strict: bool = False
+) -> Outcome:
     command = [*VERIFY, "-n", "2", "--json", "--updates", updates, "--script", str(script)]
-    return run([*command, "--", *arguments], cwd=cwd)
+    return run([*command, *["--strict"] * strict, "--", *arguments], cwd=cwd)
 
 
 def test_a_right_script_of_a_user(tmp_path: Path) -> None:
@@ -134,6 +137,56 @@ def test_a_right_script_of_a_user(tmp_path: Path) -> None:
     assert "rank 0 wrote 1 file" in evidence(outcome, 7)
     assert (tmp_path / "x y.pt").is_file()
     assert "rank 1: loss" in outcome.err  # what the script prints is not the result
+
+
+# What people get wrong in a port: what is there, what they write, in how many updates it shows,
+# and the row that fails. 8 is only not seen: nothing tells that a number is meant for a metric.
+BROKEN = {
+    "no init": (r"^hvd\.init\(\)", "pass", "5", 1),
+    "threads": (r"set_num_threads\(1\)", "set_num_threads(8)", "5", 2),
+    "no sampler": (r"4, sampler=sampler, num", "4, shuffle=True, num", "all", 3),
+    "rank 0 for all": (r"(train, hvd\.size\(\)), hvd\.rank\(\)", r"\1, 0", "5", 3),
+    "no set_epoch": (r"^ *sampler\.set_epoch.*$", "", "all", 3),
+    "rate not scaled": (r"RATE \* hvd\.size\(\)", "RATE", "5", 4),
+    "rate times size squared": (r"(RATE \* hvd\.size\(\))", r"\1 ** 2", "5", 4),
+    "sum": (r"(?<=PASSES)(\n\)(.|\n)*)0\.1\)", r", op=hvd.Sum\g<1>1e9)", "5", 5),
+    "not distributed": (
+        r"^optimizer = hvd\.DistributedOptimizer\(\n.*\n\)",
+        "import contextlib\n"
+        "optimizer.synchronize, optimizer.skip_synchronize = int, contextlib.nullcontext",
+        "5",
+        5,
+    ),
+    "no broadcast": (r"^hvd\.broadcast_parameters.*$", "", "5", 6),
+    "all write": (r"if hvd\.rank\(\) == 0:", "if True:", "all", 7),
+    "own metrics": (r"hvd\.allreduce\((sums),.*\)", r"\1", "all", 8),
+}
+NEW = ("no init", "no set_epoch", "rate not scaled", "rate times size squared")
+
+
+def test_a_right_port_with_all_that_people_use(tmp_path: Path) -> None:
+    """Transforms are modules; loaders have workers; gradients are clipped, accumulated, in bf16."""
+    outcome = watched(SCRIPTS / "port_torch.py", cwd=tmp_path, strict=True)
+    assert outcome.code == 0, outcome.out + outcome.err[-3000:]
+    assert set(states(outcome).values()) == {"ok"}, outcome.out
+    assert "0 of 96 samples seen were on more than one rank" in evidence(outcome, 3)
+
+
+@pytest.mark.parametrize("name", BROKEN if LONG else NEW)
+def test_a_broken_port_fails_in_its_own_row(name: str, tmp_path: Path) -> None:
+    pattern, other, updates, step = BROKEN[name]
+    text, count = re.subn(pattern, other, (SCRIPTS / "port_torch.py").read_text(), flags=re.M)
+    assert count, name
+    script = tmp_path / "port.py"
+    script.write_text(text)
+    outcome = watched(script, cwd=tmp_path, updates=updates, strict=True)
+    assert outcome.code == 1, outcome.err[-3000:]
+    assert failed(outcome) == [step] * (step < 8), outcome.out
+    unseen = [number for number, state in states(outcome).items() if state == "not seen"]
+    if updates == "all":
+        assert unseen == [step] * (step == 8)
+    else:
+        assert json.loads(outcome.out)["to_see_more"] or step == 1  # that one crashed
 
 
 def test_a_script_with_every_mistake(tmp_path: Path) -> None:

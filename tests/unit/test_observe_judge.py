@@ -47,6 +47,7 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
             ],
             "updates": [update(rank, number, 16) for number in range(5)],
             "rates": [rate] * 5,
+            "initial_rate": 0.0,
             "again": True,
             "rows": [f"{rank}-{row}" for row in range(80)],
             "loader": None,
@@ -130,7 +131,7 @@ def different_until(update_number: int) -> Callable[[dict[str, Any]], object]:
 
 
 def loader(**facts: Any) -> Callable[[dict[str, Any]], object]:
-    told = {"sampler": "RandomSampler", "replicas": None, "rank": None}
+    told = {"sampler": "RandomSampler", "replicas": None, "rank": None, "samples": 99, "epochs": []}
     return lambda record: record.update(loader={**told, **facts})
 
 
@@ -180,7 +181,26 @@ FAULTS: list[tuple[int, str, Callable[[Records], object], str]] = [
         lambda e: (unsharded(e), each(loader(drawn=99, samples=99, probes=["a"]))(e)),
         "every rank draws from the same 99 samples",
     ),
+    (
+        3,
+        "the same order in each epoch",
+        each(loader(sampler="DistributedSampler", epochs=[[0, 0], [0, 2]])),
+        "call set_epoch(epoch) of the DistributedSampler",
+    ),
     (4, "not scaled", each(rate(0.1)), "though the global batch is 2 times larger"),
+    (
+        4,
+        "not scaled in the first updates",
+        lambda e: (each(rate(0.1))(e), each(lambda r: r.update(again=False))(e)),
+        "2 times larger; a warm-up that rises once an epoch would show with --updates all",
+    ),
+    (4, "size squared", each(rate(0.4)), "on one alone: x 4, more than the linear rule's 2"),
+    (
+        4,
+        "a warm-up to size squared",
+        each(rate(0.1, 0.2, 0.3, 0.4)),
+        "x 4, more than the linear rule's 2",
+    ),
     (4, "scaled on one", on(1, rate(0.1)), "at update 1: 0.2, 0.1 by rank"),
     (5, "own gradients", gradients(lambda rank: LOCAL[rank]), "rank 1 applied other gradients"),
     (5, "rank 0's gradients", gradients(lambda rank: LOCAL[0]), "rank 1 do not count (1, "),
@@ -257,6 +277,11 @@ def test_a_fault_shows_in_its_row_alone(
     assert words in found[step - 1].evidence, found[step - 1].evidence
 
 
+def summed_at(value: float, everyone: Records) -> None:
+    gradients(lambda rank: [2 * v for v in MEAN])(everyone)
+    each(rate(value))(everyone)
+
+
 RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
     (4, "square root", each(rate(0.1 * 2**0.5)), OK, "square root rule, x 1.41"),
     (
@@ -275,11 +300,13 @@ RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
     ),
     (
         4,
-        "a warm-up by epochs, perhaps",
-        lambda e: (each(rate(0.1))(e), each(lambda r: r.update(again=False))(e)),
-        NOT_SEEN,
-        "though the global batch is 2 times larger; a warm-up by epochs would show in the second",
+        "a scheduler that warms up by epochs",
+        lambda e: (each(rate(0.1))(e), each(lambda r: r.update(initial_rate=0.2))(e)),
+        OK,
+        "linear rule, x 2",
     ),
+    (4, "rate of one rank, gradients summed", lambda e: summed_at(0.1, e), OK, "linear rule"),
+    (5, "gradients summed, rate of one rank", lambda e: summed_at(0.1, e), OK, "at the rate of"),
     (
         4,
         "the rule of hvdtrain",
@@ -332,6 +359,13 @@ RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
         ),
         OK,
         "data of its own on each rank",
+    ),
+    (
+        3,
+        "an evaluation in the order of the training",
+        each(loader(sampler="DistributedSampler", epochs=[[0, 0], [0, 3], [1, 3], [1, 5]])),
+        OK,
+        "Dataset.shard gives 2 shards",
     ),
     (3, "nothing to go by", unsharded, NOT_SEEN, "no sampler and no shard call"),
     (
@@ -475,11 +509,20 @@ def test_a_rank_may_gather_nothing() -> None:
 def test_a_script_that_never_initializes_fails_its_first_row() -> None:
     everyone = copy.deepcopy(script())
     for record in everyone:
-        record |= {"world": None, "updates": [], "done": 0}
-        record["ended"] = "ValueError: Horovod has not been initialized; use hvd.init()."
-    assert states(everyone, alone=None)[1] == FAILED
-    everyone[1]["ended"] = "OSError: disk"
+        record |= {"world": None, "updates": [], "done": 0, "ended": None}
     assert states(everyone, alone=None)[1] == NOT_SEEN
+    # The launcher may have killed the other rank before it could tell.
+    everyone[1]["ended"] = "ValueError: Horovod has not been initialized; use hvd.init()."
+    assert states(everyone, alone=None)[1] == FAILED
+
+
+def test_threads_that_the_script_has_set_are_told_as_its_own() -> None:
+    everyone = script()
+    for record in everyone:
+        record["processor"]["threads"] = 4
+        record["calls"].append({"name": "torch.set_num_threads", "update": 0, "threads": 4})
+    evidence = rows(everyone, ALONE)[1].evidence
+    assert evidence.endswith("on 2 cores; the script itself calls torch.set_num_threads(4)")
 
 
 def test_a_rank_that_was_ended_too_early_shows_nothing_of_metrics() -> None:

@@ -76,6 +76,18 @@ def test_what_was_seen_is_on_disk_before_a_rank_may_be_ended(record: Record) -> 
     assert json.loads(record.path.read_text())["written"] == ["/work/model.pt"]
 
 
+def test_what_a_probe_draws_is_no_training(record: Record) -> None:
+    record.probe = lambda: record.samples(np.ones((3, 2)))
+    record.finish()
+    assert json.loads(record.path.read_text())["rows"] == []
+
+
+def test_a_loader_s_worker_leaves_the_file_to_its_rank(record: Record) -> None:
+    record.data["process"] = os.getppid()
+    record.wrote("/work/cache.npy")
+    assert not record.path.exists()
+
+
 def test_a_lock_is_no_result(record: Record) -> None:
     for path in ("/work/data.lock", "/home/me/.horovod_lock", "/work/locked.csv"):
         record.wrote(path)

@@ -17,6 +17,8 @@ from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
 from hvdtrain.launch import ending
 from hvdtrain.launch.tuning import set_defaults
 
+LONGEST = 300  # characters of an error
+
 
 def main() -> int:
     """Run the script that the command line names; its own exit code, 0 where it was ended."""
@@ -32,6 +34,7 @@ def main() -> int:
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(Path(options.script).resolve().parent)
     code = EXIT_OK
+    record.write()  # from now on this rank counts, however it ends
     try:
         runpy.run_path(options.script, run_name="__main__")
         record.data["ended"] = "its own end"
@@ -41,9 +44,19 @@ def main() -> int:
     except BaseException as error:
         traceback.print_exc()
         code = EXIT_FAILURE
-        record.data["ended"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if len(told) > LONGEST:  # TensorFlow tells the way there first
+            told = f"{told[: LONGEST // 3]} ... {told[-LONGEST * 2 // 3 :]}"
+        record.data["ended"] = told + _line(error, options.script)
     record.finish()
     return code
+
+
+def _line(error: BaseException, script: str) -> str:
+    """Where in the script the error came from; empty where not in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == script]
+    return f" ({Path(script).name} line {lines[-1]})" if lines else ""
 
 
 def watch(record: Record) -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-from hvdtrain.environment.observation.judge_rates import learning_rate
+from hvdtrain.environment.observation.judge_rates import is_unscaled, learning_rate
 from hvdtrain.environment.observation.judge_updates import equal_start, mean_gradient
 from hvdtrain.environment.verification.rows import (
     NOT_SEEN,
+    OK,
     Row,
     by_rank,
     listed,
@@ -37,12 +40,13 @@ def rows(everyone: Sequence[Record], alone: Record | None) -> list[Row]:
         everyone: what the ranks noted.
         alone: what one rank alone noted of the same script, to compare with.
     """
+    gradient = mean_gradient(everyone, alone, unscaled=is_unscaled(everyone, alone))
     return [
         one_world(everyone),
         devices(everyone),
         shards(everyone, alone),
-        learning_rate(everyone, alone),
-        mean_gradient(everyone, alone),
+        learning_rate(everyone, alone, summed=gradient.facts.get("summed", False)),
+        gradient,
         equal_start(everyone),
         one_writer(everyone),
         metrics(everyone),
@@ -55,9 +59,10 @@ def one_world(everyone: Sequence[Record]) -> Row:
     started = everyone[0]["launcher"][2]
     told = f"{everyone[0]['launcher'][0]} started {started}" if started > 1 else "one process"
     without = [rank for rank, world in enumerate(worlds) if world is None]
+    # Where the ranks end together, mpirun may kill one before it can tell.
+    if any(NO_INIT in (everyone[rank]["ended"] or "") for rank in without):
+        return row(1, False, f"{told}, and hvd.init() was not called before Horovod was needed")
     if without:
-        if len(without) == started > 1 and all(NO_INIT in (r["ended"] or "") for r in everyone):
-            return row(1, False, f"{told}; all stopped, as hvd.init() had not been called")
         if started == 1 or any(everyone[rank]["updates"] == [] for rank in without):
             return Row(1, NOT_SEEN, f"hvd.init() was not reached on {listed(without)}")
         return row(1, False, f"hvd.init() was not called on {listed(without)}; {told}")
@@ -83,12 +88,17 @@ def devices(everyone: Sequence[Record]) -> Row:
         return Row(2, NOT_SEEN, "no update was made")
     from hvdtrain.environment.verification.pin_device import judge
 
-    return judge(
+    found = judge(
         [
             {"host": f"{record['host']} ", "cores": record["cores"], **record["processor"]}
             for record in everyone
         ]
     )
+    asked = [call for call in everyone[0]["calls"] if call["name"] == "torch.set_num_threads"]
+    if found.state == OK or not asked:
+        return found
+    own = f"the script itself calls {asked[-1]['name']}({asked[-1]['threads']})"
+    return replace(found, evidence=f"{found.evidence}; {own}")
 
 
 def shards(everyone: Sequence[Record], alone: Record | None) -> Row:
@@ -102,6 +112,8 @@ def shards(everyone: Sequence[Record], alone: Record | None) -> Row:
     for mark in (mark for marks in seen for mark in set(marks)):
         counts[mark] = counts.get(mark, 0) + 1
     shared = sum(1 for count in counts.values() if count > 1)
+    if not counts and not all(asked):
+        return Row(3, NOT_SEEN, "no training sample was seen")
     samples = f"{shared} of {len(counts):,} samples seen were on more than one rank"
     if all(asked):
         wrong = [(n, r) for n, r, _ in filter(None, asked) if n != size]
@@ -110,6 +122,8 @@ def shards(everyone: Sequence[Record], alone: Record | None) -> Row:
             return row(3, False, f"the ranks ask for shards {told}; {samples}", shared=shared)
     if shared > FEW + size - 1:
         return row(3, False, samples, shared=shared)
+    if order := _one_order(everyone):
+        return row(3, False, order)
     if all(asked):
         name = asked[0][2] if asked[0] else ""
         return row(3, True, f"{name} gives {size} shards; {samples}", shared=shared)
@@ -125,6 +139,22 @@ def _shard_of(record: Record) -> tuple[int, int, str] | None:
     if loader and loader["replicas"]:
         return loader["replicas"], loader["rank"], loader["sampler"]
     return None
+
+
+def _one_order(everyone: Sequence[Record]) -> str:
+    """What tells that a sampler which shuffles did so alike in two epochs; empty if none did."""
+    for record in everyone:
+        loader = record["loader"] or {"epochs": []}
+        begun = [*loader["epochs"], [None, record["done"]]]
+        trained = [epoch for (epoch, at), (_, end) in pairwise(begun) if end > at]
+        for number, (one, other) in enumerate(pairwise(trained), start=2):
+            if one == other:
+                name = loader["sampler"]
+                return (
+                    f"epoch {number} of the training goes through the samples in the order of the "
+                    f"one before: call set_epoch(epoch) of the {name} before each epoch"
+                )
+    return ""
 
 
 def _covering(everyone: Sequence[Record], alone: Record | None, samples: str) -> Row | None:

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.environment.verification.rows import NOT_SEEN, Row, listed, number, row, several
+from hvdtrain.environment.verification.rows import (
+    FAILED,
+    NOT_SEEN,
+    Row,
+    listed,
+    number,
+    row,
+    several,
+)
 
 Record = dict[str, Any]
 Vector = NDArray[np.float64]
@@ -19,8 +27,15 @@ NO_BROADCAST = "no broadcast was executed"
 IDLE = 1e-2  # the weight of a rank whose gradients do not count
 
 
-def mean_gradient(everyone: Sequence[Record], alone: Record | None) -> Row:
-    """Step 5: the gradients applied are equal on all ranks, and made of all ranks' own."""
+def mean_gradient(everyone: Sequence[Record], alone: Record | None, *, unscaled: bool) -> Row:
+    """Step 5: the gradients applied are equal on all ranks, and made of all ranks' own.
+
+    Args:
+        everyone: what the ranks noted.
+        alone: what one rank alone noted.
+        unscaled: whether the learning rate is that of one rank, though the global batch is larger:
+            then the sum of the gradients does what the linear rule does to their mean.
+    """
     size = len(everyone)
     updates = [record["updates"] for record in everyone]
     count = min(map(len, updates))
@@ -41,7 +56,11 @@ def mean_gradient(everyone: Sequence[Record], alone: Record | None) -> Row:
             return row(5, False, told, between=max(off))
         largest = max(largest, *off)
     told = f"max difference between ranks {number(largest)} over {several(count, 'update')}"
-    return _composition(everyone, alone, count, f"{told}, {tensors}")
+    made = _composition(everyone, alone, count, f"{told}, {tensors}")
+    if made.state == FAILED and made.facts.get("summed") and unscaled:
+        told = f"{made.evidence}; at the rate of one rank: as the mean by the linear rule"
+        return row(5, True, told, **made.facts)
+    return made
 
 
 def _why(everyone: Sequence[Record]) -> str:
@@ -113,7 +132,9 @@ def _made_of(applied: Vector, local: Vector, told: str, *, part: float | None) -
         if not part:
             return row(5, True, f"{note}, which are weighed before")
         note += f", each {part:.2g} times as large as one rank's alone"
-        return row(5, divided, f"{note}: divided by the global batch before" if divided else note)
+        if divided:
+            return row(5, True, f"{note}: divided by the global batch before")
+        return row(5, False, note, summed=True)
     weights, _, rank, _ = np.linalg.lstsq(local.T, applied, rcond=1e-6)
     residual = float(np.linalg.norm(applied - weights @ local)) / scale
     if rank < size or residual > REDUCED:

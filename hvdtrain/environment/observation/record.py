@@ -68,6 +68,7 @@ class Record:
             "calls": [],
             "updates": [],
             "rates": [],
+            "initial_rate": 0.0,
             "rows": self.seen.marks,
             "again": False,
             "loader": None,
@@ -163,8 +164,14 @@ class Record:
         """Whether the next update is to be looked at closely."""
         return self.done < DETAILED
 
-    def rate(self, value: float) -> None:
-        """The learning rate of the next update, of its first group of parameters."""
+    def rate(self, value: float, initial: float = 0.0) -> None:
+        """The learning rate of the next update, of its first group of parameters.
+
+        Args:
+            value: what the update uses.
+            initial: what a scheduler makes it from.
+        """
+        self.data["initial_rate"] = initial
         if len(self.data["rates"]) < RATES:
             self.data["rates"].append(value)
 
@@ -223,11 +230,14 @@ class Record:
 
     def finish(self) -> None:
         """The script is over: look at its data, and write all down."""
+        self.ignored += 1  # what the probe draws is no training
         self.probe()
         self.write()
 
     def write(self) -> None:
-        """Write the file anew, whole or not at all."""
+        """Write the file anew, whole or not at all; a loader's worker leaves it to its rank."""
+        if os.getpid() != self.data["process"]:
+            return
         with self._writing:
             partial = self.path.with_suffix(".partial")
             partial.write_text(json.dumps(self.data))

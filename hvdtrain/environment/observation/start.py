@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +28,17 @@ log = logging.getLogger(__name__)
 
 ALL = "all"
 
+HUNG = "a hang"
+CONSEQUENCE = "HorovodInternalError"  # of another rank's failure
+CAUSES = (  # that are known, by what the error says
+    (
+        "has no attribute 'ref'",
+        "Keras 3: its variables are no tf.Variable, which Horovod expects. Give Horovod the value "
+        "of each: hvd.broadcast_variables([v.value for v in model.variables], root_rank=0), and "
+        "the same to the gradient of hvd.DistributedGradientTape",
+    ),
+)
+
 Seen = tuple[list[dict[str, Any]], Result]  # what the ranks wrote down, and how the run ended
 
 
@@ -46,9 +58,28 @@ class Watched:
 
     @property
     def broken(self) -> str | None:
-        """The first rank's failure that is the script's own."""
+        """The failure that is the script's own, and where; None where it ended in order.
+
+        Where one rank fails, Horovod and the launcher end the others: theirs count last.
+        """
         fine = {None, "updates", "its own end", "exit code 0"}
-        return next((end for end in self.ended if end not in fine), None)
+        found = [(rank, end) for rank, end in enumerate(self.ended) if end not in fine]
+        if not found:
+            return None
+        rank, end = min(found, key=lambda one: (one[1] or "").startswith(CONSEQUENCE))
+        return f"rank {rank}: {end}"
+
+    @property
+    def crash(self) -> str:
+        """How it came to its end too early, and why; empty where it ended in order."""
+        if not self.broken:
+            return ""
+        when = f"after {several(self.updates, 'update')}" if self.updates else "before update 1"
+        unseen = not self.updates and all(row.state != FAILED for row in self.rows)
+        nothing = "; nothing was checked" if unseen else ""
+        cause = next((f"\n-> {told}" for mark, told in CAUSES if mark in self.broken), "")
+        word = "hung" if HUNG in self.broken else "crashed"
+        return f"{word} {when}{nothing}: {self.broken}{cause}"
 
 
 def words(script: Path, arguments: Sequence[str], updates: int | None, folder: Path) -> list[str]:
@@ -103,9 +134,10 @@ def watch(
     rows = judge(everyone, alone)
     ended = [record["ended"] for record in everyone]
     if len(everyone) < ranks:
-        ended.append(f"{several(ranks - len(everyone), 'rank')} that told nothing")
+        ended += [f"not started: {_last(result)}"] * (ranks - len(everyone))
     if result.exit_code == TIMED_OUT:
-        ended.append(f"a hang: it was ended after {timeout:g} s")
+        hung = f"{HUNG}: ended after {timeout:g} s (--timeout)"
+        ended = [end or hung for end in ended] if None in ended else [hung, *ended[1:]]
     return Watched(rows, ended, min(record["done"] for record in everyone))
 
 
@@ -157,29 +189,44 @@ def observe(options: argparse.Namespace, ranks: int | None) -> Report:
         line = build(ranks, script, options.arguments, updates, Path("FOLDER")).show()
         return Report(line, {"ok": True, "commands": [line]})
     seen = watch(script, options.arguments, ranks=ranks, updates=updates, timeout=options.timeout)
-    return report(seen, script, ranks)
+    return report(seen, options, ranks)
 
 
-def report(seen: Watched, script: Path, ranks: int) -> Report:
-    """The rows as a table and as data."""
+def report(seen: Watched, options: argparse.Namespace, ranks: int) -> Report:
+    """The rows as a table and as data; how the script crashed comes before them."""
     failed = sum(row.state == FAILED for row in seen.rows)
-    unseen = sum(row.state == NOT_SEEN for row in seen.rows)
-    made = several(seen.updates, "update")
+    unseen = [row.step for row in seen.rows if row.state == NOT_SEEN]
+    more = _more(options, ranks) if unseen and not seen.broken else None
     end = f"{failed} of 8 steps failed" if failed else "nothing failed"
     if unseen:
-        end += f", {unseen} not seen"
-    if ranks == 1:
-        end += "; a script shows what it does between ranks only on several: -n 2"
-    if seen.broken:
-        end += f"; the script ended with {seen.broken}"
-    headline = f"hvdtrain verify: {script.name}, {several(ranks, 'rank')}, {made}"
-    ok = not failed and not seen.broken
+        end += ", " if failed else ", but this is no pass: "
+        end += f"{len(unseen)} of 8 not seen ({', '.join(map(str, unseen))})"
+        end += f"; to see more, run it to its end:\n  {more}" if more else ""
+    headline = f"hvdtrain verify: {options.script.name}, {several(ranks, 'rank')}, "
+    headline += several(seen.updates, "update")
+    if seen.crash:
+        headline += f"\n{seen.crash}"
+    ok = not failed and not seen.broken and not (options.strict and unseen)
     data = {
         "ok": ok,
-        "script": str(script),
+        "script": str(options.script),
         "ranks": ranks,
         "updates": seen.updates,
         "ended": seen.ended,
+        "crash": seen.crash,
+        "not_seen": unseen,
+        "to_see_more": more,
         "rows": [row.data() for row in seen.rows],
     }
-    return Report(f"{show(headline, seen.rows)}\n{end}", data, EXIT_OK if ok else EXIT_FAILURE)
+    nothing = seen.crash and not seen.updates and not failed
+    text = headline if nothing else f"{show(headline, seen.rows)}\n{end}"
+    return Report(text, data, EXIT_OK if ok else EXIT_FAILURE)
+
+
+def _more(options: argparse.Namespace, ranks: int) -> str | None:
+    """The command that would see more of the script; None where all was looked at."""
+    if ranks > 1 and options.updates == ALL:
+        return None
+    words = ["hvdtrain", "verify", "-n", str(max(ranks, 2)), "--updates", ALL]
+    given = ["--", *options.arguments] if options.arguments else []
+    return shlex.join([*words, "--script", str(options.script), *given])

@@ -148,12 +148,17 @@ class Watch:
         return result
 
     def _call(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the outermost layer is trained on: a call inside a gradient tape."""
+        """What the model is trained on: the outermost layer with weights, inside a gradient tape.
+
+        Whether it has weights shows once it was called; layers that only augment have none.
+        """
         with self.layer as level:
-            inputs = self.tf.nest.flatten(args)[:1]
-            if level == 1 and self.tape.value and inputs and self.tf.is_tensor(inputs[0]):
-                run(self.record.samples, inputs)
-            return original(layer, *args, **kwargs)
+            result = original(layer, *args, **kwargs)
+        inputs = self.tf.nest.flatten(args)[:1]
+        trained = level == 1 and self.tape.value and layer.trainable_variables
+        if trained and inputs and self.tf.is_tensor(inputs[0]):
+            run(self.record.samples, inputs)
+        return result
 
     def _processor(self) -> None:
         if self.record.data["processor"] is None:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
+import random
 from typing import Any
 
 import numpy as np
@@ -26,12 +28,16 @@ def watch(torch: Any, record: Record) -> None:
     steps.register_optimizer_step_pre_hook(updates.before)
     steps.register_optimizer_step_post_hook(updates.after)
     after(torch.optim.Optimizer, "add_param_group", lambda a, k, r: updates.listen(a[0]))
-    forward = Forward(record)
+    forward = Forward(record, updates)
     modules = torch.nn.modules.module
     modules.register_module_forward_pre_hook(forward.before)
     modules.register_module_forward_hook(forward.after, always_call=True)
-    after(torch.utils.data.DataLoader, "__iter__", lambda a, k, r: _loader(a[0], record))
+    loaders = Loaders(torch, record)
+    record.probe = loaders.probe
+    after(torch.utils.data.DataLoader, "__iter__", lambda a, k, r: loaders.begun(a[0]))
     after(torch, "save", lambda a, k, r: _saved(a, k, record))
+    threads = "set_num_threads"
+    after(torch, threads, lambda a, k, r: record.call(f"torch.{threads}", threads=int(a[0])))
 
 
 class Updates:
@@ -63,6 +69,10 @@ class Updates:
 
         return collect
 
+    def trains(self, module: Any) -> bool:
+        """Whether an optimizer holds parameters of ``module``."""
+        return any(id(parameter) in self.parameters for parameter in module.parameters())
+
     def is_gradient(self, value: Any) -> bool:
         """Whether ``value`` is the gradient of a parameter, or one made from it before the step."""
         if not self.torch.is_tensor(value):
@@ -80,7 +90,9 @@ class Updates:
             return
         self.open = not self.record.ignored
         if self.open:
-            self.record.rate(float(optimizer.param_groups[0].get("lr", 0.0)))
+            group = optimizer.param_groups[0]
+            rate = float(group.get("lr", 0.0))
+            self.record.rate(rate, float(group.get("initial_lr", rate)))
         if not self.open or not self.record.detailed:
             return
         parameters = _parameters(optimizer)
@@ -122,14 +134,19 @@ class Updates:
 
 
 class Forward:
-    """What the outermost module is trained on."""
+    """What the model is trained on: the input of the outermost module that has its parameters.
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    A module without any is none: torchvision's transforms are modules too.
+    """
+
+    def __init__(self, record: Record, updates: Updates) -> None:
+        self.record, self.updates = record, updates
         self.depth = Depth()
 
     def before(self, module: Any, arguments: tuple[Any, ...]) -> None:
         """A module is called."""
+        if not self.depth.value and not self.updates.trains(module):
+            return
         if self.depth.__enter__() == 1 and module.training and arguments:
             first = arguments[0]
             if hasattr(first, "detach") and first.dim():
@@ -137,35 +154,57 @@ class Forward:
 
     def after(self, *_: Any) -> None:
         """It has returned, or raised."""
-        self.depth.__exit__()
+        if self.depth.value:
+            self.depth.__exit__()
 
 
-def _loader(loader: Any, record: Record) -> None:
-    """A loader begins an epoch; the last one before the first update is the training's."""
-    if record.done or record.ignored:
-        return
-    sampler, dataset = loader.sampler, loader.dataset
-    facts: dict[str, Any] = {
-        "sampler": type(sampler).__name__,
-        "replicas": getattr(sampler, "num_replicas", None),
-        "rank": getattr(sampler, "rank", None),
-        "drawn": None,
-        "samples": None,
-        "probes": None,
-    }
-    if hasattr(dataset, "__len__") and hasattr(sampler, "__len__"):
-        facts.update(samples=len(dataset), drawn=len(sampler))
-        record.probe = lambda: facts.update(probes=_probes(dataset))
-    record.data["loader"] = facts
+class Loaders:
+    """The loader of the training: the last one that began an epoch before the first update."""
 
+    def __init__(self, torch: Any, record: Record) -> None:
+        self.torch, self.record = torch, record
+        self.dataset: Any = None
 
-def _probes(dataset: Any) -> list[str] | None:
-    """What some samples of ``dataset`` are; None where it cannot be told."""
-    try:
-        places = np.linspace(0, len(dataset) - 1, PROBES).astype(int).tolist()
-        return [_mark(dataset[place]) for place in places]
-    except Exception:
-        return None
+    def begun(self, loader: Any) -> None:
+        """A loader begins an epoch."""
+        if self.record.ignored:
+            return
+        batches = loader.batch_sampler  # may be the user's own, with or without a sampler in it
+        sampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
+        if not self.record.done:
+            self._first(loader.dataset, sampler, counts=sampler is not batches)
+        elif loader.dataset is not self.dataset:
+            return
+        if getattr(sampler, "shuffle", False) and hasattr(sampler, "set_epoch"):
+            epochs = self.record.data["loader"]["epochs"]
+            epochs.append([int(sampler.epoch), self.record.done])
+
+    def _first(self, dataset: Any, sampler: Any, *, counts: bool) -> None:
+        """Note what ``sampler``, which ``counts`` samples or batches, draws from ``dataset``."""
+        sized = hasattr(dataset, "__len__") and hasattr(sampler, "__len__")
+        self.dataset = dataset
+        self.record.data["loader"] = {
+            "sampler": type(sampler).__name__,
+            "replicas": getattr(sampler, "num_replicas", None),
+            "rank": getattr(sampler, "rank", None),
+            "drawn": len(sampler) if sized and counts else None,
+            "samples": len(dataset) if sized else None,
+            "probes": None,
+            "epochs": [],  # which one the sampler was set to, after how many updates
+        }
+
+    def probe(self) -> None:
+        """Look, when all is over, at some samples: they tell whether two ranks have one dataset."""
+        loader = self.record.data["loader"]
+        if not loader or not loader["samples"]:
+            return
+        # The same draws on all ranks: a dataset may crop and flip by chance.
+        random.seed(0)
+        np.random.seed(0)
+        self.torch.manual_seed(0)
+        places = np.linspace(0, loader["samples"] - 1, PROBES).astype(int).tolist()
+        with contextlib.suppress(Exception):  # a dataset of any kind
+            loader["probes"] = [_mark(self.dataset[place]) for place in places]
 
 
 def _mark(value: Any) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from hvdtrain.environment.findings import rendered
 
 OK, FAILED, NOT_SEEN = "ok", "failed", "not seen"
-STYLES = {OK: "green", FAILED: "bold red", NOT_SEEN: "dim"}
+STYLES = {OK: "green", FAILED: "bold red", NOT_SEEN: "yellow"}
 MANY = 4  # values or ranks that are told one by one
 
 
@@ -38,15 +38,16 @@ STEPS = (
         1,
         "initialize",
         "one world",
-        "start with the mpirun of this environment (`which mpirun`), or build Horovod for the MPI "
-        "that is loaded: `hvdtrain install-horovod --rebuild`",
+        "initialize before anything else; start with the mpirun of this environment (`which "
+        "mpirun`), or build Horovod for the MPI that is loaded: `hvdtrain install-horovod "
+        "--rebuild`",
     ),
     Step(
         2,
         "pin_device",
         "a device of its own",
-        "one rank a GPU (`hvdtrain launch --ppn`); on CPUs unset OMP_NUM_THREADS, or give each "
-        "rank its share of the cores (`hvdtrain launch --threads`)",
+        "one rank a GPU (`hvdtrain launch --ppn`); on CPUs unset OMP_NUM_THREADS, set no threads "
+        "yourself, or give each rank its share of the cores (`hvdtrain launch --threads`)",
     ),
     Step(
         3,
@@ -96,7 +97,7 @@ class Row:
 
     Attributes:
         step: its number.
-        state: ``ok``, ``failed`` or ``not seen``; the last is no failure.
+        state: ``ok``, ``failed`` or ``not seen``; the last is neither a failure nor a pass.
         evidence: the numbers behind it, for a person.
         facts: the same for a program.
     """

@@ -24,7 +24,8 @@ data = TensorDataset(x, torch.randint(0, 3, (400,), generator=generator))
 if options.wrong:
     loader = DataLoader(data, batch_size=16)
 else:
-    loader = DataLoader(data, 16, sampler=DistributedSampler(data, hvd.size(), hvd.rank()))
+    sampler = DistributedSampler(data, hvd.size(), hvd.rank())
+    loader = DataLoader(data, 16, sampler=sampler)
 model = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
 rate = 0.01 if options.wrong else 0.01 * hvd.size()
 optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -33,8 +34,10 @@ if not options.wrong:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
-for _ in range(2):
+for epoch in range(2):
     total = 0.0
+    if not options.wrong:
+        sampler.set_epoch(epoch)
     for inputs, labels in loader:
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
