@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
+
+from hvdtrain.launch import terminal
+
+if __name__ == "__main__" and not {"-h", "--help", "--quiet"} & set(sys.argv):
+    terminal.begin("mnist")
+
+import importlib
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import ending

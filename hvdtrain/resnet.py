@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+from hvdtrain.launch import terminal
+
+if __name__ == "__main__" and not {"-h", "--help", "--quiet"} & set(sys.argv):
+    terminal.begin("resnet")
+
 import dataclasses
 import importlib
-import sys
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import ending

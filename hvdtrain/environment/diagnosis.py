@@ -7,7 +7,6 @@ and other hosts are asked only inside a job whose hosts they are.
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ from hvdtrain.environment.installed import mend_file
 from hvdtrain.environment.resources import find_resources
 from hvdtrain.environment.wheel_cache import cache_root
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch import terminal
 from hvdtrain.launch.hosts import Allocation, parse_hosts
 from hvdtrain.launch.launch import command
 from hvdtrain.launch.mpirun import find_mpi
@@ -81,7 +81,6 @@ def report(
     findings: Sequence[Finding], ranks: dict[str, Any] | None, times: dict[str, Any] | None
 ) -> Report:
     """What the verb hands back: the table of findings, that of allreduce, and both as data."""
-    terminal = sys.stdout.isatty()
     parts: list[Any] = [findings_table(findings)]
     if times:
         parts += ["", allreduce_title(times), allreduce_table(times)]
@@ -95,8 +94,7 @@ def report(
         "ranks": ranks,
         "allreduce": times,
     }
-    width = shutil.get_terminal_size().columns
-    return Report(rendered(*parts, terminal=terminal, width=width), data, code)
+    return Report(rendered(*parts, columns=terminal.columns()), data, code)
 
 
 def look(environ: Mapping[str, str], wanted: Ranks | None = None) -> Iterator[Finding]:

@@ -71,15 +71,15 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def rendered(*parts: Any, terminal: bool, width: int | None = None) -> str:
-    """The text of ``parts``: coloured and as wide as the terminal, or plain and never cut."""
+def rendered(*parts: Any, columns: int | None) -> str:
+    """The text of ``parts``: coloured for a terminal of ``columns``; None: plain and never cut."""
     stream = io.StringIO()
     console = Console(
         file=stream,
-        force_terminal=terminal,
-        width=width if terminal else FILE_WIDTH,
+        force_terminal=columns is not None,
+        width=columns or FILE_WIDTH,
         highlight=False,
-        no_color=None if terminal else True,
+        no_color=True if columns is None else None,
     )
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str), markup=False)

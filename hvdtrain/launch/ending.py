@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from hvdtrain.errors import EXIT_FAILURE, HvdtrainError, UsageError
+from hvdtrain.launch import terminal
 from hvdtrain.launch.detect import detect
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ def speak(message: str, *, wait: float = WAIT_FAILURE, agreed: bool = False) -> 
     """
     if not _speaking.acquire(blocking=False):
         threading.Event().wait()
+    terminal.clear()
     place = detect(os.environ)
     if place.rank != 0:
         time.sleep(wait)

@@ -9,41 +9,55 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.segment import ControlType, Segment
 from rich.table import Table
 
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.files import Output, check_writable
-from hvdtrain.launch.detect import detect
+from hvdtrain.launch import terminal
 
 PLAIN_SECONDS = 5.0  # between two lines where the output is no terminal
 
 
-def is_watched() -> bool:
-    """Whether a person at a terminal sees standard output.
+class _Bar(Bar):
+    """A bar whose frames pass through mpirun; see ``terminal``."""
 
-    mpirun gives its ranks a terminal of its own making wherever its own output goes; where this
-    process is its child, mpirun's output is the one that counts.
-    """
-    place = detect(os.environ)
-    if place.launcher is None or not sys.stdout.isatty():
-        return sys.stdout.isatty()
-    try:
-        handle = os.open(f"/proc/{os.getppid()}/fd/1", os.O_WRONLY | os.O_NOCTTY)
-        try:
-            return os.isatty(handle)
-        finally:
-            os.close(handle)
-    except OSError:  # a remote daemon's child, or no /proc
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """See rich's class."""
+        yield _Frame(self.make_tasks_table(self.tasks))
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The first line of ``content`` as a frame; rich takes it for the line that it is on."""
+
+    content: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        resized = options.update(width=terminal.columns() or options.max_width)
+        yield _control(terminal.BEFORE_FRAME)
+        yield from console.render_lines(self.content, resized, pad=False)[0]
+        yield _control(terminal.AFTER_FRAME)
+
+
+def _control(codes: str) -> Segment:
+    return Segment(codes, control=[(ControlType.CARRIAGE_RETURN,)])  # of no width, never split
+
+
+class _Screen(Console):
+    """A console that never hides the cursor: a run that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave it as it is."""
         return False
 
 
@@ -61,6 +75,9 @@ class Silent:
 
     def say(self, text: str) -> None:
         """A line for the reader."""
+
+    def stop(self) -> None:
+        """What moves stays as it is now; what is written from here on comes below it."""
 
     def end(
         self, title: str, rows: list[tuple[str, str]], summary: Mapping[str, Any] | None = None
@@ -89,15 +106,15 @@ class Progress(Silent):
         tensorboard: Path | None = None,
         summary: Path | None = None,
     ) -> None:
-        watched = is_watched()
-        self.console = Console(
+        width = terminal.columns()
+        self.console = _Screen(
             quiet=quiet,
             highlight=False,
             markup=False,
             emoji=False,
-            force_terminal=watched,
-            soft_wrap=not watched,
-            width=None if watched else 10_000,  # a file has no edge
+            force_terminal=width is not None,
+            soft_wrap=width is None,
+            width=width or 10_000,  # a file has no edge
         )
         self._lines = _output(metrics, "--metrics")
         self._summary = _output(summary, "--summary")
@@ -110,11 +127,12 @@ class Progress(Silent):
 
     def begin(self, headline: list[str], total: int, done: int) -> None:
         """See ``Silent``."""
+        terminal.clear()
         for line in headline:
             self.console.print(line)
         self._total = total
         if self.console.is_terminal and not self.console.quiet:
-            self._bar = Bar(
+            self._bar = _Bar(
                 TextColumn("epoch {task.fields[epoch]}"),
                 BarColumn(),
                 TextColumn("step {task.completed}/{task.total}  loss {task.fields[loss]}"),
@@ -162,12 +180,18 @@ class Progress(Silent):
         """See ``Silent``."""
         self.console.print(text)
 
+    def stop(self) -> None:
+        """See ``Silent``."""
+        if self._bar:
+            self._bar.stop()
+            self.console.print()  # rich has moved down to the bar; this is below it
+            self._bar = None
+
     def end(
         self, title: str, rows: list[tuple[str, str]], summary: Mapping[str, Any] | None = None
     ) -> None:
         """See ``Silent``."""
-        if self._bar:
-            self._bar.stop()
+        self.stop()
         table = Table(title=title, show_header=False, title_justify="left")
         for label, value in rows:
             table.add_row(label, value, style=None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 
 from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.files import check_writable
+from hvdtrain.launch import terminal
 from hvdtrain.launch.tuning import keep_freed_memory
 from hvdtrain.training import options as option_parser
 from hvdtrain.training import timeline_window
@@ -28,6 +31,8 @@ def main(workload: Workload, arguments: Sequence[str], *, description: str, epil
     options = option_parser.parse(workload.name, arguments, description=description, epilog=epilog)
     level = logging.ERROR if options.quiet else logging.WARNING
     logging.basicConfig(level=level, format="hvdtrain: %(message)s")
+    if options.quiet:
+        terminal.clear()
     return train(workload, options)
 
 
@@ -44,8 +49,11 @@ def train(workload: Workload, options: Options) -> int:
     for name in ("summary", "metrics", "timeline"):
         check_writable(getattr(options, name), f"--{name}")
     keep_freed_memory()
-    adapter = select_adapter(options.framework, options.strategy)
+    terminal.status(f"importing {options.framework} and its libraries")
+    with _hidden("matplotlib", "sklearn"):  # Keras imports them where they are, in 1.5 s
+        adapter = select_adapter(options.framework, options.strategy)
     timeline_window.prepare(options, adapter.name)
+    terminal.status(f"starting {adapter.name}, waiting for all ranks")
     world = adapter.initialize(short_steps=workload.short_steps(model_name))  # step 1
     check_options(adapter, options)
     device = adapter.pin_device()  # step 2
@@ -58,6 +66,7 @@ def train(workload: Workload, options: Options) -> int:
     )
     if options.deterministic:
         adapter.make_deterministic()
+    terminal.status(f"reading the data, building {plan.model}")
     settings = TaskOptions(
         model=plan.model,
         precision=precision,
@@ -84,7 +93,22 @@ def train(workload: Workload, options: Options) -> int:
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
     run.show = adapter.communicator.together(lambda: _reporter(options, world.is_writer))
     run.announce(device, precision)
-    return run.run()  # with steps 7 and 8
+    try:
+        return run.run()  # with steps 7 and 8
+    finally:
+        run.show.stop()
+
+
+@contextlib.contextmanager
+def _hidden(*modules: str) -> Iterator[None]:
+    """Let whoever can do without ``modules`` do so; what is imported already stays."""
+    absent = [name for name in modules if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None: cannot be imported
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 def _reporter(options: Options, writes: bool) -> Silent:

@@ -46,7 +46,7 @@ def test_the_table_in_a_file_keeps_its_columns() -> None:
     table = findings_table(
         [Finding("MPI", OK, LONG), Finding("current directory", ERROR, "full [x]", "free some")]
     )
-    assert rendered(table, "", "1 error", terminal=False).splitlines() == [
+    assert rendered(table, "", "1 error", columns=None).splitlines() == [
         f"ok     MPI                {LONG}",
         "error  current directory  full [x]",
         "                          -> free some",
@@ -57,7 +57,7 @@ def test_the_table_in_a_file_keeps_its_columns() -> None:
 
 def test_the_table_on_a_terminal_fits_it() -> None:
     table = findings_table([Finding("MPI", WARNING, LONG, "remedy")])
-    text = rendered(table, terminal=True, width=60)
+    text = rendered(table, columns=60)
     assert "\x1b[" in text  # coloured
     assert len(text.splitlines()) > 3  # wrapped
 
@@ -129,7 +129,7 @@ REPORT = {
 
 def test_the_allreduce_table() -> None:
     parts = (allreduce_title(REPORT), allreduce_table(REPORT))
-    assert rendered(*parts, terminal=False).splitlines() == [
+    assert rendered(*parts, columns=None).splitlines() == [
         "allreduce over 4 ranks on 2 hosts: median time, algorithm and bus bandwidth",
         " message  mpi4py       alg       bus  Horovod       alg       bus",
         "     4 B   10 µs  400 kB/s  600 kB/s     1 ms    4 kB/s    6 kB/s",

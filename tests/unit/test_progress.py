@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch import terminal
 from hvdtrain.training import progress
 from hvdtrain.training.progress import Progress, Silent
+from tests.terminal import screen
 
 STEP = {
     "step": 20,
@@ -140,3 +143,38 @@ def test_a_long_line_and_a_long_cell_are_not_cut_in_a_file(
 )
 def test_the_clock(seconds: float, text: str) -> None:
     assert progress._clock(seconds) == text
+
+
+def test_a_bar_leaves_the_lines_of_others_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "columns", lambda: 70)
+    others = sys.stdout  # where another rank's words come out too
+    written = ""
+
+    def drawn() -> str:
+        nonlocal written
+        written += capsys.readouterr().out
+        return written
+
+    show = Progress()
+    show.begin(["the headline"], 100, 0)
+    show.step(STEP)
+    assert drawn().endswith("\n")  # mpirun passes on whole lines only
+    others.write("a word of rank 1\n")
+    show.step({**STEP, "step": 21})
+    assert drawn().endswith("\n")
+    others.write("three\nmore\nwords\n")
+    show.epoch(EPOCH)
+    show.end("the end", [("label", "value")])
+    rows = screen(drawn())
+    said = ("the headline", "a word of rank 1", "words", "epoch 2 done: loss 0.1250")
+    places = [next(at for at, row in enumerate(rows) if row.startswith(text)) for text in said]
+    assert places == sorted(places)
+    assert {"three", "more"} <= {row.split("━")[0].split(" ")[0] for row in rows}
+    bars = [row for row in rows if row.startswith("epoch 2 ━")]
+    assert len(bars) == 1  # what was drawn before is gone, the last one stays
+    assert "step 21/100" in bars[0]
+    assert all(len(row) <= 70 for row in bars)
+    assert rows.index(bars[0]) < next(at for at, row in enumerate(rows) if "label" in row)
+    assert "\x1b[?25l" not in drawn()  # a run that is killed leaves the cursor where it was

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvdtrain.environment.findings import rendered
+from hvdtrain.launch import terminal
 
 OK, FAILED, NOT_SEEN = "ok", "failed", "not seen"
 STYLES = {OK: "green", FAILED: "bold red", NOT_SEEN: "yellow"}
@@ -153,8 +154,6 @@ def any_failed(rows: Iterable[Row]) -> bool:
 
 def show(headline: str, rows: Iterable[Row]) -> str:
     """The rows as a table, the remedy under the evidence; in colours on a terminal."""
-    from hvdtrain.training.progress import is_watched  # needs NumPy: not for a --help
-
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -165,7 +164,7 @@ def show(headline: str, rows: Iterable[Row]) -> str:
         if one.remedy:
             text.append(f"\n-> {one.remedy}", style)
         table.add_row(Text(one.state, style), f"{one.step} {one.about.title}", text)
-    return rendered(headline, table, terminal=is_watched())
+    return rendered(headline, table, columns=terminal.columns())
 
 
 def number(value: float) -> str:

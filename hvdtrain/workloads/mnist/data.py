@@ -7,6 +7,7 @@ number of dimensions, each dimension as a big-endian 32-bit number, then the val
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import io
 import math
 import zlib
@@ -131,22 +132,26 @@ def embedded_digits() -> tuple[Samples, Samples]:
 
     Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits" (1998).
     """
+    # Read from its file: to import scikit-learn, and SciPy with it, takes a second or more.
+    package = importlib.util.find_spec("sklearn")
+    folders = (package and package.submodule_search_locations) or ["sklearn"]
     try:
         from PIL import Image
-        from sklearn.datasets import load_digits
-    except ImportError as error:
+
+        with gzip.open(Path(folders[0], "datasets", "data", "digits.csv.gz"), "rt") as lines:
+            digits = np.loadtxt(lines, delimiter=",", dtype=np.int64)
+    except (ImportError, OSError) as error:
         raise UsageError(
             "without --data the digits of scikit-learn are used, and it is not installed; "
             "pip install scikit-learn pillow, or give --data DIR with the MNIST files"
         ) from error
-    digits = load_digits()
-    small = np.round(digits.images * (255 / 16)).astype(np.uint8)
+    small = np.round(digits[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     large = np.stack(
         [
             np.asarray(Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BICUBIC))
             for image in small
         ]
     )
-    labels = digits.target.astype(np.int64)
+    labels = digits[:, -1].copy()
     cut = len(labels) - DIGITS_TEST
     return Samples(large[:cut], labels[:cut]), Samples(large[cut:], labels[cut:])
