@@ -14,7 +14,7 @@ from hvdtrain.batch.check import DIRECTIVE
 from hvdtrain.batch.dialect import Dialect
 from hvdtrain.batch.job import Job, Variable, check_job
 from hvdtrain.batch.site import SCHEDULERS, Site, check_limits
-from hvdtrain.batch.walltime import parse_clock
+from hvdtrain.batch.walltime import parse_clock, show_clock
 from hvdtrain.errors import UsageError
 
 EPILOG = """example:
@@ -27,6 +27,7 @@ EPILOG = """example:
 
 SHORT_NAME = 15  # characters of a name of our own making: what every batch system shows
 CHAIN_LIMIT = 10
+SHORT = 120  # seconds of walltime that may leave less than half for training; see note_walltime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,10 +114,11 @@ def make_job(given: argparse.Namespace, site: Site, dialect: Dialect) -> Job:
     command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
     if given.chain_limit < 2:
         raise UsageError(f"--chain-limit {given.chain_limit}: a chain has 2 jobs or more")
+    _refuse_job_script(command)
     gpus = site.gpus_per_node if given.gpus_per_node is None else given.gpus_per_node
     job = Job(
         command=command,
-        walltime=_walltime(given.walltime, dialect),
+        walltime=_walltime(given.walltime, command, dialect),
         nodes=given.nodes,
         ppn=(gpus or 1) if given.ppn is None else given.ppn,
         threads=given.threads,
@@ -141,7 +143,6 @@ def make_job(given: argparse.Namespace, site: Site, dialect: Dialect) -> Job:
     )
     check_job(job)
     check_limits(job, site)
-    _refuse_job_script(command)
     _check_gpus(given, site, dialect)
     return replace(job, name=job.name[: site.name_limit])
 
@@ -155,10 +156,15 @@ def _check_gpus(given: argparse.Namespace, site: Site, dialect: Dialect) -> None
         )
 
 
-def _walltime(text: str | None, dialect: Dialect) -> int:
+def _walltime(text: str | None, command: Sequence[str], dialect: Dialect) -> int:
     if text is None:
         if not dialect.in_job:
             return 0
+        if any(word.partition("=")[0] == "--walltime" for word in command):
+            raise UsageError(
+                "--walltime: it stands behind the command, and so is the command's; put it before: "
+                "`hvdtrain submit --walltime H:MM:SS -- COMMAND`"
+            )
         raise UsageError("--walltime: how long may the job run? Such as --walltime 1:00:00")
     seconds = parse_clock(text)
     if not seconds:
@@ -167,6 +173,21 @@ def _walltime(text: str | None, dialect: Dialect) -> int:
             "seconds to PBS and minutes to Slurm"
         )
     return seconds
+
+
+def note_walltime(job: Job) -> str:
+    """What there is to say of a walltime that leaves little time for training; else nothing.
+
+    The trainers take seconds to start, and stop half a minute and two steps before the end
+    (``training.preemption``). A job of a chain that has saved anything is followed by another.
+    """
+    if not (job.walltime and job.walltime < SHORT and checkpoint_dir(job.command)):
+        return ""
+    each = "each job of the chain" if job.chain else "the job"
+    return (
+        f"--walltime {show_clock(job.walltime)}: the trainers need up to a minute to start, and "
+        f"stop 30 s and two steps before the end to save, so that {each} may train for seconds only"
+    )
 
 
 def _variable(text: str) -> Variable:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hvdtrain.batch import chain
-from hvdtrain.batch.dialect import ENDED, GONE, NEVER_RAN, Dialect, State, of_array
+from hvdtrain.batch.dialect import ENDED, GONE, NEVER_RAN, RUNNING, Dialect, State, of_array
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.run import run
 
@@ -20,6 +20,7 @@ LOOK = 1.0  # seconds between two looks at the log, which is a file
 ASK_FIRST, ASK_LAST = 1.0, 10.0  # and between two questions, which are work for a whole cluster
 ANSWER = 30.0  # seconds that an answer may take
 MISSES = 5  # questions without an answer before we give up
+NO_LOG = 30.0  # seconds that a job may run without a log before we say why
 DELIVERY = 10.0  # seconds in which PBS may still bring the log of a job that has ended
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
@@ -123,6 +124,8 @@ class Watch:
     exit_file: Path
     out: TextIO
     tails: dict[Path, Tail] = field(default_factory=dict)
+    running: float | None = None
+    """Since when it runs without a log, in seconds of the monotonic clock."""
 
     def to_the_end(self) -> State:
         """Show what changes until the job has ended; how it stands then.
@@ -146,9 +149,25 @@ class Watch:
                 if state and state.detail != shown:
                     shown = state.detail
                     log.info("job %s: %s", self.job.id, shown)
+                if state and state.phase == RUNNING:
+                    self._miss_log()
             self._show()
             time.sleep(LOOK)
         return self._end(state)
+
+    def _miss_log(self) -> None:
+        """Say once why there may be no log while the job runs."""
+        now = time.monotonic()
+        if self.running is None:
+            self.running = now
+        late = self.running + NO_LOG < now and not any(path.exists() for path in self.tails)
+        if late and self.dialect.name == "pbs":
+            self.running = float("inf")
+            log.info(
+                "job %s: no log yet; where PBS's mom does not know that this directory is shared "
+                "($usecp in its configuration), the log comes when the job has ended",
+                self.job.id,
+            )
 
     def _end(self, state: State) -> State:
         """Show the last lines, and how the job ended, by its own word where there is no other."""

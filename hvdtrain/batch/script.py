@@ -63,7 +63,7 @@ def _default(text: str) -> str:
 
 def _environment(job: Job, site: Site) -> Lines:
     modules = (*site.modules, *job.modules)
-    lines = [f"module load {' '.join(modules)}"] if modules else []
+    lines = [f"module load {' '.join(modules)} || exit 2"] if modules else []
     lines += site.setup
     if job.environment:
         lines += [

@@ -51,6 +51,8 @@ def run_verb(given: argparse.Namespace, previous: str | None = None) -> Report:
         raise UsageError("--follow, --chain and --array need a batch system")
     if problems := check_script(script_text(job, dialect, site)):
         raise UsageError(f"the script would not do what it says: {'; '.join(problems)}")
+    if note := arguments.note_walltime(job):
+        log.warning("%s", note)
     if job.after and not given.dry_run:
         _check_after(dialect, job.after)
     files = _free_files(given.logs, job.name, dialect.suffix, reserve=not given.dry_run)

@@ -173,6 +173,19 @@ def test_the_exit_code_that_a_job_left(
     assert (forgetful / "out").read_text() == "log of 7.pbs1\n"
 
 
+def test_a_log_that_comes_at_the_end_only(
+    forgetful: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where PBS's mom copies it back."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(follow, "NO_LOG", -1.0)
+    ran(forgetful, "7.pbs1", "0\n", 4)
+    (forgetful / "7.pbs1.log").unlink()
+    assert followed(Pbs(), forgetful, "7.pbs1").code == 0
+    (said,) = [line for line in caplog.messages if "no log yet" in line]
+    assert "$usecp" in said
+
+
 def test_a_job_that_left_nothing_never_ran(
     forgetful: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -217,6 +217,15 @@ def test_a_failure_ends_the_ladder_with_its_code(node: Node) -> None:
     assert len(told(node)) == 2
 
 
+def test_a_module_that_cannot_be_loaded_ends_the_job(node: Node) -> None:
+    fails = "module() { [ $1 $2 = 'load there' ]; }\n"
+    (node.root / "home" / ".bash_profile").write_text(fails.replace("$1 $2", '"$1 $2"'))
+    for name, code in (("there", 0), ("nowhere", 2)):
+        job = Job(("x",), 600, environment=".venv", modules=(name,))
+        assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
+    assert len(told(node)) == 1
+
+
 def test_an_environment_that_is_not_there(node: Node) -> None:
     assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), HVDTRAIN_ENV="nowhere") == 2
 

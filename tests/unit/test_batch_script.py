@@ -66,7 +66,7 @@ DATA=${DATA:-}
 RESULTS=${RESULTS:-'my results'}
 export TASK=${PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}
 
-module load base cray-mpich cuda/12
+module load base cray-mpich cuda/12 || exit 2
 # The Python environment; its programs come first.
 HVDTRAIN_ENV=${HVDTRAIN_ENV:-'/opt/my env'}
 HVDTRAIN_ENV=$(realpath -e -- "$HVDTRAIN_ENV") || exit 2

@@ -59,6 +59,7 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
     [
         ((), "neither sbatch nor qsub is on the PATH"),
         (("--scheduler", "pbs", "--", "x"), "--walltime: how long may the job run?"),
+        (("--scheduler", "pbs", "x", "--walltime", "1:00:00"), "it stands behind the command"),
         (("--scheduler", "pbs", "--walltime", "60", "--", "x"), "--walltime '60': write H:MM:SS"),
         (("--scheduler", "pbs", "--walltime", "0:00", "--", "x"), "--walltime '0:00'"),
         (PBS, "what should the job run? Give it after --"),
@@ -102,6 +103,28 @@ def test_a_job_script_is_no_command(capsys: Captured) -> None:
     said = refusal(capsys, *PBS, "--", "bash", "train.pbs")
     assert "train.pbs is a job script itself" in said
     assert "`qsub train.pbs`" in said
+    assert refusal(capsys, "--scheduler", "pbs", "train.pbs", "--walltime", "0:05:00") == said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--walltime", "0:00:50", "--chain"), "--walltime 00:00:50: the trainers need up to"),
+        (("--walltime", "0:01:59"), "30 s and two steps before the end to save, so that the job"),
+        (("--walltime", "0:02:00"), ""),
+    ],
+)
+def test_a_walltime_that_leaves_nothing_for_training(
+    words: tuple[str, ...], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = ("--dry-run", "--", "python", "-m", "hvdtrain.mnist", "--checkpoint-dir", "c")
+    assert submit("--scheduler", "pbs", *words, *command) == 0
+    assert [
+        said in record.message for record in caplog.records if record.levelname == "WARNING"
+    ] == ([True] if said else [])
+    caplog.clear()
+    assert submit("--scheduler", "pbs", "--walltime", "0:00:50", "--dry-run", "--", "pi") == 0
+    assert "WARNING" not in caplog.text
 
 
 def test_a_log_directory_that_cannot_be_one(bin_directory: Path, capsys: Captured) -> None:
