@@ -193,7 +193,7 @@ class Watch:
         if state.phase == ENDED and (state.exit_code is not None or not state.ran):
             return state
         left, path = self._left(number), self.job.logs[number]
-        if state.phase == GONE and left is None and not path.exists():
+        if left is None and not path.exists():
             return NEVER_RAN
         code = int(left) if left and left.strip().isdecimal() else None
         return State(ENDED, state.detail or "ended", code, state.logs or (path,))

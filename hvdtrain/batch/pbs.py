@@ -53,6 +53,8 @@ _TASK = re.compile(r"\d+\[(\d+)\]")  # id of a task of an array
 
 JOB_KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME in pbs_error.h
 FAILED = ("91", "93")  # of substate: ended by qdel; ended, and not all of its tasks well
+# Comments of tasks that PBS has let go before the array: all else it then tells is the array's.
+SUBJOB = {"Subjob finished": 0, "Subjob failed": None, "Subjob terminated": None}
 SIGNAL_OFFSET = 256  # PBS adds it to the number of the signal that ended the job
 
 
@@ -206,7 +208,9 @@ def _state(values: Mapping[str, str], task: str) -> State | None:
     if letter == "F" and not status and "stime" not in values:
         return NEVER_RAN
     code = exit_code(int(status)) if phase == ENDED and status else None
-    if phase == ENDED and values.get("substate") in FAILED:
+    if values.get("comment", "") in SUBJOB:
+        code = SUBJOB[values["comment"]]
+    elif phase == ENDED and values.get("substate") in FAILED:
         code = code or 1
     return State(
         phase,

@@ -257,6 +257,19 @@ def test_a_pbs_array_ends_as_its_tasks_do() -> None:
     assert alone.exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("comment", "code"),
+    [("Subjob finished", 0), ("Subjob failed", None), ("Subjob terminated", None)],
+)
+def test_a_task_that_pbs_has_let_go_before_its_array(comment: str, code: int | None) -> None:
+    """It is then shown with what the array has, also its exit code."""
+    task = f"Job Id: 8[1].s\n    job_state = X\n    Exit_status = 0\n    comment = {comment}\n"
+    found = pbs.read_text("Job Id: 8[].s\n    job_state = F\n    Exit_status = 0\n\n" + task)
+    assert found is not None
+    assert found.tasks["1"].exit_code == code
+    assert found.exit_code == (1 if code is None else 0)
+
+
 def test_a_pbs_array_as_json() -> None:
     tasks = ",".join(
         f'"8[{task}].pbs1": {{"job_state": "F", "stime": "x", "Exit_status": {code}}}'
