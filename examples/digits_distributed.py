@@ -26,7 +26,7 @@ BATCH, EPOCHS = 100, 10
 
 shards = hvd.shard_data(len(train_x), global_batch=BATCH)  # step 3
 rate = hvd.scale_learning_rate(0.1, scaling="none", epochs=EPOCHS)  # step 4
-optimizer = hvd.distribute_optimizer(optimizer)  # step 5
+model, optimizer = hvd.distribute_optimizer(model, optimizer)  # step 5
 hvd.broadcast_state(model, optimizer)  # step 6
 
 for epoch in range(EPOCHS):

@@ -55,6 +55,9 @@ class Adapter(ABC):
         Iterate over ``.epoch(number)``; each ``Part`` has ``indices``, and all ranks take the same
         number of steps. See ``steps/sharding.py``.
 
+        Gradients are weighted by the part that is current: the one drawn last from ``epoch``. Where
+        batches are read ahead, iterate over ``batches`` or compute ``with shards.step(part)``.
+
         Args:
             samples: size of the dataset, equal on all ranks.
             global_batch: samples of a step over all ranks.
@@ -75,16 +78,23 @@ class Adapter(ABC):
         """
 
     @abstractmethod
-    def distribute_optimizer(self, optimizer: Any) -> Any:
+    def distribute_optimizer(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Step 5: from now on an update uses the mean gradient over the *global* batch.
 
-        The optimizer keeps its type and its methods. The loss stays the mean over the rank's own
-        part: gradients are weighted by the part's share of the global batch, so uneven parts, and
-        empty ones, are right too. (Weighting needs to know the part: iterate directly over
-        ``shard_data(...).epoch(n)``, or pass the loss through ``weigh``.)
+        The loss stays the mean over the rank's own part: gradients are weighted by the part's
+        share of the global batch, so uneven parts, and empty ones, are right too. Which part that
+        is, the shards of step 3 tell (``shards.current``); without shards all ranks weigh the same.
+
+        With PyTorch the gradients are whole when ``backward()`` returns, to clip or to look at;
+        several passes before a step add up, as in one process. With TensorFlow they are summed in
+        ``optimizer.apply``. Every rank must make the same updates; several optimizers are
+        distributed one by one, in the same order on all ranks.
 
         Returns:
-            The same optimizer.
+            The model to call from now on, and the optimizer, which keeps its type and methods.
+
+        Raises:
+            UsageError: something else than a model and an optimizer, or one distributed already.
         """
 
     @abstractmethod

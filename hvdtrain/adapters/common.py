@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from hvdtrain.adapters import launch_check
 from hvdtrain.adapters.communicator import Communicator
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.environment import gpus
+from hvdtrain.errors import UsageError
 from hvdtrain.launch import lifeline
 from hvdtrain.launch.detect import detect
 from hvdtrain.launch.tuning import runtime_variables, set_defaults
@@ -26,18 +27,10 @@ from hvdtrain.steps.world import World, threads_per_rank
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class WatchedShards(Shards):
-    """Shards that tell their adapter which part is in hand, so that it can weigh the gradients."""
-
-    adapter: CommonAdapter | None = None
-
-    def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Part]:
-        """See ``Shards``."""
-        for part in super().epoch(epoch, consumed):
-            if self.adapter:
-                self.adapter.take(part)
-            yield part
+def total_messages(messages: Iterable[dict[str, int] | None]) -> dict[str, int] | None:
+    """Add up the ``gradient_messages`` of several optimizers; None where none is known."""
+    known = [one for one in messages if one]
+    return {key: sum(one[key] for one in known) for key in ("count", "bytes")} if known else None
 
 
 class CommonAdapter(StateAdapter):
@@ -53,7 +46,13 @@ class CommonAdapter(StateAdapter):
         super().__init__()
         self.stop_wanted = False
         self._lifeline: lifeline.Lifeline | None = None
-        self._part: Part | None = None
+        self._shards: Shards | None = None  # those that a part was drawn from last
+        self._distributed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("world", "communicator", "ranks"):
+            raise UsageError("call initialize() first (step 1): before it there is no world")
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     # What a framework or a strategy has to add
 
@@ -73,12 +72,12 @@ class CommonAdapter(StateAdapter):
         """Whether any rank had ``stop_wanted`` at the last step; the same answer on all ranks."""
 
     @abstractmethod
-    def weigh(self, loss: Any, part: Part | None = None) -> Any:
-        """``loss``, a mean over ``part``, times the part's share of the global batch.
+    def check_trained(self, model: Any, optimizer: Any) -> None:
+        """Raise ``UsageError`` where ``model`` or ``optimizer`` is something else."""
 
-        Tells the part where batches are fetched ahead, and weights what BatchNorm exchanges over
-        the ranks too. Call it once a step, before the backward pass.
-        """
+    def distribute(self, optimizer: Any) -> None:
+        """Let an optimizer sum its gradients over the ranks; there are two ranks or more."""
+        raise NotImplementedError(f"{self.name} is for one process")
 
     @property
     def blocked_seconds(self) -> float | None:
@@ -154,27 +153,38 @@ class CommonAdapter(StateAdapter):
 
     def shard_data(self, samples: int, *, global_batch: int, seed: int = 0) -> Shards:
         """See ``Adapter``."""
-        world = self.world
-        return WatchedShards(samples, global_batch, seed, world.rank, world.size, adapter=self)
+        rank, size = self.world.rank, self.world.size
+        self._shards = Shards(samples, global_batch, seed, rank, size, on_begin=self.begin_part)
+        return self._shards
 
-    def take(self, part: Part, *, told: bool = False) -> None:
-        """Note that ``part`` is what the next gradients are computed on.
-
-        Args:
-            part: this rank's part of the step.
-            told: the training step itself says so; else it was drawn from the shards, perhaps
-                ahead of the training.
-        """
-        self._part = part
-        if told:
-            self._told += part.count
-        else:
-            self._drawn += part.count
+    def begin_part(self, shards: Shards, part: Part) -> None:
+        """Note that ``part`` of ``shards`` is what the next gradients are computed on."""
+        self._shards = shards
+        self._seen += part.count
 
     @property
     def part_weight(self) -> float:
-        """The share of the part in hand in its global batch; without shards, one rank of size."""
-        return self._part.weight if self._part else 1.0 / self.world.size
+        """The share of the current part in its global batch; without shards, one rank of size.
+
+        Raises:
+            UsageError: there are shards, but it is not clear which part is meant.
+        """
+        return self._shards.use().weight if self._shards else 1.0 / self.world.size
+
+    def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
+        """See ``Adapter``."""
+        if optimizer is None:
+            raise UsageError(
+                "distribute_optimizer takes the model and the optimizer, and returns both: "
+                "model, optimizer = hvd.distribute_optimizer(model, optimizer)"
+            )
+        self.check_trained(model, optimizer)
+        if optimizer in self._distributed:
+            raise UsageError("distribute_optimizer: this optimizer is distributed already")
+        self._distributed.add(optimizer)
+        if self.world.size > 1:
+            self.distribute(optimizer)
+        return model, optimizer
 
     def scale_learning_rate(
         self, base: float, *, scaling: str = "linear", **schedule: Any

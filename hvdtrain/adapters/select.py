@@ -52,7 +52,9 @@ def adapter(
         UsageError: something is not installed, or strategy and launcher do not fit.
     """
     if framework not in PACKAGES:
-        raise UsageError(f"--framework {framework}: choose one of {', '.join(PACKAGES)}")
+        meant = {"torch": "pytorch", "tf": "tensorflow", "keras": "tensorflow"}.get(framework)
+        hint = f" (did you mean {meant}?)" if meant else ""
+        raise UsageError(f"--framework {framework}: choose one of {', '.join(PACKAGES)}{hint}")
     if not is_installed(PACKAGES[framework]):
         raise UsageError(
             f"--framework {framework}: {PACKAGES[framework]} is not installed here; "

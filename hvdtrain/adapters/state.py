@@ -13,11 +13,13 @@ from typing import Any
 from hvdtrain.adapters import buffers
 from hvdtrain.adapters.base import Adapter
 from hvdtrain.adapters.communicator import Communicator
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch import ending
 from hvdtrain.launch.ending import agreed
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+
+FILES = {".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".safetensors"}  # one model each
 
 
 class StateAdapter(Adapter):
@@ -26,7 +28,7 @@ class StateAdapter(Adapter):
     communicator: Communicator
 
     def __init__(self) -> None:
-        self._drawn = self._told = 0  # samples of this rank: drawn from shards, told to ``weigh``
+        self._seen = 0  # samples that this rank has trained on, with those before a resume
         self._rank_buffers: Arrays = {}  # of a loaded checkpoint, until the broadcast
 
     # What a framework has to add
@@ -51,15 +53,19 @@ class StateAdapter(Adapter):
     def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
         """Put back what ``local_buffers`` gave."""
 
-    # The steps
+    @abstractmethod
+    def trained_names(self, model: Any) -> set[str]:
+        """The names in ``export_state`` of the parameters that are trained."""
 
-    @property
-    def _seen(self) -> int:
-        """Samples that this rank has trained on, with those before a resume."""
-        return self._told or self._drawn
+    @abstractmethod
+    def check_trained(self, model: Any, optimizer: Any) -> None:
+        """Raise ``UsageError`` where ``model`` or ``optimizer`` is something else."""
+
+    # The steps
 
     def broadcast_state(self, model: Any, optimizer: Any = None) -> str:
         """See ``Adapter``."""
+        self.check_trained(model, optimizer)
         if self.world.size > 1:
             mine = self.export_state(model, optimizer)
             # Names and shapes first: what rank 0 has, an optimizer state for one, others may lack.
@@ -73,11 +79,11 @@ class StateAdapter(Adapter):
         own = buffers.own_row(ranks, self.world.rank, self.world.size)
         if own:
             self.set_local_buffers(model, own[0])
-            self._drawn = self._told = own[1]
+            self._seen = own[1]
         return digest
 
     def check_replicas(self, model: Any, optimizer: Any = None) -> str:
-        """Compare the digests of all ranks' model and optimizer state.
+        """Compare the digests of all ranks' model and optimizer state, buffers included.
 
         Returns:
             The common SHA-256.
@@ -86,20 +92,34 @@ class StateAdapter(Adapter):
             HvdtrainError: on every rank, naming those that differ from rank 0.
         """
         state = self.export_state(model, optimizer)
-        digest = hashlib.sha256()
-        for arrays in (state.model, state.training):
-            for name in sorted(arrays):
-                digest.update(name.encode() + arrays[name].tobytes())
-        digests = self.communicator.gather(digest.digest())
-        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        return self._compare(state, "after the broadcast: report this, training on would be wrong")
+
+    def _compare(self, state: Checkpoint, where: str) -> str:
+        """The SHA-256 of ``state``; raise on every rank where those of the ranks differ."""
+        digests = {
+            name: hashlib.sha256(name.encode() + arrays[name].tobytes()).digest()
+            for arrays in (state.model, state.training)
+            for name in sorted(arrays)
+        }
+        everyone = self.communicator.gather(b"".join(digests.values()))
+        different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if different:
+            length, other = len(everyone[0]) // len(digests), everyone[different[0]]
+            first = next(
+                (
+                    name
+                    for number, name in enumerate(digests)
+                    if other[number * length :][:length] != everyone[0][number * length :][:length]
+                ),
+                "their number",
+            )
             raise agreed(
                 HvdtrainError(
                     f"the model of rank(s) {', '.join(map(str, different))} differs from rank 0's "
-                    "after the broadcast: report this, training on would be wrong"
+                    f"{where}. The first tensor that differs is {first}"
                 )
             )
-        return digest.hexdigest()
+        return hashlib.sha256(b"".join(digests.values())).hexdigest()
 
     def save_checkpoint(
         self,
@@ -111,10 +131,18 @@ class StateAdapter(Adapter):
         keep: int = 3,
     ) -> Path:
         """See ``Adapter``."""
+        self.check_trained(model, optimizer)
+        _check_saved(Path(directory), state)
         own = self.local_buffers(model)
         ranks = buffers.gather(self.communicator, own, self._seen) if own else {}
         with self.averaged_buffers(model):
             arrays = self.export_state(model, optimizer)
+        trained = {name: arrays.model[name] for name in self.trained_names(model)}
+        self._compare(
+            Checkpoint(trained, arrays.training),
+            "and nothing was saved: the ranks have made different updates, from gradients that "
+            "were changed on some of them, or without broadcast_state at the start",
+        )
         state = {**state, "world_size": self.world.size}
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
 
@@ -128,26 +156,21 @@ class StateAdapter(Adapter):
         return Path(ending.checkpoint)
 
     def load_checkpoint(
-        self, directory: Path | str, model: Any, optimizer: Any, *, origin: dict[str, Any]
+        self,
+        directory: Path | str,
+        model: Any,
+        optimizer: Any,
+        *,
+        origin: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Resume: rank 0 reads the newest intact checkpoint; call ``broadcast_state`` after it.
-
-        Args:
-            directory: where checkpoints live.
-            origin: what made the checkpoint has to equal this, key by key.
-
-        Returns:
-            The ``state`` that was saved, on every rank; None where there is no checkpoint.
-
-        Raises:
-            UsageError: on every rank: none can be read, or it is another training's.
-        """
+        """See ``resume``; rank 0 alone has the state until ``broadcast_state`` is called."""
 
         def load() -> dict[str, Any] | None:
             found = checkpoints.load_newest(Path(directory))
             if found is None:
                 return None
-            checkpoints.check_origin(found, origin)
+            if origin is not None:
+                checkpoints.check_origin(found, origin)
             training, self._rank_buffers = buffers.take_out(found.training)
             self.import_state(model, optimizer, Checkpoint(found.model, training, path=found.path))
             return {**found.state, "path": str(found.path)}
@@ -156,6 +179,35 @@ class StateAdapter(Adapter):
         loaded: dict[str, Any] | None = json.loads(self.communicator.broadcast_bytes(state))
         ending.checkpoint = loaded["path"] if loaded else ""
         return loaded
+
+    def resume(
+        self,
+        directory: Path | str,
+        model: Any,
+        optimizer: Any,
+        *,
+        origin: dict[str, Any] | None = None,
+    ) -> dict[str, Any] | None:
+        """Load the newest intact checkpoint and broadcast it (step 6); all ranks call it.
+
+        Where there is none, what rank 0 has is broadcast.
+
+        Args:
+            directory: where checkpoints live.
+            model: of the same shapes as the one that was saved.
+            optimizer: likewise.
+            origin: what made the checkpoint has to equal this, key by key; None: not looked at.
+
+        Returns:
+            The ``state`` that was saved, on every rank; None where there is no checkpoint.
+
+        Raises:
+            UsageError: on every rank: none can be read, or it is another training's.
+        """
+        self.check_trained(model, optimizer)
+        state = self.load_checkpoint(directory, model, optimizer, origin=origin)
+        self.broadcast_state(model, optimizer)
+        return state
 
     @contextmanager
     def averaged_buffers(self, model: Any) -> Iterator[None]:
@@ -168,3 +220,17 @@ class StateAdapter(Adapter):
         finally:
             if own and self.world.size > 1:
                 self.set_local_buffers(model, own)
+
+
+def _check_saved(directory: Path, state: dict[str, Any]) -> None:
+    step = state.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UsageError(
+            "save_checkpoint: state needs the number of updates done, such as "
+            f'state={{"step": 120}}, not step {step!r}'
+        )
+    if directory.suffix in FILES:
+        raise UsageError(
+            f"save_checkpoint: {directory} looks like a file; checkpoints are folders, so give the "
+            f"directory to keep them in, such as {directory.with_suffix('')}"
+        )

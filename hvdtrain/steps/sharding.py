@@ -8,8 +8,11 @@ an epoch, all ranks take the same number of steps, and the place of a run in its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 from hvdtrain.errors import UsageError
 
 Indices = NDArray[np.int64]
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,15 @@ def permutation(samples: int, seed: int, epoch: int) -> Indices:
     return generator.permutation(samples)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shards:
     """The training set as one rank sees it.
 
     Every rank must build it with the same arguments but ``rank``; then the parts that the ranks
     draw for a step are disjoint and make up the global batch.
+
+    The gradients of a rank are weighted by its ``current`` part. Iterating over ``epoch`` sets it;
+    where batches are read ahead, by worker processes for example, use ``batches`` or ``step``.
 
     Attributes:
         samples: size of the dataset.
@@ -88,6 +95,9 @@ class Shards:
         seed: seed of the order.
         rank: this process.
         size: the world size.
+        on_begin: called with the shards and a part whenever that part becomes the current one.
+        current: the part that the next gradients are computed on; None before the first one, and
+            outside of ``step``.
     """
 
     samples: int
@@ -95,8 +105,13 @@ class Shards:
     seed: int = 0
     rank: int = 0
     size: int = 1
+    on_begin: Callable[[Shards, Part], None] = lambda shards, part: None
+    current: Part | None = field(default=None, init=False, compare=False)
+    _drawn: int = field(default=0, init=False, compare=False)  # parts since the last use of one
 
     def __post_init__(self) -> None:
+        self.samples = _count(self.samples, "the size of the dataset")
+        self.global_batch = _count(self.global_batch, "the global batch")
         if self.samples < 1:
             raise UsageError("the training set is empty: check --data")
         if self.global_batch < 1:
@@ -107,11 +122,12 @@ class Shards:
         """Steps of a whole epoch, the smaller last one counted."""
         return -(-self.samples // self.global_batch)
 
-    def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Part]:
-        """This rank's parts of the global batches of an epoch, from ``consumed`` samples on.
+    def parts(self, epoch: int, consumed: int = 0) -> Iterator[Part]:
+        """Draw this rank's parts of the global batches of an epoch, from ``consumed`` samples on.
 
         All ranks get the same number of parts. Where fewer samples are left than ranks, some
-        parts are empty; the rank must take the step all the same, its peers wait for it.
+        parts are empty; the rank must take the step all the same, its peers wait for it. Drawing
+        changes nothing: begin each part by ``step``, or iterate over ``epoch`` or ``batches``.
         """
         order = permutation(self.samples, self.seed, epoch)
         for start in range(consumed, self.samples, self.global_batch):
@@ -123,6 +139,92 @@ class Shards:
                 start=Position(epoch, start),
                 end=after(Position(epoch, stop), self.samples),
             )
+
+    def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Part]:
+        """Iterate over ``parts``; each is the current one until the next is drawn."""
+        for number, part in enumerate(self.parts(epoch, consumed)):
+            self._begin(part)
+            self._drawn = self._drawn + 1 if number else 1
+            yield part
+
+    def batch_sampler(self, epoch: int, consumed: int = 0) -> list[list[int]]:
+        """List the indices of each part that is not empty: ``batch_sampler`` of a DataLoader.
+
+        A loader draws from it as far ahead as it likes; iterate over ``batches`` then.
+        """
+        return [part.indices.tolist() for part in self.parts(epoch, consumed) if part.count]
+
+    def batches(
+        self, epoch: int, loader: Iterable[Batch], consumed: int = 0
+    ) -> Iterator[tuple[Part, Batch | None]]:
+        """Iterate over the parts of an epoch with their batches, each part the current one.
+
+        Args:
+            epoch: number of the epoch.
+            loader: gives the samples of ``batch_sampler(epoch, consumed)``, batch by batch.
+            consumed: samples of the epoch that are done.
+
+        Yields:
+            The part and its batch, None where the part is empty: take the step all the same.
+
+        Raises:
+            UsageError: the loader has fewer or more batches than this rank has parts.
+        """
+        remaining = iter(loader)
+        end = object()
+        for number, part in enumerate(self.parts(epoch, consumed)):
+            batch: Any = next(remaining, end) if part.count else None
+            if batch is end:
+                raise UsageError(f"the loader ended after {number} batches: {SAMPLER}")
+            with self.step(part):
+                yield part, batch
+        if next(remaining, end) is not end:
+            raise UsageError(f"the loader has more batches than this rank has parts: {SAMPLER}")
+
+    @contextmanager
+    def step(self, part: Part) -> Iterator[None]:
+        """Make ``part`` the current one within, however far ahead it was drawn."""
+        self._begin(part)
+        self._drawn = 0
+        yield
+        self.current = None
+
+    def _begin(self, part: Part) -> None:
+        self.on_begin(self, part)
+        self.current = part
+
+    def use(self) -> Part:
+        """Return the part that gradients are computed on now.
+
+        Raises:
+            UsageError: nobody can tell which one it is.
+        """
+        if self.current is None:
+            raise UsageError(
+                "gradients are computed, but on which part of the shards is not known: iterate "
+                "over shards.epoch(n) or shards.batches(n, loader), or compute them within "
+                "`with shards.step(part):`"
+            )
+        if self._drawn > 1:
+            raise UsageError(
+                f"{self._drawn} parts were drawn from shards.epoch(n) before an update, as by a "
+                "loader that reads ahead: give it batch_sampler=shards.batch_sampler(n), and "
+                "iterate over shards.batches(n, loader)"
+            )
+        self._drawn = 0
+        return self.current
+
+
+SAMPLER = "give it batch_sampler=shards.batch_sampler(epoch), with the same epoch and `consumed`"
+
+
+def _count(value: Any, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        remedy = f"give len({kind.lower()})" if hasattr(value, "__len__") else "give an int"
+        raise UsageError(f"{what} is a number, not a {kind}: {remedy}") from None
 
 
 def after(position: Position, samples: int) -> Position:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from typing import Any
@@ -125,7 +124,7 @@ class Run:
     def _epoch(self) -> str | None:
         """Train to the end of the epoch, or to a stop; why it stopped, None to go on."""
         epoch = self.now.position.epoch
-        parts = self.shards.epoch(epoch, self.now.position.consumed)
+        parts = self.shards.parts(epoch, self.now.position.consumed)
         self.clock.resume()
         for part, batch in self.clock.split.fetching(self.task.train.training(parts)):
             self._update(part, batch)
@@ -161,12 +160,9 @@ class Run:
         ending.stage = f"step {self.now.step + 1}"
         self.timeline.enter(self.now.step)
         place = part.start.epoch + part.start.consumed / self.shards.samples
-        loss = self.task.update(
-            batch,
-            learning_rate=self.rate(place),
-            seed=seed_of(self.options.seed, self.now.step, self.adapter.world.rank),
-            weigh=functools.partial(self.adapter.weigh, part=part),
-        )
+        seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
+        with self.shards.step(part):
+            loss = self.task.update(batch, learning_rate=self.rate(place), seed=seed)
         self.now.step += 1
         self.now.samples += part.global_count
         self.now.position = part.end

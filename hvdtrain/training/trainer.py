@@ -87,7 +87,9 @@ def train(workload: Workload, options: Options) -> int:
         task.train.samples, global_batch=plan.global_batch, seed=options.seed
     )
     rate = adapter.scale_learning_rate(plan.lr, scaling=plan.lr_scaling, **plan.schedule)  # step 4
-    task.optimizer = adapter.distribute_optimizer(task.optimizer)  # step 5
+    task.model, task.optimizer = adapter.distribute_optimizer(  # step 5
+        task.model, task.optimizer
+    )
     run = Run(workload.name, options, plan, adapter, task, shards, rate)
     run.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +87,6 @@ class Indexed(Data):
             yield self.fetch(indices)
 
 
-Weigh = Callable[[Any], Any]
-
-
 class Task(ABC):
     """A model with its data, optimizer and loss; everything that happens in one process.
 
@@ -100,6 +97,8 @@ class Task(ABC):
         test: samples to evaluate on; None where there are none.
         options: what it was built with.
         notes: lines that a user should see before the training.
+        needs_empty_forward: an empty batch takes the forward and backward pass too, because the
+            other ranks wait in it.
     """
 
     model: Any
@@ -108,16 +107,16 @@ class Task(ABC):
     test: Data | None = None
     options: TaskOptions
     notes: tuple[str, ...] = ()
+    needs_empty_forward = False
 
     @abstractmethod
-    def update(self, batch: Loaded, *, learning_rate: float, seed: int, weigh: Weigh) -> Any:
+    def update(self, batch: Loaded, *, learning_rate: float, seed: int) -> Any:
         """One training step: forward, backward, optimizer.
 
         Args:
             batch: what to train on; may be empty, and the optimizer takes its step all the same.
             learning_rate: of this step.
             seed: of the dropout in this step.
-            weigh: applied to the loss (the mean over the batch) before the backward pass.
 
         Returns:
             The mean loss over the batch, a scalar tensor (0 for an empty batch); not waited for.

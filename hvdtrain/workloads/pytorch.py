@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
-from hvdtrain.workloads.base import Data, Indexed, Loaded, Task, TaskOptions, Weigh
+from hvdtrain.workloads.base import Data, Indexed, Loaded, Task, TaskOptions
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,16 +65,12 @@ class TorchTask(Task):
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=options.precision == "fp16" and self.device.type == "cuda"
         )
-        self.needs_empty_forward = False
-        self.before_unscale: Any = lambda: None
 
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
         x = pixels.to(self.device, self.dtype, non_blocking=True) * self.scale[0] + self.scale[1]
         return x.contiguous(memory_format=torch.channels_last) if x.shape[1] > 1 else x
 
-    def update(
-        self, batch: Loaded, *, learning_rate: float, seed: int, weigh: Weigh
-    ) -> torch.Tensor:
+    def update(self, batch: Loaded, *, learning_rate: float, seed: int) -> torch.Tensor:
         """See ``Task``."""
         torch.manual_seed(seed)
         for group in self.optimizer.param_groups:
@@ -90,13 +86,9 @@ class TorchTask(Task):
                 logits = self.model(self._input(batch.x))
             logits = logits.to(self.dtype)
             loss = F.cross_entropy(logits, y) if len(y) else logits.sum() * 0
-            self.scaler.scale(weigh(loss)).backward()
-        if self.scaler.is_enabled():
-            self.before_unscale()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         return loss.detach()
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
-from hvdtrain.workloads.base import Data, Indexed, Loaded, Task, TaskOptions, Weigh
+from hvdtrain.workloads.base import Data, Indexed, Loaded, Task, TaskOptions
 
 LOW_PRECISION = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -63,31 +63,28 @@ class TFTask(Task):
         self.optimizer.build(model.trainable_variables)
         self.train, self.test = train, test
         self.scale = tuple(tf.constant(value, self.dtype) for value in scale)
-        self.needs_empty_forward = False
         layers = model._flatten_layers(include_self=False)
         self._seeds = [
             layer.seed_generator.state for layer in layers if hasattr(layer, "seed_generator")
         ]
-        self._empty_step = _traced(self._traced_empty_step, [tf.TensorSpec(2, tf.float64)])
+        self._empty_step = _traced(self._traced_empty_step, 2 * [tf.TensorSpec((), tf.float64)])
         self._step: Any = None
         self._evaluate: Any = None
 
     def _input(self, pixels: Any) -> Any:
         return tf.cast(pixels, self.dtype) * self.scale[0] + self.scale[1]
 
-    def update(self, batch: Loaded, *, learning_rate: float, seed: int, weigh: Weigh) -> Any:
+    def update(self, batch: Loaded, *, learning_rate: float, seed: int) -> Any:
         """See ``Task``."""
-        # The weight of a loss of 1: a number, where the trace would keep this step's for ever.
-        scalars = np.array([learning_rate, weigh(1.0)])
+        rate = np.float64(learning_rate)
         if self._step is None:
-            arguments = [tf.TensorSpec(2, tf.float64), tf.TensorSpec((), tf.int64)]
+            arguments = [tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int64)]
             self._step = _traced(self._traced_step, [*_any_number(batch), *arguments])
         if len(batch.y) or self.needs_empty_forward:
-            return self._step(batch.x, batch.y, scalars, np.int64(seed))
-        return self._empty_step(scalars)
+            return self._step(batch.x, batch.y, rate, np.int64(seed))
+        return self._empty_step(rate, np.float64(0))
 
-    def _traced_step(self, pixels: Any, labels: Any, scalars: Any, seed: Any) -> Any:
-        learning_rate, weight = scalars[0], scalars[1]
+    def _traced_step(self, pixels: Any, labels: Any, learning_rate: Any, seed: Any) -> Any:
         for place, state in enumerate(self._seeds):
             state.assign(tf.cast(tf.stack([seed, place]), state.dtype))
         variables = self.model.trainable_variables
@@ -100,15 +97,15 @@ class TFTask(Task):
             # As a sum over a count the loss of no sample is 0, and so are its gradients.
             count = tf.maximum(tf.size(losses), 1)
             loss = tf.reduce_sum(losses) / tf.cast(count, self.dtype)
-            weighed = self._scaled(loss * tf.cast(weight, self.dtype))
-        gradients = tape.gradient(weighed, [variable.value for variable in variables])
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, [variable.value for variable in variables])
         self._apply(gradients, variables, learning_rate)
         return loss
 
-    def _traced_empty_step(self, scalars: Any) -> Any:
-        learning_rate, weight = scalars[0], scalars[1]  # the weight is 0
+    def _traced_empty_step(self, learning_rate: Any, zero: Any) -> Any:
         variables = self.model.trainable_variables
-        zeros = [tf.fill(value.shape, tf.cast(weight, value.dtype)) for value in variables]
+        # Zeros that TensorFlow cannot know of: it would keep them all in the graph.
+        zeros = [tf.fill(value.shape, tf.cast(zero, value.dtype)) for value in variables]
         self._apply(zeros, variables, learning_rate)
         return tf.zeros((), self.dtype)
 
@@ -116,10 +113,6 @@ class TFTask(Task):
         rate = self.optimizer.learning_rate
         rate.assign(tf.cast(learning_rate, rate.dtype))
         self.optimizer.apply(gradients, variables)
-
-    def _scaled(self, loss: Any) -> Any:
-        scale = getattr(self.optimizer, "scale_loss", None)
-        return scale(loss) if scale else loss
 
     @contextmanager
     def _lowered(self) -> Iterator[None]:

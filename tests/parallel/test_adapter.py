@@ -10,6 +10,7 @@ from tests.conftest import ranks
 from tests.parallel.conftest import FRAMEWORKS
 
 STEPS = Path(__file__).parent / "scripts" / "steps.py"
+OWN_LOOP = Path(__file__).parent / "scripts" / "own_loop.py"
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -18,4 +19,13 @@ def test_steps(framework: str, number: int, tmp_path: Path) -> None:
     outcome = ranks(number, str(STEPS), framework, str(tmp_path))
     assert outcome.code == 0, outcome.err[-3000:]
     done = sorted(path.name for path in tmp_path.iterdir())
+    assert done == [f"{rank}-of-{number}" for rank in range(number)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_loops_of_users_equal_one_process_and_misuse_is_told(number: int, tmp_path: Path) -> None:
+    """Clip, accumulate, scale the loss, several passes and optimizers, loaders that read ahead."""
+    outcome = ranks(number, str(OWN_LOOP), str(tmp_path))
+    assert outcome.code == 0, outcome.err[-3000:]
+    done = sorted(path.name for path in tmp_path.glob("*-of-*"))
     assert done == [f"{rank}-of-{number}" for rank in range(number)]

@@ -17,7 +17,6 @@ from hvdtrain.adapters.communicator import Communicator
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
 from hvdtrain.steps.integrity import RankFacts
-from hvdtrain.steps.sharding import Part
 from hvdtrain.steps.world import World
 
 Model = dict[str, Arrays]  # "weights", which all ranks share, and "running", each rank's own
@@ -42,8 +41,11 @@ class ArrayAdapter(CommonAdapter):
     def pin_device(self) -> str:
         return "none"
 
-    def distribute_optimizer(self, optimizer: Any) -> Any:
-        return optimizer
+    def check_trained(self, model: Any, optimizer: Any) -> None:
+        pass
+
+    def trained_names(self, model: Any) -> set[str]:
+        return {"w"}
 
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
         arrays = {**model["weights"], **model["running"]}
@@ -67,9 +69,6 @@ class ArrayAdapter(CommonAdapter):
     @property
     def stop_agreed(self) -> bool:
         return self.stop_wanted
-
-    def weigh(self, loss: Any, part: Part | None = None) -> Any:
-        return loss * self.part_weight
 
 
 def model_of(rank: int) -> Model:

@@ -16,20 +16,31 @@ SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
 """(values, name) -> their sum over all ranks; the name is the same on all of them."""
 
 
+Weight = Callable[[], float]
+"""The share of this rank's part in the global batch."""
+
+
 class _Sum(torch.autograd.Function):
     """The sum over all ranks.
 
-    Each rank's loss depends on every rank's input, so the gradient is a sum over all ranks too.
+    Each rank's loss depends on every rank's input, so the gradient is a sum over all ranks too, of
+    the losses as they are weighted in the global batch. What comes out of it is multiplied by this
+    rank's weight at the end of the backward pass, with all its gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, total: SumOverRanks, name: str) -> torch.Tensor:
-        ctx.total, ctx.name = total, name
+    def forward(
+        ctx: Any, values: torch.Tensor, total: SumOverRanks, weight: Weight, name: str
+    ) -> torch.Tensor:
+        ctx.total, ctx.weight, ctx.name = total, weight, name
         return total(values, f"{name}.forward")
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.total(gradients[0], f"{ctx.name}.backward"), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        weight = ctx.weight()
+        mine = gradients[0] * weight if weight else torch.zeros_like(gradients[0])  # may be nan
+        whole = ctx.total(mine, f"{ctx.name}.backward")
+        return whole / weight if weight else whole, None, None, None
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
@@ -40,6 +51,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     """
 
     total: SumOverRanks
+    share: Weight
     name: str
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as in torch)
@@ -55,7 +67,8 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         sums = own_mean.double() * count
         squares = own_squares.double() + own_mean.double() * sums
         n = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
-        merged: torch.Tensor = _Sum.apply(torch.cat([sums, squares, n]), self.total, self.name)
+        own = torch.cat([sums, squares, n])
+        merged: torch.Tensor = _Sum.apply(own, self.total, self.share, self.name)
         channels = wide.shape[1]
         n = merged[-1].detach()
         mean = merged[:channels] / n
@@ -75,7 +88,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
 
 
-def convert(model: nn.Module, total: SumOverRanks) -> int:
+def convert(model: nn.Module, total: SumOverRanks, share: Weight) -> int:
     """Make every ``nn.BatchNorm2d`` in ``model`` a ``SyncBatchNorm2d``, in place.
 
     Parameters and buffers stay the objects that they are, so an optimizer keeps them.
@@ -88,6 +101,6 @@ def convert(model: nn.Module, total: SumOverRanks) -> int:
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = SyncBatchNorm2d
             assert isinstance(module, SyncBatchNorm2d)
-            module.total, module.name = total, f"batchnorm.{found}"
+            module.total, module.share, module.name = total, share, f"batchnorm.{found}"
             found += 1
     return found

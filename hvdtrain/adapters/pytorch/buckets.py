@@ -2,19 +2,28 @@
 
 A bucket is one flat tensor. As backward produces a gradient, it is copied to its place there, and
 when the bucket is full its sum over the ranks starts at once, beside the rest of the backward
-pass. The gradients become views of the bucket, so nothing is copied back. (The idea of buckets is
-PyTorch DDP's: Li et al., "PyTorch Distributed", VLDB 2020.)
+pass. When ``backward`` returns, the gradients are those of the global batch: views of the buckets,
+so nothing is copied back. (The idea of buckets is PyTorch DDP's: Li et al., "PyTorch Distributed",
+VLDB 2020.)
 
-One tensor a bucket also means one order of summation: results are bit-equal from run to run.
+Each backward pass adds its sum to what the gradients held before, as in one process: passes may be
+accumulated, and ``zero_grad`` begins anew.
+
+One tensor per bucket also means one order of summation: results are bit-equal from run to run.
 """
 
 from __future__ import annotations
 
+import functools
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree
+
+from hvdtrain.errors import UsageError
 
 BUCKET_BYTES = 25 * 2**20
 ALIGNMENT = 16  # elements; so that each gradient begins on a cache line
@@ -39,75 +48,129 @@ class Bucket:
             starts.append(length)
             length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         first = parameters[0]
-        # One element more than the gradients: the last bucket carries a request to stop in it.
-        self.flat = torch.zeros(length + 1, dtype=first.dtype, device=first.device)
+        # After the gradients: for each parameter, how many ranks have a gradient of it, and in the
+        # last bucket the request to stop.
+        size = length + len(parameters) + 1
+        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.found = self.flat[length:-1]
         self.views = [
             self.flat[start : start + parameter.numel()].view(parameter.shape)
             for start, parameter in zip(starts, parameters, strict=True)
         ]
         self.handle: Any = None
-        self.missing = set(range(len(parameters)))
+        self.missing: set[int] | None = None  # gradients yet to come; None between the passes
+        self.before: list[torch.Tensor | None] = []  # what they held before this pass
 
-    def fill(self, index: int, weight: float) -> None:
-        """Copy the gradient of a parameter, times ``weight``, to its place; let it live there.
+    def open(self) -> None:
+        """Begin a backward pass: keep aside what earlier ones have left in the gradients."""
+        if self.missing is None:
+            self.missing = set(range(len(self.parameters)))
+            # Those of an earlier pass are views of what this pass is about to overwrite.
+            self.before = [
+                None if one.grad is None else one.grad.clone() for one in self.parameters
+            ]
+
+    def fill(self, index: int, weight: Callable[[], float]) -> None:
+        """Copy the gradient of a parameter, times ``weight``, to its place.
 
         Horovod would scale too, but only by a factor that is the same on all ranks.
         """
-        gradient = self.parameters[index].grad
-        view = self.views[index]
-        if gradient is None or weight == 0:  # a mean over nothing is nan: 0 times it would be too
+        assert self.missing is not None
+        gradient, view = self.parameters[index].grad, self.views[index]
+        factor = 0.0 if gradient is None else weight()
+        if gradient is None or factor == 0:  # a mean over nothing is nan: 0 times it would be too
             view.zero_()
         else:
-            torch.mul(gradient.detach(), weight, out=view)
+            torch.mul(gradient.detach(), factor, out=view)
+        self.found[index] = 0.0 if gradient is None else 1.0
         self.parameters[index].grad = view
         self.missing.discard(index)
 
+    def close(self, absent: set[int]) -> None:
+        """End the pass: the gradients are the sums over the ranks, and what was there before.
+
+        Args:
+            absent: those that this rank had no gradient of.
+        """
+        found = self.found.tolist() if absent else []  # on a GPU it would be waited for
+        for index, parameter in enumerate(self.parameters):
+            held, view = self.before[index], self.views[index]
+            if held is not None:
+                view.add_(held)
+            # As in one process: what no rank has a gradient of has none.
+            unused = index in absent and not found[index]
+            parameter.grad = None if unused and held is None else view
+        self.handle, self.missing, self.before = None, None, []
+
 
 class Buckets:
-    """All gradients of an optimizer, reduced over the ranks before each of its steps.
+    """All gradients of an optimizer, summed over the ranks by the end of each backward pass.
 
-    Every rank must take the same steps; a rank without samples takes its step without a backward
-    pass, and contributes zeros.
+    Every rank must make the same passes and steps. A rank whose part is empty may leave its
+    backward pass out: it contributes zeros, when its gradients are looked at or the step is made.
 
     Args:
-        parameters: all parameters of the optimizer that need a gradient.
+        name: of this optimizer, the same on all ranks.
+        optimizer: its gradients.
         reduce: starts a sum over all ranks and returns a handle.
         wait: waits for a handle.
-        weight: the factor of this rank's gradients in this step; 0 makes them zeros, whatever
+        weight: the factor of this rank's gradients in this pass; 0 makes them zeros, whatever
             they are.
     """
 
     def __init__(
         self,
-        parameters: list[torch.nn.Parameter],
+        name: str,
+        optimizer: torch.optim.Optimizer,
         reduce: Reduce,
         wait: Callable[[Any], Any],
         weight: Callable[[], float],
     ) -> None:
         self.reduce, self.wait, self.weight = reduce, wait, weight
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
         self.buckets = [
-            Bucket(f"gradients.{number}", group)
-            for number, group in enumerate(_grouped(parameters))
+            Bucket(f"{name}.{number}", group) for number, group in enumerate(_grouped(parameters))
         ]
         self.stop_wanted: Callable[[], bool] = lambda: False
+        # Whether the passes of all ranks are known from the parts, so that one can be left out.
+        self.may_skip: Callable[[], bool] = lambda: True
         self.blocked_seconds = 0.0  # in which we waited for sums, in all
-        self._reduced = False
+        self._running = False  # a backward pass
+        self._summed = False  # a pass of this part
+        self._awaited = False  # the sum of a pass that this rank leaves out
+        # Whoever holds the node keeps it, and the hook on it, alive.
+        self._nodes = []
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+                node: Any = parameter.expand_as(parameter).grad_fn
+                node = node.next_functions[0][0]
+                node.register_prehook(functools.partial(self._arriving, bucket, index))
+                self._nodes.append(node)
+                hook = functools.partial(self._arrived, bucket, index)
+                parameter.register_post_accumulate_grad_hook(hook)
+        optimizer.register_step_pre_hook(self._before_step)
+        # Not to keep it alive: an optimizer that is gone makes no passes.
+        self.optimizer = weakref.ref(optimizer)
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        def arrived(_: torch.Tensor) -> None:
-            if index not in bucket.missing:
-                raise RuntimeError(
-                    "two backward passes before one optimizer.step(): each step takes one"
-                )
-            self._reduced = False
-            bucket.fill(index, self.weight())
-            if not bucket.missing:
-                self._start(bucket)
+    def _arriving(self, bucket: Bucket, index: int, _: Any) -> None:
+        """Before autograd adds a gradient to a parameter: let it stand alone there."""
+        if not self._running:
+            self._running = True
+            # At the end of the pass, as DDP and FSDP do it; there is no public name for it.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        bucket.open()
+        bucket.parameters[index].grad = None
 
-        return arrived
+    def _arrived(self, bucket: Bucket, index: int, _: torch.Tensor) -> None:
+        bucket.fill(index, self.weight)
+        if not bucket.missing:
+            self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
         if bucket is self.buckets[-1]:
@@ -115,25 +178,65 @@ class Buckets:
         bucket.handle = self.reduce(bucket.flat, bucket.name)
 
     def finish(self) -> None:
-        """Wait until all gradients are the sums over the ranks; ``optimizer.step`` does it too."""
+        """Wait until all gradients are the sums over the ranks."""
+        absent = []
         for bucket in self.buckets:
-            for index in sorted(bucket.missing):
-                bucket.fill(index, self.weight())
+            bucket.open()
+            absent.append(set(bucket.missing or ()))
+            for index in absent[-1]:
+                bucket.parameters[index].grad = None
+                bucket.fill(index, self.weight)
             if bucket.handle is None:
                 self._start(bucket)
         started = time.perf_counter()
         for bucket in self.buckets:
             self.wait(bucket.handle)
-            bucket.handle = None
-            bucket.missing = set(range(len(bucket.parameters)))
         self.blocked_seconds += time.perf_counter() - started
-        self._reduced = True
+        for bucket, indices in zip(self.buckets, absent, strict=True):
+            bucket.close(indices)
+        self._running = self._awaited = False
+        self._summed = True
 
-    def before_step(self, *_: Any) -> None:
-        """What the optimizer calls before each step: its gradients are then reduced."""
-        if not self._reduced:
+    def begin(self, *, empty: bool) -> None:
+        """Begin a part; where it is ``empty``, this rank need not make the backward pass.
+
+        Its gradients then become whole when they are first touched, or in the step: not at once,
+        since the other ranks may need this one before they come to their backward pass.
+        """
+        if self._awaited:
+            self.finish()  # the part before was empty, and more are accumulated
+        self._awaited, self._summed = empty and self.may_skip(), False
+        for bucket in self.buckets if self._awaited else ():
+            bucket.open()
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view.as_subclass(Awaited)
+                parameter.grad.buckets = self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Take the place of ``optimizer.zero_grad``: what is awaited stays."""
+        self._summed = False
+        optimizer = self.optimizer()
+        if optimizer is not None and not self._awaited:
+            type(optimizer).zero_grad(optimizer, set_to_none)
+        for bucket in self.buckets:
+            if bucket.missing is not None:
+                bucket.before = [None] * len(bucket.parameters)
+
+    def whole(self) -> None:
+        """Make the gradients whole now, if they are awaited."""
+        if self._awaited:
             self.finish()
-        self._reduced = False
+
+    def _before_step(self, *_: Any) -> None:
+        if not (self._summed or self.may_skip()):
+            raise UsageError(
+                "optimizer.step() without a backward pass before it: with several optimizers a "
+                "backward pass may reach the parameters of each, so every rank makes them all, "
+                "also on a part without samples (its loss may be nan, it counts for nothing)"
+            )
+        if self._awaited or not self._summed:
+            self.finish()
+        self._summed = False
 
     @property
     def messages(self) -> dict[str, int]:
@@ -145,6 +248,28 @@ class Buckets:
     def stop_agreed(self) -> bool:
         """Whether any rank wanted to stop at the last step; the same answer on all ranks."""
         return bool(self.buckets[-1].flat[-1] > 0)
+
+
+class Awaited(torch.Tensor):
+    """A gradient that other ranks still compute: whoever touches it waits until it is whole."""
+
+    buckets: Buckets
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait, then call ``func`` with the gradients as plain tensors."""
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, Awaited):
+                return value
+            value.__dict__["buckets"].whole()
+            with torch._C.DisableTorchFunctionSubclass():
+                return value.as_subclass(torch.Tensor)
+
+        args, kwargs = _pytree.tree_map(plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:

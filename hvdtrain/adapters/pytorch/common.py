@@ -12,17 +12,12 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
-from hvdtrain.steps.sharding import Part
 
 
 class PyTorchAdapter(CommonAdapter):
     """The half of an adapter that is PyTorch's; a strategy adds ``connect`` and step 5."""
 
     device: torch.device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._weighed = False
 
     def pin_device(self) -> str:
         """See ``Adapter``."""
@@ -39,26 +34,21 @@ class PyTorchAdapter(CommonAdapter):
         torch.set_num_threads(threads)
         return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 
-    def take(self, part: Part, *, told: bool = False) -> None:
+    def check_trained(self, model: Any, optimizer: Any) -> None:
         """See ``CommonAdapter``."""
-        super().take(part, told=told)
-        self._weighed = False
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise UsageError(f"the optimizer is a {kind}, not a torch.optim.Optimizer")
 
-    def weigh(self, loss: torch.Tensor, part: Part | None = None) -> torch.Tensor:
+    def trained_names(self, model: Any) -> set[str]:
         """See ``CommonAdapter``."""
-        if part is not None:
-            self.take(part, told=True)
-        self._weighed = True
-        return loss * self.part_weight
-
-    def gradient_factor(self) -> float:
-        """What the gradients in hand still have to be multiplied by before they are summed."""
-        weight = self.part_weight
-        return 1.0 if self._weighed and weight else weight
+        return {name for name, value in model.named_parameters() if value.requires_grad}
 
     def synchronize_batchnorm(self, task: Any) -> None:
         """See ``CommonAdapter``."""
-        if batchnorm.convert(task.model, self.sum_tensor):
+        if batchnorm.convert(task.model, self.sum_tensor, lambda: self.part_weight):
             task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
 
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
@@ -70,12 +60,6 @@ class PyTorchAdapter(CommonAdapter):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch's notes ask for
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-
-    def reduce_gradients(self) -> None:
-        """Make the gradients those of the global batch now; ``optimizer.step`` does so otherwise.
-
-        For what looks at gradients before the step: loss scaling, clipping.
-        """
 
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
         """See ``CommonAdapter``."""

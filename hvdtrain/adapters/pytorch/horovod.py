@@ -6,10 +6,12 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvdtrain.adapters.common import total_messages
 from hvdtrain.adapters.communicator import Bytes, Communicator, Vector
 from hvdtrain.adapters.pytorch.buckets import Buckets
 from hvdtrain.adapters.pytorch.common import PyTorchAdapter
 from hvdtrain.launch import ending
+from hvdtrain.steps.sharding import Part, Shards
 
 
 class HorovodCollectives(Communicator):
@@ -47,7 +49,11 @@ class HorovodAdapter(PyTorchAdapter):
 
     name = "horovod"
     runtime = "Horovod"
-    _buckets: Buckets | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._distributions = 0
+        self._all_buckets: list[Buckets] = []  # of each optimizer
 
     def connect(self) -> Communicator:
         """See ``CommonAdapter``."""
@@ -55,43 +61,43 @@ class HorovodAdapter(PyTorchAdapter):
         ending.disconnect.append(hvd.shutdown)
         return HorovodCollectives()
 
-    def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """See ``Adapter``."""
-        if self.world.size == 1:
-            return optimizer
-        parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
-        self._buckets = Buckets(parameters, _start_sum, hvd.synchronize, self.gradient_factor)
-        self._buckets.stop_wanted = lambda: self.stop_wanted
-        optimizer.register_step_pre_hook(self._buckets.before_step)
-        return optimizer
+    def distribute(self, optimizer: torch.optim.Optimizer) -> None:
+        """See ``CommonAdapter``."""
+        name = f"gradients.{self._distributions}" if self._distributions else "gradients"
+        self._distributions += 1
+        buckets = Buckets(name, optimizer, _start_sum, hvd.synchronize, lambda: self.part_weight)
+        buckets.stop_wanted = lambda: self.stop_wanted
+        buckets.may_skip = lambda: len(self._buckets) == 1
+        self._all_buckets = [*self._buckets, buckets]
+
+    @property
+    def _buckets(self) -> list[Buckets]:
+        """Those of the optimizers that still exist."""
+        return [one for one in self._all_buckets if one.optimizer() is not None]
+
+    def begin_part(self, shards: Shards, part: Part) -> None:
+        """See ``CommonAdapter``."""
+        super().begin_part(shards, part)
+        for buckets in self._buckets:
+            buckets.begin(empty=not part.count)
 
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
         """See ``PyTorchAdapter``."""
         total: torch.Tensor = hvd.allreduce(values.contiguous(), name=name, op=hvd.Sum)
         return total
 
-    def reduce_gradients(self) -> None:
-        """See ``PyTorchAdapter``."""
-        if self._buckets:
-            self._buckets.finish()
-
     @property
     def blocked_seconds(self) -> float | None:
         """See ``CommonAdapter``."""
-        if self._buckets is None:
+        if not self._buckets:
             return super().blocked_seconds
         # With a GPU the wait for the sums is also one for what it still computes.
-        return None if self.has_gpu else self._buckets.blocked_seconds
+        return None if self.has_gpu else sum(one.blocked_seconds for one in self._buckets)
 
     @property
     def gradient_messages(self) -> dict[str, int] | None:
         """See ``CommonAdapter``."""
-        return self._buckets.messages if self._buckets else None
+        return total_messages([one.messages for one in self._buckets])
 
     def start_timeline(self, file: str) -> None:
         """See ``CommonAdapter``."""
@@ -104,7 +110,7 @@ class HorovodAdapter(PyTorchAdapter):
     @property
     def stop_agreed(self) -> bool:
         """See ``CommonAdapter``."""
-        return self._buckets.stop_agreed if self._buckets else self.stop_wanted
+        return any(one.stop_agreed for one in self._buckets) if self._buckets else self.stop_wanted
 
 
 def _start_sum(bucket: torch.Tensor, name: str) -> int:

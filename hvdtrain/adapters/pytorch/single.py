@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from hvdtrain.adapters.communicator import Alone, Communicator
 from hvdtrain.adapters.pytorch.common import PyTorchAdapter
 
@@ -17,10 +15,6 @@ class SingleAdapter(PyTorchAdapter):
     def connect(self) -> Communicator:
         """See ``CommonAdapter``."""
         return Alone()
-
-    def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """See ``Adapter``."""
-        return optimizer
 
     @property
     def stop_agreed(self) -> bool:

@@ -20,7 +20,7 @@ def convert(model: Any, sum_over_ranks: Sum) -> int:
     """Make the BatchNorm layers of ``model`` use the statistics of the global batch.
 
     In training every rank must then run the model forward and backward in each step, also on an
-    empty part, with the loss weighted by ``Adapter.weigh`` before the backward pass.
+    empty part, with the loss weighted by ``optimizer.scale_loss`` before the backward pass.
 
     Returns:
         How many layers there are.

@@ -19,16 +19,19 @@ Reduce = Callable[[Any, str], Any]
 
 
 class Buckets:
-    """Sums gradients over the ranks, inside a traced function or outside.
+    """Sums the gradients of an optimizer over the ranks, inside a traced function or outside.
 
     Every rank must call ``sum`` for the same variables; a rank without samples gives zeros.
 
     Args:
+        name: of this optimizer, the same on all ranks.
         reduce: sums a tensor over all ranks; the name is the same on all of them.
     """
 
-    def __init__(self, reduce: Reduce) -> None:
-        self.reduce = reduce
+    def __init__(self, name: str, reduce: Reduce) -> None:
+        self.name, self.reduce = name, reduce
+        self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
+        self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         # They travel with the last bucket: this rank's wish to stop, and whether anyone has it.
         self.stop = tf.Variable(0.0, trainable=False, name="stop_wanted")
         self.agreed = tf.Variable(0.0, trainable=False, name="stop_agreed")
@@ -36,15 +39,18 @@ class Buckets:
         self._blocked = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="blocked")
         self._watched = False
 
-    def sum(self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
-        """The gradients, times ``weight``, summed over all ranks.
+    def sum(
+        self, gradients: Sequence[Any], variables: Sequence[Any], *, weighted: bool
+    ) -> list[Any]:
+        """Sum the gradients, times ``weight``, over all ranks.
 
         Args:
-            gradients: one a variable; None stands for zeros.
+            gradients: one per variable; None stands for zeros.
             variables: the variables, in an order that is the same on all ranks.
-            weight: factor of this rank's gradients, a scalar tensor; None for 1. A weight of 0
-                makes them zeros, whatever they are: the mean over no samples is not a number.
+            weighted: the loss was multiplied by ``weight`` already. A weight of 0 otherwise makes
+                zeros of whatever they are: the mean over no samples is not a number.
         """
+        weight = None if weighted else self.weight
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         groups = _grouped(dense)
         nbytes = sum(one.shape.num_elements() * one.dtype.size for one in dense)
@@ -56,7 +62,7 @@ class Buckets:
             # Every bucket has this element, from a variable: a bucket of constants alone would be
             # summed once, when TensorFlow folds constants, and never again.
             flat = tf.concat([*parts, tf.cast(self.stop, parts[0].dtype)[None]], 0)
-            total = self.reduce(flat, f"gradients.{number}")
+            total = self.reduce(flat, f"{self.name}.{number}")
             ready.append(flat)
             done.append(total)
             sizes = [dense[index].shape.num_elements() for index in group]
@@ -64,6 +70,7 @@ class Buckets:
             for index, piece in zip(group, pieces, strict=True):
                 result[index] = tf.reshape(piece, dense[index].shape)
             if number == len(groups) - 1:
+                self.sums.assign_add(1)
                 self.agreed.assign(tf.cast(stop[0], tf.float32))
         # Outside of a trace, each sum is waited for before the next one begins.
         if tf.inside_function() and _has_clock():

@@ -14,7 +14,6 @@ from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.adapters.tensorflow.threads import local_threads
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
-from hvdtrain.steps.sharding import Part
 
 INTER_OP_THREADS = 1  # operations at once; where a rank has one core, a second one only waits
 
@@ -31,10 +30,6 @@ class TensorFlowAdapter(CommonAdapter):
                 f"KERAS_BACKEND={keras.backend.backend()}: --framework tensorflow needs Keras on "
                 "TensorFlow; unset the variable"
             )
-        self._weighed = False
-        self._weight: Any = None  # tf.Variable: the part's weight, for reducers that need it
-        self._weight_read = False
-        self._stop_noted = False
         self._gpus: list[Any] = []
 
     def claim_device(self, local_rank: int, local_size: int) -> None:
@@ -72,43 +67,18 @@ class TensorFlowAdapter(CommonAdapter):
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 
-    def take(self, part: Part, *, told: bool = False) -> None:
+    def check_trained(self, model: Any, optimizer: Any) -> None:
         """See ``CommonAdapter``."""
-        super().take(part, told=told)
-        self._weighed = False
-        if self._weight_read:
-            self._weight.assign(self.part_weight)
-        self.note_stop()
+        if not isinstance(model, keras.Model):
+            raise UsageError(f"the model is a {type(model).__name__}, not a keras.Model")
+        if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
+            kind = type(optimizer).__name__
+            raise UsageError(f"the optimizer is a {kind}, not a keras.optimizers.Optimizer")
 
-    def weigh(self, loss: Any, part: Part | None = None) -> Any:
-        """See ``CommonAdapter``. Given the number 1 it returns the weight itself, a float.
-
-        In a traced function give no ``part``: the trace is made once, and the part of each step is
-        told by iterating over the shards, or by ``take``.
-        """
-        if part is not None:
-            self.take(part, told=True)
-        self._weighed = True
-        if tf.inside_function() and tf.is_tensor(loss):
-            weight = self._weight_variable()
-            return loss if weight is None else loss * tf.cast(weight, loss.dtype)
-        return loss * self.part_weight
-
-    def gradient_factor(self) -> Any:
-        """What the gradients still have to be multiplied by before they are summed; None for 1."""
-        weighed, self._weighed = self._weighed, False  # a loss is weighed for one update
-        return None if weighed else self._weight_variable()
-
-    def _weight_variable(self) -> Any:
-        # From now on ``take`` keeps it up to date; it is a pity to do so where nobody reads it.
-        if self._weight is not None and not self._weight_read:
-            self._weight_read = True
-            with tf.init_scope():
-                self._weight.assign(self.part_weight)
-        return self._weight
-
-    def note_stop(self) -> None:
-        """Tell the reducer whether this rank wants to stop; outside of any traced function."""
+    def trained_names(self, model: Any) -> set[str]:
+        """See ``CommonAdapter``."""
+        trained = {id(value) for value in model.trainable_weights}
+        return {name for name, value in _named_weights(model).items() if id(value) in trained}
 
     def sum_tensor(self, values: Any, name: str) -> Any:
         """The sum of ``values`` over all ranks, not differentiable."""

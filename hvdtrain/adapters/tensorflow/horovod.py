@@ -8,10 +8,12 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.adapters.common import total_messages
 from hvdtrain.adapters.communicator import Bytes, Communicator, Vector
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
 from hvdtrain.launch import ending
+from hvdtrain.steps.sharding import Part, Shards
 
 
 def _named_gather(name: str, dtype: Any) -> Any:
@@ -65,7 +67,12 @@ class HorovodAdapter(TensorFlowAdapter):
 
     name = "horovod"
     runtime = "Horovod"
-    _buckets: Buckets | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buckets: list[Buckets] = []  # of each optimizer
+        self._told: tuple[float, bool] | None = None  # weight and wish to stop in the variables
+        self._sums = 0  # made when the current part began
 
     def connect(self) -> Communicator:
         """See ``CommonAdapter``."""
@@ -74,55 +81,71 @@ class HorovodAdapter(TensorFlowAdapter):
         self.claim_device(hvd.local_rank(), hvd.local_size())
         return HorovodCollectives()
 
-    def distribute_optimizer(self, optimizer: Any) -> Any:
-        """See ``Adapter``."""
-        if self.world.size == 1:
-            return optimizer
+    def distribute(self, optimizer: Any) -> None:
+        """See ``CommonAdapter``."""
+        number = len(self._buckets)
+        name = f"gradients.{number}" if number else "gradients"
         with tf.device("/CPU:0"):
-            self._buckets = Buckets(self.sum_tensor)
-            self._weight = tf.Variable(self.part_weight, dtype=tf.float64, trainable=False)
+            buckets = Buckets(name, self.sum_tensor)
+        self._buckets.append(buckets)
+        self._told = None
+        if self._shards is None:  # without shards all ranks weigh the same
+            buckets.weight.assign(self.part_weight)
         adapter, own = self, type(optimizer)
 
         class Distributed(own):  # type: ignore[misc,valid-type]
+            weighted = False  # the loss, in the trace or the update at hand
+
+            def scale_loss(self, loss: Any) -> Any:
+                # Where it is called, as by model.fit, it saves a pass over all gradients.
+                self.weighted = True
+                return super().scale_loss(loss) * tf.cast(buckets.weight, loss.dtype)
+
             def apply(self, grads: Any, trainable_variables: Any = None) -> None:
                 if trainable_variables is None:
                     trainable_variables = self._trainable_variables
                 variables = list(trainable_variables)
-                super().apply(adapter.sum_gradients(list(grads), variables), variables)
+                _ = adapter.part_weight  # raises where it is not known
+                weighted, self.weighted = self.weighted, False
+                super().apply(buckets.sum(list(grads), variables, weighted=weighted), variables)
 
         Distributed.__name__ = Distributed.__qualname__ = own.__name__
         optimizer.__class__ = Distributed
-        return optimizer
 
-    def sum_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """The gradients of the global batch, from those of this rank's part; all ranks together."""
-        if self._buckets is None:
-            return gradients
-        return self._buckets.sum(gradients, variables, self.gradient_factor())
+    def begin_part(self, shards: Shards, part: Part) -> None:
+        """See ``CommonAdapter``."""
+        super().begin_part(shards, part)
+        if not self._buckets:
+            return
+        sums = sum(int(one.sums) for one in self._buckets)
+        if sums > self._sums and shards.current:
+            shards.use()  # a trace has used it
+        self._sums = sums
+        told = (part.weight, self.stop_wanted)
+        if told != self._told:  # most parts of an epoch weigh the same
+            self._told = told
+            for buckets in self._buckets:
+                buckets.weight.assign(part.weight)
+                buckets.stop.assign(float(self.stop_wanted))
 
     def sum_tensor(self, values: Any, name: str) -> Any:
         """See ``TensorFlowAdapter``."""
         # A bare name is the same whatever function the operation was traced into.
         return hvd.mpi_ops._allreduce(values, name=name, op=hvd.Sum, ignore_name_scope=True)
 
-    def note_stop(self) -> None:
-        """See ``TensorFlowAdapter``."""
-        if self._buckets is not None and self.stop_wanted != self._stop_noted:
-            self._stop_noted = self.stop_wanted
-            self._buckets.stop.assign(float(self.stop_wanted))
-
     @property
     def blocked_seconds(self) -> float | None:
         """See ``CommonAdapter``."""
-        if self._buckets is None:
+        if not self._buckets:
             return super().blocked_seconds
+        waits = [one.blocked_seconds for one in self._buckets]
         # A GPU's operations count as done when they are begun.
-        return None if self.has_gpu else self._buckets.blocked_seconds
+        return None if self.has_gpu or None in waits else sum(wait or 0.0 for wait in waits)
 
     @property
     def gradient_messages(self) -> dict[str, int] | None:
         """See ``CommonAdapter``."""
-        return self._buckets.messages if self._buckets else None
+        return total_messages([one.messages for one in self._buckets])
 
     def start_timeline(self, file: str) -> None:
         """See ``CommonAdapter``."""
@@ -135,4 +158,6 @@ class HorovodAdapter(TensorFlowAdapter):
     @property
     def stop_agreed(self) -> bool:
         """See ``CommonAdapter``."""
-        return bool(self._buckets.agreed.numpy() > 0) if self._buckets else self.stop_wanted
+        if not self._buckets:
+            return self.stop_wanted
+        return any(one.agreed.numpy() > 0 for one in self._buckets)

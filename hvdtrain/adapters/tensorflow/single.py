@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvdtrain.adapters.communicator import Alone, Communicator
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
 
@@ -18,10 +16,6 @@ class SingleAdapter(TensorFlowAdapter):
         """See ``CommonAdapter``."""
         self.claim_device(0, 1)
         return Alone()
-
-    def distribute_optimizer(self, optimizer: Any) -> Any:
-        """See ``Adapter``."""
-        return optimizer
 
     @property
     def stop_agreed(self) -> bool:

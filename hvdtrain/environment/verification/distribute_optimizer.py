@@ -33,7 +33,8 @@ def measure(bench: Bench) -> Facts:
     """
     model = bench.kit.network(seed=1)
     start = bench.kit.parameters(model)
-    optimizer = bench.adapter.distribute_optimizer(bench.kit.sgd(model))
+    model, optimizer = bench.adapter.distribute_optimizer(model, bench.kit.sgd(model))
+    shards = bench.adapter.shard_data(1, global_batch=1)
     applied, whole = [], []
     for step, counts in enumerate(shares(bench.size)):
         x, y = samples(step, sum(counts))
@@ -41,8 +42,8 @@ def measure(bench: Bench) -> Facts:
         mine = np.arange(low, low + counts[bench.rank])
         bench.kit.set_parameters(model, start)
         whole.append(bench.kit.gradient(model, x, y).tolist())
-        bench.adapter.take(Part(mine, sum(counts), Position(), Position()))
-        bench.kit.update(model, optimizer, x[mine], y[mine])
+        with shards.step(Part(mine, sum(counts), Position(), Position())):
+            bench.kit.update(model, optimizer, x[mine], y[mine])
         applied.append((start - bench.kit.parameters(model)).tolist())
     return {"applied": applied, "whole": whole, "tensors": TENSORS}
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from hvdtrain.adapters.common import CommonAdapter, WatchedShards
+from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.environment.verification.ranks import verify
 from hvdtrain.launch.detect import detect
 from hvdtrain.steps import checkpoint as checkpoints
@@ -63,12 +63,14 @@ def all_cores(original: Any, self: Any) -> str:
 
 
 def whole_set(original: Any, self: Any, samples: int, **kwargs: Any) -> Any:
-    return WatchedShards(samples, kwargs["global_batch"], kwargs["seed"], 0, 1, adapter=self)
+    self._shards = Shards(samples, kwargs["global_batch"], kwargs["seed"], 0, 1)
+    return self._shards
 
 
 def first_shard(original: Any, self: Any, samples: int, **kwargs: Any) -> Any:
     size = self.world.size
-    return WatchedShards(samples, kwargs["global_batch"], kwargs["seed"], 0, size, adapter=self)
+    self._shards = Shards(samples, kwargs["global_batch"], kwargs["seed"], 0, size)
+    return self._shards
 
 
 def seed_by_rank(original: Any, self: Any, samples: int, **kwargs: Any) -> Any:
@@ -101,8 +103,8 @@ def same_rate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **{**kwargs, "learning_rate": 0.1})
 
 
-def own_gradients(original: Any, self: Any, optimizer: Any) -> Any:
-    return optimizer
+def own_gradients(original: Any, self: Any, model: Any, optimizer: Any) -> Any:
+    return model, optimizer
 
 
 def no_broadcast(original: Any, self: Any, model: Any, optimizer: Any = None) -> str:

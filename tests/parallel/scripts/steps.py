@@ -63,7 +63,12 @@ def pytorch(hvd: CommonAdapter) -> None:
     x = torch.arange(samples, dtype=torch.float64) + 1
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = hvd.distribute_optimizer(torch.optim.SGD([weight, unused], lr=1.0))
+    model = torch.nn.ParameterList([weight, unused])
+    plain = torch.optim.SGD(model, lr=1.0)
+    expect_error(lambda: hvd.distribute_optimizer(plain), "model, optimizer = hvd.distribute")
+    expect_error(lambda: hvd.distribute_optimizer(plain, model), "SGD", "not a torch.nn.Module")
+    model, optimizer = hvd.distribute_optimizer(model, plain)
+    expect_error(lambda: hvd.distribute_optimizer(model, plain), "distributed already")
     shards = hvd.shard_data(samples, global_batch=2 * size)
     before, seen = 0.0, 0
     for part in shards.epoch(0):
@@ -99,7 +104,7 @@ def tensorflow(hvd: CommonAdapter) -> None:
     samples = 2 * size + 1
     x = np.arange(samples, dtype=np.float32) + 1
     weight = keras.Variable(np.zeros(1, np.float32))
-    optimizer = hvd.distribute_optimizer(keras.optimizers.SGD(1.0))
+    _, optimizer = hvd.distribute_optimizer(keras.Sequential(), keras.optimizers.SGD(1.0))
     before, seen = 0.0, 0
     for part in hvd.shard_data(samples, global_batch=2 * size).epoch(0):
         with tf.GradientTape() as tape:
@@ -119,7 +124,8 @@ def tensorflow(hvd: CommonAdapter) -> None:
     start = float(model.get_weights()[0][0, 0])
     fitted = adapter("tensorflow")
     fitted.initialize()
-    model.compile(fitted.distribute_optimizer(keras.optimizers.SGD(0.5)), loss="mse")
+    model, averaging = fitted.distribute_optimizer(model, keras.optimizers.SGD(0.5))
+    model.compile(averaging, loss="mse")
     model.fit(np.ones((2, 1)), np.full((2, 1), float(rank)), batch_size=2, verbose=0)
     target = (size - 1) / 2
     assert abs(float(model.get_weights()[0][0, 0]) - (start - 0.5 * 2 * (start - target))) < 1e-5

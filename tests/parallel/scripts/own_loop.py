@@ -1,0 +1,265 @@
+"""Run on every rank by test_own_loop.py: what users' own PyTorch loops do between the eight calls.
+
+Every loop is also run by hand in this one process, over the whole global batches, without
+hvdtrain: the weights must be those. 13 samples in global batches of 4 leave parts of 2, 1, 1 and,
+at the tail of one sample, parts of none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvdtrain.adapters.select import adapter
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.steps.sharding import Shards
+
+SAMPLES, BATCH, EPOCHS = 13, 4, 3
+hvd = adapter("pytorch")
+
+
+def expect_error(action: Callable[[], Any], *words: str, kind: type = UsageError) -> None:
+    try:
+        action()
+    except kind as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"no error with {words}")
+
+
+for early in ("world", "communicator"):
+    expect_error(lambda name=early: getattr(hvd, name), "initialize() first")  # type: ignore[misc]
+expect_error(lambda: adapter("torch"), "did you mean pytorch?")
+world = hvd.initialize()
+hvd.pin_device()
+rank, size = world.rank, world.size
+
+torch.manual_seed(0)
+x = torch.randn(SAMPLES, 5, dtype=torch.float64)
+y = torch.arange(SAMPLES) % 3
+
+
+class Net(torch.nn.Module):
+    """Two layers, and a third that nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)
+        )
+        self.unused = torch.nn.Linear(2, 2)
+        self.double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+def sgd(net: torch.nn.Module, *, decay: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, weight_decay=decay)
+
+
+def norm_of(net: torch.nn.Module) -> float:
+    vector = torch.nn.utils.parameters_to_vector(net.parameters())
+    assert bool(torch.isfinite(vector).all())
+    return float(vector.norm())
+
+
+def train(step: Callable[..., None], *, skips: bool = False, loader: bool = False) -> None:
+    """Run ``step(net, optimizer, inputs, labels, number)`` over all ranks and in one process.
+
+    Args:
+        step: called for every part, or with empty tensors.
+        skips: it leaves out the backward pass where there are no samples.
+        loader: batches come from worker processes that read ahead.
+    """
+    alone, plain = Net(), None
+    plain = sgd(alone)
+    order = Shards(SAMPLES, BATCH, seed=3)
+    for epoch in range(EPOCHS):
+        for number, part in enumerate(order.epoch(epoch)):
+            step(alone, plain, x[part.indices], y[part.indices], number)
+
+    net = Net()
+    net, optimizer = hvd.distribute_optimizer(net, sgd(net))
+    shards = hvd.shard_data(SAMPLES, global_batch=BATCH, seed=3)
+    data = TensorDataset(x, y)
+    for epoch in range(EPOCHS):
+        steps: Iterator[Any] = ((part, data[part.indices]) for part in shards.epoch(epoch))
+        if loader:
+            sampler = shards.batch_sampler(epoch)
+            steps = shards.batches(epoch, DataLoader(data, batch_sampler=sampler, num_workers=2))
+        for number, (_, batch) in enumerate(steps):
+            inputs, labels = batch or (x[:0], y[:0])
+            assert skips or not loader
+            step(net, optimizer, inputs, labels, number)
+    difference = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(net.parameters(), alone.parameters(), strict=True)
+    )
+    assert difference < 1e-12, (step.__name__, difference)
+    hvd.check_replicas(net, optimizer)
+
+
+def loss_of(net: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(net(inputs), labels)
+
+
+def clipped(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    optimizer.zero_grad()
+    loss_of(net, inputs, labels).backward()
+    clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+
+
+def clipped_without_empty_passes(
+    net: Any, optimizer: Any, inputs: Any, labels: Any, number: int
+) -> None:
+    optimizer.zero_grad()
+    if len(labels):
+        loss_of(net, inputs, labels).backward()
+    clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+
+
+def zeroed_at_the_end(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    if len(labels):
+        loss_of(net, inputs, labels).backward()
+    for parameter in net.layers.parameters():
+        parameter.grad.clamp_(-0.01, 0.01)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+def accumulated(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    """Update after every second part; the tail of an epoch goes into the next update."""
+    if len(labels):
+        (loss_of(net, inputs, labels) / 2).backward()
+    if number % 2:
+        clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_passes(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    optimizer.zero_grad()
+    loss_of(net, inputs, labels).backward()
+    (net(inputs).square().sum(1).mean() * 0.1).backward()
+    optimizer.step()
+
+
+def scaled(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    """Let a loss scaler look at the gradients; in steps 0 and 2 the scaled ones overflow."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100 if number % 2 == 0 else 1024.0)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(net, inputs, labels) * 2.0**924).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(net.parameters(), 0.1)
+    scaler.step(optimizer)
+
+
+def adversarial() -> None:
+    """Train two networks with an optimizer each; one's backward pass reaches both."""
+
+    def run(maker: Any, discriminator: Any, first: Any, second: Any, parts: Any) -> None:
+        for part in parts:
+            real = x[part.indices]
+            first.zero_grad()
+            made = maker(real)
+            (discriminator(made.detach()).mean() - discriminator(real[:, :3]).mean()).backward()
+            first.step()
+            second.zero_grad()
+            (-discriminator(maker(real)).mean()).backward()
+            second.step()
+
+    def networks() -> list[Any]:
+        torch.manual_seed(5)
+        return [torch.nn.Linear(5, 3).double(), torch.nn.Linear(3, 1).double()]
+
+    alone = networks()
+    run(*alone, sgd(alone[1]), sgd(alone[0]), Shards(SAMPLES, BATCH, seed=3).epoch(0))
+    other = adapter("pytorch")
+    other.initialize()
+    maker, discriminator = networks()
+    discriminator, first = other.distribute_optimizer(discriminator, sgd(discriminator))
+    maker, second = other.distribute_optimizer(maker, sgd(maker))
+    shards = other.shard_data(SAMPLES, global_batch=BATCH, seed=3)
+    run(maker, discriminator, first, second, shards.epoch(0))
+    for mine, theirs in zip((maker, discriminator), alone, strict=True):
+        for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert float((a - b).detach().abs().max()) < 1e-12
+    first.zero_grad()
+    if size > 1:
+        expect_error(first.step, "without a backward pass", "every rank makes them all")
+
+
+def misuse(folder: Path) -> None:
+    net = Net()
+    optimizer = sgd(net)
+    expect_error(lambda: hvd.shard_data([1, 2], global_batch=1), "not a list", "len(")  # type: ignore[arg-type]
+    expect_error(lambda: hvd.broadcast_state(net.state_dict()), "OrderedDict", "torch.nn.Module")
+    expect_error(lambda: hvd.save_checkpoint(folder, net, optimizer, state={}), '"step": 120')
+    file = folder / "model.pt"
+    state = {"step": 1, "note": "x"}
+    expect_error(lambda: hvd.save_checkpoint(file, net, optimizer, state=state), "model.pt", "file")
+    assert not file.exists()
+
+    hvd.broadcast_state(net, optimizer)
+    hvd.save_checkpoint(folder / "c", net, optimizer, state=state)
+    again = Net()
+    torch.nn.init.zeros_(again.layers[0].weight)
+    found = hvd.resume(folder / "c", again, sgd(again))
+    assert found and (found["step"], found["note"]) == (1, "x")
+    assert torch.equal(again.layers[0].weight, net.layers[0].weight)
+    assert hvd.resume(folder / "none", again, sgd(again)) is None
+    if size > 1:
+        with torch.no_grad():
+            again.layers[0].bias[0] += rank
+        before = sorted(path.name for path in (folder / "c").iterdir())
+        expect_error(
+            lambda: hvd.save_checkpoint(folder / "c", again, optimizer, state={"step": 2}),
+            *("differs from rank 0's", "nothing was saved", "layers.0.bias"),
+            kind=HvdtrainError,
+        )
+        assert sorted(path.name for path in (folder / "c").iterdir()) == before
+
+
+def read_ahead() -> None:
+    """A loader that draws from the shards itself is found at its first backward pass."""
+    net = Net()
+    net, kept = hvd.distribute_optimizer(net, sgd(net))
+    shards = hvd.shard_data(SAMPLES, global_batch=size, seed=3)
+    sampler = (part.indices.tolist() for part in shards.epoch(0))
+    for inputs, labels in DataLoader(TensorDataset(x, y), batch_sampler=sampler, num_workers=1):
+        expect_error(loss_of(net, inputs, labels).backward, "parts were drawn", "batch_sampler")
+        break
+    net = Net()
+    net, kept = hvd.distribute_optimizer(net, sgd(net))
+    shards = hvd.shard_data(SAMPLES, global_batch=BATCH)
+    expect_error(loss_of(net, x, y).backward, "which part", "shards.step(part)")
+    with_too_few = shards.batches(0, [1])
+    expect_error(lambda: list(with_too_few), "ended after 1", "batch_sampler")
+    assert isinstance(kept, torch.optim.SGD)
+
+
+folder = sys.argv[1]
+if __name__ == "__main__":
+    train(clipped)
+    train(clipped_without_empty_passes, skips=True)
+    train(clipped_without_empty_passes, skips=True, loader=True)
+    train(zeroed_at_the_end, skips=True)
+    train(accumulated, skips=True)
+    train(two_passes)
+    train(scaled)
+    adversarial()
+    misuse(Path(folder))
+    if size > 1:
+        read_ahead()
+    Path(folder, f"{rank}-of-{size}").touch()
