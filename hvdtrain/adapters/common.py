@@ -163,13 +163,19 @@ class CommonAdapter(StateAdapter):
         self._seen += part.count
 
     @property
-    def part_weight(self) -> float:
-        """The share of the current part in its global batch; without shards, one rank of size.
+    def current_part(self) -> Part | None:
+        """The part that gradients are computed on now; None where there are no shards.
 
         Raises:
             UsageError: there are shards, but it is not clear which part is meant.
         """
-        return self._shards.use().weight if self._shards else 1.0 / self.world.size
+        return self._shards.use() if self._shards else None
+
+    @property
+    def part_weight(self) -> float:
+        """The share of the current part in its global batch; without shards, one rank of size."""
+        part = self.current_part
+        return part.weight if part else 1.0 / self.world.size
 
     def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
         """See ``Adapter``."""

@@ -19,11 +19,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.environment.verification.ranks import verify
 from hvdtrain.launch.detect import detect
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps.sharding import Shards
+from hvdtrain.steps.sharding import Part, Shards
 
 framework, result, how_many = sys.argv[1:]
 module = importlib.import_module(f"hvdtrain.adapters.{framework}.horovod")
@@ -182,7 +181,7 @@ def padded(original: Any, self: Any, count: float, **sums: float) -> Any:
 
 def share(value: Callable[[Any], float]) -> Any:
     """What the gradients of a part are multiplied by."""
-    return patch.object(CommonAdapter, "part_weight", property(value))
+    return patch.object(Part, "weight", property(lambda part: value(detect(os.environ))))
 
 
 MUTATIONS: dict[str, tuple[int | None, Any]] = {
@@ -219,12 +218,12 @@ MUTATIONS: dict[str, tuple[int | None, Any]] = {
     ),
     "gradients are averaged over ranks": (
         5,
-        share(lambda self: 1.0 / self.world.size),
+        share(lambda world: 1.0 / world.size),
     ),
-    "gradients are summed over ranks": (5, share(lambda self: 1.0)),
+    "gradients are summed over ranks": (5, share(lambda world: 1.0)),
     "only rank 0's gradients count": (
         5,
-        share(lambda self: float(self.world.rank == 0)),
+        share(lambda world: float(world.rank == 0)),
     ),
     "nothing is broadcast": (6, around(Horovod, "broadcast_state", no_broadcast)),
     "only the model is broadcast": (6, around(Horovod, "broadcast_state", model_only)),
