@@ -70,7 +70,13 @@ def run_verb(given: argparse.Namespace, previous: str | None = None) -> Report:
     files.script.write_bytes(os.fsencode(text))
     if not dialect.in_job:
         return Report(command.show(), {"ok": True, "script": str(files.script)})
-    jobs = _submit(job, dialect, files, previous)
+    return _report(given, dialect, files, _submit(job, dialect, files, previous))
+
+
+def _report(
+    given: argparse.Namespace, dialect: Dialect, files: Files, jobs: list[Submitted]
+) -> Report:
+    """Tell what was submitted, and follow it where asked to."""
     ids = [one.id for one in jobs]
     logs = [str(path) for one in jobs for path in one.logs.values()]
     log.info("script: %s\nlog:    %s", files.script, " ... ".join(logs[:: len(logs) - 1 or 1]))
@@ -80,7 +86,7 @@ def run_verb(given: argparse.Namespace, previous: str | None = None) -> Report:
     if not given.follow:
         return Report("\n".join(ids), data)
     out = sys.stderr if given.json else sys.stdout
-    ended = follow(dialect, jobs, files.exit, files.chain if job.chain else None, out)
+    ended = follow(dialect, jobs, files.exit, files.chain if given.chain else None, out)
     answer = {"ok": ended.code == 0, "state": ended.state, "exit_code": ended.code}
     if ended.tasks:
         answer["tasks"] = {number: _shown(task) for number, task in ended.tasks.items()}

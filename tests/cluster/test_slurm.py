@@ -183,6 +183,17 @@ def test_an_array_has_a_log_for_each_task(user: User) -> None:
         assert f"task {task}" in outcome.out
 
 
+def test_a_job_that_never_ran(user: User) -> None:
+    (user.directory / "held.yaml").write_text("directives: ['--hold']\n")
+    until = "until squeue -h -n never -o %i | grep .; do sleep 0.2; done; scancel --name=never"
+    user.types("sbatch", "--wrap", until)
+    words = ("--scheduler", "slurm", "--walltime", "0:05:00", "--follow")
+    outcome = user.submits(*words, "--site", "held.yaml", "--name", "never", "--", "true", code=1)
+    assert re.search(r"^job \d+: deleted before it ran$", outcome.err, re.MULTILINE)
+    refused = user.submits(*words, "--after", "9999", "--", "true", code=2)
+    assert "--after 9999: slurm knows no such job" in refused.err
+
+
 # Enough steps for some ten seconds; a checkpoint only where the training is stopped.
 TRAINING = (
     *("python", "-m", "hvdtrain.mnist", "--epochs", "40", "--batch-size", "48", "--seed", "3"),
