@@ -70,7 +70,7 @@ def build(options: Options, settings: TaskOptions) -> Task:
         task = module.task(settings, module.synthetic(settings), None, data.SYNTHETIC_CLASSES)
         task.notes = ("SYNTHETIC images: random pixels, for measuring speed; nothing is learnt",)
         return task
-    train, test = data.load(options.data)
+    train, test = data.load(options.data, skip_broken=options.skip_broken)
     left_out = []
     if options.skip_broken:
         workers = max(1, settings.workers)

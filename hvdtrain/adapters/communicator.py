@@ -80,7 +80,9 @@ class Communicator(ABC):
         kinds = [HvdtrainError, UsageError, CheckpointError, TrainingError]
         kind = str(kinds.index(type(failure))) if failure else ""
         told = f"{kind}{socket.gethostname()}\n{failure}" if failure else ""
-        answers = [answer.decode() for answer in self.gather(told.encode())]
+        # A file's name may be of any bytes.
+        told_bytes = told.encode(errors="surrogatepass")
+        answers = [answer.decode(errors="surrogatepass") for answer in self.gather(told_bytes)]
         failed = {rank: answer[1:].split("\n", 1) for rank, answer in enumerate(answers) if answer}
         if failed:
             first, (host, text) = next(iter(failed.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,8 @@ def main(workload: Workload, arguments: Sequence[str], *, description: str, epil
     """
     options = option_parser.parse(workload.name, arguments, description=description, epilog=epilog)
     level = logging.ERROR if options.quiet else logging.WARNING
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be of any bytes
+        sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=level, format="hvdtrain: %(message)s")
     if options.quiet:
         terminal.clear()

@@ -6,6 +6,7 @@ import gzip
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.conftest import Outcome, ranks
+from tests.conftest import Outcome, ranks, run
 from tests.parallel.conftest import train
 
 
@@ -62,7 +63,7 @@ def test_a_truncated_idx_file(tmp_path: Path, mnist: Path) -> None:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Two classes of eight small JPEGs, one grey and one CMYK among them."""
+    """Two classes of eight small JPEGs, one grey and one CMYK among them; a name in Latin-1."""
     for split in ("train", "val"):
         for label, name in enumerate(("cat", "dog")):
             folder = tmp_path / "pictures" / split / name
@@ -73,6 +74,7 @@ def pictures(tmp_path: Path) -> Path:
                 Image.new(mode, (48, 40), colour if len(mode) > 1 else colour[0]).save(
                     folder / f"{number}.jpg"
                 )
+            (folder / "7.jpg").rename(folder / os.fsdecode(b"caf\xe9.jpg"))
     return tmp_path / "pictures"
 
 
@@ -116,9 +118,19 @@ def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) 
 
 
 def test_an_empty_class_folder(pictures: Path) -> None:
-    (pictures / "train" / "emu").mkdir()
+    (pictures / "train" / os.fsdecode(b"em\xfc")).mkdir()  # no UTF-8
     outcome = ranks(2, "-m", "hvdtrain.resnet", f"--data={pictures}", *SHORT)
-    assert_one_line(outcome, 2, str(pictures / "train" / "emu"))
+    assert_one_line(outcome, 2, f"{pictures}/train/em\\udcfc holds no image")
+
+
+def test_a_full_shared_memory(pictures: Path) -> None:
+    """Worker processes hand their images over in /dev/shm; a container's may be small."""
+    train = [sys.executable, "-m", "hvdtrain.resnet", f"--data={pictures}", "--quiet", *SHORT]
+    small = 'mount -t tmpfs -o size=$0 tmpfs /dev/shm && exec "$@"'
+    if subprocess.run(["unshare", "-m", "sh", "-c", small, "8k", "true"]).returncode:
+        pytest.skip("no file system can be mounted here")
+    outcome = run(["unshare", "-m", "sh", "-c", small, "8k", *train], timeout=120)
+    assert_one_line(outcome, 2, "/dev/shm on", "--workers 0")
 
 
 def test_a_loss_that_is_nan_on_one_rank(tmp_path: Path) -> None:

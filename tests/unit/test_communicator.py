@@ -39,6 +39,14 @@ def test_alone_an_error_stays_what_it_is(kind: type[HvdtrainError]) -> None:
         assert is_agreed(caught.value)
 
 
+def test_an_error_may_name_a_file_of_any_bytes(on_ranks: Any) -> None:
+    def fail() -> None:
+        raise UsageError("train/caf\udce9: why")
+
+    for error in on_ranks(2, lambda c: c.on_root(fail)):
+        assert str(error) == "train/caf\udce9: why"
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("length", [0, 1, 4, 5, 8, 21])
 def test_bytes_of_any_length_come_from_rank_zero(

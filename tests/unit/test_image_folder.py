@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,25 @@ def test_endings_in_any_case_and_folders_below(tmp_path: Path) -> None:
     found = scan(tmp_path)
     assert {path.name for path in found.paths} == {"a.JPG", "b.jpeg", "c.png", "d.jpg", "e.Jpeg"}
     assert found.classes == ["ant"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a pipe", "link to nothing"])
+def test_what_is_no_file_is_told_or_left_out_and_never_opened(tmp_path: Path, kind: str) -> None:
+    folder(tmp_path / "train", ant=2)
+    odd = tmp_path / "train" / "ant" / "odd.jpg"
+    if kind == "folder":
+        odd.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(odd)
+    else:
+        if kind == "link to a pipe":
+            os.mkfifo(tmp_path / "pipe")
+        odd.symlink_to(tmp_path / "pipe")
+    assert f"{odd} cannot be decoded" in refusal(tmp_path)
+    train, _ = load(tmp_path, skip_broken=True)
+    whole, broken = without_broken(train, workers=1)
+    assert broken == [odd]
+    assert len(whole.paths) == 2
 
 
 def test_a_class_may_be_a_link_to_a_folder(tmp_path: Path) -> None:

@@ -112,6 +112,13 @@ def test_a_metrics_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
             Progress(metrics=path)
 
 
+def test_a_file_where_tensorboard_wants_a_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path / "file", tmp_path / "file" / "board"):
+        with pytest.raises(UsageError, match=f"--tensorboard {path}"):
+            Progress(tensorboard=path)
+
+
 @pytest.mark.parametrize(
     "text", ["/scratch/[bold]/x", "/data/[/run]/x", "a:smile:b", "[1, 2]", r"\[red]"]
 )

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
+import socket
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -12,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
+from hvdtrain.files import is_regular
 from hvdtrain.launch.ending import end_with_parent
 
 log = logging.getLogger(__name__)
@@ -43,7 +49,7 @@ class ImageFolder:
     classes: list[str]
 
 
-def load(directory: Path) -> tuple[ImageFolder, ImageFolder | None]:
+def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, ImageFolder | None]:
     """The ``train`` and ``val`` folders of ``directory``; no ``val``: None.
 
     Raises:
@@ -56,10 +62,10 @@ def load(directory: Path) -> tuple[ImageFolder, ImageFolder | None]:
             f"--data {directory}: there is no train/ in it; it must hold train/CLASS/*.jpg and "
             "val/CLASS/*.jpg. For random images use --synthetic"
         )
-    train = scan(directory / "train")
+    train = scan(directory / "train", skip_broken=skip_broken)
     if not (directory / "val").is_dir():
         return train, None
-    test = scan(directory / "val")
+    test = scan(directory / "val", skip_broken=skip_broken)
     unknown = sorted(set(test.classes) - set(train.classes))
     if unknown:
         raise UsageError(f"{directory / 'val' / unknown[0]}: train/ has no class of this name")
@@ -69,11 +75,12 @@ def load(directory: Path) -> tuple[ImageFolder, ImageFolder | None]:
     return train, ImageFolder(test.paths, relabelled, train.classes)
 
 
-def scan(split: Path) -> ImageFolder:
+def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
     """The images below ``split``, one folder a class.
 
     Raises:
-        UsageError: no class, or a class without an image.
+        UsageError: no class, a class without an image, or a pipe or device among them; those stay
+            where ``without_broken`` is to leave them out.
     """
     classes = sorted(entry.name for entry in split.iterdir() if entry.is_dir())
     if not classes:
@@ -81,14 +88,27 @@ def scan(split: Path) -> ImageFolder:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = sorted(path for path in (split / name).rglob("*") if path.suffix.lower() in ENDINGS)
+        found = sorted(_images(split / name))
+        for path, is_file in found:
+            if not (is_file or skip_broken):
+                raise broken_image(path, "it is no regular file")
         if not found:
             raise UsageError(
                 f"{split / name} holds no image ({', '.join(ENDINGS)}): fill or remove it"
             )
-        paths += found
+        paths += [path for path, _ in found]
         labels += [label] * len(found)
     return ImageFolder(paths, np.array(labels, np.int64), classes)
+
+
+def _images(folder: str | Path) -> Iterator[tuple[Path, bool]]:
+    """What is named as an image below ``folder``, and whether it is a file, which costs no look."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if (path := Path(entry.path)).suffix.lower() in ENDINGS:
+                yield path, entry.is_file()
+            if entry.is_dir(follow_symlinks=False):
+                yield from _images(path)
 
 
 def why_broken(path: Path) -> str | None:
@@ -96,6 +116,8 @@ def why_broken(path: Path) -> str | None:
     from PIL import Image
 
     try:
+        if not is_regular(path):  # opening a pipe would wait for ever
+            return "it is no regular file"
         with Image.open(path) as image:
             image.load()
     except Exception as error:  # Pillow raises many kinds for broken bytes
@@ -110,6 +132,27 @@ def broken_image(path: Path, reason: object) -> UsageError:
     )
 
 
+@contextlib.contextmanager
+def shared_memory() -> Iterator[None]:
+    """Within it, worker processes that find no room in /dev/shm are an error that says so.
+
+    Raises:
+        UsageError: with the remedy.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        # As PyTorch tells it of its workers; writing to a full /dev/shm may also kill them.
+        if not (full or any(word in str(error) for word in ("No space left", "Bus error"))):
+            raise
+        raise UsageError(
+            f"the workers that read images need shared memory, and /dev/shm on "
+            f"{socket.gethostname()} is full: make room there (a container's --shm-size), or read "
+            "in the training process itself (--workers 0)"
+        ) from error
+
+
 def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list[Path]]:
     """Decode every image once and leave out those that fail.
 
@@ -122,7 +165,7 @@ def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list
         UsageError: none is left.
     """
     context = get_context("forkserver")
-    with ProcessPoolExecutor(max(1, workers), context, end_with_parent) as pool:
+    with shared_memory(), ProcessPoolExecutor(max(1, workers), context, end_with_parent) as pool:
         reasons = list(pool.map(why_broken, images.paths, chunksize=64))
     broken = [path for path, reason in zip(images.paths, reasons, strict=True) if reason]
     for path, reason in zip(images.paths, reasons, strict=True):

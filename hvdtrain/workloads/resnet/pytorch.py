@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.ending import end_with_parent
@@ -36,7 +36,8 @@ class _Images(Dataset[Loaded | UsageError]):
 
     def __getitem__(self, batch: Batch) -> Loaded | UsageError:
         try:
-            return self._batch(*batch)
+            with data.shared_memory():
+                return _shared(self._batch(*batch))
         except UsageError as error:
             return error
 
@@ -61,6 +62,17 @@ class _Images(Dataset[Loaded | UsageError]):
         # The augmentation is a function of (seed, epoch, sample), whichever worker does it.
         torch.manual_seed(seed_of(self.seed, epoch, index))
         return np.asarray(random_crop(image, self.size))
+
+
+def _shared(batch: Loaded) -> Loaded:
+    """In a worker: move ``batch`` to where the training process can read it.
+
+    The queue would do so too, but where there is no room it drops the batch and nobody is told.
+    """
+    if get_worker_info() is not None:
+        batch.x.share_memory_()
+        batch.y.share_memory_()
+    return batch
 
 
 def random_crop(image: Image.Image, size: int) -> Image.Image:
@@ -119,10 +131,11 @@ class Folder(Data):
                 worker_init_fn=end_with_parent if self._workers else None,
                 pin_memory=self._pin,
             )
-        for loaded in self._loader:
-            if isinstance(loaded, UsageError):
-                raise loaded
-            yield loaded
+        with data.shared_memory():
+            for loaded in self._loader:
+                if isinstance(loaded, UsageError):
+                    raise loaded
+                yield loaded
 
     def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
         """See ``Data``."""

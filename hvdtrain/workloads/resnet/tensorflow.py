@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -34,7 +35,7 @@ class Folder(Data):
         self.samples = len(images.paths)
         self.images, self.options = images, options
         self._read = random_crop if training else centre_crop
-        self._paths = np.array([str(path) for path in images.paths])
+        self._paths = np.array([os.fsencode(path) for path in images.paths])  # any name will do
 
     def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
         """See ``Data``."""
