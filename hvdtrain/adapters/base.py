@@ -68,7 +68,7 @@ class Adapter(ABC):
     def scale_learning_rate(
         self, base: float, *, scaling: str = "linear", **schedule: Any
     ) -> LearningRate:
-        """Step 4: the learning rate as a function of the place in the training, in epochs.
+        """Step 4: the learning-rate schedule by epoch.
 
         Args:
             base: the learning rate that is right for one rank.

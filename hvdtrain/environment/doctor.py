@@ -17,7 +17,7 @@ EPILOG = """example:
   hvdtrain doctor -n 4         also start 4 ranks: what they find, and how fast they allreduce
   hvdtrain doctor --json       for programs
 
-The exit code is 1 where a finding is an error. What is absent and not needed by all is none.
+The exit code is 1 where a finding is an error. 'absent' is not an error.
 """
 
 

@@ -33,7 +33,7 @@ def forecast(study: Study) -> list[str]:
     if study.shown:
         expected, changed = table(*prediction_table(study)), table(*remedy_table(study))
         sections += [
-            f"Efficiency to expect, with the shares of a step:\n{expected}",
+            f"Predicted efficiency, with the shares of a step:\n{expected}",
             f"{limit_text(study)} Efficiency after a change:\n{changed}",
             "\n".join(f"  {one.name:<27} {one.what}" for one in study.remedies),
         ]
@@ -76,7 +76,7 @@ def uncertain_text(study: Study) -> str:
 def limit_text(study: Study) -> str:
     """What limits the largest size that is foretold."""
     last = study.shown[-1]
-    return f"At {last.ranks} ranks {LIMITS[last.limit]} limits it."
+    return f"At {last.ranks} ranks {LIMITS[last.limit]} is the limit."
 
 
 def prediction_table(study: Study) -> Table:
@@ -135,11 +135,11 @@ def fit_text(study: Study) -> str:
         text += f" The points scatter {fit.misfit:.1f} times as much as their errors allow."
     if fit.base != study.sizes[0].ranks:
         text += (
-            f" The fewest ranks fitted are {fit.base}, so what it expects starts from their "
+            f" The smallest size fitted has {fit.base} ranks; the prediction starts from its "
             f"measured efficiency, {percent(fit.at_base)}."
         )
     if all(one.hosts == 1 for one in study.sizes):
-        text += " All was measured on one host: no network between hosts is in it."
+        text += " All runs were on one host: no network between hosts is in it."
     return text
 
 
@@ -149,8 +149,8 @@ def _costs(study: Study, fit: Fit) -> list[str]:
     words = [f"computing takes {duration(costs.compute)} {'a step' if batch else 'an image'}"]
     if costs.slowdown >= NOTABLE:
         words.append(
-            f"beside other ranks it takes {100 * costs.slowdown:.0f} % longer (they share memory "
-            "and caches, and wait for the last one)"
+            f"with other ranks it takes {100 * costs.slowdown:.0f} % longer (they share memory and "
+            "caches, and wait for the slowest)"
         )
     if study.traffic:
         messages, nbytes = study.traffic.messages, study.traffic.nbytes
@@ -166,4 +166,4 @@ def _costs(study: Study, fit: Fit) -> list[str]:
         ]
     if costs.overlap:
         return [*words, f"{percent(costs.overlap)} of the reduction is hidden behind computing"]
-    return [*words, "latency and bandwidth are what computing does not hide"]
+    return [*words, "latency and bandwidth are effective ones: of what computing does not hide"]

@@ -124,7 +124,7 @@ def _changes(fit: Fit, messages: int | None) -> list[_Change]:
     if not fit.strong:  # there the batch is given
         found += [
             _Change(
-                "batch of a rank x 4",
+                "batch per rank x 4",
                 "--batch-size, as far as memory and accuracy allow",
                 lambda costs: replace(costs, compute=costs.computing(4.0)),
             ),
@@ -139,7 +139,7 @@ def _changes(fit: Fit, messages: int | None) -> list[_Change]:
         found.append(
             _Change(
                 "computing as fast as alone",
-                "ranks that share less: fewer on a host, each bound to cores of its own",
+                "fewer ranks per host, each bound to cores of its own",
                 lambda costs: costs.alone(),
             )
         )

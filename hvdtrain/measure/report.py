@@ -49,7 +49,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     target = arguments.html or folder / NAME
     report_page.write(target, found)
     counts = found.counts()
-    shown = ", ".join(f"{name}: {number}" for name, number in counts.items() if number)
+    names = {**{name: name for name in counts}, "courses": "training curves"}
+    shown = ", ".join(f"{names[name]}: {number}" for name, number in counts.items() if number)
     lines = [f"{target}: {shown}", *(f"left out: {note}" for note in found.notes)]
     lines = [printable(line) for line in lines]
     data = {"ok": True, "html": str(target), **counts, "left_out": found.notes}

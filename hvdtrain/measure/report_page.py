@@ -194,7 +194,7 @@ def _study(study: Study) -> dict[str, Any]:
     tables += [("Where a step goes", split)] if split else []
     if study.shown:
         tables += [
-            ("Efficiency to expect, with the shares of a step", expected.prediction_table(study)),
+            ("Predicted efficiency, with the shares of a step", expected.prediction_table(study)),
             ("Efficiency after a change", expected.remedy_table(study)),
         ]
     return {

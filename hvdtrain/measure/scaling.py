@@ -14,8 +14,8 @@ EPILOG = """example:
   hvdtrain scaling --ranks 4,8,16 --submit "--walltime 0:20:00 --ppn 4" -- python train.py
   hvdtrain scaling --from measured.csv --leave-out 8
 
-A ladder that was broken off goes on where it stopped, with the same command. Without one, the runs
-in --out are reported again. docs/scaling.md tells what the figures mean."""
+An interrupted study continues where it stopped: type the same command again. Without a command the
+runs in --out are reported again. docs/scaling.md explains the figures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,35 +28,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is run")
     what.add_argument("--ranks", type=_sizes, metavar="N,N,...", help="numbers of ranks")
     how = what.add_mutually_exclusive_group()
-    how.add_argument("--weak", action="store_true", help="keep the batch of a rank (the default)")
+    how.add_argument("--weak", action="store_true", help="keep the batch per rank (the default)")
     how.add_argument("--strong", action="store_true", help="keep the batch of all ranks")
-    what.add_argument("--repeat", type=_count, default=3, metavar="K", help="runs of a size (3)")
-    what.add_argument("--ppn", type=_count, metavar="K", help="ranks a host, as of hvdtrain launch")
-    what.add_argument("--hosts", metavar="A:2,B:2", help="likewise")
-    what.add_argument("--hostfile", type=Path, metavar="F", help="likewise")
+    what.add_argument("--repeat", type=_count, default=3, metavar="K", help="runs per size (3)")
+    what.add_argument(
+        "--ppn", type=_count, metavar="K", help="ranks per host, as in hvdtrain launch"
+    )
+    what.add_argument("--hosts", metavar="A:2,B:2", help="as in hvdtrain launch")
+    what.add_argument("--hostfile", type=Path, metavar="F", help="as in hvdtrain launch")
     what.add_argument(
         "--threads",
         type=_count,
         metavar="T",
-        help="of each rank at every size (what the largest size leaves to each)",
+        help="threads per rank, the same at every size (default: as the largest size allows)",
     )
-    what.add_argument("--timeout", type=float, metavar="SECONDS", help="that one run may take")
+    what.add_argument("--timeout", type=float, metavar="SECONDS", help="limit for one run")
     what.add_argument(
         "--submit",
         metavar="OPTIONS",
         help="make each size a job, with these options of hvdtrain submit, in quotes",
     )
     what.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
-    told = parser.add_argument_group("what is told")
-    told.add_argument("--out", type=Path, metavar="DIR", help=f"where results and plots go ({OUT})")
-    told.add_argument(
+    reported = parser.add_argument_group("what is reported")
+    reported.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"where results and plots go ({OUT})"
+    )
+    reported.add_argument(
         "--from",
         dest="table",
         type=Path,
         metavar="FILE.csv",
-        help="run nothing: take the columns ranks, images_per_second of a table",
+        help="run nothing: read the columns ranks, images_per_second of a table",
     )
-    told.add_argument(
+    reported.add_argument(
         "--allreduce",
         type=Path,
         action="append",
@@ -64,13 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON of `hvdtrain doctor -n N --json`, for the prediction; may be repeated",
     )
-    told.add_argument(
-        "--predict", type=_sizes, metavar="N,N,...", help="numbers of ranks (16 ... 4096)"
+    reported.add_argument(
+        "--predict", type=_sizes, metavar="N,N,...", help="for these numbers of ranks (16 ... 4096)"
     )
-    told.add_argument(
-        "--leave-out", type=_count, metavar="N", help="a size to hold against the prediction"
+    reported.add_argument(
+        "--leave-out",
+        type=_count,
+        metavar="N",
+        help="leave this size out of the fit and compare it with the prediction",
     )
-    told.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    reported.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

@@ -34,15 +34,15 @@ def title(study: Study) -> str:
     what = " ".join(str(told[key]) for key in ("workload", "model") if told.get(key))
     how = " over ".join(str(told[key]) for key in ("framework", "strategy") if told.get(key))
     batch = first.batch if study.scaling == STRONG or not first.batch else first.batch / first.ranks
-    whose = "of all ranks" if study.scaling == STRONG else "of a rank"
+    whose = "of all ranks" if study.scaling == STRONG else "per rank"
     repeats = max(size.point.rate.count for size in study.sizes)
-    threads = f", {first.threads} thread{_s(first.threads)} a rank" if first.threads else ""
+    threads = f", {first.threads} thread{_s(first.threads)} per rank" if first.threads else ""
     parts = [
         what,
         how,
         str(told.get("precision") or ""),
         f"{study.scaling} scaling" + (f", batch {batch:g} {whose}" if batch else ""),
-        f"{repeats} run{_s(repeats)} a size",
+        f"{repeats} run{_s(repeats)} per size",
         f"{first.machine}{threads}",
     ]
     return "; ".join(part for part in parts if part)
@@ -73,7 +73,7 @@ def step_table(sizes: Sequence[Size]) -> Table | None:
             "ranks": [f"{one.ranks}{'*' if one.crowded else ''}" for one in sizes],
             "a step": [_or_dash(one.seconds, duration) for one in sizes],
             **{part: [_or_dash(one.split.get(part), duration) for one in sizes] for part in SPLIT},
-            "last to come": [_slowest(one.slowest) for one in sizes],
+            "slowest rank": [_slowest(one.slowest) for one in sizes],
         }
     )
 
@@ -102,20 +102,19 @@ def notes(study: Study) -> str:
         found.append(f"Speed-up and efficiency are relative to {base} ranks, the fewest measured.")
     if any(one.crowded for one in study.sizes):
         found.append(
-            "* more threads than cores: these ranks shared cores, so their efficiency says nothing "
-            "about more hardware. They are left out of the prediction."
+            "* oversubscribed (more threads than cores): their efficiency says nothing about more "
+            "hardware, so the prediction leaves them out."
         )
     if all(one.point.rate.deviation is None for one in study.sizes):
         found.append(
-            "Each size ran once, so the errors are not known (--repeat 3 tells them); the "
+            "Each size ran once, so the errors are not known (--repeat 3 measures them); the "
             f"prediction assumes {100 * UNKNOWN_ERROR:.0f} %."
         )
     if any(one.split for one in study.sizes):
         found.append(
-            "Parts of a step: data (waiting for the next batch), compute (all that is "
-            "not one of the others), communication (waiting for sums of gradients once the own "
-            "ones are there, as long as the last rank to arrive waits) and waiting (what the other "
-            "ranks wait longer, for the last one); means over ranks, steps and runs."
+            "Parts of a step: data (waiting for the next batch), compute (everything not named "
+            "here), communication (in allreduce after all ranks arrived), waiting (for the slowest "
+            "rank to arrive); means over ranks, steps and runs."
         )
     if any("undivided" in one.split for one in study.sizes):
         found.append("undivided: compute, communication and waiting, not told apart here.")

@@ -25,7 +25,7 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the training: ``consumed`` samples of epoch number ``epoch`` are done."""
+    """A position in the training: ``consumed`` samples of epoch number ``epoch`` are done."""
 
     epoch: int = 0
     consumed: int = 0

@@ -5,8 +5,8 @@ since the last one and in the order of the ranks, so ticks of one cycle tell no 
 whose last two ticks lie in one cycle (or, in a file without marks of the cycles, less than 1 ms
 apart, the length of a cycle unless told otherwise) is a *tie*, and nobody was late in it.
 
-Else the rank of the last tick was late, by the last tick minus the last but one: how much earlier
-all could have gone on, had this one rank been as early as the next-to-last. So two slow ranks of
+Else the rank of the last tick was late, by that tick minus the second-to-last: how much earlier all
+could have gone on, had this one rank been as early as the next-to-last. So two slow ranks of
 three do not hide behind the fast one, and a rank is never blamed for what another one costs too.
 """
 

@@ -12,10 +12,10 @@ Facts = dict[str, Any]
 
 RANKS = 12
 UNSEEN = (
-    "What the file does not tell: it is written by rank 0 and holds what Horovod does there. "
+    "What is not in the file: it is written by rank 0 and holds what Horovod does there. "
     "Computing, loading data and the other ranks' work are not in it, only when each rank handed a "
-    "tensor in, to the length of a cycle. Overlap is told from the side of communication: it "
-    "counts as hidden while some rank still had a tensor of the step to hand in."
+    "tensor in, to within a cycle. Communication counts as hidden while some rank still had a "
+    "tensor of the step to hand in."
 )
 
 
@@ -118,7 +118,7 @@ def _lateness(facts: Facts) -> str:
         few = ", the first ones" if ticked else ""
         return (
             f"{title}{few}: Horovod\n"
-            "does not note it while its cache of responses is on; HOROVOD_CACHE_CAPACITY=0 is off"
+            "does not record it while its response cache is on (HOROVOD_CACHE_CAPACITY=0: off)"
         )
     order = sorted(lateness["ranks"], key=lambda r: (-r["cost_seconds"], -r["late_negotiations"]))
     rows = [

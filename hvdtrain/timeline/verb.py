@@ -29,7 +29,7 @@ EXAMPLE = """example:
   hvdtrain timeline timeline.json --html timeline.html --slice 10:20
 
 A timeline is what Horovod writes where HOROVOD_TIMELINE names a file, and our trainers by
---timeline FILE. Only with HOROVOD_CACHE_CAPACITY=0 (--timeline sets it) does it tell in every step
+--timeline FILE. Only with HOROVOD_CACHE_CAPACITY=0 (--timeline sets it) does it show for every step
 which rank was late."""
 
 PATIENCE = 5.0  # seconds between two words about a file that takes long

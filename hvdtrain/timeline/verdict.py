@@ -56,20 +56,20 @@ def _of_the_whole(facts: Facts) -> list[Finding]:
     if not facts["phases"]:
         text = "no tensor was handed to Horovod while it recorded"
         if facts["file"]["bars_begin"]:
-            text = "of no tensor that was handed to Horovod does it hold the end"
+            text = "the file does not hold the end of any tensor"
         return [_too_little(text)]
     if facts["ranks"] == 1 and facts["lateness"]["negotiations"]:
         text = "one rank alone, which exchanges gradients with nobody"
         return [_too_little(text, "record a run of several ranks")]
     if not facts["steps"]:
-        return [_too_little("no tensor comes back, so no steps can be told")]
+        return [_too_little("no tensor occurs twice, so there are no steps")]
     found = [*_lateness(facts), *_communication(facts), *_cycles(facts)]
     if found:
         return sorted(found, key=lambda finding: -finding["seconds"])
     shares = {name: percent(state["share"]) for name, state in facts["steps"]["states"].items()}
     text = (
-        f"{shares['neither']} of the time no tensor is in its hands, "
-        f"{shares['communicating']} it communicates, {shares['waiting']} a rank waits for another"
+        f"{shares['neither']} of the time it has nothing to do, {shares['communicating']} it "
+        f"communicates, {shares['waiting']} a rank waits for another"
     )
     advice = "to be faster, make computing and loading data faster"
     return [_finding("nothing wrong", 0.0, 0.0, text, advice)]
@@ -109,8 +109,8 @@ def _lateness(facts: Facts) -> list[Finding]:
         if waiting["share"] < NOTABLE or facts["ranks"] == 1:
             return []
         text = (
-            f"{percent(waiting['share'])} of the time a tensor waits for some rank; for which, "
-            "this file does not tell: Horovod's cache of responses was on"
+            f"{percent(waiting['share'])} of the time a tensor waits for some rank; for which is "
+            "not in this file: Horovod's response cache was on"
         )
         advice = f"record it again with {NO_CACHE} to see which rank is late"
         return [_finding("ranks wait", waiting["total"], waiting["share"], text, advice)]
@@ -123,14 +123,14 @@ def _lateness(facts: Facts) -> list[Finding]:
     behind = max(row["behind_first_seconds"] for row in lateness["ranks"])
     slow = [row["rank"] for row in lateness["ranks"] if row["behind_first_seconds"] > behind / 2]
     text = (
-        f"from the first to the last one ready it takes "
+        f"from the first rank's arrival to the last's it takes "
         f"{duration(lateness['spread_seconds']['median'])} in the median step "
-        f"({percent(spread / total)} of the time), and no one rank is to blame; most behind on "
-        f"the average: {ranks(slow)}"
+        f"({percent(spread / total)} of the time), and no single rank is to blame; most behind on "
+        f"average: {ranks(slow)}"
     )
     advice = (
-        "look for what comes and goes on these ranks: reading data, parts of uneven size, other "
-        "programs on their hosts, threads that share cores"
+        "look for what varies on these ranks: reading data, batches of uneven size, other programs "
+        "on their hosts, oversubscribed cores"
     )
     return [_finding("uneven ranks", spread, spread / total, text, advice)]
 
@@ -165,21 +165,21 @@ def _communication(facts: Facts) -> list[Finding]:
     small = operations["small_seconds"] / busy
     a_step = count / steps["whole"]
     what = (
-        f"{percent(share)} of the time is communication that no computing hides: about "
-        f"{a_step:.1f} operations a step of {size(nbytes / count)} on the average"
+        f"{percent(share)} of the time is communication not hidden by computing: about "
+        f"{a_step:.1f} operations per step of {size(nbytes / count)} on average"
     )
     if small > 0.5:
-        text = f"{what}, {percent(small)} of their time in ones of less than 1 MiB"
+        text = f"{what}, {percent(small)} of their time in those under 1 MiB"
         advice = (
             "fewer, larger operations: raise HOROVOD_FUSION_THRESHOLD (bytes) and, where tensors "
             "come far apart, HOROVOD_CYCLE_TIME (ms); or group them (num_groups of "
-            "DistributedOptimizer). A larger batch a rank means fewer of them for an image"
+            "DistributedOptimizer). A larger batch per rank means fewer of them per image"
         )
         return [_finding("small tensors", exposed, share, text, advice)]
     text = f"{what}, {size(nbytes / busy)}/s"
     advice = (
-        "send less, or less often: compression of the gradients to 16 bits, several batches an "
-        "update, a larger batch a rank; or a faster way: NCCL between GPUs, the fast network "
+        "send less, or less often: compression of the gradients to 16 bits, several batches per "
+        "update, a larger batch per rank; or a faster network: NCCL between GPUs, the fast network "
         "(NCCL_SOCKET_IFNAME, btl_tcp_if_include)"
     )
     return [_finding("bandwidth", exposed, share, text, advice)]

@@ -147,8 +147,10 @@ class Options:
     keep: int = option(3, "how many of the newest checkpoints stay, besides the best", positive)
     resume: str = option("auto", "from --checkpoint-dir", choices=("auto", "never", "must"))
     summary: Path | None = option(None, "write the result to this file, as JSON", Path)
-    metrics: Path | None = option(None, "write the course to this file, as JSON Lines", Path)
-    tensorboard: Path | None = option(None, "write the course to this directory", Path)
+    metrics: Path | None = option(
+        None, "write loss, learning rate and throughput to this file, as JSON Lines", Path
+    )
+    tensorboard: Path | None = option(None, "write the training curves to this directory", Path)
     timeline: Path | None = option(
         None, "record Horovod's timeline in this file (see hvdtrain timeline)", Path
     )

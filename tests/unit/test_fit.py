@@ -231,8 +231,8 @@ def test_remedies_help_against_what_limits() -> None:
     assert slow["1 message, not 4"] > 0.1 > slow["gradients in fp16"] >= 0
     assert narrow["gradients in fp16"] > 0.1 > narrow["1 message, not 4"] >= 0
     for some in (slow, narrow):
-        assert some["batch of a rank x 4"] > 0.1
-        assert some["accumulate 4 batches"] == pytest.approx(some["batch of a rank x 4"])
+        assert some["batch per rank x 4"] > 0.1
+        assert some["accumulate 4 batches"] == pytest.approx(some["batch per rank x 4"])
 
 
 def test_half_the_bytes_in_closed_form() -> None:

@@ -68,7 +68,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, **options)
     assert cli.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
-        f"{tmp_path}/report.html: summaries: 1, courses: 1, checkpoints: 1\n"
+        f"{tmp_path}/report.html: summaries: 1, training curves: 1, checkpoints: 1\n"
     )
     page = (tmp_path / "report.html").read_text()
     for word in (
@@ -102,7 +102,7 @@ def test_a_study(tmp_path: Path) -> None:
     for one in (run(1, rate=100), run(2, rate=180), run(2, 2, rate=190)):
         append_line(tmp_path / "results.jsonl", one)
     page = render(look(tmp_path))
-    for word in ("Scaling study", "92.5 %", "Where a step goes", "Efficiency to expect"):
+    for word in ("Scaling study", "92.5 %", "Where a step goes", "Predicted efficiency"):
         assert word in page, word
     # Each panel is a picture of its own, which a phone shows one below the other.
     alts = [attributes["alt"] for tag, attributes in Elements(page).found if tag == "img"]

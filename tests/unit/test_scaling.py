@@ -497,7 +497,7 @@ def test_a_whole_study_as_text() -> None:
     ]
     text = study_text(make_study(runs, "weak"))
     assert text.split("\n\n")[:3] == [
-        "mnist tutorial; pytorch over horovod; bf16; weak scaling, batch 64 of a rank; 2 runs a "
+        "mnist tutorial; pytorch over horovod; bf16; weak scaling, batch 64 per rank; 2 runs per "
         "size; a\nmachine, 2 cores",
         """\
   ranks   hosts   images/s      ±      95 % interval   speed-up   efficiency            95 %
@@ -510,7 +510,7 @@ def test_a_whole_study_as_text() -> None:
   2       400 ms   100 ms    300 ms            0 µs      0 µs
   4*      400 ms   100 ms    300 ms            0 µs      0 µs""",
     ]
-    assert "* more threads than cores" in text
+    assert "* oversubscribed (more threads than cores)" in text
     assert "no network between hosts is in it" in text
 
 

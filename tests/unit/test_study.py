@@ -36,7 +36,7 @@ def test_model_and_measurement_are_relative_to_the_same_ranks() -> None:
     assert study.predictions[0].efficiency.middle < study.sizes[-1].point.efficiency * 1.05
     best = max(one.efficiencies[0].middle for one in study.remedies)
     assert best <= study.sizes[1].point.efficiency
-    assert "The fewest ranks fitted are 2, so what it expects starts" in " ".join(
+    assert "The smallest size fitted has 2 ranks; the prediction starts" in " ".join(
         study_text(study).split()
     )
 
@@ -97,7 +97,7 @@ def test_a_step_is_the_sum_of_its_parts_where_all_are_known(
 )
 def test_any_parts_make_a_report(parts: list[dict[str, float]]) -> None:
     study = make_study(told(*parts), "weak", ranks=(16,))
-    assert "Efficiency to expect" in study_text(study)
+    assert "Predicted efficiency" in study_text(study)
     assert 0.5 < study.predictions[0].efficiency.middle < 1.1  # all measured sizes are at 1
 
 

@@ -56,7 +56,7 @@ def broadcast(timeline: Timeline, name: str, time: int, length: int) -> int:
 def test_broadcasts_at_the_start_do_not_decide_what_the_steps_are_bound_by(tmp_path: Path) -> None:
     (finding,) = analyse(started().write(tmp_path))[0]["verdict"]
     assert finding["kind"] == "small tensors"
-    assert f"about {OPERATIONS}.0 operations a step of 400 B" in finding["text"]
+    assert f"about {OPERATIONS}.0 operations per step of 400 B" in finding["text"]
 
 
 def test_operations_of_the_whole_steps_alone(tmp_path: Path) -> None:

@@ -69,10 +69,10 @@ Tensors that took the most time (3 of 3)
   gradient.1      10   39.1 KiB      500 ms     1.00 ms      20.0 ms      1.00 ms
   gradient.2      10   39.1 KiB      500 ms     1.00 ms      20.0 ms      1.00 ms
 
-What the file does not tell: it is written by rank 0 and holds what Horovod does there. Computing,
-loading data and the other ranks' work are not in it, only when each rank handed a tensor in, to the
-length of a cycle. Overlap is told from the side of communication: it counts as hidden while some
-rank still had a tensor of the step to hand in."""
+What is not in the file: it is written by rank 0 and holds what Horovod does there. Computing,
+loading data and the other ranks' work are not in it, only when each rank handed a tensor in, to
+within a cycle. Communication counts as hidden while some rank still had a tensor of the step to
+hand in."""
 
 DIFFERENCE = """\
 one: before.json

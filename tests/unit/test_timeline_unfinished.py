@@ -175,4 +175,4 @@ def test_a_slice_ends_in_the_middle_of_bars_and_hangs_in_none(tmp_path: Path) ->
 def test_bars_that_another_file_breaks_off_were_there(tmp_path: Path) -> None:
     (finding,) = facts_of(waiting(1, (0,)).text + Timeline().text, tmp_path)["verdict"]
     assert finding["kind"] == "too little"
-    assert "does it hold the end" in finding["text"]
+    assert "does not hold the end" in finding["text"]

@@ -78,7 +78,7 @@ def test_small_tensors(tmp_path: Path) -> None:
     (finding,) = verdict_of(steps(operations=40), tmp_path)
     assert finding["kind"] == "small tensors"
     assert finding["share"] == pytest.approx(0.4)
-    assert "40.0 operations a step of 3.9 KiB" in finding["text"]
+    assert "40.0 operations per step of 3.9 KiB" in finding["text"]
     assert "HOROVOD_FUSION_THRESHOLD" in finding["advice"]
 
 
@@ -132,7 +132,7 @@ def test_the_most_expensive_comes_first(tmp_path: Path) -> None:
     ("text", "word"),
     [
         ("[\n", "no tensor was handed"),
-        (steps(count=1).text, "comes back"),
+        (steps(count=1).text, "occurs twice"),
         (steps(ready={0: 0}).text, "one rank alone"),
     ],
 )

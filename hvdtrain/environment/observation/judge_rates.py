@@ -143,7 +143,7 @@ def _unscaled(everyone: Sequence[Record], alone: Record, told: str, *, summed: b
 def _ratios(
     rates: list[float], base: list[float], growth: float
 ) -> tuple[list[float], list[float]]:
-    """The rates over those of one rank alone at the same place in the training.
+    """The rates over those of one rank alone at the same epoch.
 
     One rank makes ``growth`` updates for each of theirs. A schedule may look at the place where an
     update begins, or where it ends: the ratios at both.
