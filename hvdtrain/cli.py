@@ -8,17 +8,20 @@ few options need nothing that it lacks.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.errors import EXIT_USAGE, HvdtrainError
+from hvdtrain.errors import EXIT_OK, EXIT_USAGE, HvdtrainError
 
 EXIT_INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
@@ -32,7 +35,8 @@ class Verb:
     summary: str
     """One line for the table."""
     module: str | None = None
-    """Has ``add_arguments(parser)`` and ``run_verb(arguments) -> Report``; None: not built yet."""
+    """Has ``add_arguments(parser)`` and ``run_verb(arguments) -> Report``; None: not built yet,
+    and shown nowhere."""
 
 
 VERBS = (
@@ -78,33 +82,45 @@ EXAMPLE = """example:
   hvdtrain install-horovod
   mpirun -n 2 python -m hvdtrain.mnist
 
-`hvdtrain VERB --help` tells the options of a verb."""
+`hvdtrain help VERB` tells the options of a verb."""
+SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process's) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     if not words:
         overview().print_help()
         return EXIT_USAGE
     if words[0].startswith("-"):
-        overview().parse_args(words)
-        return _complain(f"{words[0]} needs a verb after it; see hvdtrain --help")
+        shell = overview().parse_args(words).completion
+        return _completion(shell) if shell else _complain(f"{words[0]} needs a verb after it")
     verb = next((verb for verb in VERBS if verb.name == words[0]), None)
     if verb is None:
-        names = ", ".join(verb.name for verb in VERBS)
-        return _complain(f"unknown verb {words[0]!r}: choose one of {names}")
+        return _complain(f"unknown verb {words[0]!r}: {_near(words[0])}")
     if verb.module is None:
         return _complain(f"{verb.name} is not built yet in hvdtrain {__version__}")
-    return _run(verb, verb.module, words[1:])
+    module = importlib.import_module(verb.module)
+    return _run(module, _declare(verb, module, argparse.ArgumentParser), words[1:])
+
+
+def _built() -> list[Verb]:
+    return [verb for verb in VERBS if verb.module]
+
+
+def _near(word: str) -> str:
+    """What to say to somebody who typed ``word``, which is no verb."""
+    names = [verb.name for verb in _built()]
+    near = difflib.get_close_matches(word, names, 1)
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
 
 
 def overview() -> argparse.ArgumentParser:
     """Return the parser that knows the table of verbs."""
     width = max(len(verb.name) for verb in VERBS)
-    rows = [
-        f"  {v.name:<{width}}  {v.summary}{'' if v.module else ' (not built yet)'}" for v in VERBS
-    ]
+    rows = [f"  {verb.name:<{width}}  {verb.summary}" for verb in _built()]
     parser = argparse.ArgumentParser(
         prog="hvdtrain",
         usage="hvdtrain VERB [options]",
@@ -113,19 +129,45 @@ def overview() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
+    parser.add_argument(
+        "--completion",
+        choices=SHELLS,
+        help='completion by TAB: eval "$(hvdtrain --completion bash)"',
+    )
     return parser
 
 
-def _run(verb: Verb, module_name: str, words: Sequence[str]) -> int:
-    """Parse the options of ``verb``, carry it out, and print what it reports."""
-    module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(
+def _declare(
+    verb: Verb, module: ModuleType, new: Callable[..., argparse.ArgumentParser]
+) -> argparse.ArgumentParser:
+    """The parser of ``verb``, which ``module`` carries out, made by ``new``."""
+    parser = new(
         prog=f"hvdtrain {verb.name}",
         description=verb.summary,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     module.add_arguments(parser)
+    return parser
+
+
+def _completion(shell: str) -> int:
+    """Print what makes ``shell`` complete verbs and options: static, so no TAB starts Python."""
+    try:
+        import shtab
+    except ImportError:
+        return _complain("--completion needs shtab: pip install shtab")
+    parser = overview()
+    verbs = parser.add_subparsers()
+    for verb in _built():
+        module = importlib.import_module(str(verb.module))
+        _declare(verb, module, partial(verbs.add_parser, verb.name, help=verb.summary))
+    print(shtab.complete(parser, shell))
+    return EXIT_OK
+
+
+def _run(module: ModuleType, parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Parse the options of a verb, carry it out, and print what it reports."""
     arguments = parser.parse_args(words)
     as_json = getattr(arguments, "json", False)
     # Standard output belongs to the result, so everything on the way goes to standard error.

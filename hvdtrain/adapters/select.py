@@ -103,7 +103,7 @@ def choose_strategy(asked: str | None, place: Place, *, horovod: bool) -> str:
     """
     strategy = asked or "horovod"
     if strategy not in STRATEGIES:
-        raise UsageError(f"--strategy {strategy}: choose one of {', '.join(STRATEGIES)}")
+        raise UsageError(f"--strategy {strategy}: choose one of {', '.join(BUILT)}")
     if strategy not in BUILT:
         raise UsageError(
             f"--strategy {strategy} is not built yet: choose one of {', '.join(BUILT)}"

@@ -286,4 +286,4 @@ class Run:
             "options": surroundings.given(self.options),
             "environment": surroundings.environment(world),
         }
-        self.show.end(f"hvdtrain {self.name}", rows(summary), summary)
+        self.show.end(f"hvdtrain {self.name}", rows(summary, self.clock.rates()), summary)

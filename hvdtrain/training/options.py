@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.adapters.select import STRATEGIES
+from hvdtrain.adapters.select import BUILT, STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.files import read_yaml
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
@@ -77,6 +77,13 @@ def steps(value: str) -> tuple[int, int | None]:
     return span
 
 
+def strategy_name(value: str) -> str:
+    """A name of the contract, also one that is not built yet: ``choose_strategy`` says so."""
+    if value not in STRATEGIES:
+        raise ValueError(f"{value!r}: choose one of {', '.join(BUILT)}")
+    return value
+
+
 def option(
     default: Any, text: str, kind: Callable[[Any], Any] = str, choices: Sequence[str] = ()
 ) -> Any:
@@ -88,7 +95,7 @@ def option(
 def not_built(text: str, kind: Callable[[Any], Any] = str) -> Any:
     """A field of the contract whose part is not built yet: giving it is an error that says so."""
     default = False if kind is bool else None
-    metadata = {"help": f"not built yet: {text}", "kind": kind, "choices": (), "not_built": True}
+    metadata = {"help": text, "kind": kind, "choices": (), "not_built": True}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -98,7 +105,7 @@ class Options:
 
     framework: str = option("pytorch", "who computes", choices=("pytorch", "tensorflow"))
     strategy: str | None = option(
-        None, "how ranks work together (default: horovod where installed)", choices=STRATEGIES
+        None, "how ranks work together (default: horovod where installed)", strategy_name
     )
     data: Path | None = option(None, "directory of the dataset (see the end)", Path)
     synthetic: bool = option(False, "random images made once, for measuring speed", bool)
@@ -162,7 +169,13 @@ class Options:
 
 
 SHOWN = 200  # characters of a wrong value
-METAVARS: dict[Any, str] = {Path: "PATH", str: "NAME", numbers: "N,N", steps: "A:B"}
+METAVARS: dict[Any, str] = {
+    Path: "PATH",
+    str: "NAME",
+    numbers: "N,N",
+    steps: "A:B",
+    strategy_name: "|".join(BUILT),
+}
 EITHER = (("batch_size", "global_batch_size"), ("synthetic", "data"))  # not both
 
 
@@ -181,6 +194,8 @@ def build_parser(workload: str, description: str, epilog: str) -> argparse.Argum
     for field in dataclasses.fields(Options):
         dashed = "--" + field.name.replace("_", "-")
         text, kind = field.metadata["help"], field.metadata["kind"]
+        if field.metadata.get("not_built"):
+            text = argparse.SUPPRESS
         if kind is bool:
             parser.add_argument(dashed, action="store_true", default=None, help=text)
             continue
@@ -237,7 +252,8 @@ def _values(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, 
     except argparse.ArgumentError as error:
         raise UsageError(f"{error.argument_name}: {error.message}") from error
     if unknown:
-        known = [name for action in parser._actions for name in action.option_strings]
+        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+        known = [name for action in shown for name in action.option_strings]
         name = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"

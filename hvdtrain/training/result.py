@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +59,11 @@ class Clock:
         """Seconds of the slowest of the last hundred steps."""
         return max(self.seconds[-100:], default=0.0)
 
+    def rates(self) -> list[float]:
+        """Images per second of each step that counts."""
+        pairs = zip(self.images, self.seconds, strict=True)
+        return [count / second for count, second in itertools.compress(pairs, self._counted())]
+
     def figures(self) -> dict[str, float | None]:
         """The time keys of the summary, over the steps that count.
 
@@ -66,7 +72,7 @@ class Clock:
         """
         seconds = list(itertools.compress(self.seconds, self._counted()))
         images = list(itertools.compress(self.images, self._counted()))
-        rates = [count / second for count, second in zip(images, seconds, strict=True)]
+        rates = self.rates()
         return {
             "images_per_second_mean": sum(images) / sum(seconds) if seconds else None,
             "images_per_second_std": statistics.pstdev(rates) if rates else None,
@@ -84,8 +90,14 @@ class Clock:
         return [step >= drop and step not in self.left_out for step in range(len(self.seconds))]
 
 
-def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The summary as a person reads it: label and value."""
+def rows(summary: dict[str, Any], rates: Sequence[float]) -> list[tuple[str, str]]:
+    """The summary as a person reads it: label and value.
+
+    Args:
+        summary: that of ``--summary``.
+        rates: images per second of the steps that count. Their deviation would be larger than
+            their mean where few steps are slow, so median and range are shown.
+    """
 
     def number(value: Any, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -98,11 +110,12 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     accuracy = "-"
     if summary["eval_accuracy"] is not None:
         accuracy = f"{100 * summary['eval_accuracy']:.2f} % of {summary['eval_samples']:,}"
-    rate = number(summary["images_per_second_mean"], ",.1f")
-    spread = number(summary["images_per_second_std"], ",.1f")
-    speed = f"{rate} ± {spread} over all ranks"
+    speed = "-"
+    if rates:
+        middle, low, high = statistics.median(rates), min(rates), max(rates)
+        speed = f"{middle:,.1f} in the median step, {low:,.1f} to {high:,.1f}; over all ranks"
     if summary["timeline"]:
-        speed = f"{speed}, without the steps recorded" if rate != "-" else "- (steps recorded)"
+        speed = f"{speed}, without the steps recorded" if rates else "- (steps recorded)"
     first = number(summary["seconds_to_first_step"], ".1f")
     table = [
         ("trained", done),

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +40,8 @@ def test_help_lists_every_verb_and_an_example(capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     assert not stop.value.code
     for verb in cli.VERBS:
-        assert f"\n  {verb.name} " in text
+        assert (f"\n  {verb.name} " in text) == (verb.module is not None)
+    assert "not built" not in text
     assert "example:" in text
 
 
@@ -52,6 +54,47 @@ def test_help_of_each_verb_has_an_example(verb: str, capsys: pytest.CaptureFixtu
     assert f"example:\n  hvdtrain {verb}" in text
 
 
+def test_help_of_a_verb_in_two_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in (["help", "timeline"], ["timeline", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert not stop.value.code
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    with pytest.raises(SystemExit):
+        cli.main(["help"])
+    assert "verbs:" in capsys.readouterr().out
+
+
+def test_the_package_is_the_command() -> None:
+    line = [sys.executable, "-m", "hvdtrain", "--version"]
+    result = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout == f"hvdtrain {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [(["ti"], "timeline"), (["comp"], ""), (["verify", "--fram"], "--framework")],
+)
+def test_completion_in_bash(typed: list[str], offered: str, tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    script = tmp_path / "completion"
+    with script.open("w") as file:
+        line = [sys.executable, "-m", "hvdtrain", "--completion", "bash"]
+        subprocess.run(line, stdout=file, check=True, timeout=60)
+    words = " ".join(["hvdtrain", *typed])
+    ask = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _shtab_hvdtrain"
+    result = subprocess.run(
+        ["bash", "-c", f'{ask}; echo "${{COMPREPLY[@]}}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert result.stdout.strip() == offered, result.stderr
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--version"])
@@ -61,7 +104,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "unknown verb 'trian': choose one of install-horovod, doctor"),
+        (["train"], "unknown verb 'train': choose one of install-horovod, doctor"),
+        (["timelin"], "unknown verb 'timelin': did you mean timeline?"),
+        (["verfy", "-n", "2"], "unknown verb 'verfy': did you mean verify?"),
+        (["help", "lanch"], "unknown verb 'lanch': did you mean launch?"),
+        (["compare"], "compare is not built yet"),
+        (["compar"], "choose one of"),
         (["install-horovod", "--frameworks", "mxnet"], "choose from pytorch, tensorflow"),
     ],
 )

@@ -151,19 +151,22 @@ SUMMARY: dict[str, Any] = {
 }
 
 
+RATES = [0.7, 20_000.0, 20_500.0]  # one slow step: the deviation is as large as the mean
+
+
 def test_the_table() -> None:
-    table = dict(rows(SUMMARY))
+    table = dict(rows(SUMMARY, RATES))
     assert table["trained"] == "12,345 images in 1,200 steps, 6 whole epochs"
     assert table["training loss"] == "0.1234"
     assert table["test accuracy"] == "99.12 % of 10,000"
-    assert table["images/s"] == "20,000.0 ± 12.3 over all ranks"
+    assert table["images/s"] == "20,000.0 in the median step, 0.7 to 20,500.0; over all ranks"
     assert "checkpoint" not in table
-    assert dict(rows({**SUMMARY, "checkpoint": "/c/step-1"}))["checkpoint"] == "/c/step-1"
-    recorded = dict(rows({**SUMMARY, "timeline": "t.json"}))
+    assert dict(rows({**SUMMARY, "checkpoint": "/c/step-1"}, RATES))["checkpoint"] == "/c/step-1"
+    recorded = dict(rows({**SUMMARY, "timeline": "t.json"}, RATES))
     assert recorded["timeline"] == "t.json"
     assert recorded["images/s"].endswith(", without the steps recorded")
-    nothing = {**SUMMARY, "timeline": "t.json", "images_per_second_mean": None}
-    assert dict(rows(nothing))["images/s"] == "- (steps recorded)"
+    nothing = {**SUMMARY, "timeline": "t.json"}
+    assert dict(rows(nothing, []))["images/s"] == "- (steps recorded)"
 
 
 def test_the_table_without_evaluation_and_without_a_step() -> None:
@@ -181,5 +184,5 @@ def test_the_table_without_evaluation_and_without_a_step() -> None:
             ]
         ),
     }
-    table = dict(rows(empty))
+    table = dict(rows(empty, []))
     assert table["training loss"] == table["test loss"] == table["test accuracy"] == "-"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.adapters import select
-from hvdtrain.adapters.select import STRATEGIES, choose_strategy, is_installed
+from hvdtrain.adapters.select import BUILT, choose_strategy, is_installed
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.detect import ALONE, Place
 
@@ -51,7 +51,7 @@ def test_single_when_asked_for(
         (None, TORCHRUN, True, ["torchrun", "ddp"]),
         ("horovod", TORCHRUN, True, ["torchrun", "ddp"]),
         ("horovod", TORCHRUN, False, ["torchrun", "ddp"]),
-        ("magic", ALONE, True, ["--strategy magic", ", ".join(STRATEGIES)]),
+        ("magic", ALONE, True, ["--strategy magic", ", ".join(BUILT)]),
         *(
             (name, ALONE, True, [f"--strategy {name} is not built yet"])
             for name in ("ddp", "zero", "fsdp", "data-parallel")
