@@ -147,8 +147,12 @@ class StateAdapter(Adapter):
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
 
         def write() -> str:
-            # Told at once: if a rank is lost now, nobody learns more than that it is written.
-            ending.checkpoint = str(checkpoints.save(Path(directory), checkpoint, keep))
+            def save() -> Path:
+                return checkpoints.save(Path(directory), checkpoint, keep)
+
+            with ending.outlived(save):
+                # Told at once: if a rank is lost now, nobody learns more than that it is written.
+                ending.checkpoint = str(save())
             return ending.checkpoint
 
         written = self.communicator.on_root(write)

@@ -16,6 +16,7 @@ from hvdtrain.batch.job import Job, Variable, check_job
 from hvdtrain.batch.site import SCHEDULERS, Site, check_limits
 from hvdtrain.batch.walltime import parse_clock, show_clock
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.launch import checkpoint_dir
 
 EPILOG = """example:
   hvdtrain submit --nodes 2 --ppn 4 --walltime 1:00:00 -- python -m hvdtrain.resnet --synthetic
@@ -205,15 +206,6 @@ def default_name(command: Sequence[str]) -> str:
     program = Path(next(iter(module + script + words), "job"))
     name = program.name.rpartition(".")[2] if module else program.stem
     return re.sub(r"^[^A-Za-z]+|[^\w+-]", "", name, flags=re.ASCII)[:SHORT_NAME] or "job"
-
-
-def checkpoint_dir(command: Sequence[str]) -> str | None:
-    """The directory that the command itself keeps its checkpoints in."""
-    for index, word in enumerate(command):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == "--checkpoint-dir":
-            return value if equals else "".join(command[index + 1 : index + 2])
-    return None
 
 
 def _refuse_job_script(command: Sequence[str]) -> None:

@@ -11,16 +11,19 @@ import contextlib
 import logging
 import multiprocessing.connection
 import os
+import re
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_FAILURE, HvdtrainError, UsageError
-from hvdtrain.launch import terminal
+from hvdtrain.errors import EXIT_FAILURE, EXIT_PREEMPTED, HvdtrainError, UsageError
+from hvdtrain.launch import daemon, terminal
 from hvdtrain.launch.detect import detect
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 # all ranks; a failure is most often one rank's own, and the job must be over within 10 s.
 WAIT_USAGE = 5.0
 WAIT_FAILURE = 1.0
+MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))  # not on other hosts
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -125,6 +129,92 @@ def speak(message: str, *, wait: float = WAIT_FAILURE, agreed: bool = False) -> 
             sys.stderr.write(f"hvdtrain: {where}{message.rstrip()}\n")
 
 
+def announce(text: str, *, mpirun_ends: bool) -> None:
+    """Write a line for the user, to be called on rank 0: why it stops in good order.
+
+    Args:
+        text: the line.
+        mpirun_ends: Open MPI's mpirun has been told to end, too, unless it does not hear TERM (see
+            ``launch.watch``). It then throws away what its ranks say, so the line goes to its own
+            standard error.
+    """
+    terminal.clear()
+    line = f"hvdtrain: {text}\n"
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        if mpirun_ends and (parent := _impatient(MPIRUNS)):
+            # Where it is a file, to its end: it may have been written from its beginning.
+            handle = os.open(parent / "fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+            os.write(handle, line.encode())
+            os.close(handle)
+            return
+    with contextlib.suppress(OSError):
+        sys.stderr.write(line)
+
+
+def _impatient(names: Sequence[str]) -> Path | None:
+    """Find /proc of this process's parent, if it is one of ``names`` that kills soon after TERM."""
+    parent = Path(f"/proc/{os.getppid()}")
+    with contextlib.suppress(OSError):
+        blocked = re.search(r"^SigBlk:\s*(\w+)", (parent / "status").read_text(), re.MULTILINE)
+        deaf = blocked and int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1
+        if not deaf and (parent / "comm").read_text().strip() in names:
+            return parent
+    return None
+
+
+@contextlib.contextmanager
+def outlived(action: Callable[[], object]) -> Iterator[None]:
+    """Have a copy of this process do ``action`` if mpirun kills it before the block has ended.
+
+    Open MPI's mpirun kills its ranks half a second after it got TERM itself, and a save may take
+    longer. The copy is made when the signal comes, in a process group of its own, which mpirun does
+    not know, and in the same session, where a batch system's KILL finds it. It has this thread
+    alone, so ``action`` must not compute with a framework or call MPI.
+    """
+    if threading.current_thread() is not threading.main_thread() or not _impatient(daemon.NAMES):
+        yield
+        return
+    came, wake = os.pipe()
+    os.set_blocking(wake, False)
+    done, finish = os.pipe()  # closed without a word when this process is killed
+    copies: list[int] = []
+
+    def wait() -> None:
+        while (number := os.read(came, 1)) and number[0] not in (signal.SIGTERM, signal.SIGINT):
+            pass
+        copy = os.fork() if number else None
+        if copy != 0:
+            copies.extend([copy] if copy else [])
+            return
+        try:
+            os.setpgid(0, 0)
+            os.close(finish)
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for handle in range(3):
+                os.dup2(nowhere, handle)
+            if os.read(done, 1) == b"":
+                action()
+        finally:
+            os._exit(EXIT_FAILURE)
+
+    # It is told at once, also while the main thread waits for the disk.
+    former = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    thread = threading.Thread(target=wait, name="outlived", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(former)
+        os.close(wake)
+        thread.join()
+        os.write(finish, b".")
+        for handle in (came, done, finish):
+            os.close(handle)
+        for copy in copies:
+            os.waitpid(copy, 0)
+
+
 def end_with_parent(_: int = 0) -> None:
     """To be called first in a worker process: end it when the process that asked for it ends.
 
@@ -149,6 +239,8 @@ def leave(code: int) -> NoReturn:
     """
     for tell in at_leaving:
         tell(code)
+    if code == EXIT_PREEMPTED and rank() != 0:
+        time.sleep(WAIT_FAILURE)  # for rank 0 to sum up: mpirun ends it as soon as this one leaves
     with contextlib.suppress(OSError):
         logging.shutdown()
         sys.stdout.flush()

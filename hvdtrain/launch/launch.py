@@ -234,9 +234,26 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     for note in notes(launch.job):
         log.warning("hvdtrain: %s", note)
     log.info("%s", launch.command.show())
+    kept = checkpoint_dir(request.words)
     layout, dialect = launch.job.layout, launch.mpi.dialect
-    code = watch(launch.command, dialect, layout, tag=arguments.tag, timeout=timeout)
+    code = watch(
+        launch.command,
+        dialect,
+        layout,
+        tag=arguments.tag,
+        timeout=timeout,
+        checkpoints=Path(kept) if kept else None,
+    )
     return Report("", exit_code=code)
+
+
+def checkpoint_dir(command: Sequence[str]) -> str | None:
+    """The directory that the command itself keeps its checkpoints in."""
+    for index, word in enumerate(command):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == "--checkpoint-dir":
+            return value if equals else "".join(command[index + 1 : index + 2])
+    return None
 
 
 def notes(job: Job) -> list[str]:

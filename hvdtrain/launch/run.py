@@ -154,7 +154,11 @@ class _Held:
 
 
 def start(
-    command: Command, *, piped: bool = False, blocked: frozenset[signal.Signals] = frozenset()
+    command: Command,
+    *,
+    piped: bool = False,
+    errors_piped: bool = False,
+    blocked: frozenset[signal.Signals] = frozenset(),
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a process group of its own, in this session; nothing is waited for.
 
@@ -164,16 +168,18 @@ def start(
     Args:
         command: what to start.
         piped: hand its output over; else it writes where this process writes, a terminal included.
+        errors_piped: hand standard error over, whatever becomes of its output.
         blocked: signals that the program is not to hear, unless it unblocks them.
 
     Raises:
         OSError: it cannot be started.
     """
     output = subprocess.PIPE if piped else None
+    errors = subprocess.PIPE if errors_piped else output
     # What is blocked here stays so in the new process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        return _open(command, stdout=output, stderr=output, process_group=0)
+        return _open(command, stdout=output, stderr=errors, process_group=0)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -17,6 +17,34 @@ MARKS = {
     "srun": re.compile(rb"\A *(\d+): ?"),
 }
 
+# What Open MPI's mpirun itself has to say stands between two rules.
+RULE = b"-" * 74 + b"\n"
+BLOCK = re.compile(rb"^%b.*?^%b" % (RULE, RULE), re.MULTILINE | re.DOTALL)
+ENDING = re.compile(rb"non-zero (?:status|exit\s+code)|exited on signal")  # of some rank
+LONGEST = 4096  # bytes of a block
+
+
+def take_out_endings(text: bytes) -> tuple[bytes, bytes]:
+    """Split ``text`` into what is not about how ranks ended, and mpirun's blocks that are."""
+    endings = []
+
+    def take(block: re.Match[bytes]) -> bytes:
+        about = ENDING.search(block[0])
+        endings.append(block[0] if about else b"")
+        return b"" if about else block[0]
+
+    return BLOCK.sub(take, text), b"".join(endings)
+
+
+def cut_block(text: bytes) -> tuple[bytes, bytes]:
+    """Split ``text`` before a block of mpirun's that has only begun."""
+    whole = text.count(RULE) % 2 == 0
+    end = text.rfind(b"\n") + 1 if whole else text.rfind(RULE)
+    begun = text[end:]
+    if (whole and not RULE.startswith(begun)) or len(begun) > LONGEST:
+        return text, b""
+    return text[:end], begun
+
 
 @dataclass
 class Untangler:

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -22,20 +23,24 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
 import psutil
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import EXIT_PREEMPTED, HvdtrainError
 from hvdtrain.launch.layout import Layout
 from hvdtrain.launch.mpirun import OPEN_MPI
 from hvdtrain.launch.run import TIMED_OUT, Command, start
-from hvdtrain.launch.tags import Untangler
+from hvdtrain.launch.tags import Untangler, cut_block, take_out_endings
 
 log = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
 # What makes a launcher end its ranks for good, and the seconds that it has before the next word.
 # Hydra and srun hand on a first INT, and take a second one soon after it seriously.
 LAST_WORDS = dict.fromkeys(OPEN_MPI, ((signal.SIGINT, 10.0),))
@@ -43,6 +48,9 @@ OTHERS = ((signal.SIGTERM, 5.0), (signal.SIGINT, 0.5), (signal.SIGINT, 5.0))
 STEP = re.compile(rb"\bstep (\d+)")
 CHUNK = 65_536  # bytes
 POLL = 0.2  # seconds between two looks at the time and at the signals that came
+MOMENT = 0.2  # seconds for mpirun to write the rest of what it says between two rules
+# Codes by which ranks end that do not listen to a signal: at once, or when it is handed on.
+UNHEARD = tuple(128 + number for number in STOP_SIGNALS)
 DRAIN = 5.0  # seconds for the last output after the launcher has ended
 
 
@@ -86,6 +94,8 @@ class Watch:
     Attributes:
         heard: what its ranks have said, as far as it is read.
         last_word: what ``heard`` was when silence ended the job; later comes what dying ranks say.
+        asked: the signal by which the ranks have been asked to stop.
+        endings: what mpirun has said about ranks that ended with another code than 0; not shown.
     """
 
     def __init__(self, command: Command, dialect: str, *, tag: bool, listen: bool) -> None:
@@ -100,11 +110,12 @@ class Watch:
         Raises:
             OSError: it cannot be started.
         """
-        self.dialect, self.tag = dialect, tag
+        self.dialect, self.tag, self.reads = dialect, tag, tag or listen
         self.heard = Heard()
         self.last_word: Heard | None = None
         self._signals: list[int] = []  # that came and are not yet handed on
-        self._asked = False  # whether the ranks have been asked to stop
+        self.asked = ""
+        self.endings = b""
         # What the caller turned off stays off: nohup ignores HUP, a shell INT in the background.
         self._before = {
             number: signal.signal(number, self._note)
@@ -112,7 +123,9 @@ class Watch:
             if signal.getsignal(number) != signal.SIG_IGN
         }
         blocked = frozenset({signal.SIGTERM} if dialect in OPEN_MPI else ())
-        self.process = start(command, piped=tag or listen, blocked=blocked)
+        self.process = start(
+            command, piped=self.reads, errors_piped=dialect in OPEN_MPI, blocked=blocked
+        )
         self._readers = [
             self._reader(source, target.fileno())
             for source, target in (
@@ -167,8 +180,8 @@ class Watch:
         """Do what the signals ask for that have come since the last look."""
         numbers, self._signals = self._signals, []
         for number in numbers:
-            if not self._asked:
-                name = signal.Signals(number).name
+            if not self.asked:
+                self.asked = name = signal.Signals(number).name
                 if self.process.returncode is not None:
                     # They heard it too, and were faster than this process's next look.
                     log.info("hvdtrain: %s: the ranks have ended", name)
@@ -177,7 +190,6 @@ class Watch:
                 # Intel MPI hands TERM on, told to (``dialects``).
                 intel = self.dialect == "intel"
                 self.process.send_signal(signal.SIGTERM if intel else signal.SIGUSR1)
-                self._asked = True
             elif number == signal.SIGINT:
                 log.info("hvdtrain: SIGINT again: the ranks are ended")
                 self.end()
@@ -190,10 +202,26 @@ class Watch:
     def _pass_on(self, source: IO[bytes], target: int) -> None:
         """Write what comes from ``source`` to ``target``, line by line, until it is closed."""
         untangler = Untangler(self.dialect)
-        while data := os.read(source.fileno(), CHUNK):
-            self.heard.at = time.monotonic()
-            self._write(untangler.feed(data), b"\n", target)
-        self._write(untangler.end(), b"", target)
+        begun = b""
+        while True:
+            if begun and not select.select([source], [], [], MOMENT)[0]:
+                text, begun = begun, b""
+            elif data := os.read(source.fileno(), CHUNK):
+                self.heard.at = time.monotonic()
+                text, begun = cut_block(begun + data)
+            else:
+                break
+            text, endings = take_out_endings(text)
+            self.endings += endings
+            if self.reads:
+                self._write(untangler.feed(text), b"\n", target)
+            else:
+                write_all(target, text)
+        if self.reads:
+            self._write(untangler.feed(begun), b"\n", target)
+            self._write(untangler.end(), b"", target)
+        else:
+            write_all(target, begun)
 
     def _write(self, lines: list[tuple[int | None, bytes]], end: bytes, target: int) -> None:
         text = b""
@@ -201,9 +229,14 @@ class Watch:
             self.heard.note(rank, line)
             mark = b"[%d] " % rank if self.tag and rank is not None else b""
             text += mark + line + end
-        with contextlib.suppress(OSError):  # as in `hvdtrain launch ... | head`: go on reading
-            while text:
-                text = text[os.write(target, text) :]
+        write_all(target, text)
+
+
+def write_all(target: int, text: bytes) -> None:
+    """Write ``text``; where nobody reads, as in ``hvdtrain launch ... | head``, it is dropped."""
+    with contextlib.suppress(OSError):
+        while text:
+            text = text[os.write(target, text) :]
 
 
 def _children(pid: int) -> list[psutil.Process]:
@@ -214,7 +247,13 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def watch(
-    command: Command, dialect: str, layout: Layout, *, tag: bool, timeout: float | None
+    command: Command,
+    dialect: str,
+    layout: Layout,
+    *,
+    tag: bool,
+    timeout: float | None,
+    checkpoints: Path | None = None,
 ) -> int:
     """Run ``command`` to its end and return its exit code.
 
@@ -224,6 +263,7 @@ def watch(
         layout: which rank is on which host, for the message.
         tag: show each line behind its rank.
         timeout: seconds without any output after which the job is ended; None never.
+        checkpoints: the directory from which the same command would go on.
 
     Raises:
         HvdtrainError: it cannot be started, or was ended for its silence (exit code 124).
@@ -233,6 +273,21 @@ def watch(
     except OSError as error:
         raise HvdtrainError(f"{command.argv[0]}: {error.strerror}") from error
     code = watched.wait(timeout)
+    if watched.asked and code in UNHEARD and checkpoints:
+        # The trainers listen as soon as they have read their options; this was before.
+        from hvdtrain.steps.checkpoint import newest_name
+
+        if found := newest_name(checkpoints):
+            where = checkpoints / found
+            log.info(
+                "hvdtrain: %s: stopped before the first step; %s is there: run the same command "
+                "again to go on",
+                watched.asked,
+                where,
+            )
+            code = EXIT_PREEMPTED
+    if code != EXIT_PREEMPTED:
+        write_all(sys.stderr.fileno(), watched.endings)
     if watched.last_word:
         silence = HvdtrainError(
             f"no output from any rank for {timeout:g} s, so the job was ended: "

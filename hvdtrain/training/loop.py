@@ -16,7 +16,7 @@ from hvdtrain.steps.sharding import Part, Shards, evaluation_parts
 from hvdtrain.training import surroundings
 from hvdtrain.training.options import Options
 from hvdtrain.training.plan import Plan
-from hvdtrain.training.preemption import Walltime, on_stop_signal
+from hvdtrain.training.preemption import AGAIN, ENDING, Walltime, on_stop_signal
 from hvdtrain.training.progress import Silent
 from hvdtrain.training.result import Clock, rows
 from hvdtrain.training.saving import Keeper, Standing
@@ -49,6 +49,7 @@ class Run:
         self.timeline = TimelineWindow(options, adapter)
         self.pending: list[tuple[Part, Any]] = []  # losses that nobody has looked at yet
         self.train_loss: float | None = None
+        self.why = "another rank was asked to stop"  # where this one was not
         origin = {
             "framework": options.framework,
             "workload": name,
@@ -102,7 +103,7 @@ class Run:
             The exit code.
         """
         if self.options.checkpoint_dir:
-            on_stop_signal(lambda: setattr(self.adapter, "stop_wanted", True))
+            on_stop_signal(self._want_stop)
             if self.adapter.world.is_writer:  # its wish reaches the others with the gradients
                 self.walltime = Walltime(ends_at())
         stopped = self._finished()
@@ -111,6 +112,9 @@ class Run:
         if stopped != "preempted" and not self._evaluate():
             stopped = "preempted"
         self._save()
+        if stopped == "preempted" and self.adapter.world.is_writer:
+            done = f"stopped after step {self.now.step}, saved {self.keeper.path}"
+            ending.announce(f"{self.why}: {done}: {AGAIN}", mpirun_ends=self.why in ENDING)
         self.task.train.close()
         self.timeline.close()
         self._sum_up(stopped)
@@ -154,7 +158,11 @@ class Run:
 
     def _watch_walltime(self) -> None:
         if self.walltime.is_near(self.look_every * self.clock.longest_recent()):
-            self.adapter.stop_wanted = True
+            self._want_stop("the walltime is near")
+
+    def _want_stop(self, why: str) -> None:
+        if not self.adapter.stop_wanted:
+            self.adapter.stop_wanted, self.why = True, why
 
     def _update(self, part: Part, batch: Loaded) -> None:
         ending.stage = f"step {self.now.step + 1}"

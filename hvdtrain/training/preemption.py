@@ -1,7 +1,7 @@
 """What asks a training to stop: it saves after the step in hand and leaves with code 75.
 
 A signal, or the end of the job's walltime, which it does not wait for: PBS gives 10 s between TERM
-and KILL, and mpirun gives its ranks about 2.
+and KILL, and Open MPI's mpirun gives its ranks half a second (5) or two (4).
 """
 
 from __future__ import annotations
@@ -10,25 +10,62 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from hvdtrain.errors import EXIT_PREEMPTED
+from hvdtrain.launch import ending
+from hvdtrain.steps import checkpoint as checkpoints
+
+ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it hands the others on
+AGAIN = "run the same command again to go on"
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
-def on_stop_signal(want_stop: Callable[[], None]) -> None:
-    """Call ``want_stop`` when a batch system or a user asks this process to stop.
+def on_stop_signal(want_stop: Callable[[str], None]) -> None:
+    """Call ``want_stop`` with the signal's name when this process is asked to stop.
 
-    PBS and Slurm send TERM (USR1 where asked to, ahead of time), a terminal INT. A second INT ends
-    the process at once, as an impatient user expects.
+    PBS and Slurm send TERM (USR1 or USR2 where asked to, ahead of time), a terminal INT. A second
+    INT ends the process at once, as an impatient user expects.
     """
 
     def handle(number: int, _: FrameType | None) -> None:
-        want_stop()
+        want_stop(signal.Signals(number).name)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     for number in SIGNALS:
         signal.signal(number, handle)
+
+
+def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
+    """Leave on a signal that comes before ``on_stop_signal``: 75 where a checkpoint is there.
+
+    Nothing is trained yet that could be lost, and the start may take longer than there is time.
+
+    Args:
+        directory: of the checkpoints; None leaves all signals as they are.
+        resumes: whether the same command would go on from them.
+    """
+    if directory is None:
+        return
+
+    def leave(name: str) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        found = checkpoints.newest_name(directory) if resumes else None
+        if found:
+            text = f"stopped before its first step; {directory / found} is there: {AGAIN}"
+        else:
+            text = "stopped before its first step: there is no checkpoint yet"
+        if ending.rank() == 0:
+            ending.announce(f"{name}: {text}", mpirun_ends=name in ENDING)
+        elif not found:
+            time.sleep(ending.WAIT_FAILURE)
+        ending.leave(EXIT_PREEMPTED if found else 128 + signal.Signals[name])
+
+    on_stop_signal(leave)
 
 
 RESERVE = 10.0  # seconds for the job's own last lines, and for a clock that is a little off

@@ -18,6 +18,7 @@ from hvdtrain.training.agreement import check_data, check_options
 from hvdtrain.training.loop import Run
 from hvdtrain.training.options import Options
 from hvdtrain.training.plan import Workload, choose_model, make_plan
+from hvdtrain.training.preemption import leave_on_signal
 from hvdtrain.training.progress import Progress, Silent
 from hvdtrain.workloads.base import TaskOptions
 from hvdtrain.workloads.precision import choose, processor_has_bf16
@@ -30,6 +31,7 @@ def main(workload: Workload, arguments: Sequence[str], *, description: str, epil
         The exit code.
     """
     options = option_parser.parse(workload.name, arguments, description=description, epilog=epilog)
+    leave_on_signal(options.checkpoint_dir, resumes=options.resume != "never")
     level = logging.ERROR if options.quiet else logging.WARNING
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be of any bytes
         sys.stdout.reconfigure(errors="backslashreplace")

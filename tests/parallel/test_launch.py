@@ -20,6 +20,7 @@ from hvdtrain.launch.dialects import Job, build
 from hvdtrain.launch.hosts import Allocation
 from hvdtrain.launch.layout import lay_out
 from hvdtrain.launch.mpirun import Mpi
+from hvdtrain.steps import checkpoint
 from tests.conftest import BIN, ROOT, Outcome, environment, ranks, run
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
@@ -37,6 +38,26 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         print(f"epoch 1  step {step}/100  loss 0.5", flush=True)
 time.sleep(300)
 """
+# A trainer in which an evaluation or a save takes longer than the time that mpirun gives its ranks.
+SLOW = """
+import pathlib, sys, time
+from hvdtrain import mnist
+from hvdtrain.launch import ending
+from hvdtrain.steps import checkpoint
+from hvdtrain.training.loop import Run
+mark, moment = pathlib.Path(sys.argv[1]), sys.argv[2]
+del sys.argv[1:3]
+where = {"evaluation": (Run, "_evaluate"), "save": (checkpoint, "save")}.get(moment)
+if where:
+    real = getattr(*where)
+    def slow(*arguments):
+        mark.write_text(str(arguments[1].state["step"]) if moment == "save" else "")
+        time.sleep(2)
+        return real(*arguments)
+    setattr(*where, slow)
+ending.run(mnist.main)
+"""
+ENDLESS = ("--model=small", "--quiet", "--epochs=10000", "--checkpoint-every=5")
 DEAF = """
 import pathlib, signal, sys, time
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -180,16 +201,19 @@ def test_silence_ends_the_job() -> None:
     ]
 
 
+@pytest.mark.parametrize("moment", ["training", "evaluation", "save"])
 def test_term_saves_and_leaves_nothing(
-    tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+    moment: str, tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    summary, saved = tmp_path / "summary.json", tmp_path / "checkpoints"
+    summary, saved, mark = tmp_path / "summary.json", tmp_path / "checkpoints", tmp_path / "mark"
     process = started(
-        *("-n", "2", "--", sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--quiet"),
-        *("--epochs=10000", "--checkpoint-every=5", f"--checkpoint-dir={saved}"),
-        f"--summary={summary}",
+        *("-n", "2", "--", sys.executable, "-c", SLOW, str(mark), moment, *ENDLESS),
+        *(f"--checkpoint-dir={saved}", f"--summary={summary}"),
     )
     until(lambda: list(saved.glob("step-*")), process)
+    if moment != "training":
+        mark.unlink(missing_ok=True)
+        until(mark.exists, process)
     everyone = family(process)
     assert len(everyone) >= 4  # hvdtrain launch, mpirun, two ranks
     # As PBS and Slurm do it: every process at once. The ranks may be faster than launch.
@@ -199,10 +223,88 @@ def test_term_saves_and_leaves_nothing(
     assert process.returncode == 75, said
     assert re.search("hvdtrain: SIGTERM: the ranks (are asked to save and stop|have ended)", said)
     result = json.loads(summary.read_text())
+    step = result["steps_completed"]
     assert result["stopped"] == "preempted"
-    assert result["checkpoint"] == str(saved / f"step-{result['steps_completed']:09d}")
+    assert Path(result["checkpoint"]).name.partition("+")[0] == f"step-{step:09d}"
     assert Path(result["checkpoint"]).is_dir()
+    assert re.findall("^hvdtrain: SIG.*: (stopped .*)", said, re.MULTILINE) == [
+        f"stopped after step {step}, saved {result['checkpoint']}: run the same command again to "
+        "go on"
+    ]
+    assert "non-zero" not in said
     assert_gone(everyone)
+
+
+def test_what_mpirun_says_of_a_failure_is_shown() -> None:
+    outcome = launch("-n", "2", "--", sys.executable, "-c", "exit(3)")
+    assert outcome.code == 3
+    assert outcome.err.count("non-zero status") == 1
+
+
+@pytest.mark.parametrize("moment", ["of mpirun", "of the ranks", "of the framework"])
+def test_term_during_the_start_names_the_checkpoint_that_is_there(
+    moment: str, tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    there = tmp_path / "step-000000012"
+    there.mkdir()
+    trainer = (sys.executable, "-m", "hvdtrain.mnist", *ENDLESS, f"--checkpoint-dir={tmp_path}")
+    process = started("-n", "2", "--", *trainer)
+
+    def has_come() -> bool:
+        ranks = [one for one in family(process) if started_by_mpirun(one)]
+        if moment == "of mpirun":
+            return len(family(process)) > 1
+        return len(ranks) == 2 and (moment == "of the ranks" or all(map(has_torch, ranks)))
+
+    until(has_come, process)
+    everyone = family(process)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, said
+    again = f"{there} is there: run the same command again to go on"
+    assert re.search(f"^hvdtrain: SIG[A-Z0-9]+: stopped before .* first step; {again}$", said, re.M)
+    assert "non-zero" not in said
+    assert "exited on signal" not in said
+    assert_gone(everyone)
+
+
+def started_by_mpirun(process: psutil.Process) -> bool:
+    try:
+        return "OMPI_COMM_WORLD_RANK" in process.environ()
+    except psutil.Error:
+        return False
+
+
+def has_torch(process: psutil.Process) -> bool:
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def test_a_save_that_mpirun_cuts_short_is_finished(tmp_path: Path) -> None:
+    saved, mark = tmp_path / "checkpoints", tmp_path / "mark"
+    mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
+    program = ["-c", SLOW, str(mark), "save", *ENDLESS, f"--checkpoint-dir={saved}"]
+    process = subprocess.Popen(
+        [*mpirun, *program],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: list(saved.glob("step-*")), process)
+    mark.unlink(missing_ok=True)
+    until(mark.exists, process)
+    newest = int(mark.read_text())
+    everyone = family(process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode not in (0, 75)
+    assert_gone(everyone)
+    end = time.monotonic() + 60
+    while not (saved / f"step-{newest:09d}").exists():
+        assert time.monotonic() < end, f"step {newest} is not saved"
+        time.sleep(0.05)
+    assert checkpoint.load_newest(saved) is not None
 
 
 def test_a_second_interrupt_ends_ranks_that_do_not_listen(

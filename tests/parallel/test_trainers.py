@@ -63,13 +63,20 @@ def test_a_signal_saves_and_the_same_command_goes_on(framework: str, tmp_path: P
         *("--quiet", f"--summary={cut / 'summary.json'}"),
         *(f"--checkpoint-dir={cut / 'checkpoints'}", f"--metrics={cut / 'metrics.jsonl'}"),
     ]
-    process = subprocess.Popen(line, env=environment(), cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(
+        line,
+        env=environment(),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         # Before the first step nothing is there to save, and a signal just ends the ranks.
         while not list(cut.glob("checkpoints/step-*")) and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=120)
+        _, said = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -77,6 +84,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(framework: str, tmp_path: P
     summary = json.loads((cut / "summary.json").read_text())
     assert summary["stopped"] == "preempted"
     assert 0 < summary["steps_completed"] < uncut.summary["steps_completed"]
+    done = f"stopped after step {summary['steps_completed']}, saved {summary['checkpoint']}"
+    assert f"hvdtrain: SIGTERM: {done}: run the same command again to go on\n" in said
     assert run(line).code == 0
     assert_bit_equal(uncut, Training(uncut.outcome, cut))
 

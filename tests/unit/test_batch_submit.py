@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.batch.arguments import checkpoint_dir, default_name
+from hvdtrain.batch.arguments import default_name
 from hvdtrain.batch.job import memory_megabytes
 from hvdtrain.batch.local import Local
 from hvdtrain.batch.pbs import Pbs
 from hvdtrain.batch.slurm import Slurm
 from hvdtrain.batch.submit import choose
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.launch import checkpoint_dir
 
 Captured = pytest.CaptureFixture[str]
 

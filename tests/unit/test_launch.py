@@ -17,7 +17,7 @@ from hvdtrain.launch.hosts import Allocation, Host
 from hvdtrain.launch.launch import Request, choose_threads, command, notes
 from hvdtrain.launch.layout import batch_share, lay_out
 from hvdtrain.launch.machine import gpus, packages, physical_cores
-from hvdtrain.launch.tags import MARKS, Untangler
+from hvdtrain.launch.tags import MARKS, Untangler, cut_block, take_out_endings
 from hvdtrain.launch.watch import Heard
 
 # Which rank wrote a line
@@ -93,6 +93,51 @@ def test_no_byte_is_lost_wherever_the_stream_is_cut(
 def _split(data: bytes, cuts: list[int]) -> list[bytes]:
     ends = [0, *cuts, len(data)]
     return [data[low:high] for low, high in itertools.pairwise(ends)]
+
+
+# What mpirun says about ranks that end with a code other than 0
+
+DASHES = b"-" * 74 + b"\n"
+FIVE = (
+    DASHES + b"prterun detected that one or more processes exited with non-zero status,\n"
+    b"thus causing the job to be terminated. The first process to do so was:\n\n"
+    b"   Process name: [prterun-node1-13470@1,2]\n   Exit code:    75\n" + DASHES
+)
+FOUR = (
+    DASHES + b"Primary job  terminated normally, but 1 process returned\na non-zero exit code. "
+    b"Per user-direction, the job has been aborted.\n"
+    + DASHES
+    + DASHES
+    + b"mpirun detected that one or more processes exited with non-zero status, thus causing\n"
+    b"the job to be terminated. The first process to do so was:\n\n"
+    b"  Process name: [[12345,1],0]\n  Exit code:    75\n" + DASHES
+)
+OTHER = DASHES + b"There are not enough slots available in the system\n" + DASHES
+
+
+@pytest.mark.parametrize("block", [FIVE, FOUR])
+def test_what_mpirun_says_about_codes_is_taken_out(block: bytes) -> None:
+    text = b"hvdtrain: saved\n" + OTHER + block + b"the end\n"
+    assert take_out_endings(text) == (b"hvdtrain: saved\n" + OTHER + b"the end\n", block)
+    assert take_out_endings(OTHER) == (OTHER, b"")
+
+
+@given(st.integers(0, len(FOUR) + 10), st.integers(0, len(FOUR) + 10))
+def test_a_block_that_arrives_in_pieces(one: int, other: int) -> None:
+    stream = b"a rank\n" + FOUR + b"end"
+    first, second = sorted((one, other))
+    shown, taken, begun = b"", b"", b""
+    for piece in (stream[:first], stream[first:second], stream[second:]):
+        whole, begun = cut_block(begun + piece)
+        text, endings = take_out_endings(whole)
+        shown, taken = shown + text, taken + endings
+    assert (shown + begun, taken) == (b"a rank\nend", FOUR)
+
+
+def test_what_begins_with_a_rule_and_is_none_is_not_kept_for_ever() -> None:
+    text = DASHES + b"a table of a rank\n" * 400
+    assert cut_block(text) == (text, b"")
+    assert cut_block(b"step 1\rstep 2") == (b"step 1\rstep 2", b"")
 
 
 # Who spoke last

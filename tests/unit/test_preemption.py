@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,17 +16,17 @@ PROGRAM = """
 import time
 from hvdtrain.training.preemption import on_stop_signal
 stops = []
-on_stop_signal(lambda: stops.append(1))
+on_stop_signal(stops.append)
 print("ready", flush=True)
 for _ in range(3000):  # half a minute
     time.sleep(0.01)
     if stops:
-        stops.pop()  # before it is told: the next signal must not be lost
-        print("asked", flush=True)
+        why = stops.pop()  # before it is told: the next signal must not be lost
+        print("asked by", why, flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
 def test_a_signal_asks_and_does_not_kill(number: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
@@ -37,15 +38,50 @@ def test_a_signal_asks_and_does_not_kill(number: signal.Signals) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             process.send_signal(number)
-            assert process.stdout.readline() == "asked\n"
+            assert process.stdout.readline() == f"asked by {number.name}\n"
             process.send_signal(number)
             if number == signal.SIGINT:  # the second one is meant
                 assert process.wait(timeout=20) != 0
             else:  # a batch system may send it twice
-                assert process.stdout.readline() == "asked\n"
+                assert process.stdout.readline() == f"asked by {number.name}\n"
                 assert process.poll() is None
         finally:
             process.kill()
+
+
+START = """
+import sys, time
+from pathlib import Path
+from hvdtrain.training.preemption import leave_on_signal
+leave_on_signal(Path(sys.argv[1]), resumes=sys.argv[2] == "resumes")
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("case", ["resumes", "begins anew", "has none"])
+def test_a_signal_before_the_first_step(number: signal.Signals, case: str, tmp_path: Path) -> None:
+    if case != "has none":
+        (tmp_path / "step-000000012").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", START, str(tmp_path), case],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    if case == "resumes":
+        there = f"{tmp_path}/step-000000012 is there: run the same command again to go on"
+        assert said == f"hvdtrain: {number.name}: stopped before its first step; {there}\n"
+        assert process.returncode == 75
+    else:
+        there = "there is no checkpoint yet"
+        assert said == f"hvdtrain: {number.name}: stopped before its first step: {there}\n"
+        assert process.returncode == 128 + number
 
 
 def test_without_a_walltime_nothing_ends() -> None:
