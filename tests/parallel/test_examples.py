@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -39,6 +40,18 @@ def test_distributed_is_the_same_at_1_2_and_3_ranks(tmp_path: Path) -> None:
     for other in weights[1:]:
         for name, value in weights[0].items():
             assert np.linalg.norm(value - other[name]) <= 1e-9 * np.linalg.norm(value)
+
+
+def test_the_script_of_the_page_on_own_data_runs_as_printed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "own.md").read_text()
+    block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert block
+    (tmp_path / "own.py").write_text(block[1])
+    mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
+    outcome = run([*mpirun, "own.py"], cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    losses = re.findall(r"^epoch \d: loss ([\d.]+) over 1000 samples$", outcome.out, re.MULTILINE)
+    assert len(losses) == 3 and float(losses[-1]) < float(losses[0])
 
 
 def test_the_two_scripts_are_eight_calls_apart() -> None:
