@@ -18,6 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch import lifeline
 from hvdtrain.launch.detect import detect
 from hvdtrain.launch.tuning import runtime_variables, set_defaults
+from hvdtrain.launch.waits import Waits, together
 from hvdtrain.steps import metrics
 from hvdtrain.steps.integrity import Device, RankFacts
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
@@ -121,6 +122,10 @@ class CommonAdapter(StateAdapter):
         )
         if self._lifeline is None:
             self._lifeline = lifeline.hold(rank, hosts, self.communicator.gather)
+            self.waits = Waits(rank, [name for name, _ in hosts], self._lifeline.report)
+            self._lifeline.on_report = self.waits.take
+            if self.world.size > 1:
+                self.waits.watch()
         return self.world
 
     def cpu_threads(self) -> int:
@@ -198,6 +203,7 @@ class CommonAdapter(StateAdapter):
         """See ``Adapter``."""
         return LearningRate(base, scale_factor(scaling, self.world.size), **schedule)
 
+    @together
     def average_metrics(self, count: float, **sums: float) -> tuple[dict[str, float], int]:
         """See ``Adapter``."""
         total = self.communicator.sum(metrics.pack(sums, count))

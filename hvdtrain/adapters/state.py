@@ -16,6 +16,7 @@ from hvdtrain.adapters.communicator import Communicator
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch import ending
 from hvdtrain.launch.ending import agreed
+from hvdtrain.launch.waits import Waits, together
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
 
@@ -29,6 +30,7 @@ class StateAdapter(Adapter):
 
     def __init__(self) -> None:
         self._seen = 0  # samples that this rank has trained on, with those before a resume
+        self.waits = Waits(0, [])  # until the world is known
         self._rank_buffers: Arrays = {}  # of a loaded checkpoint, until the broadcast
 
     # What a framework has to add
@@ -63,6 +65,7 @@ class StateAdapter(Adapter):
 
     # The steps
 
+    @together
     def broadcast_state(self, model: Any, optimizer: Any = None) -> str:
         """See ``Adapter``."""
         self.check_trained(model, optimizer)
@@ -82,6 +85,7 @@ class StateAdapter(Adapter):
             self._seen = own[1]
         return digest
 
+    @together
     def check_replicas(self, model: Any, optimizer: Any = None) -> str:
         """Compare the digests of all ranks' model and optimizer state, buffers included.
 
@@ -121,6 +125,7 @@ class StateAdapter(Adapter):
             )
         return hashlib.sha256(b"".join(digests.values())).hexdigest()
 
+    @together
     def save_checkpoint(
         self,
         directory: Path | str,
@@ -159,6 +164,7 @@ class StateAdapter(Adapter):
         ending.checkpoint = self.communicator.broadcast_bytes(str(written).encode()).decode()
         return Path(ending.checkpoint)
 
+    @together
     def load_checkpoint(
         self,
         directory: Path | str,
@@ -184,6 +190,7 @@ class StateAdapter(Adapter):
         ending.checkpoint = loaded["path"] if loaded else ""
         return loaded
 
+    @together
     def resume(
         self,
         directory: Path | str,
@@ -218,7 +225,9 @@ class StateAdapter(Adapter):
         """Within it, the running statistics of ``model`` are the mean over all ranks."""
         own = self.local_buffers(model)
         if own and self.world.size > 1:
-            self.set_local_buffers(model, buffers.average(self.communicator, own, self._seen))
+            with self.waits.during("averaged_buffers"):
+                mean = buffers.average(self.communicator, own, self._seen)
+            self.set_local_buffers(model, mean)
         try:
             yield
         finally:

@@ -4,10 +4,11 @@ MPI does not tell: a rank that waits for a host without power, or behind a cut l
 gives up, a quarter of an hour and more; Open MPI's daemons look after eight minutes.
 
 The lines form a tree: rank 0 holds one to the first rank of each other host, and the first rank of
-each host one to the others on it. Nothing is sent on them until the end. Between hosts the kernels
-keep them alive, so a process is not mistaken for a lost one while it computes, waits for a disk,
-or is suspended. Threads of their own sleep until a line breaks, and then act by themselves: the
-main thread may be waiting in a collective.
+each host one to the others on it. All that is sent on them is a rank's last word, and towards rank
+0 the calls that a rank waits in (``waits``). Between hosts the kernels keep them alive, so a
+process is not mistaken for a lost one while it computes, waits for a disk, or is suspended. Threads
+of their own sleep until a line breaks, and then act by themselves: the main thread may be waiting
+in a collective.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ STAGGER, LAST = 0.5, 6
 BREATH = 0.1  # seconds before the next call is taken, where one could not be
 
 DONE, SPOKEN = b".", b"!"  # a rank's last word: it ends in order; it fails, and has told why
+REPORT = b"w"  # before a report to rank 0, and its length
+LENGTH = 2  # bytes of it
 
 Gather = Callable[[bytes], list[bytes]]
 Place = tuple[str, str]  # the name of a host, and what tells it apart from another of that name
@@ -86,6 +89,7 @@ class Lifeline:
         self.rank, self.places = rank, places
         self.first = places.index(places[rank])  # the first rank of this host
         self.lines: list[Line] = []
+        self.on_report: Callable[[bytes], None] = lambda report: None  # what rank 0 does with one
         self.word: bytes | None = None  # this rank's last one
         self.secret = secrets.token_bytes(2 * meeting.KEY)  # rank 0's is everyone's
         self.selector = selectors.DefaultSelector()
@@ -135,6 +139,12 @@ class Lifeline:
             for line in list(self.lines):
                 self._send(line, self.word)
 
+    def report(self, report: bytes) -> None:
+        """Send ``report`` to rank 0, by the first rank of this host."""
+        up = 0 if self.rank == self.first else self.first
+        for line in [line for line in self.lines if line.rank == up]:
+            self._send(line, REPORT + len(report).to_bytes(LENGTH, "big") + report)
+
     def close(self) -> None:
         """Close this process's end of all lines."""
         callers = [caller.socket for caller in self.callers]
@@ -162,8 +172,8 @@ class Lifeline:
         while True:
             for key, _ in self.selector.select(meeting.HELLO if self.callers else None):
                 if isinstance(key.data, Line):
-                    self.selector.unregister(key.data.socket)
-                    self._hear(key.data)
+                    if not self._hear(key.data):
+                        self.selector.unregister(key.data.socket)
                 elif isinstance(key.data, meeting.Caller):
                     self._attend(key.data)
                 else:
@@ -224,11 +234,16 @@ class Lifeline:
         with contextlib.suppress(OSError):  # the other end has gone already
             line.socket.send(word)
 
-    def _hear(self, line: Line) -> None:
-        """Read the last word on ``line``, or why there is none."""
+    def _hear(self, line: Line) -> bool:
+        """Read a report or the last word on ``line``, or why there is none; False after the end."""
         silent = False
         try:
             word = line.socket.recv(1)
+            if word == REPORT:
+                length = int.from_bytes(meeting.receive(line.socket, LENGTH), "big")
+                report = meeting.receive(line.socket, length)
+                (self.report if self.rank else self.on_report)(report)
+                return True
         except OSError as error:
             word, silent = b"", not isinstance(error, ConnectionResetError)
         # It stays open: the other end may live on, and would take the closing for this one's death.
@@ -238,6 +253,7 @@ class Lifeline:
             ending.leave(EXIT_FAILURE)
         if word != DONE:
             self._end(line.rank, silent=silent)
+        return False
 
     def _end(self, lost: int, *, silent: bool) -> NoReturn:
         """Say that the rank ``lost`` is lost, or all its host where that is ``silent``; leave."""

@@ -70,7 +70,7 @@ def call(targets: Iterable[Address], rank: int, secret: bytes) -> socket.socket 
             line.connect(target)
             line.settimeout(ANSWER)
             line.sendall(secret[:KEY] + rank.to_bytes(RANK, "big"))
-            if hmac.compare_digest(_receive(line, KEY), secret[KEY:]):
+            if hmac.compare_digest(receive(line, KEY), secret[KEY:]):
                 line.sendall(CONFIRM)
                 line.settimeout(None)
                 return line
@@ -152,7 +152,7 @@ def keep_alive(line: socket.socket, idle: int, silence: int) -> None:
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silence)
 
 
-def _receive(line: socket.socket, length: int) -> bytes:
+def receive(line: socket.socket, length: int) -> bytes:
     """Exactly ``length`` bytes; fewer where the other end has closed."""
     data = b""
     while len(data) < length and (more := line.recv(length - len(data))):

@@ -29,3 +29,12 @@ def test_loops_of_users_equal_one_process_and_misuse_is_told(number: int, tmp_pa
     assert outcome.code == 0, outcome.err[-3000:]
     done = sorted(path.name for path in tmp_path.glob("*-of-*"))
     assert done == [f"{rank}-of-{number}" for rank in range(number)]
+
+
+def test_a_call_under_a_test_of_the_rank_ends_at_once(tmp_path: Path) -> None:
+    outcome = ranks(3, str(OWN_LOOP), str(tmp_path), "alone")
+    assert outcome.code == 1
+    assert "the ranks wait in different calls, so for ever: rank 0 on" in outcome.err
+    assert "in save_checkpoint, rank 1 on" in outcome.err
+    assert "in the sum of the gradients" in outcome.err
+    assert not list(tmp_path.iterdir())

@@ -64,7 +64,7 @@ def test_who_is_answered_and_then_gives_up_is_not_dead() -> None:
 ranks[0].join(told)
 line = socket.create_connection(("127.0.0.1", port))
 line.sendall(ranks[0].secret[:meeting.KEY] + (1).to_bytes(meeting.RANK, "big"))
-assert meeting._receive(line, meeting.KEY) == ranks[0].secret[meeting.KEY:]
+assert meeting.receive(line, meeting.KEY) == ranks[0].secret[meeting.KEY:]
 line.close()
 ranks[2].join(told)
 held(2)

@@ -18,12 +18,14 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.waits import SUM
 
 BUCKET_BYTES = 25 * 2**20
 ALIGNMENT = 16  # elements; so that each gradient begins on a cache line
@@ -139,6 +141,7 @@ class Buckets:
         self.stop_wanted: Callable[[], bool] = lambda: False
         # Whether the passes of all ranks are known from the parts, so that one can be left out.
         self.may_skip: Callable[[], bool] = lambda: True
+        self.waiting: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
         self.blocked_seconds = 0.0  # in which we waited for sums, in all
         self._running = False  # a backward pass
         self._summed = False  # a pass of this part
@@ -189,8 +192,9 @@ class Buckets:
             if bucket.handle is None:
                 self._start(bucket)
         started = time.perf_counter()
-        for bucket in self.buckets:
-            self.wait(bucket.handle)
+        with self.waiting(SUM):
+            for bucket in self.buckets:
+                self.wait(bucket.handle)
         self.blocked_seconds += time.perf_counter() - started
         for bucket, indices in zip(self.buckets, absent, strict=True):
             bucket.close(indices)

@@ -67,6 +67,7 @@ class HorovodAdapter(PyTorchAdapter):
         self._distributions += 1
         buckets = Buckets(name, optimizer, _start_sum, hvd.synchronize, lambda: self.part_weight)
         buckets.stop_wanted = lambda: self.stop_wanted
+        buckets.waiting = self.waits.during
         buckets.may_skip = lambda: len(self._buckets) == 1
         self._all_buckets = [*self._buckets, buckets]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -13,6 +14,7 @@ from hvdtrain.adapters.communicator import Bytes, Communicator, Vector
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
 from hvdtrain.launch import ending
+from hvdtrain.launch.waits import SUM
 from hvdtrain.steps.sharding import Part, Shards
 
 
@@ -107,7 +109,11 @@ class HorovodAdapter(TensorFlowAdapter):
                 variables = list(trainable_variables)
                 _ = adapter.part_weight  # raises where it is not known
                 weighted, self.weighted = self.weighted, False
-                super().apply(buckets.sum(list(grads), variables, weighted=weighted), variables)
+                # A trace, which is made once, tells nothing of the updates.
+                counted = adapter.waits.during(SUM) if tf.executing_eagerly() else nullcontext()
+                with counted:
+                    sums = buckets.sum(list(grads), variables, weighted=weighted)
+                super().apply(sums, variables)
 
         Distributed.__name__ = Distributed.__qualname__ = own.__name__
         optimizer.__class__ = Distributed
