@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 PACKAGES = {"pytorch": "torch", "tensorflow": "tensorflow"}
 EXTENSIONS = {"pytorch": "horovod.torch.mpi_lib_v2", "tensorflow": "horovod.tensorflow.mpi_lib"}
-STRATEGIES = ("horovod", "ddp", "zero", "fsdp", "data-parallel", "single")
+STRATEGIES = ("horovod", "ddp", "zero", "fsdp", "data-parallel", "mpi", "pipeline", "single")
 BUILT = ("horovod", "single")
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
 from hvdtrain.measure.cost import Costs, Parts, efficiency
 from hvdtrain.measure.fit import Fit
 from hvdtrain.measure.problem import Traffic
-from hvdtrain.training.options import Options
+from hvdtrain.training.options import NOT_BUILT
 
 RANKS = tuple(2**power for power in range(4, 13))  # 16 ... 4096
 NOTABLE = 0.02  # slowdown of computing that is worth a word
@@ -107,9 +107,8 @@ class _Change:
 
 def _option(words: str) -> str:
     """How hvdtrain's trainers spell what Horovod itself can do, if they can."""
-    name = words.split()[0].removeprefix("--").replace("-", "_")
-    field = next(field for field in fields(Options) if field.name == name)
-    return " (not yet in hvdtrain)" if field.metadata.get("not_built") else f" ({words})"
+    name = words.split()[0].removeprefix("--")
+    return " (not yet in hvdtrain)" if name in NOT_BUILT else f" ({words})"
 
 
 def _changes(fit: Fit, messages: int | None) -> list[_Change]:

@@ -92,11 +92,15 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def not_built(text: str, kind: Callable[[Any], Any] = str) -> Any:
-    """A field of the contract whose part is not built yet: giving it is an error that says so."""
-    default = False if kind is bool else None
-    metadata = {"help": text, "kind": kind, "choices": (), "not_built": True}
-    return dataclasses.field(default=default, metadata=metadata)
+# Names of the contract whose parts are not built yet: giving one is an error that says so.
+NOT_BUILT = frozenset(
+    {
+        *("accumulate-steps", "autotune", "check-replicas", "checkpoint", "clip-norm", "compile"),
+        *("compression", "cycle-time-ms", "evaluate-only", "fusion-threshold-mb"),
+        *("hierarchical-allreduce", "micro-batches", "on-nan", "predict", "reduction", "spawn"),
+        *("stages", "tf32"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,6 @@ class Options:
     )
     dropout: float | None = option(None, "mnist: one fraction for all dropouts, 0: none", fraction)
     sync_batchnorm: bool = option(False, "BatchNorm over the global batch", bool)
-    accumulate_steps: int | None = not_built("micro-batches an update", positive)
-    compression: str | None = not_built("of the gradients on the wire: none or fp16")
     workers: int | None = option(None, "processes a rank that read images (0: the rank)", count)
     skip_broken: bool = option(False, "leave out and count images that cannot be decoded", bool)
     seed: int = option(0, "of weights, order, dropout and augmentation", count)
@@ -164,7 +166,6 @@ class Options:
     timeline_steps: tuple[int, int | None] | None = option(
         None, "A:B: only from when A updates are done until B are (default: all)", steps
     )
-    check_replicas: int | None = not_built("compare the replicas every so many steps", positive)
     quiet: bool = option(False, "no progress, no table; errors only", bool)
 
 
@@ -194,8 +195,6 @@ def build_parser(workload: str, description: str, epilog: str) -> argparse.Argum
     for field in dataclasses.fields(Options):
         dashed = "--" + field.name.replace("_", "-")
         text, kind = field.metadata["help"], field.metadata["kind"]
-        if field.metadata.get("not_built"):
-            text = argparse.SUPPRESS
         if kind is bool:
             parser.add_argument(dashed, action="store_true", default=None, help=text)
             continue
@@ -247,6 +246,9 @@ def _dashed(argument: str) -> str:
 
 
 def _values(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:
+    for name in (argument.partition("=")[0] for argument in arguments):
+        if name.startswith("--") and name[2:] in NOT_BUILT:
+            raise UsageError(f"{name} is not built yet: leave it out")
     try:
         namespace, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
@@ -284,14 +286,11 @@ def _read_config(path: Path) -> list[str]:
 
 
 def check(options: Options) -> Options:
-    """Refuse what is not built yet, and options that contradict one another.
+    """Refuse options that contradict one another.
 
     Raises:
         UsageError: naming the options.
     """
-    for field in dataclasses.fields(Options):
-        if field.metadata.get("not_built") and getattr(options, field.name) != field.default:
-            raise UsageError(f"--{field.name.replace('_', '-')} is not built yet: leave it out")
     for names in EITHER:
         if all(getattr(options, name) for name in names):
             one, other = (f"--{name.replace('_', '-')}" for name in names)

@@ -249,11 +249,7 @@ def test_no_remedy_changes_the_batch_of_strong_scaling() -> None:
 
 
 def test_no_remedy_names_an_option_that_the_trainers_do_not_take() -> None:
-    built = {
-        "--" + field.name.replace("_", "-")
-        for field in fields(Options)
-        if not field.metadata.get("not_built")
-    }
+    built = {"--" + field.name.replace("_", "-") for field in fields(Options)}
     advice = [one.what for one in remedies(fit(steps(TRUTH, RING), samples=10), None, (64,))]
     named = {option for what in advice for option in re.findall(r"--[a-z-]+", what)}
     assert "--batch-size" in named <= built

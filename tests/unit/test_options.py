@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.training.options import (
+    NOT_BUILT,
     Options,
     check,
     count,
@@ -88,11 +89,6 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("timeline", "t.json", Path("t.json")),
     ("quiet", None, True),
 ]
-NOT_BUILT: list[tuple[str, str]] = [
-    ("compression", "fp16"),
-    ("accumulate-steps", "4"),
-    ("check-replicas", "100"),
-]
 
 
 def field_of(option: str) -> str:
@@ -145,8 +141,7 @@ def test_a_window_without_a_file() -> None:
 
 
 def test_the_lists_here_are_the_options_there_are() -> None:
-    named = {option for option, *_ in BUILT} | {option for option, _ in NOT_BUILT}
-    named |= {"checkpoint-every", "timeline-steps"}
+    named = {option for option, *_ in BUILT} | {"checkpoint-every", "timeline-steps"}
     assert named == {field.name.replace("_", "-") for field in dataclasses.fields(Options)}
 
 
@@ -155,11 +150,12 @@ def test_the_design_names_no_other_option() -> None:
     if not design.is_file():
         pytest.skip("../shared/DESIGN.md is not beside this clone")
     text = design.read_text().partition("**Trainers.**")[2].partition("**Data.**")[0]
-    named = set(re.findall(r"`--([a-z][a-z-]*)", text))
+    named = set(re.findall(r"`--([a-z][a-z0-9-]*)", text))
     assert len(named) > 35
     ours = {field.name.replace("_", "-") for field in dataclasses.fields(Options)}
     # `srun --mpi` is not ours; --config is read before the others.
-    assert named - ours <= {"mpi", "config"}
+    assert named - ours <= {"mpi", "config", *NOT_BUILT}
+    assert not ours & NOT_BUILT
 
 
 def test_defaults_of_the_contract() -> None:
@@ -172,10 +168,10 @@ def test_defaults_of_the_contract() -> None:
     assert not (options.synthetic or options.quiet or options.sync_batchnorm)
 
 
-@pytest.mark.parametrize(("option", "value"), NOT_BUILT)
-@pytest.mark.parametrize("join", ["{} {}", "{}={}"])
-def test_what_is_not_built_says_so(option: str, value: str, join: str) -> None:
-    message = refusal(*join.format(f"--{option}", value).split())
+@pytest.mark.parametrize("option", sorted(NOT_BUILT))
+@pytest.mark.parametrize("end", [" 4", "=4", ""])
+def test_what_is_not_built_says_so(option: str, end: str) -> None:
+    message = refusal(*f"--{option}{end}".split())
     assert f"--{option} is not built yet" in message
 
 
@@ -184,7 +180,7 @@ def test_what_is_not_built_is_not_shown(capsys: pytest.CaptureFixture[str]) -> N
         read("--help")
     shown = capsys.readouterr().out
     assert "--strategy horovod|single" in shown
-    assert not [option for option, _ in NOT_BUILT if f"--{option}" in shown]
+    assert not [option for option in NOT_BUILT if f"--{option} " in shown]
     assert "not built" not in shown
     assert "--accumulate-steps" not in refusal("--accumulate-step", "4")
 
@@ -454,8 +450,7 @@ def test_help_imports_no_framework_and_has_examples(module: str) -> None:
     assert "examples:" in result.stdout
     if module != "pi":
         for field in dataclasses.fields(Options):
-            if "not_built" not in field.metadata:
-                assert f"--{field.name.replace('_', '-')}" in result.stdout
+            assert f"--{field.name.replace('_', '-')}" in result.stdout
 
 
 @pytest.mark.parametrize("module", ["mnist", "resnet"])
