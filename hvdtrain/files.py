@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from hvdtrain.errors import HvdtrainError, UsageError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that free space would mend
 MOST_SETTINGS = 2**14  # bytes of a file of settings: far more than any, and read in an instant
 MOST_VALUE = 3000  # characters of one setting
 DEEPEST = 8  # collections within one another

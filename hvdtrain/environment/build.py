@@ -17,6 +17,7 @@ from hvdtrain.environment.toolchain import Toolchain
 from hvdtrain.environment.wheel_cache import CachedWheel, WheelCache, file_hash
 from hvdtrain.environment.wrapper import compiler_wrapper, relative_rpaths
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.files import FULL
 from hvdtrain.launch.run import Command, run
 
 log = logging.getLogger(__name__)
@@ -76,9 +77,10 @@ class Build:
                 raise HvdtrainError(f"the build ended without a wheel; log: {log_file}")
             return self.cache.store(self.key, wheels[0], self.facts)
         except OSError as error:
+            room = "with 2 GB free" if error.errno in FULL else "that you may write to"
             raise HvdtrainError(
                 f"{error.filename or workshop.root}: {error.strerror}; "
-                "set HVDTRAIN_CACHE to a directory with 2 GB free"
+                f"set HVDTRAIN_CACHE to a directory {room}"
             ) from error
         finally:
             shutil.rmtree(workshop.root, ignore_errors=True)

@@ -28,6 +28,7 @@ from typing import Any
 
 from hvdtrain.environment.recipe import HOROVOD_ARCHIVE, HOROVOD_SHA256
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.files import FULL
 
 log = logging.getLogger(__name__)
 
@@ -125,9 +126,10 @@ class WheelCache:
             # The hash in it vouches for the wheel, so it comes second.
             write_atomically(directory / "build.json", json.dumps(notes, indent=1, sort_keys=True))
         except OSError as error:
+            room = "free space, or " if error.errno in FULL else ""
             raise HvdtrainError(
                 f"the wheel cannot be cached in {directory} ({error.strerror}): "
-                "free space or set HVDTRAIN_CACHE"
+                f"{room}set HVDTRAIN_CACHE to a directory of yours"
             ) from error
         return CachedWheel(target, str(notes["sha256"]), facts)
 

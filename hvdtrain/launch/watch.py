@@ -82,7 +82,9 @@ class Heard:
             return "no rank had said a word"
         host = layout.host_of(self.rank) or socket.gethostname()
         step = self.steps.get(self.rank, max(self.steps.values(), default=None))
-        where = "" if step is None else f", at step {step}"
+        # A line without a step may be of any later one: progress is told only now and then.
+        where = "at" if STEP.search(self.text) else "after"
+        where = "" if step is None else f", {where} step {step}"
         said = self.text.decode(errors="replace").strip()
         shown = said if len(said) <= 100 else said[:97] + "..."
         return f"rank {self.rank} on {host} spoke last{where}: {shown!r}"

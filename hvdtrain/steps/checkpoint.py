@@ -12,7 +12,6 @@ another name, flushed to disk and renamed, so that a crash leaves the old ones a
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import json
@@ -31,7 +30,7 @@ import safetensors
 import safetensors.numpy
 
 from hvdtrain.errors import CheckpointError, UsageError
-from hvdtrain.files import read_regular
+from hvdtrain.files import FULL, read_regular
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ FORMAT = 1
 MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
 PREFIX, PARTIAL = "step-", ".partial-"
 NAME = re.compile(PREFIX + r"([0-9]+)(?:\+([0-9]+))?")
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What reading a file can raise that anybody may have written or damaged.
 DAMAGE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),

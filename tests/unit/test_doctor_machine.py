@@ -167,6 +167,20 @@ def test_room(changes: dict[str, Any], count: int, state: str, words: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("trouble", "helps"),
+    [
+        ("Disk quota exceeded", True),
+        ("No space left on device", True),
+        ("Permission denied", False),
+    ],
+)
+def test_free_space_is_advised_where_it_helps(trouble: str, helps: bool) -> None:
+    finding = next(files.place_findings([place(trouble=trouble)], 1))
+    assert ("free space" in finding.remedy) == helps
+    assert "another directory" in finding.remedy
+
+
+@pytest.mark.parametrize(
     ("ahead", "state", "words"),
     [
         ({"/a": 0.004, "/b": -0.3}, OK, "within 300 ms"),

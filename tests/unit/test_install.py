@@ -632,6 +632,15 @@ def test_stored_wheel_is_found_and_a_broken_one_is_not(tmp_path: Path) -> None:
     assert stored.proof_file(Path("/a")) != stored.proof_file(Path("/b"))
 
 
+def test_free_space_is_advised_where_it_helps(tmp_path: Path) -> None:
+    (tmp_path / "wheels").write_text("in the way")
+    built = tmp_path / "horovod-0.28.1-cp311.whl"
+    built.write_bytes(b"wheel")
+    with pytest.raises(HvdtrainError, match="set HVDTRAIN_CACHE to a directory") as failed:
+        WheelCache(tmp_path).store("k", built, {})
+    assert "free space" not in str(failed.value)
+
+
 def test_archive_counts_only_with_its_hash(tmp_path: Path) -> None:
     cache = WheelCache(tmp_path)
     cache.archive.parent.mkdir(parents=True)

@@ -154,7 +154,8 @@ def test_who_spoke_last() -> None:
         "rank 0 on node1 spoke last, at step 40: 'epoch 1  step 40/100  loss 0.3'"
     )
     heard.note(3, b"waiting \xff")
-    assert heard.describe(TWO_HOSTS) == "rank 3 on node2 spoke last, at step 40: 'waiting \ufffd'"
+    waits = "rank 3 on node2 spoke last, after step 40: 'waiting \ufffd'"  # which is not told
+    assert heard.describe(TWO_HOSTS) == waits
     heard.note(3, b"step 38, then step 39: footstep 7")
     assert "rank 3 on node2 spoke last, at step 39: " in heard.describe(TWO_HOSTS)
 

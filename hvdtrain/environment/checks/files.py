@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hvdtrain.environment.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.environment.resources import GIB
+from hvdtrain.files import FULL
 
 # Kinds that hosts share, as /proc/self/mountinfo names them; FUSE tells more after a dot.
 SHARED = {
@@ -115,7 +116,8 @@ def _room(place: Place, hosts: int) -> Finding:
     told = f"{place.path}: {place.kind}, {shared}, {place.free / GIB:.1f} GiB free"
     state = WARNING if place.name == "home" else ERROR
     if place.trouble:
-        remedy = "free space, or use another directory (cd, TMPDIR)"
+        room = "free space, or " if place.trouble in map(os.strerror, FULL) else ""
+        remedy = f"{room}use another directory (cd, TMPDIR)"
         return Finding(place.name, state, f"{told}; {place.trouble}", remedy)
     if place.free < LEAST_FREE or place.files_free == 0:
         what = "no more files" if place.files_free == 0 else "full"
