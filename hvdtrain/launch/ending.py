@@ -14,7 +14,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 WAIT_USAGE = 5.0
 WAIT_FAILURE = 1.0
 MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))  # not on other hosts
+LONGEST_FOLDER = 50  # characters; sockets in it have names of at most 108
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -82,6 +85,7 @@ stage = ""  # where this process is, such as "step 17"; told where it fails
 checkpoint = ""  # the newest one of this run, which the same command goes on from
 at_leaving: list[Callable[[int], None]] = []  # to be called with the exit code, on any way out
 disconnect: list[Callable[[], None]] = []  # collectives that end the runtime in good order
+_clearing: list[subprocess.Popen[bytes]] = []  # keeps open what tells it that this process lives
 _speaking = threading.Lock()  # never released: who has it ends the process
 
 
@@ -213,6 +217,34 @@ def outlived(action: Callable[[], object]) -> Iterator[None]:
             os.close(handle)
         for copy in copies:
             os.waitpid(copy, 0)
+
+
+def leave_nothing_behind() -> None:
+    """Give this process a folder for its temporary files that goes when it ends, however it ends.
+
+    Reading with worker processes leaves sockets and semaphores, TensorFlow the code that it has
+    made, where the process is killed; and mpirun kills all ranks when one has failed. So a shell
+    in a session of its own waits for the end and clears away. It opens nothing of this process.
+    """
+    usual = tempfile.gettempdir()
+    if _clearing or len(usual) > LONGEST_FOLDER:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-"))
+    clear = 'trap "" HUP INT TERM; read -r _; rm -rf "$1" /dev/shm/sem."$2"-*'
+    _clearing.append(
+        subprocess.Popen(
+            ["/bin/sh", "-c", clear, "sh", str(folder), folder.name],
+            stdin=subprocess.PIPE,  # its end is this process's end
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+    )
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    # How multiprocessing begins the names of semaphores; no public name leads there.
+    config = getattr(multiprocessing.current_process(), "_config", {})
+    config["semprefix"] = f"/{folder.name}"
 
 
 def end_with_parent(_: int = 0) -> None:

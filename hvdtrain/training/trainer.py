@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.files import check_writable
-from hvdtrain.launch import terminal
+from hvdtrain.launch import ending, terminal
 from hvdtrain.launch.tuning import keep_freed_memory
 from hvdtrain.training import options as option_parser
 from hvdtrain.training import timeline_window
@@ -54,6 +54,7 @@ def train(workload: Workload, options: Options) -> int:
     for name in ("summary", "metrics", "timeline"):
         check_writable(getattr(options, name), f"--{name}")
     keep_freed_memory()
+    ending.leave_nothing_behind()  # before a framework notes where temporary files go
     terminal.status(f"importing {options.framework} and its libraries")
     with _hidden("matplotlib", "sklearn"):  # Keras imports them where they are, in 1.5 s
         adapter = select_adapter(options.framework, options.strategy)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -223,3 +226,52 @@ def test_the_mark_keeps_other_notes() -> None:
     error = UsageError("why")
     error.add_note("mine")
     assert ending.agreed(error).__notes__[0] == "mine"
+
+
+READER = """
+import glob, multiprocessing, os, signal, sys, tempfile
+from hvdtrain.launch import ending
+
+def work(queue):
+    tempfile.mkstemp()
+    queue.put(1)
+    ending.end_with_parent()
+    signal.pause()
+
+if __name__ == "__main__":
+    ending.leave_nothing_behind()
+    context = multiprocessing.get_context("forkserver")
+    queue = context.Queue()
+    context.Process(target=work, args=(queue,), daemon=True).start()
+    tempfile.mkstemp()
+    queue.get()
+    folder = tempfile.gettempdir()
+    print(folder, len(glob.glob(f"/dev/shm/sem.{os.path.basename(folder)}-*")), flush=True)
+    if sys.argv[1] == "kill":
+        os.killpg(0, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "return"])
+def test_nothing_is_left_behind_however_it_ends(how: str, tmp_path: Path) -> None:
+    (tmp_path / "reader.py").write_text(READER)
+    scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, as sockets need
+    try:
+        told = subprocess.run(
+            [sys.executable, tmp_path / "reader.py", how],
+            env={**os.environ, "TMPDIR": str(scratch)},
+            start_new_session=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        folder, semaphores = told.stdout.split()
+        assert Path(folder).parent == scratch and int(semaphores) >= 2
+        assert not told.stderr
+        deadline = time.monotonic() + 20
+        semaphore = f"sem.{Path(folder).name}-*"
+        while left := [*scratch.iterdir(), *Path("/dev/shm").glob(semaphore)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+    finally:
+        shutil.rmtree(scratch)
