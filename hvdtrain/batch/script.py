@@ -94,6 +94,7 @@ def _exit_code(job: Job, file: str) -> Lines:
         f'HVDTRAIN_EXIT=$(realpath -m -- {quote(file)})."{number}"',
         ': > "$HVDTRAIN_EXIT"',
         """trap 'echo "$?" > "$HVDTRAIN_EXIT"' EXIT""",
+        "trap 'exit 143' TERM  # else it would be 0",
     ]
 
 

@@ -250,6 +250,32 @@ def test_term_to_every_process_lets_the_ranks_save(node: Node) -> None:
     assert (job.returncode, out, err) == (75, "", "")
 
 
+@pytest.mark.parametrize(
+    ("setup", "signals", "left"),
+    [
+        ("", (), "3\n"),
+        ("touch ready; sleep 60", (signal.SIGTERM,), "143\n"),
+        ("touch ready; sleep 60", (signal.SIGKILL,), ""),
+    ],
+)
+def test_what_a_followed_job_leaves(
+    setup: str, signals: tuple[signal.Signals, ...], left: str, node: Node
+) -> None:
+    """Also where it ends before its ranks have begun, as by qdel."""
+    words = ("bash", "-c", "exit 3")
+    job = Job(words, 600, environment=".venv", once=True, setup=(setup,) if setup else ())
+    text = script_text(job, Pbs(), Site(), exit_file="x.exit")
+    process = node.start(text, ("a",), read_script(text))
+    end = time.monotonic() + 60
+    while signals and not (node.submit / "ready").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for number in signals:
+        os.killpg(process.pid, number)
+    process.communicate(timeout=60)
+    assert (node.submit / "x.exit.12").read_text() == left
+
+
 @settings(max_examples=20)
 @given(st.lists(WORDS.filter(bool), min_size=1, max_size=6), WORDS)
 def test_any_command_in_any_directory(words: list[str], name: str) -> None:
