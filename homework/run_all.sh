@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 : "${OUT:=results}" "${FRAMEWORKS:=pytorch tensorflow2}" "${RANKS:=1 2 4 8}" "${WARMUPS:=0 1}"
-: "${EPOCHS:=3}" "${BATCH:=256}" "${LR:=0.02}"
+: "${EPOCHS:=8}" "${BATCH:=256}" "${LR:=0.04}"
 
 # Where ranks share cores, one that waits should make way. Where steps are short, Horovod should
 # look for work more often. And memory that a step frees is kept for the next.
