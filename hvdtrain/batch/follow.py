@@ -213,7 +213,7 @@ class Watch:
     def _last_lines(self, state: State) -> None:
         """Show what is left of the log, which may arrive a little later than the job's end."""
         end = time.monotonic() + DELIVERY
-        asked = self.job.logs if state.phase == GONE else ()
+        asked = self.job.logs if state.exit_code is None else ()
         while time.monotonic() < end:
             if all(path.exists() for path in self.tails) and all(map(self._left, asked)):
                 break

@@ -52,7 +52,9 @@ _PLAIN = re.compile(r"[\w./+=@^%-]+", re.ASCII)  # of a path
 _TASK = re.compile(r"\d+\[(\d+)\]")  # id of a task of an array
 
 JOB_KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME in pbs_error.h
-FAILED = ("91", "93")  # of substate: ended by qdel; ended, and not all of its tasks well
+# Values of substate with which a 0 means nothing: of a job that qdel ended while it ran, and of an
+# array whose tasks did not all end well.
+FAILED = ("91", "93")
 # Comments of tasks that PBS has let go before the array: all else it then tells is the array's.
 SUBJOB = {"Subjob finished": 0, "Subjob failed": None, "Subjob terminated": None}
 SIGNAL_OFFSET = 256  # PBS adds it to the number of the signal that ended the job
@@ -210,8 +212,8 @@ def _state(values: Mapping[str, str], task: str) -> State | None:
     code = exit_code(int(status)) if phase == ENDED and status else None
     if values.get("comment", "") in SUBJOB:
         code = SUBJOB[values["comment"]]
-    elif phase == ENDED and values.get("substate") in FAILED:
-        code = code or 1
+    elif values.get("substate") in FAILED:
+        code = code or None
     return State(
         phase,
         " ".join(filter(None, (WORDS.get(letter, letter), _why(phase, values)))),

@@ -208,6 +208,7 @@ def _check_after(dialect: Dialect, job: str) -> None:
             f"--after {job}: {dialect.name} knows no such job (any more); where it ended well, "
             "leave the option out"
         )
-    if state and state.phase == ENDED and (state.exit_code or not state.ran):
-        how = f"ended with exit code {state.exit_code}" if state.ran else f"was {state.detail}"
+    if state and state.phase == ENDED and state.exit_code != 0:
+        code = "unknown" if state.exit_code is None else state.exit_code
+        how = f"ended with exit code {code}" if state.ran else f"was {state.detail}"
         raise UsageError(f"--after {job}: it {how}, and this job would wait for its good end")

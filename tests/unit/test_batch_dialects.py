@@ -254,7 +254,7 @@ def test_a_pbs_array_ends_as_its_tasks_do() -> None:
     # Without -t there is only this to go by.
     alone = pbs.read_text(PBS_ARRAY.partition("\n\n")[0])
     assert alone is not None
-    assert alone.exit_code == 1
+    assert alone.exit_code is None
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,13 @@ def test_a_pbs_array_as_json() -> None:
     assert found is not None
     assert found.exit_code == 3
     assert {number: task.exit_code for number, task in found.tasks.items()} == {"1": 0, "2": 3}
+
+
+def test_a_pbs_job_that_was_deleted_while_it_ran() -> None:
+    """PBS tells 0 of it, whatever it ended with: what the job left behind counts."""
+    deleted = PBS_JSON.replace('"Exit_status":%d', '"substate":91,"stime":"x","Exit_status":%d')
+    assert pbs.read_json(deleted % 0) == State(ENDED, "finished", None, (LOG,))
+    assert pbs.read_json(deleted % 271) == State(ENDED, "finished", 143, (LOG,))
 
 
 def test_a_pbs_job_that_was_deleted_before_it_ran() -> None:
