@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 from hvdtrain.adapters import buffers
 from hvdtrain.adapters.base import Adapter
 from hvdtrain.adapters.communicator import Communicator
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.launch import ending
 from hvdtrain.launch.ending import agreed
 from hvdtrain.launch.waits import Waits, together
@@ -150,6 +151,7 @@ class StateAdapter(Adapter):
         )
         state = {**state, "world_size": self.world.size}
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
+        self.communicator.together(lambda: self._refuse_nan(model, checkpoint))
 
         def write() -> str:
             def save() -> Path:
@@ -161,8 +163,33 @@ class StateAdapter(Adapter):
             return ending.checkpoint
 
         written = self.communicator.on_root(write)
-        ending.checkpoint = self.communicator.broadcast_bytes(str(written).encode()).decode()
+        ending.checkpoint = os.fsdecode(
+            self.communicator.broadcast_bytes(os.fsencode(str(written)))
+        )
         return Path(ending.checkpoint)
+
+    def _refuse_nan(self, model: Any, checkpoint: Checkpoint) -> None:
+        try:
+            self._check_finite(model, checkpoint)
+        except ValueError as error:
+            raise TrainingError(
+                f"{error} after step {checkpoint.state['step']}: nothing was saved; the "
+                "checkpoints on disk are of before"
+            ) from error
+
+    def _check_finite(self, model: Any, checkpoint: Checkpoint) -> None:
+        """Raise ``ValueError`` naming a tensor that is not finite; a mask may hold infinities."""
+        names = self.trained_names(model)
+        optimizer, ranks = buffers.take_out(checkpoint.training)
+        trained = {name: value for name, value in checkpoint.model.items() if name in names}
+        others = {name: value for name, value in checkpoint.model.items() if name not in names}
+        bad = (
+            checkpoints.not_finite(trained)
+            or checkpoints.not_finite(optimizer)
+            or checkpoints.not_finite({**others, **ranks}, infinite=True)
+        )
+        if bad:
+            raise ValueError(f"{bad} is not finite")
 
     @together
     def load_checkpoint(
@@ -176,7 +203,9 @@ class StateAdapter(Adapter):
         """See ``resume``; rank 0 alone has the state until ``broadcast_state`` is called."""
 
         def load() -> dict[str, Any] | None:
-            found = checkpoints.load_newest(Path(directory))
+            found = checkpoints.load_newest(
+                Path(directory), lambda found: self._check_finite(model, found)
+            )
             if found is None:
                 return None
             if origin is not None:

@@ -20,7 +20,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,10 +171,22 @@ def remove_partial(directory: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def load_newest(directory: Path) -> Checkpoint | None:
+def not_finite(arrays: Arrays, *, infinite: bool = False) -> str | None:
+    """The first array, by name, that holds nan or (unless that is allowed) infinity."""
+    for name, value in sorted(arrays.items()):
+        good = np.isfinite(value) if not infinite else ~np.isnan(value)
+        if not good.all():
+            return name
+    return None
+
+
+def load_newest(
+    directory: Path, check: Callable[[Checkpoint], None] = lambda found: None
+) -> Checkpoint | None:
     """The newest checkpoint under ``directory`` whose checksums are right; None without one.
 
-    A damaged one is named in a warning and passed over.
+    A damaged one is named in a warning and passed over, and so is one for which ``check`` raises
+    ``ValueError``.
 
     Raises:
         UsageError: checkpoints are there and not one of them can be read.
@@ -186,7 +198,9 @@ def load_newest(directory: Path) -> Checkpoint | None:
     reasons = []
     for name in reversed(names):
         try:
-            return read(directory / name)
+            found = read(directory / name)
+            check(found)
+            return found
         except DAMAGE as error:
             reason = f"{type(error).__name__}: {error}"
             reasons.append(f"{name}: {reason}")

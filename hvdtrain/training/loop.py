@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.batch.walltime import ends_at
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
 from hvdtrain.launch import ending
+from hvdtrain.steps.integrity import places
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.randomness import seed_of
-from hvdtrain.steps.sharding import Part, Shards, evaluation_parts
+from hvdtrain.steps.sharding import Part, Position, Shards, evaluation_parts
 from hvdtrain.training import surroundings
 from hvdtrain.training.options import Options
 from hvdtrain.training.plan import Plan
@@ -21,10 +23,16 @@ from hvdtrain.training.progress import Silent
 from hvdtrain.training.result import Clock, rows
 from hvdtrain.training.saving import Keeper, Standing
 from hvdtrain.training.timeline_window import TimelineWindow
-from hvdtrain.workloads.base import Loaded, Task
+from hvdtrain.workloads.base import Loaded, NotFinite, Task
 
 LINES_PER_EPOCH = 20  # log intervals
+MOST_SKIPPED = 10  # updates in a row that --on-nan skip leaves out
+MOST_ROLLBACKS = 3
 EVALUATION_BATCH = 4  # times the training batch of a rank: no gradients need memory
+
+
+class _LeftOutError(Exception):
+    """A global batch is left out: the epoch goes on after ``Run.now``."""
 
 
 class Run:
@@ -50,6 +58,7 @@ class Run:
         self.pending: list[tuple[Part, Any]] = []  # losses that nobody has looked at yet
         self.train_loss: float | None = None
         self.why = "another rank was asked to stop"  # where this one was not
+        self.in_a_row = 0  # updates left out, up to here
         origin = {
             "framework": options.framework,
             "workload": name,
@@ -106,19 +115,36 @@ class Run:
             on_stop_signal(self._want_stop)
             if self.adapter.world.is_writer:  # its wish reaches the others with the gradients
                 self.walltime = Walltime(ends_at())
+        try:
+            stopped = self._train()
+        except TrainingError as error:
+            if ending.is_agreed(error):
+                self._end("diverged")
+            raise
+        self._end(stopped)
+        return EXIT_PREEMPTED if stopped == "preempted" else EXIT_OK
+
+    def _train(self) -> str:
+        if self.options.on_nan == "rollback" and self.keeper.path is None:
+            self._save()  # something to go back to
         stopped = self._finished()
         while stopped is None:
-            stopped = self._epoch()
+            try:
+                stopped = self._epoch()
+            except _LeftOutError:
+                continue
         if stopped != "preempted" and not self._evaluate():
             stopped = "preempted"
         self._save()
         if stopped == "preempted" and self.adapter.world.is_writer:
             done = f"stopped after step {self.now.step}, saved {self.keeper.path}"
             ending.announce(f"{self.why}: {done}: {AGAIN}", mpirun_ends=self.why in ENDING)
+        return stopped
+
+    def _end(self, stopped: str) -> None:
         self.task.train.close()
         self.timeline.close()
         self._sum_up(stopped)
-        return EXIT_PREEMPTED if stopped == "preempted" else EXIT_OK
 
     def _finished(self) -> str | None:
         if self.plan.num_steps is not None and self.now.step >= self.plan.num_steps:
@@ -128,7 +154,11 @@ class Run:
     def _epoch(self) -> str | None:
         """Train to the end of the epoch, or to a stop; why it stopped, None to go on."""
         epoch = self.now.position.epoch
-        parts = self.shards.parts(epoch, self.now.position.consumed)
+        parts = (
+            part
+            for part in self.shards.parts(epoch, self.now.position.consumed)
+            if [part.start.epoch, part.start.consumed] not in self.now.left_out
+        )
         self.clock.resume()
         for part, batch in self.clock.split.fetching(self.task.train.training(parts)):
             self._update(part, batch)
@@ -144,6 +174,7 @@ class Run:
             if every and self.now.step % every == 0:
                 self._save()
                 self.clock.resume()
+        self.now.position = Position(epoch + 1)  # also where the last global batch was left out
         self._end_of_epoch_loss(reset=True)
         if not self._evaluate():
             return "preempted"
@@ -169,8 +200,14 @@ class Run:
         self.timeline.enter(self.now.step)
         place = part.start.epoch + part.start.consumed / self.shards.samples
         seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
+        restores = self.options.on_nan == "skip"
+        before = self.adapter.local_buffers(self.task.model) if restores else {}
         with self.shards.step(part):
             loss = self.task.update(batch, learning_rate=self.rate(place), seed=seed)
+        if self.task.not_finite:
+            self.adapter.set_local_buffers(self.task.model, before)
+            self._leave_out(part, self.task.not_finite)
+        self.in_a_row = 0
         self.now.step += 1
         self.now.samples += part.global_count
         self.now.position = part.end
@@ -185,6 +222,53 @@ class Run:
         )
         if self.now.step % self.log_every == 0:
             self._log(part, place)
+
+    def _leave_out(self, part: Part, trouble: NotFinite) -> NoReturn:
+        """Do what ``--on-nan`` says where an update was not made; on all ranks alike.
+
+        Raises:
+            _LeftOutError: the training goes on, without this global batch.
+            TrainingError: on every rank: it does not.
+        """
+        what = self._tell(part, trouble)
+        if self.options.on_nan == "skip" and self.in_a_row < MOST_SKIPPED:
+            self.in_a_row += 1
+            self.now.skipped += 1
+            begin = part.start
+            self.now.position = Position(begin.epoch, begin.consumed + part.global_count)
+            self.now.evaluation = None
+            self.show.say(f"{what}: the update is left out")
+            raise _LeftOutError
+        left_out = [*self.now.left_out, [part.start.epoch, part.start.consumed]]
+        if self.options.on_nan == "rollback" and len(left_out) <= MOST_ROLLBACKS:
+            self.pending.clear()
+            self.now = self.keeper.roll_back()
+            self.now.left_out = left_out
+            self.show.say(f"{what}: back to step {self.now.step}, and without that global batch")
+            raise _LeftOutError
+        with contextlib.suppress(TrainingError):  # the weights are those of before
+            self._save()
+        tried = {
+            "skip": f"; {MOST_SKIPPED} updates before it were left out",
+            "rollback": f"; {MOST_ROLLBACKS} global batches were left out before",
+        }
+        raise ending.agreed(
+            TrainingError(
+                f"{what}{tried.get(self.options.on_nan, '')}. Lower --lr, look at the data, or "
+                "let --on-nan skip or rollback leave such global batches out"
+            )
+        )
+
+    def _tell(self, part: Part, trouble: NotFinite) -> str:
+        """Say which ranks' gradients were not finite; all ranks call it."""
+        told = self.adapter.communicator.gather(trouble.own.encode())
+        hosts = [facts.host for facts in self.adapter.ranks]
+        ranks = [rank for rank, own in enumerate(told) if own]
+        owners = ", ".join(f"{places([rank], hosts)}: {told[rank].decode()}" for rank in ranks[:4])
+        return (
+            f"the gradients of step {self.now.step + 1} (epoch {part.start.epoch + 1}) are not "
+            f"finite, {trouble.parameter} first ({owners or 'of no single rank for sure'})"
+        )
 
     def _look(self) -> None:
         """Read the losses that are pending; stop where one is not finite."""
@@ -262,6 +346,10 @@ class Run:
         self.keeper.save(self.now)  # step 7
         self.walltime.saved(time.monotonic() - started)
 
+    def _left_out(self) -> dict[str, int]:
+        counts = {"steps_skipped": self.now.skipped, "rollbacks": len(self.now.left_out)}
+        return {name: count for name, count in counts.items() if count}
+
     def _sum_up(self, stopped: str) -> None:
         tested = self.now.evaluation or {}
         world = self.adapter.world
@@ -284,10 +372,11 @@ class Run:
             **self.clock.figures(),
             # Ranks that were told to end must not wait for one another any more.
             "step_split": None
-            if stopped == "preempted"
+            if stopped in ("preempted", "diverged")
             else self.clock.step_split(self.adapter.communicator),
             "gradient_messages": self.adapter.gradient_messages,
             "parameter_norm": self.task.parameter_norm(),
+            **self._left_out(),
             "stopped": stopped,
             "checkpoint": self.keeper.path,
             "timeline": self.timeline.recorded,

@@ -97,7 +97,7 @@ NOT_BUILT = frozenset(
     {
         *("accumulate-steps", "autotune", "check-replicas", "checkpoint", "clip-norm", "compile"),
         *("compression", "cycle-time-ms", "evaluate-only", "fusion-threshold-mb"),
-        *("hierarchical-allreduce", "micro-batches", "on-nan", "predict", "reduction", "spawn"),
+        *("hierarchical-allreduce", "micro-batches", "predict", "reduction", "spawn"),
         *("stages", "tf32"),
     }
 )
@@ -145,6 +145,12 @@ class Options:
     )
     dropout: float | None = option(None, "mnist: one fraction for all dropouts, 0: none", fraction)
     sync_batchnorm: bool = option(False, "BatchNorm over the global batch", bool)
+    on_nan: str = option(
+        "stop",
+        "where gradients are not finite: end, leave that update out (at most 10 in a row), or go "
+        "back to the newest checkpoint and leave that global batch out (at most 3 times)",
+        choices=("stop", "skip", "rollback"),
+    )
     workers: int | None = option(None, "processes a rank that read images (0: the rank)", count)
     skip_broken: bool = option(False, "leave out and count images that cannot be decoded", bool)
     seed: int = option(0, "of weights, order, dropout and augmentation", count)
@@ -301,4 +307,6 @@ def check(options: Options) -> Options:
         for name in ("checkpoint_every", "resume"):
             if getattr(options, name) not in (None, "auto", "never"):
                 raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
+        if options.on_nan == "rollback":
+            raise UsageError("--on-nan rollback needs --checkpoint-dir")
     return options

@@ -14,7 +14,10 @@ import psutil
 from hvdtrain.adapters.communicator import Communicator
 from hvdtrain.training.step_split import StepSplit
 
-STOPPED = {"preempted": "preempted and saved: run the same command again to go on"}
+STOPPED = {
+    "preempted": "preempted and saved: run the same command again to go on",
+    "diverged": "diverged: what it computes is no longer finite",
+}
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.adapters.common import CommonAdapter
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.files import check_writable
 from hvdtrain.launch import ending
 from hvdtrain.steps import checkpoint as checkpoints
@@ -33,6 +33,10 @@ class Standing:
     """How many samples ``loss_sum`` is over."""
     evaluation: dict[str, Any] | None = None
     """Metrics on the test set after ``step``; None where it was not evaluated there."""
+    skipped: int = 0
+    """Updates left out since the start, because their gradients were not finite."""
+    left_out: list[list[int]] = field(default_factory=list)
+    """Where the global batches begin that are left out after a rollback: [epoch, consumed]."""
 
 
 class Keeper:
@@ -46,7 +50,7 @@ class Keeper:
     ) -> None:
         self.options, self.adapter, self.task, self.origin = options, adapter, task, origin
         self.path: str | None = None
-        self._saved: tuple[int, bool] | None = None  # step, and whether with an evaluation
+        self._saved: Any = None  # what told the checkpoint at ``path`` from others
         self._lock: DirectoryLock | None = None
 
     def resume(self) -> Standing:
@@ -67,26 +71,43 @@ class Keeper:
         if mode == "never":
             root(lambda: checkpoints.set_aside(directory))
             return Standing()
+        now = self._load(directory)
+        if now is None and mode == "must":
+            raise ending.agreed(UsageError(f"--resume must: there is no checkpoint in {directory}"))
+        return now or Standing()
+
+    def roll_back(self) -> Standing:
+        """Go back to the newest checkpoint, on all ranks.
+
+        Raises:
+            TrainingError: on every rank, if there is none.
+        """
+        assert self.options.checkpoint_dir is not None
+        now = self._load(self.options.checkpoint_dir)
+        if now is None:
+            raise ending.agreed(TrainingError("there is no checkpoint to go back to"))
+        self.adapter.broadcast_state(self.task.model, self.task.optimizer)
+        return now
+
+    def _load(self, directory: Path) -> Standing | None:
         state = self.adapter.load_checkpoint(
             directory, self.task.model, self.task.optimizer, origin=self.origin
         )
         if state is None:
-            if mode == "must":
-                raise ending.agreed(
-                    UsageError(f"--resume must: there is no checkpoint in {directory}")
-                )
-            return Standing()
-        self.path = state["path"]
-        self._saved = (state["step"], state["metrics"] is not None)
+            return None
         writes = self.adapter.world.is_writer  # one rank carries the sums of the epoch so far
-        return Standing(
+        now = Standing(
             step=state["step"],
             position=Position(**state["position"]),
             samples=state["samples"],
             loss_sum=state["loss_sum"] if writes else 0.0,
             loss_count=state["loss_count"] if writes else 0,
             evaluation=state["metrics"],
+            skipped=state.get("skipped", 0),
+            left_out=state.get("left_out", []),
         )
+        self.path, self._saved = state["path"], _mark(now)
+        return now
 
     def _occupy(self, directory: Path) -> None:
         check_writable(directory / checkpoints.STATE_FILE, "--checkpoint-dir")
@@ -105,8 +126,9 @@ class Keeper:
 
         Raises:
             CheckpointError: on every rank, if it could not be written.
+            TrainingError: on every rank, if the weights are not finite; nothing is written.
         """
-        mark = (now.step, now.evaluation is not None)
+        mark = _mark(now)
         if self.options.checkpoint_dir is None or self._saved == mark:
             return
         self.adapter.communicator.on_root(self._check_lock)
@@ -118,6 +140,8 @@ class Keeper:
             "loss_sum": means["loss"] * count if count else 0.0,
             "loss_count": count,
             "metrics": now.evaluation,
+            "skipped": now.skipped,
+            "left_out": now.left_out,
             "origin": self.origin,
         }
         path = self.adapter.save_checkpoint(
@@ -128,3 +152,7 @@ class Keeper:
             keep=self.options.keep,
         )
         self._saved, self.path = mark, str(path)
+
+
+def _mark(now: Standing) -> tuple[Any, ...]:
+    return now.step, now.position, now.evaluation is not None

@@ -87,6 +87,19 @@ class Indexed(Data):
             yield self.fetch(indices)
 
 
+@dataclass(frozen=True)
+class NotFinite:
+    """Why no rank has made an update: the gradients of the global batch are not finite.
+
+    Attributes:
+        parameter: the first one whose gradient is not finite; the same on all ranks.
+        own: what this rank has contributed, such as ``its loss is nan``; empty: nothing known.
+    """
+
+    parameter: str
+    own: str
+
+
 class Task(ABC):
     """A model with its data, optimizer and loss; everything that happens in one process.
 
@@ -99,6 +112,7 @@ class Task(ABC):
         notes: lines that a user should see before the training.
         needs_empty_forward: an empty batch takes the forward and backward pass too, because the
             other ranks wait in it.
+        not_finite: why the last ``update`` changed nothing; None: it did.
     """
 
     model: Any
@@ -108,6 +122,7 @@ class Task(ABC):
     options: TaskOptions
     notes: tuple[str, ...] = ()
     needs_empty_forward = False
+    not_finite: NotFinite | None = None
 
     @abstractmethod
     def update(self, batch: Loaded, *, learning_rate: float, seed: int) -> Any:
@@ -120,6 +135,10 @@ class Task(ABC):
 
         Returns:
             The mean loss over the batch, a scalar tensor (0 for an empty batch); not waited for.
+
+        Where the gradients are not finite, ``not_finite`` tells so on every rank, and none has
+        changed its weights. (Loss scaling, of fp16, has its own way: it leaves such steps out and
+        scales by less.)
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
-from hvdtrain.workloads.base import Data, Indexed, Loaded, Task, TaskOptions
+from hvdtrain.workloads.base import Data, Indexed, Loaded, NotFinite, Task, TaskOptions
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -77,19 +77,52 @@ class TorchTask(Task):
             group["lr"] = learning_rate
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
-        y = batch.y.to(self.device, non_blocking=True)
-        if len(y) or self.needs_empty_forward:
-            self.model.train()
-            with torch.autocast(
-                self.device.type, self.low_precision, enabled=self.low_precision is not None
-            ):
-                logits = self.model(self._input(batch.x))
-            logits = logits.to(self.dtype)
-            loss = F.cross_entropy(logits, y) if len(y) else logits.sum() * 0
-            self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if len(batch.y) or self.needs_empty_forward:
+            loss = self._loss(batch)
+            # One that is not finite makes the gradients so, and by them all ranks learn of it.
+            self.scaler.scale(loss * (1 + 0 * loss.detach())).backward()
+        self.not_finite = None
+        if not self.scaler.is_enabled() and (bad := self._not_finite()):
+            self.not_finite = NotFinite(bad, self._own_trouble(batch, loss, seed))
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         return loss.detach()
+
+    def _loss(self, batch: Loaded) -> torch.Tensor:
+        y = batch.y.to(self.device, non_blocking=True)
+        self.model.train()
+        with torch.autocast(
+            self.device.type, self.low_precision, enabled=self.low_precision is not None
+        ):
+            logits = self.model(self._input(batch.x))
+        logits = logits.to(self.dtype)
+        return F.cross_entropy(logits, y) if len(y) else logits.sum() * 0
+
+    @torch.no_grad()
+    def _not_finite(self) -> str:
+        """The first parameter whose gradient is not finite; empty: none."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # A sum is as finite as what it is of, and one pass tells.
+        sums = [(p, p.grad.sum()) for p in parameters if p.grad is not None]
+        if not sums or torch.stack([total for _, total in sums]).isfinite().all():
+            return ""
+        first = next(p for p, total in sums if not total.isfinite())
+        return next(name for name, p in self.model.named_parameters() if p is first)
+
+    def _own_trouble(self, batch: Loaded, loss: torch.Tensor, seed: int) -> str:
+        """What this rank has contributed; its own gradients are gone, so they are made again."""
+        if not loss.isfinite():
+            return f"its loss is {float(loss)}"
+        if not len(batch.y) or self.needs_empty_forward:  # its layers would wait for other ranks
+            return ""
+        torch.manual_seed(seed)
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(self._loss(batch), [p for _, p in named], allow_unused=True)
+        for (name, _), gradient in zip(named, gradients, strict=True):
+            if gradient is not None and not gradient.isfinite().all():
+                return f"its gradient of {name}"
+        return ""
 
     @torch.no_grad()
     def evaluate(self, batch: Loaded) -> tuple[float, int]:

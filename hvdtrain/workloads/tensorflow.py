@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
-from hvdtrain.workloads.base import Data, Indexed, Loaded, Task, TaskOptions
+from hvdtrain.workloads.base import Data, Indexed, Loaded, NotFinite, Task, TaskOptions
 
 LOW_PRECISION = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -81,8 +81,19 @@ class TFTask(Task):
             arguments = [tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int64)]
             self._step = _traced(self._traced_step, [*_any_number(batch), *arguments])
         if len(batch.y) or self.needs_empty_forward:
-            return self._step(batch.x, batch.y, rate, np.int64(seed))
-        return self._empty_step(rate, np.float64(0))
+            loss, bad, own = self._step(batch.x, batch.y, rate, np.int64(seed))
+        else:
+            loss, bad, own = self._empty_step(rate, np.float64(0))
+        self.not_finite = None
+        if bad >= 0:
+            name = self.model.trainable_variables[bad].path
+            self.not_finite = NotFinite(name, self._own_trouble(loss, own))
+        return loss
+
+    def _own_trouble(self, loss: Any, own: Any) -> str:
+        if not np.isfinite(loss):
+            return f"its loss is {float(loss)}"
+        return f"its gradient of {self.model.trainable_variables[own].path}" if own >= 0 else ""
 
     def _traced_step(self, pixels: Any, labels: Any, learning_rate: Any, seed: Any) -> Any:
         for place, state in enumerate(self._seeds):
@@ -97,22 +108,26 @@ class TFTask(Task):
             # As a sum over a count the loss of no sample is 0, and so are its gradients.
             count = tf.maximum(tf.size(losses), 1)
             loss = tf.reduce_sum(losses) / tf.cast(count, self.dtype)
-            scaled = self.optimizer.scale_loss(loss)
+            # One that is not finite makes the gradients so, and by them all ranks learn of it.
+            one = tf.where(tf.math.is_finite(loss), 1.0, np.nan)
+            scaled = self.optimizer.scale_loss(loss * tf.cast(one, loss.dtype))
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
-        self._apply(gradients, variables, learning_rate)
-        return loss
+        return loss, *self._apply(gradients, variables, learning_rate)
 
     def _traced_empty_step(self, learning_rate: Any, zero: Any) -> Any:
         variables = self.model.trainable_variables
         # Zeros that TensorFlow cannot know of: it would keep them all in the graph.
         zeros = [tf.fill(value.shape, tf.cast(zero, value.dtype)) for value in variables]
-        self._apply(zeros, variables, learning_rate)
-        return tf.zeros((), self.dtype)
+        return tf.zeros((), self.dtype), *self._apply(zeros, variables, learning_rate)
 
-    def _apply(self, gradients: list[Any], variables: list[Any], learning_rate: Any) -> None:
+    def _apply(self, gradients: list[Any], variables: list[Any], learning_rate: Any) -> Any:
+        """Update, unless gradients are not finite: the first one over all ranks, and our own."""
         rate = self.optimizer.learning_rate
         rate.assign(tf.cast(learning_rate, rate.dtype))
         self.optimizer.apply(gradients, variables)
+        none = tf.constant(-1, tf.int64)
+        bad = getattr(self.optimizer, "bad", none)
+        return bad, tf.cond(bad < 0, lambda: none, lambda: _not_finite(gradients))
 
     @contextmanager
     def _lowered(self) -> Iterator[None]:
@@ -157,6 +172,14 @@ class TFTask(Task):
         return [float(loss) for loss in losses]
 
 
+def _not_finite(gradients: Sequence[Any]) -> Any:
+    """The place of the first gradient that is not finite, int64; -1: none."""
+    # A sum is as finite as what it is of, and one pass tells.
+    finite = tf.stack([tf.math.is_finite(tf.reduce_sum(gradient)) for gradient in gradients])
+    first = tf.argmin(tf.cast(finite, tf.int8))
+    return tf.where(tf.reduce_all(finite), tf.constant(-1, tf.int64), first)
+
+
 def _any_number(batch: Loaded) -> list[tf.TensorSpec]:
     """The shapes of batches like ``batch`` with any number of samples."""
     return [tf.TensorSpec((None, *part.shape[1:]), part.dtype) for part in (batch.x, batch.y)]
@@ -172,31 +195,43 @@ def weight_dtype(options: TaskOptions) -> str:
     return "float64" if options.precision == "fp64" else "float32"
 
 
-class _Penalised:
-    """Adds the L2 penalty to the gradients, as PyTorch's SGD and Adam do.
+class _Guarded:
+    """Makes no update of gradients that are not finite; adds the L2 penalty to the others.
 
-    Keras' own ``weight_decay`` is decoupled from the gradients, whatever the optimizer.
+    Keras' own ``weight_decay`` is decoupled from the gradients, whatever the optimizer; PyTorch's
+    SGD and Adam add it.
     """
 
     penalty = 0.0
+    bad: Any  # in the trace at hand: the place of a gradient that is not finite, or -1
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Update the variables; gradients are those of the global batch here."""
-        variables = list(trainable_variables)
+        variables, apply = list(trainable_variables), super().apply  # type: ignore[misc]
+        self.bad = _not_finite(list(grads))
         if self.penalty:
             grads = [
                 gradient + tf.cast(self.penalty, gradient.dtype) * variable.value
                 for gradient, variable in zip(grads, variables, strict=True)
             ]
-        super().apply(grads, variables)  # type: ignore[misc]
+
+        def update() -> Any:
+            apply(grads, variables)
+            return tf.constant(True)
+
+        tf.cond(self.bad < 0, update, lambda: tf.constant(False))
 
 
-class SGD(_Penalised, keras.optimizers.SGD):
+class SGD(_Guarded, keras.optimizers.SGD):
     """Keras' SGD with an L2 penalty."""
 
 
-class Adam(_Penalised, keras.optimizers.Adam):
+class Adam(_Guarded, keras.optimizers.Adam):
     """Keras' Adam with an L2 penalty."""
+
+
+class AdamW(_Guarded, keras.optimizers.AdamW):
+    """Keras' AdamW."""
 
 
 def make_optimizer(options: TaskOptions) -> keras.optimizers.Optimizer:
@@ -213,7 +248,7 @@ def make_optimizer(options: TaskOptions) -> keras.optimizers.Optimizer:
         optimizer = Adam(1.0, epsilon=1e-8)
         optimizer.penalty = options.weight_decay
     elif options.optimizer == "adamw":
-        optimizer = keras.optimizers.AdamW(1.0, epsilon=1e-8, weight_decay=options.weight_decay)
+        optimizer = AdamW(1.0, epsilon=1e-8, weight_decay=options.weight_decay)
     else:
         raise UsageError(f"--optimizer {options.optimizer}: choose one of sgd, adam, adamw")
     if options.precision == "fp16":

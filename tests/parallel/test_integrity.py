@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import BIN, Outcome, run
+from tests.conftest import BIN, Outcome, ranks, run
+from tests.parallel.conftest import FRAMEWORKS, SOME, Training, assert_bit_equal, assert_close
 
 LINE = (sys.executable, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet")
 TRAIN = """
@@ -141,3 +142,56 @@ def test_a_library_of_horovod_that_does_not_load(tmp_path: Path) -> None:
     subprocess.run([compiler, *flags], check=True, timeout=60)
     outcome = run(list(LINE), LD_LIBRARY_PATH=str(tmp_path))
     assert_refused(outcome, "Horovod is installed but cannot be loaded", "hvdtrain doctor")
+
+
+NAN = (
+    *("--model=small", "--epochs=3", "--global-batch-size=1499", "--lr=0.01", "--dropout=0"),
+    *("--precision=fp64", "--lr-scaling=none"),
+)
+
+
+def train_on_a_bad_sample(number: int, folder: Path, *options: str, code: int = 0) -> Training:
+    """Two updates an epoch, of 1,499 samples and of one; in the first epoch that one is bad."""
+    script = Path(__file__).parent / "scripts" / "one_bad_sample.py"
+    outcome = ranks(
+        number,
+        *(str(script), *NAN, *options, "--quiet", f"--summary={folder / 'summary.json'}"),
+        f"--checkpoint-dir={folder / 'checkpoints'}",
+    )
+    assert outcome.code == code, outcome.err[-3000:]
+    return Training(outcome, folder)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_gradients_that_are_not_finite(framework: str, tmp_path: Path) -> None:
+    """Rank 1 has no sample in the first bad update, and takes part in leaving it out."""
+    line, folder = f"--framework={framework}", tmp_path / "two"
+    stopped = train_on_a_bad_sample(2, folder, line, code=1)
+    assert len(stopped.outcome.said) == 1
+    # TensorFlow's ReLU makes a 0 of what is not a number, so there the loss is one.
+    own = "its loss is nan" if framework == "pytorch" else "its gradient of small/conv1/kernel"
+    for words in ("step 2 (epoch 1)", "first", f"(rank 0): {own}", "--on-nan"):
+        assert words in stopped.outcome.said[0]
+    assert "Traceback" not in stopped.outcome.err
+    assert stopped.summary["stopped"] == "diverged"
+    assert stopped.summary["steps_completed"] == 1
+    assert stopped.summary["parameter_norm"] > 0
+    assert stopped.newest.name == "step-000000001"
+
+    again = train_on_a_bad_sample(2, folder, line, "--on-nan=skip")
+    assert again.summary["stopped"] == "finished"
+    assert again.summary["steps_skipped"] == 3  # one an epoch
+    assert again.summary["steps_completed"] == 3
+    assert again.summary["samples_trained"] == 1499 + 1 + 1
+
+    back = train_on_a_bad_sample(
+        2, tmp_path / "back", line, "--on-nan=rollback", "--checkpoint-every=1"
+    )
+    assert back.summary["rollbacks"] == 3
+    assert back.summary["steps_completed"] == 3
+    assert_bit_equal(back, again)
+
+    if framework in SOME:
+        alone = train_on_a_bad_sample(1, tmp_path / "one", line, "--on-nan=skip")
+        assert alone.summary["steps_skipped"] == 3
+        assert_close(alone, again, 1e-9)

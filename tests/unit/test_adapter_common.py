@@ -14,7 +14,8 @@ import pytest
 from hvdtrain.adapters import launch_check
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.communicator import Communicator
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
+from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
 from hvdtrain.steps.integrity import RankFacts
 from hvdtrain.steps.world import World
@@ -200,6 +201,46 @@ def test_a_foreign_checkpoint_is_refused_on_all_ranks(on_ranks: Any, tmp_path: P
     outcomes = on_ranks(2, act)
     assert {type(outcome) for outcome in outcomes} == {UsageError}
     assert all("'array' there, 'other' here" in str(outcome) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("where", ["w", "momentum", "mean"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_neither_saved_nor_resumed(
+    on_ranks: Any, tmp_path: Path, where: str, value: float
+) -> None:
+    mask = where == "mean" and value == np.inf  # a mask holds infinities, and they are welcome
+
+    def act(communicator: Communicator) -> Any:
+        adapter, model = trained(communicator)
+        adapter.save_checkpoint(tmp_path, model, {"m": np.ones(1)}, state={"step": 1})
+        momenta = {"m": np.array([value if where == "momentum" else 1.0])}
+        if where == "w":
+            model["weights"]["w"] = np.array([1.0, value])
+        elif where == "mean" and communicator.rank == 1:
+            model["running"]["mean"] = np.array([value], np.float32)
+        return adapter.save_checkpoint(tmp_path, model, momenta, state={"step": 2})
+
+    name = {"w": "w", "momentum": "m", "mean": "mean"}[where]
+    for outcome in on_ranks(2, act):
+        if mask:
+            assert outcome == tmp_path / "step-000000002"
+        else:
+            assert isinstance(outcome, TrainingError)
+            assert str(outcome).startswith(f"{name} is not finite after step 2: nothing was saved")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step-00000000{step}" for step in (1, 2)[: 1 + mask]
+    ]
+    # As an older version saved it.
+    arrays = {"w": np.ones(2), "steps": np.array(0), "mean": np.zeros(1, np.float32)}
+    arrays |= {name: np.array([value])} if where != "momentum" else {}
+    momenta = {"m": np.array([value if where == "momentum" else 1.0])}
+    checkpoints.save(tmp_path, Checkpoint(arrays, momenta, {"step": 3}), keep=9)
+
+    def resume(communicator: Communicator) -> Any:
+        state = ArrayAdapter(communicator).load_checkpoint(tmp_path, model_of(0), {})
+        return state and state["step"]
+
+    assert on_ranks(2, resume) == [3 if mask else 1] * 2
 
 
 def test_no_checkpoint_is_none_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:

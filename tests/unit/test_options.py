@@ -74,6 +74,7 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("dropout", "0", 0.0),
     ("dropout", "0.25", 0.25),
     ("sync-batchnorm", None, True),
+    *(("on-nan", name, name) for name in ("stop", "skip")),
     ("workers", "0", 0),
     ("workers", "4", 4),
     ("skip-broken", None, True),
@@ -278,6 +279,7 @@ def test_a_wrong_line_is_told(line: list[str], words: list[str]) -> None:
         (["--synthetic", "--data=d"], ["--synthetic", "--data"]),
         (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),
+        (["--on-nan=rollback"], ["--on-nan rollback", "--checkpoint-dir"]),
     ],
 )
 def test_contradictions_name_both_options(line: list[str], words: list[str]) -> None:
