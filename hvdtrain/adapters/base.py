@@ -49,7 +49,9 @@ class Adapter(ABC):
         """
 
     @abstractmethod
-    def shard_data(self, samples: int, *, global_batch: int, seed: int = 0) -> Shards:
+    def shard_data(
+        self, samples: int, *, global_batch: int, seed: int = 0, digest: str | bytes = ""
+    ) -> Shards:
         """Step 3: this rank's parts of the global batches of ``range(samples)``.
 
         Iterate over ``.epoch(number)``; each ``Part`` has ``indices``, and all ranks take the same
@@ -62,6 +64,12 @@ class Adapter(ABC):
             samples: size of the dataset, equal on all ranks.
             global_batch: samples of a step over all ranks.
             seed: seed of the order, equal on all ranks.
+            digest: of the data, such as a SHA-256 of file names and labels in their order. Where
+                it is given, on all ranks, it is compared: ranks with other samples of the same
+                number would train without a word.
+
+        Raises:
+            UsageError: on every rank: the digests differ; names the ranks.
         """
 
     @abstractmethod

@@ -17,6 +17,7 @@ from hvdtrain.environment import gpus
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import lifeline
 from hvdtrain.launch.detect import detect
+from hvdtrain.launch.ending import agreed
 from hvdtrain.launch.tuning import runtime_variables, set_defaults
 from hvdtrain.launch.waits import Waits, together
 from hvdtrain.steps import metrics
@@ -156,8 +157,21 @@ class CommonAdapter(StateAdapter):
         identity = gpus.identities(visible, os.environ)[place] if visible else ""
         launch_check.check_devices(self.communicator, Device(name, identity, visible), self.ranks)
 
-    def shard_data(self, samples: int, *, global_batch: int, seed: int = 0) -> Shards:
+    def shard_data(
+        self, samples: int, *, global_batch: int, seed: int = 0, digest: str | bytes = ""
+    ) -> Shards:
         """See ``Adapter``."""
+        if digest:
+            given = digest if isinstance(digest, bytes) else digest.encode()
+            everyone = self.communicator.gather(given)
+            if others := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
+                raise agreed(
+                    UsageError(
+                        f"shard_data: the digest of the data on rank(s) "
+                        f"{', '.join(map(str, others))} is not rank 0's: give every host the same "
+                        "data, in the same order"
+                    )
+                )
         rank, size = self.world.rank, self.world.size
         self._shards = Shards(samples, global_batch, seed, rank, size, on_begin=self.begin_part)
         return self._shards

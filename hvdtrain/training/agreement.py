@@ -19,6 +19,7 @@ from hvdtrain.training.options import Options
 from hvdtrain.workloads.base import Task
 
 # What only rank 0 uses, or what changes no result.
+SHOWN = 12  # digits of a digest
 OWN = ("quiet", "summary", "metrics", "tensorboard", "workers")
 
 
@@ -40,14 +41,18 @@ def check_options(adapter: CommonAdapter, options: Options) -> None:
 
 
 def check_data(adapter: CommonAdapter, task: Task) -> None:
-    """Compare how many samples the ranks have found, in one collective.
+    """Compare how many samples the ranks have found, and which, in one collective.
 
     Raises:
-        UsageError: on every rank, naming who has found how many.
+        UsageError: on every rank, naming who has found what.
     """
     mine = {
         "the number of training samples": f"{task.train.samples:,}",
         "the number of test samples": f"{task.test.samples if task.test else 0:,}",
+        "the training data (a digest of labels and names)": task.train.digest[:SHOWN],
+        "the test data (a digest of labels and names)": (
+            task.test.digest[:SHOWN] if task.test else ""
+        ),
     }
     remedy = "give every host the same data (--data), best on a file system that all share"
     _compare(adapter, mine, remedy)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.steps.sharding import Indices, Part
 
@@ -53,9 +57,15 @@ class Loaded:
 
 
 class Data(ABC):
-    """A labelled dataset in the framework's tensors, fetched by index."""
+    """A labelled dataset in the framework's tensors, fetched by index.
+
+    Attributes:
+        samples: how many there are.
+        digest: the same where the samples are the same, in the same order; empty: not known.
+    """
 
     samples: int
+    digest = ""
 
     @abstractmethod
     def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Loaded]]:
@@ -67,6 +77,14 @@ class Data(ABC):
 
     def close(self) -> None:  # noqa: B027 (most data has nothing to end)
         """End worker processes, if there are any."""
+
+
+def digest_of(*arrays: NDArray[Any]) -> str:
+    """The SHA-256 of the bytes of ``arrays``."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 class Indexed(Data):

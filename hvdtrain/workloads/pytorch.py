@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
-from hvdtrain.workloads.base import Data, Indexed, Loaded, NotFinite, Task, TaskOptions
+from hvdtrain.workloads.base import (
+    Data,
+    Indexed,
+    Loaded,
+    NotFinite,
+    Task,
+    TaskOptions,
+    digest_of,
+)
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -23,6 +31,7 @@ class InMemory(Indexed):
         self.images = torch.from_numpy(np.array(images)).to(device)
         self.labels = torch.from_numpy(np.array(labels)).to(device)
         self.samples = len(labels)
+        self.digest = digest_of(labels, images)
 
     def fetch(self, indices: Indices) -> Loaded:
         """See ``Indexed``."""

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
-from hvdtrain.workloads.base import Data, Indexed, Loaded, NotFinite, Task, TaskOptions
+from hvdtrain.workloads.base import (
+    Data,
+    Indexed,
+    Loaded,
+    NotFinite,
+    Task,
+    TaskOptions,
+    digest_of,
+)
 
 LOW_PRECISION = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -26,6 +34,7 @@ class InMemory(Indexed):
             self.images = tf.constant(images)
             self.labels = tf.constant(labels)
         self.samples = len(labels)
+        self.digest = digest_of(labels, images)
 
     def fetch(self, indices: Indices) -> Loaded:
         """See ``Indexed``."""

@@ -128,6 +128,14 @@ def test_a_rank_with_other_data_is_named(tmp_path: Path) -> None:
     assert_refused(outcome, "the number of training samples differs: 64 on", "63 on", "(rank 1)")
 
 
+def test_a_rank_with_as_many_other_samples_is_named(tmp_path: Path) -> None:
+    data, other = write_mnist(tmp_path / "data", 64), write_mnist(tmp_path / "other", 64)
+    labels = other / "train-labels-idx1-ubyte"
+    labels.write_bytes(labels.read_bytes()[:-2] + b"\2\1")
+    outcome = contexts((*LINE, f"--data={data}"), (*LINE, f"--data={other}"))
+    assert_refused(outcome, "the training data (a digest", "differs", "(rank 0)", "(rank 1)")
+
+
 def test_different_versions_are_listed(tmp_path: Path) -> None:
     script = tmp_path / "older.py"
     script.write_text("import hvdtrain\nhvdtrain.__version__ = '0.0.9'\n" + TRAIN)

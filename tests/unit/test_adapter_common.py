@@ -130,6 +130,18 @@ def test_the_part_in_hand_gives_the_weight(on_ranks: Any) -> None:
     assert on_ranks(3, act) == [[0.5, 0.5, 0.5], [0.25, 0.25, 0.5], [0.25, 0.25, 0.0]]
 
 
+def test_other_data_of_the_same_size_is_told_by_its_digest(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> int:
+        digest = "other" if communicator.rank == 1 else "mine"
+        adapter = ArrayAdapter(communicator)
+        same = adapter.shard_data(10, global_batch=4, digest=b"the same")
+        return same.samples + adapter.shard_data(10, global_batch=4, digest=digest).samples
+
+    for outcome in on_ranks(3, act):
+        assert isinstance(outcome, UsageError)
+        assert "the data on rank(s) 1 is not rank 0's" in str(outcome)
+
+
 def trained(communicator: Communicator) -> tuple[ArrayAdapter, Model]:
     """After an epoch of 4 samples: 3 ranks have seen 2, 1 and 1."""
     adapter, model = ArrayAdapter(communicator), model_of(communicator.rank)

@@ -129,6 +129,16 @@ def test_what_is_no_file_is_told_or_left_out_and_never_opened(tmp_path: Path, ki
     assert len(whole.paths) == 2
 
 
+def test_the_digest_is_of_names_and_labels_wherever_they_are(tmp_path: Path) -> None:
+    here, there = folder(tmp_path / "here", ant=2, bee=1), folder(tmp_path / "there", ant=2, bee=1)
+    assert scan(here).digest == scan(there).digest
+    (there / "ant" / "1.jpg").rename(there / "ant" / "2.jpg")
+    assert scan(here).digest != scan(there).digest
+    (there / "ant" / "2.jpg").rename(there / "bee" / "1.jpg")
+    (here / "ant" / "1.jpg").rename(here / "ant" / "2.jpg")
+    assert scan(here).digest != scan(there).digest
+
+
 def test_a_class_may_be_a_link_to_a_folder(tmp_path: Path) -> None:
     folder(tmp_path / "elsewhere", ant=2)
     (tmp_path / "train").mkdir()

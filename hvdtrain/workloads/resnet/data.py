@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import socket
@@ -42,11 +43,20 @@ class ImageFolder:
         paths: the files, sorted by class and name.
         labels: int64, shape (len(paths),).
         classes: names of the classes, sorted; a label is a place in it.
+        root: the folder of the split.
     """
 
     paths: list[Path]
     labels: NDArray[np.int64]
     classes: list[str]
+    root: Path = Path()
+
+    @property
+    def digest(self) -> str:
+        """The same where names below ``root``, their order and their labels are the same."""
+        start = len(os.fspath(self.root)) + 1
+        names = "\0".join(os.fspath(path)[start:] for path in self.paths)
+        return hashlib.sha256(os.fsencode(names) + self.labels.tobytes()).hexdigest()
 
 
 def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, ImageFolder | None]:
@@ -72,7 +82,7 @@ def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, Im
     # A class without validation images is no error, but labels must mean the same in both.
     place = {name: label for label, name in enumerate(train.classes)}
     relabelled = np.array([place[test.classes[label]] for label in test.labels], np.int64)
-    return train, ImageFolder(test.paths, relabelled, train.classes)
+    return train, ImageFolder(test.paths, relabelled, train.classes, test.root)
 
 
 def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
@@ -98,7 +108,7 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
             )
         paths += [path for path, _ in found]
         labels += [label] * len(found)
-    return ImageFolder(paths, np.array(labels, np.int64), classes)
+    return ImageFolder(paths, np.array(labels, np.int64), classes, split)
 
 
 def _images(folder: str | Path) -> Iterator[tuple[Path, bool]]:
@@ -174,4 +184,5 @@ def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list
     good = [index for index, reason in enumerate(reasons) if not reason]
     if not good:
         raise UsageError(f"none of {len(reasons)} images can be decoded, {broken[0]} for one")
-    return ImageFolder([images.paths[i] for i in good], images.labels[good], images.classes), broken
+    paths = [images.paths[i] for i in good]
+    return ImageFolder(paths, images.labels[good], images.classes, images.root), broken

@@ -110,7 +110,7 @@ class Folder(Data):
     """
 
     def __init__(self, images: ImageFolder, options: TaskOptions) -> None:
-        self.samples = len(images.paths)
+        self.samples, self.digest = len(images.paths), images.digest
         self._images = _Images(images, options.image_size, options.seed)
         self._workers = options.workers
         self._pin = torch.device(options.device).type == "cuda"

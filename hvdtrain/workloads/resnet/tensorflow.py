@@ -32,7 +32,7 @@ class Folder(Data):
     """
 
     def __init__(self, images: ImageFolder, options: TaskOptions, *, training: bool) -> None:
-        self.samples = len(images.paths)
+        self.samples, self.digest = len(images.paths), images.digest
         self.images, self.options = images, options
         self._read = random_crop if training else centre_crop
         self._paths = np.array([os.fsencode(path) for path in images.paths])  # any name will do
