@@ -329,6 +329,20 @@ RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
         OK,
         "0.6, 0.4 times the ranks' own",
     ),
+    *(
+        (
+            step,
+            f"Adasum, row {step}",
+            lambda e: (
+                gradients(lambda rank: LOCAL[rank])(e),
+                each(rate(0.1))(e),
+                each(lambda r: r["calls"].append({"name": "hvd", "update": 0, "adasum": True}))(e),
+            ),
+            NOT_SEEN,
+            "Adasum adds the ranks' steps by a rule of its own",
+        )
+        for step in (4, 5)
+    ),
     (5, "clipped", gradients(lambda rank: [v / 7 for v in MEAN]), OK, "0.0714, 0.0714 times"),
     (
         5,

@@ -28,6 +28,7 @@ Judge = Callable[[Sequence[Record]], Row]
 
 SAME = 1e-6  # relative difference of metrics that are the same
 FEW = 3  # samples on two ranks that may be chance: data has duplicates. And a sampler may pad
+ADASUM = "Adasum adds the ranks' steps by a rule of its own, with the rate of one rank"
 NO_INIT = "Horovod has not been initialized"  # in its own words
 EXPECTED = 5.0  # samples that would be on two ranks if they were drawn without shards
 COVERED = 0.9  # of what one rank alone sees: tails of batches may be dropped
@@ -41,11 +42,14 @@ def rows(everyone: Sequence[Record], alone: Record | None) -> list[Row]:
         alone: what one rank alone noted of the same script, to compare with.
     """
     gradient = mean_gradient(everyone, alone, unscaled=is_unscaled(everyone, alone))
+    rate = learning_rate(everyone, alone, summed=gradient.facts.get("summed", False))
+    if any(call.get("adasum") for record in everyone for call in record["calls"]):
+        rate, gradient = (Row(step, NOT_SEEN, ADASUM) for step in (rate.step, gradient.step))
     return [
         one_world(everyone),
         devices(everyone),
         shards(everyone, alone),
-        learning_rate(everyone, alone, summed=gradient.facts.get("summed", False)),
+        rate,
         gradient,
         equal_start(everyone),
         one_writer(everyone),

@@ -79,7 +79,12 @@ class Watch:
             replace(module, name, self._beginning)
         after(module, "synchronize", self._waited)
         told = f"{module.__name__}.DistributedOptimizer"
-        after(module, "DistributedOptimizer", lambda a, k, r: self.record.call(told))
+        adasum = getattr(module, "Adasum", "no such operation")  # Keras' module has none
+        after(
+            module,
+            "DistributedOptimizer",
+            lambda a, k, r: self.record.call(told, adasum=k.get("op") == adasum),
+        )
         replace(module, "_make_allreduce_grads_fn", self._maker)
 
     def adapters(self, module: Any) -> None:
