@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 # all ranks; a failure is most often one rank's own, and the job must be over within 10 s.
 WAIT_USAGE = 5.0
 WAIT_FAILURE = 1.0
+WAIT_PREEMPTED = 5.0  # for rank 0 to sum up, after which all leave together
 MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))  # not on other hosts
 LONGEST_FOLDER = 50  # characters; sockets in it have names of at most 108
 
@@ -55,11 +56,13 @@ def run(main: Callable[[], int]) -> NoReturn:
         # What rank 0 finds wrong in the command line or the data is most often so for all ranks.
         common = is_agreed(error) or (isinstance(error, UsageError) and rank() == 0)
         if is_agreed(error):
-            _disconnect()
+            _disconnect(WAIT_FAILURE)
         fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=common)
     except Exception as error:
         detail = "".join(traceback.format_exception(error))
         fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
+    if code == EXIT_PREEMPTED:
+        _disconnect(WAIT_PREEMPTED)
     leave(code)
 
 
@@ -89,16 +92,16 @@ _clearing: list[subprocess.Popen[bytes]] = []  # keeps open what tells it that t
 _speaking = threading.Lock()  # never released: who has it ends the process
 
 
-def _disconnect() -> None:
-    """Before all ranks leave with an error that they agreed on: end the runtime in good order.
+def _disconnect(patience: float) -> None:
+    """Before all ranks leave with a code other than 0 together: end the runtime in good order.
 
     Otherwise MPI on other hosts sees the first connection break, aborts, and mpirun's exit code is
-    that of the abort. A rank that does not come is not waited for.
+    that of the abort. A rank that does not come is waited for ``patience`` seconds.
     """
     for end in disconnect:
         thread = threading.Thread(target=end, name="disconnect", daemon=True)
         thread.start()
-        thread.join(WAIT_FAILURE)
+        thread.join(patience)
 
 
 def how_to_go_on() -> str:
@@ -271,8 +274,6 @@ def leave(code: int) -> NoReturn:
     """
     for tell in at_leaving:
         tell(code)
-    if code == EXIT_PREEMPTED and rank() != 0:
-        time.sleep(WAIT_FAILURE)  # for rank 0 to sum up: mpirun ends it as soon as this one leaves
     with contextlib.suppress(OSError):
         logging.shutdown()
         sys.stdout.flush()

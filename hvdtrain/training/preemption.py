@@ -61,7 +61,7 @@ def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
             text = "stopped before its first step: there is no checkpoint yet"
         if ending.rank() == 0:
             ending.announce(f"{name}: {text}", mpirun_ends=name in ENDING)
-        elif not found:
+        elif not ending.disconnect:  # else MPI is there, and aborts where a rank stays behind
             time.sleep(ending.WAIT_FAILURE)
         ending.leave(EXIT_PREEMPTED if found else 128 + signal.Signals[name])
 

@@ -87,6 +87,12 @@ def test_before_an_error_of_all_ranks_the_runtime_ends_in_good_order(rank: int) 
     assert (end.code, end.out.splitlines()[0]) == (2, "disconnected")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_have_saved_end_the_runtime_before_the_first_one_leaves(rank: int) -> None:
+    end = end_of(f"{DISCONNECT}return 75", rank)
+    assert (end.code, end.out) == (75, "disconnected\n")
+
+
 def test_after_an_error_of_one_rank_nobody_else_would_come() -> None:
     assert "disconnected" not in end_of(f"{DISCONNECT}raise UsageError('bad')", 0).out
 
