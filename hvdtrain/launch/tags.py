@@ -20,7 +20,7 @@ MARKS = {
 # What Open MPI's mpirun itself has to say stands between two rules.
 RULE = b"-" * 74 + b"\n"
 BLOCK = re.compile(rb"^%b.*?^%b" % (RULE, RULE), re.MULTILINE | re.DOTALL)
-ENDING = re.compile(rb"non-zero (?:status|exit\s+code)|exited on signal")  # of some rank
+ENDING = re.compile(rb"non-zero (?:status|exit\s+code)|exited\s+on\s+signal")  # of some rank
 LONGEST = 4096  # bytes of a block
 
 

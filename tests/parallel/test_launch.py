@@ -254,7 +254,7 @@ def test_term_during_the_start_names_the_checkpoint_that_is_there(
         ranks = [one for one in family(process) if started_by_mpirun(one)]
         if moment == "of mpirun":
             return len(family(process)) > 1
-        return len(ranks) == 2 and (moment == "of the ranks" or all(map(has_torch, ranks)))
+        return len(ranks) >= 2 and (moment == "of the ranks" or any(map(has_torch, ranks)))
 
     until(has_come, process)
     everyone = family(process)
@@ -264,7 +264,7 @@ def test_term_during_the_start_names_the_checkpoint_that_is_there(
     again = f"{there} is there: run the same command again to go on"
     assert re.search(f"^hvdtrain: SIG[A-Z0-9]+: stopped before .* first step; {again}$", said, re.M)
     assert "non-zero" not in said
-    assert "exited on signal" not in said
+    assert "-----" not in said
     assert_gone(everyone)
 
 
@@ -276,7 +276,10 @@ def started_by_mpirun(process: psutil.Process) -> bool:
 
 
 def has_torch(process: psutil.Process) -> bool:
-    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    try:
+        return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:
+        return False
 
 
 def test_a_save_that_mpirun_cuts_short_is_finished(tmp_path: Path) -> None:

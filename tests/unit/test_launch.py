@@ -112,10 +112,14 @@ FOUR = (
     b"the job to be terminated. The first process to do so was:\n\n"
     b"  Process name: [[12345,1],0]\n  Exit code:    75\n" + DASHES
 )
+SIGNAL = (
+    DASHES + b"prterun noticed that process rank 1 with PID 4784 on node node1 exited on\n"
+    b"signal 10 (User defined signal 1).\n" + DASHES
+)
 OTHER = DASHES + b"There are not enough slots available in the system\n" + DASHES
 
 
-@pytest.mark.parametrize("block", [FIVE, FOUR])
+@pytest.mark.parametrize("block", [FIVE, FOUR, SIGNAL])
 def test_what_mpirun_says_about_codes_is_taken_out(block: bytes) -> None:
     text = b"hvdtrain: saved\n" + OTHER + block + b"the end\n"
     assert take_out_endings(text) == (b"hvdtrain: saved\n" + OTHER + b"the end\n", block)
