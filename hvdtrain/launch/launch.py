@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 EPILOG = """example:
   hvdtrain launch -n 2 -- python -m hvdtrain.mnist
-  hvdtrain launch -n 8 --ppn 4 --timeout 600 --tag -- python train.py --epochs 3
-  hvdtrain launch -n 4 --hosts node1:2,node2:2 --dry-run -- python -m hvdtrain.resnet
+  hvdtrain launch -n 2 --timeout 600 --tag -- python train.py --epochs 3
+  hvdtrain launch -n 8 --ppn 4 --hosts node1,node2 --dry-run -- python -m hvdtrain.resnet
 
 The exit code is the job's; 124 after --timeout. docs/launch.md tells more."""
 

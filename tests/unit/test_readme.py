@@ -1,9 +1,17 @@
-"""What README shows of a script is the script."""
+"""README shows a script as it is, and the pages show commands that are understood."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
+import shlex
 
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.training import options
+from tests.commands import Shown, shown
 from tests.conftest import ROOT
 
 
@@ -24,3 +32,25 @@ def test_every_page_is_linked_and_every_link_leads_somewhere() -> None:
     for page in [ROOT / "README.md", *pages]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("command", shown(), ids=lambda command: command.text[:70])
+def test_every_command_of_the_pages_is_understood(command: Shown) -> None:
+    """By the parsers of verbs and trainers; tests/parallel/test_commands.py starts them, too."""
+    words = shlex.split(command.text.partition(" > ")[0], comments=True)
+    if "hvdtrain" in words:
+        name, *rest = words[words.index("hvdtrain") + 1 :]
+        verb = next(verb for verb in cli.VERBS if verb.name == name)
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        importlib.import_module(str(verb.module)).add_arguments(parser)
+        parser.parse_args(rest)
+    for module in {"hvdtrain.mnist", "hvdtrain.resnet"} & set(words):
+        rest = words[words.index(module) + 1 :]
+        if "$" not in command.text:  # what a job script puts in
+            options.parse(module.partition(".")[2], rest, description="", epilog="")
+
+
+def test_the_pages_show_commands() -> None:
+    pages = {command.page for command in shown()}
+    assert {"README.md", "docs/launch.md", "homework/README.md", "jobs/README.md"} <= pages
+    assert len(shown()) > 50

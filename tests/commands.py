@@ -1,0 +1,58 @@
+"""The commands that README and the pages show, as printed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tests.conftest import ROOT
+
+PAGES = ("docs/timeline.md", "README.md", "docs/*.md", "homework/README.md", "jobs/README.md")
+PROGRAMS = (
+    *("bash", "hvdtrain", "make", "mpirun", "pip", "python", "qsub"),
+    *(".venv/bin/python", "./run_all.sh"),
+)
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+START = re.compile(rf"(\$ )?([A-Z_]+=\S+ +)*({'|'.join(map(re.escape, PROGRAMS))})( (?!\S+:)|$)")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command and where it stands."""
+
+    page: str
+    text: str
+
+
+def shown() -> list[Shown]:
+    """Every distinct command of the pages once, comments taken off; a loop is one command."""
+    found: dict[str, Shown] = {}
+    for pattern in PAGES:
+        for path in sorted(ROOT.glob(pattern)):
+            page = str(path.relative_to(ROOT))
+            text = path.read_text()
+            # Elsewhere the text only speaks of commands; these pages have them typed.
+            typed = page.startswith(("homework", "jobs"))
+            inline = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)) if typed else []
+            for command in [*_blocks(text), *(one for one in inline if _whole(one))]:
+                found.setdefault(command, Shown(page, command))
+    return list(found.values())
+
+
+def _whole(text: str) -> bool:
+    """Whether ``text``, found in a sentence, is a command to be typed."""
+    return bool(START.match(text) and re.search(r"\.(py|sh|pbs)\b", text)) and "..." not in text
+
+
+def _blocks(text: str) -> list[str]:
+    commands: list[str] = []
+    for language, block in BLOCK.findall(text):
+        if language not in ("", "sh"):
+            continue
+        if re.search(r"^ *for .*; do$", block, re.MULTILINE):
+            commands.append(block)
+            continue
+        for line in re.sub(r" *\\\n *", " ", block).splitlines():
+            if START.match(line):
+                commands.append(re.sub(r"\s+#.*", "", line.removeprefix("$ ")).strip())
+    return commands

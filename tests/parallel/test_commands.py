@@ -1,0 +1,90 @@
+"""Each command of README and of the pages starts as printed, on a machine of two cores."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.commands import Shown, shown
+from tests.conftest import BIN, ROOT, run
+from tests.parallel.test_homework import write_idx
+
+# What is not started here: it would install, submit, run all tests, or needs a GPU.
+ELSEWHERE = re.compile(r"(\S+=\S+ +)*(make|pip|qsub|bash|\.venv/bin/python)\b|.* --gpu nccl")
+# Looked at instead of run: other hosts, a batch system, a build. (The words that are put in.)
+DRY = (
+    (re.compile(r"^hvdtrain submit (?!.*--dry-run)"), "hvdtrain submit --dry-run "),
+    (re.compile(r"^hvdtrain install-horovod"), "hvdtrain install-horovod --dry-run"),
+    (re.compile(r"^hvdtrain launch (?=.*--hosts)(?!.*--dry-run)"), "hvdtrain launch --dry-run "),
+    (re.compile(r"^hvdtrain scaling (?=.*--submit)"), "hvdtrain scaling --dry-run "),
+)
+SHORTER = (
+    (re.compile(r"^hvdtrain scaling --ranks \S+ --"), "hvdtrain scaling --ranks 1,2 --repeat 1 --"),
+    (re.compile(r"hvdtrain\.mnist\b.*"), r"\g<0> --num-steps 2 --summary run-7/summary.json"),
+    (
+        re.compile(r"hvdtrain\.resnet\b.*"),
+        r"\g<0> --model resnet18 --image-size 32 --batch-size 1 --num-steps 4",
+    ),
+    (re.compile(r"--timeline-steps 20:40"), "--timeline-steps 1:4"),
+    (re.compile(r"5e9"), "1e6"),
+    (re.compile(r"in 1 2 4 8"), "in 4"),
+    (re.compile(r"--epochs [248]\b"), "--epochs 1"),
+    (re.compile(r"train_resnet34_hvd.py"), r"\g<0> --image-size 32 --batch-size 1"),
+    (re.compile(r"--num-steps (20|50) --"), "--num-steps 2 --"),
+    (re.compile(r"--num-steps (20|50)$"), "--num-steps 2"),
+    (re.compile(r"-n 4 (?=python train_resnet34_hvd.py)"), "-n 2 "),
+    (re.compile(r"^DATA=\S+"), r"\g<0> RANKS=2 WARMUPS=0 EPOCHS=1 FRAMEWORKS=pytorch"),
+)
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands name: data, scripts, figures."""
+    home = tmp_path_factory.mktemp("home")
+    write_idx(home / "mnist", 389, 101)
+    noise = np.random.default_rng(1)
+    for place in ("train/cat/1.jpg", "train/dog/2.jpg", "val/cat/3.jpg", "val/dog/4.jpg"):
+        (home / "imagenet" / place).parent.mkdir(parents=True)
+        pixels = noise.integers(0, 256, (40, 40, 3), np.uint8)
+        Image.fromarray(pixels).save(home / "imagenet" / place)
+    for script in (ROOT / "homework").glob("*.*"):
+        shutil.copy(script, home)
+    shutil.copytree(ROOT / "homework/results/pytorch-warmup", home / "warm")
+    (home / "jobs").mkdir()  # where jobs/README.md writes
+    (home / ".venv").symlink_to(BIN.parent)
+    shutil.copy(home / "pytorch_mnist_hvd.py", home / "my_mnist_hvd.py")
+    plain = ROOT / "tests/parallel/scripts/plain_torch.py"
+    (home / "train.py").write_text(
+        f"import runpy, sys\ndel sys.argv[1:]\nrunpy.run_path({str(plain)!r}, run_name='__main__')"
+    )
+    own = re.search(r"```python\n(.*?)```", _page("own"), re.DOTALL)
+    assert own
+    (home / "own.py").write_text(own[1])
+    table = re.search(r"^ranks,images_per_second\n.*?(?=^\$)", _page("scaling"), re.M | re.S)
+    assert table
+    (home / "measured.csv").write_text(table[0])
+    return home
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("command", shown(), ids=lambda command: command.text[:70])
+def test_a_command_of_the_pages_starts(command: Shown, desk: Path) -> None:
+    text = command.text
+    if ELSEWHERE.match(text):
+        for name in re.findall(r"\S+\.(?:pbs|sh|txt)\b", text):
+            assert (ROOT / name).is_file()
+        if text.startswith("make"):
+            assert run([*text.split(), "--dry-run"], timeout=60).code == 0
+        return
+    for pattern, words in (*DRY, *SHORTER):
+        text = pattern.sub(words, text, count=1)
+    outcome = run(["bash", "-euc", text], cwd=desk, HOME=str(desk))
+    assert outcome.code == 0, f"{text}\n{outcome.out}\n{outcome.err}"
