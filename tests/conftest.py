@@ -21,6 +21,8 @@ BIN = Path(sys.executable).parent
 LONG = os.environ.get("HVDTRAIN_LONG") == "1"
 """All cases with all networks; otherwise what two slow cores do in half an hour."""
 
+# Users have it off; with it, output that is lost when a process ends at once would not be missed.
+os.environ.pop("PYTHONUNBUFFERED", None)
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

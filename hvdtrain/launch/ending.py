@@ -147,8 +147,9 @@ def announce(text: str, *, mpirun_ends: bool) -> None:
     """
     terminal.clear()
     line = f"hvdtrain: {text}\n"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # a signal may have come within a flush
         sys.stdout.flush()
+    with contextlib.suppress(OSError):
         if mpirun_ends and (parent := _impatient(MPIRUNS)):
             # Where it is a file, to its end: it may have been written from its beginning.
             handle = os.open(parent / "fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
@@ -156,7 +157,7 @@ def announce(text: str, *, mpirun_ends: bool) -> None:
             os.close(handle)
             return
     with contextlib.suppress(OSError):
-        sys.stderr.write(line)
+        os.write(2, line.encode())
 
 
 def _impatient(names: Sequence[str]) -> Path | None:
@@ -274,7 +275,7 @@ def leave(code: int) -> NoReturn:
     """
     for tell in at_leaving:
         tell(code)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

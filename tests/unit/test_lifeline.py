@@ -26,7 +26,7 @@ def held(*others):
 # Long enough for a line that has ended to be heard of.
 TAIL = """
 time.sleep(0.5)
-print("goes on", sorted(line.rank for line in ranks[0].lines))
+print("goes on", sorted(line.rank for line in ranks[0].lines), flush=True)
 os._exit(0)
 """
 
