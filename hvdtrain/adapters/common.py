@@ -157,6 +157,7 @@ class CommonAdapter(StateAdapter):
         identity = gpus.identities(visible, os.environ)[place] if visible else ""
         launch_check.check_devices(self.communicator, Device(name, identity, visible), self.ranks)
 
+    @together
     def shard_data(
         self, samples: int, *, global_batch: int, seed: int = 0, digest: str | bytes = ""
     ) -> Shards:

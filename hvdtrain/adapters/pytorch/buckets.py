@@ -67,6 +67,7 @@ class Bucket:
         """Begin a backward pass: keep aside what earlier ones have left in the gradients."""
         if self.missing is None:
             self.missing = set(range(len(self.parameters)))
+            self.found.fill_(1.0)
             # Those of an earlier pass are views of what this pass is about to overwrite.
             self.before = [
                 None if one.grad is None else one.grad.clone() for one in self.parameters
@@ -84,7 +85,8 @@ class Bucket:
             view.zero_()
         else:
             torch.mul(gradient.detach(), factor, out=view)
-        self.found[index] = 0.0 if gradient is None else 1.0
+        if gradient is None:
+            self.found[index] = 0.0
         self.parameters[index].grad = view
         self.missing.discard(index)
 
