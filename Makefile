@@ -1,4 +1,5 @@
 # make demo: from a bare machine to a training over two ranks. make help: the other targets.
+# make check, make test, make test-all: minutes, ten minutes, everything; each contains the one before.
 # Needs Python >= 3.11 with venv and headers, make and g++ (Debian: python3-venv python3-dev make
 # g++). MPI, CMake and the frameworks come from the package index into .venv.
 
@@ -12,15 +13,20 @@ DEMO_OPTIONS ?=
 
 # The name of the stamp is a fingerprint of what the set-up depends on, so that a change of any of
 # it sets up again and a fresh checkout, which changes only dates, does not.
-BUILD_TOOLS := hvdtrain/environment/build-tools.txt
-INPUTS := setup.cfg pyproject.toml requirements.txt requirements-cuda.txt $(BUILD_TOOLS) \
-    hvdtrain/environment/recipe.py hvdtrain/environment/wrapper.py
+BUILD_TOOLS := hvdtrain/commands/install_horovod/build-tools.txt
+PINS := requirements.txt requirements-check.txt requirements-cuda.txt
+INPUTS := setup.cfg pyproject.toml $(PINS) $(BUILD_TOOLS) \
+    hvdtrain/commands/install_horovod/recipe.py
 FINGERPRINT := $(shell { $(PYTHON) -VV; cat $(INPUTS); } 2>&1 | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.setup-$(FINGERPRINT)
+# Where all is set up, `make check` takes that; else an environment without framework and Horovod.
+CHECK := $(if $(wildcard $(STAMP)),$(VENV),.venv-check)
+CHECK_STAMP := $(CHECK)/.setup-$(FINGERPRINT)
+PATHS := $(PATH)
 TORCH := $(shell grep -oE 'torch(vision)?==.*' setup.cfg)
 PIP := python -m pip install --quiet --disable-pip-version-check
+PYTEST := python -m pytest
 WHEELS := --only-binary :all:
-TESTS := $(wildcard tests/unit tests/parallel tests/cluster tests/browser)
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # mpirun refuses root, which a container often is; and more ranks than cores, which a small machine
@@ -30,17 +36,21 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: help setup demo test lint format requirements clean
+.PHONY: help setup demo check test test-all docs format requirements clean
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 setup: $(STAMP)  ## make .venv with everything in it, Horovod included
 
-$(STAMP):
+define environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "$(PYTHON) is older than 3.11: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
-	@[ "$$($(VENV)/bin/python -VV 2>&1)" = "$$($(PYTHON) -VV 2>&1)" ] \
-	    || $(PYTHON) -m venv --clear $(VENV)
+	@[ "$$($(@D)/bin/python -VV 2>&1)" = "$$($(PYTHON) -VV 2>&1)" ] \
+	    || $(PYTHON) -m venv --clear $(@D)
+endef
+
+$(STAMP):
+	$(environment)
 	$(PIP) $(WHEELS) --require-hashes --requirement requirements.txt
 	@# By version alone: a CPU build from another index is another file.
 	$(PIP) $(WHEELS) --no-deps $(TORCH)
@@ -54,13 +64,39 @@ $(STAMP):
 demo: setup  ## train on handwritten digits over two ranks
 	mpirun -n 2 python -m hvdtrain.mnist $(DEMO_OPTIONS)
 
-test: setup lint  ## lint, then all tests
-	python -m pytest $(TESTS)
+.venv-check/.setup-$(FINGERPRINT): export PATH := $(CURDIR)/.venv-check/bin:$(PATHS)
+.venv-check/.setup-$(FINGERPRINT):
+	$(environment)
+	$(PIP) $(WHEELS) --require-hashes --requirement requirements-check.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@rm -f $(@D)/.setup-* && touch $@
 
-lint: setup  ## ruff and mypy
+check: export PATH := $(CURDIR)/$(CHECK)/bin:$(PATHS)
+check: $(CHECK_STAMP)  ## lint, imports, unit tests: no framework, no Horovod; minutes from a clone
 	ruff check .
 	ruff format --check .
+	codespell
+	lint-imports --no-logo --no-cache
+	$(PYTEST) tests/unit --numprocesses 2
+
+test: setup  ## check, types, each framework in one process, one run on real ranks per contract
+	@$(MAKE) --no-print-directory check
 	mypy
+	$(PYTEST) tests/framework
+	$(PYTEST) tests/parallel -m contract --durations=0 | tee .durations.txt
+
+test-all: setup  ## all tests, as the continuous integration runs them
+	coverage erase
+	@$(MAKE) --no-print-directory test PYTEST='coverage run -m pytest'
+	coverage combine --quiet
+	coverage report
+	@$(MAKE) --no-print-directory docs
+	python -m pytest $(wildcard tests/parallel tests/cluster tests/browser) \
+	    -m 'not contract' --durations=0 | tee --append .durations.txt
+
+docs: setup  ## make site/ of the pages and the API reference; a dead link or name fails
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	@echo "site/index.html is made; with search: python -m http.server --directory site"
 
 format: setup  ## let ruff rewrite the code
 	ruff check --fix .
@@ -70,15 +106,18 @@ format: setup  ## let ruff rewrite the code
 LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
     --no-annotate --custom-compile-command 'make requirements'
 
-requirements:  ## write the pins and their hashes anew, with uv (docs/developing.md)
+requirements:  ## write the pins and their hashes anew, with uv (CONTRIBUTING.md)
 	$(LOCK) --all-extras --constraint requirements.txt --constraint requirements-cuda.txt setup.cfg \
 	    | awk -v all=requirements.txt -v cuda=requirements-cuda.txt \
 	        '/^#/ { print > all; print > cuda; next } /^[a-z]/ { out = all } \
 	        /^(cuda|nvidia|triton)/ { out = cuda } /^torch(vision)?==/ { out = "/dev/null" } \
 	        { print > out }'
+	$(LOCK) --extra test --extra mpi --extra completion --constraint requirements.txt \
+	    --output-file requirements-check.txt setup.cfg
 	printf '%s\n' cmake packaging setuptools wheel \
 	    | $(LOCK) --constraint $(BUILD_TOOLS) --output-file $(BUILD_TOOLS) -
 
 clean:  ## remove .venv and what tools left; the cache of built wheels stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-check build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	    .durations.txt
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,7 @@ mpirun -n 2 python examples/digits_distributed.py
 import torch
 from sklearn.datasets import load_digits
 
-from hvdtrain.adapters.select import adapter
+from hvdtrain import adapter
 
 hvd = adapter("pytorch")
 world = hvd.initialize()  # step 1

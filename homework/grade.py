@@ -18,11 +18,11 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from hvdtrain.environment.observation.start import watch
-from hvdtrain.environment.verification.rows import NOT_SEEN, OK, Row
+from hvdtrain.commands.verify.rows import NOT_SEEN, OK, Row
+from hvdtrain.commands.verify.script.start import watch
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
-from hvdtrain.launch import ending
-from hvdtrain.launch.run import termination_as_interrupt
+from hvdtrain.system.runtime.command import termination_as_interrupt
+from hvdtrain.system.runtime.exit import run_and_exit
 
 # In the words of the exercise: the name of each step and, where it does not work, what to do.
 STEPS = (
@@ -132,4 +132,4 @@ def line(row: Row, evidence: str) -> str:
 
 if __name__ == "__main__":
     with termination_as_interrupt():
-        ending.run(main)
+        run_and_exit(main)

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 option = parser.add_argument
 option("--steps", type=int, default=10)
-option("--batch-size", "--batch_size", type=int, default=64, help="images a step")
+option("--batch-size", "--batch_size", type=int, default=64, help="images per step")
 option("--lr", type=float, default=0.05, help="learning rate")
 args = parser.parse_args()
 

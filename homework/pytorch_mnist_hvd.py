@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 option = parser.add_argument
 option("--data", type=Path, help="folder of MNIST's IDX files; without it scikit-learn's digits")
 option("--epochs", type=int, default=16)
-option("--batch-size", "--batch_size", type=int, default=256, help="images a step and rank")
+option("--batch-size", "--batch_size", type=int, default=256, help="images per step and rank")
 option("--lr", type=float, default=0.01, help="learning rate of one rank")
 option("--dtype", choices=("float32", "float64"), default="float32")
 option("--no-dropout", "--no_dropout", action="store_true", help="for exact comparisons")
@@ -66,7 +66,7 @@ else:  # 1,797 digits of 8x8 with values up to 16: make them 24x24 and add a mar
 # Small enough to stay in memory as bytes: images of shape (n, 1, 28, 28) and labels.
 train_x, test_x = [torch.tensor(x[:, None], device=device) for x in (train_x, test_x)]
 train_y, test_y = [torch.tensor(y, dtype=torch.int64, device=device) for y in (train_y, test_y)]
-# Step: shard data. The ranks cut each global batch among them: every image once an epoch.
+# Step: shard data. The ranks cut each global batch among them: every image once per epoch.
 mine = slice(hvd.rank(), None, hvd.size())
 steps = math.ceil(len(train_x) / args.batch_size / hvd.size())
 

@@ -17,8 +17,8 @@ note() { # what stands below the plots of a framework
     local module=${1/tensorflow2/tensorflow}
     python -c "import horovod, ${module/pytorch/torch} as f
 print(f.__name__, f.__version__.split('+')[0] + ', Horovod', horovod.__version__ + ';', end=' ')"
-    echo "$([ -n "${DATA:-}" ] && echo MNIST || echo "scikit-learn's digits"), batch $BATCH a rank," \
-        "SGD with learning rate $LR a rank and momentum 0.9, warm-up over ${WARMUPS##* } epoch; run on" \
+    echo "$([ -n "${DATA:-}" ] && echo MNIST || echo "scikit-learn's digits"), batch $BATCH per rank," \
+        "SGD with learning rate $LR per rank and momentum 0.9, warm-up over ${WARMUPS##* } epoch; run on" \
         "$(date +%F) on a machine of $(nproc) cores: more ranks than that share them, so that their" \
         "seconds tell nothing of scaling"
 }

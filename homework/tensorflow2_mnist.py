@@ -21,7 +21,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 option = parser.add_argument
 option("--data", type=Path, help="folder of MNIST's IDX files; without it scikit-learn's digits")
 option("--epochs", type=int, default=16)
-option("--batch-size", "--batch_size", type=int, default=256, help="images a step")
+option("--batch-size", "--batch_size", type=int, default=256, help="images per step")
 option("--lr", type=float, default=0.01, help="learning rate")
 option("--dtype", choices=("float32", "float64"), default="float32")
 option("--no-dropout", "--no_dropout", action="store_true", help="for exact comparisons")

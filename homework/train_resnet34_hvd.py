@@ -22,7 +22,7 @@ option = parser.add_argument
 option("--data", type=Path, help="holds train/CLASS/*.jpg and val/; without it a made-up image")
 option("--epochs", type=int, default=1)
 option("--num-steps", "--num_steps", type=int, help="stop after so many (100 made up)")
-option("--batch-size", "--batch_size", type=int, default=32, help="images a step and rank")
+option("--batch-size", "--batch_size", type=int, default=32, help="images per step and rank")
 option("--image-size", "--image_size", type=int, default=224, help="pixels a side")
 option("--lr", type=float, default=0.0125, help="learning rate of one rank")
 option("--out", type=Path, default=Path(), help="folder for the weights")
@@ -117,7 +117,7 @@ steps = min(math.ceil(len(paths) / args.batch_size / hvd.size()), len(paths) // 
 total = min(args.epochs * steps, args.num_steps or math.inf)
 speeds = []  # images a second over all ranks, by step
 for epoch in range(math.ceil(total / steps)):
-    # Step: shard data. The ranks cut each global batch: every image once an epoch, no part empty.
+    # Step: shard data. The ranks cut each global batch: every image once per epoch, no part empty.
     order = np.random.default_rng(epoch).permutation(len(paths))
     wholes = np.array_split(order, steps)[: total - len(speeds)]
     mine = slice(hvd.rank(), None, hvd.size())

@@ -1,3 +1,34 @@
-"""hvdtrain: Horovod training on an HPC cluster, in eight named steps, exact at any rank count."""
+"""Distributed training for people with an HPC cluster: what a script of a user's own imports.
+
+The names are in ``__init__.pyi``, with their types. Each is imported when it is asked for, so that
+``import hvdtrain`` needs no framework and starts no MPI.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Adapter": "adapters.base",
+    "CheckpointError": "errors",
+    "HvdtrainError": "errors",
+    "LearningRate": "steps.learning_rate",
+    "Part": "steps.sharding",
+    "Position": "steps.sharding",
+    "Shards": "steps.sharding",
+    "TrainingError": "errors",
+    "UsageError": "errors",
+    "World": "steps.world",
+    "adapter": "adapters.select",
+}
+__all__ = sorted(["__version__", *_MODULES])
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -21,9 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.errors import EXIT_OK, EXIT_USAGE, HvdtrainError
-
-EXIT_INTERRUPTED = 130  # what a shell reports after Ctrl-C
+from hvdtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, HvdtrainError
 
 
 @dataclass(frozen=True)
@@ -42,40 +40,42 @@ class Verb:
 VERBS = (
     Verb(
         "install-horovod",
-        "build Horovod for the installed frameworks, cache, install and prove it",
-        "hvdtrain.environment.install",
+        "build Horovod for the installed frameworks, cache, prove and install it",
+        "hvdtrain.commands.install_horovod.verb",
     ),
     Verb(
         "doctor",
         "look for what keeps a training from running well on this machine",
-        "hvdtrain.environment.doctor",
+        "hvdtrain.commands.doctor.verb",
     ),
     Verb(
         "verify",
         "prove on your own ranks that each of the eight steps takes effect",
-        "hvdtrain.environment.verify",
+        "hvdtrain.commands.verify.verb",
     ),
     Verb(
         "launch",
         "start a training under the right launcher with the right options",
-        "hvdtrain.launch.launch",
+        "hvdtrain.commands.launch.verb",
     ),
-    Verb("submit", "write a job script and hand it to PBS or Slurm", "hvdtrain.batch.submit"),
+    Verb(
+        "submit", "write a job script and hand it to PBS or Slurm", "hvdtrain.commands.submit.verb"
+    ),
     Verb(
         "scaling",
         "measure how well a training scales with the ranks",
-        "hvdtrain.measure.scaling",
+        "hvdtrain.commands.scaling.verb",
     ),
     Verb("compare", "measure strategies and frameworks against each other"),
     Verb(
         "timeline",
         "read a Horovod timeline: what takes the time, which rank is late",
-        "hvdtrain.timeline.verb",
+        "hvdtrain.commands.timeline.verb",
     ),
     Verb(
         "report",
         "put a run or a study, with its curves and measurements, into one page",
-        "hvdtrain.measure.report",
+        "hvdtrain.commands.report.verb",
     ),
 )
 EXAMPLE = """example:
@@ -111,7 +111,7 @@ def _built() -> list[Verb]:
 
 
 def _near(word: str) -> str:
-    """What to say to somebody who typed ``word``, which is no verb."""
+    """Return a hint for ``word``, which is no verb."""
     names = [verb.name for verb in _built()]
     near = difflib.get_close_matches(word, names, 1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
@@ -140,7 +140,7 @@ def overview() -> argparse.ArgumentParser:
 def _declare(
     verb: Verb, module: ModuleType, new: Callable[..., argparse.ArgumentParser]
 ) -> argparse.ArgumentParser:
-    """The parser of ``verb``, which ``module`` carries out, made by ``new``."""
+    """Return the parser of ``verb``, which ``module`` carries out, made by ``new``."""
     parser = new(
         prog=f"hvdtrain {verb.name}",
         description=verb.summary,

@@ -6,6 +6,9 @@
     └── TrainingError        1   the training itself went wrong (a loss that is not finite)
 
 A message is one line that tells what is wrong, where, and what to do.
+
+A command of ``hvdtrain`` that runs a job ends with the job's exit code: 124 where its time ran out,
+as with timeout(1) (``runtime/command.TIMED_OUT``), 128 + N after signal N (Ctrl-C: 130).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
+EXIT_INTERRUPTED = 130
 
 
 class HvdtrainError(Exception):

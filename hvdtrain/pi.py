@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.config.options import count, positive, reader
 from hvdtrain.errors import UsageError
-from hvdtrain.launch import ending
-from hvdtrain.launch.tuning import MPI_VARIABLES, set_defaults
 from hvdtrain.steps.sharding import bounds
-from hvdtrain.training.options import count, positive, reader
+from hvdtrain.system.output.text import plural
+from hvdtrain.system.runtime.exit import run_and_exit
+from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def count_hits(samples: int, stream: np.random.SeedSequence) -> int:
 
 
 def count_hits_naive(samples: int, stream: np.random.SeedSequence) -> int:
-    """The same with a plain loop over scalars, as a first program does it."""
+    """Do the same with a plain loop over scalars, as a first program does it."""
     draw = random.Random(int(stream.generate_state(1, np.uint64)[0])).random
     hits = 0
     for _ in range(samples):
@@ -162,7 +163,7 @@ def main() -> int:
 
 
 def report(result: Estimate, seconds: float, ranks: int, *, as_json: bool) -> str:
-    """The result for a person, or as one line of JSON."""
+    """Return the result for a person, or as one line of JSON."""
     rate = result.samples / seconds
     if as_json:
         values = {
@@ -178,10 +179,10 @@ def report(result: Estimate, seconds: float, ranks: int, *, as_json: bool) -> st
     return (
         f"pi = {result.pi:.{digits}f} ± {result.error:.{digits}f}  "
         f"(off by {result.pi - math.pi:+.{digits}f})\n"
-        f"{result.samples:,} samples on {ranks} rank{'s' if ranks > 1 else ''} "
+        f"{result.samples:,} samples on {plural(ranks, 'rank')} "
         f"in {seconds:.2f} s: {rate / 1e6:,.1f} million samples/s\n"
     )
 
 
 if __name__ == "__main__":
-    ending.run(main)
+    run_and_exit(main)

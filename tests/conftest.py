@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +96,14 @@ Ranks = Callable[..., Outcome]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first: they tell in seconds what the others tell in minutes."""
     items.sort(key=lambda item: "unit" not in item.path.parts)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _resident_ranks() -> Iterator[None]:
+    """End with the session the ranks that its tests have kept."""
+    yield
+    if resident := sys.modules.get("tests.parallel.resident"):
+        resident.end_all()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """The eight steps from a script for one device to distributed training, as an interface.
 
-This file is the table of contents of the project: one abstract method a step, in order. The
+This file is the table of contents of the project: one abstract method per step, in order. The
 framework-free half stands in ``steps/``, each framework's half beside this file. A method says
 what it guarantees on all ranks together; all ranks must call it, in the same order.
 """
@@ -52,7 +52,7 @@ class Adapter(ABC):
     def shard_data(
         self, samples: int, *, global_batch: int, seed: int = 0, digest: str | bytes = ""
     ) -> Shards:
-        """Step 3: this rank's parts of the global batches of ``range(samples)``.
+        """Step 3: cut out this rank's parts of the global batches of ``range(samples)``.
 
         Iterate over ``.epoch(number)``; each ``Part`` has ``indices``, and all ranks take the same
         number of steps. See ``steps/sharding.py``.
@@ -76,7 +76,7 @@ class Adapter(ABC):
     def scale_learning_rate(
         self, base: float, *, scaling: str = "linear", **schedule: Any
     ) -> LearningRate:
-        """Step 4: the learning-rate schedule by epoch.
+        """Step 4: make the learning-rate schedule by epoch.
 
         Args:
             base: the learning rate that is right for one rank.
@@ -87,7 +87,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def distribute_optimizer(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Step 5: from now on an update uses the mean gradient over the *global* batch.
+        """Step 5: make updates use the mean gradient over the *global* batch from now on.
 
         The loss stays the mean over the rank's own part: gradients are weighted by the part's
         share of the global batch, so uneven parts, and empty ones, are right too. Which part that
@@ -107,7 +107,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def broadcast_state(self, model: Any, optimizer: Any = None) -> str:
-        """Step 6: parameters, buffers and optimizer state of rank 0 to all ranks, bit for bit.
+        """Step 6: send parameters, buffers and optimizer state of rank 0 to all ranks, bit for bit.
 
         Returns:
             The SHA-256 of the state, which every rank has compared with all others.
@@ -126,11 +126,12 @@ class Adapter(ABC):
         state: dict[str, Any],
         keep: int = 3,
     ) -> Path:
-        """Step 7: rank 0 writes a checkpoint, complete or not at all.
+        """Step 7: let rank 0 write a checkpoint, complete or not at all.
 
         Args:
             directory: where checkpoints live; a shared file system where there are several hosts.
-            state: JSON values to find again; ``step`` (updates done) is required.
+            state: JSON values to find again; ``step`` is required, a count that grows
+                from save to save (updates, or epochs): the newest checkpoint has the largest.
             keep: how many of the newest stay, besides the best.
 
         Raises:
@@ -139,7 +140,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def average_metrics(self, count: float, **sums: float) -> tuple[dict[str, float], int]:
-        """Step 8: metrics over all samples of all ranks.
+        """Step 8: average metrics over all samples of all ranks.
 
         Args:
             count: samples that this rank's sums are over; 0 is fine.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdtrain.adapters.communicator import Communicator
+from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.checkpoint import Arrays
 
 PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
@@ -17,7 +17,7 @@ SEEN = "rank_samples"  # int64, shape (world size,)
 
 
 def average(communicator: Communicator, own: Arrays, seen: int) -> Arrays:
-    """The mean of the ranks' buffers, weighted by ``seen``, the samples of each rank."""
+    """Return the mean of the ranks' buffers, weighted by ``seen``, the samples of each rank."""
     flat = np.concatenate([value.ravel().astype(np.float64) for value in own.values()])
     total = communicator.sum(np.append(flat * seen, float(seen)))
     if total[-1] == 0:  # nothing trained yet: all ranks have the same
@@ -32,7 +32,7 @@ def average(communicator: Communicator, own: Arrays, seen: int) -> Arrays:
 
 
 def gather(communicator: Communicator, own: Arrays, seen: int) -> Arrays:
-    """All ranks' buffers and sample counts, for a checkpoint."""
+    """Return all ranks' buffers and sample counts, for a checkpoint."""
     counts = communicator.gather(seen.to_bytes(8, "big"))
     arrays: Arrays = {SEEN: np.array([int.from_bytes(count, "big") for count in counts])}
     everyone = communicator.gather(b"".join(value.tobytes() for value in own.values()))
@@ -51,7 +51,7 @@ def take_out(training: Arrays) -> tuple[Arrays, Arrays]:
 
 
 def own_row(ranks: Arrays, rank: int, size: int) -> tuple[Arrays, int] | None:
-    """This rank's buffers and sample count from a checkpoint; None on another world size."""
+    """Return this rank's buffers and sample count from a checkpoint; None on another world size."""
     if SEEN not in ranks or len(ranks[SEEN]) != size:
         return None
     own = {k.removeprefix(PREFIX): v[rank] for k, v in ranks.items() if k != SEEN}

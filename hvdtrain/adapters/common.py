@@ -1,4 +1,7 @@
-"""What all adapters share: steps 1, 3, 4 and 8 over a communicator, without a framework."""
+"""What all adapters share: steps 1, 3, 4, 5 and 8 over a communicator, without a framework.
+
+Step 1 finds out what ``steps/integrity.py`` and ``steps/world.py`` judge.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +10,64 @@ import logging
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
 
-from hvdtrain.adapters import launch_check
-from hvdtrain.adapters.communicator import Communicator
+from typing_extensions import override
+
 from hvdtrain.adapters.state import StateAdapter
-from hvdtrain.environment import gpus
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
-from hvdtrain.launch import lifeline
-from hvdtrain.launch.detect import detect
-from hvdtrain.launch.ending import agreed
-from hvdtrain.launch.tuning import runtime_variables, set_defaults
-from hvdtrain.launch.waits import Waits, together
-from hvdtrain.steps import metrics
+from hvdtrain.steps import integrity, metrics
 from hvdtrain.steps.integrity import Device, RankFacts
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
-from hvdtrain.steps.world import World, threads_per_rank
+from hvdtrain.steps.world import Evidence, World, asked_threads, check_launch, threads_per_rank
+from hvdtrain.system.machine import gpus, mpi_library
+from hvdtrain.system.output.text import rank_list
+from hvdtrain.system.runtime import failure_detector
+from hvdtrain.system.runtime.detect import BY_HAND, LaunchInfo, detect
+from hvdtrain.system.runtime.exit import agreed, process_status
+from hvdtrain.system.runtime.tuning import set_defaults
+from hvdtrain.system.runtime.waits import Waits, together
 
 log = logging.getLogger(__name__)
 
+BUCKET_BYTES = 25 * 2**20  # from which on a bucket is full
 
-def total_messages(messages: Iterable[dict[str, int] | None]) -> dict[str, int] | None:
-    """Add up the ``gradient_messages`` of several optimizers; None where none is known."""
-    known = [one for one in messages if one]
-    return {key: sum(one[key] for one in known) for key in ("count", "bytes")} if known else None
+
+def in_buckets(gradients: Sequence[tuple[object, int]]) -> list[list[int]]:
+    """Group gradients, given by kind and bytes, in buckets of one kind; return their places.
+
+    Backward reaches the last layers first, so the buckets go from the back to the front.
+    """
+    groups: list[list[int]] = []
+    size, kind = 0, None
+    for place, (this, nbytes) in reversed(list(enumerate(gradients))):
+        if not groups or size >= BUCKET_BYTES or this != kind:
+            groups.append([])
+            size, kind = 0, this
+        groups[-1].append(place)
+        size += nbytes
+    return groups
+
+
+class GradientSums(Protocol):
+    """What sums the gradients of one optimizer over the ranks."""
+
+    @property
+    def blocked_seconds(self) -> float | None:
+        """Seconds that this rank has waited for the sums, in all; None: not known."""
+
+    @property
+    def messages(self) -> dict[str, int] | None:
+        """``count`` and ``bytes`` of the messages of a step; None: not known."""
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank had ``stop_wanted`` at the last step; the same answer on all ranks."""
 
 
 class CommonAdapter(StateAdapter):
@@ -42,12 +77,13 @@ class CommonAdapter(StateAdapter):
     runtime: str
     device: Any = "cpu"
     has_gpu = False
+    needs_empty_forward = False  # also a part without samples takes a forward and a backward pass
     ranks: list[RankFacts]  # what all ranks told of themselves in step 1, by rank
 
     def __init__(self) -> None:
         super().__init__()
         self.stop_wanted = False
-        self._lifeline: lifeline.Lifeline | None = None
+        self._detector: failure_detector.FailureDetector | None = None
         self._shards: Shards | None = None  # those that a part was drawn from last
         self._distributed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
 
@@ -69,30 +105,13 @@ class CommonAdapter(StateAdapter):
         """Choose algorithms that give the same bits from run to run, even if slower."""
 
     @property
-    @abstractmethod
-    def stop_agreed(self) -> bool:
-        """Whether any rank had ``stop_wanted`` at the last step; the same answer on all ranks."""
+    def gradient_sums(self) -> Sequence[GradientSums]:
+        """One per optimizer that is distributed over several ranks."""
+        return ()
 
-    @abstractmethod
-    def check_trained(self, model: Any, optimizer: Any) -> None:
-        """Raise ``UsageError`` where ``model`` or ``optimizer`` is something else."""
-
-    def distribute(self, optimizer: Any) -> None:
-        """Let an optimizer sum its gradients over the ranks; there are two ranks or more."""
+    def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Return both so that gradients are summed over the ranks; there are two or more."""
         raise NotImplementedError(f"{self.name} is for one process")
-
-    @property
-    def blocked_seconds(self) -> float | None:
-        """Seconds that this rank has waited for sums of gradients, in all; None: not known."""
-        return 0.0 if self.world.size == 1 else None
-
-    @property
-    def gradient_messages(self) -> dict[str, int] | None:
-        """``count`` and ``bytes`` of the messages in which a step's gradients are summed.
-
-        None where nothing is summed, or where it is not known.
-        """
-        return None
 
     def start_timeline(self, file: str) -> None:
         """Let rank 0 record in ``file`` what Horovod does from now on; all ranks call it."""
@@ -102,16 +121,49 @@ class CommonAdapter(StateAdapter):
         """End the record; its file is complete then."""
         raise NotImplementedError(f"{self.name} has no timeline")
 
+    # What the sums of the gradients tell
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank had ``stop_wanted`` at the last step; the same answer on all ranks."""
+        sums = self.gradient_sums
+        return any(one.stop_agreed for one in sums) if sums else self.stop_wanted
+
+    @property
+    def blocked_seconds(self) -> float | None:
+        """Seconds that this rank has waited for sums of gradients, in all; None: not known."""
+        if self.world.size == 1:
+            return 0.0
+        waits = [one.blocked_seconds for one in self.gradient_sums]
+        # With a GPU the wait for the sums is also one for what it still computes.
+        unknown = self.has_gpu or not waits or None in waits
+        return None if unknown else sum(wait or 0.0 for wait in waits)
+
+    @property
+    def gradient_messages(self) -> dict[str, int] | None:
+        """``count`` and ``bytes`` of the messages in which a step's gradients are summed.
+
+        None where nothing is summed, or where it is not known.
+        """
+        known = [one.messages for one in self.gradient_sums if one.messages]
+        return (
+            {key: sum(one[key] for one in known) for key in ("count", "bytes")} if known else None
+        )
+
     # The steps
 
+    @override
     def initialize(self, *, short_steps: bool = False) -> World:
-        """See ``Adapter``."""
-        place = detect(os.environ)
-        set_defaults(runtime_variables(place, short_steps=short_steps))
-        launch_check.check_libraries()
+        launch = detect(os.environ)
+        strategy = STRATEGIES[self.name]
+        if launch.size > 1:
+            set_defaults(strategy.environment)
+            set_defaults(strategy.short_steps if short_steps else {})
+        check_libraries()
         self.communicator = self.connect()
-        launch_check.check_world(place, self.communicator.size, self.runtime)
-        self.ranks = launch_check.exchange(self.communicator)
+        process_status.disconnect.append(self.communicator.close)
+        check_world(launch, self.communicator.size, self.runtime)
+        self.ranks = exchange(self.communicator)
         rank, hosts = self.communicator.rank, [facts.place for facts in self.ranks]
         self.world = World(
             rank=rank,
@@ -121,30 +173,20 @@ class CommonAdapter(StateAdapter):
             host=self.ranks[rank].host,
             hosts=len(set(hosts)),
         )
-        if self._lifeline is None:
-            self._lifeline = lifeline.hold(rank, hosts, self.communicator.gather)
-            self.waits = Waits(rank, [name for name, _ in hosts], self._lifeline.report)
-            self._lifeline.on_report = self.waits.take
+        if self._detector is None:
+            self._detector = failure_detector.start(rank, hosts, self.communicator.gather)
+            self.waits = Waits(rank, [name for name, _ in hosts], self._detector.report)
+            self._detector.on_report = self.waits.take
             if self.world.size > 1:
                 self.waits.watch()
         return self.world
 
     def cpu_threads(self) -> int:
-        """Threads for this rank: its share of its host's cores, or what OMP_NUM_THREADS says."""
-        cores = json.dumps(sorted(os.sched_getaffinity(0))).encode()
-        everyone = zip(
-            self.communicator.gather(self.world.host.encode()),
-            self.communicator.gather(cores),
-            strict=True,
-        )
-        host = self.world.host.encode()
-        local = [frozenset(json.loads(cores)) for name, cores in everyone if name == host]
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        return (
-            int(asked)
-            if asked.isdecimal() and int(asked)
-            else threads_per_rank(local, self.world.local_rank)
-        )
+        """Return this rank's share of its host's cores, or what OMP_NUM_THREADS says."""
+        mine = json.dumps([self.world.host, sorted(os.sched_getaffinity(0))])
+        everyone = [json.loads(told) for told in self.communicator.gather(mine.encode())]
+        local = [frozenset(cores) for host, cores in everyone if host == self.world.host]
+        return asked_threads(os.environ) or threads_per_rank(local, self.world.local_rank)
 
     def check_devices(self, name: str, place: int, visible: int) -> None:
         """Raise on every rank where local ranks share a GPU; all ranks call it, also on a CPU.
@@ -155,25 +197,24 @@ class CommonAdapter(StateAdapter):
             visible: how many it sees; 0: this rank computes on the CPU.
         """
         identity = gpus.identities(visible, os.environ)[place] if visible else ""
-        launch_check.check_devices(self.communicator, Device(name, identity, visible), self.ranks)
+        check_devices(self.communicator, Device(name, identity, visible), self.ranks)
 
     @together
+    @override
     def shard_data(
         self, samples: int, *, global_batch: int, seed: int = 0, digest: str | bytes = ""
     ) -> Shards:
-        """See ``Adapter``."""
         if digest:
             given = digest if isinstance(digest, bytes) else digest.encode()
             everyone = self.communicator.gather(given)
             if others := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
                 raise agreed(
                     UsageError(
-                        f"shard_data: the digest of the data on rank(s) "
-                        f"{', '.join(map(str, others))} is not rank 0's: give every host the same "
-                        "data, in the same order"
+                        f"shard_data: the digest of the data on {rank_list(others)} is not rank "
+                        "0's: give every host the same data, in the same order"
                     )
                 )
-        rank, size = self.world.rank, self.world.size
+        rank, size = self.world.data_rank, self.world.data_size
         self._shards = Shards(samples, global_batch, seed, rank, size, on_begin=self.begin_part)
         return self._shards
 
@@ -195,10 +236,10 @@ class CommonAdapter(StateAdapter):
     def part_weight(self) -> float:
         """The share of the current part in its global batch; without shards, one rank of size."""
         part = self.current_part
-        return part.weight if part else 1.0 / self.world.size
+        return part.weight if part else 1.0 / self.world.data_size
 
+    @override
     def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
-        """See ``Adapter``."""
         if optimizer is None:
             raise UsageError(
                 "distribute_optimizer takes the model and the optimizer, and returns both: "
@@ -209,17 +250,97 @@ class CommonAdapter(StateAdapter):
             raise UsageError("distribute_optimizer: this optimizer is distributed already")
         self._distributed.add(optimizer)
         if self.world.size > 1:
-            self.distribute(optimizer)
+            return self.distribute(model, optimizer)
         return model, optimizer
 
+    @override
     def scale_learning_rate(
         self, base: float, *, scaling: str = "linear", **schedule: Any
     ) -> LearningRate:
-        """See ``Adapter``."""
-        return LearningRate(base, scale_factor(scaling, self.world.size), **schedule)
+        return LearningRate(base, scale_factor(scaling, self.world.data_size), **schedule)
 
     @together
+    @override
     def average_metrics(self, count: float, **sums: float) -> tuple[dict[str, float], int]:
-        """See ``Adapter``."""
         total = self.communicator.sum(metrics.pack(sums, count))
         return metrics.unpack(total, list(sums))
+
+
+def check_libraries() -> None:
+    """Refuse a process that holds two MPI libraries, before MPI starts.
+
+    Raises:
+        UsageError: on each rank that holds two, naming both.
+    """
+    libraries = mpi_library.loaded()
+    if len(libraries) > 1:
+        raise UsageError(
+            f"two MPI libraries are loaded in this process ({'; '.join(map(str, libraries))}): "
+            "Horovod and mpi4py belong to different ones. Build Horovod for the MPI that you start "
+            "with (`hvdtrain install-horovod --rebuild`) and mpi4py too (`pip install "
+            "--force-reinstall --no-binary mpi4py mpi4py`); `hvdtrain doctor` shows who uses which"
+        )
+
+
+def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
+    """Compare the world of the runtime, which has started, with the launcher's.
+
+    Raises:
+        UsageError: on every rank, where they differ.
+    """
+    evidence = Evidence()
+    if launch.size != size:
+        libraries = mpi_library.loaded()
+        evidence = Evidence(
+            mpi="; ".join(map(str, libraries)),
+            own_mpirun=mpi_library.own_mpirun(libraries[0]) if libraries else "",
+            started_by=mpi_library.started_by(),
+        )
+    try:
+        check_launch(launch, size, runtime, evidence)
+    except UsageError as error:
+        if launch.launcher == BY_HAND:  # each has its own standard error, so each speaks
+            raise
+        raise agreed(error) from None  # every rank sees the same two numbers
+
+
+def exchange(communicator: Communicator) -> list[RankFacts]:
+    """Tell all ranks what this one is, in one collective; all must run the same software.
+
+    Returns:
+        The facts of all ranks, by rank.
+
+    Raises:
+        UsageError: on every rank, telling who runs what.
+    """
+    identities = sorted({library.identity for library in mpi_library.loaded()})
+    mine = integrity.rank_facts(os.environ, ", ".join(identities))
+    everyone = [RankFacts.decode(data) for data in communicator.gather(mine.encode())]
+    known = integrity.MIXED_VERSIONS
+    _judge(communicator, everyone, known, lambda: integrity.check_software(everyone))
+    return everyone
+
+
+def check_devices(communicator: Communicator, device: Device, everyone: list[RankFacts]) -> None:
+    """Tell all ranks which device this one took, in one collective; each has one of its own.
+
+    Raises:
+        UsageError: on every rank, naming those that share one.
+    """
+    told = communicator.gather(json.dumps(asdict(device)).encode())
+    devices = [Device(**json.loads(data)) for data in told]
+    known = integrity.SHARED_GPU
+    _judge(communicator, everyone, known, lambda: integrity.check_devices(devices, everyone))
+
+
+def _judge(
+    communicator: Communicator, everyone: list[RankFacts], known: str, rule: Callable[[], None]
+) -> None:
+    """Raise what ``rule`` raises, as agreed by all; only say it where ``known`` is let pass."""
+    try:
+        rule()
+    except UsageError as error:
+        if known not in everyone[0].allow:
+            raise agreed(error) from None
+        message = str(error)
+        communicator.on_root(lambda: log.warning("%s", message))

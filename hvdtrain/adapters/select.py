@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
+import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+
+from packaging.version import Version
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.config.strategies import DEFAULT, LATER, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.detect import Place, detect
+from hvdtrain.system.machine.frameworks import is_installed
+from hvdtrain.system.runtime.detect import LaunchInfo, detect
 
 log = logging.getLogger(__name__)
-
-PACKAGES = {"pytorch": "torch", "tensorflow": "tensorflow"}
-EXTENSIONS = {"pytorch": "horovod.torch.mpi_lib_v2", "tensorflow": "horovod.tensorflow.mpi_lib"}
-STRATEGIES = ("horovod", "ddp", "zero", "fsdp", "data-parallel", "mpi", "pipeline", "single")
-BUILT = ("horovod", "single")
-
-
-def is_installed(module: str) -> bool:
-    """Whether ``module`` can be found; imports its parent packages only."""
-    try:
-        parent = module.rpartition(".")[0]
-        root = importlib.util.find_spec(module.partition(".")[0])
-        if root is None or not parent:
-            return root is not None
-        if root.submodule_search_locations is None:  # a script of that name
-            return False
-        # Importing horovod.torch would import torch and MPI: look at its files instead.
-        folder = Path(root.submodule_search_locations[0], *module.split(".")[1:-1])
-        return any(folder.glob(module.rpartition(".")[2] + ".*"))
-    except (ImportError, ValueError):
-        return False
 
 
 def adapter(
     framework: str = "pytorch", strategy: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> CommonAdapter:
-    """The adapter to call the eight steps of.
+    """Return the adapter to call the eight steps of.
 
     Args:
         framework: ``pytorch`` or ``tensorflow``.
-        strategy: ``horovod`` or ``single``; None chooses ``horovod`` where it is installed, and
-            ``single`` for one process without it.
+        strategy: a name of ``config/strategies.py``; None chooses ``horovod`` where it is
+            installed, and ``single`` for one process without it.
         environ: the environment, where the launcher is read from.
 
     Raises:
@@ -60,72 +41,94 @@ def adapter(
             f"--framework {framework}: {PACKAGES[framework]} is not installed here; "
             f"pip install 'hvdtrain[{framework}]'"
         )
-    place = detect(environ)
-    chosen = choose_strategy(strategy, place, horovod=is_installed(EXTENSIONS[framework]))
-    if framework == "pytorch":
-        from hvdtrain.adapters.pytorch import single as torch_single
-
-        if chosen == "single":
-            return torch_single.SingleAdapter()
-        with _loading_horovod():
-            from hvdtrain.adapters.pytorch import horovod as torch_horovod
-
-        return torch_horovod.HorovodAdapter()
-    from hvdtrain.adapters.tensorflow import single as tf_single
-
-    if chosen == "single":
-        return tf_single.SingleAdapter()
-    with _loading_horovod():
-        from hvdtrain.adapters.tensorflow import horovod as tf_horovod
-
-    return tf_horovod.HorovodAdapter()
+    installed = {
+        name
+        for name, record in STRATEGIES.items()
+        if framework not in record.requires or is_installed(record.requires[framework])
+    }
+    record = choose_strategy(strategy, framework, detect(environ), installed)
+    if framework in record.oldest:  # only then: TensorFlow's package has several names
+        check_version(record, framework, importlib.metadata.version(PACKAGES[framework]))
+    return _load(record, framework)
 
 
-@contextlib.contextmanager
-def _loading_horovod() -> Iterator[None]:
-    """A library of Horovod that does not load is no defect of ours: say what to do."""
+def _load(record: Strategy, framework: str) -> CommonAdapter:
+    """Import the adapter of a strategy, and with it the strategy's library."""
+    module, _, name = record.adapters[framework].partition(":")
     try:
-        yield
+        made: CommonAdapter = getattr(importlib.import_module(module), name)()
+    except UsageError:
+        raise
     except Exception as error:  # ImportError from PyTorch, an error of its own from TensorFlow
+        if framework not in record.requires:
+            raise
         cause = " ".join(str(error).split())
         raise UsageError(
-            f"Horovod is installed but cannot be loaded ({cause}): the MPI, torch or TensorFlow "
-            "here is not the one that it was built for. Run `hvdtrain install-horovod`; "
+            f"{record.library} is installed but cannot be loaded ({cause}): the MPI, torch or "
+            f"TensorFlow here is not the one that it was built for. {record.remedy.capitalize()}; "
             "`hvdtrain doctor` shows what differs"
         ) from error
+    return made
 
 
-def choose_strategy(asked: str | None, place: Place, *, horovod: bool) -> str:
-    """The strategy to use: a pure function of what was asked, the launcher, and Horovod's presence.
+def check_version(record: Strategy, framework: str, version: str) -> None:
+    """Raise ``UsageError`` where the framework's ``version`` is too old for the strategy."""
+    oldest = record.oldest.get(framework, "0")
+    if Version(version) < Version(oldest):
+        raise UsageError(
+            f"--strategy {record.name} needs {PACKAGES[framework]} {oldest} or newer, here is "
+            f"{version}: install a newer one, or leave the option out"
+        )
+
+
+def choose_strategy(
+    asked: str | None, framework: str, launch: LaunchInfo, installed: Collection[str]
+) -> Strategy:
+    """Return the strategy to use: a pure function of what was asked, launcher and what is here.
 
     Raises:
-        UsageError: unknown, not built yet, or not possible under this launcher.
+        UsageError: unknown, not built yet, or not possible with this framework or launcher.
     """
-    strategy = asked or "horovod"
-    if strategy not in STRATEGIES:
-        raise UsageError(f"--strategy {strategy}: choose one of {', '.join(BUILT)}")
-    if strategy not in BUILT:
-        raise UsageError(
-            f"--strategy {strategy} is not built yet: choose one of {', '.join(BUILT)}"
+    name = asked or DEFAULT.name
+    if name not in STRATEGIES:
+        built = ", ".join(STRATEGIES)
+        why = " is not built yet" if name in LATER else ""
+        raise UsageError(f"--strategy {name}{why}: choose one of {built}")
+    record = STRATEGIES[name]
+    _check_fit(record, framework, launch)
+    if name in installed:
+        return record
+    if asked is None and launch.size == 1:
+        log.warning(
+            "%s is not installed: training in one process (--strategy %s)",
+            *(record.library, ONE_PROCESS.name),
         )
-    if strategy == "single":
-        if place.size > 1:
-            raise UsageError(
-                f"--strategy single trains in one process, {place.launcher} started {place.size}: "
-                "leave the option out, or start one process"
-            )
-        return strategy
-    if place.launcher == "torchrun":
-        raise UsageError(
-            "--strategy horovod is started by mpirun, not by torchrun: "
-            "use mpirun, or --strategy ddp"
-        )
-    if horovod:
-        return strategy
-    if asked is None and place.size == 1:
-        log.warning("Horovod is not installed: training in one process (--strategy single)")
-        return "single"
+        return ONE_PROCESS
     raise UsageError(
-        "--strategy horovod: Horovod is not installed for this framework; "
-        "run `hvdtrain install-horovod`"
+        f"--strategy {name}: {record.library} is not installed for this framework; {record.remedy}"
     )
+
+
+def _check_fit(record: Strategy, framework: str, launch: LaunchInfo) -> None:
+    """Raise where the strategy is not for this framework or this launcher."""
+    name = record.name
+    if framework not in record.adapters:
+        raise UsageError(
+            f"--strategy {name} is for {', '.join(record.adapters)}, not for --framework "
+            f"{framework}: leave the option out"
+        )
+    if launch.size > 1 and not record.launchers:
+        raise UsageError(
+            f"--strategy {name} trains in one process, {launch.launcher} started {launch.size}: "
+            "leave the option out, or start one process"
+        )
+    if launch.launcher and record.launchers and launch.launcher not in record.launchers:
+        others = [
+            f" or --strategy {other.name}"
+            for other in STRATEGIES.values()
+            if launch.launcher in other.launchers and framework in other.adapters
+        ]
+        raise UsageError(
+            f"--strategy {name} is started by mpirun, not by {launch.launcher}: use mpirun"
+            f"{','.join(['', *others])}"
+        )

@@ -6,20 +6,22 @@ import hashlib
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from hvdtrain.adapters import buffers
 from hvdtrain.adapters.base import Adapter
-from hvdtrain.adapters.communicator import Communicator
+from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
-from hvdtrain.launch import ending
-from hvdtrain.launch.ending import agreed
-from hvdtrain.launch.waits import Waits, together
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.system.output.text import rank_list
+from hvdtrain.system.runtime.exit import agreed, outlived, process_status
+from hvdtrain.system.runtime.waits import Waits, together
 
 FILES = {".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".safetensors"}  # one model each
 
@@ -28,6 +30,7 @@ class StateAdapter(Adapter):
     """Broadcast and checkpoint over a ``Communicator``; a framework tells what its state is."""
 
     communicator: Communicator
+    kinds: tuple[tuple[str, type], ...]  # name and class of the framework's models and optimizers
 
     def __init__(self) -> None:
         self._seen = 0  # samples that this rank has trained on, with those before a resume
@@ -38,7 +41,10 @@ class StateAdapter(Adapter):
 
     @abstractmethod
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        """The state of model and optimizer as NumPy arrays by name (copies)."""
+        """Return the state of model and optimizer as NumPy arrays by name.
+
+        Where the framework computes in host memory they may share it: use them before it goes on.
+        """
 
     @abstractmethod
     def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
@@ -50,7 +56,7 @@ class StateAdapter(Adapter):
 
     @abstractmethod
     def local_buffers(self, model: Any) -> Arrays:
-        """The floating-point buffers of ``model`` that differ by rank (running statistics)."""
+        """Return copies of the float buffers that differ by rank (running statistics)."""
 
     @abstractmethod
     def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
@@ -58,17 +64,21 @@ class StateAdapter(Adapter):
 
     @abstractmethod
     def trained_names(self, model: Any) -> set[str]:
-        """The names in ``export_state`` of the parameters that are trained."""
-
-    @abstractmethod
-    def check_trained(self, model: Any, optimizer: Any) -> None:
-        """Raise ``UsageError`` where ``model`` or ``optimizer`` is something else."""
+        """Return the names in ``export_state`` of the parameters that are trained."""
 
     # The steps
 
+    def check_trained(self, model: Any, optimizer: Any) -> None:
+        """Raise ``UsageError`` where ``model`` or ``optimizer`` is something else."""
+        for what, given, (name, kind) in zip(
+            ("model", "optimizer"), (model, optimizer), self.kinds, strict=True
+        ):
+            if not isinstance(given, kind) and (what == "model" or given is not None):
+                raise UsageError(f"the {what} is a {type(given).__name__}, not a {name}")
+
     @together
+    @override
     def broadcast_state(self, model: Any, optimizer: Any = None) -> str:
-        """See ``Adapter``."""
         self.check_trained(model, optimizer)
         if self.world.size > 1:
             mine = self.export_state(model, optimizer)
@@ -100,7 +110,7 @@ class StateAdapter(Adapter):
         return self._compare(state, "after the broadcast: report this, training on would be wrong")
 
     def _compare(self, state: Checkpoint, where: str) -> str:
-        """The SHA-256 of ``state``; raise on every rank where those of the ranks differ."""
+        """Return the SHA-256 of ``state``; raise on every rank where those of the ranks differ."""
         digests = {
             name: hashlib.sha256(name.encode() + arrays[name].tobytes()).digest()
             for arrays in (state.model, state.training)
@@ -120,13 +130,14 @@ class StateAdapter(Adapter):
             )
             raise agreed(
                 HvdtrainError(
-                    f"the model of rank(s) {', '.join(map(str, different))} differs from rank 0's "
-                    f"{where}. The first tensor that differs is {first}"
+                    f"the model of {rank_list(different)} differs from rank 0's {where}. "
+                    f"The first tensor that differs is {first}"
                 )
             )
         return hashlib.sha256(b"".join(digests.values())).hexdigest()
 
     @together
+    @override
     def save_checkpoint(
         self,
         directory: Path | str,
@@ -136,37 +147,36 @@ class StateAdapter(Adapter):
         state: dict[str, Any],
         keep: int = 3,
     ) -> Path:
-        """See ``Adapter``."""
         self.check_trained(model, optimizer)
         _check_saved(Path(directory), state)
         own = self.local_buffers(model)
         ranks = buffers.gather(self.communicator, own, self._seen) if own else {}
         with self.averaged_buffers(model):
             arrays = self.export_state(model, optimizer)
-        trained = {name: arrays.model[name] for name in self.trained_names(model)}
-        self._compare(
-            Checkpoint(trained, arrays.training),
-            "and nothing was saved: the ranks have made different updates, from gradients that "
-            "were changed on some of them, or without broadcast_state at the start",
-        )
-        state = {**state, "world_size": self.world.size}
-        checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
-        self.communicator.together(lambda: self._refuse_nan(model, checkpoint))
+            trained = {name: arrays.model[name] for name in self.trained_names(model)}
+            self._compare(
+                Checkpoint(trained, arrays.training),
+                "and nothing was saved: the ranks have made different updates, from gradients that "
+                "were changed on some of them, or without broadcast_state at the start",
+            )
+            kept = {**state, "world_size": self.world.size}
+            checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, kept)
 
-        def write() -> str:
             def save() -> Path:
                 return checkpoints.save(Path(directory), checkpoint, keep)
 
-            with ending.outlived(save):
-                # Told at once: if a rank is lost now, nobody learns more than that it is written.
-                ending.checkpoint = str(save())
-            return ending.checkpoint
+            def write() -> str:
+                self._refuse_nan(model, checkpoint)
+                with outlived(save):
+                    # Known at once: if a rank is lost now, nobody learns more than this.
+                    process_status.checkpoint = str(save())
+                return process_status.checkpoint
 
-        written = self.communicator.on_root(write)
-        ending.checkpoint = os.fsdecode(
+            written = self.communicator.on_root(write)
+        process_status.checkpoint = os.fsdecode(
             self.communicator.broadcast_bytes(os.fsencode(str(written)))
         )
-        return Path(ending.checkpoint)
+        return Path(process_status.checkpoint)
 
     def _refuse_nan(self, model: Any, checkpoint: Checkpoint) -> None:
         try:
@@ -200,7 +210,7 @@ class StateAdapter(Adapter):
         *,
         origin: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """See ``resume``; rank 0 alone has the state until ``broadcast_state`` is called."""
+        """Load as ``resume`` does; rank 0 alone has the state until ``broadcast_state``."""
 
         def load() -> dict[str, Any] | None:
             found = checkpoints.load_newest(
@@ -216,7 +226,7 @@ class StateAdapter(Adapter):
 
         state = json.dumps(self.communicator.on_root(load)).encode()
         loaded: dict[str, Any] | None = json.loads(self.communicator.broadcast_bytes(state))
-        ending.checkpoint = loaded["path"] if loaded else ""
+        process_status.checkpoint = loaded["path"] if loaded else ""
         return loaded
 
     @together
@@ -251,7 +261,7 @@ class StateAdapter(Adapter):
 
     @contextmanager
     def averaged_buffers(self, model: Any) -> Iterator[None]:
-        """Within it, the running statistics of ``model`` are the mean over all ranks."""
+        """Make the running statistics of ``model`` the mean over all ranks within the block."""
         own = self.local_buffers(model)
         if own and self.world.size > 1:
             with self.waits.during("averaged_buffers"):
@@ -262,6 +272,19 @@ class StateAdapter(Adapter):
         finally:
             if own and self.world.size > 1:
                 self.set_local_buffers(model, own)
+
+
+def check_names(own: Mapping[str, Any], arrays: Arrays, trouble: str) -> None:
+    """Raise ``UsageError``, which begins with ``trouble``, where names or shapes differ."""
+    wrong = [
+        name
+        for name in sorted(own.keys() | arrays.keys())
+        if name not in own or name not in arrays or tuple(own[name].shape) != arrays[name].shape
+    ]
+    if wrong:
+        raise UsageError(
+            f"{trouble}: {len(wrong)} tensors differ in name or shape, the first is {wrong[0]}"
+        )
 
 
 def _check_saved(directory: Path, state: dict[str, Any]) -> None:

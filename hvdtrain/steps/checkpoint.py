@@ -30,7 +30,7 @@ import safetensors
 import safetensors.numpy
 
 from hvdtrain.errors import CheckpointError, UsageError
-from hvdtrain.files import FULL, read_regular
+from hvdtrain.system.files import FULL, read_regular
 
 log = logging.getLogger(__name__)
 
@@ -143,13 +143,13 @@ def _flush(folder: Path) -> None:
 
 
 def newest_name(directory: Path) -> str | None:
-    """The name of the newest checkpoint directory, unchecked; None where there is none."""
+    """Return the name of the newest checkpoint directory, unchecked; None where there is none."""
     names = _names(directory)
     return names[-1] if names else None
 
 
 def _names(directory: Path) -> list[str]:
-    """The names of checkpoints under ``directory``, the oldest first."""
+    """Return the names of checkpoints under ``directory``, the oldest first."""
     if not directory.is_dir():
         return []
     names = (entry.name for entry in directory.iterdir())
@@ -157,7 +157,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _order(name: str) -> tuple[int, int]:
-    """Step and number of the save, from the name of a checkpoint."""
+    """Return step and number of the save, from the name of a checkpoint."""
     step, _, number = name.removeprefix(PREFIX).partition("+")
     return int(step), int(number or 0)
 
@@ -172,7 +172,7 @@ def remove_partial(directory: Path) -> None:
 
 
 def not_finite(arrays: Arrays, *, infinite: bool = False) -> str | None:
-    """The first array, by name, that holds nan or (unless that is allowed) infinity."""
+    """Return the first array, by name, that holds nan or (unless that is allowed) infinity."""
     for name, value in sorted(arrays.items()):
         good = np.isfinite(value) if not infinite else ~np.isnan(value)
         if not good.all():
@@ -183,7 +183,7 @@ def not_finite(arrays: Arrays, *, infinite: bool = False) -> str | None:
 def load_newest(
     directory: Path, check: Callable[[Checkpoint], None] = lambda found: None
 ) -> Checkpoint | None:
-    """The newest checkpoint under ``directory`` whose checksums are right; None without one.
+    """Return the newest checkpoint under ``directory`` whose checksums are right; None without one.
 
     A damaged one is named in a warning and passed over, and so is one for which ``check`` raises
     ``ValueError``.
@@ -255,8 +255,11 @@ def prune(directory: Path, keep: int, saved: str) -> None:
 
 def _score(folder: Path) -> float | None:
     try:
-        score = (json.loads(read_regular(folder / STATE_FILE))["metrics"] or {})["accuracy"]
-        return float(score) if type(score) in (int, float) and math.isfinite(score) else None
+        state = json.loads(read_regular(folder / STATE_FILE))
+        name, higher_is_better = state.get("best", ("accuracy", True))
+        score = (state["metrics"] or {})[name]
+        good = type(score) in (int, float) and math.isfinite(score)
+        return float(score if higher_is_better else -score) if good else None
     except DAMAGE:
         return None
 

@@ -1,4 +1,4 @@
-"""One training a checkpoint directory: a lock that a crash does not leave behind for ever.
+"""One training per checkpoint directory: a lock that a crash does not leave behind for ever.
 
 The lock is a file that names its owner, who touches it every few seconds. On the owner's host it
 counts as long as that process lives. On another host it counts as long as it is touched; the file
@@ -24,9 +24,9 @@ from pathlib import Path
 import psutil
 
 from hvdtrain.errors import CheckpointError, UsageError
-from hvdtrain.files import read_regular
-from hvdtrain.launch.detect import JOB_VARIABLES
 from hvdtrain.steps.integrity import BOOT_ID
+from hvdtrain.system.files import read_regular
+from hvdtrain.system.runtime.detect import JOB_VARIABLES
 
 NAME = ".lock"
 BEAT = 5.0  # seconds between two touches
@@ -42,17 +42,14 @@ class Owner:
     user: str
     host: str
     pid: int
-    born: float
-    """When the process began, which tells it from a later one of the same number."""
-    machine: str
-    """Where the process number means something: the host since its boot, or a container on it."""
-    job: str
-    """Number of the batch job; empty outside of one."""
+    born: float  # when the process began: a later one may have its number
+    machine: str  # where ``pid`` counts: the host since its boot, or a container on it
+    job: str  # number of the batch job; empty outside of one
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @staticmethod
     def this_process(environ: Mapping[str, str] = os.environ) -> Owner:
-        """This process as an owner."""
+        """Return this process as an owner."""
         try:
             user = getpass.getuser()
         except (KeyError, OSError):  # a container without an entry for this user
@@ -65,16 +62,16 @@ class Owner:
         return Owner(user, socket.gethostname(), os.getpid(), born, boot, job)
 
     def __str__(self) -> str:
-        """As a message names it."""
+        """Return it as a message names it."""
         job = f"job {self.job}, " if self.job else ""
         began = time.strftime("%d %b %H:%M", time.localtime(self.born))
         return f"{job}process {self.pid} of {self.user} on {self.host}, since {began}"
 
     def lives(self) -> bool:
-        """Whether its process is there; to be asked on its machine."""
+        """Return whether its process is there; to be asked on its machine."""
         with contextlib.suppress(psutil.Error, ValueError, OverflowError):
             process = psutil.Process(self.pid)
-            # Its clock ticks a hundred times a second.
+            # Its clock ticks a hundred times per second.
             same = abs(process.create_time() - self.born) < 0.02
             return same and process.status() != psutil.STATUS_ZOMBIE
         return False
@@ -166,7 +163,7 @@ class DirectoryLock:
         return None
 
     def _age(self, touched: int) -> float:
-        """Seconds since ``touched``, by the clock of the file system."""
+        """Return seconds since ``touched``, by the clock of the file system."""
         with tempfile.NamedTemporaryFile(prefix=f"{NAME}-", dir=self.directory) as probe:
             return (os.fstat(probe.fileno()).st_mtime_ns - touched) / 1e9
 
@@ -187,7 +184,7 @@ class DirectoryLock:
 
 
 def _look(path: Path) -> Holder | None:
-    """Who holds the lock ``path``; None: nobody."""
+    """Return who holds the lock ``path``; None: nobody."""
     owner = None
     # What is just being written, is damaged or not for us to read, tells no owner.
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError, RecursionError):

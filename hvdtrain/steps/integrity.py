@@ -12,12 +12,13 @@ import json
 import platform
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hvdtrain
 from hvdtrain.errors import UsageError
+from hvdtrain.system.output.text import plural
 
 ALLOW = "HVDTRAIN_ALLOW"
 """Variable that lets a known difference pass, separated by commas: see the two below."""
@@ -33,14 +34,10 @@ FEW = 4  # hosts that a message names before it only counts
 class RankFacts:
     """What one rank tells all others when it joins."""
 
-    host: str
-    """Name of its host."""
-    machine: str
-    """What tells two hosts of one name apart."""
-    software: Mapping[str, str]
-    """Version by name, of what is loaded in its process."""
-    allow: tuple[str, ...] = ()
-    """Differences that the user lets pass; rank 0's count."""
+    host: str  # name of its host
+    machine: str  # what tells two hosts of one name apart
+    software: Mapping[str, str]  # version by name, of what is loaded in its process
+    allow: tuple[str, ...] = ()  # differences that the user lets pass; rank 0's count
 
     @property
     def place(self) -> tuple[str, str]:
@@ -48,18 +45,18 @@ class RankFacts:
         return self.host, self.machine
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Return the facts as JSON."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @staticmethod
     def decode(data: bytes) -> RankFacts:
-        """From JSON."""
+        """Return the facts that ``encode`` wrote."""
         facts = json.loads(data)
         return RankFacts(**{**facts, "allow": tuple(facts["allow"])})
 
 
 def rank_facts(environ: Mapping[str, str], mpi: str) -> RankFacts:
-    """What this rank has to tell; ``mpi`` is the MPI library in its process, such as MPICH 4.2."""
+    """Return the facts of this rank; ``mpi`` is the MPI library in its process, as MPICH 4.2."""
     code = source_digest(Path(hvdtrain.__file__).parent)
     software = {
         "hvdtrain": f"{hvdtrain.__version__} (code {code})",
@@ -97,35 +94,43 @@ def check_software(everyone: Sequence[RankFacts]) -> None:
     Raises:
         UsageError: on every rank, telling who has what.
     """
-    names = dict.fromkeys(name for facts in everyone for name in facts.software)
-    differences = []
-    for name in names:
-        holders: dict[str, list[int]] = {}
-        for rank, facts in enumerate(everyone):
-            if name in facts.software:
-                holders.setdefault(facts.software[name], []).append(rank)
-        if len(holders) > 1:
-            hosts = [facts.host for facts in everyone]
-            owners = [f"{version} on {places(ranks, hosts)}" for version, ranks in holders.items()]
-            differences.append(f"{name} {', '.join(owners)}")
-    if differences:
+    hosts = [facts.host for facts in everyone]
+    software = [facts.software for facts in everyone]
+    found = [f"{name} {owners}" for name, owners in differences(software, hosts)]
+    if found:
         raise UsageError(
-            f"the ranks do not run the same software: {'; '.join(differences)}. Use one "
+            f"the ranks do not run the same software: {'; '.join(found)}. Use one "
             "environment on a file system that all hosts share, or install the same versions on "
             f"each host ({ALLOW}={MIXED_VERSIONS} trains all the same)"
         )
+
+
+def differences(
+    told: Sequence[Mapping[str, str]], hosts: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each name that ranks tell different values of, and who tells what.
+
+    Args:
+        told: values by name, by rank; a name that a rank does not tell is not compared.
+        hosts: the host of each rank.
+    """
+    for name in dict.fromkeys(name for values in told for name in values):
+        owners: dict[str, list[int]] = {}
+        for rank, values in enumerate(told):
+            if name in values:
+                owners.setdefault(values[name], []).append(rank)
+        if len(owners) > 1:
+            parts = [f"{value} on {places(ranks, hosts)}" for value, ranks in owners.items()]
+            yield name, ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class Device:
     """The device that a rank took in step 2."""
 
-    name: str
-    """In words."""
-    identity: str
-    """Tells the GPUs of a host apart; empty for a CPU."""
-    visible: int
-    """GPUs that the rank could see."""
+    name: str  # in words
+    identity: str  # tells the GPUs of a host apart; empty for a CPU
+    visible: int  # GPUs that the rank could see
 
 
 def check_devices(devices: Sequence[Device], everyone: Sequence[RankFacts]) -> None:
@@ -153,10 +158,10 @@ def check_devices(devices: Sequence[Device], everyone: Sequence[RankFacts]) -> N
     for ((host, _), identity), ranks in users.items():
         if len(ranks) > 1:
             device = devices[ranks[0]]
-            number = f"{device.visible} GPU{'s' if device.visible > 1 else ''}"
+            number = plural(device.visible, "GPU")
             raise UsageError(
                 f"ranks {spans(ranks)} on host {host} use the same GPU, {device.name} "
-                f"({identity}): they see {number}. Start one rank a GPU (hvdtrain launch --ppn, "
+                f"({identity}): they see {number}. Start one rank per GPU (hvdtrain launch --ppn, "
                 "mpirun --map-by ppr:N:node), each of which sees all GPUs of its host or one of "
                 f"its own. {ALLOW}={SHARED_GPU} lets them share it, CUDA_VISIBLE_DEVICES= trains "
                 "on the CPU"
@@ -164,7 +169,7 @@ def check_devices(devices: Sequence[Device], everyone: Sequence[RankFacts]) -> N
 
 
 def places(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Where ``ranks`` are, such as ``node1 (ranks 0-3) and node2 (rank 4)``."""
+    """Return where ``ranks`` are, such as ``node1 (ranks 0-3) and node2 (rank 4)``."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -178,7 +183,7 @@ def places(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Ascending numbers in short: ``0-3,5``."""
+    """Return ascending numbers in short: ``0-3,5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -17,7 +17,7 @@ SCHEDULES = ("constant", "linear", "cosine", "multistep")
 
 
 def scale_factor(scaling: str, size: int) -> float:
-    """By how much the learning rate of one rank grows on ``size`` ranks.
+    """Return the factor by which the learning rate of one rank grows on ``size`` ranks.
 
     Raises:
         UsageError: an unknown rule.
@@ -61,7 +61,7 @@ class LearningRate:
             raise UsageError("--lr-schedule multistep needs --lr-milestones, such as 30,60,80")
 
     def __call__(self, place: float) -> float:
-        """The learning rate at ``place`` epochs from the start of the training."""
+        """Return the learning rate at ``place`` epochs from the start of the training."""
         peak = self.base * self.factor
         if place < self.warmup_epochs:
             start = self.base if self.factor > 1 else 0.0

@@ -14,12 +14,12 @@ Vector = NDArray[np.float64]
 
 
 def pack(sums: Mapping[str, float], count: float) -> Vector:
-    """One float64 vector of shape (len(sums) + 1,) to reduce: the sums in name order, the count."""
+    """Return a float64 vector of shape (len(sums) + 1,) to reduce: sums by name, the count."""
     return np.array([*(float(sums[name]) for name in sorted(sums)), float(count)])
 
 
 def unpack(total: Vector, names: list[str]) -> tuple[dict[str, float], int]:
-    """The means and the count from the reduced vector; a count of 0 gives means of nan."""
+    """Return the means and the count from the reduced vector; a count of 0 gives means of nan."""
     count = float(total[-1])
     means = {
         name: float(value) / count if count else float("nan")

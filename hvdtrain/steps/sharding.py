@@ -2,13 +2,15 @@
 
 An epoch is one permutation of the dataset, a function of (seed, epoch) alone. It is cut into
 global batches, and rank r takes the r-th part of each. So every sample is trained on exactly once
-an epoch, all ranks take the same number of steps, and the place of a run in its training is
+per epoch, all ranks take the same number of steps, and the place of a run in its training is
 (epoch, samples consumed): it means the same on any number of ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import operator
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,7 +61,7 @@ class Part:
 
 
 def bounds(total: int, rank: int, size: int) -> tuple[int, int]:
-    """The half-open range of part ``rank`` when ``total`` items are cut into ``size`` parts.
+    """Return the half-open range of part ``rank`` when ``total`` items are cut into ``size`` parts.
 
     Parts differ by at most one item, the longer ones first; together they are range(total).
     """
@@ -69,7 +71,7 @@ def bounds(total: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Indices:
-    """The order of an epoch: a function of its arguments alone, equal on all ranks and machines.
+    """Return the order of an epoch: a function of its arguments alone, equal on all machines.
 
     Philox is a counter-based generator (Salmon et al., 2011): the pair (seed, epoch) is its key,
     so no state runs from one epoch to the next.
@@ -97,7 +99,7 @@ class Shards:
         size: the world size.
         on_begin: called with the shards and a part whenever that part becomes the current one.
         current: the part that the next gradients are computed on; None before the first one, and
-            outside of ``step``.
+            after a ``step``.
     """
 
     samples: int
@@ -186,8 +188,10 @@ class Shards:
         """Make ``part`` the current one within, however far ahead it was drawn."""
         self._begin(part)
         self._drawn = 0
-        yield
-        self.current = None
+        try:
+            yield
+        finally:
+            self.current = None
 
     def _begin(self, part: Part) -> None:
         self.on_begin(self, part)
@@ -228,14 +232,14 @@ def _count(value: Any, what: str) -> int:
 
 
 def after(position: Position, samples: int) -> Position:
-    """``position`` with a finished epoch written as the beginning of the next one."""
+    """Return ``position`` with a finished epoch written as the beginning of the next one."""
     if position.consumed >= samples:
         return Position(position.epoch + 1, 0)
     return position
 
 
 def evaluation_parts(samples: int, batch: int, rank: int, size: int) -> Iterator[Indices]:
-    """Batches of this rank's slice of an evaluation set: each sample on exactly one rank, once.
+    """Yield batches of this rank's slice of an evaluation set: each sample on one rank, once.
 
     Nothing is padded and nothing dropped, so ranks may get different numbers of batches: do no
     collective inside the loop over them.
@@ -243,3 +247,13 @@ def evaluation_parts(samples: int, batch: int, rank: int, size: int) -> Iterator
     low, high = bounds(samples, rank, size)
     for start in range(low, high, batch):
         yield np.arange(start, min(start + batch, high), dtype=np.int64)
+
+
+def seed_of(*place: int) -> int:
+    """Return a seed below 2**63 from whole numbers such as (seed, update, rank).
+
+    BLAKE2b spreads neighbouring places over unrelated seeds; the same place gives the same seed on
+    every machine.
+    """
+    packed = struct.pack(f"<{len(place)}Q", *(number % 2**64 for number in place))
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

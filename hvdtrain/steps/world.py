@@ -1,11 +1,14 @@
-"""Step 1, the world: who takes part, and whether launcher and runtime agree about it."""
+"""Step 1, the world: who takes part, whether launcher and runtime agree; threads per rank."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.detect import BY_HAND, Place
+from hvdtrain.system.runtime.detect import BY_HAND, LAUNCHERS, LaunchInfo, detect
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,16 @@ class World:
     hosts: int
 
     @property
+    def data_rank(self) -> int:
+        """Which share of the data this process has; its rank unless the model is split."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares the data are cut; the world size unless the model is split."""
+        return self.size
+
+    @property
     def is_writer(self) -> bool:
         """Whether this process writes what is written once: logs, summary, checkpoints."""
         return self.rank == 0
@@ -32,19 +45,16 @@ class World:
 class Evidence:
     """What a process knows of its MPI and of its launcher, for the message where they differ."""
 
-    mpi: str = ""
-    """The MPI library in this process, such as ``Open MPI 5.0.11, /opt/lib/libmpi.so.40``."""
-    own_mpirun: str = ""
-    """The launcher that is installed with that library."""
-    started_by: str = ""
-    """The program that started this process."""
+    mpi: str = ""  # in this process, such as ``Open MPI 5.0.11, /opt/lib/libmpi.so.40``
+    own_mpirun: str = ""  # the launcher that is installed with that library
+    started_by: str = ""  # the program that started this process
 
 
 NO_EVIDENCE = Evidence()
 
 
 def check_launch(
-    place: Place, runtime_size: int, runtime: str, evidence: Evidence = NO_EVIDENCE
+    launch: LaunchInfo, runtime_size: int, runtime: str, evidence: Evidence = NO_EVIDENCE
 ) -> None:
     """Raise where the launcher started another number of processes than the runtime connected.
 
@@ -52,7 +62,7 @@ def check_launch(
     one that started it. Every process would then train alone, in silence.
 
     Args:
-        place: what the launcher's environment tells (see ``hvdtrain.launch.detect``).
+        launch: what the launcher's environment tells (see ``hvdtrain.system.runtime.detect``).
         runtime_size: the world size that the runtime itself reports.
         runtime: its name for the message, such as ``Horovod``.
         evidence: what this process found out about itself.
@@ -60,14 +70,14 @@ def check_launch(
     Raises:
         UsageError: on every rank, since every rank sees the same two numbers.
     """
-    if place.size == runtime_size:
+    if launch.size == runtime_size:
         return
-    if place.size < runtime_size:
+    if launch.size < runtime_size:
         cause = (
             "a script between mpirun and Python has changed or dropped the launcher's variables, "
             "as env -i, sudo and ssh do"
         )
-    elif place.launcher == BY_HAND:
+    elif launch.launcher == BY_HAND:
         cause = f"{runtime} does not read these variables"
     elif evidence.mpi:
         by = f" ({evidence.started_by})" if evidence.started_by else ""
@@ -75,24 +85,24 @@ def check_launch(
     else:
         cause = "no MPI is loaded in this process"
     raise UsageError(
-        f"{place.launcher or 'the command line'} "
-        f"{'tell of' if place.launcher == BY_HAND else 'started'} {place.size} "
-        f"process{'es' if place.size > 1 else ''}, but {runtime} sees a world of {runtime_size}: "
-        f"{cause}. {_remedy(place, runtime_size, evidence)}"
+        f"{launch.launcher or 'the command line'} "
+        f"{'tell of' if launch.launcher == BY_HAND else 'started'} {launch.size} "
+        f"process{'es' if launch.size > 1 else ''}, but {runtime} sees a world of {runtime_size}: "
+        f"{cause}. {_remedy(launch, runtime_size, evidence)}"
     )
 
 
-def _remedy(place: Place, runtime_size: int, evidence: Evidence) -> str:
+def _remedy(launch: LaunchInfo, runtime_size: int, evidence: Evidence) -> str:
     own = evidence.own_mpirun or "the mpirun of this environment"
-    if place.size < runtime_size:
+    if launch.size < runtime_size:
         return "Pass on OMPI_*, PMI*, PALS_* and SLURM_*, or let mpirun start Python itself"
-    if place.launcher == "srun" or "slurmstepd" in evidence.started_by:  # also --mpi=pmi2
+    if launch.launcher == "srun" or "slurmstepd" in evidence.started_by:  # also --mpi=pmi2
         return (
             "Start with `srun --mpi=pmix` (`srun --mpi=list` tells whether this Slurm has it), "
             f"or with {own}"
         )
-    if place.launcher == BY_HAND:
-        return f"Start with `{own} -n {place.size}`, or unset RANK and WORLD_SIZE to train alone"
+    if launch.launcher == BY_HAND:
+        return f"Start with `{own} -n {launch.size}`, or unset RANK and WORLD_SIZE to train alone"
     return (
         f"Start with {own}, or run `hvdtrain install-horovod --rebuild` with the mpirun that you "
         "want first on the PATH"
@@ -100,7 +110,7 @@ def _remedy(place: Place, runtime_size: int, evidence: Evidence) -> str:
 
 
 def threads_per_rank(affinities: list[frozenset[int]], local_rank: int) -> int:
-    """Threads that let the ranks of one host use each of their cores once.
+    """Return the threads that let the ranks of one host use each of their cores once.
 
     A launcher may bind each rank to cores of its own, or leave all ranks on all cores; so a rank's
     share is its cores divided by the number of local ranks whose cores overlap with them.
@@ -112,3 +122,55 @@ def threads_per_rank(affinities: list[frozenset[int]], local_rank: int) -> int:
     mine = affinities[local_rank]
     sharers = sum(1 for other in affinities if other & mine)
     return max(1, len(mine) // max(1, sharers))
+
+
+def asked_threads(environ: Mapping[str, str]) -> int:
+    """Return OMP_NUM_THREADS; 0 where it is not set, or no number of threads."""
+    asked = environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() else 0
+
+
+# What tells processes of one job from those of another.
+JOB_VARIABLES = ("PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+def local_threads(
+    local_rank: int,
+    local_size: int,
+    environ: Mapping[str, str] = os.environ,
+    processes: Path = Path("/proc"),
+) -> int:
+    """Return this rank's share of its host's cores, or what OMP_NUM_THREADS says; no collective.
+
+    TensorFlow fixes its thread pool when the first operation runs, and Horovod's collectives are
+    operations. So the cores of the other ranks of this host are read from ``/proc`` (Linux).
+    Where the other ranks cannot be seen (a hidden ``/proc``), they are taken to share the cores of
+    this one.
+    """
+    if asked := asked_threads(environ):
+        return asked
+    mine = frozenset(os.sched_getaffinity(0))
+    cores = dict(_ranks_here(environ, processes)) if local_size > 1 else {}
+    if len(cores) != local_size or local_rank not in cores:
+        return max(1, len(mine) // local_size)
+    return threads_per_rank([cores[rank] for rank in sorted(cores)], local_rank)
+
+
+def _ranks_here(
+    environ: Mapping[str, str], processes: Path
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Yield local rank and cores of each process of this job on this host, children too."""
+    place = detect(environ)
+    names = [launcher.local_rank for launcher in LAUNCHERS if launcher.name == place.launcher]
+    job = {name: environ[name] for name in JOB_VARIABLES if name in environ}
+    for folder in processes.iterdir():
+        if not names or not folder.name.isdigit():
+            continue
+        try:
+            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            other = dict(pair.partition("=")[::2] for pair in pairs)
+            rank = other.get(names[0], "")
+            if rank.isdigit() and all(other.get(key) == value for key, value in job.items()):
+                yield int(rank), frozenset(os.sched_getaffinity(int(folder.name)))
+        except OSError:  # gone meanwhile, or another user's
+            continue

@@ -7,35 +7,40 @@ learning rate, the order or the number of steps would be another on some rank, o
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.config.options import Options, declared
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.ending import agreed
-from hvdtrain.steps.integrity import places
-from hvdtrain.training.options import Options
-from hvdtrain.workloads.base import Task
+from hvdtrain.steps.integrity import differences
+from hvdtrain.system.runtime.exit import agreed
+from hvdtrain.workloads.task import Task
 
-# What only rank 0 uses, or what changes no result.
 SHOWN = 12  # digits of a digest
+# What only rank 0 uses, or what changes no result.
 OWN = ("quiet", "summary", "metrics", "tensorboard", "workers")
 
 
-def check_options(adapter: CommonAdapter, options: Options) -> None:
+def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
     """Compare the options of all ranks, in one collective.
+
+    Args:
+        adapter: of this rank.
+        options: of this rank.
+        file: digest of the user's file that defines the task; empty: there is none.
 
     Raises:
         UsageError: on every rank, naming the option and who was given what.
     """
     mine = {
         f"--{field.name.replace('_', '-')}": str(getattr(options, field.name))
-        for field in dataclasses.fields(Options)
+        for field in declared(type(options))
         if field.name not in OWN
     }
     # Each host may hold its copy at another place; but the embedded data is other data.
     mine["--data"] = "given" if options.data else "not given"
+    mine["the file that defines the task (a digest)"] = file[:SHOWN]
     remedy = "start all ranks with the same options"
     _compare(adapter, {name: _plain(value) for name, value in mine.items()}, remedy)
 
@@ -59,29 +64,13 @@ def check_data(adapter: CommonAdapter, task: Task) -> None:
 
 
 def _plain(value: str) -> str:
-    return {"None": "not given", "True": "given", "False": "not given"}.get(value, value)
+    return {"": "not given", "None": "not given", "True": "given", "False": "not given"}.get(
+        value, value
+    )
 
 
 def _compare(adapter: CommonAdapter, mine: Mapping[str, str], remedy: str) -> None:
-    told = adapter.communicator.gather(json.dumps(mine).encode())
+    everyone = adapter.communicator.gather(json.dumps(mine).encode())
     hosts = [facts.host for facts in adapter.ranks]
-    difference = first_difference([json.loads(data) for data in told], hosts)
-    if difference:
-        raise agreed(UsageError(f"{difference}: {remedy}"))
-
-
-def first_difference(told: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str | None:
-    """The first thing that the ranks tell differently, and who tells what; None: all agree.
-
-    Args:
-        told: what each rank tells, by rank; the same names on all.
-        hosts: the host of each rank.
-    """
-    for name in told[0]:
-        owners: dict[str, list[int]] = {}
-        for rank, values in enumerate(told):
-            owners.setdefault(values[name], []).append(rank)
-        if len(owners) > 1:
-            parts = [f"{value} on {places(ranks, hosts)}" for value, ranks in owners.items()]
-            return f"{name} differs: {', '.join(parts)}"
-    return None
+    for name, owners in differences([json.loads(data) for data in everyone], hosts):
+        raise agreed(UsageError(f"{name} differs: {owners}: {remedy}"))

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import math
 import time
 from typing import Any, NoReturn
 
 from hvdtrain.adapters.common import CommonAdapter
-from hvdtrain.batch.walltime import ends_at
+from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
-from hvdtrain.launch import ending
 from hvdtrain.steps.integrity import places
 from hvdtrain.steps.learning_rate import LearningRate
-from hvdtrain.steps.randomness import seed_of
-from hvdtrain.steps.sharding import Part, Position, Shards, evaluation_parts
-from hvdtrain.training import surroundings
-from hvdtrain.training.options import Options
-from hvdtrain.training.plan import Plan
+from hvdtrain.steps.sharding import Part, Position, Shards, evaluation_parts, seed_of
+from hvdtrain.steps.summary import GradientMessages, Stopped
+from hvdtrain.system.output.text import plural
+from hvdtrain.system.runtime.exit import agreed, announce, is_agreed, process_status
+from hvdtrain.system.runtime.walltime import ends_at
+from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
+from hvdtrain.training.plan import TrainingPlan
 from hvdtrain.training.preemption import AGAIN, ENDING, Walltime, on_stop_signal
 from hvdtrain.training.progress import Silent
-from hvdtrain.training.result import Clock, rows
-from hvdtrain.training.saving import Keeper, Standing
+from hvdtrain.training.summary import environment, given, measured, rows
+from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
-from hvdtrain.workloads.base import Loaded, NotFinite, Task
+from hvdtrain.workloads.data.dataset import Batch
+from hvdtrain.workloads.task import NotFinite, Task, Workload
 
 LINES_PER_EPOCH = 20  # log intervals
 MOST_SKIPPED = 10  # updates in a row that --on-nan skip leaves out
@@ -40,34 +44,34 @@ class Run:
 
     def __init__(
         self,
-        name: str,
+        workload: Workload,
         options: Options,
-        plan: Plan,
+        plan: TrainingPlan,
         adapter: CommonAdapter,
         task: Task,
         shards: Shards,
         rate: LearningRate,
     ) -> None:
-        self.name, self.options, self.plan = name, options, plan
+        self.workload, self.options, self.plan = workload, options, plan
         self.adapter, self.task, self.shards, self.rate = adapter, task, shards, rate
         self.show = Silent()
         self.clock = Clock()
-        self.now = Standing()
+        self.now = TrainState()
         self.walltime = Walltime(ends=None)
         self.timeline = TimelineWindow(options, adapter)
-        self.pending: list[tuple[Part, Any]] = []  # losses that nobody has looked at yet
+        self.pending: list[tuple[Part, Any]] = []  # losses that have not been read yet
         self.train_loss: float | None = None
         self.why = "another rank was asked to stop"  # where this one was not
         self.in_a_row = 0  # updates left out, up to here
         origin = {
             "framework": options.framework,
-            "workload": name,
+            "workload": workload.name,
             "model": plan.model,
             "optimizer": options.optimizer,
             "training_samples": task.train.samples,
             "seed": options.seed,
         }
-        self.keeper = Keeper(options, adapter, task, origin)
+        self.checkpoints = CheckpointManager(options, adapter, task, origin)
         # Reading a loss waits for a GPU; a CPU has it already.
         self.look_every = 20 if adapter.has_gpu else 1
         self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
@@ -82,26 +86,26 @@ class Run:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, as ``--resume`` says."""
-        self.now = self.keeper.resume()
+        self.now = self.checkpoints.resume()
 
-    def announce(self, device: str, precision: str) -> None:
+    def announce(self, device: str) -> None:
         """Say what is about to be trained, and how."""
         world, plan, rate = self.adapter.world, self.plan, self.rate
-        peak = rate.base * rate.factor
         lines = [
-            f"hvdtrain {self.name}: {plan.model}, {self.options.framework} over "
-            f"{self.adapter.name}, {world.size} rank{'s' if world.size > 1 else ''} on "
-            f"{world.hosts} host{'s' if world.hosts > 1 else ''}, {device} a rank, {precision}",
-            f"{self.task.train.samples:,} images, global batch {plan.global_batch}, "
-            f"{self.shards.steps_per_epoch:,} steps an epoch, "
-            f"{plan.epochs} epoch{'s' if plan.epochs > 1 else ''}, "
-            f"learning rate {rate.base:g} x {rate.factor:g} = {peak:g}",
+            f"hvdtrain {self.workload.name}: {plan.model}, {self.options.framework} over "
+            f"{self.adapter.name}, {plural(world.size, 'rank')} on {plural(world.hosts, 'host')}, "
+            f"{device} per rank, {self.task.options.precision}",
+            f"{self.task.train.samples:,} {self.workload.unit}, global batch {plan.global_batch}, "
+            f"{plural(self.shards.steps_per_epoch, 'step')} per epoch, "
+            f"{plural(plan.epochs, 'epoch')}, "
+            f"learning rate {rate.base:g} x {rate.factor:g} = {rate.base * rate.factor:g}",
             *self.task.notes,
         ]
         if self.now.step:
             lines.append(
-                f"resumed from {self.keeper.path}: step {self.now.step}, epoch "
-                f"{self.now.position.epoch}, {self.now.position.consumed:,} of its images done"
+                f"resumed from {self.checkpoints.path}: step {self.now.step}, epoch "
+                f"{self.now.position.epoch}, {self.now.position.consumed:,} of its "
+                f"{self.workload.unit} done"
             )
         self.show.begin(lines, self.total_steps, self.now.step)
 
@@ -118,14 +122,14 @@ class Run:
         try:
             stopped = self._train()
         except TrainingError as error:
-            if ending.is_agreed(error):
-                self._end("diverged")
+            if is_agreed(error):
+                self._end(Stopped.DIVERGED)
             raise
         self._end(stopped)
-        return EXIT_PREEMPTED if stopped == "preempted" else EXIT_OK
+        return EXIT_PREEMPTED if stopped is Stopped.PREEMPTED else EXIT_OK
 
-    def _train(self) -> str:
-        if self.options.on_nan == "rollback" and self.keeper.path is None:
+    def _train(self) -> Stopped:
+        if self.options.on_nan == "rollback" and self.checkpoints.path is None:
             self._save()  # something to go back to
         stopped = self._finished()
         while stopped is None:
@@ -133,25 +137,25 @@ class Run:
                 stopped = self._epoch()
             except _LeftOutError:
                 continue
-        if stopped != "preempted" and not self._evaluate():
-            stopped = "preempted"
+        if stopped is not Stopped.PREEMPTED and not self._evaluate():
+            stopped = Stopped.PREEMPTED
         self._save()
-        if stopped == "preempted" and self.adapter.world.is_writer:
-            done = f"stopped after step {self.now.step}, saved {self.keeper.path}"
-            ending.announce(f"{self.why}: {done}: {AGAIN}", mpirun_ends=self.why in ENDING)
+        if stopped is Stopped.PREEMPTED and self.adapter.world.is_writer:
+            done = f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
+            announce(f"{self.why}: {done}: {AGAIN}", mpirun_ends=self.why in ENDING)
         return stopped
 
-    def _end(self, stopped: str) -> None:
+    def _end(self, stopped: Stopped) -> None:
         self.task.train.close()
         self.timeline.close()
         self._sum_up(stopped)
 
-    def _finished(self) -> str | None:
+    def _finished(self) -> Stopped | None:
         if self.plan.num_steps is not None and self.now.step >= self.plan.num_steps:
-            return "steps"
-        return "finished" if self.now.position.epoch >= self.plan.epochs else None
+            return Stopped.STEPS
+        return Stopped.FINISHED if self.now.position.epoch >= self.plan.epochs else None
 
-    def _epoch(self) -> str | None:
+    def _epoch(self) -> Stopped | None:
         """Train to the end of the epoch, or to a stop; why it stopped, None to go on."""
         epoch = self.now.position.epoch
         parts = (
@@ -160,13 +164,13 @@ class Run:
             if [part.start.epoch, part.start.consumed] not in self.now.left_out
         )
         self.clock.resume()
-        for part, batch in self.clock.split.fetching(self.task.train.training(parts)):
+        for part, batch in self.clock.times.fetching(self.task.train.training(parts)):
             self._update(part, batch)
             if self._wants_stop():
                 self._look()
-                return "preempted"
+                return Stopped.PREEMPTED
             if reason := self._finished():
-                if reason == "finished" or self.now.position.epoch > epoch:
+                if reason is Stopped.FINISHED or self.now.position.epoch > epoch:
                     break
                 self._end_of_epoch_loss(reset=False)
                 return reason
@@ -177,9 +181,10 @@ class Run:
         self.now.position = Position(epoch + 1)  # also where the last global batch was left out
         self._end_of_epoch_loss(reset=True)
         if not self._evaluate():
-            return "preempted"
+            return Stopped.PREEMPTED
         self._save()
-        self.show.epoch(self._epoch_record(epoch))
+        shown = "  ".join(f"{name} {value}" for name, value in self._measured().items())
+        self.show.epoch(self._epoch_record(epoch), shown)
         return self._finished()
 
     def _wants_stop(self) -> bool:
@@ -195,8 +200,8 @@ class Run:
         if not self.adapter.stop_wanted:
             self.adapter.stop_wanted, self.why = True, why
 
-    def _update(self, part: Part, batch: Loaded) -> None:
-        ending.stage = f"step {self.now.step + 1}"
+    def _update(self, part: Part, batch: Batch) -> None:
+        process_status.stage = f"step {self.now.step + 1}"
         self.timeline.enter(self.now.step)
         place = part.start.epoch + part.start.consumed / self.shards.samples
         seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
@@ -211,7 +216,7 @@ class Run:
         self.now.step += 1
         self.now.samples += part.global_count
         self.now.position = part.end
-        self.now.evaluation = None
+        self.now.metrics = None
         self.pending.append((part, loss))
         if self.now.step % self.look_every == 0:
             self._look()
@@ -236,13 +241,13 @@ class Run:
             self.now.skipped += 1
             begin = part.start
             self.now.position = Position(begin.epoch, begin.consumed + part.global_count)
-            self.now.evaluation = None
+            self.now.metrics = None
             self.show.say(f"{what}: the update is left out")
             raise _LeftOutError
         left_out = [*self.now.left_out, [part.start.epoch, part.start.consumed]]
         if self.options.on_nan == "rollback" and len(left_out) <= MOST_ROLLBACKS:
             self.pending.clear()
-            self.now = self.keeper.roll_back()
+            self.now = self.checkpoints.roll_back()
             self.now.left_out = left_out
             self.show.say(f"{what}: back to step {self.now.step}, and without that global batch")
             raise _LeftOutError
@@ -252,7 +257,7 @@ class Run:
             "skip": f"; {MOST_SKIPPED} updates before it were left out",
             "rollback": f"; {MOST_ROLLBACKS} global batches were left out before",
         }
-        raise ending.agreed(
+        raise agreed(
             TrainingError(
                 f"{what}{tried.get(self.options.on_nan, '')}. Lower --lr, look at the data, or "
                 "let --on-nan skip or rollback leave such global batches out"
@@ -285,7 +290,8 @@ class Run:
         self.pending.clear()
 
     def _log(self, part: Part, place: float) -> None:
-        with self.clock.split.meeting():
+        self._look()
+        with self.clock.times.meeting():
             means, _ = self.adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
         rate = self.clock.recent_rate(self.log_every)
         record = {
@@ -307,80 +313,89 @@ class Run:
 
     def _evaluate(self) -> bool:
         """Evaluate on the whole test set, each sample once; False if a signal cut it short."""
-        if self.task.test is None or self.now.evaluation is not None:
+        if self.task.test is None or self.now.metrics is not None:
             return True
         world, total = self.adapter.world, self.task.test.samples
         batch = max(1, EVALUATION_BATCH * self.plan.global_batch // world.size)
-        loss, correct, count = 0.0, 0, 0
+        metrics = copy.deepcopy(list(self.task.metrics))
+        loss, count = 0.0, 0
         with self.adapter.averaged_buffers(self.task.model):
             batches = evaluation_parts(total, batch, world.rank, world.size)
             for loaded in self.task.test.evaluation(batches):
-                batch_loss, batch_correct = self.task.evaluate(loaded)
-                loss += batch_loss
-                correct += batch_correct
-                count += len(loaded.y)
+                loss += self.task.evaluate(loaded, metrics)
+                count += loaded.count
                 self._watch_walltime()
                 if self.adapter.stop_wanted:
                     break
-        means, seen = self.adapter.average_metrics(count, loss=loss, accuracy=correct)
+        means, seen = self.adapter.average_metrics(count, loss=loss)
         if seen < total:
             return False
-        self.now.evaluation = {**means, "samples": seen}
+        for metric in metrics:
+            metric.gather(self.adapter.communicator)
+            means |= metric.result()
+        self.now.metrics = {**means, "samples": seen}
         return True
 
+    def _measured(self) -> dict[str, str]:
+        return measured(self.task.metrics, self.now.metrics or {})
+
     def _epoch_record(self, epoch: int) -> dict[str, Any]:
-        tested = self.now.evaluation or {}
+        tested = self.now.metrics or {}
         return {
             "epoch": epoch,
             "step": self.now.step,
             "loss": self.train_loss,
             "seconds": sum(self.clock.seconds),
             "eval_loss": tested.get("loss"),
-            "eval_accuracy": tested.get("accuracy"),
+            **{
+                f"eval_{name}": tested.get(name)
+                for metric in self.task.metrics
+                for name in metric.names
+            },
             "eval_samples": tested.get("samples"),
         }
 
     def _save(self) -> None:
         self._look()
         started = time.monotonic()
-        self.keeper.save(self.now)  # step 7
+        self.checkpoints.save(self.now)  # step 7
         self.walltime.saved(time.monotonic() - started)
 
-    def _left_out(self) -> dict[str, int]:
-        counts = {"steps_skipped": self.now.skipped, "rollbacks": len(self.now.left_out)}
-        return {name: count for name, count in counts.items() if count}
-
-    def _sum_up(self, stopped: str) -> None:
-        tested = self.now.evaluation or {}
-        world = self.adapter.world
-        summary = {
-            "workload": self.name,
-            "framework": self.options.framework,
-            "strategy": self.adapter.name,
-            "model": self.plan.model,
-            "world_size": world.size,
-            "hosts": world.hosts,
-            "precision": self.task.options.precision,
-            "global_batch_size": self.plan.global_batch,
-            "epochs_completed": self.now.position.epoch,
-            "steps_completed": self.now.step,
-            "samples_trained": self.now.samples,
-            "train_loss": self.train_loss,
-            "eval_loss": tested.get("loss"),
-            "eval_accuracy": tested.get("accuracy"),
-            "eval_samples": tested.get("samples"),
-            **self.clock.figures(),
+    def _sum_up(self, stopped: Stopped) -> None:
+        tested = dict(self.now.metrics or {})
+        loss, samples = tested.pop("loss", None), tested.pop("samples", None)
+        world, messages = self.adapter.world, self.adapter.gradient_messages
+        summary = dataclasses.replace(
+            self.clock.figures(),
+            workload=self.workload.name,
+            framework=self.options.framework,
+            strategy=self.adapter.name,
+            model=self.plan.model,
+            world_size=world.size,
+            hosts=world.hosts,
+            precision=self.task.options.precision,
+            global_batch_size=self.plan.global_batch,
+            epochs_completed=self.now.position.epoch,
+            steps_completed=self.now.step,
+            samples_trained=self.now.samples,
+            train_loss=self.train_loss,
+            eval_loss=loss,
+            eval_accuracy=tested.get("accuracy"),
+            eval_metrics=tested or None,
+            eval_samples=samples,
             # Ranks that were told to end must not wait for one another any more.
-            "step_split": None
-            if stopped in ("preempted", "diverged")
+            step_split=None
+            if stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
             else self.clock.step_split(self.adapter.communicator),
-            "gradient_messages": self.adapter.gradient_messages,
-            "parameter_norm": self.task.parameter_norm(),
-            **self._left_out(),
-            "stopped": stopped,
-            "checkpoint": self.keeper.path,
-            "timeline": self.timeline.recorded,
-            "options": surroundings.given(self.options),
-            "environment": surroundings.environment(world),
-        }
-        self.show.end(f"hvdtrain {self.name}", rows(summary, self.clock.rates()), summary)
+            gradient_messages=GradientMessages(**messages) if messages else None,
+            parameter_norm=self.task.parameter_norm(),
+            steps_skipped=self.now.skipped or None,
+            rollbacks=len(self.now.left_out) or None,
+            stopped=stopped,
+            checkpoint=self.checkpoints.path,
+            timeline=self.timeline.recorded,
+            options=given(self.options),
+            environment=environment(world),
+        )
+        table = rows(summary, self.clock.rates(), self._measured(), self.workload.unit)
+        self.show.end(f"hvdtrain {self.workload.name}", table, summary)

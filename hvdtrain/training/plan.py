@@ -2,67 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
-from hvdtrain.training.options import Options
-from hvdtrain.workloads.base import Task, TaskOptions
+from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
+from hvdtrain.workloads.task import Workload
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The defaults of a workload, measured to keep its accuracy at any number of ranks.
-
-    Attributes:
-        batch_size: samples a rank and step.
-        lr: learning rate for one rank.
-        epochs: length of the training.
-        warmup_epochs: length of the warm-up, in epochs.
-        lr_schedule: what follows it.
-        weight_decay: L2 penalty.
-    """
-
-    batch_size: int
-    lr: float
-    epochs: int
-    warmup_epochs: float
-    lr_schedule: str
-    weight_decay: float
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A trainer's subject.
-
-    Attributes:
-        name: as in ``python -m hvdtrain.NAME``.
-        models: names of its networks, the default first.
-        recipe: its defaults, given the options.
-        build: makes the task of a framework: (options, task options) -> task.
-        short_steps: steps take milliseconds, so Horovod should look for work more often.
-        prefers_bf16: measured to be faster in bf16 where the device has it.
-        default_steps: updates where the data has no end (synthetic); None: all epochs.
-    """
-
-    name: str
-    models: tuple[str, ...]
-    recipe: Callable[[Options], Recipe]
-    build: Callable[[Options, TaskOptions], Task]
-    short_steps: Callable[[str], bool]
-    prefers_bf16: Callable[[str], bool]
-    default_steps: Callable[[Options], int | None] = lambda options: None
-
-
-@dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """A training with every default filled in; equal on all ranks.
 
     Attributes:
         model: name of the network.
-        global_batch: samples a step over all ranks.
+        global_batch: samples per step over all ranks.
         epochs: length of the schedule.
         num_steps: updates after which it stops before that; None: at the end.
         lr_scaling: rule of growth with the world size.
@@ -81,7 +38,7 @@ class Plan:
     weight_decay: float
 
 
-def make_plan(workload: Workload, options: Options, world: World) -> Plan:
+def make_plan(workload: Workload, options: Options, world: World) -> TrainingPlan:
     """Fill in the defaults.
 
     Raises:
@@ -98,7 +55,7 @@ def make_plan(workload: Workload, options: Options, world: World) -> Plan:
     # of a fresh network need one: an epoch, or half of what there is.
     share = recipe.warmup_epochs * epochs / recipe.epochs
     warmup = min(recipe.warmup_epochs, max(share, min(1.0, epochs / 2)))
-    return Plan(
+    return TrainingPlan(
         model=model,
         global_batch=given(
             options.global_batch_size, given(options.batch_size, recipe.batch_size) * world.size
@@ -120,12 +77,39 @@ def make_plan(workload: Workload, options: Options, world: World) -> Plan:
 
 
 def choose_model(workload: Workload, options: Options) -> str:
-    """The name of the network.
+    """Return the name of the network.
 
     Raises:
         UsageError: it is none of the workload's.
     """
-    model = options.model or workload.models[0]
-    if model not in workload.models:
+    model = options.model or next(iter(workload.models), workload.name)
+    if workload.models and model not in workload.models:
         raise UsageError(f"--model {model}: choose one of {', '.join(workload.models)}")
     return model
+
+
+BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
+
+
+def processor_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
+    """Return whether the processor multiplies bfloat16 by itself (Linux; elsewhere: no)."""
+    return bool(BF16_FLAGS & cpu_flags(cpuinfo))
+
+
+def choose_precision(asked: str, *, prefers_bf16: bool, gpu: bool, has_bf16: bool) -> str:
+    """Choose the precision of the forward pass.
+
+    Args:
+        asked: ``auto``, ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
+        prefers_bf16: the workload was measured to be faster with it.
+        gpu: the device is a GPU.
+        has_bf16: the device multiplies bfloat16 by itself.
+
+    Raises:
+        UsageError: fp16 on a CPU, where its range needs a loss scaling that nothing speeds up.
+    """
+    if asked == "fp16" and not gpu:
+        raise UsageError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    if asked == "auto":
+        return "bf16" if prefers_bf16 and has_bf16 else "fp32"
+    return asked

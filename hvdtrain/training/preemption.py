@@ -6,6 +6,7 @@ and KILL, and Open MPI's mpirun gives its ranks half a second (5) or two (4).
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.errors import EXIT_PREEMPTED
-from hvdtrain.launch import ending
 from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.system.runtime.detect import detect
+from hvdtrain.system.runtime.exit import WAIT_FAILURE, announce, leave, process_status
 
 ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it hands the others on
 AGAIN = "run the same command again to go on"
@@ -51,7 +53,7 @@ def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
     if directory is None:
         return
 
-    def leave(name: str) -> None:
+    def end(name: str) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         found = checkpoints.newest_name(directory) if resumes else None
@@ -59,13 +61,15 @@ def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
             text = f"stopped before its first step; {directory / found} is there: {AGAIN}"
         else:
             text = "stopped before its first step: there is no checkpoint yet"
-        if ending.rank() == 0:
-            ending.announce(f"{name}: {text}", mpirun_ends=name in ENDING)
-        elif not ending.disconnect:  # else MPI is there, and aborts where a rank stays behind
-            time.sleep(ending.WAIT_FAILURE)
-        ending.leave(EXIT_PREEMPTED if found else 128 + signal.Signals[name])
+        if detect(os.environ).is_root:
+            announce(f"{name}: {text}", mpirun_ends=name in ENDING)
+        elif (
+            not process_status.disconnect
+        ):  # else MPI is there, and aborts where a rank stays behind
+            time.sleep(WAIT_FAILURE)
+        leave(EXIT_PREEMPTED if found else 128 + signal.Signals[name])
 
-    on_stop_signal(leave)
+    on_stop_signal(end)
 
 
 RESERVE = 10.0  # seconds for the job's own last lines, and for a clock that is a little off
@@ -76,17 +80,15 @@ FIRST_SAVE = 10.0  # seconds that a save is taken to need until one was timed
 class Walltime:
     """When the job of this process ends, and how long before that a training has to stop."""
 
-    ends: float | None
-    """Seconds since 1970; None: it has no end, or another rank watches it."""
-    longest_save: float = FIRST_SAVE
-    """Seconds of the slowest save so far."""
+    ends: float | None  # seconds since 1970; None: it has no end, or another rank watches it
+    longest_save: float = FIRST_SAVE  # seconds of the slowest save so far
 
     def saved(self, seconds: float) -> None:
         """Take note that a save took ``seconds``."""
         self.longest_save = max(self.longest_save, seconds)
 
     def is_near(self, longest_step: float) -> bool:
-        """Whether there is time for little more than a step and a save, twice over."""
+        """Return whether there is time for little more than a step and a save, twice over."""
         if self.ends is None:
             return False
         return time.time() + 2 * (longest_step + self.longest_save) + RESERVE > self.ends

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,13 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.segment import ControlType, Segment
 from rich.table import Table
+from typing_extensions import override
 
+from hvdtrain.config.options import Options
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.files import Output, check_writable
-from hvdtrain.launch import terminal
+from hvdtrain.steps.summary import Summary, nan_to_null
+from hvdtrain.system.files import Output, check_writable
+from hvdtrain.system.runtime import terminal
 
 PLAIN_SECONDS = 5.0  # between two lines where the output is no terminal
 
@@ -31,8 +33,8 @@ PLAIN_SECONDS = 5.0  # between two lines where the output is no terminal
 class _Bar(Bar):
     """A bar whose frames pass through mpirun; see ``terminal``."""
 
+    @override
     def get_renderables(self) -> Iterable[RenderableType]:
-        """See rich's class."""
         yield _Frame(self.make_tasks_table(self.tasks))
 
 
@@ -65,50 +67,40 @@ class Silent:
     """What ranks other than the writer hold."""
 
     def begin(self, headline: list[str], total: int, done: int) -> None:
-        """The training starts: ``done`` of ``total`` steps are done already."""
+        """Show the headline of a training of which ``done`` of ``total`` steps are done already."""
 
     def step(self, record: dict[str, Any]) -> None:
-        """A log interval is over."""
+        """Show and record the figures of a log interval."""
 
-    def epoch(self, record: dict[str, Any]) -> None:
-        """An epoch has been evaluated."""
+    def epoch(self, record: dict[str, Any], measured: str = "") -> None:
+        """Show and record an epoch; ``measured`` are its metrics besides the loss."""
 
     def say(self, text: str) -> None:
-        """A line for the reader."""
+        """Show a line."""
 
     def stop(self) -> None:
-        """What moves stays as it is now; what is written from here on comes below it."""
+        """Leave what moves as it is now; what is written from here on comes below it."""
 
-    def end(
-        self, title: str, rows: list[tuple[str, str]], summary: Mapping[str, Any] | None = None
-    ) -> None:
-        """The training is over: show the result, write the summary and close all files."""
+    def end(self, title: str, rows: list[tuple[str, str]], summary: Summary | None = None) -> None:
+        """Show the result, write the summary and close all files."""
 
 
 class Progress(Silent):
     """What the writing rank holds.
 
     Args:
-        quiet: show nothing on standard output.
-        metrics: JSON Lines file, appended to, or None.
-        tensorboard: directory of event files, or None.
-        summary: JSON file for the result, or None.
+        options: for ``quiet`` and the files.
+        unit: what the samples are, in the plural.
 
     Raises:
         UsageError: a file cannot be written, or TensorBoard is not installed.
     """
 
-    def __init__(
-        self,
-        *,
-        quiet: bool = False,
-        metrics: Path | None = None,
-        tensorboard: Path | None = None,
-        summary: Path | None = None,
-    ) -> None:
+    def __init__(self, options: Options, unit: str = "images") -> None:
+        self.unit = unit
         width = terminal.columns()
         self.console = _Screen(
-            quiet=quiet,
+            quiet=options.quiet,
             highlight=False,
             markup=False,
             emoji=False,
@@ -116,17 +108,17 @@ class Progress(Silent):
             soft_wrap=width is None,
             width=width or 10_000,  # a file has no edge
         )
-        self._lines = _output(metrics, "--metrics")
-        self._summary = _output(summary, "--summary")
-        self._tensorboard = tensorboard
-        self._board = _board(tensorboard) if tensorboard else None
+        self._lines = _output(options.metrics, "--metrics")
+        self._summary = _output(options.summary, "--summary")
+        self._tensorboard = options.tensorboard
+        self._board = _board(self._tensorboard) if self._tensorboard else None
         self._bar: Bar | None = None
         self._task = TaskID(0)
         self._last_line = 0.0
         self._total = 0
 
+    @override
     def begin(self, headline: list[str], total: int, done: int) -> None:
-        """See ``Silent``."""
         terminal.clear()
         for line in headline:
             self.console.print(line)
@@ -136,7 +128,7 @@ class Progress(Silent):
                 TextColumn("epoch {task.fields[epoch]}"),
                 BarColumn(),
                 TextColumn("step {task.completed}/{task.total}  loss {task.fields[loss]}"),
-                TextColumn("{task.fields[rate]} images/s"),
+                TextColumn(f"{{task.fields[rate]}} {self.unit}/s"),
                 TimeRemainingColumn(),
                 console=self.console,
                 refresh_per_second=2,  # each refresh takes time from the core that trains
@@ -146,8 +138,8 @@ class Progress(Silent):
             )
             self._bar.start()
 
+    @override
     def step(self, record: dict[str, Any]) -> None:
-        """See ``Silent``."""
         self._record("step", record)
         loss, rate = f"{record['loss']:.4f}", f"{record['images_per_second']:,.0f}"
         if self._bar:
@@ -163,34 +155,34 @@ class Progress(Silent):
             left = (self._total - record["step"]) * record["seconds_per_step"]
             self.console.print(
                 f"epoch {record['epoch'] + 1}  step {record['step']}/{self._total}  loss {loss}  "
-                f"{rate} images/s  {_clock(left)} left"
+                f"{rate} {self.unit}/s  {_clock(left)} left"
             )
 
-    def epoch(self, record: dict[str, Any]) -> None:
-        """See ``Silent``."""
+    @override
+    def epoch(self, record: dict[str, Any], measured: str = "") -> None:
         self._record("epoch", record)
         tested = (
-            f"  test loss {record['eval_loss']:.4f}  accuracy {100 * record['eval_accuracy']:.2f} %"
-            if record.get("eval_accuracy") is not None
+            f"  test loss {record['eval_loss']:.4f}  {measured}".rstrip()
+            if record.get("eval_loss") is not None
             else ""
         )
-        self.console.print(f"epoch {record['epoch'] + 1} done: loss {record['loss']:.4f}{tested}")
+        # None where --on-nan skip left every update of the epoch out.
+        loss = "-" if record["loss"] is None else f"{record['loss']:.4f}"
+        self.console.print(f"epoch {record['epoch'] + 1} done: loss {loss}{tested}")
 
+    @override
     def say(self, text: str) -> None:
-        """See ``Silent``."""
         self.console.print(text)
 
+    @override
     def stop(self) -> None:
-        """See ``Silent``."""
         if self._bar:
             self._bar.stop()
             self.console.print()  # rich has moved down to the bar; this is below it
             self._bar = None
 
-    def end(
-        self, title: str, rows: list[tuple[str, str]], summary: Mapping[str, Any] | None = None
-    ) -> None:
-        """See ``Silent``."""
+    @override
+    def end(self, title: str, rows: list[tuple[str, str]], summary: Summary | None = None) -> None:
         self.stop()
         table = Table(title=title, show_header=False, title_justify="left")
         for label, value in rows:
@@ -203,12 +195,12 @@ class Progress(Silent):
                 self._board.close()
         if self._summary and summary is not None:
             with self._summary.replacing() as file:
-                file.write(json.dumps(finite(summary), indent=1).encode() + b"\n")
+                file.write(json.dumps(summary.to_json(), indent=1).encode() + b"\n")
             self._summary.close()
 
     def _record(self, kind: str, record: dict[str, Any]) -> None:
         if self._lines:
-            self._lines.append(json.dumps({"kind": kind, **finite(record)}).encode() + b"\n")
+            self._lines.append(json.dumps({"kind": kind, **nan_to_null(record)}).encode() + b"\n")
         with self._drawing():
             for name, value in record.items():
                 if self._board and isinstance(value, float):
@@ -222,14 +214,6 @@ class Progress(Silent):
             raise HvdtrainError(
                 f"--tensorboard {self._tensorboard} cannot be written: {error}"
             ) from error
-
-
-def finite(value: Mapping[str, Any]) -> dict[str, Any]:
-    """``value`` with null for nan and infinity, which JSON does not have."""
-    return {
-        name: None if isinstance(entry, float) and not math.isfinite(entry) else entry
-        for name, entry in value.items()
-    }
 
 
 def _output(path: Path | None, option: str) -> Output | None:

@@ -18,9 +18,10 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.config.options import Options
+from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
-from hvdtrain.files import Output
-from hvdtrain.training.options import Options
+from hvdtrain.system.files import Output
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def prepare(
         UsageError: the strategy does without Horovod, or the whole run is recorded already.
     """
     outside = environ.get("HOROVOD_TIMELINE", DYNAMIC)
-    if options.timeline and strategy != "horovod":
+    if options.timeline and not STRATEGIES[strategy].has_timeline:
         raise UsageError(
             f"--timeline records what Horovod does, and --strategy {strategy} does without it: "
             "leave it out"
@@ -77,7 +78,7 @@ class TimelineWindow:
         """The file in which steps of this run were recorded, None if none were."""
 
     def enter(self, step: int) -> None:
-        """All ranks are about to take a step, ``step`` of them are done."""
+        """Start the timeline before the window's first step; ``step`` of them are done."""
         if self._horovods is None or self._open or not self.first <= step < self.end:
             return
         self.adapter.start_timeline(self._horovods)
@@ -86,14 +87,18 @@ class TimelineWindow:
         self.adapter.communicator.gather(b"")
 
     def leave(self, step: int) -> bool:
-        """All ranks have taken a step, ``step`` are done; whether it was recorded."""
+        """Stop it after the window's last step; ``step`` are done.
+
+        Returns:
+            Whether the last step was recorded.
+        """
         recorded = self._open or self._everything
         if step >= self.end:
             self._stop()
         return recorded
 
     def close(self) -> None:
-        """The training is over."""
+        """Complete the file at the end of the training."""
         self._stop()
         if self._stream and self._horovods:
             record = Path(self._horovods)

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import sys
 from collections.abc import Iterator, Sequence
 
+from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.select import adapter as select_adapter
-from hvdtrain.files import check_writable
-from hvdtrain.launch import ending, terminal
-from hvdtrain.launch.tuning import keep_freed_memory
-from hvdtrain.training import options as option_parser
+from hvdtrain.config.options import Options, parse
+from hvdtrain.system.files import check_writable
+from hvdtrain.system.runtime import terminal
+from hvdtrain.system.runtime.exit import leave_nothing_behind
+from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.training import timeline_window
 from hvdtrain.training.agreement import check_data, check_options
 from hvdtrain.training.loop import Run
-from hvdtrain.training.options import Options
-from hvdtrain.training.plan import Workload, choose_model, make_plan
+from hvdtrain.training.plan import (
+    TrainingPlan,
+    choose_model,
+    choose_precision,
+    make_plan,
+    processor_has_bf16,
+)
 from hvdtrain.training.preemption import leave_on_signal
 from hvdtrain.training.progress import Progress, Silent
-from hvdtrain.workloads.base import TaskOptions
-from hvdtrain.workloads.precision import choose, processor_has_bf16
+from hvdtrain.workloads.task import Task, Workload
 
 
-def main(workload: Workload, arguments: Sequence[str], *, description: str, epilog: str) -> int:
-    """What ``python -m hvdtrain.WORKLOAD`` does: read the options, train.
+def main(workload: Workload, arguments: Sequence[str]) -> int:
+    """Read the options and train, as ``python -m hvdtrain.WORKLOAD`` does.
 
     Returns:
         The exit code.
     """
-    options = option_parser.parse(workload.name, arguments, description=description, epilog=epilog)
+    options = parse(
+        workload.program or workload.name,
+        arguments,
+        description=workload.description,
+        epilog=workload.epilog,
+        kind=workload.options,
+    )
     leave_on_signal(options.checkpoint_dir, resumes=options.resume != "never")
     level = logging.ERROR if options.quiet else logging.WARNING
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be of any bytes
@@ -50,21 +63,51 @@ def train(workload: Workload, options: Options) -> int:
     Raises:
         HvdtrainError: see ``errors.py``.
     """
-    model_name = choose_model(workload, options)
+    model = choose_model(workload, options)
+    adapter = _prepare(options)
+    world = adapter.initialize(short_steps=workload.short_steps(model))  # step 1
+    check_options(adapter, options, workload.digest)
+    device = adapter.pin_device()  # step 2
+    plan = make_plan(workload, options, world)
+    task = _build(workload, options, plan, adapter)
+    shards = adapter.shard_data(  # step 3
+        task.train.samples, global_batch=plan.global_batch, seed=options.seed
+    )
+    rate = adapter.scale_learning_rate(plan.lr, scaling=plan.lr_scaling, **plan.schedule)  # step 4
+    task.model, task.optimizer = adapter.distribute_optimizer(  # step 5
+        task.model, task.optimizer
+    )
+    run = Run(workload, options, plan, adapter, task, shards, rate)
+    run.resume()
+    adapter.broadcast_state(task.model, task.optimizer)  # step 6
+    together = adapter.communicator.together
+    run.show = together(lambda: Progress(options, workload.unit) if world.is_writer else Silent())
+    run.announce(device)
+    try:
+        return run.run()  # steps 7 and 8, save_checkpoint and average_metrics
+    finally:
+        run.show.stop()
+
+
+def _prepare(options: Options) -> CommonAdapter:
+    """Check the files that will be written, import framework and strategy; start nothing."""
     for name in ("summary", "metrics", "timeline"):
         check_writable(getattr(options, name), f"--{name}")
     keep_freed_memory()
-    ending.leave_nothing_behind()  # before a framework notes where temporary files go
+    leave_nothing_behind()  # before a framework notes where temporary files go
     terminal.status(f"importing {options.framework} and its libraries")
     with _hidden("matplotlib", "sklearn"):  # Keras imports them where they are, in 1.5 s
         adapter = select_adapter(options.framework, options.strategy)
     timeline_window.prepare(options, adapter.name)
     terminal.status(f"starting {adapter.name}, waiting for all ranks")
-    world = adapter.initialize(short_steps=workload.short_steps(model_name))  # step 1
-    check_options(adapter, options)
-    device = adapter.pin_device()  # step 2
-    plan = make_plan(workload, options, world)
-    precision = choose(
+    return adapter
+
+
+def _build(
+    workload: Workload, options: Options, plan: TrainingPlan, adapter: CommonAdapter
+) -> Task:
+    """Build the task, the same on all ranks, and check that its data is."""
+    precision = choose_precision(
         options.precision,
         prefers_bf16=workload.prefers_bf16(plan.model),
         gpu=adapter.has_gpu,
@@ -73,38 +116,19 @@ def train(workload: Workload, options: Options) -> int:
     if options.deterministic:
         adapter.make_deterministic()
     terminal.status(f"reading the data, building {plan.model}")
-    settings = TaskOptions(
+    filled_in = dataclasses.replace(
+        options,
         model=plan.model,
         precision=precision,
-        seed=options.seed,
-        optimizer=options.optimizer,
-        momentum=options.momentum,
         weight_decay=plan.weight_decay,
-        dropout=options.dropout,
-        image_size=options.image_size or 224,
-        workers=1 if options.workers is None else options.workers,
         device=adapter.device,
     )
-    task = adapter.communicator.together(lambda: workload.build(options, settings))
+    task = adapter.communicator.together(lambda: workload.build(filled_in))
     check_data(adapter, task)
+    task.needs_empty_forward = adapter.needs_empty_forward
     if options.sync_batchnorm:
         adapter.synchronize_batchnorm(task)
-    shards = adapter.shard_data(  # step 3
-        task.train.samples, global_batch=plan.global_batch, seed=options.seed
-    )
-    rate = adapter.scale_learning_rate(plan.lr, scaling=plan.lr_scaling, **plan.schedule)  # step 4
-    task.model, task.optimizer = adapter.distribute_optimizer(  # step 5
-        task.model, task.optimizer
-    )
-    run = Run(workload.name, options, plan, adapter, task, shards, rate)
-    run.resume()
-    adapter.broadcast_state(task.model, task.optimizer)  # step 6
-    run.show = adapter.communicator.together(lambda: _reporter(options, world.is_writer))
-    run.announce(device, precision)
-    try:
-        return run.run()  # with steps 7 and 8
-    finally:
-        run.show.stop()
+    return task
 
 
 @contextlib.contextmanager
@@ -117,14 +141,3 @@ def _hidden(*modules: str) -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
-
-
-def _reporter(options: Options, writes: bool) -> Silent:
-    if not writes:
-        return Silent()
-    return Progress(
-        quiet=options.quiet,
-        metrics=options.metrics,
-        tensorboard=options.tensorboard,
-        summary=options.summary,
-    )

@@ -285,7 +285,7 @@ def test_a_hundred_thousand_events_are_drawn_whole_and_in_part(
 def test_a_part_that_the_page_does_not_hold_is_said(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvdtrain.timeline.recorder.MOST", 1000)
+    monkeypatch.setattr("hvdtrain.commands.timeline.analyse.MOST", 1000)
     browser.open(page_of(straggling(100), tmp_path), *DESKTOP)
     view(browser)
     note = browser.run("return note.textContent")

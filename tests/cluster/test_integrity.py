@@ -48,4 +48,4 @@ def test_doctor_in_a_job_of_four_slots(cluster: Cluster, tmp_path: Path) -> None
     found = {finding["check"]: finding for finding in json.loads(outcome.out)["findings"]}
     assert "inside job" in found["scheduler"]["evidence"]
     assert ":4, 4 slots" in found["hosts of the job"]["evidence"]
-    assert "64 threads a rank, 4 ranks" in found["OMP_NUM_THREADS"]["evidence"]
+    assert "64 threads per rank, 4 ranks" in found["OMP_NUM_THREADS"]["evidence"]

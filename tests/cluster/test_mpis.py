@@ -22,7 +22,7 @@ LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
 # What a rank takes its place to be, and what it does when it is asked to stop.
 RANK = """
 import os, signal, sys, time
-from hvdtrain.launch.detect import detect
+from hvdtrain.system.runtime.detect import detect
 place = detect(os.environ)
 signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(3), os._exit(75)))
 print(place, flush=True)
@@ -38,9 +38,9 @@ class Stack:
     """An MPI, and how it is reached."""
 
     dialect: str
-    """As ``hvdtrain.launch.mpirun`` names it."""
+    """As ``hvdtrain.commands.launch.mpirun`` names it."""
     launcher: str
-    """As ``hvdtrain.launch.detect`` names it."""
+    """As ``hvdtrain.system.runtime.detect`` names it."""
     environ: dict[str, str] = field(default_factory=dict)
     """What has to be set for it."""
 
@@ -117,7 +117,7 @@ def stack(request: pytest.FixtureRequest) -> Stack:
 def places(launcher: str, size: int) -> list[str]:
     """What the ranks print, sorted, on one host."""
     return [
-        f"[{rank}] Place(launcher='{launcher}', rank={rank}, size={size}, local_rank={rank}, "
+        f"[{rank}] LaunchInfo(launcher='{launcher}', rank={rank}, size={size}, local_rank={rank}, "
         f"local_size={size})"
         for rank in range(size)
     ]
@@ -126,7 +126,7 @@ def places(launcher: str, size: int) -> list[str]:
 def test_each_rank_knows_its_place(stack: Stack) -> None:
     for size in (2, 3):
         outcome = stack.launch("-n", str(size), "--tag", "--", sys.executable, "-c", RANK)
-        seen = sorted(line for line in outcome.out.splitlines() if "Place(" in line)
+        seen = sorted(line for line in outcome.out.splitlines() if "LaunchInfo(" in line)
         assert seen == places(stack.launcher, size)
 
 
@@ -159,7 +159,7 @@ def test_term_is_handed_on_and_waited_for(stack: Stack) -> None:
     while len(seen) < 2:  # until both listen
         line = process.stdout.readline()
         assert line, "it ended before"
-        seen += [line] if "Place(" in line else []
+        seen += [line] if "LaunchInfo(" in line else []
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 75, said
@@ -197,6 +197,6 @@ def test_srun_where_no_mpi_is_on_the_path(cluster: slurm.Cluster, tmp_path: Path
     assert hung.code == 124, hung.err
     (said,) = hung.said
     assert re.search(r"rank (\d) on \S+ spoke last, at step 1\1: 'step 1\1 of 100'$", said)
-    crowded = launch("-n", "4", *program)
-    assert crowded.code == 2
-    assert "-n 4 is more than the 3 slots of Slurm" in crowded.said[0]
+    too_many = launch("-n", "4", *program)
+    assert too_many.code == 2
+    assert "-n 4 is more than the 3 slots of Slurm" in too_many.said[0]

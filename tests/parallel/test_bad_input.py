@@ -15,8 +15,9 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.conftest import Outcome, ranks, run
-from tests.parallel.conftest import train
+from tests.conftest import LONG, Outcome, ranks, run
+from tests.parallel import resident
+from tests.parallel.conftest import STRATEGIES, train
 
 
 def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
@@ -31,21 +32,22 @@ def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
     ("options", "word"),
     [
         (["--batch-size=0"], "--batch-size"),
-        (["--optimizer=rmsprop"], "sgd, adam, adamw"),
-        (["--model=large"], "tutorial, small"),
-        (["--strategy=ddp"], "not built yet"),
-        (["--strategy=single"], "one process"),
-        (["--data=/nonexistent"], "/nonexistent"),
         (["--resume=must", "--checkpoint-dir=/nonexistent"], "no checkpoint"),
-        (["--precision=fp16"], "GPU"),
     ],
 )
 def test_wrong_use(options: list[str], word: str) -> None:
+    """Found by each rank before anything starts, and by all together after it.
+
+    What else is refused: tests/unit/config/test_options.py, training/test_plan.py (models,
+    precision), adapters/test_select.py (strategies); data that are not there: test_integrity.py
+    and test_terminal.py.
+    """
     assert_one_line(ranks(2, "-m", "hvdtrain.mnist", *options), 2, word)
 
 
-@pytest.mark.parametrize("option", ["summary", "timeline"])
+@pytest.mark.parametrize("option", ["summary", *(["timeline"] if LONG else [])])
 def test_a_pipe_that_nobody_reads(option: str, tmp_path: Path) -> None:
+    """All options that name a file take one check; of its own: tests/unit/system/test_files.py."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     outcome = ranks(2, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet", f"--{option}={pipe}")
@@ -84,7 +86,8 @@ SHORT = ("--model=resnet18", "--image-size=32", "--epochs=1", "--batch-size=2")
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_grey_and_cmyk_images_are_taken(framework: str, pictures: Path, tmp_path: Path) -> None:
-    done = train(2, tmp_path, "resnet", f"--framework={framework}", f"--data={pictures}", *SHORT)
+    options = (f"--framework={framework}", f"--data={pictures}", *SHORT, "--workers=0")
+    done = train(2, tmp_path, "resnet", *options)
     assert done.summary["samples_trained"] == 16
     assert done.summary["eval_samples"] == 16
 
@@ -119,7 +122,7 @@ def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) 
     shutil.rmtree(scratch)
     assert not left
     assert set(Path("/dev/shm").glob("sem.*")) <= before
-    shown = ranks(2, *line, "--skip-broken")
+    shown = resident.ranks(2, *line, "--skip-broken", "--workers=0")
     assert shown.code == 0, shown.err
     assert "left out 1 broken image" in shown.out
     assert "15 images" in shown.out
@@ -147,8 +150,8 @@ def test_a_loss_that_is_nan_on_one_rank(tmp_path: Path) -> None:
     script.write_text(
         "import os, sys, torch\n"
         "from hvdtrain import mnist\n"
-        "from hvdtrain.launch import ending\n"
-        "from hvdtrain.workloads.pytorch import TorchTask\n"
+        "from hvdtrain.system.runtime.exit import run_and_exit\n"
+        "from hvdtrain.workloads.torch_task import TorchTask\n"
         "whole, steps = TorchTask._input, []\n"
         "def broken(task, pixels):\n"
         "    steps.append(1)\n"
@@ -156,18 +159,19 @@ def test_a_loss_that_is_nan_on_one_rank(tmp_path: Path) -> None:
         "    return whole(task, pixels) * (float('nan') if bad else 1.0)\n"
         "TorchTask._input = broken\n"
         "sys.argv += ['--quiet']\n"
-        "ending.run(mnist.main)\n"
+        "run_and_exit(mnist.main)\n"
     )
     outcome = ranks(2, str(script))
     assert_one_line(outcome, 1, "rank 1", "step 4", "nan")
 
 
-def test_a_crash_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_crash_on_one_rank_ends_the_job(strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "crash.py"
     script.write_text(
         "import os, time, sys\n"
         "from hvdtrain import mnist\n"
-        "from hvdtrain.launch import ending\n"
+        "from hvdtrain.system.runtime.exit import run_and_exit\n"
         "from hvdtrain.training.loop import Run\n"
         "update = Run._update\n"
         "def crash(run, part, batch):\n"
@@ -176,8 +180,8 @@ def test_a_crash_on_one_rank_ends_the_job(tmp_path: Path) -> None:
         "        print('crashing', time.time(), file=sys.stderr, flush=True)\n"
         "        raise MemoryError('no memory left')\n"
         "Run._update = crash\n"
-        "sys.argv += ['--quiet']\n"
-        "ending.run(mnist.main)\n"
+        f"sys.argv += ['--quiet', '--strategy={strategy}']\n"
+        "run_and_exit(mnist.main)\n"
     )
     outcome = ranks(2, str(script))
     ended = time.time()

@@ -17,10 +17,14 @@ from tests.parallel.test_homework import write_idx
 # What is not started here: it would install, submit, run all tests, or needs a GPU.
 ELSEWHERE = re.compile(r"(\S+=\S+ +)*(make|pip|qsub|bash|\.venv/bin/python)\b|.* --gpu nccl")
 # Slow, and with a test of their own (test_homework.py, test_grade.py).
-SLOW = re.compile(r".*(train_resnet34_hvd|grade)\.py|.*run_all\.sh", re.DOTALL)
-# Looked at instead of run: other hosts, a batch system, a build. (The words that are put in.)
+SLOW = re.compile(r".*(train_resnet34(_hvd)?|grade)\.py|.*run_all\.sh", re.DOTALL)
+# Looked at instead of run: other hosts, a batch system, a build, and ranks by the dozen that have
+# tests of their own (test_doctor.py, test_verify.py). (The words that are put in.)
 DRY = (
     (re.compile(r"^hvdtrain submit (?!.*--dry-run)"), "hvdtrain submit --dry-run "),
+    (re.compile(r"submit (?=--dry-run)(?!.*--(scheduler|site))"), "submit --scheduler pbs "),
+    (re.compile(r'(?<=--submit ")(?!.*--scheduler)'), "--scheduler pbs "),
+    (re.compile(r"^hvdtrain (doctor|verify) (?=-n \d+$)"), r"hvdtrain \1 --dry-run "),
     (re.compile(r"^hvdtrain install-horovod"), "hvdtrain install-horovod --dry-run"),
     (re.compile(r"^hvdtrain launch (?=.*--hosts)(?!.*--dry-run)"), "hvdtrain launch --dry-run "),
     (re.compile(r"^hvdtrain scaling (?=.*--submit)"), "hvdtrain scaling --dry-run "),
@@ -58,6 +62,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for script in (ROOT / "homework").glob("*.*"):
         shutil.copy(script, home)
     shutil.copytree(ROOT / "homework/results/pytorch-warmup", home / "warm")
+    shutil.copytree(ROOT / "examples", home / "examples")
     (home / "jobs").mkdir()  # where jobs/README.md writes
     (home / ".venv").symlink_to(BIN.parent)
     shutil.copy(home / "pytorch_mnist_hvd.py", home / "my_mnist_hvd.py")

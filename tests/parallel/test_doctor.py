@@ -84,7 +84,7 @@ def test_what_would_be_started() -> None:
     outcome = doctor("-n", "2", "--dry-run")
     assert outcome.code == 0, outcome.err
     ends = [line.split()[-1] for line in outcome.out.splitlines()]
-    assert ends == ["hvdtrain.environment.rank_report", "hvdtrain.measure.allreduce"]
+    assert ends == ["hvdtrain.commands.doctor.rank_report", "hvdtrain.collectives.bench"]
     assert all("-n 2" in line for line in outcome.out.splitlines())
 
 
@@ -118,7 +118,7 @@ def test_a_job_with_traps(tmp_path: Path) -> None:
     assert found["other hosts"]["state"] == "error"
     assert "nosuchhost.invalid: unknown name" in found["other hosts"]["evidence"]
     assert found["hosts of the job"]["state"] == "ok"
-    assert "64 threads a rank, 2 ranks" in found["OMP_NUM_THREADS"]["evidence"]
+    assert "64 threads per rank, 2 ranks" in found["OMP_NUM_THREADS"]["evidence"]
     assert "HOROVOD_FUSION_TRESHOLD" in found["HOROVOD_*"]["remedy"]
     for check in ("OMP_NUM_THREADS", "HOROVOD_*", "current directory"):
         assert found[check]["state"] == "warning", found[check]

@@ -6,21 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONG
-from tests.parallel.conftest import FRAMEWORKS, SOME, assert_bit_equal, assert_close, train
+from tests.conftest import BIN, LONG, ranks, run
+from tests.parallel.conftest import SOME, WAYS, Training, assert_bit_equal, assert_close, train
 
 EXACT = ("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--seed=1")
 # The tutorial's net would only take longer, and what two ranks compute, three do with parts that
 # are more uneven. HVDTRAIN_LONG=1: that net and two ranks everywhere.
 SMALL = () if LONG else ("--model=small",)
 MORE = (2, 3) if LONG else (3,)
-RESNET = ("--model=resnet18", "--image-size=32")
+# Read by the rank itself: what workers read, test_resumed_resnet_is_bit_equal compares.
+RESNET = ("--model=resnet18", "--image-size=32", "--workers=0")
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_thirty_steps_on_mnist(framework: str, mnist: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_thirty_steps_on_mnist(way: tuple[str, ...], mnist: Path, tmp_path: Path) -> None:
     options = (
-        *(f"--framework={framework}", f"--data={mnist}", "--global-batch-size=96"),
+        *(*way, f"--data={mnist}", "--global-batch-size=96"),
         *("--num-steps=30", "--dropout=0", *SMALL, *EXACT),
     )
     one = train(1, tmp_path / "1", "mnist", *options)
@@ -32,12 +33,12 @@ def test_thirty_steps_on_mnist(framework: str, mnist: Path, tmp_path: Path) -> N
         assert other.summary["train_loss"] == pytest.approx(one.summary["train_loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [107, *([97, 1499] if LONG else [])])
-def test_uneven_parts_and_tail(framework: str, batch: int, tmp_path: Path) -> None:
+def test_uneven_parts_and_tail(way: tuple[str, ...], batch: int, tmp_path: Path) -> None:
     # Of 1,500 images such batches leave 2, 45 and 1: at three ranks, or two, a part is empty.
     options = (
-        *(f"--framework={framework}", f"--global-batch-size={batch}", "--epochs=2"),
+        *(*way, f"--global-batch-size={batch}", "--epochs=2"),
         *("--dropout=0", "--lr=0.01", *SMALL, *EXACT),
     )
     one, two, three = (train(n, tmp_path / str(n), "mnist", *options) for n in (1, 2, 3))
@@ -47,21 +48,23 @@ def test_uneven_parts_and_tail(framework: str, batch: int, tmp_path: Path) -> No
         assert other.summary["eval_samples"] == 297
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("way", WAYS)
 def test_resnet_with_synchronized_batchnorm(
-    framework: str, imagenette: Path, tmp_path: Path
+    way: tuple[str, ...], few_images: Path, imagenette: Path, tmp_path: Path
 ) -> None:
-    # 400 images in batches of 133 leave 1: at 2 and 3 ranks the last step has empty parts. Of 2
-    # images the batch norm of the deepest layers would divide by hardly anything.
+    # 40 images in batches of 13 leave 1, as do 400 in batches of 133: at 2 and 3 ranks the last
+    # step has empty parts. Of 2 images the batch norm of the deepest layers would divide by hardly
+    # anything.
+    data, batch, evaluated = (imagenette, 133, 120) if LONG else (few_images, 13, 10)
     options = (
-        *(f"--framework={framework}", f"--data={imagenette}", *RESNET, "--global-batch-size=133"),
+        *(*way, f"--data={data}", *RESNET, f"--global-batch-size={batch}"),
         *("--sync-batchnorm", "--epochs=1", "--lr=0.01", *EXACT),
     )
     one = train(1, tmp_path / "1", "resnet", *options, timeout=400)
     for number in MORE:
         other = train(number, tmp_path / str(number), "resnet", *options, timeout=400)
         assert_close(one, other, 1e-9)
-        assert other.summary["eval_samples"] == 120
+        assert other.summary["eval_samples"] == evaluated
 
 
 @pytest.mark.parametrize("framework", SOME)
@@ -78,10 +81,10 @@ def test_fp32_confirms(framework: str, tmp_path: Path) -> None:
         assert other.summary["parameter_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("number", MORE)
-def test_resumed_mnist_is_bit_equal(framework: str, number: int, tmp_path: Path) -> None:
-    options = [f"--framework={framework}", "--epochs=4", "--batch-size=64"]
+def test_resumed_mnist_is_bit_equal(way: tuple[str, ...], number: int, tmp_path: Path) -> None:
+    options = [*way, "--epochs=4", "--batch-size=64", *SMALL]
     if number == 3:
         options.append("--deterministic")
     uncut = train(number, tmp_path / "uncut", "mnist", *options, "--num-steps=40")
@@ -93,12 +96,14 @@ def test_resumed_mnist_is_bit_equal(framework: str, number: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("framework", SOME)
-def test_resumed_resnet_is_bit_equal(framework: str, imagenette: Path, tmp_path: Path) -> None:
+def test_resumed_resnet_is_bit_equal(
+    framework: str, few_images: Path, imagenette: Path, tmp_path: Path
+) -> None:
+    data, batch, end, middle = (imagenette, 8, 40, 17) if LONG else (few_images, 2, 13, 6)
     options = (
-        *(f"--framework={framework}", f"--data={imagenette}", "--model=resnet18"),
-        *("--image-size=64", "--batch-size=8", "--epochs=2"),
+        *(f"--framework={framework}", f"--data={data}", "--model=resnet18"),
+        *("--image-size=64", f"--batch-size={batch}", "--epochs=2"),  # of 25 or of 10 steps
     )
-    end, middle = (40, 17) if LONG else (29, 13)  # an epoch has 25 steps
     uncut = train(2, tmp_path / "uncut", "resnet", *options, f"--num-steps={end}", timeout=400)
     train(2, tmp_path / "cut", "resnet", *options, f"--num-steps={middle}", timeout=400)
     resumed = train(2, tmp_path / "cut", "resnet", *options, f"--num-steps={end}", timeout=400)
@@ -118,3 +123,27 @@ def test_resume_on_another_number_of_ranks(framework: str, tmp_path: Path) -> No
     resumed = train(3, tmp_path / "cut", "mnist", *options, "--resume=must")
     assert_close(uncut, resumed, 1e-9)
     assert resumed.summary["samples_trained"] == 3000
+
+
+def test_torchrun_starts_what_mpirun_starts(tmp_path: Path) -> None:
+    options = ("--strategy=ddp", "--num-steps=6", "--model=small")
+    one = train(2, tmp_path / "mpirun", "mnist", *options, start=ranks)
+    folder = tmp_path / "torchrun"
+    files = (
+        f"--summary={folder / 'summary.json'}",
+        f"--checkpoint-dir={folder / 'checkpoints'}",
+    )
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "-m"]
+    outcome = run([*torchrun, "hvdtrain.mnist", *options, "--quiet", *files])
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert_bit_equal(one, Training(outcome, folder))
+
+
+def test_torchrun_with_horovod_is_told(tmp_path: Path) -> None:
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "-m"]
+    outcome = run([*torchrun, "hvdtrain.mnist"])
+    assert outcome.code != 0
+    assert outcome.said == [
+        "hvdtrain: error: --strategy horovod is started by mpirun, not by torchrun: use mpirun, "
+        "or --strategy ddp"
+    ]

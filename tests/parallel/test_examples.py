@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.conftest import BIN, ROOT, run
+from hvdtrain.steps.summary import Summary
+from tests.conftest import BIN, ROOT, Outcome, ranks, run
+from tests.parallel import resident
+from tests.parallel.conftest import Training, assert_close
 
 EXAMPLES = ROOT / "examples"
 
@@ -31,8 +34,7 @@ def test_distributed_is_the_same_at_1_2_and_3_ranks(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         folder = tmp_path / str(number)
         folder.mkdir()
-        mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number), sys.executable]
-        outcome = run([*mpirun, str(EXAMPLES / "digits_distributed.py")], cwd=folder)
+        outcome = resident.ranks(number, str(EXAMPLES / "digits_distributed.py"), cwd=folder)
         assert outcome.code == 0, outcome.err
         assert accuracy(outcome.out) > 0.85
         newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
@@ -44,9 +46,9 @@ def test_distributed_is_the_same_at_1_2_and_3_ranks(tmp_path: Path) -> None:
 
 def test_the_script_of_the_page_on_own_data_runs_as_printed(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "own.md").read_text()
-    block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    assert block
-    (tmp_path / "own.py").write_text(block[1])
+    task, script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert task == (EXAMPLES / "own_task.py").read_text()
+    (tmp_path / "own.py").write_text(script)
     mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
     outcome = run([*mpirun, "own.py"], cwd=tmp_path)
     assert outcome.code == 0, outcome.err
@@ -65,3 +67,69 @@ def test_the_two_scripts_are_eight_calls_apart() -> None:
 @pytest.fixture(autouse=True)
 def _needs_scikit_learn() -> None:
     pytest.importorskip("sklearn")
+
+
+OWN = {"pytorch": "own_task.py", "tensorflow": "own_task_tf.py"}
+
+
+def own(
+    folder: Path, number: int, framework: str, *options: str, file: str = "", fresh: bool = False
+) -> Outcome:
+    file = file or str(EXAMPLES / OWN[framework])
+    where = [f"--summary={folder / 'summary.json'}", f"--checkpoint-dir={folder / 'checkpoints'}"]
+    words = [file, f"--framework={framework}", "--precision=fp64", *where, *options]
+    start = ranks if fresh else resident.ranks
+    return start(number, "-m", "hvdtrain.train", *words)
+
+
+@pytest.mark.parametrize("framework", OWN)
+def test_a_task_of_ones_own_is_the_same_at_1_2_and_3_ranks(framework: str, tmp_path: Path) -> None:
+    """353 samples in global batches of 88: parts differ in size, the last batch is one sample."""
+    recipe = ("--global-batch-size=88", "--hidden=16", "--momentum=0.5", "--epochs=3")
+    runs = []
+    for number in (1, 2, 3):
+        folder = tmp_path / str(number)
+        if number == 3:  # stopped in the second epoch and resumed
+            assert own(folder, 3, framework, *recipe, "--num-steps=7").code == 0
+        outcome = own(folder, number, framework, *recipe)
+        assert outcome.code == 0, outcome.err
+        runs.append(Training(outcome, folder))
+    one = runs[0].summary
+    assert (one["workload"], one["eval_samples"]) == (Path(OWN[framework]).stem, 89)
+    assert one["eval_accuracy"] is None
+    assert 0 < one["eval_metrics"]["r2"] < 1
+    assert one["options"]["hidden"] == 16
+    assert "353 samples" in runs[0].outcome.out and "test r2" in runs[0].outcome.out
+    for other in runs[1:]:
+        found = other.summary
+        assert found["eval_metrics"] == pytest.approx(one["eval_metrics"], rel=1e-9)
+        for key in ("parameter_norm", "eval_loss"):
+            assert found[key] == pytest.approx(one[key], rel=1e-9)
+        assert_close(other, runs[0], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import no_such_module\n", "line 1: ModuleNotFoundError"),
+        ("x = 1\n", "defines no function task"),
+        ("def task(options):\n    return 1 / 0\n", "line 2: ZeroDivisionError"),
+    ],
+)
+def test_a_broken_task_is_one_line_and_exit_code_2(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "broken_task.py").write_text(text)
+    outcome = own(
+        tmp_path, 2, "pytorch", "--quiet", file=str(tmp_path / "broken_task.py"), fresh=True
+    )
+    assert outcome.code == 2, outcome.err
+    assert len(outcome.said) == 1 and "broken_task.py" in outcome.said[0], outcome.err
+    assert words in outcome.said[0] and "Traceback" not in outcome.err
+
+
+def test_launch_starts_a_task_of_ones_own(tmp_path: Path) -> None:
+    line = ["-m", "hvdtrain.train", str(EXAMPLES / "own_task.py"), "--epochs=1"]
+    command = [str(BIN / "hvdtrain"), "launch", "-n", "2", "--", sys.executable, *line]
+    outcome = run([*command, f"--summary={tmp_path / 'summary.json'}"], cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    summary = Summary.read(tmp_path / "summary.json", needed=["eval_metrics"])
+    assert (summary.workload, summary.world_size, summary.steps_completed) == ("own_task", 2, 6)

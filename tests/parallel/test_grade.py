@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONG, ROOT, Outcome, run
+from tests.parallel.test_homework import write_idx
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HOMEWORK = ROOT / "homework"
@@ -32,6 +33,12 @@ BROKEN = {
 }
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Data of odd sizes that take a few updates an epoch."""
+    return f"--data={write_idx(tmp_path_factory.mktemp('small'), 389, 101)}"
+
+
 def grade(*words: str) -> Outcome:
     return run([sys.executable, GRADE, *words], timeout=900)
 
@@ -50,7 +57,9 @@ def reports(outcome: Outcome) -> dict[str, dict[int, str]]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("framework", ["pytorch", *(["tensorflow2"] if LONG else [])])
-def test_the_solution_and_copies_with_one_step_broken(framework: str, tmp_path: Path) -> None:
+def test_the_solution_and_copies_with_one_step_broken(
+    framework: str, small: str, tmp_path: Path
+) -> None:
     right = HOMEWORK / f"{framework}_mnist_hvd.py"
     handed_in = [right]
     for step in STEPS:
@@ -59,7 +68,7 @@ def test_the_solution_and_copies_with_one_step_broken(framework: str, tmp_path: 
         assert count >= 1, step
         handed_in.append(tmp_path / f"without_{step}.py")
         handed_in[-1].write_text(text)
-    outcome = grade(*map(str, handed_in))
+    outcome = grade(*map(str, handed_in), *[small] * (not LONG))
     assert outcome.code == 1, outcome.err
     found = reports(outcome)
     assert found.pop(right.name) == dict.fromkeys(range(1, 9), "works"), outcome.out
@@ -78,17 +87,17 @@ def test_the_solution_and_copies_with_one_step_broken(framework: str, tmp_path: 
     assert not list(tmp_path.glob("metrics*"))  # what the scripts write is thrown away
 
 
-def test_a_script_that_was_not_changed_has_no_credit() -> None:
+def test_a_script_that_was_not_changed_has_no_credit(small: str) -> None:
     """It runs on each rank as if alone, on a core of its own and with the rate of one rank."""
-    outcome = grade(str(HOMEWORK / "pytorch_mnist.py"), "--", "--epochs=1")
+    outcome = grade(str(HOMEWORK / "pytorch_mnist.py"), small, "--", "--epochs=1")
     found = reports(outcome)["pytorch_mnist.py"]
     assert outcome.code == 1
     assert (found[1], "works" in found.values()) == ("failed", False), outcome.out
 
 
 @pytest.mark.skipif(LONG, reason="the copies are tested with it")
-def test_the_solution_in_tensorflow() -> None:
-    outcome = grade(str(HOMEWORK / "tensorflow2_mnist_hvd.py"))
+def test_the_solution_in_tensorflow(small: str) -> None:
+    outcome = grade(str(HOMEWORK / "tensorflow2_mnist_hvd.py"), small)
     assert outcome.code == 0, outcome.out
     assert outcome.out.rstrip().endswith("8 of 8 steps work")
 

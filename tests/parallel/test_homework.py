@@ -14,6 +14,7 @@ import pytest
 from matplotlib import image as images
 
 from tests.conftest import LONG, ROOT, Outcome, ranks, run
+from tests.parallel import resident
 
 HOMEWORK = ROOT / "homework"
 COLUMNS = ["epoch", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy"]
@@ -23,11 +24,21 @@ YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # more ranks than cores
 Rows = list[dict[str, float]]
 
 
-def script(number: int, name: str, *options: str) -> Outcome:
-    """Run a script of the homework on ``number`` ranks; 0: without mpirun."""
+def framework_of(name: str) -> str:
+    """The framework that a script imports."""
+    return "tensorflow" if "tensorflow" in name or "resnet34" in name else "pytorch"
+
+
+def script(number: int, name: str, *options: str, fresh: bool = False) -> Outcome:
+    """Run a script of the homework on ``number`` ranks; 0: without mpirun.
+
+    What it computes is the same on resident ranks; ``fresh``: with a start of its own, as a class
+    does it (which the tests of the pages' commands do, too).
+    """
     path = str(HOMEWORK / name)
     if number:
-        return ranks(number, path, *options, **YIELD)
+        start, more = (ranks, {}) if fresh else (resident.ranks, {"framework": framework_of(name)})
+        return start(number, path, *options, **more, **YIELD)
     return run([sys.executable, path, *options])
 
 
@@ -218,16 +229,24 @@ def test_resnet34_on_made_up_images(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     options = ["--image-size=32", "--batch-size=2", "--num-steps=3", f"--out={tmp_path}"]
     assert len(speeds(script(1, "train_resnet34_hvd.py", *options), 1)) == 3
-    sizes: list[int] = []
-    with h5py.File(tmp_path / "resnet34-1.weights.h5") as file:
-        file["layers"].visititems(
-            lambda _, item: sizes.append(item.size) if isinstance(item, h5py.Dataset) else None
-        )
-    assert sum(sizes) == RESNET34 + 2 * BATCHNORM
+    script(1, "train_resnet34.py", *options[:-1], f"--out={tmp_path / 'sequential'}")
+    weights = []
+    for folder in (tmp_path, tmp_path / "sequential"):
+        arrays: list[Any] = []
+        with h5py.File(folder / "resnet34-1.weights.h5") as file:
+            file["layers"].visititems(
+                lambda _, item, to=arrays: (
+                    to.append(item[()]) if isinstance(item, h5py.Dataset) else None
+                )
+            )
+        weights.append(np.concatenate([array.ravel() for array in arrays]))
+    assert len(weights[0]) == RESNET34 + 2 * BATCHNORM
+    # The same steps in one process; in fp32, with threads that add up in another order.
+    np.testing.assert_allclose(weights[0], weights[1], atol=1e-3)
 
 
 def test_resnet34_on_a_folder_of_images(tmp_path: Path) -> None:
-    """Seven images, one a rank: two steps an epoch, so that no rank is left without an image."""
+    """Seven images, one per rank: two steps per epoch, so that no rank is left without an image."""
     data = folder_of_images(tmp_path, 7, 3)
     options = ["--image_size=32", "--batch_size=1", "--epochs=3", "--num_steps=3"]
     outcome = script(3, "train_resnet34_hvd.py", *options, f"--data={data}", f"--out={tmp_path}")
@@ -271,5 +290,5 @@ def test_two_ranks_with_half_a_net_each_compute_what_one_does() -> None:
 
 
 def test_the_net_is_not_split_over_other_numbers_of_ranks() -> None:
-    outcome = script(1, "model_parallel.py")
+    outcome = script(1, "model_parallel.py", fresh=True)
     assert outcome.code == 1 and "two ranks share the net, not 1" in outcome.err

@@ -16,17 +16,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.launch.dialects import Job, build
-from hvdtrain.launch.hosts import Allocation
-from hvdtrain.launch.layout import lay_out
-from hvdtrain.launch.mpirun import Mpi
+from hvdtrain.commands.launch.argv import Placement, build
+from hvdtrain.commands.launch.hosts import Allocation
+from hvdtrain.commands.launch.layout import lay_out
+from hvdtrain.commands.launch.mpirun import Mpi
 from hvdtrain.steps import checkpoint
 from tests.conftest import BIN, ROOT, Outcome, environment, ranks, run
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
 PLACE = """
 import json, os, sys
-from hvdtrain.launch.detect import detect
+from hvdtrain.system.runtime.detect import detect
 place = detect(os.environ)
 json.dump([place.rank, place.size, place.local_rank, sorted(os.sched_getaffinity(0))], sys.stdout)
 print()
@@ -42,7 +42,7 @@ time.sleep(300)
 SLOW = """
 import pathlib, sys, time
 from hvdtrain import mnist
-from hvdtrain.launch import ending
+from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.steps import checkpoint
 from hvdtrain.training.loop import Run
 mark, moment = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -55,7 +55,7 @@ if where:
         time.sleep(2)
         return real(*arguments)
     setattr(*where, slow)
-ending.run(mnist.main)
+run_and_exit(mnist.main)
 """
 ENDLESS = ("--model=small", "--quiet", "--epochs=10000", "--checkpoint-every=5")
 DEAF = """
@@ -170,8 +170,8 @@ def test_mpirun_accepts_the_binding_on_larger_machines(packages: int, each: int)
     topology = f"pack:{packages} core:{each} pu:1"
     for number in (1, 2, 3, 6, packages * each):
         layout = lay_out(number, Allocation("none"))
-        job = Job(layout, cores=packages * each, packages=packages, root=True)
-        mpirun, *words = build(Mpi("openmpi5", "mpirun", ""), job, ["true"]).argv
+        placement = Placement(layout, cores=packages * each, packages=packages, root=True)
+        mpirun, *words = build(Mpi("openmpi5", "mpirun", ""), placement, ["true"]).argv
         show = ["--display", "bind", "--runtime-options", "donotlaunch"]
         # Slots are counted on the real machine: told, they need not be there.
         line = [str(BIN / mpirun), "--host", f"localhost:{number}", *show, *words]

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import ROOT, Outcome, environment, ranks, run
+from tests.conftest import ROOT, Outcome, environment, run
+from tests.parallel import resident
 from tests.parallel.conftest import FRAMEWORKS
 
 VERB = [sys.executable, "-m", "hvdtrain.cli"]
@@ -174,7 +175,7 @@ def test_the_rank_that_the_others_wait_for_is_named(framework: str, tmp_path: Pa
     summary = tmp_path / "summary.json"
     script = str(ROOT / "tests" / "parallel" / "scripts" / "late_trainer.py")
     options = ("--model", "small", "--num-steps", "10", "--framework", framework, "--quiet")
-    outcome = ranks(2, script, "1", "200", *options, f"--summary={summary}")
+    outcome = resident.ranks(2, script, "1", "200", *options, f"--summary={summary}")
     assert outcome.code == 0, outcome.err[-3000:]
     split = json.loads(summary.read_text())["step_split"]
     assert (split["slowest_rank"], split["undivided"]) == (1, None)

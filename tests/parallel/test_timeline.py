@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.timeline.verb import analyse
+from hvdtrain.commands.timeline.facts import analyse
 from tests.conftest import ROOT, ranks
+from tests.parallel import resident
 from tests.parallel.conftest import FRAMEWORKS
 
 LATE = ROOT / "tests" / "parallel" / "scripts" / "late.py"
@@ -22,7 +23,7 @@ STEPS = 25
 def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The timeline of three ranks of which rank 2 sleeps 50 ms in each of 25 steps."""
     path = tmp_path_factory.mktemp("late") / "timeline.json"
-    outcome = ranks(
+    outcome = resident.ranks(
         3,
         *(str(LATE), "2", "50", str(STEPS)),
         HOROVOD_TIMELINE=str(path),
@@ -69,7 +70,7 @@ def test_cut_at_200_random_bytes_it_is_right_up_to_the_cut(late: Path, tmp_path:
 
 def record(framework: str, folder: Path, *options: str, **extra: str) -> dict[str, Any]:
     """Train MNIST for 9 steps at two ranks; the summary."""
-    outcome = ranks(
+    outcome = resident.ranks(
         2,
         *("-m", "hvdtrain.mnist", "--framework", framework, "--model", "small"),
         *("--num-steps", "9", "--quiet", f"--summary={folder / 'summary.json'}", *options),

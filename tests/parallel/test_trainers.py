@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import BIN, LONG, ROOT, environment, ranks, run
+from tests.parallel import resident
 from tests.parallel.conftest import FRAMEWORKS, SOME, Training, assert_bit_equal, train
 
 KEYS = """
     workload framework strategy model world_size hosts precision global_batch_size
     epochs_completed steps_completed samples_trained train_loss eval_loss eval_accuracy
-    eval_samples images_per_second_mean images_per_second_std step_seconds_median seconds_total
-    seconds_to_first_step step_split gradient_messages parameter_norm stopped checkpoint
-    timeline options environment
+    eval_metrics eval_samples images_per_second_mean images_per_second_std step_seconds_median
+    seconds_total seconds_to_first_step step_split gradient_messages parameter_norm stopped
+    checkpoint timeline options environment
 """  # section 4 of the design; step_split and those on, for `scaling` and `report`
 
 
@@ -40,22 +41,26 @@ def test_mnist(framework: str, number: int, mnist: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_resnet_on_real_images(framework: str, imagenette: Path, tmp_path: Path) -> None:
+def test_resnet_on_real_images(
+    framework: str, few_images: Path, imagenette: Path, tmp_path: Path
+) -> None:
+    trained, evaluated = (400, 120) if LONG else (40, 10)
     line = (
-        *(f"--framework={framework}", f"--data={imagenette}", "--model=resnet18"),
-        *(f"--image-size={128 if LONG else 64}", "--epochs=1", "--batch-size=20"),
+        *(f"--framework={framework}", f"--data={imagenette if LONG else few_images}"),
+        *("--model=resnet18", f"--image-size={128 if LONG else 64}", "--epochs=1"),
+        f"--batch-size={trained // 20}",
     )
     first = train(2, tmp_path, "resnet", *line, "--num-steps=4", timeout=400)
     assert first.summary["stopped"] == "steps"
     done = train(2, tmp_path, "resnet", *line, "--resume=must", timeout=400)
-    assert done.summary["samples_trained"] == 400
-    assert done.summary["eval_samples"] == 120
+    assert done.summary["samples_trained"] == trained
+    assert done.summary["eval_samples"] == evaluated
     assert done.summary["epochs_completed"] == 1
 
 
 @pytest.mark.parametrize("framework", SOME)
 def test_a_signal_saves_and_the_same_command_goes_on(framework: str, tmp_path: Path) -> None:
-    options = (f"--framework={framework}", "--model=small", "--epochs=40")
+    options = (f"--framework={framework}", "--model=small", "--epochs=20")
     uncut = train(2, tmp_path / "uncut", "mnist", *options)
     cut = tmp_path / "cut"
     line = [
@@ -112,7 +117,7 @@ def test_a_signal_to_one_process_alone_gives_75_and_nobody_uses_its_directory(
 
 
 def test_metrics_and_tensorboard(tmp_path: Path) -> None:
-    outcome = ranks(
+    outcome = resident.ranks(
         2,
         *("-m", "hvdtrain.mnist", "--model=small", "--epochs=3"),
         *(f"--metrics={tmp_path / 'm.jsonl'}", f"--tensorboard={tmp_path / 'board'}"),

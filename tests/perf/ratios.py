@@ -1,8 +1,9 @@
 """Compare hvdtrain with scripts written by hand: alternating runs, ratios of paired runs.
 
 python -m tests.perf.ratios resnet --framework pytorch --repeats 7
-python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist
+python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist [--only "by hand"]
 python -m tests.perf.ratios pi --repeats 5
+python -m tests.perf.ratios start --repeats 9 --data ../shared/data/mnist [--framework tensorflow]
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def alternate(candidates: dict[str, Measure], repeats: int, baseline_of: str) ->
 
 
 def resnet(options: argparse.Namespace) -> None:
-    """ResNet-50, batch 8 a rank, two ranks: against bare, by hand, and two copies."""
+    """ResNet-50, batch 8 per rank, two ranks: against bare, by hand, and two copies."""
     framework, steps = options.framework, str(options.steps)
     line = (f"--framework={framework}", "--batch-size=8", f"--num-steps={options.steps + 5}")
     candidates = {"bare": script(f"bare_{framework}.py", 2, steps)}
@@ -136,11 +137,12 @@ def mnist(options: argparse.Namespace) -> None:
         reached = next(row for row in epochs if row["eval_accuracy"] >= 0.985)
         return float(reached["seconds"])
 
-    candidates: dict[str, Measure] = {
-        "bare: seconds to 98.5 %": bare,
-        "hvdtrain: seconds to 98.5 %": seconds_to_target,
-    }
-    alternate(candidates, options.repeats, "bare: seconds to 98.5 %")
+    if "by hand" not in options.only:
+        candidates: dict[str, Measure] = {
+            "bare: seconds to 98.5 %": bare,
+            "hvdtrain: seconds to 98.5 %": seconds_to_target,
+        }
+        alternate(candidates, options.repeats, "bare: seconds to 98.5 %")
     tuned = (data, "--num-steps=200", "--precision=bf16")
     loops = {
         "hvdtrain": trainer("mnist", 2, 1, *tuned),
@@ -149,12 +151,39 @@ def mnist(options: argparse.Namespace) -> None:
     alternate(loops, options.repeats, "hvdtrain")
 
 
+def first_step(options: argparse.Namespace) -> None:
+    """MNIST: seconds from the start of the process to the first update, against a bare script."""
+
+    def hvdtrain(ranks: int) -> Measure:
+        line = ("-m", "hvdtrain.mnist", f"--data={options.data}", "--num-steps=1", "--quiet")
+
+        def measure() -> float:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder, "summary.json")
+                more = (f"--framework={options.framework}", f"--summary={file}")
+                start(command(ranks, *line, *more)).communicate(timeout=900)
+                return float(json.loads(file.read_text())["seconds_to_first_step"])
+
+        return measure
+
+    def bare(ranks: int) -> Measure:
+        line = (str(SCRIPTS / "bare_start.py"), options.framework, str(options.data))
+        return lambda: printed(start(command(ranks, *line)), "seconds_to_first_step")
+
+    for ranks in (1, 2):
+        candidates = {f"hvdtrain, {ranks}": hvdtrain(ranks), f"bare, {ranks}": bare(ranks)}
+        alternate(candidates, options.repeats, f"hvdtrain, {ranks}")
+
+
+STUDIES = {"resnet": resnet, "mnist": mnist, "pi": pi, "start": first_step}
+
+
 def main() -> None:
     """Run the study that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", choices=("resnet", "mnist", "pi"))
+    parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--framework", default="pytorch")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=15)
@@ -162,7 +191,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     options = parser.parse_args()
     began = time.monotonic()
-    {"resnet": resnet, "mnist": mnist, "pi": pi}[options.study](options)
+    STUDIES[options.study](options)
     print(f"{time.monotonic() - began:.0f} s")
 
 

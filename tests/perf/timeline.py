@@ -14,10 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-GROUPS = 4  # operations a step
+GROUPS = 4  # operations per step
 PROGRAMS = {
     "read and cut, orjson": (
-        "from pathlib import Path\nfrom hvdtrain.timeline.read import Reading, chunks\n"
+        "from pathlib import Path\nfrom hvdtrain.commands.timeline.read import Reading, chunks\n"
         "for _ in chunks(Reading(Path(FILE))): pass"
     ),
     "hvdtrain timeline": ("from hvdtrain import cli\nassert cli.main(['timeline', FILE]) == 0"),
@@ -30,7 +30,7 @@ PROGRAMS = {
 
 
 def generate(path: Path, size: float, tensors: int, ranks: int) -> int:
-    """Write a timeline of about ``size`` bytes: ``tensors`` in 4 fused operations a step.
+    """Write a timeline of about ``size`` bytes: ``tensors`` in 4 fused operations per step.
 
     Returns:
         How many events it has.

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, configuration, settings
 
-from hvdtrain.adapters.communicator import Communicator
-from hvdtrain.launch.detect import LAUNCHERS, TORCHRUN_MARK
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.system.runtime.detect import LAUNCHERS, TORCHRUN_MARK
 
 # No deadline: the cores are shared. No database, and the rest below /tmp: nothing is left behind.
 settings.register_profile(
@@ -75,6 +75,14 @@ class ThreadCommunicator(Communicator):
     def sum(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         everyone = self.meeting.exchange(self.rank, values.copy())
         return np.sum(everyone, axis=0)
+
+    def tensor(self, length: int, value: float) -> np.ndarray[Any, Any]:
+        return np.full(length, value, np.float32)
+
+    def sum_tensor(self, tensor: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+        everyone = self.meeting.exchange(self.rank, (name, tensor.copy()))
+        assert len({one for one, _ in everyone}) == 1, "ranks sum different tensors"
+        return np.sum([values for _, values in everyone], axis=0)
 
 
 OnRanks = Callable[[int, Callable[[Communicator], Any]], list[Any]]

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import __version__, cli
-from hvdtrain.environment import install
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.verb import Report
+from hvdtrain.system.output.result import Report
 
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "jsonargparse"}
 
@@ -184,11 +183,3 @@ def test_an_error_is_json_too(
     with_verb(monkeypatch, HvdtrainError("bad"))
     assert cli.main(["probe", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"ok": False, "error": "bad"}
-
-
-def test_options_of_the_verb_are_the_fields_of_its_dataclass() -> None:
-    parser = argparse.ArgumentParser()
-    install.add_arguments(parser)
-    fields = set(install.InstallOptions.__dataclass_fields__)
-    assert set(vars(parser.parse_args([]))) == fields
-    assert install.InstallOptions(**vars(parser.parse_args([]))) == install.InstallOptions()

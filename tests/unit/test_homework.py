@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import difflib
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def test_all_are_there() -> None:
         "pytorch_mnist_hvd.py",
         "tensorflow2_mnist.py",
         "tensorflow2_mnist_hvd.py",
+        "train_resnet34.py",
         "train_resnet34_hvd.py",
     }
 
@@ -87,3 +89,21 @@ def test_the_frameworks_twins_share_what_has_no_framework() -> None:
     texts = [path.read_text() for path in SCRIPTS if "_mnist" in path.stem]
     reader = [text[text.index("def read_idx") : text.index("# Small enough")] for text in texts]
     assert len(texts) == 4 and len(set(reader)) == 1
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow2"])
+def test_the_committed_curves_show_what_the_warm_up_is_for(framework: str) -> None:
+    """Eight epochs on each number of ranks; on eight the warm-up decides, and the page says so."""
+
+    def accuracies(path: str) -> list[float]:
+        with (HOMEWORK / "results" / path).open(newline="") as file:
+            return [float(row["validation_accuracy"]) for row in csv.DictReader(file)]
+
+    plain = {ranks: accuracies(f"{framework}/metrics_{ranks}.csv") for ranks in (1, 2, 4, 8)}
+    warm = accuracies(f"{framework}-warmup/metrics_8.csv")
+    assert {len(curve) for curve in (*plain.values(), warm)} == {8}
+    assert warm[-1] > 0.97 > plain[8][-1]
+    shown = [f"{100 * curve[-1]:.2f} %" for curve in (*plain.values(), warm)]
+    name = framework.removesuffix("2").replace("pytorch", "PyTorch").replace("tensor", "Tensor")
+    row = f"| {name.replace('flow', 'Flow')} | {' | '.join(shown)} |"
+    assert row in (HOMEWORK / "README.md").read_text()

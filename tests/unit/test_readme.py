@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.training import options
+from hvdtrain.config import options
 from tests.commands import Shown, shown
 from tests.conftest import ROOT
 
@@ -47,7 +47,8 @@ def test_every_command_of_the_pages_is_understood(command: Shown) -> None:
     for module in {"hvdtrain.mnist", "hvdtrain.resnet"} & set(words):
         rest = words[words.index(module) + 1 :]
         if "$" not in command.text:  # what a job script puts in
-            options.parse(module.partition(".")[2], rest, description="", epilog="")
+            kind = importlib.import_module(module).WORKLOAD.options
+            options.parse("", rest, description="", epilog="", kind=kind)
 
 
 def test_the_pages_show_commands() -> None:

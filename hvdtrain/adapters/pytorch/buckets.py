@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from hvdtrain.adapters.common import in_buckets
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.waits import SUM
+from hvdtrain.system.runtime.waits import SUM
 
-BUCKET_BYTES = 25 * 2**20
 ALIGNMENT = 16  # elements; so that each gradient begins on a cache line
 
 Reduce = Callable[[torch.Tensor, str], Any]
@@ -137,16 +137,13 @@ class Buckets:
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-        self.buckets = [
-            Bucket(f"{name}.{number}", group) for number, group in enumerate(_grouped(parameters))
-        ]
+        self.buckets = _grouped(name, parameters)
         self.stop_wanted: Callable[[], bool] = lambda: False
         # Whether the passes of all ranks are known from the parts, so that one can be left out.
         self.may_skip: Callable[[], bool] = lambda: True
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
         self.blocked_seconds = 0.0  # in which we waited for sums, in all
-        self._running = False  # a backward pass
-        self._summed = False  # a pass of this part
+        self._running = self._summed = False  # a backward pass; a pass of this part was summed
         self._awaited = False  # the sum of a pass that this rank leaves out
         # Whoever holds the node keeps it, and the hook on it, alive.
         self._nodes = []
@@ -164,7 +161,7 @@ class Buckets:
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _arriving(self, bucket: Bucket, index: int, _: Any) -> None:
-        """Before autograd adds a gradient to a parameter: let it stand alone there."""
+        """Let the gradient that autograd is about to add to a parameter stand alone there."""
         if not self._running:
             self._running = True
             # At the end of the pass, as DDP and FSDP do it; there is no public name for it.
@@ -278,15 +275,9 @@ class Awaited(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    # Backward reaches the last layers first, so the buckets go from the back to the front.
-    groups: list[list[torch.nn.Parameter]] = []
-    size, kind = 0, None
-    for parameter in reversed(parameters):
-        this = (parameter.dtype, parameter.device)
-        if not groups or size >= BUCKET_BYTES or this != kind:
-            groups.append([])
-            size, kind = 0, this
-        groups[-1].append(parameter)
-        size += parameter.numel() * parameter.element_size()
-    return groups
+def _grouped(name: str, parameters: list[torch.nn.Parameter]) -> list[Bucket]:
+    kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
+    return [
+        Bucket(f"{name}.{number}", [parameters[place] for place in group])
+        for number, group in enumerate(in_buckets(kinds))
+    ]

@@ -7,20 +7,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.pytorch import batchnorm
-from hvdtrain.errors import UsageError
+from hvdtrain.adapters.state import check_names
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.system.output.text import plural
 
 
 class PyTorchAdapter(CommonAdapter):
     """The half of an adapter that is PyTorch's; a strategy adds ``connect`` and step 5."""
 
     device: torch.device = torch.device("cpu")
+    kinds = (("torch.nn.Module", torch.nn.Module), ("torch.optim.Optimizer", torch.optim.Optimizer))
 
+    @override
     def pin_device(self) -> str:
-        """See ``Adapter``."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         place = self.world.local_rank % max(1, count)
         name = torch.cuda.get_device_name(place) if count else "cpu"
@@ -32,78 +35,66 @@ class PyTorchAdapter(CommonAdapter):
             return f"{self.device} ({name})"
         threads = self.cpu_threads()
         torch.set_num_threads(threads)
-        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+        return f"cpu, {plural(threads, 'thread')}"
 
-    def check_trained(self, model: Any, optimizer: Any) -> None:
-        """See ``CommonAdapter``."""
-        if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            kind = type(optimizer).__name__
-            raise UsageError(f"the optimizer is a {kind}, not a torch.optim.Optimizer")
-
+    @override
     def trained_names(self, model: Any) -> set[str]:
-        """See ``CommonAdapter``."""
-        return {name for name, value in model.named_parameters() if value.requires_grad}
+        return {name for name, value in unwrapped(model).named_parameters() if value.requires_grad}
 
+    @override
     def synchronize_batchnorm(self, task: Any) -> None:
-        """See ``CommonAdapter``."""
         if batchnorm.convert(task.model, self.sum_tensor, lambda: self.part_weight):
             task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
 
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        """The sum of ``values`` over all ranks, not differentiable."""
-        return values
+        """Return the sum of ``values`` over all ranks, not differentiable."""
+        total: torch.Tensor = self.communicator.sum_tensor(values.clone().contiguous(), name)
+        return total
 
+    @override
     def make_deterministic(self) -> None:
-        """See ``CommonAdapter``."""
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch's notes ask for
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
+    @override
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        """See ``CommonAdapter``."""
-        weights = {name: _array(value) for name, value in model.state_dict().items()}
+        weights = {name: _array(value) for name, value in unwrapped(model).state_dict().items()}
         return Checkpoint(weights, {} if optimizer is None else _optimizer_arrays(optimizer))
 
+    @override
     def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        """See ``CommonAdapter``."""
-        own = model.state_dict()
-        wrong = [
-            name
-            for name in sorted(own.keys() | state.model.keys())
-            if name not in own
-            or name not in state.model
-            or tuple(own[name].shape) != state.model[name].shape
-        ]
-        if wrong:
-            raise UsageError(
-                f"{state.path or 'the state of rank 0'} is not of this model: {len(wrong)} tensors "
-                f"differ in name or shape, the first is {wrong[0]}"
-            )
+        own = unwrapped(model).state_dict()
+        check_names(own, state.model, f"{state.path or 'the state of rank 0'} is not of this model")
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(torch.from_numpy(np.array(state.model[name])))
         if optimizer is not None:
             _load_optimizer(optimizer, state.training)
 
+    @override
     def local_buffers(self, model: Any) -> Arrays:
-        """See ``CommonAdapter``."""
         return {
-            name: _array(value)
-            for name, value in model.named_buffers()
+            name: _array(value).copy()
+            for name, value in unwrapped(model).named_buffers()
             if value.is_floating_point()
         }
 
+    @override
     def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
-        """See ``CommonAdapter``."""
-        for name, value in model.named_buffers():
+        for name, value in unwrapped(model).named_buffers():
             if name in arrays:
                 value.copy_(torch.from_numpy(np.array(arrays[name])))
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model that a strategy has wrapped: its names are those of a checkpoint."""
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    return model.module if isinstance(model, wrappers) else model
+
+
 def _array(value: torch.Tensor) -> np.ndarray[Any, Any]:
-    return value.detach().to("cpu", copy=True).contiguous().numpy()
+    return value.detach().cpu().contiguous().numpy()
 
 
 def _optimizer_arrays(optimizer: torch.optim.Optimizer) -> Arrays:

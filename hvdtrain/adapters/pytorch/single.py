@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from hvdtrain.adapters.communicator import Alone, Communicator
+from typing_extensions import override
+
 from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.collectives.base import Alone, Communicator
 
 
 class SingleAdapter(PyTorchAdapter):
@@ -12,11 +14,6 @@ class SingleAdapter(PyTorchAdapter):
     name = "single"
     runtime = "the single strategy"
 
+    @override
     def connect(self) -> Communicator:
-        """See ``CommonAdapter``."""
         return Alone()
-
-    @property
-    def stop_agreed(self) -> bool:
-        """See ``CommonAdapter``."""
-        return self.stop_wanted

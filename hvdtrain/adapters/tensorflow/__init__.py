@@ -8,10 +8,59 @@ gradients of all ranks inside its ``apply``, so ``fit`` trains on the global bat
 wrapper does not average with Keras 3). ``fit`` reads ahead and does not tell which part is in hand,
 so every rank counts the same then: give each rank batches of equal size. On a GPU pass
 ``jit_compile=False``: XLA knows nothing of Horovod.
+
+Importing this package imports TensorFlow without its banners (processor features, oneDNN, CUDA that
+is not here), for which nobody asked: most obey ``TF_CPP_MIN_LOG_LEVEL``; those that its libraries
+write while they are loaded obey nothing, so they are caught on their way out.
 """
 
 from __future__ import annotations
 
-from hvdtrain.adapters.tensorflow.quiet import import_quietly
+import importlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+# Such as "I0000 00:00:1763706155.358886 10749 port.cc:153] oneDNN", or "2025-11-21 06:22:51.1: I".
+BANNER = re.compile(
+    rb"WARNING: All log messages before absl|[IWE]\d{4} \d\d:\d\d|[-\d]+ [:.\d]+: [IWE] "
+)
+
+
+def import_quietly() -> None:
+    """Import TensorFlow and Keras without their banners, unless the user has set their level."""
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    if LEVEL in os.environ or "tensorflow" in sys.modules:
+        return
+    os.environ[LEVEL] = "3"  # what its C++ calls an error, Python raises as one
+    with _without_banners():
+        importlib.import_module("keras")  # and TensorFlow, its backend
+
+
+@contextmanager
+def _without_banners() -> Iterator[None]:
+    """Hold back standard error, then let out what is no banner; everything after an error."""
+    sys.stderr.flush()
+    original = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        drop: re.Pattern[bytes] | None = None
+        try:
+            yield
+            drop = BANNER
+        finally:
+            sys.stderr.flush()
+            os.dup2(original, 2)
+            os.close(original)
+            held.seek(0)
+            for line in held:
+                if drop is None or not drop.match(line):
+                    sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+
 
 import_quietly()

@@ -51,7 +51,7 @@ def _synchronized(own: type, name: str, sum_over_ranks: Sum) -> type:
 
 
 def differentiable(name: str, sum_over_ranks: Sum) -> Callable[[Any], Any]:
-    """The sum over all ranks as a function whose gradient is the sum of the ranks' gradients."""
+    """Return the sum over ranks as a function whose gradient is the sum of the ranks' gradients."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def reduce(values: Any) -> Any:
@@ -64,7 +64,7 @@ def differentiable(name: str, sum_over_ranks: Sum) -> Callable[[Any], Any]:
 
 
 def normalize(layer: Any, inputs: Any, reduce: Callable[[Any], Any]) -> Any:
-    """The output of a BatchNorm layer in training; also updates its running statistics.
+    """Return the output of a BatchNorm layer in training; also updates its running statistics.
 
     Each rank computes the mean and the sum of squares about it of its own part; count, sum and
     sum of squares are merged in float64, where the cancellation does not matter.

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-BUCKET_BYTES = 25 * 2**20
+from hvdtrain.adapters.common import in_buckets
 
 Reduce = Callable[[Any, str], Any]
 """(flat tensor, name) -> its sum over all ranks."""
@@ -52,9 +52,9 @@ class Buckets:
         """
         weight = None if weighted else self.weight
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
-        groups = _grouped(dense)
-        nbytes = sum(one.shape.num_elements() * one.dtype.size for one in dense)
-        self.messages = {"count": len(groups), "bytes": nbytes}
+        sizes = [one.shape.num_elements() * one.dtype.size for one in dense]
+        groups = in_buckets([(one.dtype, size) for one, size in zip(dense, sizes, strict=True)])
+        self.messages = {"count": len(groups), "bytes": sum(sizes)}
         result: list[Any] = [None] * len(dense)
         ready, done = [], []
         for number, group in enumerate(groups):
@@ -65,8 +65,8 @@ class Buckets:
             total = self.reduce(flat, f"{self.name}.{number}")
             ready.append(flat)
             done.append(total)
-            sizes = [dense[index].shape.num_elements() for index in group]
-            *pieces, stop = tf.split(total, [*sizes, 1])
+            lengths = [dense[index].shape.num_elements() for index in group]
+            *pieces, stop = tf.split(total, [*lengths, 1])
             for index, piece in zip(group, pieces, strict=True):
                 result[index] = tf.reshape(piece, dense[index].shape)
             if number == len(groups) - 1:
@@ -91,14 +91,19 @@ class Buckets:
         """Seconds that this rank waited for sums, in all; None where that was not measured."""
         return float(self._blocked.numpy()) if self._watched else None
 
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank wanted to stop at the last step."""
+        return bool(self.agreed.numpy() > 0)
+
 
 def _weighed(flat: Any, weight: Any) -> Any:
-    """``flat`` times ``weight``; each pass over all gradients is one too many, so 1 costs none."""
+    """Multiply; each pass over all gradients is one too many, so a weight of None costs none."""
     return flat if weight is None else tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype))
 
 
 def _has_clock() -> bool:
-    """Whether a trace may ask for the time: not where operations have to be deterministic."""
+    """Return whether a trace may ask for the time: not where it has to be deterministic."""
     try:
         with tf.init_scope():
             tf.timestamp()
@@ -112,17 +117,3 @@ def _dense(gradient: Any, variable: Any) -> Any:
         return tf.zeros(variable.shape, variable.dtype)
     gradient = tf.convert_to_tensor(gradient)  # the sparse gradient of an embedding too
     return tf.ensure_shape(gradient, variable.shape)
-
-
-def _grouped(gradients: list[Any]) -> list[list[int]]:
-    # Backward reaches the last layers first, so the buckets go from the back to the front.
-    groups: list[list[int]] = []
-    size, kind = 0, None
-    for index in reversed(range(len(gradients))):
-        gradient = gradients[index]
-        if not groups or size >= BUCKET_BYTES or gradient.dtype != kind:
-            groups.append([])
-            size, kind = 0, gradient.dtype
-        groups[-1].append(index)
-        size += gradient.shape.num_elements() * gradient.dtype.size
-    return groups

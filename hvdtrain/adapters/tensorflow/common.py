@@ -8,12 +8,15 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.state import check_names
 from hvdtrain.adapters.tensorflow import batchnorm
-from hvdtrain.adapters.tensorflow.threads import local_threads
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.world import local_threads
+from hvdtrain.system.output.text import plural
 
 INTER_OP_THREADS = 1  # operations at once; where a rank has one core, a second one only waits
 
@@ -22,6 +25,10 @@ class TensorFlowAdapter(CommonAdapter):
     """The half of an adapter that is TensorFlow's; a strategy adds ``connect`` and step 5."""
 
     device: str = "/CPU:0"
+    kinds = (
+        ("keras.Model", keras.Model),
+        ("keras.optimizers.Optimizer", keras.optimizers.Optimizer),
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +60,8 @@ class TensorFlowAdapter(CommonAdapter):
                 "own any more: call initialize() first"
             ) from error
 
+    @override
     def pin_device(self) -> str:
-        """See ``Adapter``."""
         count = len(self._gpus)
         place = self.world.local_rank % max(1, count)
         details = tf.config.experimental.get_device_details(self._gpus[place]) if count else {}
@@ -65,75 +72,59 @@ class TensorFlowAdapter(CommonAdapter):
             self.has_gpu = True
             return f"gpu {place} ({name})"
         threads = tf.config.threading.get_intra_op_parallelism_threads()
-        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+        return f"cpu, {plural(threads, 'thread')}"
 
-    def check_trained(self, model: Any, optimizer: Any) -> None:
-        """See ``CommonAdapter``."""
-        if not isinstance(model, keras.Model):
-            raise UsageError(f"the model is a {type(model).__name__}, not a keras.Model")
-        if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
-            kind = type(optimizer).__name__
-            raise UsageError(f"the optimizer is a {kind}, not a keras.optimizers.Optimizer")
-
+    @override
     def trained_names(self, model: Any) -> set[str]:
-        """See ``CommonAdapter``."""
         trained = {id(value) for value in model.trainable_weights}
         return {name for name, value in _named_weights(model).items() if id(value) in trained}
 
     def sum_tensor(self, values: Any, name: str) -> Any:
-        """The sum of ``values`` over all ranks, not differentiable."""
-        return values
+        """Return the sum of ``values`` over all ranks, not differentiable."""
+        return self.communicator.sum_tensor(values, name)
 
+    @override
     def synchronize_batchnorm(self, task: Any) -> None:
-        """See ``CommonAdapter``."""
         if self.world.size > 1 and batchnorm.convert(task.model, self.sum_tensor):
             task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
 
+    @override
     def make_deterministic(self) -> None:
-        """See ``CommonAdapter``."""
         tf.config.experimental.enable_op_determinism()
 
+    @override
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        """See ``CommonAdapter``."""
         weights = {name: _array(value) for name, value in _named_weights(model).items()}
         if optimizer is None:
             return Checkpoint(weights, {})
         state = _named_state(model, optimizer)
         return Checkpoint(weights, {name: _array(value) for name, value in state.items()})
 
+    @override
     def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        """See ``CommonAdapter``."""
         source = state.path or "the state of rank 0"
         _assign(_named_weights(model), state.model, f"{source} is not of this model")
         if optimizer is not None:
             own = _named_state(model, optimizer)
             _assign(own, state.training, f"{source} is not of this optimizer")
 
+    @override
     def local_buffers(self, model: Any) -> Arrays:
-        """See ``CommonAdapter``."""
-        return {name: _array(value) for name, value in _running(model).items()}
+        return {name: _array(value).copy() for name, value in _running(model).items()}
 
+    @override
     def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
-        """See ``CommonAdapter``."""
         for name, value in _running(model).items():
             if name in arrays:
                 value.assign(arrays[name])
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:
-    return np.array(value.numpy())
+    return np.asarray(value.numpy())
 
 
 def _assign(own: dict[str, Any], arrays: Arrays, trouble: str) -> None:
-    wrong = [
-        name
-        for name in sorted(own.keys() | arrays.keys())
-        if name not in own or name not in arrays or tuple(own[name].shape) != arrays[name].shape
-    ]
-    if wrong:
-        raise UsageError(
-            f"{trouble}: {len(wrong)} tensors differ in name or shape, the first is {wrong[0]}"
-        )
+    check_names(own, arrays, trouble)
     for name, value in own.items():
         value.assign(arrays[name])
 
@@ -148,7 +139,7 @@ def _running(model: Any) -> dict[str, Any]:
 
 
 def _named_weights(model: Any) -> dict[str, Any]:
-    """The weights by path, with the names that Keras made up counted from 0 in this model.
+    """Return the weights by path, with the names that Keras made up counted from 0 in this model.
 
     Keras numbers the layers of a process (``dense_7``): the number tells how many were built
     before, so two processes may differ, and a checkpoint would not fit.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from hvdtrain.adapters.communicator import Alone, Communicator
+from typing_extensions import override
+
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
+from hvdtrain.collectives.base import Alone, Communicator
 
 
 class SingleAdapter(TensorFlowAdapter):
@@ -12,12 +14,7 @@ class SingleAdapter(TensorFlowAdapter):
     name = "single"
     runtime = "the single strategy"
 
+    @override
     def connect(self) -> Communicator:
-        """See ``CommonAdapter``."""
         self.claim_device(0, 1)
         return Alone()
-
-    @property
-    def stop_agreed(self) -> bool:
-        """See ``CommonAdapter``."""
-        return self.stop_wanted

@@ -1,7 +1,7 @@
 """MNIST from its IDX files, or the digits that scikit-learn brings along.
 
-The IDX format is told at the end of LeCun's MNIST page: two zero bytes, the type (8 = uint8), the
-number of dimensions, each dimension as a big-endian 32-bit number, then the values.
+IDX, gzipped or not: two zero bytes, the type (8 = uint8), the number of dimensions, each dimension
+as a big-endian 32-bit number, then the values. Source: LeCun's MNIST page.
 """
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.config.options import Options, fraction, option
 from hvdtrain.errors import UsageError
 
 SIDE = 28
 CLASSES = 10
 MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's training pixels, as fractions
 DIGITS_TEST = 297
-DEFLATE = 1032  # bytes that one byte of a gzipped file can stand for, by its format
 
 U8 = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class MnistOptions(Options):
+    """What a user can say about the training on digits."""
+
+    dropout: float | None = option(None, "one fraction for all dropouts, 0: none", fraction)
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Samples:
 
 
 def load(directory: Path | None) -> tuple[Samples, Samples]:
-    """Training and test samples from ``directory``; the embedded digits where it is None.
+    """Read training and test samples from ``directory``; the embedded digits where it is None.
 
     Raises:
         UsageError: a file is missing, broken, or does not fit its partner.
@@ -70,65 +77,8 @@ def _pair(directory: Path, prefix: str) -> Samples:
     return Samples(images, labels.astype(np.int64))
 
 
-def find(directory: Path, name: str) -> Path:
-    """The IDX file ``name``, gzipped or not, in ``directory`` or where torchvision puts it.
-
-    Raises:
-        UsageError: it is in none of these places.
-    """
-    folders = (directory, directory / "MNIST" / "raw", directory / "raw")
-    dotted = name.replace("-idx", ".idx")  # how some copies are named
-    for folder in folders:
-        for candidate in (name, f"{name}.gz", dotted, f"{dotted}.gz"):
-            if (folder / candidate).is_file():
-                return folder / candidate
-    raise UsageError(
-        f"--data {directory}: {name}[.gz] is neither there nor under MNIST/raw; "
-        "leave --data out to train on the embedded digits"
-    )
-
-
-def read_idx(path: Path) -> NDArray[Any]:
-    """The array in an IDX file of uint8.
-
-    Raises:
-        UsageError: it cannot be read, is not IDX, or is shorter or longer than it says.
-    """
-    try:
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            most = path.stat().st_size * (DEFLATE if packed else 1)
-            return _array(gzip.GzipFile(fileobj=file) if packed else file, path, most)
-    except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{path} cannot be read ({error}): copy it again") from error
-
-
-def _array(stream: io.BufferedIOBase, path: Path, most: int) -> NDArray[Any]:
-    """The array that ``stream`` holds, of at most ``most`` bytes; read no further than it should.
-
-    A small gzipped file may inflate to more than any memory.
-    """
-    head = stream.read(4)
-    dimensions = head[3] if head[:3] == b"\x00\x00\x08" and len(head) == 4 else 0
-    sizes = stream.read(4 * dimensions)
-    if not 0 < dimensions < 5 or len(sizes) < 4 * dimensions:
-        raise UsageError(f"{path} is not an IDX file of bytes: copy it again")
-    shape = np.frombuffer(sizes, ">u4").tolist()
-    expected = math.prod(shape)
-    data = stream.read(expected + 1) if expected <= most else b""
-    if len(data) != expected:
-        start = len(head + sizes)
-        held = "more" if len(data) > expected else "less"
-        raise UsageError(
-            f"{path} is broken: its header tells {start + expected} bytes, it has {held}; "
-            "copy it again"
-        )
-    return np.frombuffer(data, np.uint8).reshape(shape)
-
-
 def embedded_digits() -> tuple[Samples, Samples]:
-    """scikit-learn's 1,797 handwritten digits of 8x8, resized to 28x28; the last 297 are the test.
+    """Return scikit-learn's 1,797 digits of 8x8, resized to 28x28; the last 297 are the test.
 
     Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits" (1998).
     """
@@ -155,3 +105,63 @@ def embedded_digits() -> tuple[Samples, Samples]:
     labels = digits[:, -1].copy()
     cut = len(labels) - DIGITS_TEST
     return Samples(large[:cut], labels[:cut]), Samples(large[cut:], labels[cut:])
+
+
+DEFLATE = 1032  # bytes that one byte of a gzipped file can stand for, by its format
+
+
+def find(directory: Path, name: str) -> Path:
+    """Find the IDX file ``name``, gzipped or not, in ``directory`` or where torchvision puts it.
+
+    Raises:
+        UsageError: it is in none of these places.
+    """
+    folders = (directory, directory / "MNIST" / "raw", directory / "raw")
+    dotted = name.replace("-idx", ".idx")  # how some copies are named
+    for folder in folders:
+        for candidate in (name, f"{name}.gz", dotted, f"{dotted}.gz"):
+            if (folder / candidate).is_file():
+                return folder / candidate
+    raise UsageError(
+        f"--data {directory}: {name}[.gz] is neither there nor under MNIST/raw; "
+        "leave --data out to train on the embedded digits"
+    )
+
+
+def read_idx(path: Path) -> NDArray[Any]:
+    """Read the array in an IDX file of uint8.
+
+    Raises:
+        UsageError: it cannot be read, is not IDX, or is shorter or longer than it says.
+    """
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            most = path.stat().st_size * (DEFLATE if packed else 1)
+            return _array(gzip.GzipFile(fileobj=file) if packed else file, path, most)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"{path} cannot be read ({error}): copy it again") from error
+
+
+def _array(stream: io.BufferedIOBase, path: Path, most: int) -> NDArray[Any]:
+    """Read the array that ``stream`` holds, of at most ``most`` bytes, and no further.
+
+    A small gzipped file may inflate to more than any memory.
+    """
+    head = stream.read(4)
+    dimensions = head[3] if head[:3] == b"\x00\x00\x08" and len(head) == 4 else 0
+    sizes = stream.read(4 * dimensions)
+    if not 0 < dimensions < 5 or len(sizes) < 4 * dimensions:
+        raise UsageError(f"{path} is not an IDX file of bytes: copy it again")
+    shape = np.frombuffer(sizes, ">u4").tolist()
+    expected = math.prod(shape)
+    data = stream.read(expected + 1) if expected <= most else b""
+    if len(data) != expected:
+        start = len(head + sizes)
+        held = "more" if len(data) > expected else "less"
+        raise UsageError(
+            f"{path} is broken: its header tells {start + expected} bytes, it has {held}; "
+            "copy it again"
+        )
+    return np.frombuffer(data, np.uint8).reshape(shape)

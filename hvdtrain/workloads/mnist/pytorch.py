@@ -5,22 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hvdtrain.workloads.base import TaskOptions
-from hvdtrain.workloads.mnist.data import CLASSES, DEVIATION, MEAN, Samples
-from hvdtrain.workloads.pytorch import InMemory, TorchTask
-
-MODELS = ("tutorial", "small")
+from hvdtrain.workloads.mnist.data import CLASSES, DEVIATION, MEAN, MnistOptions, Samples
+from hvdtrain.workloads.torch_task import InMemory, TorchTask
 
 
 def network(model: str, dropout: float | None = None) -> nn.Module:
-    """The network called ``model``, for images of shape (n, 1, 28, 28).
+    """Return the network called ``model``, for images of shape (n, 1, 28, 28).
 
-    ``tutorial``: the net of the ALCF tutorial's homework, 1.2 million parameters. ``small``: the
-    net of Horovod's MNIST example, 22 thousand.
-
-    Args:
-        model: one of ``MODELS``.
-        dropout: one fraction for all dropouts; None keeps the network's own.
+    Both are described in ``task.EPILOG``. ``dropout`` is one fraction for all dropouts; None keeps
+    the network's own.
     """
 
     def fraction(own: float) -> float:
@@ -56,8 +49,8 @@ def network(model: str, dropout: float | None = None) -> nn.Module:
     )
 
 
-def task(options: TaskOptions, train: Samples, test: Samples) -> TorchTask:
-    """MNIST as a task, everything in memory."""
+def task(options: MnistOptions, train: Samples, test: Samples) -> TorchTask:
+    """Return MNIST as a task, everything in memory."""
     torch.manual_seed(options.seed)
     return TorchTask(
         network(options.model, options.dropout),

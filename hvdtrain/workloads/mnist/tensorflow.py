@@ -5,23 +5,15 @@ from __future__ import annotations
 import keras
 from keras import layers
 
-from hvdtrain.workloads.base import TaskOptions
-from hvdtrain.workloads.mnist.data import CLASSES, DEVIATION, MEAN, SIDE, Samples
-from hvdtrain.workloads.tensorflow import InMemory, TFTask, weight_dtype
-
-MODELS = ("tutorial", "small")
+from hvdtrain.workloads.mnist.data import CLASSES, DEVIATION, MEAN, SIDE, MnistOptions, Samples
+from hvdtrain.workloads.tf_task import InMemory, TFTask, weight_dtype
 
 
 def network(model: str, dropout: float | None = None, dtype: str = "float32") -> keras.Model:
-    """The network called ``model``, for images of shape (n, 28, 28, 1).
+    """Return the network called ``model``, for images of shape (n, 28, 28, 1).
 
-    ``tutorial``: the net of the ALCF tutorial's homework, 1.2 million parameters. ``small``: the
-    net of Horovod's MNIST example, 22 thousand.
-
-    Args:
-        model: one of ``MODELS``.
-        dropout: one fraction for all dropouts; None keeps the network's own.
-        dtype: of weights and computation.
+    Both are described in ``task.EPILOG``. ``dropout`` is one fraction for all dropouts; None keeps
+    the network's own.
     """
 
     def fraction(own: float) -> float:
@@ -56,8 +48,8 @@ def network(model: str, dropout: float | None = None, dtype: str = "float32") ->
     return keras.Sequential([image, *steps], name=model)
 
 
-def task(options: TaskOptions, train: Samples, test: Samples) -> TFTask:
-    """MNIST as a task, everything in memory."""
+def task(options: MnistOptions, train: Samples, test: Samples) -> TFTask:
+    """Return MNIST as a task, everything in memory."""
     keras.utils.set_random_seed(options.seed)
     return TFTask(
         network(options.model, options.dropout, weight_dtype(options)),

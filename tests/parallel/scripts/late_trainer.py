@@ -5,13 +5,15 @@ late_trainer.py RANK MILLISECONDS OPTIONS...
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
 
 from hvdtrain import mnist
-from hvdtrain.launch import ending
-from hvdtrain.workloads.base import Task
+from hvdtrain.system.runtime.detect import detect
+from hvdtrain.system.runtime.exit import run_and_exit
+from hvdtrain.workloads.task import Task
 
 late, milliseconds = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 build = mnist.WORKLOAD.build
@@ -22,7 +24,7 @@ def sleepy(*arguments: Any) -> Task:
     update = task.update
 
     def slowly(*words: Any, **more: Any) -> Any:
-        if ending.rank() == late:
+        if detect(os.environ).rank == late:
             time.sleep(milliseconds / 1000)
         return update(*words, **more)
 
@@ -31,4 +33,4 @@ def sleepy(*arguments: Any) -> Task:
 
 
 object.__setattr__(mnist.WORKLOAD, "build", sleepy)
-ending.run(mnist.main)
+run_and_exit(mnist.main)

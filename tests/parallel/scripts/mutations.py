@@ -19,14 +19,15 @@ from unittest.mock import patch
 
 import numpy as np
 
-from hvdtrain.environment.verification.ranks import verify
-from hvdtrain.launch.detect import detect
+from hvdtrain.commands.verify.ranks import verify
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.sharding import Part, Shards
+from hvdtrain.system.runtime.detect import detect
 
+TASK = {"pytorch": "torch_task", "tensorflow": "tf_task"}
 framework, result, how_many = sys.argv[1:]
 module = importlib.import_module(f"hvdtrain.adapters.{framework}.horovod")
-tasks = importlib.import_module(f"hvdtrain.workloads.{framework}")
+tasks = importlib.import_module(f"hvdtrain.workloads.{TASK[framework]}")
 Horovod = module.HorovodAdapter
 Task = tasks.TorchTask if framework == "pytorch" else tasks.TFTask
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.adapters import launch_check
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common import CommonAdapter, check_devices
 from hvdtrain.adapters.select import adapter
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import Device
@@ -49,10 +48,10 @@ def common(hvd: CommonAdapter) -> None:
     mine = Device("a card", f"GPU-{rank}", visible=size)
     if size > 1:
         expect_error(
-            lambda: launch_check.check_devices(hvd.communicator, card, hvd.ranks),
+            lambda: check_devices(hvd.communicator, card, hvd.ranks),
             *(f"ranks 0-{size - 1}", "the same GPU", world.host),
         )
-    launch_check.check_devices(hvd.communicator, mine, hvd.ranks)
+    check_devices(hvd.communicator, mine, hvd.ranks)
 
 
 def pytorch(hvd: CommonAdapter) -> None:

@@ -1,6 +1,6 @@
 """MNIST with a DataLoader, transforms and Horovod's example recipe; seconds to a test accuracy.
 
-The recipe of Horovod's PyTorch MNIST example: batch 64 a rank, SGD 0.01 x size, momentum 0.5, a
+The recipe of Horovod's PyTorch MNIST example: batch 64 per rank, SGD 0.01 x size, momentum 0.5, a
 DistributedSampler. Seconds count training only.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from hvdtrain.workloads.mnist.data import load
 from hvdtrain.workloads.mnist.pytorch import network
-from hvdtrain.workloads.torchvision_import import torchvision
+from hvdtrain.workloads.resnet.pytorch import torchvision
 
 hvd.init()
 torch.manual_seed(42)

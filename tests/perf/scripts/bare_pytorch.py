@@ -6,7 +6,7 @@ import time
 import horovod.torch as hvd
 import torch
 
-from hvdtrain.workloads.torchvision_import import torchvision
+from hvdtrain.workloads.resnet.pytorch import torchvision
 
 hvd.init()
 torch.manual_seed(0)

@@ -12,7 +12,7 @@ libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)
 import horovod.torch as hvd  # noqa: E402
 import torch  # noqa: E402
 
-from hvdtrain.workloads.torchvision_import import torchvision  # noqa: E402
+from hvdtrain.workloads.resnet.pytorch import torchvision  # noqa: E402
 
 precision, batch, steps = sys.argv[1], 8, int(sys.argv[2])
 hvd.init()

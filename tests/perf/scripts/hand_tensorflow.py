@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd  # noqa: E402
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from hvdtrain.workloads.resnet.tensorflow_net import network  # noqa: E402
+from hvdtrain.workloads.resnet.tensorflow import network  # noqa: E402
 
 precision, batch, steps = sys.argv[1], 8, int(sys.argv[2])
 hvd.init()

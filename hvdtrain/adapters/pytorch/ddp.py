@@ -1,0 +1,146 @@
+"""The eight steps for PyTorch over DistributedDataParallel, with Gloo, and NCCL where GPUs are.
+
+DDP sums gradients in buckets beside the backward pass (Li et al., "PyTorch Distributed", VLDB
+2020) and divides by the number of ranks. A communication hook of ours multiplies each bucket by
+the share of the rank's part in the global batch instead, so that uneven parts, and empty ones, are
+right too. Every rank makes each forward and backward pass, also on a part without samples.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from hvdtrain.adapters.common import GradientSums
+from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.collectives.torch_distributed import TorchDistributed
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import Part, Shards
+from hvdtrain.system.runtime.waits import SUM
+
+
+class DdpAdapter(PyTorchAdapter):
+    """Each rank holds the whole model; DDP sums the gradients."""
+
+    name = "ddp"
+    runtime = "torch.distributed"
+    needs_empty_forward = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replicas: list[Replica] = []
+        self._pass_due = False  # the current part is empty, and no pass was made yet
+
+    @override
+    def connect(self) -> Communicator:
+        return TorchDistributed(gpu=torch.cuda.is_available() and dist.is_nccl_available())
+
+    @override
+    def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        replica = Replica(model, self)
+        self._replicas.append(replica)
+        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
+        return replica, optimizer
+
+    @override
+    def begin_part(self, shards: Shards, part: Part) -> None:
+        self._check_pass()
+        super().begin_part(shards, part)
+        self._pass_due = bool(self._replicas) and not part.count
+
+    def _check_pass(self) -> None:
+        """Raise where the pass of an empty part was left out: the next sums would be mixed up."""
+        if self._pass_due:
+            raise UsageError(
+                "no backward pass was made on a part without samples: with --strategy ddp every "
+                "rank makes them all (its loss may be nan, it counts for nothing)"
+            )
+
+    def note_pass(self) -> None:
+        """Note that gradients of the current part are being summed."""
+        self._pass_due = False
+
+    @property
+    @override
+    def gradient_sums(self) -> Sequence[GradientSums]:
+        return self._replicas
+
+
+class Replica(DistributedDataParallel):
+    """A model whose gradients are those of the global batch when ``backward`` returns."""
+
+    def __init__(self, model: torch.nn.Module, adapter: DdpAdapter) -> None:
+        first = next(model.parameters())
+        # DDP warns where it finds no unused parameter: it finds this one. The model loses it again.
+        model.register_parameter("_unused", torch.nn.Parameter(first.new_zeros(1)))
+        with warnings.catch_warnings():
+            # What takes the place of broadcast_buffers still sends them once.
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__init__(
+                model,
+                broadcast_buffers=False,  # each rank has running statistics of its own
+                init_sync=False,  # step 6 does it
+                # What no rank has a gradient of has none, as in one process. And the buckets stay
+                # as they are after the first pass: a resumed run sums in the order of an uncut one.
+                find_unused_parameters=True,
+                gradient_as_bucket_view=True,
+            )
+        del model._unused
+        # Convolutions of channels_last input give such gradients; each is copied into its bucket.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+        self.adapter = adapter
+        self.blocked_seconds = 0.0
+        self.messages: dict[str, int] | None = None  # of a pass
+        self.stops: Any = 0.0  # how many ranks wanted to stop at the last pass
+        self._sums: list[tuple[Any, Any, torch.Tensor]] = []  # under way: work, future, message
+        self._trouble: UsageError | None = None
+        self.register_comm_hook(None, lambda _, bucket: self._start_sum(bucket.buffer()))
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank wanted to stop at the last pass."""
+        return bool(self.stops > 0)
+
+    def _start_sum(self, gradients: torch.Tensor) -> Any:
+        """Start summing a bucket over all ranks; the wish to stop travels with it."""
+        try:
+            weight = self.adapter.part_weight
+        except UsageError as error:  # raised here it would lose its type
+            self._trouble, weight = error, 0.0
+        message = gradients.new_empty(gradients.numel() + 1)
+        if weight:
+            torch.mul(gradients, weight, out=message[:-1])
+        else:  # a mean over nothing is nan: 0 times it would be too
+            message[:-1].zero_()
+        message[-1] = float(self.adapter.stop_wanted)
+        if not self._sums:
+            self.adapter.note_pass()
+            # At the end of the pass, before DDP's own; there is no public name for it.
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        devices: Any = [message.device] if message.is_cuda else None
+        future: Any = torch.futures.Future(devices=devices)
+        self._sums.append((dist.all_reduce(message, async_op=True), future, message))
+        return future
+
+    def _finish(self) -> None:
+        """Wait for the sums of this pass; DDP then puts them where the gradients are."""
+        sums, self._sums = self._sums, []
+        started = time.perf_counter()
+        with self.adapter.waits.during(SUM):
+            for work, future, message in sums:
+                work.wait()
+                future.set_result(message[:-1])
+        self.blocked_seconds += time.perf_counter() - started
+        self.stops = sums[-1][2][-1]
+        nbytes = sum(message.numel() * message.element_size() for _, _, message in sums)
+        self.messages = {"count": len(sums), "bytes": nbytes}
+        if self._trouble:
+            raise self._trouble

@@ -1,1 +1,0 @@
-"""Who gave me nodes: job scripts, PBS and Slurm, and how long a job may still run."""

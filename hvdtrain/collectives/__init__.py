@@ -1,0 +1,1 @@
+"""Collectives over all ranks, each library once."""

@@ -1,0 +1,118 @@
+"""The collectives of torch.distributed: Gloo in host memory, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from hvdtrain.collectives.base import Bytes, Communicator, Tensor, Vector
+from hvdtrain.system.runtime.detect import BY_HAND, TORCHRUN, detect
+
+OWN_RENDEZVOUS = (TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
+FOREVER = timedelta(days=365)  # a rank that is late is waited for; one that is dead, detected
+
+
+class TorchDistributed(Communicator):
+    """The default process group, which starting this one makes.
+
+    torchrun tells the ranks where they meet; otherwise rank 0 picks a port, and MPI broadcasts it.
+
+    Args:
+        gpu: tensors are on GPUs, and NCCL sums them; bytes and vectors stay with Gloo.
+        timeout: for the ranks to find one another, and for each collective.
+    """
+
+    def __init__(self, *, gpu: bool, timeout: timedelta = FOREVER) -> None:
+        self.gpu = gpu
+        launch = detect(os.environ)
+        if gpu:
+            torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        if dist.is_initialized():
+            pass
+        elif launch.launcher in OWN_RENDEZVOUS:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            rank, size, address = 0, 1, _free_address(alone=True)
+            if launch.size > 1:
+                from hvdtrain.collectives.mpi4py import Mpi4py
+
+                mpi = Mpi4py()
+                hosts = set(mpi.gather(socket.gethostname().encode()))
+                mine = _free_address(alone=len(hosts) == 1)
+                rank, size = mpi.rank, mpi.size
+                address = mpi.broadcast_bytes(mine.encode()).decode()
+            dist.init_process_group(
+                backend, init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=timeout
+            )
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    @override
+    def gather(self, data: bytes) -> list[bytes]:
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]))
+        longest = max(int(length) for length in lengths)
+        if not longest:
+            return [b""] * self.size
+        padded = torch.from_numpy(np.frombuffer(bytearray(data.ljust(longest)), np.uint8))
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded)
+        return [
+            one[: int(length)].numpy().tobytes()
+            for one, length in zip(everyone, lengths, strict=True)
+        ]
+
+    @override
+    def broadcast(self, data: Bytes) -> Bytes:
+        received = torch.from_numpy(data.copy())
+        dist.broadcast(received, src=0)
+        result: Bytes = received.numpy()
+        return result
+
+    @override
+    def sum(self, values: Vector) -> Vector:
+        total = torch.from_numpy(values.copy())
+        dist.all_reduce(total)
+        result: Vector = total.numpy()
+        return result
+
+    @override
+    def tensor(self, length: int, value: float) -> Tensor:
+        device = "cuda" if self.gpu else "cpu"
+        return torch.full((length,), value, dtype=torch.float32, device=device)
+
+    @override
+    def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    @override
+    def synchronize(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize()
+
+    @override
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def _free_address(*, alone: bool) -> str:
+    """Return a host and port of this rank where the others can meet it.
+
+    ``alone``: all ranks are here. ``GLOO_SOCKET_IFNAME`` names the interface that they share.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    if alone:
+        return f"127.0.0.1:{port}"
+    interface = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
+    addresses = [one.address for one in interface if one.family == socket.AF_INET]
+    return f"{addresses[0] if addresses else socket.gethostname()}:{port}"

@@ -1,0 +1,1 @@
+"""What ``hvdtrain VERB`` does, a folder for each verb."""

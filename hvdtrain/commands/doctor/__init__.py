@@ -1,0 +1,1 @@
+"""``hvdtrain doctor``: what keeps a training from running well on these machines."""

@@ -1,0 +1,160 @@
+"""What ``hvdtrain doctor`` does: all checks, one after the other, and ranks where ``-n`` asks.
+
+It reads files and asks programs for their versions. MPI is started only on the ranks of ``-n``,
+and other hosts are asked only inside a job whose hosts they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.doctor.checks import files, hosts, loading, machine, mpi, ranks, software
+from hvdtrain.commands.doctor.findings import (
+    ERROR,
+    WARNING,
+    Finding,
+    exit_code,
+    findings_table,
+    rendered,
+    summary,
+)
+from hvdtrain.commands.install_horovod.installed import mend_file
+from hvdtrain.commands.install_horovod.wheel_cache import cache_root
+from hvdtrain.commands.launch.mpirun import find_mpi
+from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.machine import gpus, toolchain
+from hvdtrain.system.machine.limits import find_resources
+from hvdtrain.system.output.result import Report
+from hvdtrain.system.runtime import terminal
+from hvdtrain.system.runtime.command import Command, run
+
+log = logging.getLogger(__name__)
+
+PROGRAMS = ("hvdtrain.commands.doctor.rank_report", "hvdtrain.collectives.bench")
+TIMEOUTS = (120.0, 300.0)  # seconds that the ranks of each have
+
+
+def commands(wanted: Request, environ: Mapping[str, str]) -> list[Command]:
+    """Return what is run on the ranks of ``wanted``, one after the other: ``PROGRAMS``.
+
+    Raises:
+        UsageError: no MPI, or they do not fit on the hosts.
+    """
+    words = [[sys.executable, "-m", program] for program in PROGRAMS]
+    return [prepare(replace(wanted, words=one), environ).command for one in words]
+
+
+def report(
+    findings: Sequence[Finding], found: dict[str, Any] | None, times: dict[str, Any] | None
+) -> Report:
+    """Return the table of findings, that of allreduce, and both as data."""
+    parts: list[Any] = [findings_table(findings)]
+    if times:
+        parts += ["", ranks.allreduce_title(times), ranks.allreduce_table(times)]
+    parts += ["", summary(findings)]
+    code = exit_code(findings)
+    data = {
+        "ok": code == 0,
+        "errors": sum(1 for finding in findings if finding.state == ERROR),
+        "warnings": sum(1 for finding in findings if finding.state == WARNING),
+        "findings": [finding.as_dict() for finding in findings],
+        "ranks": found,
+        "allreduce": times,
+    }
+    return Report(rendered(*parts, columns=terminal.columns()), data, code)
+
+
+def look(environ: Mapping[str, str], wanted: Request | None = None) -> Iterator[Finding]:
+    """Yield all that can be seen without starting a rank.
+
+    Args:
+        environ: the environment.
+        wanted: ranks that are meant to run; None: as many as the job has room for here.
+
+    Raises:
+        UsageError: the hosts that are wanted are not written as they should be.
+    """
+    batch, here = hosts.find_batch(environ), hosts.own_names()
+    if wanted and (wanted.hosts or wanted.hostfile):
+        batch = replace(batch, allocation=choose_hosts(wanted.hosts, wanted.hostfile, environ))
+    libraries = software.present_extensions()
+    tried = (loading.MPI4PY, loading.TORCHVISION, *libraries)
+    with ThreadPoolExecutor() as pool:
+        answers = pool.map(loading.try_loading, tried)
+        found = toolchain.find(environ)
+    mpi4py, torchvision, *extensions = answers
+    loaded = dict(zip(libraries, extensions, strict=True))
+    yield software.python_finding()
+    yield from software.framework_findings(found)
+    if version := software.torchvision_version(found):
+        mended = mend_file(found.site_packages).is_file()
+        yield software.torchvision_finding(version, torchvision, mended=mended)
+    wheels = cache_root(environ) / "wheels"
+    yield from software.horovod_findings(software.find_horovod(found, wheels, loaded))
+    yield from mpi.mpi_findings(_mpi_facts(environ, mpi4py, loaded))
+    yield from machine.tool_findings(found)
+    yield machine.gpu_finding(gpus.find_driver(), found, loading.has_nccl())
+    alone = wanted.ranks if wanted else 1
+    local = hosts.slots_here(batch.allocation, here) if batch.allocation.hosts else alone
+    yield from machine.resource_findings(find_resources(), local, environ, machine.has_fabric())
+    known = machine.known_variables(found.site_packages / "horovod")
+    yield machine.horovod_variables(environ, known)
+    yield from hosts.batch_findings(batch, here)
+    yield _other_hosts(batch, here)
+    places = list(files.find_places(environ, Path.cwd()))
+    yield from files.place_findings(places, len(batch.allocation.hosts))
+
+
+def _mpi_facts(
+    environ: Mapping[str, str], mpi4py: loading.Loaded, horovod: Mapping[str, loading.Loaded]
+) -> mpi.MpiFacts:
+    beside = Path(sys.executable).parent / "mpirun"
+    launcher, trouble = None, ""
+    try:
+        launcher = find_mpi(environ)
+    except HvdtrainError as error:
+        trouble = str(error)
+    return mpi.MpiFacts(launcher, trouble, str(beside) if beside.is_file() else "", mpi4py, horovod)
+
+
+def _other_hosts(batch: hosts.BatchSystem, here: Collection[str]) -> Finding:
+    """Ask the other hosts of the job; where this host is not of the job, they are none of ours."""
+    names = [host.name for host in batch.allocation.hosts]
+    inside = any(hosts.is_this_host(name, here) for name in names)
+    others = [name for name in names if not hosts.is_this_host(name, here)] if inside else []
+    return hosts.answer_finding(hosts.ask_hosts(others), batch.allocation.source)
+
+
+def try_ranks(
+    wanted: Request, environ: Mapping[str, str]
+) -> tuple[list[Finding], dict[str, Any] | None, dict[str, Any] | None]:
+    """Start the ranks that were asked for, twice: to look around, and to time allreduce.
+
+    Returns:
+        What was found, the report of the ranks, and that of allreduce; None where there is none.
+    """
+    try:
+        looking, timing = commands(wanted, environ)
+    except HvdtrainError as error:
+        return [Finding("ranks", ERROR, str(error))], None, None
+    log.info("starting: %s", looking.show())
+    result = run(looking, timeout=TIMEOUTS[0])
+    reports = [report for report in ranks.read_reports(result.output) if "announced" in report]
+    if not result.ok or not reports:
+        return [ranks.failed_start(result)], None, None
+    findings = list(ranks.rank_findings(wanted.ranks, reports, hosts.own_names()))
+    if any(finding.state == ERROR for finding in findings):
+        return findings, reports[0], None
+    log.info("timing allreduce: %s", timing.show())
+    result = run(timing, timeout=TIMEOUTS[1])
+    times = [report for report in ranks.read_reports(result.output) if "backends" in report]
+    if not result.ok or not times:
+        return [*findings, ranks.failed_start(result)], reports[0], None
+    return [*findings, *ranks.allreduce_findings(times[0])], reports[0], times[0]

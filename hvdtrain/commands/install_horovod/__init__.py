@@ -1,0 +1,1 @@
+"""``hvdtrain install-horovod``: build Horovod, cache the wheel, prove and install it."""

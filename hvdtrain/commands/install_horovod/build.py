@@ -1,0 +1,268 @@
+"""Build the wheel: run the recipe's commands, keep and read their log, show how far they are."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import operator
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich import progress as bars
+from rich.console import Console
+
+from hvdtrain.commands.install_horovod import recipe
+from hvdtrain.commands.install_horovod.recipe import Target, Workshop
+from hvdtrain.commands.install_horovod.wheel_cache import (
+    CachedWheel,
+    WheelCache,
+    copy_atomically,
+    file_hash,
+)
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.files import FULL
+from hvdtrain.system.machine.toolchain import Toolchain
+from hvdtrain.system.runtime.command import Command, run
+
+log = logging.getLogger(__name__)
+
+LINE_EVERY = 30.0  # seconds between two lines of progress where there is no terminal
+
+# Stages in order: the text that begins one in the log, and its name.
+_STAGES = (
+    (re.compile(r"Preparing metadata"), "unpack"),
+    (re.compile(r"Running CMake in|-- Could not find CCache|The CXX compiler"), "configure"),
+    (re.compile(r"\[\s*(\d+)%\] "), "compile"),
+    (re.compile(r"running install_lib|creating '.*\.whl'"), "pack"),
+)
+
+# Most telling first. A compiler's or CMake's own error explains what every later line only repeats.
+_CAUSES = (
+    re.compile(r"No space left on device|Disk quota exceeded"),
+    re.compile(r"Killed signal terminated program|virtual memory exhausted|out of memory", re.I),
+    re.compile(r"^\S+:\d+(:\d+)?: (fatal )?error:|^\S+\(\d+\): (catastrophic )?error\b"),
+    re.compile(r"^(\S+: fatal error|cc1plus: error|clang\S*: error):"),
+    re.compile(r"^(nvcc fatal|nvcc error)"),
+    re.compile(r"undefined reference to|: cannot find -l|ld returned \d+ exit status"),
+    re.compile(r"^CMake Error"),
+    re.compile(r"DO NOT MATCH THE HASHES|Expected sha256"),
+    re.compile(r"Could not find a version|No matching distribution|Max retries exceeded"),
+    re.compile(r"NewConnectionError|ConnectTimeout|Temporary failure in name resolution"),
+    re.compile(r"^(\w+\.)*\w*(Error|Exception): "),
+    re.compile(r"\berror: |^ERROR: ", re.I),
+)
+
+_REMEDIES = (
+    (r"No space left|quota", "free space, or point HVDTRAIN_CACHE to a larger file system"),
+    (r"Killed signal|memory", "the compiler ran out of memory: try --jobs 1"),
+    (r"Python\.h", "apt-get install python3-dev (or python3-devel)"),
+    (r"#error C\+\+\d\d|-std=c\+\+20", "use a newer compiler: module load gcc, or set CXX"),
+    (r"\bMPI(_|\b)", "check that mpicxx compiles a program, or load another MPI module"),
+    (r"Unsupported gpu architecture", "name your GPU's: HOROVOD_BUILD_CUDA_CC_LIST=80,90"),
+    (r"nccl", "set HOROVOD_NCCL_HOME to a directory with include/nccl.h and lib/libnccl.so"),
+    (r"cuda|nvcc", "load the CUDA toolkit that PyTorch was built for, or set CUDA_HOME"),
+    (r"HASHES|sha256", "the archive is not the released one; check the package index"),
+    (
+        r"Could not find a version|No matching|retries|Connect|resolution",
+        "the package index cannot be reached: run this once on a node with access (a login node); "
+        "the cache is shared",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Build:
+    """One build: what, with what, and where."""
+
+    target: Target  # what is built
+    toolchain: Toolchain  # what it is built with
+    cache: WheelCache  # where the wheel goes
+    key: str  # its name in the cache
+    facts: Mapping[str, object]  # what that name stands for
+    environ: Mapping[str, str]  # the environment that it starts from
+
+    @property
+    def workshop(self) -> Workshop:
+        """The directories of this build."""
+        return Workshop(self.cache.build_root(self.key))
+
+    def steps(self, has_archive: bool) -> list[tuple[str, Command]]:
+        """Return the commands in order, each with the name of its stage."""
+        python, workshop = self.toolchain.python, self.workshop
+        changes = recipe.build_environment(self.target, self.toolchain, workshop, self.environ)
+        steps = [("build tools", recipe.tools_command(python, workshop))]
+        archive = self.cache.archive
+        if not has_archive:
+            fetched = workshop.scratch
+            steps.append(("download", recipe.download_command(python, workshop, fetched, changes)))
+        steps.append(("compile", recipe.wheel_command(python, workshop, archive, changes)))
+        return steps
+
+    def run(self, log_file: Path) -> CachedWheel:
+        """Build and cache the wheel; call it under the lock of its key.
+
+        Raises:
+            HvdtrainError: a command failed; tells the log's decisive line and a remedy.
+        """
+        workshop = self.workshop
+        shutil.rmtree(workshop.root, ignore_errors=True)  # of a build that was killed
+        try:
+            self._prepare()
+            with Display() as display, log_file.open("a") as stream:
+                for stage, command in self.steps(self.cache.has_archive()):
+                    display.stage(stage)
+                    stream.write(f"$ {command.show()}\n")
+                    self._run_step(stage, command, _line_sink(stream, display), log_file)
+            wheels = list(workshop.wheels.glob("horovod-*.whl"))
+            if len(wheels) != 1:
+                raise HvdtrainError(f"the build ended without a wheel; log: {log_file}")
+            return self.cache.store(self.key, wheels[0], self.facts)
+        except OSError as error:
+            room = "with 2 GB free" if error.errno in FULL else "that you may write to"
+            raise HvdtrainError(
+                f"{error.filename or workshop.root}: {error.strerror}; "
+                f"set HVDTRAIN_CACHE to a directory {room}"
+            ) from error
+        finally:
+            shutil.rmtree(workshop.root, ignore_errors=True)
+
+    def _prepare(self) -> None:
+        """Make the directories, the compiler wrapper, and the name that NCCL is linked by."""
+        workshop, compiler = self.workshop, self.toolchain.compiler
+        for path in (workshop.scratch, workshop.nothing, workshop.wheels, workshop.nccl):
+            path.mkdir(parents=True)
+        assert compiler is not None
+        text = recipe.compiler_wrapper(compiler.argv, recipe.relative_rpaths(self.toolchain))
+        workshop.compiler.write_text(text)
+        workshop.compiler.chmod(0o755)
+        workshop.requirement.write_text(recipe.requirement_text())
+        if self.toolchain.nccl:
+            (workshop.nccl / "libnccl.so").symlink_to(self.toolchain.nccl.library.absolute())
+
+    def _run_step(
+        self, stage: str, command: Command, on_line: Callable[[str], None], log_file: Path
+    ) -> None:
+        """Run one command; after the download put the archive into the cache."""
+        result = run(command, on_line)
+        if not result.ok:
+            cause = decisive_line(result.output.splitlines())
+            raise HvdtrainError(
+                f"the build of Horovod failed ({stage}, exit code {result.exit_code}): {cause}; "
+                f"{remedy_for(cause)}; log: {log_file}"
+            )
+        if stage == "download":
+            self._keep_archive()
+
+    def _keep_archive(self) -> None:
+        """Move the downloaded archive into the cache; pip has checked its hash, and so do we."""
+        fetched = self.workshop.scratch / recipe.HOROVOD_ARCHIVE
+        if file_hash(fetched) != recipe.HOROVOD_SHA256:
+            raise HvdtrainError(f"{fetched.name} is not the released archive: its hash differs")
+        copy_atomically(fetched, self.cache.archive)
+
+
+def _line_sink(stream: TextIO, display: Display) -> Callable[[str], None]:
+    """Return what takes each line of a command: into the log, and its progress onto the screen."""
+
+    def take(line: str) -> None:
+        stream.write(line + "\n")
+        progress = read_progress(line)
+        if progress:
+            stream.flush()
+            display.show(progress)
+
+    return take
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a build is, as one line of its log tells."""
+
+    stage: str  # one of unpack, configure, compile, pack
+    percent: int | None = None  # of the compilation; None outside it
+
+
+def read_progress(line: str) -> Progress | None:
+    """Return what ``line`` says about the progress; None if nothing."""
+    for pattern, stage in _STAGES:
+        found = pattern.search(line)
+        if found:
+            return Progress(stage, int(found[1]) if found.groups() else None)
+    return None
+
+
+def decisive_line(lines: Sequence[str]) -> str:
+    """Return the line that explains a failed build: the first of the most telling kind.
+
+    A CMake error says in its first line only where it is; the message follows and is added.
+    """
+    stripped = [line.strip() for line in lines]
+    for pattern in _CAUSES:
+        for number, line in enumerate(stripped):
+            if pattern.search(line):
+                return _with_message(line, stripped[number + 1 :])
+    return next((line for line in reversed(stripped) if line), "the log is empty")
+
+
+def _with_message(line: str, following: Sequence[str]) -> str:
+    """Add the message to a line that ends in a colon or is CMake's."""
+    if not (line.startswith("CMake Error") or line.endswith(":")):
+        return line
+    message = itertools.takewhile(bool, itertools.dropwhile(operator.not_, following))
+    return " ".join([line, *itertools.islice(message, 3)])
+
+
+def remedy_for(line: str) -> str:
+    """Return what the user can do about ``line``."""
+    for pattern, remedy in _REMEDIES:
+        if re.search(pattern, line, re.IGNORECASE):
+            return remedy
+    return "the log holds every command and its output; please report it if it makes no sense"
+
+
+class Display(contextlib.ExitStack):
+    """Show the progress of one build on standard error: a bar on a terminal, else some lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start = self._last_line = time.monotonic()
+        self._bar: bars.Progress | None = None
+        self._task = bars.TaskID(0)
+        if sys.stderr.isatty():
+            columns = (bars.TextColumn("{task.description}"), bars.BarColumn())
+            console = Console(stderr=True)
+            self._bar = self.enter_context(
+                bars.Progress(*columns, bars.TimeElapsedColumn(), console=console, transient=True)
+            )
+            self._task = self._bar.add_task("Horovod", total=None)
+
+    def stage(self, name: str) -> None:
+        """Begin a stage."""
+        if self._bar:
+            self._bar.update(self._task, description=name, total=None)
+        else:
+            self._line(name)
+
+    def show(self, progress: Progress) -> None:
+        """Show how far the compilation is."""
+        if self._bar:
+            self._bar.update(
+                self._task,
+                description=progress.stage,
+                total=None if progress.percent is None else 100,
+                completed=progress.percent or 0,
+            )
+        elif time.monotonic() - self._last_line >= LINE_EVERY:
+            done = "" if progress.percent is None else f" {progress.percent} %"
+            self._line(f"{progress.stage}{done}")
+
+    def _line(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        log.info("%4.0f s  %s", self._last_line - self._start, text)

@@ -1,0 +1,250 @@
+"""``hvdtrain install-horovod``: find, plan, build or take from the cache, prove, install.
+
+Nothing in the environment changes before the wheel is complete and proven, in a folder beside
+site-packages. pip then has the last word: its two seconds are not interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.install_horovod import recipe
+from hvdtrain.commands.install_horovod.build import Build
+from hvdtrain.commands.install_horovod.installed import (
+    find_installed,
+    is_complete,
+    mend_torchvision,
+    wheel_hash,
+)
+from hvdtrain.commands.install_horovod.plan import FRAMEWORKS, GPU_CHOICES, BuildPlan, make_plan
+from hvdtrain.commands.install_horovod.proof import proof_command, prove
+from hvdtrain.commands.install_horovod.wheel_cache import (
+    CachedWheel,
+    WheelCache,
+    cache_key,
+    cache_root,
+    identity,
+    read_json,
+    write_atomically,
+)
+from hvdtrain.errors import EXIT_USAGE, HvdtrainError
+from hvdtrain.system.machine.toolchain import Toolchain, find
+from hvdtrain.system.output.result import Report
+from hvdtrain.system.runtime.command import Command, HeldSignals, run, termination_as_interrupt
+
+log = logging.getLogger(__name__)
+
+EPILOG = """example:
+  hvdtrain install-horovod                          for the frameworks that are installed
+  hvdtrain install-horovod --frameworks pytorch --gpu nccl
+  hvdtrain install-horovod --dry-run                only print what would be run
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--frameworks",
+        default="",
+        metavar="NAMES",
+        help=f"frameworks to build for, separated by commas: {', '.join(FRAMEWORKS)} "
+        "(default: those that are installed)",
+    )
+    parser.add_argument(
+        "--gpu",
+        default="none",
+        choices=GPU_CHOICES,
+        help="GPU operations: none builds CPU operations only (default), nccl needs CUDA and NCCL",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compilers at the same time (default: one per core, 2 GB of memory each)",
+    )
+    parser.add_argument("--rebuild", action="store_true", help="build even if the wheel is cached")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be run and change nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def run_verb(arguments: argparse.Namespace) -> Report:
+    """Carry the verb out with parsed ``arguments``.
+
+    Raises:
+        UsageError: an option is wrong.
+        HvdtrainError: the build, the installation or the proof failed.
+    """
+    environ = dict(os.environ)
+    toolchain = find(environ)
+    plan = make_plan(toolchain, arguments.frameworks, arguments.gpu, arguments.jobs)
+    if plan.problems:
+        return _refusal(plan)
+    cache = WheelCache(cache_root(environ))
+    session = Session(toolchain, plan, cache, environ, rebuild=arguments.rebuild)
+    return session.dry_run() if arguments.dry_run else session.install()
+
+
+def _refusal(plan: BuildPlan) -> Report:
+    """Say what was found and what is missing, before anything is started."""
+    lines = [*_table(plan), "", "Horovod cannot be built here:"]
+    lines += [f"  - {problem}" for problem in plan.problems]
+    problems = [{"what": p.what, "remedy": p.remedy} for p in plan.problems]
+    return Report("\n".join(lines), {"ok": False, "problems": problems}, EXIT_USAGE)
+
+
+def _table(plan: BuildPlan) -> list[str]:
+    return [f"{name:<11} {finding}" for name, finding in plan.rows]
+
+
+@dataclass(frozen=True)
+class Session:
+    """One call of the verb, after its plan was found good."""
+
+    toolchain: Toolchain  # what was found
+    plan: BuildPlan  # what will be built
+    cache: WheelCache  # where wheels are kept
+    environ: Mapping[str, str]  # the environment of this process
+    rebuild: bool = False  # whether to build even if the wheel is cached
+
+    @property
+    def build(self) -> Build:
+        """The build that this session would do."""
+        target = self.plan.target
+        facts = identity(target, self.toolchain, self.environ)
+        return Build(target, self.toolchain, self.cache, cache_key(facts), facts, self.environ)
+
+    @property
+    def trial(self) -> Path:
+        """The folder in which the wheel is proven: a sibling, so that relative rpaths hold."""
+        return self.toolchain.site_packages.with_name(".hvdtrain-trial")
+
+    def proofs(self) -> list[tuple[str, Command]]:
+        """Return the commands that prove the wheel in ``trial``, by framework."""
+        mpi, python, gpu = self.toolchain.mpi, self.toolchain.python, self.plan.target.gpu
+        assert mpi is not None
+        return [
+            (name, proof_command(name, mpi, python, self.trial, gpu, self.environ))
+            for name in self.plan.target.frameworks
+        ]
+
+    def dry_run(self) -> Report:
+        """Return the commands that ``install`` would run, one per line."""
+        build = self.build
+        cached = None if self.rebuild else self.cache.find(build.key)
+        if cached and self._is_in_place(cached):
+            return Report("", {"ok": True, "commands": []})
+        steps = [] if cached else [c for _, c in build.steps(self.cache.has_archive())]
+        wheel = cached.path if cached else self.cache.root / "wheels" / build.key / "horovod-*.whl"
+        python = self.toolchain.python
+        steps.append(recipe.install_command(python, wheel, self.trial))
+        steps += [command for _, command in self.proofs()]
+        steps.append(recipe.install_command(python, wheel))
+        lines = [command.show() for command in steps]
+        return Report("\n".join(lines), {"ok": True, "commands": lines})
+
+    def install(self) -> Report:
+        """Do all that is not yet done."""
+        start = time.monotonic()
+        for line in _table(self.plan):
+            log.info("%s", line)
+        with _told_when_stopped():
+            build = self.build
+            cached = None if self.rebuild else self.cache.find(build.key)
+            if cached and self._is_in_place(cached):
+                log.info("already installed and proven here: %s", cached.path)
+                mend_torchvision(self.toolchain.site_packages)
+                return self._report(cached, "nothing", read_json(self._proof_file(cached)), start)
+            log_file = self.cache.log_file(build.key)
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            log.info("log: %s", log_file)
+            wheel, built = (cached, False) if cached else self._build(build, log_file)
+            answers = self._put_in_place(wheel, log_file)
+        return self._report(wheel, "built" if built else "taken from the cache", answers, start)
+
+    def _proof_file(self, wheel: CachedWheel) -> Path:
+        return wheel.proof_file(self.toolchain.prefix)
+
+    def _is_in_place(self, wheel: CachedWheel) -> bool:
+        """Tell whether ``wheel`` is installed here, whole, and was proven to work."""
+        installed = find_installed(self.toolchain.site_packages)
+        same = wheel_hash(installed) == wheel.sha256 and is_complete(installed)
+        return same and self._proof_file(wheel).is_file()
+
+    def _build(self, build: Build, log_file: Path) -> tuple[CachedWheel, bool]:
+        """Build the wheel, unless another session has while we waited for it."""
+        with self.cache.lock(build.key, "builds the same wheel"):
+            found = None if self.rebuild else self.cache.find(build.key)
+            if found:
+                return found, False
+            log.info("building Horovod with %d jobs; this takes minutes", build.target.jobs)
+            return build.run(log_file), True
+
+    def _put_in_place(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:
+        """Prove ``wheel`` beside site-packages, then install it."""
+        environment = cache_key({"prefix": str(self.toolchain.prefix)})
+        with self.cache.lock(environment, "installs into the same environment"):
+            answers = self._try_out(wheel, log_file)
+            with HeldSignals():  # pip, stopped half-way, would leave neither the old nor the new
+                self._pip(wheel)
+                mend_torchvision(self.toolchain.site_packages)
+                write_atomically(self._proof_file(wheel), json.dumps(answers))
+        return answers
+
+    def _try_out(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:
+        """Prove ``wheel`` in a folder that is thrown away; return what the proofs answered."""
+        shutil.rmtree(self.trial, ignore_errors=True)  # of a session that was killed
+        try:
+            self._pip(wheel, self.trial)
+            nvidia = self.toolchain.site_packages / "nvidia"
+            if nvidia.is_dir():  # one of the relative rpaths leads to the NCCL in it
+                (self.trial / "nvidia").symlink_to(nvidia)
+            return prove(self.proofs(), log_file)
+        finally:
+            shutil.rmtree(self.trial, ignore_errors=True)
+
+    def _pip(self, wheel: CachedWheel, target: Path | None = None) -> None:
+        """Install ``wheel`` into the environment, or into the folder ``target``."""
+        result = run(recipe.install_command(self.toolchain.python, wheel.path, target))
+        if not result.ok:
+            cause = result.output.strip().splitlines()[-1:] or ["no output"]
+            raise HvdtrainError(f"pip could not install {wheel.path}: {cause[0]}")
+
+    def _report(
+        self, wheel: CachedWheel, done: str, answers: Mapping[str, Any], start: float
+    ) -> Report:
+        """Say what is installed now."""
+        seconds = round(time.monotonic() - start, 1)
+        names = ", ".join(self.plan.target.frameworks)
+        text = (
+            f"Horovod {recipe.HOROVOD_VERSION} for {names} is installed and proven at two ranks "
+            f"({done}, {seconds} s)\nwheel: {wheel.path}"
+        )
+        data = {"ok": True, "wheel": str(wheel.path), "sha256": wheel.sha256, "done": done}
+        return Report(
+            text, data | {"proof": dict(answers), "facts": dict(wheel.facts), "seconds": seconds}
+        )
+
+
+@contextlib.contextmanager
+def _told_when_stopped() -> Iterator[None]:
+    """Let SIGTERM clean up as Ctrl-C does, and say what came of either."""
+    try:
+        with termination_as_interrupt():
+            yield
+    except KeyboardInterrupt:
+        log.info("stopped: nothing is left half done, neither in the environment nor in the cache")
+        raise

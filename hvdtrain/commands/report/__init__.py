@@ -1,0 +1,1 @@
+"""``hvdtrain report``: a run or a study as one page."""

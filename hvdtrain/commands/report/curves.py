@@ -1,0 +1,123 @@
+"""Draw the plots of a report, as data that stands in the page itself."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from hvdtrain.commands.report.find import Course
+from hvdtrain.system.output import plots
+from hvdtrain.system.output.text import plural, short
+
+MOST = 6  # runs in one plot
+FEW = 12  # markers per line, about
+SIZE = 5.2, 3.2  # inches
+ROW = 0.2  # inches of a row of the legend
+LONG = 60  # characters that stand in one
+
+
+def inline(figure: Any) -> str:
+    """Return ``figure`` as a data URI, and close it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def curves(courses: Sequence[Course]) -> list[tuple[str, str]]:
+    """Draw each quantity that some run has, as (title, data URI)."""
+    return [(title, inline(figure)) for title, figure in figures(first(courses))]
+
+
+def first(courses: Sequence[Course]) -> list[Course]:
+    """Return as many runs as one plot holds; of a study the first of each size come first."""
+    return sorted(courses, key=lambda one: _measured(one.path)[::-1])[:MOST]
+
+
+def _measured(path: Path) -> tuple[int, int]:
+    """Return ranks and repeat from the file name of a run of a study; zeros for any other."""
+    numbers = re.fullmatch(r"runs/(\d{1,9})-(\d{1,9})", f"{path.parent.name}/{path.stem}")
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+def figures(courses: Sequence[Course]) -> Iterator[tuple[str, Any]]:
+    """Yield the plots, each after its title; the caller closes them."""
+    panels = [
+        ("Loss", "loss", [("steps", "loss", "training"), ("epochs", "eval_loss", "test")]),
+        ("Test accuracy", "accuracy, %", [("epochs", "eval_accuracy", "test")]),
+        ("Learning rate", "learning rate", [("steps", "learning_rate", "")]),
+        ("Throughput", "images/s", [("steps", "images_per_second", "")]),
+    ]
+    plots.style()
+    runs = names([course.path for course in courses])
+    for title, label, lines in panels:
+        figure, axes = plt.subplots(figsize=SIZE)
+        if not _draw(axes, list(zip(runs, courses, strict=True)), lines):
+            plt.close(figure)
+            continue
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        if title in ("Learning rate", "Throughput"):
+            axes.set_ylim(bottom=0)  # so that what hardly changes looks so
+        if len(axes.get_lines()) > 1:
+            _legend(figure, axes)
+        yield title, figure
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """Return what runs are called: the file, or the path where two files are called alike.
+
+    A single one needs no name, and one of a study is called by its ranks.
+    """
+    if len(paths) < 2:
+        return [""] * len(paths)
+    measured = [_measured(path) for path in paths]
+    if all(ranks for ranks, _ in measured):
+        return [f"{plural(ranks, 'rank')}, run {repeat}" for ranks, repeat in measured]
+    stems = [path.stem for path in paths]
+    alike = len(set(stems)) < len(stems)
+    found = [short(str(path.with_suffix("")) if alike else path.stem, LONG) for path in paths]
+    # matplotlib leaves lines out of the legend whose names begin so.
+    return [f"./{name}" if name.startswith("_") else name for name in found]
+
+
+def _draw(
+    axes: Any, courses: Sequence[tuple[str, Course]], lines: Sequence[tuple[str, str, str]]
+) -> bool:
+    """Draw the lines of all runs, each given with its name; return whether there were any."""
+    for number, (run, course) in enumerate(courses):
+        for place, (kind, key, name) in enumerate(lines):
+            records = [one for one in getattr(course, kind) if one.get(key) is not None]
+            if not records:
+                continue
+            factor = 100 if key.endswith("accuracy") else 1
+            axes.plot(
+                [one["step"] for one in records],
+                [factor * one[key] for one in records],
+                label=" ".join(word for word in (run, name) if word) or key,
+                markevery=-(-len(records) // FEW),
+                **_style(number if len(courses) > 1 else place, place),
+            )
+    return bool(axes.get_lines())
+
+
+def _style(number: int, place: int) -> dict[str, Any]:
+    """Return a colour and marker per run; its second line is dashed, its markers hollow."""
+    style = {**plots.series(number), "linestyle": plots.LINES[place]}
+    return {**style, "markerfacecolor": "white"} if place else style
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    """Put the legend below the plot, where it hides nothing; the figure grows by it."""
+    labels = [line.get_label() for line in axes.get_lines()]
+    columns = 1 if max(map(len, labels)) > LONG / 2 else 2
+    figure.set_figheight(SIZE[1] + ROW * -(-len(labels) // columns))
+    legend = figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a path may hold dollar signs

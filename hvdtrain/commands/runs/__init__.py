@@ -1,0 +1,1 @@
+"""Runs of a command and their summaries, for scaling, compare and report."""

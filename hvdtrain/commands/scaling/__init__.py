@@ -1,0 +1,1 @@
+"""``hvdtrain scaling``: how well a training scales, and why not better."""

@@ -1,0 +1,161 @@
+"""A chain of jobs, each of which goes on where the one before it stopped.
+
+``submit --chain`` submits all of them at once, each waiting for the end of the one before
+(``afterany``), because compute nodes often may not submit, and because a job that is killed has no
+time to. Every job first asks here whether there is anything left to do. They communicate through
+one file, a line of JSON per event:
+
+    {"event": "link", "job": "12"}                           submitted
+    {"event": "begin", "job": "12", "progress": "..."}       with the newest checkpoint then
+    {"event": "end", "job": "12", "code": 75}                what the command ended with
+    {"event": "over", "job": "12", "why": "..."}             nothing is left to do after it
+
+A job that is killed writes no ``end``. It is followed by another all the same, if a checkpoint has
+been saved since it began; so no chain goes on for ever without getting anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import EXIT_OK, EXIT_USAGE
+from hvdtrain.system.runtime.command import Command, run
+
+log = logging.getLogger(__name__)
+
+Event = Mapping[str, Any]
+
+GO, OVER, STUCK = "go", "over", "stuck"  # what a job script reads
+
+
+def read(file: Path) -> list[Event]:
+    """Return the events so far; a line that a killed job left unfinished is skipped."""
+    events = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+def write(file: Path, **event: Any) -> None:
+    """Add an event."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(event) + "\n")
+
+
+def progress_of(directory: Path) -> str:
+    """Return a word that changes whenever something is saved in ``directory``: its newest entry."""
+    entries = []
+    for entry in directory.iterdir() if directory.is_dir() else []:
+        if not entry.name.startswith("."):  # one that is being written
+            entries.append((entry.stat().st_mtime_ns, entry.name))
+    return "{1} {0}".format(*max(entries)) if entries else "nothing"
+
+
+def decide(events: Sequence[Event], progress: str) -> tuple[str, str]:
+    """Decide whether the job that begins now has anything to do: a word for the script, and why."""
+    if found := last(events, "over"):
+        return OVER, found["why"]
+    began = last(events, "begin")
+    if began is None:
+        return GO, "the first job of the chain"
+    if began["progress"] == progress:
+        return STUCK, f"job {began['job']} saved nothing new: going on would not get any further"
+    return GO, f"goes on where job {began['job']} stopped, with {progress.split()[0]}"
+
+
+def last(events: Sequence[Event], kind: str) -> Event | None:
+    """Return the newest event of a kind."""
+    return next((event for event in reversed(events) if event["event"] == kind), None)
+
+
+def links(events: Sequence[Event]) -> list[str]:
+    """Return the jobs of the chain, in order."""
+    return [event["job"] for event in events if event["event"] == "link"]
+
+
+def is_last(events: Sequence[Event], job: str) -> bool:
+    """Return whether the chain ended with ``job``."""
+    over = last(events, "over")
+    return over is not None and number(over["job"]) == number(job)
+
+
+def begin(file: Path, directory: Path, job: str) -> str:
+    """Decide, and record that this job begins."""
+    progress = progress_of(directory)
+    word, why = decide(read(file), progress)
+    if word == GO:
+        write(file, event="begin", job=job, progress=progress)
+    elif word == STUCK:
+        _end_chain(file, job, why)
+    log.info("chain: %s", why)
+    return word
+
+
+def end(file: Path, job: str, code: int) -> None:
+    """Record how the command ended; delete the waiting jobs if nothing is left to do."""
+    write(file, event="end", job=job, code=code)
+    if code == EXIT_OK:
+        _end_chain(file, job, f"job {job} finished it")
+    elif code == EXIT_USAGE:
+        _end_chain(file, job, f"job {job} was wrong use, which another job would be, too")
+    elif not _after(read(file), job):
+        log.info("chain: this was its last job; submit it again to go on")
+
+
+def _end_chain(file: Path, job: str, why: str) -> None:
+    write(file, event="over", job=job, why=why)
+    # Where a compute node may not do that, each of them begins, finds nothing to do, and ends.
+    if rest := _after(read(file), job):
+        # The last first: with a waiting job PBS deletes those that wait for it.
+        command = ("scancel" if "SLURM_JOB_ID" in os.environ else "qdel", *reversed(rest))
+        run(Command(command), timeout=30)
+
+
+def _after(events: Sequence[Event], job: str) -> list[str]:
+    """Return the jobs of the chain after ``job``."""
+    known = links(events)
+    numbers = [number(one) for one in known]
+    return known[numbers.index(number(job)) + 1 :] if number(job) in numbers else []
+
+
+def number(job: str) -> str:
+    """Return the id of a job without PBS's server, which has more than one name."""
+    return job.partition(".")[0]
+
+
+def this_job(environ: Mapping[str, str]) -> str:
+    """Return the id of the job that this process runs in, as its submission gave it."""
+    return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or "?"
+
+
+def main(words: Sequence[str]) -> int:
+    """Run what a job script calls before its command and after it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hvdtrain.commands.submit.chain", allow_abbrev=False
+    )
+    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("--progress", type=Path, required=True)
+    parser.add_argument("event", choices=("begin", "end"))
+    parser.add_argument("code", type=int, nargs="?", default=0)
+    given = parser.parse_args(words)
+    logging.basicConfig(level=logging.INFO, format="hvdtrain: %(message)s", stream=sys.stderr)
+    job = this_job(os.environ)
+    if given.event == "end":
+        end(given.file, job, given.code)
+    else:
+        sys.stdout.write(begin(given.file, given.progress, job) + "\n")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

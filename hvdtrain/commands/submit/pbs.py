@@ -1,0 +1,229 @@
+"""PBS: OpenPBS and PBS Professional, and the PBS commands that Slurm can be given.
+
+A script has to be right for both, so it asks for nothing that either refuses: one ``select`` and
+one ``walltime``, each on a line of its own, no chunks joined by ``+``, ``mem`` last. Resources that
+a site has to define (GPUs, file systems) come from its site file only: PBS refuses unknown ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from typing_extensions import override
+
+from hvdtrain.commands.submit import slurm
+from hvdtrain.commands.submit.dialect import (
+    ENDED,
+    GONE,
+    NEVER_RAN,
+    RUNNING,
+    SIGNALLED,
+    WAITING,
+    WALLTIME_OVER,
+    Dialect,
+    Query,
+    State,
+    of_array,
+)
+from hvdtrain.commands.submit.job import Job
+from hvdtrain.commands.submit.site import Site
+from hvdtrain.errors import UsageError
+from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.runtime.walltime import show_clock
+
+PHASES = {
+    **dict.fromkeys("QHWTMSU", WAITING),
+    **dict.fromkeys("RBE", RUNNING),
+    **dict.fromkeys("FCX", ENDED),
+}
+WORDS = {"Q": "queued", "H": "held", "B": "begun", "R": "running", "E": "exiting"}
+WORDS |= dict.fromkeys("FX", "finished")
+
+_PLAIN = re.compile(r"[\w./+=@^%-]+", re.ASCII)  # of a path
+_TASK = re.compile(r"\d+\[(\d+)\]")  # id of a task of an array
+
+JOB_KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME in pbs_error.h
+# Values of substate with which a 0 means nothing: of a job that qdel ended while it ran, and of an
+# array whose tasks did not all end well.
+FAILED = ("91", "93")
+# Comments of tasks that PBS has let go before the array: all else it then tells is the array's.
+SUBJOB = {"Subjob finished": 0, "Subjob failed": None, "Subjob terminated": None}
+SIGNAL_OFFSET = 256  # PBS adds it to the number of the signal that ended the job
+
+
+class Pbs(Dialect):
+    """PBS, real or in front of Slurm."""
+
+    name, suffix = "pbs", ".pbs"
+    change = "qsub -v NAME=VALUE,NAME=VALUE SCRIPT"
+    nodes = '${SLURM_JOB_NUM_NODES:-$(sort -u "$PBS_NODEFILE" | wc -l)}'
+
+    prologue = (
+        "# PBS starts a job in the home directory.",
+        'cd -- "${PBS_O_WORKDIR:-.}" || exit 2',
+        "# PBS sets the first to all its cores, and every rank would take that many; one of yours",
+        "# stays. The second makes a Slurm behind qsub -v start ranks without an environment.",
+        '[ "$OMP_NUM_THREADS" != "$NCPUS" ] || unset OMP_NUM_THREADS',
+        "unset SLURM_EXPORT_ENV",
+    )
+
+    def __init__(self, wraps_slurm: bool = False) -> None:
+        """Set ``wraps_slurm`` where qsub and qstat are the wrappers that come with Slurm."""
+        self.wraps_slurm = wraps_slurm
+
+    @override
+    def directives(self, job: Job, site: Site) -> list[str]:
+        lines = [f"-N {job.name}"]
+        lines += [f"-q {job.queue}"] if job.queue else []
+        lines += [f"-A {job.account}"] if job.account else []
+        lines.append(f"-l select={self._select(job, site)}")
+        lines.append(f"-l walltime={show_clock(job.walltime)}")
+        placed = any("place=" in line for line in site.directives)
+        if (job.nodes > 1 or site.whole_nodes) and not placed:
+            lines.append("-l place=scatter")  # without it PBS may put two chunks on one node
+        lines += [f"-l filesystems={job.filesystems}"] if job.filesystems else []
+        lines += [f"-J {job.array}"] if job.array else []
+        lines += [f"-W depend=afterok:{job.after}"] if job.after else []
+        lines += ["-r y"] if job.requeue else []
+        lines += site.directives
+        # One file for both streams, written while the job runs and not only at its end.
+        return [f"#PBS {line}" for line in [*lines, "-j oe", "-k oed"]]
+
+    def _select(self, job: Job, site: Site) -> str:
+        parts = [str(job.nodes)]
+        if not site.whole_nodes:
+            parts += [f"ncpus={job.ppn * (job.threads or 1)}", f"mpiprocs={job.ppn}"]
+        if job.gpus_per_node and site.gpu_resource:
+            parts.append(f"{site.gpu_resource}={job.gpus_per_node}")
+        parts += [site.select] if site.select else []
+        parts += [f"mem={job.memory}"] if job.memory else []
+        return ":".join(parts)
+
+    @override
+    def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
+        # -j is a directive as well; the wrappers of Slurm obey it on the command line only.
+        words = ["qsub", "-j", "oe"]
+        if array:
+            log += ".%a" if self.wraps_slurm else ".^array_index^"
+            words += ["-J", array]
+        # PBS takes what stands before a colon for a host: such a log goes where it goes by default.
+        words += ["-o", log] if _PLAIN.fullmatch(log) else []
+        words += ["-W", f"depend=afterany:{after}"] if after else []
+        if self.wraps_slurm and not _PLAIN.fullmatch(script):
+            raise UsageError(
+                f"--logs: the qsub here hands {script!r} to a shell, unquoted; use another "
+                "directory, or --scheduler slurm"
+            )
+        return Command((*words, script))
+
+    @override
+    def log_path(self, log: str, job: Job, job_id: str, task: str = "") -> Path:
+        if _PLAIN.fullmatch(log):
+            return super().log_path(log, job, job_id, task)
+        number = re.match(r"\d+", job_id)
+        name = f"{job.name}.o{number[0] if number else job_id}"
+        return Path.cwd() / (f"{name}.{task}" if task else name)
+
+    @override
+    def read_id(self, output: str) -> str | None:
+        found = re.findall(r"^\d+(?:\[\])?(?:\.[\w.-]+)?$", output, re.MULTILINE)
+        return found[-1] if found else None
+
+    @override
+    def queries(self, job_id: str) -> Sequence[Query]:
+        # PBS writes broken JSON where a variable of the job holds a quote; then its text has to do.
+        # -x shows finished jobs where PBS remembers them, and Torque does not know -x. -t shows the
+        # tasks of an array; the array itself always ends with 0.
+        if self.wraps_slurm:
+            return slurm.Slurm().queries(job_id)
+        words = ("-t", "-f") if "[]" in job_id else ("-f",)
+        return (
+            Query(Command(("qstat", "-x", *words, "-F", "json", job_id)), read_json),
+            Query(Command(("qstat", "-x", *words, job_id)), read_text),
+            Query(Command(("qstat", *words, job_id)), read_text),
+        )
+
+    @override
+    def delete(self, job_ids: Sequence[str]) -> Command:
+        return Command(("qdel", *job_ids))
+
+
+def read_json(output: str) -> State | None:
+    """Parse the state from the output of ``qstat -f -F json``."""
+    try:
+        jobs = json.loads(output)["Jobs"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return _read({name: {k: str(v) for k, v in job.items()} for name, job in jobs.items()})
+
+
+def read_text(output: str) -> State | None:
+    """Parse the state from the output of ``qstat -f``."""
+    if "Unknown Job Id" in output:
+        return State(GONE)
+    _, *parts = re.split(r"^Job Id: *(\S+)$", output.replace("\n\t", ""), flags=re.MULTILINE)
+    jobs: dict[str, dict[str, str]] = {}
+    for name, part in zip(parts[::2], parts[1::2], strict=True):
+        found = re.findall(r"^\s+([\w.]+) = (.*)$", part, re.MULTILINE)
+        # The first counts: a variable may hold such lines, too.
+        jobs.setdefault(name, dict(reversed(found)))
+    return _read(jobs)
+
+
+def _read(jobs: Mapping[str, Mapping[str, str]]) -> State | None:
+    """Return the state of the first job, or of the array whose tasks the others are."""
+    tasks: dict[str, State] = {}
+    whole: list[State] = []
+    for name, values in jobs.items():
+        match = _TASK.match(name)
+        state = _state(values, match[1] if match else "")
+        if state and match:
+            tasks[match[1]] = state
+        elif state:
+            whole.append(state)
+    if tasks:
+        return of_array(tasks, whole[0].phase if whole else None)
+    return whole[0] if whole else None
+
+
+def _state(values: Mapping[str, str], task: str) -> State | None:
+    letter = values.get("job_state", "")
+    if letter not in PHASES:
+        return None
+    phase = PHASES[letter]
+    path = values.get("Output_Path", "").partition(":")[2]
+    path = path.replace("^array_index^", task)  # as PBS names the log of each task
+    status = values.get("Exit_status", values.get("exit_status"))
+    if letter == "F" and not status and "stime" not in values:
+        return NEVER_RAN
+    code = exit_code(int(status)) if phase == ENDED and status else None
+    if values.get("comment", "") in SUBJOB:
+        code = SUBJOB[values["comment"]]
+    elif values.get("substate") in FAILED:
+        code = code or None
+    return State(
+        phase,
+        " ".join(filter(None, (WORDS.get(letter, letter), _why(phase, values)))),
+        code,
+        (Path(path),) if path else (),
+    )
+
+
+def _why(phase: str, values: Mapping[str, str]) -> str:
+    comment = values.get("comment", "")
+    return f"({comment})" if comment and phase == WAITING else ""
+
+
+def exit_code(status: int) -> int:
+    """Return ``Exit_status`` as a shell would have it."""
+    if status == JOB_KILLED_BY_WALLTIME:
+        return WALLTIME_OVER
+    if status < 0:  # PBS could not run the job
+        return 1
+    if status >= SIGNAL_OFFSET:
+        return SIGNALLED + min(status - SIGNAL_OFFSET, int(signal.SIGRTMAX))
+    return status

@@ -1,0 +1,206 @@
+"""The text of a job script: what a job does, from the first line to the last.
+
+It relies on nothing that only one batch system gives: not on the directory it starts in, on an
+inherited environment, on the place of the script itself, or on who wrote the list of nodes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection
+
+from hvdtrain.commands.submit.dialect import Dialect
+from hvdtrain.commands.submit.job import RANKS, TASK, Job
+from hvdtrain.commands.submit.site import Site
+from hvdtrain.system.runtime.walltime import show_clock
+
+WIDTH = 92  # of a line of the command, before the backslash
+_REFERENCE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SPECIAL = re.compile(r'[\\"$`]')  # inside double quotes
+
+Lines = list[str]
+
+
+def script_text(
+    job: Job, dialect: Dialect, site: Site, chain: str = "", exit_file: str = ""
+) -> str:
+    """Return the whole script; pure, so that it can be compared with one known to be right.
+
+    Args:
+        job: what is asked for, checked.
+        dialect: the batch system.
+        site: what else its directives need.
+        chain: path of the file through which the jobs of a chain communicate.
+        exit_file: path of the file that the exit code goes to, but for a dot and a number; empty:
+            nobody follows the job.
+    """
+    comments = [f"# {line}".rstrip() for line in job.comment.splitlines()]
+    blocks = [
+        [dialect.shebang, *comments, *dialect.directives(job, site)],
+        list(dialect.prologue),
+        _variables(job, dialect),
+        _exit_code(job, exit_file) if exit_file else [],
+        _environment(job, site),
+        _end_of_job(job) if dialect.in_job else [],
+    ]
+    if job.chain:
+        blocks += _chain(job, chain)
+    else:
+        blocks.append(
+            _ladder(job, dialect) if job.ladder else _launch(job, str(job.ranks), str(job.ppn))
+        )
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
+
+
+def _variables(job: Job, dialect: Dialect) -> Lines:
+    lines = [f"{one.name}=${{{one.name}:-{_default(one.default)}}}" for one in job.variables]
+    if lines:
+        lines.insert(0, f"# To change a value: {dialect.change}")
+    if job.array:
+        lines.append(f"export {TASK}=${{PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}}")
+    return lines
+
+
+def _default(text: str) -> str:
+    return quote(text) if text else ""
+
+
+def _environment(job: Job, site: Site) -> Lines:
+    modules = (*site.modules, *job.modules)
+    lines = [f"module load {' '.join(modules)} || exit 2"] if modules else []
+    lines += site.setup
+    if job.environment:
+        lines += [
+            "# The Python environment; its programs come first.",
+            f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{quote(job.environment)}}}",
+            'HVDTRAIN_ENV=$(realpath -e -- "$HVDTRAIN_ENV") || exit 2',
+            'export PATH="$HVDTRAIN_ENV/bin:$PATH"',
+        ]
+    return [*lines, *job.setup]
+
+
+def _end_of_job(job: Job) -> Lines:
+    asked = f"python -m hvdtrain.system.runtime.walltime {show_clock(job.walltime)}"
+    return [
+        "# The trainers save before the job ends and leave with exit code 75. The batch system is",
+        "# asked when that is; where it does not answer, the time counts from now.",
+        f"HVDTRAIN_WALLTIME_ENDS=$({asked})",
+        "export HVDTRAIN_WALLTIME_ENDS",
+        "# TERM is for the ranks, which save. Without a trap this shell would end at once, and the",
+        "# job with it.",
+        "trap : TERM",
+    ]
+
+
+def _exit_code(job: Job, file: str) -> Lines:
+    number = f"${TASK}" if job.array else "${SLURM_JOB_ID:-${PBS_JOBID%%.*}}"
+    return [
+        "# How this ends, for who follows it: PBS may forget a job at once. Empty: it was killed.",
+        f'HVDTRAIN_EXIT=$(realpath -m -- {quote(file)})."{number}"',
+        ': > "$HVDTRAIN_EXIT"',
+        """trap 'echo "$?" > "$HVDTRAIN_EXIT"' EXIT""",
+        "trap 'exit 143' TERM  # else it would be 0",
+    ]
+
+
+def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
+    """Return the command that starts the ranks, folded."""
+    options = f" --threads {job.threads}" if job.threads else ""
+    # Else one rank would get a whole node, and two of them would be no more hardware.
+    options += f" --room-for {job.ppn}" if job.ladder else ""
+    lines = [f"{indent}hvdtrain launch -n {ranks} --ppn {ppn}{options} --"]
+    words = [render(word, job.names, job.optional) for word in job.command]
+    line = f"{indent}    {words[0]}"
+    if job.once:
+        # Bare, a first word with "=" would be an assignment.
+        assigns = words[0] == job.command[0] and "=" in words[0]
+        lines, line = [], indent + (f"'{words[0]}'" if assigns else words[0])
+    for word in words[1:]:
+        if len(line) + 1 + len(word) > WIDTH:
+            lines.append(line)
+            line = f"{indent}   "
+        line += f" {word}"
+    return [f"{one} \\" for one in lines] + [line]
+
+
+def _ladder(job: Job, dialect: Dialect) -> Lines:
+    sizes = " ".join(map(str, ladder(job.nodes, job.ppn)))
+    ppn = f"$(({RANKS} < {job.ppn} ? {RANKS} : {job.ppn}))"
+    return [
+        "# One size after the other, as far as the nodes of this job reach.",
+        f"NODES=${{NODES:-{dialect.nodes}}}",
+        f"for {RANKS} in {sizes}; do",
+        f'    [ "${RANKS}" -le $((NODES * {job.ppn})) ] || break',
+        *_launch(job, f'"${RANKS}"', ppn, "    "),
+        "    code=$?",
+        '    [ "$code" -eq 0 ] || exit "$code"',
+        "done",
+    ]
+
+
+def ladder(nodes: int, ppn: int) -> list[int]:
+    """Return numbers of ranks that double: on one node up to ``ppn``, then on whole nodes."""
+    small = [2**k for k in range(ppn.bit_length()) if 2**k < ppn]
+    return small + [ppn * 2**k for k in range(nodes.bit_length())]
+
+
+def _chain(job: Job, file: str) -> list[Lines]:
+    words = (quote(f"--file={file}"), render(f"--progress={job.progress}", job.names))
+    word = " ".join(("python -m hvdtrain.commands.submit.chain", *words))
+    return [
+        [
+            "# The jobs of a chain leave word to one another: is there anything left to do?",
+            f"case $({word} begin) in",
+            "    go) ;;",
+            "    over) exit 0 ;;",
+            "    *) exit 1 ;;",
+            "esac",
+        ],
+        _launch(job, str(job.ranks), str(job.ppn)),
+        ["code=$?", f'{word} end "$code"', 'exit "$code"'],
+    ]
+
+
+def quote(word: str) -> str:
+    """Return ``word`` quoted for bash, on one line.
+
+    A newline inside quotes would be right for bash, but a batch system reads the lines of a script
+    too: one that begins with ``#PBS`` could be taken for a directive, and sbatch refuses a CR.
+    """
+    if not _CONTROL.search(word):
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + _CONTROL.sub(lambda match: f"\\{ord(match[0]):03o}", plain) + "'"
+
+
+def render(word: str, variables: Collection[str], optional: Collection[str] = ()) -> str:
+    """Return ``word`` quoted, but for ``$NAME`` and ``${NAME}`` with a name in ``variables``.
+
+    Any other ``$`` stands for itself. A word with a variable in ``optional`` is left out where the
+    variable is empty.
+    """
+    text, end, names = "", 0, []
+    for match in _REFERENCE.finditer(word):
+        name = match[1] or match[2]
+        if name in variables:
+            text += _inner(word[end : match.start()]) + f"${{{name}}}"
+            end = match.end()
+            names.append(name)
+    if not names:
+        return quote(word)
+    text += _inner(word[end:])
+    # "$A/b" reads better than "${A}/b", where it means the same.
+    text = re.sub(r"(?<!\\)\$\{(\w+)\}(?!\w)", r"$\1", text)
+    guard = next((name for name in names if name in optional), None)
+    return f'${{{guard}:+"{text}"}}' if guard else f'"{text}"'
+
+
+def _inner(literal: str) -> str:
+    """Return ``literal`` quoted for the inside of double quotes."""
+    escaped = _SPECIAL.sub(r"\\\g<0>", literal)
+    if not _CONTROL.search(escaped):
+        return escaped
+    # Double quotes have no escape for a newline: they are closed for it, and opened again.
+    return _CONTROL.sub(lambda match: f'"{quote(match[0])}"', escaped)

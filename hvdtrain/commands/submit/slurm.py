@@ -1,0 +1,120 @@
+"""Slurm: sbatch, scontrol, scancel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from typing_extensions import override
+
+from hvdtrain.commands.submit.dialect import (
+    ENDED,
+    GONE,
+    NEVER_RAN,
+    RUNNING,
+    SIGNALLED,
+    WAITING,
+    WALLTIME_OVER,
+    Dialect,
+    Query,
+    State,
+    of_array,
+)
+from hvdtrain.commands.submit.job import Job, memory_megabytes
+from hvdtrain.commands.submit.site import Site
+from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.runtime.walltime import show_clock
+
+PHASES = {
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"), WAITING),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"), RUNNING),
+}  # anything else is an end
+
+
+class Slurm(Dialect):
+    """Slurm with its own commands."""
+
+    name, suffix = "slurm", ".slurm"
+    change = "sbatch --export=ALL,NAME=VALUE SCRIPT"
+    nodes = "$SLURM_JOB_NUM_NODES"
+
+    @override
+    def directives(self, job: Job, site: Site) -> list[str]:
+        queue = "--qos" if site.queue_is_qos else "--partition"
+        lines = [f"--job-name={job.name}"]
+        lines += [f"{queue}={job.queue}"] if job.queue else []
+        lines += [f"--account={job.account}"] if job.account else []
+        lines += [f"--nodes={job.nodes}", f"--ntasks-per-node={job.ppn}"]
+        lines += [f"--cpus-per-task={job.threads}"] if job.threads else []
+        lines += [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
+        lines += [f"--mem={memory_megabytes(job.memory)}M"] if job.memory else []
+        lines.append(f"--time={show_clock(job.walltime)}")
+        lines += [f"--licenses={job.filesystems.replace(':', ',')}"] if job.filesystems else []
+        lines += [f"--array={job.array}"] if job.array else []
+        if job.after:  # else it would wait for ever where that job ends badly
+            lines += [f"--dependency=afterok:{job.after}", "--kill-on-invalid-dep=yes"]
+        lines += ["--requeue"] if job.requeue else []
+        return [f"#SBATCH {line}" for line in [*lines, *site.directives]]
+
+    @override
+    def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
+        log = log.replace("%", "%%") + (".%a" if array else "")
+        words = ["sbatch", "--parsable", f"--output={log}"]
+        words += [f"--dependency=afterany:{after}"] if after else []
+        return Command((*words, script))
+
+    @override
+    def read_id(self, output: str) -> str | None:
+        found = re.findall(r"^(\d+)(?:;\S+)?$", output, re.MULTILINE)
+        return found[-1] if found else None
+
+    @override
+    def queries(self, job_id: str) -> Sequence[Query]:
+        return (Query(Command(("scontrol", "show", "job", "-o", job_id)), read),)
+
+    @override
+    def delete(self, job_ids: Sequence[str]) -> Command:
+        return Command(("scancel", *job_ids))
+
+
+def read(output: str) -> State | None:
+    """Parse the state from ``scontrol show job -o``: a line for the job, or one per task."""
+    if "Invalid job id specified" in output:
+        return State(GONE)
+    lines = {line: state for line in output.splitlines() if (state := _read_line(line))}
+    tasks = {
+        match[1]: state
+        for line, state in lines.items()
+        if (match := re.search(r" ArrayTaskId=(\S+)", line))
+    }
+    return of_array(tasks) if tasks else next(iter(lines.values()), None)
+
+
+def _read_line(line: str) -> State | None:
+    # Values may hold blanks and equal signs. Those read here do not, but for the path of the log,
+    # which ends at the next key.
+    word = re.search(r"\bJobState=(\w+)(?: Reason=(\S+))?", line)
+    if word is None:
+        return None
+    phase = PHASES.get(word[1], ENDED)
+    if word[1] == "CANCELLED" and re.search(r" NodeList=(\(null\))? ", line):
+        return NEVER_RAN
+    why = word[2] if phase == WAITING and word[2] not in (None, "None") else ""
+    log = re.search(r" StdOut=(.*?)(?: [A-Z]\w*=|\s*$)", line)
+    code = re.search(r"\bExitCode=(\d+):(\d+)", line)
+    return State(
+        phase,
+        word[1].lower() + (f" ({why})" if why else ""),
+        exit_code(word[1], int(code[1]), int(code[2])) if phase == ENDED and code else None,
+        (Path(log[1]),) if log and log[1] else (),
+    )
+
+
+def exit_code(state: str, code: int, number: int) -> int:
+    """Return ``ExitCode=code:number`` as a shell would have it; 0 only if the job completed."""
+    if number:
+        return WALLTIME_OVER if state == "TIMEOUT" else SIGNALLED + number
+    if code == 0 and state != "COMPLETED":
+        return WALLTIME_OVER if state == "TIMEOUT" else 1
+    return code

@@ -1,0 +1,94 @@
+"""Plain PyTorch for the checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from hvdtrain.commands.verify.harness import WIDTHS, Array, Kit, Processor, weights
+from hvdtrain.config.options import Options
+from hvdtrain.workloads.torch_task import InMemory, TorchTask
+
+
+class FrameworkKit(Kit):
+    """Compute with plain PyTorch."""
+
+    @override
+    def processor(self) -> Processor:
+        device = torch.device(self.device)
+        if device.type != "cuda":
+            return Processor(None, torch.get_num_threads())
+        return Processor(str(getattr(torch.cuda.get_device_properties(device), "uuid", device)), 0)
+
+    @override
+    def network(self, seed: int, *, buffers: bool = False) -> torch.nn.Module:
+        layers: list[torch.nn.Module] = []
+        for matrix, offset in weights(seed):
+            layer = torch.nn.Linear(*matrix.shape).double()
+            with torch.no_grad():
+                layer.weight.copy_(torch.from_numpy(matrix.T.copy()))
+                layer.bias.copy_(torch.from_numpy(offset))
+            layers += [layer, torch.nn.Tanh()]
+        if buffers:
+            layers.insert(2, torch.nn.BatchNorm1d(WIDTHS[1], dtype=torch.float64))
+        return torch.nn.Sequential(*layers[:-1]).to(self.device)
+
+    @override
+    def sgd(self, model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    @override
+    def adam(self, model: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def _loss(self, model: Any, x: Array, y: Array) -> torch.Tensor:
+        inputs, targets = (torch.from_numpy(array).to(self.device) for array in (x, y))
+        return ((model(inputs) - targets) ** 2).sum(1).mean()
+
+    @override
+    def update(self, model: Any, optimizer: Any, x: Array, y: Array) -> None:
+        optimizer.zero_grad()
+        self._loss(model, x, y).backward()
+        optimizer.step()
+
+    @override
+    def gradient(self, model: Any, x: Array, y: Array) -> Array:
+        return _flat(torch.autograd.grad(self._loss(model, x, y), list(model.parameters())))
+
+    @override
+    def parameters(self, model: Any) -> Array:
+        return _flat(model.parameters())
+
+    @override
+    def set_parameters(self, model: Any, values: Array) -> None:
+        vector = torch.from_numpy(np.array(values)).to(self.device)
+        torch.nn.utils.vector_to_parameters(vector, model.parameters())
+
+    @override
+    def state(self, model: Any, optimizer: Any) -> list[Array]:
+        tensors = list(model.state_dict().values())
+        for parameter in model.parameters():
+            tensors += [value for _, value in sorted(optimizer.state[parameter].items())]
+        return [np.array(tensor.detach().cpu()) for tensor in tensors]
+
+    @override
+    def applied_rates(self, rates: list[float]) -> list[float]:
+        data = InMemory(np.ones((1, 1, 1, 1), np.uint8), np.zeros(1, np.int64), self.device)
+        layer = torch.nn.Linear(1, 2)
+        options = Options(precision="fp64", momentum=0.0, device=self.device)
+        task = TorchTask(torch.nn.Sequential(torch.nn.Flatten(), layer), options, data, None)
+        found = []
+        for rate in rates:
+            for value in layer.parameters():
+                torch.nn.init.zeros_(value)
+            batch = data.fetch(np.zeros(1, np.int64))
+            task.update(batch, learning_rate=rate, seed=0)
+            found.append(2 * layer.bias[0].item())  # two equal logits: the gradient is -1/2
+        return found
+
+
+def _flat(tensors: Any) -> Array:
+    return np.concatenate([tensor.detach().cpu().numpy().ravel() for tensor in tensors])

@@ -1,0 +1,83 @@
+"""Run a script on this rank and write down what is seen of it."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from hvdtrain.commands.verify import STALLED
+from hvdtrain.commands.verify.hooks import AfterImport, on_write
+from hvdtrain.commands.verify.script import watch_horovod, watch_tensorflow, watch_torch
+from hvdtrain.commands.verify.script.record import Record
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
+from hvdtrain.system.runtime.exit import run_and_exit
+from hvdtrain.system.runtime.tuning import set_defaults
+
+LONGEST = 300  # characters of an error
+
+
+def main() -> int:
+    """Run the script that the command line names; its own exit code, 0 where it was ended."""
+    parser = argparse.ArgumentParser(prog="python -m hvdtrain.commands.verify.script")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--updates", type=int)
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    record = Record(options.folder, options.updates)
+    set_defaults(STALLED)
+    watch(record)
+    sys.argv = [options.script, *options.arguments]
+    sys.path[0] = str(Path(options.script).resolve().parent)
+    code = EXIT_OK
+    record.write()  # from now on this rank counts, however it ends
+    try:
+        runpy.run_path(options.script, run_name="__main__")
+        record.data["ended"] = "its own end"
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE if stop.code else EXIT_OK
+        record.data["ended"] = record.data["ended"] or f"exit code {code}"
+    except BaseException as error:
+        traceback.print_exc()
+        code = EXIT_FAILURE
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if len(told) > LONGEST:  # TensorFlow tells the way there first
+            told = f"{told[: LONGEST // 3]} ... {told[-LONGEST * 2 // 3 :]}"
+        record.data["ended"] = told + _line(error, options.script)
+    record.finish()
+    return code
+
+
+def _line(error: BaseException, script: str) -> str:
+    """Return where in the script the error came from; empty where not in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == script]
+    return f" ({Path(script).name} line {lines[-1]})" if lines else ""
+
+
+def watch(record: Record) -> None:
+    """Watch what the script will import, and what it writes."""
+    horovod = watch_horovod.Watch(record)
+    tensorflow = watch_tensorflow.Watch(record)
+    AfterImport(
+        {
+            "torch": lambda torch: watch_torch.watch(torch, record),
+            "tensorflow": tensorflow.tensorflow,
+            "keras": tensorflow.keras,
+            "horovod.torch.mpi_ops": horovod.operations,
+            "horovod.tensorflow.mpi_ops": horovod.operations,
+            "horovod.torch": horovod.calls,
+            "horovod.tensorflow": horovod.calls,
+            "horovod.tensorflow.keras": horovod.calls,
+            "horovod.keras": horovod.calls,
+            "hvdtrain.adapters.common": horovod.adapters,
+        }
+    ).install()
+    on_write(record.wrote)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

@@ -1,0 +1,180 @@
+"""What is seen of TensorFlow and Keras, eagerly and in graphs.
+
+In a graph a wrapped function runs when it is traced, not when it is computed: there an operation
+is added that notes the values each time the graph is run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.commands.verify.hooks import Depth, after, replace
+from hvdtrain.commands.verify.script.record import Record
+from hvdtrain.system.machine.gpus import tensorflow_processor
+
+
+def run(note: Callable[..., None], tensors: Sequence[Any] = ()) -> Any:
+    """Call ``note`` with the arrays of ``tensors``: now, or whenever the graph is run.
+
+    Returns:
+        In a graph, what to wait for; else None.
+    """
+    tf = sys.modules["tensorflow"]
+    if tf.executing_eagerly():
+        note(*(np.array(value) for value in tensors))
+        return None
+
+    def noted(*arrays: Any) -> Any:
+        note(*arrays)
+        return np.int32(0)
+
+    return tf.numpy_function(noted, list(tensors), tf.int32)
+
+
+class Watch:
+    """Both packages; ``keras`` is imported when the script first needs it."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.tape = Depth()  # open gradient tapes
+        self.layer = Depth()  # open calls of layers
+        self.gradients: list[Any] = []  # of the last tape, until they are applied
+        record.gradient_tests.append(self.is_gradient)
+        self.tf: Any = None
+
+    def tensorflow(self, tf: Any) -> None:
+        """Watch TensorFlow from now on."""
+        self.tf = tf
+        after(tf.GradientTape, "__enter__", lambda a, k, r: self.tape.__enter__())
+        after(tf.GradientTape, "__exit__", lambda a, k, r: self.tape.__exit__())
+        replace(tf.GradientTape, "gradient", self._gradient)
+        replace(tf, "function", _without_xla)
+        after(tf.data.Dataset, "shard", self._shard)
+        for owner, name in (
+            (tf.train.Checkpoint, "save"),
+            (tf.train.Checkpoint, "_write"),  # of `write`, and of `tf.train.CheckpointManager`
+            (tf.saved_model, "save"),
+        ):
+            after(owner, name, self._saved)
+        from tensorflow.python.eager.polymorphic_function import polymorphic_function
+
+        after(polymorphic_function.Function, "__call__", lambda a, k, r: self._end())
+
+    def keras(self, keras: Any) -> None:
+        """Watch Keras from now on."""
+        if keras.backend.backend() != "tensorflow":
+            return
+        classes = keras.optimizers.Optimizer.__mro__
+        replace(next(one for one in classes if "apply" in vars(one)), "apply", self._apply)
+        replace(keras.layers.Layer, "__call__", self._call)
+        replace(keras.Model, "compile", _without_xla)
+        for name in ("save", "save_weights", "export"):
+            after(keras.Model, name, self._saved)
+
+    def _end(self) -> None:
+        if self.tf.executing_eagerly():
+            self.record.end_if_enough()
+
+    def is_gradient(self, value: Any) -> bool:
+        """Return whether ``value`` is a gradient, or was made from one that is not yet applied.
+
+        A scalar that was may be the loss.
+        """
+        if not self.gradients or not self.tf.is_tensor(value):
+            return False
+        shapes = [tuple(one.shape) for one in self.gradients if tuple(one.shape)]
+        return any(value is one for one in self.gradients) or tuple(value.shape) in shapes
+
+    def _gradient(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note this rank's own gradients, before anything reduces them."""
+        result = original(*args, **kwargs)
+        tf = self.tf
+        flat = tf.nest.flatten(result)
+        dense = [tf.convert_to_tensor(value) for value in flat if value is not None]
+
+        def note(*arrays: Any) -> None:
+            if self.record.detailed:
+                self.record.local = list(arrays)
+
+        done = run(note, dense)
+        if done is None:
+            self.gradients = [value for value in flat if value is not None]
+            return result
+        with tf.control_dependencies([done]):  # noted before whatever is done to them
+            flat = [tf.identity(value) if tf.is_tensor(value) else value for value in flat]
+        self.gradients = [value for value in flat if value is not None]
+        return tf.nest.pack_sequence_as(result, flat)
+
+    def _apply(self, original: Any, optimizer: Any, grads: Any, variables: Any = None) -> Any:
+        """Note an update of a Keras optimizer, after what Horovod's wrapper does to gradients."""
+        tf, grads = self.tf, list(grads)
+        if self.record.ignored or not grads:
+            return original(optimizer, grads, variables)
+        self.gradients = []
+        variables = list(optimizer._trainable_variables if variables is None else variables)
+        pairs = [(g, v) for g, v in zip(grads, variables, strict=False) if g is not None]
+        built = optimizer.built
+        rate = tf.identity(tf.convert_to_tensor(optimizer.learning_rate))
+        before = [tf.identity(v.value) for _, v in pairs]
+        # Not `.variables`: Horovod's wrapper has one of its own, which raises in Keras 3.
+        kept = [v for v in optimizer._variables if not v.name.endswith("learning_rate")]
+        state = [tf.identity(v.value) for v in kept] if built else []
+        result = original(optimizer, grads, variables)
+        applied = [tf.convert_to_tensor(g) for g, _ in pairs]
+        after = [tf.identity(v.value) for _, v in pairs]
+        count = len(pairs)
+
+        def note(*arrays: Any) -> None:
+            self._processor()
+            self.record.rate(float(arrays[0]))
+            if not self.record.detailed:
+                self.record.count()
+                return
+            rest = arrays[1:]
+            self.record.update(
+                before=rest[:count],
+                applied=rest[count : 2 * count],
+                after=rest[2 * count : 3 * count],
+                state=rest[3 * count :] if built else None,
+            )
+
+        run(note, [rate, *before, *applied, *after, *state])
+        self._end()
+        return result
+
+    def _call(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note what the outermost layer with weights is called with inside a gradient tape.
+
+        Whether it has weights shows once it was called; layers that only augment have none.
+        """
+        with self.layer as level:
+            result = original(layer, *args, **kwargs)
+        inputs = self.tf.nest.flatten(args)[:1]
+        trained = level == 1 and self.tape.value and layer.trainable_variables
+        if trained and inputs and self.tf.is_tensor(inputs[0]):
+            run(self.record.samples, inputs)
+        return result
+
+    def _processor(self) -> None:
+        if self.record.data["processor"] is None:
+            gpu, threads = tensorflow_processor(self.tf)
+            self.record.data["processor"] = {"gpu": gpu, "threads": threads}
+
+    def _shard(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        given = dict(zip(("num_shards", "index"), args[1:3], strict=False)) | kwargs
+        shards, shard = int(given["num_shards"]), int(given["index"])
+        self.record.call("Dataset.shard", shards=shards, shard=shard)
+
+    def _saved(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self.record.wrote(next(iter([*args[1:2], *kwargs.values()]), None))
+
+
+def _without_xla(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile nothing with XLA: it knows no Horovod, and nothing could be noted in it."""
+    if kwargs.get("jit_compile") or original.__name__ == "compile":
+        kwargs["jit_compile"] = False
+    return original(*args, **kwargs)

@@ -1,0 +1,237 @@
+"""What is seen of PyTorch: optimizers, gradients, samples, loaders, and what ``torch.save`` writes.
+
+``torch`` is handed in: it was imported by the script, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import random
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.commands.verify.hooks import Depth, after
+from hvdtrain.commands.verify.script.record import Array, Record
+
+PROBES = 3  # samples of a dataset that tell whether two ranks have the same one
+
+
+def watch(torch: Any, record: Record) -> None:
+    """Watch from now on."""
+    updates = Updates(torch, record)
+    record.gradient_tests.append(updates.is_gradient)
+    steps = importlib.import_module("torch.optim.optimizer")
+    steps.register_optimizer_step_pre_hook(updates.before)
+    steps.register_optimizer_step_post_hook(updates.after)
+    after(torch.optim.Optimizer, "add_param_group", lambda a, k, r: updates.listen(a[0]))
+    forward = Forward(record, updates)
+    modules = torch.nn.modules.module
+    modules.register_module_forward_pre_hook(forward.before)
+    modules.register_module_forward_hook(forward.after, always_call=True)
+    loaders = Loaders(torch, record)
+    record.probe = loaders.probe
+    after(torch.utils.data.DataLoader, "__iter__", lambda a, k, r: loaders.begun(a[0]))
+    after(torch, "save", lambda a, k, r: record.wrote(a[1] if len(a) > 1 else k.get("f")))
+    threads = "set_num_threads"
+    after(torch, threads, lambda a, k, r: record.call(f"torch.{threads}", threads=int(a[0])))
+
+
+class Updates:
+    """Each step of each optimizer, seen from outside and from within Horovod's wrapper."""
+
+    def __init__(self, torch: Any, record: Record) -> None:
+        self.torch, self.record = torch, record
+        self.depth = 0  # open steps: Horovod's optimizer has one inside its own
+        self.open = False  # whether the step has still to be counted
+        self.gradients: dict[int, Any] = {}  # by parameter: what backward passes have given
+        self.waiting = False  # whether a backward pass has given some since the last step
+        self.parameters: dict[int, Any] = {}  # those that are listened to
+        self.start: dict[str, Any] = {}
+
+    def listen(self, optimizer: Any) -> None:
+        """Collect what backward passes give to the parameters of ``optimizer``."""
+        for parameter in _parameters(optimizer):
+            if parameter.requires_grad and id(parameter) not in self.parameters:
+                self.parameters[id(parameter)] = parameter
+                parameter.register_hook(self._collector(id(parameter)))
+
+    def _collector(self, key: int) -> Any:
+        def collect(gradient: Any) -> None:
+            self.waiting = True
+            if self.record.detailed and not self.record.ignored:
+                value = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+                held = self.gradients.get(key)
+                self.gradients[key] = value.clone() if held is None else held + value
+
+        return collect
+
+    def trains(self, module: Any) -> bool:
+        """Return whether an optimizer holds parameters of ``module``."""
+        return any(id(parameter) in self.parameters for parameter in module.parameters())
+
+    def is_gradient(self, value: Any) -> bool:
+        """Return whether ``value`` is a parameter's gradient, or made from one before the step."""
+        if not self.torch.is_tensor(value):
+            return False
+        if self.waiting and value.dim():
+            return value.shape in {parameter.shape for parameter in self.parameters.values()}
+        gradients = [parameter.grad for parameter in self.parameters.values()]
+        places = {gradient.data_ptr() for gradient in gradients if gradient is not None}
+        return value.data_ptr() in places
+
+    def before(self, optimizer: Any, *_: Any) -> None:
+        """Note that a step begins, or the step inside Horovod's."""
+        self.depth += 1
+        if self.depth > 1:
+            return
+        self.open = not self.record.ignored
+        if self.open:
+            group = optimizer.param_groups[0]
+            rate = float(group.get("lr", 0.0))
+            self.record.rate(rate, float(group.get("initial_lr", rate)))
+        if not self.open or not self.record.detailed:
+            return
+        parameters = _parameters(optimizer)
+        self.record.data["processor"] = self.record.data["processor"] or _processor(
+            self.torch, parameters
+        )
+        self.start = {
+            "before": [_array(parameter) for parameter in parameters],
+            "state": [
+                _array(value)
+                for parameter in parameters
+                for _, value in sorted(optimizer.state.get(parameter, {}).items())
+                if self.torch.is_tensor(value)
+            ],
+        }
+
+    def after(self, optimizer: Any, *_: Any) -> None:
+        """Note that the step inside Horovod's has ended, or the step itself."""
+        if self.start:
+            parameters = _parameters(optimizer)
+            local = [self.gradients.get(id(parameter)) for parameter in parameters]
+            self.record.local = [
+                np.zeros(tuple(parameter.shape)) if value is None else _array(value)
+                for value, parameter in zip(local, parameters, strict=True)
+            ]
+            applied = [
+                np.zeros(tuple(p.shape)) if p.grad is None else _array(p.grad) for p in parameters
+            ]
+            self.record.update(
+                **self.start, applied=applied, after=[_array(value) for value in parameters]
+            )
+        elif self.open:
+            self.record.count()
+        self.start, self.open, self.waiting = {}, False, False
+        self.gradients.clear()
+        self.depth -= 1
+        # Adasum steps within the backward pass, where ranks are not at the same place.
+        if not self.depth and self.torch._C._current_graph_task_id() < 0:
+            self.record.end_if_enough()
+
+
+class Forward:
+    """What the model is trained on: the input of the outermost module that has its parameters.
+
+    A module without any is none: torchvision's transforms are modules too.
+    """
+
+    def __init__(self, record: Record, updates: Updates) -> None:
+        self.record, self.updates = record, updates
+        self.depth = Depth()
+
+    def before(self, module: Any, arguments: tuple[Any, ...]) -> None:
+        """Note that a module is called."""
+        if not self.depth.value and not self.updates.trains(module):
+            return
+        if self.depth.__enter__() == 1 and module.training and arguments:
+            first = arguments[0]
+            if hasattr(first, "detach") and first.dim():
+                self.record.samples(_array(first))
+
+    def after(self, *_: Any) -> None:
+        """Note that it has returned, or raised."""
+        if self.depth.value:
+            self.depth.__exit__()
+
+
+class Loaders:
+    """The loader of the training: the last one that began an epoch before the first update."""
+
+    def __init__(self, torch: Any, record: Record) -> None:
+        self.torch, self.record = torch, record
+        self.dataset: Any = None
+
+    def begun(self, loader: Any) -> None:
+        """Note that a loader begins an epoch."""
+        if self.record.ignored:
+            return
+        batches = loader.batch_sampler  # may be the user's own, with or without a sampler in it
+        sampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
+        if not self.record.done:
+            self._first(loader.dataset, sampler, counts=sampler is not batches)
+        elif loader.dataset is not self.dataset:
+            return
+        if getattr(sampler, "shuffle", False) and hasattr(sampler, "set_epoch"):
+            epochs = self.record.data["loader"]["epochs"]
+            epochs.append([int(sampler.epoch), self.record.done])
+
+    def _first(self, dataset: Any, sampler: Any, *, counts: bool) -> None:
+        """Note what ``sampler``, which ``counts`` samples or batches, draws from ``dataset``."""
+        sized = hasattr(dataset, "__len__") and hasattr(sampler, "__len__")
+        self.dataset = dataset
+        self.record.data["loader"] = {
+            "sampler": type(sampler).__name__,
+            "replicas": getattr(sampler, "num_replicas", None),
+            "rank": getattr(sampler, "rank", None),
+            "drawn": len(sampler) if sized and counts else None,
+            "samples": len(dataset) if sized else None,
+            "probes": None,
+            "epochs": [],  # which one the sampler was set to, after how many updates
+        }
+
+    def probe(self) -> None:
+        """Look, when all is over, at some samples: they tell whether two ranks have one dataset."""
+        loader = self.record.data["loader"]
+        if not loader or not loader["samples"]:
+            return
+        # The same draws on all ranks: a dataset may crop and flip by chance.
+        random.seed(0)
+        np.random.seed(0)
+        self.torch.manual_seed(0)
+        places = np.linspace(0, loader["samples"] - 1, PROBES).astype(int).tolist()
+        with contextlib.suppress(Exception):  # a dataset of any kind
+            loader["probes"] = [_mark(self.dataset[place]) for place in places]
+
+
+def _mark(value: Any) -> str:
+    """Return a digest of a sample, whatever it is made of."""
+    if isinstance(value, tuple | list):
+        return "".join(_mark(part) for part in value)
+    data = _array(value).tobytes() if hasattr(value, "detach") else np.asarray(value).tobytes()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [value for group in optimizer.param_groups for value in group["params"]]
+
+
+def _processor(torch: Any, parameters: list[Any]) -> dict[str, Any]:
+    device = parameters[0].device
+    if device.type != "cuda":
+        return {"gpu": None, "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {"gpu": str(getattr(properties, "uuid", device)), "threads": 0}
+
+
+def _array(tensor: Any) -> Array:
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
+        tensor = tensor.float()  # NumPy has no bfloat16
+    array: Array = tensor.cpu().numpy()
+    return np.array(array)

@@ -1,0 +1,387 @@
+"""The options of the trainers: one frozen dataclass, and the command line made from it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hvdtrain.config.strategies import LATER, STRATEGIES
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
+from hvdtrain.system.files import read_yaml
+
+
+def _float(value: str | float) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not a number") from None
+
+
+MOST_DIGITS = 30  # of a count
+
+
+def count(value: str | int | float) -> int:
+    """Read a whole number of 0 or more; ``5e9`` is taken."""
+    if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
+        return int(value)  # exact where a float is not
+    number = _float(value)
+    if number < 0 or not number.is_integer():
+        raise ValueError(f"{value} is not a whole number of 0 or more")
+    if number >= 10**MOST_DIGITS:
+        raise ValueError(f"{value} is larger than any count")
+    return int(number)
+
+
+def positive(value: str | int | float) -> int:
+    """Read a whole number of 1 or more."""
+    if count(value) < 1:
+        raise ValueError(f"{value} is not a whole number of 1 or more")
+    return count(value)
+
+
+def fraction(value: str | float) -> float:
+    """Read a number from 0 up to, not including, 1."""
+    if not 0 <= _float(value) < 1:
+        raise ValueError(f"{value} is not a fraction from 0 up to 1")
+    return float(value)
+
+
+def non_negative(value: str | float) -> float:
+    """Read a finite number of 0 or more."""
+    if not 0 <= _float(value) < float("inf"):
+        raise ValueError(f"{value} is not a number of 0 or more")
+    return float(value)
+
+
+def numbers(value: str | Sequence[float]) -> tuple[float, ...]:
+    """Read numbers separated by commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(non_negative(part) for part in parts)
+
+
+def steps(value: str) -> tuple[int, int | None]:
+    """Read ``A:B``: two whole numbers, the second one larger; either may be left out."""
+    first, colon, end = value.partition(":")
+    try:
+        span = count(first or 0), count(end) if end else None
+    except ValueError:
+        colon, span = "", (0, 0)
+    if not colon or (span[1] is not None and span[1] <= span[0]):
+        raise ValueError(f"{value} is not A:B, such as 10:20 (in a YAML file: in quotes)")
+    return span
+
+
+def strategy_name(value: str) -> str:
+    """Read the name of a strategy; ``choose_strategy`` refuses one that is not built yet."""
+    if value not in {*STRATEGIES, *LATER}:
+        raise ValueError(f"{value!r}: choose one of {', '.join(STRATEGIES)}")
+    return value
+
+
+def option(
+    default: Any, text: str, kind: Callable[[Any], Any] = str, choices: Sequence[str] = ()
+) -> Any:
+    """Return a field with its help text, the function that reads it, and the valid names."""
+    metadata = {"help": text, "kind": kind, "choices": tuple(choices)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+# Names of the contract whose parts are not built yet: giving one is an error that says so.
+NOT_BUILT = frozenset(
+    {
+        *("accumulate-steps", "autotune", "check-replicas", "checkpoint", "clip-norm", "compile"),
+        *("compression", "cycle-time-ms", "evaluate-only", "fusion-threshold-mb"),
+        *("hierarchical-allreduce", "micro-batches", "predict", "reduction", "spawn"),
+        *("stages", "tf32"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can say about a training; None means that workload or machine decide.
+
+    A workload adds options of its own in a subclass, or by ``joined``.
+    """
+
+    EITHER: ClassVar[tuple[tuple[str, str], ...]] = (("batch_size", "global_batch_size"),)
+    """Pairs of which one can be given."""
+
+    framework: str = option("pytorch", "who computes", choices=("pytorch", "tensorflow"))
+    strategy: str | None = option(
+        None, "how ranks work together (default: horovod where installed)", strategy_name
+    )
+    data: Path | None = option(None, "directory of the dataset (see the end)", Path)
+    model: str = option("", "the network (see the end)")
+    epochs: int | None = option(None, "passes over the data; the length of the schedule", positive)
+    num_steps: int | None = option(
+        None, "stop when this many updates are done, resumed ones included", count
+    )
+    batch_size: int | None = option(None, "samples per rank and step", positive)
+    global_batch_size: int | None = option(
+        None, "samples per step over all ranks, instead of --batch-size", positive
+    )
+    lr: float | None = option(None, "learning rate that is right for one rank", non_negative)
+    lr_scaling: str | None = option(
+        None, "growth with the world size (linear; none with --global-batch-size)", choices=SCALINGS
+    )
+    warmup_epochs: float | None = option(
+        None, "epochs in which the learning rate climbs to its height", non_negative
+    )
+    lr_schedule: str | None = option(None, "what follows the warm-up", choices=SCHEDULES)
+    lr_milestones: tuple[float, ...] | None = option(
+        None, "multistep: epochs at which it falls, such as 30,60,80", numbers
+    )
+    lr_decay: float = option(0.1, "multistep: the factor at each milestone", non_negative)
+    momentum: float = option(0.9, "of SGD", fraction)
+    weight_decay: float | None = option(None, "L2 penalty on the parameters", non_negative)
+    optimizer: str = option("sgd", "the update rule", choices=("sgd", "adam", "adamw"))
+    precision: str = option(
+        "auto", "of the forward pass", choices=("auto", "fp64", "fp32", "bf16", "fp16")
+    )
+    sync_batchnorm: bool = option(False, "BatchNorm over the global batch", bool)
+    on_nan: str = option(
+        "stop",
+        "where gradients are not finite: end, leave that update out (at most 10 in a row), or go "
+        "back to the newest checkpoint and leave that global batch out (at most 3 times)",
+        choices=("stop", "skip", "rollback"),
+    )
+    workers: int = option(1, "processes per rank that read images (0: the rank itself)", count)
+    seed: int = option(0, "of weights, order, dropout and augmentation", count)
+    deterministic: bool = option(False, "bit-equal from run to run at any number of ranks", bool)
+    checkpoint_dir: Path | None = option(None, "where checkpoints are kept and resumed from", Path)
+    checkpoint_every: int | None = option(
+        None, "also save whenever this many updates are done (default: each epoch)", positive
+    )
+    keep: int = option(3, "how many of the newest checkpoints stay, besides the best", positive)
+    resume: str = option("auto", "from --checkpoint-dir", choices=("auto", "never", "must"))
+    summary: Path | None = option(None, "write the result to this file, as JSON", Path)
+    metrics: Path | None = option(
+        None, "write loss, learning rate and throughput to this file, as JSON Lines", Path
+    )
+    tensorboard: Path | None = option(None, "write the training curves to this directory", Path)
+    timeline: Path | None = option(
+        None, "record Horovod's timeline in this file (see hvdtrain timeline)", Path
+    )
+    timeline_steps: tuple[int, int | None] | None = option(
+        None, "A:B: only from when A updates are done until B are (default: all)", steps
+    )
+    quiet: bool = option(False, "no progress, no table; errors only", bool)
+    device: Any = "cpu"
+    """Where to compute, in the framework's own words: no option, the trainer fills it in."""
+
+
+def _whole(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not a whole number") from None
+
+
+TYPES: dict[str, Callable[[Any], Any]] = {  # of an option that a user declares by its type alone
+    "bool": bool,
+    "int": _whole,
+    "float": _float,
+    "str": str,
+    "Path": Path,
+}
+SHOWN = 200  # characters of a wrong value
+METAVARS: dict[Any, str] = {
+    Path: "PATH",
+    str: "NAME",
+    numbers: "N,N",
+    steps: "A:B",
+    strategy_name: "|".join(STRATEGIES),
+}
+
+
+def declared(kind: type[Options]) -> list[dataclasses.Field[Any]]:
+    """Return the fields that are options."""
+    return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
+
+
+def build_parser(
+    workload: str, description: str, epilog: str, kind: type[Options] = Options
+) -> argparse.ArgumentParser:
+    """Make the command line of a trainer from the fields of ``kind``."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m hvdtrain.{workload}",
+        usage="%(prog)s [options]",
+        description=description,
+        epilog=epilog,
+        exit_on_error=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; the line wins")
+    for field in declared(kind):
+        dashed = "--" + field.name.replace("_", "-")
+        text, read = field.metadata["help"], field.metadata["kind"]
+        if read is bool:
+            parser.add_argument(dashed, action="store_true", default=None, help=text)
+            continue
+        if field.default not in (None, ""):
+            text += f" ({field.default})"
+        choices = field.metadata["choices"]
+        metavar = "|".join(choices) or METAVARS.get(read, "N")
+        parser.add_argument(dashed, type=reader(read, choices), metavar=metavar, help=text)
+    return parser
+
+
+def reader(kind: Callable[[Any], Any], choices: Sequence[str] = ()) -> Callable[[str], Any]:
+    """Return a type for argparse whose errors tell what is wrong."""
+
+    def read(value: str) -> Any:
+        if choices and value not in choices:
+            raise argparse.ArgumentTypeError(
+                f"{value[:SHOWN]!r}: choose one of {', '.join(choices)}"
+            )
+        try:
+            return kind(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).replace(value, value[:SHOWN])) from error
+
+    return read
+
+
+def parse(
+    workload: str,
+    arguments: Sequence[str],
+    *,
+    description: str,
+    epilog: str,
+    kind: type[Options] = Options,
+) -> Options:
+    """Read the command line of a trainer, and the YAML file that ``--config`` names, as a ``kind``.
+
+    Raises:
+        UsageError: naming the option, the wrong value and the valid ones.
+    """
+    parser = build_parser(workload, description, epilog, kind)
+    line = [_dashed(argument) for argument in arguments]
+    given = _values(parser, line)
+    if path := given.pop("config", None):
+        from_file = _values(parser, _read_config(Path(path)))
+        for one, other in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
+            if one in given:  # the line wins over what it contradicts, too
+                from_file.pop(other, None)
+        given = {**from_file, **given}
+    return check(kind(**given))
+
+
+def _dashed(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _values(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:
+    for name in (argument.partition("=")[0] for argument in arguments):
+        if name.startswith("--") and name[2:] in NOT_BUILT:
+            raise UsageError(f"{name} is not built yet: leave it out")
+    try:
+        namespace, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error.argument_name}: {error.message}") from error
+    if unknown:
+        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+        known = [name for action in shown for name in action.option_strings]
+        name = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+        raise UsageError(f"{name}: no such option; {hint}")
+    return {name: value for name, value in vars(namespace).items() if value is not None}
+
+
+def _read_config(path: Path) -> list[str]:
+    # The file becomes arguments, so that its values are read and checked in the same one way.
+    try:
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path}: it must hold lines such as `batch-size: 64`")
+    arguments = []
+    if "config" in content:
+        raise UsageError(f"--config {path}: a file of options cannot name another one")
+    for name, value in content.items():
+        option_name = "--" + str(name).replace("_", "-")
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        if value is True:
+            arguments.append(option_name)
+        elif value is not False and value is not None:
+            arguments.append(f"{option_name}={value}")
+    return arguments
+
+
+def joined(own: Any, source: str) -> type[Options]:
+    """Return ``Options`` with the fields of a user's dataclass.
+
+    A field made by ``option`` is read and explained by that; any other one by its type. A subclass
+    of ``Options`` stays as it is.
+
+    Args:
+        own: the dataclass.
+        source: the file that it is from, for the errors.
+
+    Raises:
+        UsageError: it is no dataclass, or a field is an option already, has no default or no type
+            that can be read.
+    """
+    if isinstance(own, type) and issubclass(own, Options):
+        return own
+    if not (isinstance(own, type) and dataclasses.is_dataclass(own)):
+        raise UsageError(f"{source}: Options is no dataclass")
+    taken = {field.name for field in dataclasses.fields(Options)} | {"config", "help"}
+    taken |= {name.replace("-", "_") for name in NOT_BUILT}
+    fields: list[tuple[str, Any, Any]] = []
+    for field in dataclasses.fields(own):
+        where = f"{source}: {field.name} of Options"
+        if field.name in taken:
+            raise UsageError(f"{where}: --{field.name.replace('_', '-')} is an option already")
+        if field.default is dataclasses.MISSING:
+            raise UsageError(f"{where} has no default, or one that is no single value")
+        metadata = field.metadata if "help" in field.metadata else _by_type(field, source, where)
+        copied = dataclasses.field(default=field.default, metadata=metadata)
+        fields.append((field.name, field.type, copied))
+    whole = dataclasses.make_dataclass("Options", fields, bases=(Options,), frozen=True)
+    whole.__module__ = own.__module__
+    return whole
+
+
+def _by_type(field: dataclasses.Field[Any], source: str, where: str) -> Mapping[str, Any]:
+    """Return what ``option`` would say of a field, from its type alone."""
+    name = getattr(field.type, "__name__", str(field.type))  # a string, where it is not evaluated
+    kind = TYPES.get(name.removesuffix(" | None").rpartition(".")[2])
+    if kind is None or field.default is True:
+        raise UsageError(
+            f"{where}: an option is a bool that is False, or an int, float, str or Path"
+        )
+    return {"help": f"of {source}", "kind": kind, "choices": ()}
+
+
+def check(options: Options) -> Options:
+    """Refuse options that contradict one another.
+
+    Raises:
+        UsageError: naming the options.
+    """
+    for names in options.EITHER:
+        if all(getattr(options, name) for name in names):
+            one, other = (f"--{name.replace('_', '-')}" for name in names)
+            raise UsageError(f"{one} and {other} contradict each other: give one")
+    if options.timeline_steps and options.timeline is None:
+        raise UsageError("--timeline-steps needs --timeline FILE")
+    if options.checkpoint_dir is None:
+        for name in ("checkpoint_every", "resume"):
+            if getattr(options, name) not in (None, "auto", "never"):
+                raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
+        if options.on_nan == "rollback":
+            raise UsageError("--on-nan rollback needs --checkpoint-dir")
+    return options

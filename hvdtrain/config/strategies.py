@@ -1,0 +1,96 @@
+"""The strategies: how the ranks train together. One record each, data only, which others read.
+
+No other file compares a strategy's name; a strategy that is not built has no record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hvdtrain.system.runtime.detect import LAUNCHERS, TORCHRUN
+from hvdtrain.system.runtime.tuning import MPI_VARIABLES
+
+PACKAGES = {"pytorch": "torch", "tensorflow": "tensorflow"}  # of each framework
+WITH_TORCHRUN = frozenset(one.name for one in LAUNCHERS)
+WITHOUT_TORCHRUN = WITH_TORCHRUN - {TORCHRUN}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train on several ranks, or on one."""
+
+    name: str
+    """As ``--strategy`` spells it."""
+    adapters: Mapping[str, str]
+    """``module:class`` of the adapter, by framework."""
+    launchers: frozenset[str] = frozenset()
+    """What may start its ranks (names of ``runtime/detect``); none: it is for one process."""
+    library: str = ""
+    """What connects the ranks, as users call it."""
+    requires: Mapping[str, str] = field(default_factory=dict)
+    """A module that has to be installed, by framework."""
+    oldest: Mapping[str, str] = field(default_factory=dict)
+    """The oldest version of a framework's package that will do, by framework."""
+    remedy: str = ""
+    """What to do where ``requires`` is not installed, or does not load."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for several ranks, set before the library starts where the user has not."""
+    short_steps: Mapping[str, str] = field(default_factory=dict)
+    """More of them, where a step takes a few milliseconds."""
+    gradient_libraries: tuple[str, ...] = ()
+    """Who may sum the gradients, best first: names of ``collectives/bench.py``."""
+    has_timeline: bool = False
+    """Whether Horovod's timeline shows its collectives."""
+
+
+STRATEGIES = {
+    one.name: one
+    for one in (
+        Strategy(
+            "horovod",
+            {
+                "pytorch": "hvdtrain.adapters.pytorch.horovod:HorovodAdapter",
+                "tensorflow": "hvdtrain.adapters.tensorflow.horovod:HorovodAdapter",
+            },
+            launchers=WITHOUT_TORCHRUN,
+            library="Horovod",
+            requires={
+                "pytorch": "horovod.torch.mpi_lib_v2",
+                "tensorflow": "horovod.tensorflow.mpi_lib",
+            },
+            remedy="run `hvdtrain install-horovod`",
+            environment={
+                **MPI_VARIABLES,
+                # The adapters sum few large buckets, each one tensor. Fusing buckets once more
+                # costs two copies, and makes the order of summation, so the last bit, a matter of
+                # timing.
+                "HOROVOD_FUSION_THRESHOLD": "0",
+            },
+            # Horovod looks for work once per cycle (ms); with short steps one waits for the cycle.
+            short_steps={"HOROVOD_CYCLE_TIME": "0.1"},
+            gradient_libraries=("horovod",),
+            has_timeline=True,
+        ),
+        Strategy(
+            "ddp",
+            {"pytorch": "hvdtrain.adapters.pytorch.ddp:DdpAdapter"},
+            launchers=WITH_TORCHRUN,
+            library="torch.distributed",
+            oldest={"pytorch": "2.4"},
+            environment=MPI_VARIABLES,
+            gradient_libraries=("nccl", "gloo"),
+        ),
+        Strategy(
+            "single",
+            {
+                "pytorch": "hvdtrain.adapters.pytorch.single:SingleAdapter",
+                "tensorflow": "hvdtrain.adapters.tensorflow.single:SingleAdapter",
+            },
+        ),
+    )
+}
+HOROVOD = STRATEGIES["horovod"]
+DEFAULT = HOROVOD
+ONE_PROCESS = STRATEGIES["single"]  # in place of the default where that is not installed
+LATER = ("zero", "fsdp", "data-parallel", "mpi", "pipeline")  # not built yet

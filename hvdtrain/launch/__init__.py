@@ -1,1 +1,0 @@
-"""Who started this process, and how a job of several processes ends."""

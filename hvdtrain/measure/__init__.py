@@ -1,1 +1,0 @@
-"""How fast a training is, at which scale, against what; and the plots of it."""

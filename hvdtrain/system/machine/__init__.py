@@ -1,0 +1,1 @@
+"""What is on this machine, read without starting anything."""

@@ -1,0 +1,122 @@
+"""Tell what is installed: which PyTorch, which TensorFlow, whether a module is there.
+
+Neither is imported: both say their version in small files, and importing them takes seconds and
+may touch a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+TENSORFLOWS = [
+    "tensorflow",
+    "tensorflow-cpu",
+    "tensorflow-gpu",
+    "intel-tensorflow",
+    "tf-nightly",
+]
+
+
+@dataclass(frozen=True)
+class Torch:
+    """An installed PyTorch."""
+
+    version: str  # with its local part, such as 2.13.0+cpu
+    cuda: str | None  # the CUDA version it was built for; None for a CPU build
+    identity: str  # what tells two builds of one version apart: CUDA, HIP and the commit
+    root: Path  # directory of the package
+
+
+@dataclass(frozen=True)
+class TensorFlow:
+    """An installed TensorFlow."""
+
+    version: str  # version of the distribution
+    cuda: bool  # whether it was built for CUDA
+    root: Path  # directory of the package
+
+    def extra_includes(self) -> tuple[Path, ...]:
+        """Return header directories that its own flags leave out (since about 2.20)."""
+        external = self.root / "include" / "external"
+        found = (external / "highwayhash", external / "farmhash_archive" / "src")
+        return tuple(path for path in found if path.is_dir())
+
+
+def find_module(name: str) -> Path | None:
+    """Return the folder of a package, or the file of a module; None where it is not installed.
+
+    Importing ``horovod.torch`` would import torch and MPI: its files are looked at instead.
+    """
+    first, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    if not rest:
+        return Path(folders[0] if folders else str(spec.origin))
+    if not folders:  # a script of that name
+        return None
+    files = Path(folders[0], *rest[:-1]).glob(f"{rest[-1]}.*")
+    return next(iter(sorted(files)), None)
+
+
+def is_installed(name: str) -> bool:
+    """Return whether the module ``name`` is there; nothing is imported."""
+    return find_module(name) is not None
+
+
+def find_torch() -> Torch | None:
+    """Find PyTorch by its ``version.py``."""
+    root = find_module("torch")
+    if root is None or not (root / "version.py").is_file():
+        return None
+    facts = literals((root / "version.py").read_text())
+    version = str(facts.get("__version__", "unknown"))
+    cuda = facts.get("cuda")
+    identity = f"cuda={cuda} hip={facts.get('hip')} commit={facts.get('git_version')}"
+    return Torch(version, str(cuda) if cuda else None, identity, root)
+
+
+def find_tensorflow() -> TensorFlow | None:
+    """Find TensorFlow by its distribution, whichever name that has."""
+    root = find_module("tensorflow")
+    version = next(iter(versions(*TENSORFLOWS).values()), None)
+    if root is None or version is None:
+        return None
+    info = root / "python" / "platform" / "build_info.py"
+    text = info.read_text() if info.is_file() else ""
+    cuda = re.search(r"'is_cuda_build',\s*True|'is_cuda_build':\s*True", text) is not None
+    return TensorFlow(version, cuda, root)
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Return the versions of the distributions ``names``; the absent are left out."""
+    found = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def literals(source: str) -> dict[str, object]:
+    """Return the module-level names of ``source`` that are bound to plain values."""
+    found: dict[str, object] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets, value = [node.target], node.value
+        else:
+            continue
+        if isinstance(targets[0], ast.Name) and isinstance(value, ast.Constant):
+            found[targets[0].id] = value.value
+    return found

@@ -1,0 +1,273 @@
+"""What is there to build Horovod with: frameworks, MPI, compiler, make, headers, CUDA and NCCL."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.system.machine.frameworks import (
+    TensorFlow,
+    Torch,
+    find_tensorflow,
+    find_torch,
+    is_installed,
+)
+from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
+from hvdtrain.system.runtime.command import Command, run
+
+SYSTEM_CUDA = Path("/usr/local/cuda")  # where PyTorch looks last, compiler or not
+SYSTEM_LIBRARIES = tuple(
+    f"/usr/{name}" for name in ("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "lib64", "lib")
+)
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI library, by its compiler wrapper."""
+
+    mpicxx: Path  # the C++ wrapper; ``mpicc`` and ``mpirun`` are taken from beside it
+    identity: str  # library and version, such as ``Open MPI 5.0.11``
+    libraries: tuple[Path, ...]  # directories that it links from
+    mpirun: Path | None  # the launcher beside the wrapper
+
+    @property
+    def is_open_mpi(self) -> bool:
+        """Whether the launcher takes Open MPI's options."""
+        return self.identity.startswith("Open MPI")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler."""
+
+    argv: tuple[str, ...]  # how it is called
+    identity: str  # first line of its ``--version``
+    major: int  # first number of its version; 0 when it does not say
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """A CUDA toolkit that can compile."""
+
+    home: Path  # its root: ``bin/nvcc`` and ``include/cuda_runtime.h`` are under it
+    version: str  # its release, such as 13.0
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """NVIDIA's collective communication library."""
+
+    include: Path  # directory of nccl.h
+    library: Path  # the shared library itself, under whichever name it has
+    version: str  # from nccl.h, such as 2.28.3
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """All that a build of Horovod depends on, as found. None stands for: not there."""
+
+    python: Path  # the interpreter that Horovod is built for and installed into
+    python_tag: str  # ABI and platform, such as ``cpython-311-x86_64-linux-gnu``
+    prefix: Path  # root of the environment
+    site_packages: Path  # where compiled packages are installed
+    headers: Path  # where Python.h should be
+    has_headers: bool  # whether it is there
+    has_pip: bool  # whether this interpreter has pip
+    make: Path | None  # GNU make
+    compiler: Compiler | None  # the C++ compiler
+    mpi: Mpi | None  # the MPI library
+    torch: Torch | None  # PyTorch
+    tensorflow: TensorFlow | None  # TensorFlow
+    cuda: Cuda | None  # the CUDA toolkit with its compiler
+    cuda_remains: Path | None  # what PyTorch would take for a toolkit: it has no compiler
+    nccl: Nccl | None  # NVIDIA's collective library
+    cpu_flags: tuple[str, ...]  # which of Horovod's vector instructions this processor has
+
+    def installed_frameworks(self) -> tuple[str, ...]:
+        """Return the names of the frameworks that are installed."""
+        pairs = (("pytorch", self.torch), ("tensorflow", self.tensorflow))
+        return tuple(name for name, found in pairs if found)
+
+
+def find(environ: Mapping[str, str]) -> Toolchain:
+    """Look at this environment and this machine; changes nothing."""
+    site_packages = Path(sysconfig.get_path("platlib"))
+    headers = Path(sysconfig.get_path("include"))
+    cuda, remains = find_cuda(environ)
+    make = shutil.which("make", path=environ.get("PATH"))
+    return Toolchain(
+        python=Path(sys.executable),
+        python_tag=str(sysconfig.get_config_var("EXT_SUFFIX")).strip(".").removesuffix(".so"),
+        prefix=Path(sys.prefix),
+        site_packages=site_packages,
+        headers=headers,
+        has_headers=(headers / "Python.h").is_file(),
+        has_pip=is_installed("pip"),
+        make=Path(make) if make else None,
+        compiler=find_compiler(environ),
+        mpi=find_mpi(environ, Path(sys.executable).parent),
+        torch=find_torch(),
+        tensorflow=find_tensorflow(),
+        cuda=cuda,
+        cuda_remains=remains,
+        nccl=find_nccl(environ, cuda, site_packages),
+        cpu_flags=find_cpu_flags(CPUINFO),
+    )
+
+
+def find_compiler(environ: Mapping[str, str]) -> Compiler | None:
+    """Find the C++ compiler: ``CXX``, else g++, c++ or clang++ on PATH."""
+    path = environ.get("PATH")
+    for call in filter(None, (environ.get("CXX", ""), "g++", "c++", "clang++")):
+        first, *rest = shlex.split(call)
+        program = shutil.which(first, path=path)
+        if not program:
+            continue
+        result = run(Command((program, *rest, "--version")), timeout=30)
+        if result.ok:
+            identity = result.output.partition("\n")[0].strip()
+            return Compiler((program, *rest), identity, major_version(identity))
+    return None
+
+
+def major_version(identity: str) -> int:
+    """Return 12 for ``g++ (Debian 12.2.0-14) 12.2.0``: the last dotted number is the version."""
+    numbers = re.findall(r"(?<![\w.-])(\d+)\.\d+", identity)
+    return int(numbers[-1]) if numbers else 0
+
+
+def find_mpi(environ: Mapping[str, str], scripts: Path) -> Mpi | None:
+    """Find MPI by ``mpicxx``: first on PATH, then beside the interpreter.
+
+    PATH comes first because that is where the user's ``mpirun`` comes from: with a cluster's MPI
+    module loaded it must be that library that Horovod is built for.
+    """
+    search = os.pathsep.join([environ.get("PATH", ""), str(scripts)])
+    for name in ("mpicxx", "mpic++", "mpiicpc"):
+        program = shutil.which(name, path=search)
+        if program:
+            return _describe_mpi(Path(program))
+    return None
+
+
+def _describe_mpi(mpicxx: Path) -> Mpi:
+    """Ask the wrapper ``mpicxx`` which library it stands for."""
+    texts = [
+        run(Command((str(mpicxx), flag)), timeout=30).output
+        for flag in ("-showme:version", "-v", "-show")
+    ]
+    names = (mpicxx.parent / name for name in ("mpirun", "mpiexec"))
+    mpirun = next((path for path in names if path.is_file()), None)
+    return Mpi(mpicxx, mpi_identity("\n".join(texts[:2])), mpi_libraries(texts[2]), mpirun)
+
+
+def mpi_identity(text: str) -> str:
+    """Return library and version from what an MPI library or its wrapper says of itself."""
+    for name, pattern in (
+        ("Open MPI", r"Open MPI v?([\w.]+)"),
+        ("Intel MPI", r"Intel\(R\) MPI Library ([\w.]+)"),
+        ("MVAPICH", r"MVAPICH2? version\s*:?\s*([\w.]+)"),
+        ("Cray MPICH", r"CRAY MPICH version\s*:?\s*([\w.]+)"),
+        ("MPICH", r"MPICH version\s*:?\s*([\w.]+)"),
+    ):
+        found = re.search(pattern, text, re.IGNORECASE)
+        if found:
+            return f"{name} {found[1]}"
+    return "unknown MPI"
+
+
+def mpi_libraries(show: str) -> tuple[Path, ...]:
+    """Return the -L directories of a wrapper's ``-show`` line."""
+    try:
+        words = shlex.split(show)
+    except ValueError:
+        return ()
+    return tuple(Path(word[2:]) for word in words if word.startswith("-L") and len(word) > 2)
+
+
+def find_cpu_flags(cpuinfo: Path) -> tuple[str, ...]:
+    """Return the compiler flags for those of F16C, AVX and FMA that the processor has.
+
+    Horovod would ask the compiler the same; here the answer also tells two kinds of node apart
+    that share one cache.
+    """
+    present = cpu_flags(cpuinfo) if platform.machine() in ("x86_64", "AMD64") else set()
+    return tuple(f"-m{name}" for name in ("f16c", "avx", "fma") if name in present)
+
+
+def find_cuda(
+    environ: Mapping[str, str], system: Path = SYSTEM_CUDA
+) -> tuple[Cuda | None, Path | None]:
+    """Return the first complete toolkit, and a directory that only looks like one.
+
+    PyTorch takes ``/usr/local/cuda`` for a toolkit as soon as the directory exists, and Horovod
+    then stops inside CMake for want of a compiler: the second value is that directory.
+
+    Source: ``torch/utils/cpp_extension.py`` (``_find_cuda_home``).
+    """
+    for home in _cuda_homes(environ, system):
+        nvcc = home / "bin" / "nvcc"
+        if nvcc.is_file() and (home / "include" / "cuda_runtime.h").is_file():
+            result = run(Command((str(nvcc), "--version")), timeout=30)
+            if result.ok:
+                return Cuda(home, nvcc_release(result.output)), None
+    return None, system if system.exists() else None
+
+
+def _cuda_homes(environ: Mapping[str, str], system: Path) -> Iterator[Path]:
+    """Yield where a toolkit may be, most particular first."""
+    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
+        if environ.get(name):
+            yield Path(environ[name])
+    nvcc = shutil.which("nvcc", path=environ.get("PATH"))
+    if nvcc:
+        yield Path(nvcc).resolve().parent.parent
+    yield system
+
+
+def nvcc_release(text: str) -> str:
+    """Return 13.0 from nvcc's ``--version``."""
+    found = re.search(r"release (\d+\.\d+)", text)
+    return found[1] if found else "unknown"
+
+
+def find_nccl(environ: Mapping[str, str], cuda: Cuda | None, site_packages: Path) -> Nccl | None:
+    """Return the first NCCL that has both header and library.
+
+    The package that PyTorch brings comes before the system's: one process can hold only one
+    ``libnccl.so.2``, and PyTorch has loaded its own when Horovod starts.
+    """
+    pairs: list[tuple[Path, Path]] = []
+    if environ.get("HOROVOD_NCCL_HOME"):
+        home = Path(environ["HOROVOD_NCCL_HOME"])
+        pairs += [(home / "include", home / "lib"), (home / "include", home / "lib64")]
+    package = site_packages / "nvidia" / "nccl"
+    pairs += [(package / "include", package / "lib")]
+    if cuda:
+        pairs += [(cuda.home / "include", cuda.home / "lib64")]
+    pairs += [(Path("/usr/include"), Path(library)) for library in SYSTEM_LIBRARIES]
+    for include, directory in pairs:
+        library = next(
+            (directory / n for n in ("libnccl.so", "libnccl.so.2") if (directory / n).exists()),
+            None,
+        )
+        if library and (include / "nccl.h").is_file():
+            return Nccl(include, library, nccl_version((include / "nccl.h").read_text()))
+    return None
+
+
+def nccl_version(header: str) -> str:
+    """Return the version that the text of nccl.h defines."""
+    parts = [
+        re.search(rf"^\s*#define\s+NCCL_{name}\s+(\d+)", header, re.MULTILINE)
+        for name in ("MAJOR", "MINOR", "PATCH")
+    ]
+    return ".".join(part[1] for part in parts if part) or "unknown"

@@ -1,0 +1,86 @@
+"""Numbers, names and tables as a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+NAME = 44  # characters of a tensor's name
+RANKS = 8  # numbers in a list
+FEW = 4  # of neighbours that are named one by one
+WIDTH = 100  # of a line
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Header and rows."""
+
+
+def duration(seconds: float) -> str:
+    """Return such as ``50.1 ms``: at most three significant digits."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= 0.9995 * factor:
+            value = seconds / factor
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def size(count: float) -> str:
+    """Return such as ``24.4 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1023.95 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def percent(share: float) -> str:
+    """Return such as ``94 %``; below 10 % with one digit more."""
+    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
+
+
+def number(value: float, like: float | None = None) -> str:
+    """Return a throughput with the decimals that count, or with those of the mean ``like``."""
+    size = abs(value if like is None else like)
+    return f"{value:,.{0 if size >= 10_000 else 1 if size >= 1000 else 2}f}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return such as ``1 rank``, ``1,024 ranks``; ``noun`` is one whose plural ends in s."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def rank_list(ranks: Iterable[int], most: int = RANKS) -> str:
+    """Return ``rank 2``, ``ranks 1, 3`` or ``ranks 0 to 7``; of more than ``most`` the first."""
+    ranks = sorted(ranks)
+    shown = ", ".join(map(str, ranks[:most])) + (" ..." if len(ranks) > most else "")
+    if len(ranks) > FEW and ranks[-1] - ranks[0] == len(ranks) - 1:
+        shown = f"{ranks[0]} to {ranks[-1]}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
+
+
+def known(columns: dict[str, list[str]]) -> Table:
+    """Return the table without the columns that hold nothing but ``-``."""
+    kept = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
+    return list(kept), list(zip(*kept.values(), strict=True))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return columns under their header: the first to the left, numbers to the right."""
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in (header, *rows):
+        cells = [f"{row[0]:<{widths[0]}}"]
+        cells += [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  " + "   ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def printable(name: object) -> str:
+    """Return a name without characters that move a terminal's cursor or cannot be encoded."""
+    return "".join(c if c.isprintable() else "?" for c in str(name))
+
+
+def short(name: str, length: int = NAME) -> str:
+    """Return ``printable(name)``, a long one without its middle."""
+    name = printable(name)
+    half = (length - 3) // 2
+    return name if len(name) <= length else f"{name[: length - 3 - half]}...{name[-half:]}"

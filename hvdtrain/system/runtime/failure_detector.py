@@ -1,0 +1,407 @@
+"""Connections between the ranks, by which each learns within seconds that another has died.
+
+MPI does not tell: a rank that waits for a host without power, or behind a cut link, waits until TCP
+gives up, a quarter of an hour and more; Open MPI's daemons look after eight minutes.
+
+The connections form a tree: rank 0 to the first rank of each other host, and the first rank of each
+host to the others on it. All that is sent on them is a rank's last message, and towards rank 0 the
+calls that a rank waits in (``waits``). Between hosts TCP keep-alive probes are answered by the
+kernels, so a process is not mistaken for a dead one while it computes, waits for a disk, or is
+suspended. Threads of their own sleep until a connection breaks, and then act by themselves: the
+main thread may be waiting in a collective.
+
+A connection begins with a handshake: each side proves that it is of this job by a half of a common
+secret, and the connecting side confirms that it has read the answer. Before that its end is
+nobody's death: whoever has given up, or is no rank at all, just closes it. The accepting side waits
+for the confirmation as long as it takes, so that the other one can rely on the connection as soon
+as it has confirmed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import psutil
+
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
+from hvdtrain.system.runtime.exit import leave, process_status, speak
+from hvdtrain.system.runtime.mpirun_daemon import end_daemon
+
+log = logging.getLogger(__name__)
+
+# Seconds without an answer from another host after which it counts as lost. The job has to be over
+# 30 s after the loss; a switch that takes another path, or a virtual machine that moves, is silent
+# for some seconds too.
+SILENCE = 15
+IDLE = 5  # seconds of silence after which the kernel sends the first probe
+PATIENCE = 5.0  # seconds for mpirun to end this process once a rank has told why it fails
+# Who loses rank 0 waits so many seconds times its own rank, at most LAST, before it says so: others
+# have lost it too, and where mpirun ends all ranks in order rank 0 is the first to go.
+STAGGER, LAST = 0.5, 6
+RETRY = 0.1  # seconds before the next connection is accepted, where one could not be
+
+CONNECT = 3.0  # seconds for an address to answer; a host may have some that lead nowhere
+ANSWER = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
+HELLO = 10.0  # seconds for a connecting process to say which rank it is; it may be none
+BACKLOG = 4096  # pending connections: one per host, or one per rank of this host
+KEY = 16  # bytes of each half of the secret: the connecting side's, and the accepting side's
+RANK = 4  # bytes of a rank
+CONFIRM = b"+"  # ends the handshake
+
+DONE, FAILED = b".", b"!"  # a rank's last message: it ends in order; it fails, and has told why
+REPORT = b"w"  # before a report to rank 0, and its length
+LENGTH = 2  # bytes of it
+
+Gather = Callable[[bytes], list[bytes]]
+HostId = tuple[str, str]  # the name of a host, and what tells it apart from another of that name
+Address = tuple[str, int] | bytes  # IPv4 address and port, or the name of a socket on this host
+
+
+@dataclass(frozen=True)
+class Connection:
+    """An open connection to another rank."""
+
+    socket: socket.socket
+    rank: int  # the rank at the other end
+
+
+def start(rank: int, hosts: Sequence[HostId], gather: Gather) -> FailureDetector:
+    """Connect the ranks, and watch from now on; all ranks call it together.
+
+    Where a rank or a host is lost, this process says so and leaves with code 1.
+
+    Args:
+        rank: of this process.
+        hosts: the host of each rank, by rank.
+        gather: the collective that gives the bytes of every rank, by rank.
+    """
+    detector = FailureDetector(rank, hosts)
+    if len(hosts) > 1:
+        detector.connect(gather(detector.endpoint()))
+        process_status.at_exit.append(detector.send_last)
+        # A script that does not end by ``exit.leave`` comes to here if it ends at all.
+        atexit.register(detector.send_last, EXIT_OK)
+        # A forked worker that lived on would hold the connections of a dead rank.
+        os.register_at_fork(after_in_child=detector.close)
+    return detector
+
+
+class FailureDetector:
+    """The connections of one rank.
+
+    Args:
+        rank: of this process.
+        hosts: the host of each rank, by rank.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[HostId]) -> None:
+        self.rank, self.hosts = rank, hosts
+        first = hosts.index(hosts[rank])  # the first rank of this host
+        self.parent = first if rank != first else 0  # in the tree; rank 0 is its root
+        self.connections: list[Connection] = []
+        self.on_report: Callable[[bytes], None] = lambda report: None  # what rank 0 does with one
+        self.last: bytes | None = None  # this rank's last message
+        self.secret = secrets.token_bytes(2 * KEY)  # rank 0's is everyone's
+        self.selector = selectors.DefaultSelector()
+        self.listeners: dict[str, socket.socket] = {}
+        self.absent = 0  # ranks that have yet to connect
+        self.handshakes: list[Handshake] = []  # not confirmed yet
+        if rank == self.parent and len(set(hosts)) > 1:
+            self.listeners["tcp"] = socket.create_server(("", 0), backlog=BACKLOG)
+            self.absent += len(set(hosts)) - 1
+        if rank == first and hosts.count(hosts[rank]) > 1:
+            local = self.listeners["unix"] = socket.socket(socket.AF_UNIX)
+            local.bind("")  # to a name without a file, which the kernel chooses
+            local.listen(BACKLOG)
+            self.absent += hosts.count(hosts[rank]) - 1
+
+    def endpoint(self) -> bytes:
+        """Return what the other ranks need to connect to this one, as JSON."""
+        endpoint: dict[str, object] = {"secret": self.secret.hex()}
+        if "tcp" in self.listeners:
+            endpoint["port"] = self.listeners["tcp"].getsockname()[1]
+            endpoint["addresses"] = _addresses()
+        if "unix" in self.listeners:
+            endpoint["name"] = self.listeners["unix"].getsockname().hex()
+        return json.dumps(endpoint).encode()
+
+    def connect(self, endpoints: Sequence[bytes]) -> None:
+        """Connect and watch, in threads of their own; ``endpoints`` are all ranks', by rank."""
+        root, parent = json.loads(endpoints[0]), json.loads(endpoints[self.parent])
+        self.secret = bytes.fromhex(root["secret"])
+        if self.rank != self.parent:
+            targets: list[Address]
+            if self.hosts[self.rank] == self.hosts[self.parent]:
+                targets = [bytes.fromhex(parent["name"])]
+            else:
+                targets = [(address, root["port"]) for address in root["addresses"]]
+            threading.Thread(
+                target=self._watch_parent, args=(targets,), name="failure detector", daemon=True
+            ).start()
+        if self.listeners:
+            threading.Thread(target=self._serve, name="failure detectors", daemon=True).start()
+
+    def send_last(self, code: int) -> None:
+        """Tell the others that this rank is about to end with ``code``."""
+        if self.last is None:
+            self.last = DONE if code in (EXIT_OK, EXIT_PREEMPTED) else FAILED
+            for connection in list(self.connections):
+                _send(connection, self.last)
+
+    def report(self, report: bytes) -> None:
+        """Send ``report`` to rank 0, by the first rank of this host."""
+        for connection in [one for one in self.connections if one.rank == self.parent]:
+            _send(connection, REPORT + len(report).to_bytes(LENGTH, "big") + report)
+
+    def close(self) -> None:
+        """Close this process's end of all connections."""
+        pending = [handshake.socket for handshake in self.handshakes]
+        open_ones = [connection.socket for connection in self.connections]
+        for one in (*self.listeners.values(), *pending, *open_ones):
+            one.close()
+        self.connections.clear()
+
+    def _watch_parent(self, targets: Sequence[Address]) -> None:
+        """Connect to the parent at one of ``targets``, and read from it: a thread's work."""
+        connected = _connect(targets, self.rank, self.secret)
+        if connected:
+            connection = self._register(connected, self.parent)
+            while self._read(connection):
+                pass
+        elif self.last is None:
+            log.warning(
+                "rank %d on %s cannot reach rank %d on %s by TCP: if a host is lost, it may take "
+                "long to be noticed",
+                *(self.rank, self._host(self.rank), self.parent, self._host(self.parent)),
+            )
+
+    def _serve(self) -> None:
+        """Accept all ranks side by side, and read from those connected: a thread's work."""
+        for listener in self.listeners.values():
+            self.selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in self.selector.select(HELLO if self.handshakes else None):
+                if isinstance(key.data, Connection):
+                    if not self._read(key.data):
+                        self.selector.unregister(key.data.socket)
+                elif isinstance(key.data, Handshake):
+                    self._continue(key.data)
+                else:
+                    self._accept(key.fileobj)  # type: ignore[arg-type]
+            for handshake in [one for one in self.handshakes if one.is_late()]:
+                self._remove(handshake)
+                handshake.socket.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            accepted, _ = listener.accept()
+            accepted.setblocking(False)
+        except OSError as error:  # over already, or no file descriptor left
+            log.debug("a connection that cannot be accepted: %s", error)
+            time.sleep(RETRY)
+        else:
+            handshake = Handshake(accepted, self.secret)
+            self.handshakes.append(handshake)
+            self.selector.register(accepted, selectors.EVENT_READ, handshake)
+
+    def _continue(self, handshake: Handshake) -> None:
+        """Read what has come; keep the connection once it is confirmed."""
+        try:
+            confirmed = handshake.read()
+        except OSError as error:
+            log.debug("a handshake that failed: %s", error)
+            self._remove(handshake)
+            handshake.socket.close()
+            return
+        if confirmed and handshake.rank is not None:
+            self._remove(handshake)
+            handshake.socket.setblocking(True)
+            connection = self._register(handshake.socket, handshake.rank)
+            self.selector.register(connection.socket, selectors.EVENT_READ, connection)
+            self._close_listeners()
+
+    def _remove(self, handshake: Handshake) -> None:
+        self.handshakes.remove(handshake)
+        self.selector.unregister(handshake.socket)
+
+    def _close_listeners(self) -> None:
+        """Listen no more once all ranks have connected that should."""
+        self.absent -= 1
+        if not self.absent:
+            for listener in self.listeners.values():
+                self.selector.unregister(listener)
+                listener.close()
+
+    def _register(self, confirmed: socket.socket, rank: int) -> Connection:
+        """Keep a connection whose handshake is complete: from now on its end is a death."""
+        if confirmed.family == socket.AF_INET:
+            _keep_alive(confirmed, IDLE, SILENCE)
+        connection = Connection(confirmed, rank)
+        self.connections.append(connection)
+        if self.last is not None:  # the training was over before the handshake
+            _send(connection, self.last)
+        return connection
+
+    def _read(self, connection: Connection) -> bool:
+        """Read a report or the last message, or why there is none; False after the end."""
+        silent = False
+        try:
+            message = connection.socket.recv(1)
+            if message == REPORT:
+                length = int.from_bytes(receive(connection.socket, LENGTH), "big")
+                report = receive(connection.socket, length)
+                (self.report if self.rank else self.on_report)(report)
+                return True
+        except OSError as error:
+            message, silent = b"", not isinstance(error, ConnectionResetError)
+        # It stays open: the other end may live on, and would take the closing for a death.
+        if message == FAILED:
+            self.send_last(EXIT_FAILURE)
+            time.sleep(PATIENCE)
+            leave(EXIT_FAILURE)
+        if message != DONE:
+            self._end(connection.rank, silent=silent)
+        return False
+
+    def _end(self, lost: int, *, silent: bool) -> NoReturn:
+        """Say that the rank ``lost`` is lost, or all its host where that is ``silent``; leave."""
+        if silent:
+            what = (
+                f"host {self._host(lost)} ({self._ranks(lost)}) has not answered for {SILENCE} s: "
+                f"it is down, or cut off from {self._host(self.rank)}"
+            )
+        else:
+            what = (
+                f"rank {lost} on {self._host(lost)} has ended without a word: it crashed, or was "
+                "killed (out of memory?)"
+            )
+        wait = 0.0 if lost else STAGGER * min(self.rank, LAST)
+        speak(f"{what}. {process_status.how_to_go_on()}", wait=wait)
+        self.send_last(EXIT_FAILURE)
+        if silent and end_daemon():
+            time.sleep(PATIENCE)
+        leave(EXIT_FAILURE)
+
+    def _host(self, rank: int) -> str:
+        return self.hosts[rank][0]
+
+    def _ranks(self, rank: int) -> str:
+        """Name all ranks on the host of ``rank``."""
+        here = [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
+        if len(here) > 1 and here == list(range(here[0], here[-1] + 1)):
+            return f"ranks {here[0]}-{here[-1]}"
+        return f"rank{'s' if len(here) > 1 else ''} {','.join(map(str, here))}"
+
+
+@dataclass
+class Handshake:
+    """An accepted connection that the other side has not confirmed yet."""
+
+    socket: socket.socket  # non-blocking
+    secret: bytes  # of the job, 2 x ``KEY`` bytes
+    since: float = field(default_factory=time.monotonic)  # when it was accepted
+    rank: int | None = None  # the rank at the other end, once it has said so
+    _received: bytes = b""
+
+    def read(self) -> bool:
+        """Read what has come; return whether the connection is confirmed.
+
+        Raises:
+            OSError: the other side has closed it, or is no rank of this job.
+        """
+        wanted = KEY + RANK if self.rank is None else len(CONFIRM)
+        try:
+            more = self.socket.recv(wanted - len(self._received))
+        except BlockingIOError:
+            return False
+        if not more:
+            raise ConnectionError("closed before it was confirmed")
+        self._received += more
+        if len(self._received) < wanted:
+            return False
+        message, self._received = self._received, b""
+        if self.rank is not None:
+            return message == CONFIRM
+        if not hmac.compare_digest(message[:KEY], self.secret[:KEY]):
+            raise ConnectionError("not a rank of this job")
+        self.rank = int.from_bytes(message[KEY:], "big")
+        self.socket.sendall(self.secret[KEY:])
+        return False
+
+    def is_late(self) -> bool:
+        """Return whether it should have said long ago which rank it is."""
+        return self.rank is None and time.monotonic() - self.since > HELLO
+
+
+def _connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.socket | None:
+    """Connect to the first of ``targets`` where a rank of this job answers; None: nobody did."""
+    for target in targets:
+        line = socket.socket(socket.AF_UNIX if isinstance(target, bytes) else socket.AF_INET)
+        try:
+            line.settimeout(CONNECT)
+            line.connect(target)
+            line.settimeout(ANSWER)
+            line.sendall(secret[:KEY] + rank.to_bytes(RANK, "big"))
+            if hmac.compare_digest(receive(line, KEY), secret[KEY:]):
+                line.sendall(CONFIRM)
+                line.settimeout(None)
+                return line
+        except OSError as error:
+            log.debug("no connection by %s: %s", target, error)
+        line.close()
+    return None
+
+
+def _addresses() -> list[str]:
+    """Return the IPv4 addresses of this host's interfaces that are up; loopback ones last."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [
+        entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family == socket.AF_INET
+    ]
+    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
+
+
+def _keep_alive(connection: socket.socket, idle: int, silence: int) -> None:
+    """Let the kernel break ``connection`` when the other host has not answered for a time.
+
+    It asks the other kernel, so the process there need not do anything.
+
+    Args:
+        connection: to another host.
+        idle: seconds of silence after which the first probe is sent, then one per second.
+        silence: seconds after which it breaks, also where data wait to be acknowledged.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, silence - idle)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silence)
+
+
+def _send(connection: Connection, message: bytes) -> None:
+    with contextlib.suppress(OSError):  # the other end has gone already
+        connection.socket.send(message)
+
+
+def receive(line: socket.socket, length: int) -> bytes:
+    """Return exactly ``length`` bytes; fewer where the other end has closed."""
+    data = b""
+    while len(data) < length and (more := line.recv(length - len(data))):
+        data += more
+    return data

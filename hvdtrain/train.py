@@ -1,0 +1,50 @@
+"""``mpirun -n 2 python -m hvdtrain.train FILE.py``: train the task that a file of yours defines."""
+
+from __future__ import annotations
+
+import sys
+
+from hvdtrain.system.runtime import terminal
+
+if __name__ == "__main__" and not {"-h", "--help", "--quiet"} & set(sys.argv):
+    terminal.begin("train")
+
+from pathlib import Path
+
+from hvdtrain.config.options import build_parser
+from hvdtrain.errors import EXIT_OK, UsageError
+from hvdtrain.system.runtime.exit import run_and_exit
+from hvdtrain.training import trainer
+from hvdtrain.workloads import own
+
+DESCRIPTION = "Train the task that a Python file defines."
+EPILOG = """\
+the file:
+  defines task(options), which returns a TorchTask or a TFTask, and may define Options, a dataclass
+  whose fields become options of the command line
+
+defaults:
+  batch 32 per rank, learning rate 0.01 per rank, 10 epochs, no warm-up, no weight decay, fp32
+
+examples:
+  mpirun -n 2 python -m hvdtrain.train examples/own_task.py --epochs 20
+  mpirun -n 2 python -m hvdtrain.train examples/own_task_tf.py --framework tensorflow
+"""
+
+
+def main() -> int:
+    """Train; return the exit code."""
+    file, *arguments = sys.argv[1:] or [""]
+    if {"-h", "--help"} & {file}:
+        build_parser("train FILE.py", DESCRIPTION, EPILOG).print_help()
+        return EXIT_OK
+    if not file or file.startswith("-"):
+        raise UsageError("the file comes first: python -m hvdtrain.train FILE.py [options]")
+    if any("tensorflow" in argument for argument in arguments):  # before the file imports it
+        import hvdtrain.adapters.tensorflow  # noqa: F401  # without its banners
+    workload = own.workload(Path(file), description=DESCRIPTION, epilog=EPILOG)
+    return trainer.main(workload, arguments)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

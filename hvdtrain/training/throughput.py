@@ -1,0 +1,196 @@
+"""Throughput: the seconds of each step, and where they go.
+
+They go into data, compute, communication, and waiting for the last rank. Each rank takes two times
+per step: how long it waited for its batch, and how long it was blocked in the reduction of the
+gradients, once its own were there. At the end they are gathered once. In each step the rank that
+was blocked least is taken to have come last, so that it waited for nobody: what it was blocked is
+communication that computing did not hide, and what the others were blocked longer is waiting. The
+rest of a step is compute.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import psutil
+
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.steps.sharding import Batch
+from hvdtrain.steps.summary import StepSplit, Summary
+
+MOST = 2000  # steps per rank that are gathered: the last ones
+
+
+class StepTimes:
+    """The times that this rank takes."""
+
+    def __init__(self) -> None:
+        self.data: list[float] = []
+        self.blocked: list[float | None] = []
+        self._fetching = 0.0
+        self._meeting = 0.0
+        self._blocked_before = 0.0
+
+    def fetching(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield ``batches``, and time how long each takes to come."""
+        started = time.perf_counter()
+        for batch in batches:
+            self._fetching = time.perf_counter() - started
+            yield batch
+            started = time.perf_counter()
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Time a collective of the trainer's own; it counts for the step that comes next."""
+        started = time.perf_counter()
+        yield
+        self._meeting += time.perf_counter() - started
+
+    def resume(self) -> None:
+        """Let the time of the next step begin now."""
+        self._meeting = 0.0
+
+    def step(self, blocked: float | None) -> None:
+        """Take the times of the step that has just ended.
+
+        Args:
+            blocked: seconds in which this rank waited for sums of gradients, since the start of
+                the training; None where they cannot be told.
+        """
+        self.data.append(self._fetching)
+        if blocked is None:
+            self.blocked.append(None)
+        else:
+            self.blocked.append(blocked - self._blocked_before + self._meeting)
+            self._blocked_before = blocked
+        self._fetching = self._meeting = 0.0
+
+    def gather(
+        self, communicator: Communicator, seconds: list[float], counted: list[bool]
+    ) -> StepSplit | None:
+        """Return the split of the mean step, for the summary; all ranks call it.
+
+        Args:
+            communicator: of the ranks.
+            seconds: of each step of this rank.
+            counted: whether a step counts for the throughput; the same on all ranks.
+        """
+        rows = [
+            (second, data, np.nan if blocked is None else blocked)
+            for second, data, blocked, counts in zip(
+                seconds, self.data, self.blocked, counted, strict=True
+            )
+            if counts
+        ]
+        mine = np.array(rows[-MOST:], np.float64).reshape(-1, 3)
+        ranks = [np.frombuffer(one).reshape(-1, 3) for one in communicator.gather(mine.tobytes())]
+        return split(np.stack(ranks)) if len(mine) else None
+
+
+def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
+    """Return the mean step, taken apart.
+
+    Args:
+        times: seconds, of shape (ranks, steps, 3): the step, its data, and blocked, which is nan
+            where it cannot be told.
+
+    Returns:
+        Means over ranks and steps.
+    """
+    step, data, blocked = np.moveaxis(times, -1, 0)
+    whole = StepSplit(steps=step.shape[1], data=float(data.mean()))
+    if np.isnan(blocked).any():
+        return replace(whole, undivided=float((step - data).mean()))
+    if len(times) == 1:  # its collectives are copies within the process: part of computing
+        blocked = np.zeros_like(blocked)
+    parts = replace(
+        whole,
+        compute=float((step - data - blocked).mean()),
+        communication=float(blocked.min(0).mean()),
+        waiting=float((blocked - blocked.min(0)).mean()),
+    )
+    if len(times) == 1:
+        return parts
+    last = np.bincount(blocked.argmin(0), minlength=len(times))
+    slowest = int(last.argmax())
+    return replace(parts, slowest_rank=slowest, slowest_share=float(last[slowest] / last.sum()))
+
+
+@dataclass
+class Clock:
+    """Seconds of each step; what happens between steps (evaluation, saving) does not count."""
+
+    seconds: list[float] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
+    times: StepTimes = field(default_factory=StepTimes)
+    started: float = field(default_factory=lambda: psutil.Process().create_time())
+    first_step: float | None = None
+    _last: float = 0.0
+
+    def resume(self) -> None:
+        """Let the time of the next step begin now."""
+        self._last = time.perf_counter()
+        self.times.resume()
+
+    def step(self, images: int, *, counts: bool = True, blocked: float | None = None) -> None:
+        """Take the time of a step over ``images`` samples, of all ranks, that has just ended.
+
+        It ``counts`` for the throughput unless something slowed it down, such as a timeline. For
+        ``blocked`` see ``StepTimes.step``.
+        """
+        now = time.perf_counter()
+        if not counts:
+            self.left_out.add(len(self.seconds))
+        self.seconds.append(now - self._last)
+        self.images.append(images)
+        self.times.step(blocked)
+        self._last = now
+        if self.first_step is None:
+            self.first_step = time.time() - self.started
+
+    def recent_rate(self, steps: int) -> float:
+        """Return images per second over the last ``steps`` steps."""
+        seconds = sum(self.seconds[-steps:])
+        return sum(self.images[-steps:]) / seconds if seconds else 0.0
+
+    def longest_recent(self) -> float:
+        """Return the seconds of the slowest of the last hundred steps."""
+        return max(self.seconds[-100:], default=0.0)
+
+    def rates(self) -> list[float]:
+        """Return images per second of each step that counts."""
+        pairs = zip(self.images, self.seconds, strict=True)
+        return [count / second for count, second in itertools.compress(pairs, self._counted())]
+
+    def figures(self) -> Summary:
+        """Return a summary of throughput and seconds alone, over the steps that count.
+
+        The first min(5, steps // 5) steps are dropped. The mean is all images over all seconds;
+        the deviation is over the rates of the steps.
+        """
+        seconds = list(itertools.compress(self.seconds, self._counted()))
+        images = list(itertools.compress(self.images, self._counted()))
+        rates = self.rates()
+        return Summary(
+            images_per_second_mean=sum(images) / sum(seconds) if seconds else None,
+            images_per_second_std=statistics.pstdev(rates) if rates else None,
+            step_seconds_median=statistics.median(seconds) if seconds else None,
+            seconds_total=time.time() - self.started,
+            seconds_to_first_step=self.first_step,
+        )
+
+    def step_split(self, communicator: Communicator) -> StepSplit | None:
+        """Return the mean step of those that count, taken apart; all ranks call it."""
+        return self.times.gather(communicator, self.seconds, self._counted())
+
+    def _counted(self) -> list[bool]:
+        drop = min(5, len(self.seconds) // 5)
+        return [step >= drop and step not in self.left_out for step in range(len(self.seconds))]

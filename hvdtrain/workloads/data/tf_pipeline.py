@@ -1,0 +1,134 @@
+"""Images for TensorFlow: read ahead by the threads of tf.data, or made once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from typing_extensions import override
+
+from hvdtrain.steps.sharding import Indices, Part, seed_of
+from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed
+from hvdtrain.workloads.data.image_folder import (
+    SYNTHETIC_CLASSES,
+    SYNTHETIC_POOL,
+    SYNTHETIC_SAMPLES,
+    ImageFolder,
+    ImageOptions,
+    broken_image,
+)
+
+AHEAD = 2  # batches that are ready before they are asked for
+
+
+class Folder(Dataset):
+    """Images of a folder, decoded, cropped and put into batches by a tf.data pipeline.
+
+    Args:
+        images: the files.
+        read: makes an image of a file: (path, seed, side) -> uint8, shape (side, side, 3); traced.
+        options: image size, seed, and number of threads that decode.
+    """
+
+    def __init__(
+        self, images: ImageFolder, read: Callable[..., Any], options: ImageOptions
+    ) -> None:
+        self.samples, self.digest = len(images.paths), images.digest
+        self.images, self.options = images, options
+        self._read = read
+        self._paths = np.array([os.fsencode(path) for path in images.paths])  # any name will do
+
+    @override
+    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        wanted = list(parts)  # here and not in a thread of tf.data: shards tell their adapter
+        batches = self._batches([part.indices for part in wanted], wanted)
+        yield from zip(wanted, batches, strict=True)
+
+    @override
+    def evaluation(self, batches: Iterable[Indices]) -> Iterator[Batch]:
+        wanted = list(batches)
+        yield from self._batches(wanted, [None] * len(wanted))
+
+    def _batches(self, batches: list[Indices], parts: list[Any]) -> Iterator[Batch]:
+        """Yield the images of each batch, in order; one may be empty."""
+        size = self.options.image_size
+        full = max((len(indices) for indices in batches), default=0)
+        if any(0 < len(indices) < full for indices in batches[:-1]):
+            raise ValueError("all batches but the last must have the same size")
+
+        def items() -> Iterator[tuple[Any, ...]]:
+            for indices, part in zip(batches, parts, strict=True):
+                if len(indices):
+                    labels = self.images.labels[indices]
+                    yield self._paths[indices], labels, self._seeds(indices, part)
+
+        shapes = (tf.TensorSpec(None, tf.string), tf.TensorSpec(None, tf.int64))
+        dataset = tf.data.Dataset.from_generator(
+            items, output_signature=(*shapes, tf.TensorSpec((None, 2), tf.int64))
+        )
+        # Unconverted: autograph would write the function into a file in the temporary folder.
+        read = tf.autograph.experimental.do_not_convert(
+            lambda path, label, seed: (self._read(path, seed, size), label)
+        )
+        dataset = dataset.unbatch().map(
+            read, num_parallel_calls=max(1, self.options.workers), deterministic=True
+        )
+        dataset = dataset.batch(max(full, 1)).prefetch(AHEAD)
+        pipeline = iter(dataset.with_options(_pipeline_options(self.options.workers)))
+        for indices in batches:
+            if not len(indices):
+                yield Batch(tf.zeros((0, size, size, 3), tf.uint8), tf.zeros(0, tf.int64))
+                continue
+            try:
+                yield Batch(*next(pipeline))
+            except tf.errors.OpError as error:
+                raise self._broken(indices, error) from error
+
+    def _seeds(self, indices: Indices, part: Part | None) -> Any:
+        # The augmentation is a function of (seed, epoch, sample), whichever thread does it.
+        if part is None:
+            return np.zeros((len(indices), 2), np.int64)
+        epoch, seed = part.start.epoch, self.options.seed
+        return np.array([[seed_of(seed, epoch, int(index)), 0] for index in indices], np.int64)
+
+    def _broken(self, indices: Indices, error: Exception) -> Exception:
+        """Return the error that names the file among ``indices`` that cannot be decoded."""
+        for index in indices:
+            try:
+                self._read(self._paths[index], tf.zeros(2, tf.int64), self.options.image_size)
+            except tf.errors.OpError as reason:
+                # "{{node ...}} why [Op:DecodeImage]": the middle is for the user.
+                why = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", str(reason.message))
+                return broken_image(self.images.paths[index], why.strip(" ."))
+        return error
+
+
+def _pipeline_options(workers: int) -> tf.data.Options:
+    options = tf.data.Options()
+    # A pool of its own: TensorFlow's threads are one per core, and the training step has them.
+    options.threading.private_threadpool_size = max(1, workers) + 1
+    options.threading.max_intra_op_parallelism = 1
+    return options
+
+
+class Synthetic(Indexed):
+    """Random images made once, for measuring speed."""
+
+    samples = SYNTHETIC_SAMPLES
+
+    def __init__(self, options: ImageOptions) -> None:
+        generator = np.random.default_rng(options.seed)
+        shape = (SYNTHETIC_POOL, options.image_size, options.image_size, 3)
+        labels = generator.integers(SYNTHETIC_CLASSES, size=SYNTHETIC_POOL)
+        with tf.device(options.device):
+            self.images = tf.constant(generator.standard_normal(shape, np.float32))
+            self.labels = tf.constant(labels)
+
+    @override
+    def fetch(self, indices: Indices) -> Batch:
+        index = indices % SYNTHETIC_POOL
+        return Batch(tf.gather(self.images, index), tf.gather(self.labels, index))

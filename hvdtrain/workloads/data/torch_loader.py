@@ -1,0 +1,162 @@
+"""Images for PyTorch: read ahead by worker processes, or made once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils import data as torch_data
+from typing_extensions import override
+
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import Indices, Part, seed_of
+from hvdtrain.system.runtime.exit import end_with_parent
+from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed
+from hvdtrain.workloads.data.image_folder import (
+    SYNTHETIC_CLASSES,
+    SYNTHETIC_POOL,
+    SYNTHETIC_SAMPLES,
+    ImageFolder,
+    ImageOptions,
+    broken_image,
+    shared_memory,
+)
+
+Wanted = tuple[list[int], int | None]  # indices, and the epoch to augment for (None: do not)
+Crop = Callable[[Image.Image, int], Image.Image]
+
+
+class _Images(torch_data.Dataset[Batch | UsageError]):
+    """Batches of decoded images by (indices, epoch); uint8, shape (n, 3, size, size).
+
+    A broken image comes back as an error, not raised: a worker's exception would reach the user
+    wrapped in the worker's traceback.
+    """
+
+    def __init__(self, images: ImageFolder, crop: Crop, size: int, seed: int) -> None:
+        self.images, self.crop, self.size, self.seed = images, crop, size, seed
+
+    def __getitem__(self, batch: Wanted) -> Batch | UsageError:
+        try:
+            with shared_memory():
+                return _shared(self._batch(*batch))
+        except UsageError as error:
+            return error
+
+    def _batch(self, indices: list[int], epoch: int | None) -> Batch:
+        pixels = np.empty((len(indices), self.size, self.size, 3), np.uint8)
+        for row, index in enumerate(indices):
+            pixels[row] = self._read(index, epoch)
+        labels = torch.from_numpy(self.images.labels[indices])
+        # Stored as they are decoded: the view is channels_last, what the convolutions want.
+        return Batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), labels)
+
+    def _read(self, index: int, epoch: int | None) -> np.ndarray[Any, Any]:
+        path = self.images.paths[index]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Pillow's remarks on metadata
+                image = Image.open(path).convert("RGB")
+        except Exception as error:  # Pillow raises many kinds for broken bytes
+            raise broken_image(path, error) from error
+        if epoch is not None:
+            # The augmentation is a function of (seed, epoch, sample), whichever worker does it.
+            torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
+        return np.asarray(self.crop(image, self.size))
+
+
+def _shared(batch: Batch) -> Batch:
+    """Move ``batch``, in a worker, to where the training process can read it.
+
+    The queue would do so too, but where there is no room it drops the batch and nobody is told.
+    """
+    if torch_data.get_worker_info() is not None:
+        batch.x.share_memory_()
+        batch.y.share_memory_()
+    return batch
+
+
+def _whole(batch: Any) -> Any:
+    return batch  # a batch is made in one piece, so there is nothing to collate
+
+
+class Folder(Dataset):
+    """Images read ahead by worker processes.
+
+    The workers are started by a fork server: a fork beside MPI may hang.
+
+    Args:
+        images: the files.
+        crop: makes an image a square of a given side, in pixels; a function of a module, which may
+            draw from torch's generator in a training.
+        options: image size, seed, and number of workers; 0 reads in this process.
+    """
+
+    def __init__(self, images: ImageFolder, crop: Crop, options: ImageOptions) -> None:
+        self.samples, self.digest = len(images.paths), images.digest
+        self._images = _Images(images, crop, options.image_size, options.seed)
+        self._workers = options.workers
+        self._pin = torch.device(options.device).type == "cuda"
+        self._batches: list[Wanted] = []
+        self._loader: torch_data.DataLoader[Batch | UsageError] | None = None
+
+    def _read(self, batches: list[Wanted]) -> Iterator[Batch]:
+        self._batches[:] = batches
+        if self._loader is None:  # kept, with its workers, from epoch to epoch
+            self._loader = torch_data.DataLoader(
+                self._images,
+                batch_size=None,
+                sampler=self._batches,
+                num_workers=self._workers,
+                multiprocessing_context="forkserver" if self._workers else None,
+                persistent_workers=self._workers > 0,
+                collate_fn=_whole,
+                worker_init_fn=end_with_parent if self._workers else None,
+                pin_memory=self._pin,
+            )
+        with shared_memory():
+            for loaded in self._loader:
+                if isinstance(loaded, UsageError):
+                    raise loaded
+                yield loaded
+
+    @override
+    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        wanted = list(parts)
+        batches: list[Wanted] = [(part.indices.tolist(), part.start.epoch) for part in wanted]
+        yield from zip(wanted, self._read(batches), strict=True)
+
+    @override
+    def evaluation(self, batches: Iterable[Indices]) -> Iterator[Batch]:
+        yield from self._read([(indices.tolist(), None) for indices in batches])
+
+    @override
+    def close(self) -> None:
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None and self._workers:
+            iterator._shutdown_workers()
+        self._loader = None
+
+
+class Synthetic(Indexed):
+    """Random images made once, for measuring speed."""
+
+    samples = SYNTHETIC_SAMPLES
+
+    def __init__(self, options: ImageOptions) -> None:
+        generator = torch.Generator().manual_seed(options.seed)
+        shape = (SYNTHETIC_POOL, 3, options.image_size, options.image_size)
+        pixels = torch.randn(shape, generator=generator)
+        self.images = pixels.to(options.device, memory_format=torch.channels_last)
+        self.labels = torch.randint(SYNTHETIC_CLASSES, (SYNTHETIC_POOL,), generator=generator).to(
+            options.device
+        )
+
+    @override
+    def fetch(self, indices: Indices) -> Batch:
+        index = torch.from_numpy(indices % SYNTHETIC_POOL).to(self.labels.device)
+        return Batch(self.images[index], self.labels[index])

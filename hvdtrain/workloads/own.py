@@ -1,0 +1,91 @@
+"""A workload from a file of the user's: ``task(options) -> Task``, and perhaps ``Options``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hvdtrain.config.options import Options, joined
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.workloads.task import Recipe, Task, Workload
+
+LONGEST = 500  # characters of what is wrong in a file
+RECIPE = Recipe(
+    batch_size=32, lr=0.01, epochs=10, warmup_epochs=0.0, lr_schedule="constant", weight_decay=0.0
+)
+
+
+def workload(path: Path, *, description: str, epilog: str) -> Workload:
+    """Return the workload that a Python file defines; the file is imported.
+
+    Raises:
+        UsageError: naming the file, and the line if there is one: it cannot be imported, has no
+            ``task``, or its ``Options`` do not fit.
+    """
+    module = _imported(path)
+    if not callable(getattr(module, "task", None)):
+        raise UsageError(f"{path} defines no function task(options) that returns a Task")
+    kind = Options
+    if hasattr(module, "Options"):
+        kind = joined(module.Options, str(path))
+        module.Options = kind  # type: ignore[attr-defined]  # so that options can be pickled
+
+    def build(options: Options) -> Task:
+        with _told(path):
+            task: Any = module.task(options)
+        if not isinstance(task, Task):
+            raise UsageError(f"{path}: task() returned {type(task).__name__}, which is no Task")
+        return task
+
+    return Workload(
+        name=path.stem,
+        program=f"train {path}",
+        description=description,
+        epilog=epilog,
+        models=(),
+        recipe=lambda options: RECIPE,
+        build=build,
+        options=kind,
+        unit="samples",
+        digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+
+
+def _imported(path: Path) -> ModuleType:
+    """Import ``path`` under its own name, so that worker processes can import it too."""
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    file = path.absolute()
+    sys.path.insert(0, str(file.parent))  # as Python does for a script
+    taken = "." in file.stem or file.stem in sys.modules
+    spec = None if taken else importlib.util.find_spec(file.stem)
+    if spec is None or spec.origin != str(file):
+        raise UsageError(f"{path}: Python cannot import {file.stem!r} from it: rename the file")
+    with _told(path):
+        return importlib.import_module(file.stem)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turn whatever goes wrong in the file into one line that names file and line."""
+    try:
+        yield
+    except HvdtrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        file = str(path.absolute())
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        if isinstance(error, SyntaxError) and error.filename == file:
+            lines.append(error.lineno)
+        where = f"{path}, line {lines[-1]}" if lines else f"{path}"
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+        raise UsageError(f"{where}: {what}") from error

@@ -1,0 +1,97 @@
+"""ResNets as a workload: recipe, help text, and the task for one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+from hvdtrain.errors import UsageError
+from hvdtrain.system.output.text import plural
+from hvdtrain.workloads.data import image_folder
+from hvdtrain.workloads.data.image_folder import SYNTHETIC_CLASSES, ImageOptions
+from hvdtrain.workloads.task import Recipe, Task, Workload
+
+EPILOG = """\
+models:
+  resnet18 resnet34 resnet50 (default) resnet101 resnet152
+
+data:
+  --data DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (PNG too; grey and CMYK images too).
+  Without it: random images made once, 100 updates unless told otherwise, no evaluation.
+
+defaults:
+  batch 32 per rank, learning rate 0.0125 per rank (0.0005 with adam), weight decay 1e-4; 90 epochs
+  with 5 of warm-up, then a cosine to 0; bf16 where the processor or GPU has it
+
+examples:
+  mpirun -n 2 python -m hvdtrain.resnet --batch-size 8
+  mpirun -n 8 python -m hvdtrain.resnet --data ~/imagenet --checkpoint-dir checkpoints
+  mpirun -n 2 python -m hvdtrain.resnet --framework tensorflow --model resnet18 --num-steps 20
+"""
+
+# Of ImageNet's training pixels, as fractions, by channel: what the ResNet papers normalise with.
+MEAN = (0.485, 0.456, 0.406)
+DEVIATION = (0.229, 0.224, 0.225)
+RESIZE = 256 / 224  # the shorter side before the centre crop of an evaluation, times the crop
+SYNTHETIC_STEPS = 100
+LOADERS = {"pytorch": "torch_loader", "tensorflow": "tf_pipeline"}
+
+
+def recipe(options: ImageOptions) -> Recipe:
+    """Return Goyal et al.'s (2017): 0.1 for 256 images, five epochs of warm-up, 90 epochs."""
+    return Recipe(
+        batch_size=32,
+        lr=0.0125 if options.optimizer == "sgd" else 0.0005,
+        epochs=90,
+        warmup_epochs=5.0,
+        lr_schedule="cosine",
+        weight_decay=1e-4,
+    )
+
+
+def build(options: ImageOptions) -> Task:
+    """Return the task in the framework that the options name."""
+    if options.image_size < 32:
+        raise UsageError(f"--image-size {options.image_size}: a ResNet needs 32 pixels or more")
+    module = importlib.import_module(f"hvdtrain.workloads.resnet.{options.framework}")
+    loader = importlib.import_module(f"hvdtrain.workloads.data.{LOADERS[options.framework]}")
+    task: Task
+    if options.data is None:
+        task = module.task(options, loader.Synthetic(options), None, SYNTHETIC_CLASSES)
+        task.notes = ("SYNTHETIC images: random pixels, for measuring speed; nothing is learnt",)
+        return task
+    train, test = image_folder.load(options.data, skip_broken=options.skip_broken)
+    left_out = []
+    if options.skip_broken:
+        workers = max(1, options.workers)
+        train, broken = image_folder.without_broken(train, workers)
+        left_out += broken
+        if test is not None:
+            test, broken = image_folder.without_broken(test, workers)
+            left_out += broken
+    for_test = dataclasses.replace(options, workers=min(options.workers, 1))
+    task = module.task(
+        options,
+        loader.Folder(train, module.random_crop, options),
+        None if test is None else loader.Folder(test, module.centre_crop, for_test),
+        len(train.classes),
+    )
+    if left_out:
+        task.notes = (f"left out {plural(len(left_out), 'broken image')}, {left_out[0]} for one",)
+    return task
+
+
+WORKLOAD = Workload(
+    name="resnet",
+    description="Train a ResNet on images.",
+    epilog=EPILOG,
+    models=("resnet50", "resnet18", "resnet34", "resnet101", "resnet152"),
+    recipe=recipe,
+    build=build,
+    options=ImageOptions,
+    short_steps=lambda model: False,
+    prefers_bf16=lambda model: True,
+    default_steps=lambda options: (
+        SYNTHETIC_STEPS if options.data is None and options.epochs is None else None
+    ),
+)

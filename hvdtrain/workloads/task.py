@@ -1,0 +1,143 @@
+"""What the trainer asks of a task; one class per framework fulfils it for every workload."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.config.options import Options
+from hvdtrain.workloads.data.dataset import Batch, Dataset
+from hvdtrain.workloads.metrics import Metric
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """Why no rank has made an update: the gradients of the global batch are not finite.
+
+    Attributes:
+        parameter: the first one whose gradient is not finite; the same on all ranks.
+        own: what this rank has contributed, such as ``its loss is nan``; empty: nothing known.
+    """
+
+    parameter: str
+    own: str
+
+
+class Task(ABC):
+    """A model with its data, optimizer and loss; everything that happens in one process.
+
+    Attributes:
+        model: the network, in its framework's own class.
+        optimizer: likewise.
+        train: samples to train on.
+        test: samples to evaluate on; None where there are none.
+        options: what it was built with, every default filled in.
+        metrics: of an evaluation, besides the loss; by the first the best checkpoint is kept.
+        notes: lines that a user should see before the training.
+        needs_empty_forward: an empty batch takes the forward and backward pass too, because the
+            other ranks wait in it.
+        not_finite: why the last ``update`` changed nothing; None: it did.
+    """
+
+    model: Any
+    optimizer: Any
+    train: Dataset
+    test: Dataset | None = None
+    options: Options
+    metrics: Sequence[Metric] = ()
+    notes: tuple[str, ...] = ()
+    needs_empty_forward = False
+    not_finite: NotFinite | None = None
+
+    @property
+    def best(self) -> tuple[str, bool]:
+        """What the best checkpoint is chosen by, and whether higher is better."""
+        first = next(iter(self.metrics), None)
+        return (first.names[0], first.higher_is_better) if first else ("loss", False)
+
+    @abstractmethod
+    def update(self, batch: Batch, *, learning_rate: float, seed: int) -> Any:
+        """Take one training step: forward, backward, optimizer.
+
+        Args:
+            batch: what to train on; may be empty, and the optimizer takes its step all the same.
+            learning_rate: of this step.
+            seed: of the dropout in this step.
+
+        Returns:
+            The mean loss over the batch, a scalar tensor (0 for an empty batch); not waited for.
+
+        Where the gradients are not finite, ``not_finite`` tells so on every rank, and none has
+        changed its weights. (Loss scaling, of fp16, has its own way: it leaves such steps out and
+        scales by less.)
+        """
+
+    @abstractmethod
+    def evaluate(self, batch: Batch, metrics: Sequence[Metric]) -> float:
+        """Update ``metrics`` with the batch; return the sum of its losses."""
+
+    @abstractmethod
+    def parameter_norm(self) -> float:
+        """Return the L2 norm over all trainable parameters, summed in float64."""
+
+    @abstractmethod
+    def loss_values(self, losses: list[Any]) -> list[float]:
+        """Return as numbers what ``update`` returned; waits for the device."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The defaults of a workload, measured to keep its accuracy at any number of ranks.
+
+    Attributes:
+        batch_size: samples per rank and step.
+        lr: learning rate for one rank.
+        epochs: length of the training.
+        warmup_epochs: length of the warm-up, in epochs.
+        lr_schedule: what follows it.
+        weight_decay: L2 penalty.
+    """
+
+    batch_size: int
+    lr: float
+    epochs: int
+    warmup_epochs: float
+    lr_schedule: str
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A trainer's subject.
+
+    Attributes:
+        name: as in ``python -m hvdtrain.NAME``.
+        description: what it does, for the help.
+        epilog: the end of the help: models, data, defaults, examples.
+        models: names of its networks, the default first; none: ``--model`` is its own affair.
+        recipe: its defaults, given the options.
+        build: makes the task, given the options with every default filled in.
+        options: ``Options`` and what the workload adds to them.
+        unit: what its samples are, in the plural.
+        program: as in ``python -m hvdtrain.PROGRAM``, where that is not the name.
+        digest: of the file that defines it, where that is the user's.
+        short_steps: steps take milliseconds, so Horovod should look for work more often.
+        prefers_bf16: measured to be faster in bf16 where the device has it.
+        default_steps: updates where the data has no end (synthetic); None: all epochs.
+    """
+
+    name: str
+    description: str
+    epilog: str
+    models: tuple[str, ...]
+    recipe: Callable[[Any], Recipe]
+    build: Callable[[Any], Task]
+    short_steps: Callable[[str], bool] = lambda model: False
+    prefers_bf16: Callable[[str], bool] = lambda model: False
+    default_steps: Callable[[Any], int | None] = lambda options: None
+    options: type[Options] = Options
+    unit: str = "images"
+    program: str = ""
+    digest: str = ""

@@ -1,0 +1,93 @@
+"""Step 5 in one process: the buckets of both frameworks, over a sum that arrives late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+SIZE = 16  # a parameter that fills its place in a bucket
+
+
+class LateSum:
+    """The sum over two ranks: what the other one has is added when the sum is waited for."""
+
+    def __init__(self, other: Any) -> None:
+        self.other, self.started = other, 0
+
+    def reduce(self, flat: Any, name: str) -> Any:
+        self.started += 1
+        return flat
+
+    def wait(self, flat: Any) -> None:
+        flat[:SIZE] += self.other
+        self.started -= 1
+
+
+def torch_step(mine: float, other: float, weight: float = 0.25) -> tuple[Any, Any, Any, LateSum]:
+    """A backward pass with a scaled loss, as fp16 on a GPU has it; its gradient is ``mine``."""
+    torch = pytest.importorskip("torch")
+    from hvdtrain.adapters.pytorch.buckets import Buckets
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    parameter = torch.nn.Parameter(torch.zeros(SIZE))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    late = LateSum(torch.full((SIZE,), 8 * other))
+    buckets = Buckets("test", optimizer, late.reduce, late.wait, lambda: weight)
+    scaler.scale((parameter * mine).sum()).backward()
+    assert late.started == 0 and buckets.messages["count"] == 1
+    return parameter, optimizer, scaler, late
+
+
+def test_gradients_are_unscaled_when_their_sum_is_whole() -> None:
+    parameter, optimizer, scaler, _ = torch_step(mine=4.0, other=2.0)
+    assert parameter.grad.tolist() == [8 * (0.25 * 4 + 2)] * SIZE
+    scaler.unscale_(optimizer)
+    assert parameter.grad.tolist() == [3.0] * SIZE
+    scaler.step(optimizer)
+    scaler.update()
+    assert (parameter.tolist(), scaler.get_scale()) == ([-3.0] * SIZE, 8.0)
+
+
+@pytest.mark.parametrize(("mine", "other"), [(np.inf, 1.0), (1.0, np.inf), (1.0, np.nan)])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(mine: float, other: float) -> None:
+    parameter, optimizer, scaler, _ = torch_step(mine, other)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (parameter.tolist(), scaler.get_scale()) == ([0.0] * SIZE, 4.0)
+
+
+def test_a_part_without_samples_counts_nothing_even_if_its_loss_is_nan() -> None:
+    parameter, optimizer, scaler, _ = torch_step(mine=np.nan, other=2.0, weight=0.0)
+    scaler.step(optimizer)
+    assert parameter.tolist() == [-2.0] * SIZE
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
+    tf = pytest.importorskip("tensorflow")
+    from hvdtrain.adapters.tensorflow.buckets import Buckets
+
+    seen: list[str] = []
+
+    def reduce(flat: Any, name: str) -> Any:
+        seen.append(name)
+        return flat + 1
+
+    buckets = Buckets("test", reduce)
+    variables = [tf.Variable(tf.zeros((2, 3))), tf.Variable(0.0), tf.Variable(tf.zeros(4))]
+
+    def total() -> Any:
+        nan = tf.fill([4], np.nan)
+        return buckets.sum([tf.ones((2, 3)), None, nan], variables, weighted=False)
+
+    total = tf.function(total) if traced else total
+    for weight, expected in ((0.0, [1.0, 1.0, 1.0]), (0.5, [1.5, 1.0, np.nan])):
+        buckets.weight.assign(weight)
+        found = total()
+        assert [one.shape for one in found] == [one.shape for one in variables]
+        for one, value in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one.numpy(), np.full(one.shape, value))
+    assert set(seen) == {"test.0"} and buckets.messages == {"count": 1, "bytes": 4 * 11}
+    assert int(buckets.sums.numpy()) == 2 and buckets.stop_agreed  # the other rank's wish is 1

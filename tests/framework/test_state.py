@@ -1,0 +1,70 @@
+"""Steps 6 and 7 in one process: the state of a model and its optimizer as arrays, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.select import adapter
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.checkpoint import Checkpoint
+
+
+def pytorch(width: int) -> tuple[Any, Any]:
+    """A net with running statistics and an optimizer with moments, after an update."""
+    torch = pytest.importorskip("torch")
+    layers = (torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1))
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(8, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def tensorflow(width: int) -> tuple[Any, Any]:
+    """The same in Keras."""
+    keras = pytest.importorskip("keras")
+    layers = (keras.layers.Dense(width), keras.layers.BatchNormalization(), keras.layers.Dense(1))
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    optimizer = keras.optimizers.Adam(0.1)
+    optimizer.build(model.trainable_variables)
+    gradients = [np.random.rand(*one.shape).astype("f4") for one in model.trainable_variables]
+    optimizer.apply(gradients, model.trainable_variables)
+    return model, optimizer
+
+
+MADE = {"pytorch": pytorch, "tensorflow": tensorflow}
+
+
+@pytest.fixture(params=MADE)
+def alone(request: pytest.FixtureRequest) -> tuple[CommonAdapter, Any]:
+    """An adapter, which needs no world for this, and what makes a model and an optimizer."""
+    return adapter(request.param, "single", environ={}), MADE[request.param]
+
+
+def exported(hvd: CommonAdapter, trained: Any) -> dict[str, bytes]:
+    state = hvd.export_state(*trained)
+    return {name: value.tobytes() for name, value in {**state.model, **state.training}.items()}
+
+
+def test_a_state_comes_back_bit_for_bit(alone: tuple[CommonAdapter, Any]) -> None:
+    hvd, make = alone
+    one, other = make(4), make(4)
+    before = exported(hvd, one)
+    assert exported(hvd, other) != before
+    state = hvd.export_state(*one)
+    parts = (state.model, state.training)
+    copies = [{name: np.array(value) for name, value in part.items()} for part in parts]
+    hvd.import_state(*other, Checkpoint(*copies))
+    assert exported(hvd, other) == before
+    assert hvd.trained_names(other[0]) < set(state.model)  # running statistics are not trained
+
+
+def test_the_state_of_another_model_is_named(alone: tuple[CommonAdapter, Any]) -> None:
+    hvd, make = alone
+    state = hvd.export_state(*make(5))
+    with pytest.raises(UsageError, match=r"is not of this model: \d+ tensors differ"):
+        hvd.import_state(*make(4), state)

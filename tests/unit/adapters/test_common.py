@@ -1,0 +1,405 @@
+"""The steps that all adapters share, on a model of NumPy arrays and ranks that are threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.adapters.common import BUCKET_BYTES, CommonAdapter, exchange, in_buckets
+from hvdtrain.collectives.base import Alone, Communicator
+from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
+from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps import integrity
+from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.integrity import RankFacts
+from hvdtrain.steps.world import World
+
+Model = dict[str, Arrays]  # "weights", which all ranks share, and "running", each rank's own
+
+
+class ArrayAdapter(CommonAdapter):
+    """Weights, momenta and running statistics in dictionaries."""
+
+    name = "horovod"
+    runtime = "the threads"
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self.communicator = communicator
+        self.world = World(
+            communicator.rank, communicator.size, communicator.rank, communicator.size, "h", 1
+        )
+
+    def connect(self) -> Communicator:
+        return self.communicator
+
+    def pin_device(self) -> str:
+        return "none"
+
+    def check_trained(self, model: Any, optimizer: Any) -> None:
+        pass
+
+    def trained_names(self, model: Any) -> set[str]:
+        return {"w"}
+
+    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
+        arrays = {**model["weights"], **model["running"]}
+        return Checkpoint({k: v.copy() for k, v in arrays.items()}, dict(optimizer or {}))
+
+    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
+        for part in ("weights", "running"):
+            if not set(model[part]) <= set(state.model):
+                raise UsageError("another model")
+            model[part] = {name: state.model[name] for name in model[part]}
+        if optimizer is not None:
+            optimizer.clear()
+            optimizer.update(state.training)
+
+    def local_buffers(self, model: Any) -> Arrays:
+        return {k: v.copy() for k, v in model["running"].items()}
+
+    def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
+        model["running"] = dict(arrays)
+
+
+def model_of(rank: int) -> Model:
+    return {
+        "weights": {"w": np.array([1.0, 2.0]) + rank, "steps": np.array(rank)},
+        "running": {"mean": np.array([8.0 * rank], np.float32)},
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_after_the_broadcast_all_are_rank_zero(on_ranks: Any, size: int) -> None:
+    def act(communicator: Communicator) -> tuple[Any, ...]:
+        model, rank = model_of(communicator.rank), communicator.rank
+        momenta = {"m": np.array([5.0])} if rank == 0 else {}  # only rank 0 has resumed
+        digest = ArrayAdapter(communicator).broadcast_state(model, momenta)
+        return digest, model, momenta
+
+    outcomes = on_ranks(size, act)
+    assert len({digest for digest, _, _ in outcomes}) == 1
+    for _, model, momenta in outcomes:
+        assert model["weights"]["w"].tolist() == [1.0, 2.0]
+        assert model["weights"]["steps"].shape == ()
+        assert model["running"]["mean"].tolist() == [0.0]
+        assert momenta["m"].tolist() == [5.0]
+
+
+def test_a_replica_that_drifts_by_one_bit_is_named(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> str:
+        model = model_of(0)
+        if communicator.rank == 2:
+            model["weights"]["w"] = np.nextafter(model["weights"]["w"], 9)
+        return ArrayAdapter(communicator).check_replicas(model)
+
+    outcomes = on_ranks(3, act)
+    assert {type(outcome) for outcome in outcomes} == {HvdtrainError}
+    assert "rank 2 differs" in str(outcomes[0])
+
+
+def test_metrics_over_all_ranks_with_uneven_and_empty_shares(on_ranks: Any) -> None:
+    counts, sums = [3, 0, 1], [6.0, 0.0, 10.0]
+
+    def act(communicator: Communicator) -> Any:
+        rank = communicator.rank
+        adapter = ArrayAdapter(communicator)
+        return adapter.average_metrics(counts[rank], loss=sums[rank], correct=counts[rank])
+
+    assert on_ranks(3, act) == [({"loss": 4.0, "correct": 1.0}, 4)] * 3
+
+
+def test_the_part_in_hand_gives_the_weight(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> list[float]:
+        adapter = ArrayAdapter(communicator)
+        assert adapter.part_weight == 1 / 3  # no shards: all ranks count the same
+        shards = adapter.shard_data(10, global_batch=4)
+        return [adapter.part_weight for _ in shards.epoch(0)]
+
+    # 4, 4 and 2 samples for three ranks: parts of 2, 1, 1 and of 1, 1, 0.
+    assert on_ranks(3, act) == [[0.5, 0.5, 0.5], [0.25, 0.25, 0.5], [0.25, 0.25, 0.0]]
+
+
+def test_other_data_of_the_same_size_is_told_by_its_digest(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> int:
+        digest = "other" if communicator.rank == 1 else "mine"
+        adapter = ArrayAdapter(communicator)
+        same = adapter.shard_data(10, global_batch=4, digest=b"the same")
+        return same.samples + adapter.shard_data(10, global_batch=4, digest=digest).samples
+
+    for outcome in on_ranks(3, act):
+        assert isinstance(outcome, UsageError)
+        assert "the data on rank 1 is not rank 0's" in str(outcome)
+
+
+def trained(communicator: Communicator) -> tuple[ArrayAdapter, Model]:
+    """After an epoch of 4 samples: 3 ranks have seen 2, 1 and 1."""
+    adapter, model = ArrayAdapter(communicator), model_of(communicator.rank)
+    model["weights"] = model_of(0)["weights"]
+    for _ in adapter.shard_data(4, global_batch=4).epoch(0):
+        pass
+    return adapter, model
+
+
+def test_within_an_evaluation_the_statistics_are_the_mean_and_after_it_the_own(
+    on_ranks: Any,
+) -> None:
+    def act(communicator: Communicator) -> tuple[float, float]:
+        adapter, model = trained(communicator)
+        with adapter.averaged_buffers(model):
+            inside = float(model["running"]["mean"][0])
+        return inside, float(model["running"]["mean"][0])
+
+    # (2 x 0 + 1 x 8 + 1 x 16) / 4
+    assert on_ranks(3, act) == [(6.0, 0.0), (6.0, 8.0), (6.0, 16.0)]
+
+
+def test_an_evaluation_that_fails_gives_the_own_statistics_back(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> float:
+        adapter, model = trained(communicator)
+        with pytest.raises(ZeroDivisionError), adapter.averaged_buffers(model):
+            raise ZeroDivisionError
+        return float(model["running"]["mean"][0])
+
+    assert on_ranks(3, act) == [0.0, 8.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("size", "statistics"), [(3, [0.0, 8.0, 16.0]), (2, [6.0, 6.0]), (1, [6.0])]
+)
+def test_a_checkpoint_resumes_with_the_own_statistics_or_on_other_ranks_with_the_mean(
+    on_ranks: Any, tmp_path: Path, size: int, statistics: list[float]
+) -> None:
+    def save(communicator: Communicator) -> Path:
+        adapter, model = trained(communicator)
+        state = {"step": 1, "origin": {"model": "array"}}
+        return adapter.save_checkpoint(tmp_path, model, {"m": np.array([3.0])}, state=state)
+
+    assert on_ranks(3, save) == [tmp_path / "step-000000001"] * 3
+
+    def resume(communicator: Communicator) -> tuple[Any, ...]:
+        adapter, model = ArrayAdapter(communicator), model_of(7)
+        momenta: Arrays = {}
+        state = adapter.load_checkpoint(tmp_path, model, momenta, origin={"model": "array"})
+        adapter.broadcast_state(model, momenta)
+        return state, model, momenta
+
+    for rank, (state, model, momenta) in enumerate(on_ranks(size, resume)):
+        assert state["step"] == 1
+        assert state["world_size"] == 3
+        assert model["weights"]["w"].tolist() == [1.0, 2.0]
+        assert model["weights"]["steps"].shape == ()
+        assert {name: value.tolist() for name, value in momenta.items()} == {"m": [3.0]}
+        assert model["running"]["mean"].tolist() == [statistics[rank]]
+
+
+def test_a_foreign_checkpoint_is_refused_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:
+    def act(communicator: Communicator) -> Any:
+        adapter, model = trained(communicator)
+        state = {"step": 1, "origin": {"model": "array"}}
+        adapter.save_checkpoint(tmp_path, model, {}, state=state)
+        return adapter.load_checkpoint(tmp_path, model, {}, origin={"model": "other"})
+
+    outcomes = on_ranks(2, act)
+    assert {type(outcome) for outcome in outcomes} == {UsageError}
+    assert all("'array' there, 'other' here" in str(outcome) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("where", ["w", "momentum", "mean"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_neither_saved_nor_resumed(
+    on_ranks: Any, tmp_path: Path, where: str, value: float
+) -> None:
+    mask = where == "mean" and value == np.inf  # a mask holds infinities, and they are welcome
+
+    def act(communicator: Communicator) -> Any:
+        adapter, model = trained(communicator)
+        adapter.save_checkpoint(tmp_path, model, {"m": np.ones(1)}, state={"step": 1})
+        momenta = {"m": np.array([value if where == "momentum" else 1.0])}
+        if where == "w":
+            model["weights"]["w"] = np.array([1.0, value])
+        elif where == "mean" and communicator.rank == 1:
+            model["running"]["mean"] = np.array([value], np.float32)
+        return adapter.save_checkpoint(tmp_path, model, momenta, state={"step": 2})
+
+    name = {"w": "w", "momentum": "m", "mean": "mean"}[where]
+    for outcome in on_ranks(2, act):
+        if mask:
+            assert outcome == tmp_path / "step-000000002"
+        else:
+            assert isinstance(outcome, TrainingError)
+            assert str(outcome).startswith(f"{name} is not finite after step 2: nothing was saved")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step-00000000{step}" for step in (1, 2)[: 1 + mask]
+    ]
+    # As an older version saved it.
+    arrays = {"w": np.ones(2), "steps": np.array(0), "mean": np.zeros(1, np.float32)}
+    arrays |= {name: np.array([value])} if where != "momentum" else {}
+    momenta = {"m": np.array([value if where == "momentum" else 1.0])}
+    checkpoints.save(tmp_path, Checkpoint(arrays, momenta, {"step": 3}), keep=9)
+
+    def resume(communicator: Communicator) -> Any:
+        state = ArrayAdapter(communicator).load_checkpoint(tmp_path, model_of(0), {})
+        return state and state["step"]
+
+    assert on_ranks(2, resume) == [3 if mask else 1] * 2
+
+
+def test_no_checkpoint_is_none_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:
+    def act(communicator: Communicator) -> Any:
+        return ArrayAdapter(communicator).load_checkpoint(tmp_path, model_of(0), {}, origin={})
+
+    assert on_ranks(2, act) == [None, None]
+
+
+def test_the_world_counts_hosts(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a", "b", "a", "b", "b"]
+    of_thread: dict[int, str] = {}
+    monkeypatch.setattr(socket, "gethostname", lambda: of_thread[threading.get_ident()])
+    for name in ("OMPI_MCA_mpi_yield_when_idle", "HOROVOD_FUSION_THRESHOLD"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))  # put back at the end
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "5")
+
+    def act(communicator: Communicator) -> World:
+        of_thread[threading.get_ident()] = names[communicator.rank]
+        return ArrayAdapter(communicator).initialize()
+
+    worlds = on_ranks(5, act)
+    assert [world.rank for world in worlds] == [0, 1, 2, 3, 4]
+    assert [world.host for world in worlds] == names
+    assert [world.local_rank for world in worlds] == [0, 0, 1, 1, 2]
+    assert [world.local_size for world in worlds] == [2, 3, 2, 3, 3]
+    assert {world.hosts for world in worlds} == {2}
+
+
+def test_several_worlds_of_one_are_refused(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMPI_MCA_mpi_yield_when_idle", "HOROVOD_FUSION_THRESHOLD"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
+    (outcome,) = on_ranks(1, lambda communicator: ArrayAdapter(communicator).initialize())
+    assert isinstance(outcome, UsageError)
+    assert "world of 1" in str(outcome)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_ranks_of_two_versions(
+    on_ranks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, allowed: bool
+) -> None:
+    def told(environ: Any, mpi: str) -> RankFacts:
+        number = of_thread[threading.get_ident()]
+        return RankFacts(f"node{number}", "", {"torch": f"2.{number}"}, tuple(allow))
+
+    of_thread: dict[int, int] = {}
+    allow = ["mixed-versions"] if allowed else []
+    monkeypatch.setattr(integrity, "rank_facts", told)
+
+    def act(communicator: Communicator) -> Any:
+        of_thread[threading.get_ident()] = communicator.rank
+        return exchange(communicator)
+
+    outcomes = on_ranks(2, act)
+    text = "torch 2.0 on node0 (rank 0), 2.1 on node1 (rank 1)"
+    if allowed:
+        assert [facts.host for facts in outcomes[1]] == ["node0", "node1"]
+        assert len([r for r in caplog.records if text in r.message]) == 1  # said once
+    else:
+        assert {type(outcome) for outcome in outcomes} == {UsageError}
+        assert all(text in str(outcome) for outcome in outcomes)
+
+
+def on_host(communicator: Communicator, *visible: int) -> Any:
+    """Step 2 of a rank that sees ``visible[rank]`` of its host's GPUs."""
+    adapter = ArrayAdapter(communicator)
+    adapter.ranks = [RankFacts("node1", "", {})] * communicator.size
+    count = visible[communicator.rank]
+    return adapter.check_devices("a GPU", communicator.rank % max(1, count), count)
+
+
+def test_two_ranks_on_one_gpu_are_told_on_all_ranks(
+    on_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    outcomes = on_ranks(2, lambda c: on_host(c, 1, 1))
+    assert {type(outcome) for outcome in outcomes} == {UsageError}
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert "ranks 0-1 on host node1 use the same GPU" in str(outcomes[0])
+    assert "CUDA_VISIBLE_DEVICES=3" in str(outcomes[0])
+
+
+def test_ranks_with_gpus_of_their_own_and_ranks_without_any_pass(on_ranks: Any) -> None:
+    assert on_ranks(2, lambda c: on_host(c, 2, 2)) == [None, None]
+    assert on_ranks(2, lambda c: on_host(c, 0, 0)) == [None, None]
+
+
+def test_a_rank_without_a_gpu_among_others_is_told(on_ranks: Any) -> None:
+    outcomes = on_ranks(3, lambda c: on_host(c, 3, 3, 0))
+    assert {type(outcome) for outcome in outcomes} == {UsageError}
+    assert "node1 (rank 2) sees no GPU" in str(outcomes[0])
+
+
+def test_the_user_may_let_ranks_share_a_gpu(
+    on_ranks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def act(communicator: Communicator) -> Any:
+        adapter = ArrayAdapter(communicator)
+        adapter.ranks = [RankFacts("node1", "", {}, ("shared-gpu",))] * 2
+        return adapter.check_devices("a GPU", 0, 1)
+
+    assert on_ranks(2, act) == [None, None]
+    assert len([r for r in caplog.records if "same GPU" in r.message]) == 1  # by one rank
+
+
+@pytest.mark.parametrize("value", ["3", "12"])
+def test_threads_are_what_the_user_says(
+    on_ranks: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert on_ranks(2, lambda c: ArrayAdapter(c).cpu_threads()) == [int(value)] * 2
+
+
+@pytest.mark.parametrize("value", ["", "many", "0"])
+def test_threads_are_the_share_of_the_cores(
+    on_ranks: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    assert on_ranks(3, lambda c: ArrayAdapter(c).cpu_threads()) == [4, 4, 4]
+
+
+def test_buckets_go_from_the_back_and_hold_one_kind() -> None:
+    whole = BUCKET_BYTES
+    assert in_buckets([]) == []
+    assert in_buckets([("f", 4), ("f", 8), ("f", 2)]) == [[2, 1, 0]]
+    assert in_buckets([("f", 4), ("f", whole), ("f", 4)]) == [[2, 1], [0]]
+    assert in_buckets([("f", 4), ("d", 4), ("f", 4)]) == [[2], [1], [0]]
+
+
+def test_what_the_sums_of_several_optimizers_tell() -> None:
+    class Sums:
+        def __init__(
+            self, seconds: float | None, messages: dict[str, int] | None, stop: bool
+        ) -> None:
+            self.blocked_seconds, self.messages, self.stop_agreed = seconds, messages, stop
+
+    class Several(ArrayAdapter):
+        gradient_sums = ()  # type: ignore[assignment]
+
+    adapter = Several(Alone())
+    assert (adapter.blocked_seconds, adapter.gradient_messages) == (0.0, None)
+    adapter.world = World(0, 2, 0, 2, "h", 1)
+    assert adapter.blocked_seconds is None
+    one, other = {"count": 2, "bytes": 8}, {"count": 1, "bytes": 4}
+    adapter.gradient_sums = (Sums(0.5, one, False), Sums(0.25, other, True))  # type: ignore[assignment]
+    assert (adapter.blocked_seconds, adapter.stop_agreed) == (0.75, True)
+    assert adapter.gradient_messages == {"count": 3, "bytes": 12}
+    adapter.gradient_sums = (Sums(None, None, False), Sums(0.25, other, False))  # type: ignore[assignment]
+    assert (adapter.blocked_seconds, adapter.stop_agreed) == (None, False)
+    assert adapter.gradient_messages == other

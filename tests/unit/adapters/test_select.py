@@ -1,0 +1,105 @@
+"""Which adapter: by strategy, launcher, and what is installed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from hvdtrain.adapters import select
+from hvdtrain.adapters.select import check_version, choose_strategy
+from hvdtrain.config.strategies import LATER, STRATEGIES, Strategy
+from hvdtrain.errors import UsageError
+from hvdtrain.system.runtime.detect import ALONE, LaunchInfo
+
+ONE = LaunchInfo("mpirun (Open MPI)", 0, 1, 0, 1)
+TWO = LaunchInfo("mpirun (Open MPI)", 1, 2, 1, 2)
+TORCHRUN = LaunchInfo("torchrun", 0, 2, 0, 2)
+
+
+NOTHING = {"single"}  # all that is installed where Horovod is not
+
+
+def choose(asked: str | None, launch: LaunchInfo, *, horovod: bool = True) -> str:
+    installed = set(STRATEGIES) if horovod else NOTHING
+    return choose_strategy(asked, "pytorch", launch, installed).name
+
+
+@pytest.mark.parametrize("launch", [ALONE, ONE, TWO])
+@pytest.mark.parametrize("asked", [None, "horovod"])
+def test_horovod_where_it_is_installed(asked: str | None, launch: LaunchInfo) -> None:
+    assert choose(asked, launch) == "horovod"
+
+
+@pytest.mark.parametrize("launch", [ALONE, ONE])
+def test_alone_without_horovod_it_is_single_and_says_so(
+    launch: LaunchInfo, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="hvdtrain"):
+        assert choose(None, launch, horovod=False) == "single"
+    assert caplog.messages == [
+        "Horovod is not installed: training in one process (--strategy single)"
+    ]
+
+
+@pytest.mark.parametrize("horovod", [True, False])
+@pytest.mark.parametrize("launch", [ALONE, ONE])
+def test_single_when_asked_for(
+    horovod: bool, launch: LaunchInfo, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose("single", launch, horovod=horovod) == "single"
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "launch", "horovod", "words"),
+    [
+        (None, TWO, False, ["not installed", "hvdtrain install-horovod"]),
+        ("horovod", TWO, False, ["not installed", "hvdtrain install-horovod"]),
+        ("horovod", ALONE, False, ["not installed", "hvdtrain install-horovod"]),
+        ("single", TWO, True, ["--strategy single", "mpirun (Open MPI) started 2"]),
+        (None, TORCHRUN, True, ["not by torchrun: use mpirun, or --strategy ddp"]),
+        ("horovod", TORCHRUN, True, ["not by torchrun: use mpirun, or --strategy ddp"]),
+        ("horovod", TORCHRUN, False, ["not by torchrun: use mpirun, or --strategy ddp"]),
+        ("magic", ALONE, True, ["--strategy magic: choose", ", ".join(STRATEGIES)]),
+        *((name, ALONE, True, [f"--strategy {name} is not built yet"]) for name in LATER),
+    ],
+)
+def test_what_cannot_be(
+    asked: str | None, launch: LaunchInfo, horovod: bool, words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose(asked, launch, horovod=horovod)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("launch", [ALONE, ONE, TWO, TORCHRUN])
+def test_ddp_under_any_launcher_for_pytorch(launch: LaunchInfo) -> None:
+    assert choose("ddp", launch) == "ddp"
+    with pytest.raises(UsageError, match="--strategy ddp is for pytorch, not for --framework ten"):
+        choose_strategy("ddp", "tensorflow", launch, STRATEGIES)
+
+
+def test_a_framework_that_is_too_old_is_told() -> None:
+    new = Strategy("new", {}, oldest={"pytorch": "2.6"})
+    check_version(new, "pytorch", "2.13.0+cpu")
+    check_version(new, "tensorflow", "2.1")
+    with pytest.raises(
+        UsageError, match=r"--strategy new needs torch 2\.6 or newer, here is 2\.5\.1"
+    ):
+        check_version(new, "pytorch", "2.5.1")
+
+
+def test_an_unknown_framework_is_told() -> None:
+    with pytest.raises(UsageError, match="--framework jax: choose one of pytorch, tensorflow"):
+        select.adapter("jax", environ={})
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_framework_that_is_not_installed_is_told_with_the_remedy(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "is_installed", lambda module: False)
+    with pytest.raises(UsageError, match=f"pip install 'hvdtrain\\[{framework}\\]'"):
+        select.adapter(framework, environ={})

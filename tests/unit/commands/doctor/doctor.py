@@ -1,0 +1,28 @@
+"""What the tests of ``hvdtrain doctor`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdtrain.commands.doctor.findings import ABSENT, ERROR, WARNING, Finding
+from hvdtrain.system.machine.limits import GIB, Resources
+
+PLENTY = Resources(
+    cores=8,
+    quota=None,
+    memory=64 * GIB,
+    memory_limited=False,
+    locked_memory=None,
+    open_files=4096,
+    shared_memory=32 * GIB,
+    shared_memory_free=32 * GIB,
+)
+
+
+def by_check(found: Iterator[Finding]) -> dict[str, Finding]:
+    """The findings by name; each that is bad has a remedy."""
+    table = {finding.check: finding for finding in found}
+    for finding in table.values():
+        bad = finding.state in (WARNING, ERROR)
+        assert bool(finding.remedy) == bad or finding.state == ABSENT
+    return table

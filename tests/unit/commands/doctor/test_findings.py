@@ -1,0 +1,136 @@
+"""Findings: their states, exit code, and a table that is never cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.collectives.bench import bandwidths, repeats_for
+from hvdtrain.commands.doctor.checks.ranks import (
+    allreduce_findings,
+    allreduce_table,
+    allreduce_title,
+    show_rate,
+    show_seconds,
+)
+from hvdtrain.commands.doctor.findings import (
+    ABSENT,
+    ERROR,
+    OK,
+    WARNING,
+    Finding,
+    exit_code,
+    findings_table,
+    rendered,
+    summary,
+)
+
+LONG = "/a/very/long/path" * 12
+
+
+def test_only_an_error_fails() -> None:
+    fine = [Finding("a", OK, ""), Finding("b", WARNING, ""), Finding("c", ABSENT, "")]
+    assert exit_code(fine) == 0
+    assert exit_code([*fine, Finding("d", ERROR, "")]) == 1
+    assert exit_code([]) == 0
+
+
+def test_the_summary_counts() -> None:
+    bad = [Finding("a", ERROR, ""), Finding("b", WARNING, ""), Finding("c", WARNING, "")]
+    assert summary(bad) == "1 error, 2 warnings"
+    assert summary(bad[1:]) == "2 warnings"
+    assert summary([Finding("a", OK, "")]) == "all well"
+
+
+def test_the_table_in_a_file_keeps_its_columns() -> None:
+    table = findings_table(
+        [Finding("MPI", OK, LONG), Finding("current directory", ERROR, "full [x]", "free some")]
+    )
+    assert rendered(table, "", "1 error", columns=None).splitlines() == [
+        f"ok     MPI                {LONG}",
+        "error  current directory  full [x]",
+        "                          -> free some",
+        "",
+        "1 error",
+    ]
+
+
+def test_the_table_on_a_terminal_fits_it() -> None:
+    table = findings_table([Finding("MPI", WARNING, LONG, "remedy")])
+    text = rendered(table, columns=60)
+    assert "\x1b[" in text  # coloured
+    assert len(text.splitlines()) > 3  # wrapped
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds", "ranks", "expected"),
+    [(10**9, 1.0, 1, (1.0, 0.0)), (10**9, 0.5, 2, (2.0, 2.0)), (10**9, 1.0, 4, (1.0, 1.5))],
+)
+def test_bandwidths(size: int, seconds: float, ranks: int, expected: tuple[float, float]) -> None:
+    assert bandwidths(size, seconds, ranks) == expected
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(0.0, 200), (1e-6, 200), (0.01, 30), (9.0, 5)])
+def test_repeats_fill_the_budget(seconds: float, repeats: int) -> None:
+    assert repeats_for(seconds, 0.3) == repeats
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (5.74e-6, "5.74 µs"),
+        (999.7e-6, "1 ms"),
+        (1.08e-3, "1.08 ms"),
+        (2.0, "2 s"),
+        (1e-9, "0.001 µs"),
+    ],
+)
+def test_times_are_readable(seconds: float, text: str) -> None:
+    assert show_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "text"),
+    [(12.5, "12.5 GB/s"), (0.4, "400 MB/s"), (4e-6, "4 kB/s"), (2e-7, "0.2 kB/s"), (0.0, "0 kB/s")],
+)
+def test_small_messages_have_a_bandwidth_too(gigabytes: float, text: str) -> None:
+    assert show_rate(gigabytes) == text
+
+
+def measured(seconds: float, size: int) -> dict[str, float]:
+    algorithm, bus = bandwidths(size, seconds, 4)
+    return {
+        "bytes": size,
+        "seconds": seconds,
+        "algorithm_gb_per_second": algorithm,
+        "bus_gb_per_second": bus,
+    }
+
+
+REPORT = {
+    "ranks": 4,
+    "hosts": 2,
+    "backends": {
+        "mpi4py": {"state": "ok", "rows": [measured(1e-5, 4), measured(0.01, 10**7)]},
+        "horovod": {"state": "ok", "rows": [measured(1e-3, 4), measured(0.02, 10**7)]},
+        "gloo": {"state": "error", "reason": "no route"},
+        "nccl": {"state": "absent", "reason": "no GPU"},
+    },
+}
+
+
+def test_the_allreduce_table() -> None:
+    parts = (allreduce_title(REPORT), allreduce_table(REPORT))
+    assert rendered(*parts, columns=None).splitlines() == [
+        "allreduce over 4 ranks on 2 hosts: median time, algorithm and bus bandwidth",
+        "message  mpi4py       alg       bus  Horovod       alg       bus",
+        "    4 B   10 µs  400 kB/s  600 kB/s     1 ms    4 kB/s    6 kB/s",
+        "9.5 MiB   10 ms    1 GB/s  1.5 GB/s    20 ms  500 MB/s  750 MB/s",
+    ]
+
+
+def test_what_could_not_be_measured() -> None:
+    found = {finding.check: finding.state for finding in allreduce_findings(REPORT)}
+    assert found == {"allreduce, torch.distributed, Gloo": WARNING, "allreduce": OK}
+    broken = {**REPORT, "backends": {"horovod": {"state": "error", "reason": "its world is 1"}}}
+    (finding,) = allreduce_findings(broken)
+    assert (finding.state, finding.evidence) == (ERROR, "its world is 1")

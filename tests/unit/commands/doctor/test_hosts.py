@@ -1,0 +1,153 @@
+"""BatchSystem system, hosts and ranks: how `hvdtrain doctor` judges what it finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.commands.doctor.checks import hosts, ranks
+from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from hvdtrain.commands.launch.hosts import Allocation, Host
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result
+from tests.unit.commands.doctor.doctor import PLENTY, by_check
+
+
+def test_no_batch_system() -> None:
+    found = by_check(hosts.batch_findings(hosts.BatchSystem((), "", Allocation("none")), {"login"}))
+    assert {finding.state for finding in found.values()} == {ABSENT}
+
+
+PBS = Allocation("PBS", (Host("node1.cluster", 4), Host("node2", 4)))
+
+
+@pytest.mark.parametrize(
+    ("here", "state"), [("node1", OK), ("node2", OK), ("node1.cluster", OK), ("login", WARNING)]
+)
+def test_a_job(here: str, state: str) -> None:
+    batch = hosts.BatchSystem(("/usr/bin/qsub",), "12.server", PBS)
+    found = by_check(hosts.batch_findings(batch, {here}))
+    assert found["scheduler"].evidence == "inside job 12.server (PBS)"
+    assert found["hosts of the job"].state == state
+    assert "node1.cluster:4, node2:4, 8 slots" in found["hosts of the job"].evidence
+    assert hosts.slots_here(PBS, {here}) == (4 if state == OK else 1)
+
+
+def test_this_host_by_name_and_by_address() -> None:
+    here = hosts.own_names()
+    for name in ("localhost", socket.gethostname(), f"{socket.gethostname()}.some.domain"):
+        assert hosts.is_this_host(name, here)
+    assert hosts.is_this_host("127.0.0.1", here)
+    assert not hosts.is_this_host("127.9.9.9", here)
+    assert not hosts.is_this_host("10.1.2.3", {"10.1.2.4"})
+
+
+def test_a_nodefile_that_is_gone(tmp_path: Path) -> None:
+    batch = hosts.find_batch({"PBS_NODEFILE": str(tmp_path / "gone"), "PBS_JOBID": "12.server"})
+    finding = by_check(hosts.batch_findings(batch, {"node1"}))["hosts of the job"]
+    assert finding.state == ERROR
+    assert str(tmp_path / "gone") in finding.evidence
+
+
+def test_hosts_that_answer_and_hosts_that_do_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert hosts.ask_host("127.0.0.1", port) == hosts.ANSWERS
+    answers = hosts.ask_hosts(["127.0.0.1", "nosuchhost.invalid"], port)
+    assert answers == {"127.0.0.1": hosts.NO_SSH, "nosuchhost.invalid": hosts.UNKNOWN}
+
+
+@pytest.mark.parametrize(
+    ("answers", "state", "words"),
+    [
+        ({}, ABSENT, "none in this job"),
+        ({"a": hosts.ANSWERS, "b": hosts.ANSWERS}, OK, "a, b: answer"),
+        ({"a": hosts.ANSWERS, "b": hosts.NO_SSH}, WARNING, "b: there, without ssh"),
+        ({"a": hosts.SILENT, "b": hosts.NO_SSH}, ERROR, "a: does not answer"),
+        ({f"n{i}": hosts.UNKNOWN for i in range(9)}, ERROR, "n3 and 5 more: unknown name"),
+    ],
+)
+def test_answers(answers: dict[str, str], state: str, words: str) -> None:
+    finding = hosts.answer_finding(answers, "PBS")
+    assert finding.state == state
+    assert words in finding.evidence
+
+
+def rank(number: int, host: str, **changes: Any) -> dict[str, Any]:
+    usual = {
+        "rank": number,
+        "host": host,
+        "machine": host,
+        "resources": dataclasses.asdict(PLENTY),
+        "affinity": [2 * number, 2 * number + 1],
+        "gpus": [],
+        "software": {"torch": "2.13.0"},
+        "mpi": ["Open MPI 5.0.11, /env/lib/libmpi.so.40"],
+        "fabric": False,
+        "threads": "",
+        "sees_directory": True,
+        "clock_ahead": 0.0,
+    }
+    return {**usual, **changes}
+
+
+def judge(*told: dict[str, Any], asked: int | None = None) -> dict[str, Finding]:
+    report = {"size": len(told), "announced": len(told), "ranks": list(told)}
+    return by_check(ranks.rank_findings(asked or len(told), [report], {"a"}))
+
+
+def test_ranks_that_find_all_they_need() -> None:
+    found = judge(rank(1, "a"), rank(0, "a"), rank(2, "b"), rank(3, "b"))
+    assert {finding.state for finding in found.values()} == {OK}
+    assert found["ranks"].evidence == "4: a (ranks 0-1) and b (ranks 2-3)"
+    assert found["cores of the ranks"].evidence == "2 each"
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "state", "words"),
+    [
+        ({"software": {"torch": "2.12"}}, "versions on the ranks", ERROR, "2.12 on b (rank 1)"),
+        ({"affinity": []}, "cores of the ranks", WARNING, "b: 1 ranks on 0 cores"),
+        ({"sees_directory": False}, "directory on the ranks", WARNING, "b (rank 1) see"),
+        ({"clock_ahead": -3.0}, "clocks of the hosts", WARNING, "b is -3.000 s off"),
+        ({"threads": "64"}, "OMP_NUM_THREADS on b", WARNING, "64 threads per rank"),
+        ({"gpus": ["GPU-1"]}, "GPUs of the ranks", ERROR, "a (rank 0) sees no GPU"),
+    ],
+)
+def test_a_rank_that_differs(changes: dict[str, Any], check: str, state: str, words: str) -> None:
+    finding = judge(rank(0, "a"), rank(1, "b", **changes))[check]
+    assert finding.state == state
+    assert words in finding.evidence
+
+
+def test_ranks_that_share_a_gpu() -> None:
+    one = {"gpus": ["GPU-1"]}
+    assert judge(rank(0, "a", **one), rank(1, "a", **one))["GPUs of the ranks"].state == ERROR
+    assert judge(rank(0, "a", **one), rank(1, "b", **one))["GPUs of the ranks"].state == OK
+    two = {"gpus": ["GPU-1", "GPU-2"]}
+    assert judge(rank(0, "a", **two), rank(1, "a", **two))["GPUs of the ranks"].state == OK
+
+
+def test_ranks_that_find_themselves_alone() -> None:
+    alone = {"size": 1, "announced": 2, "ranks": [rank(0, "a")]}
+    (finding,) = ranks.rank_findings(2, [alone, alone], {"a"})
+    assert finding.state == ERROR
+    assert "2 were started and made worlds of 1, 1" in finding.evidence
+
+
+def test_ranks_that_do_not_start() -> None:
+    command = Command(("mpirun", "-n", "2", "true"))
+    finding = ranks.failed_start(Result(command, 1, "-----\nno such host\n\n"))
+    assert finding.evidence == "exit code 1; said last: no such host"
+    assert "mpirun -n 2 true" in finding.remedy
+    assert ranks.failed_start(Result(command, TIMED_OUT, "")).evidence == (
+        "did not end in time; said last: nothing"
+    )
+
+
+def test_reports_are_read_out_of_what_else_is_said() -> None:
+    text = 'a warning\n{"size": 1}\n{broken\n{"size": 2}\n'
+    assert ranks.read_reports(text) == [{"size": 1}, {"size": 2}]

@@ -1,0 +1,215 @@
+"""Python, frameworks, Horovod and the MPIs: how `hvdtrain doctor` judges what it finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.commands.doctor.checks import loading, machine, mpi, software
+from hvdtrain.commands.doctor.checks.loading import Loaded
+from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING
+from hvdtrain.commands.launch.mpirun import Mpi
+from hvdtrain.system.machine.frameworks import TensorFlow, Torch
+from hvdtrain.system.machine.gpus import Driver, Gpu
+from hvdtrain.system.machine.limits import GIB
+from hvdtrain.system.machine.toolchain import Toolchain
+from hvdtrain.system.runtime.command import Result
+from tests.unit.commands.doctor.doctor import by_check
+
+OPEN = Loaded("", (("/env/lib/libmpi.so.40", "Open MPI 5.0.11"),))
+MPICH = Loaded("", (("/opt/lib/libmpi.so.12", "MPICH 5.0.2"),))
+COPY = Loaded("", (("/usr/lib/libmpi.so.40", "Open MPI 4.1.4"),))
+
+
+def mpirun(dialect: str) -> Mpi:
+    return Mpi(dialect, "/env/bin/mpirun", "5.0.11")
+
+
+def mpi_facts(**changes: Any) -> mpi.MpiFacts:
+    usual = mpi.MpiFacts(
+        launcher=mpirun("openmpi5"),
+        trouble="",
+        beside_python="/env/bin/mpirun",
+        mpi4py=OPEN,
+        horovod={"pytorch": OPEN, "tensorflow": OPEN},
+    )
+    return dataclasses.replace(usual, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "words"),
+    [
+        ({}, OK, "mpirun, mpi4py, Horovod (PyTorch), Horovod (TensorFlow): Open MPI 5.0.11"),
+        ({"launcher": mpirun("mpich")}, ERROR, "starts ranks of MPICH, and each would be alone"),
+        ({"launcher": mpirun("intel"), "mpi4py": MPICH}, ERROR, "Horovod (PyTorch), Horovod (Tens"),
+        ({"launcher": mpirun("srun")}, OK, "Open MPI 5.0.11"),  # starts every kind
+        ({"launcher": mpirun("srun"), "mpi4py": MPICH}, ERROR, "two MPIs in one process"),
+        ({"launcher": mpirun("mpich"), "mpi4py": MPICH, "horovod": {}}, OK, "MPICH 5.0.2"),
+        ({"mpi4py": COPY}, WARNING, "two copies of one MPI"),
+        ({"mpi4py": COPY, "horovod": {}}, WARNING, "mpirun is 5.0.11, the library 4.1.4"),
+        ({"mpi4py": Loaded("no libmpi"), "horovod": {}}, ABSENT, "nothing here uses MPI"),
+    ],
+)
+def test_the_three_mpis_must_be_one(changes: dict[str, Any], state: str, words: str) -> None:
+    finding = by_check(mpi.mpi_findings(mpi_facts(**changes)))["MPI agreement"]
+    assert finding.state == state
+    assert words in finding.evidence
+
+
+def test_no_mpirun_and_an_mpi4py_that_does_not_load() -> None:
+    facts = mpi_facts(launcher=None, trouble="no mpirun on the PATH", mpi4py=Loaded("no libmpi"))
+    found = by_check(mpi.mpi_findings(facts))
+    assert (found["mpirun"].state, found["mpi4py"].state) == (ERROR, ERROR)
+    assert "put /env/bin/mpirun on the PATH" in found["mpirun"].remedy
+
+
+def horovod(**changes: Any) -> software.HorovodFacts:
+    usual = software.HorovodFacts(
+        version="0.28.1",
+        built_for={"pytorch": "2.13.0+cpu", "tensorflow": "2.21.0"},
+        here={"pytorch": "2.13.0+cpu", "tensorflow": "2.21.0"},
+        loaded={"pytorch": OPEN, "tensorflow": OPEN},
+        build={"mpi": "Open MPI 5.0.11", "cpu": ["-mavx", "-mfma"]},
+        cpu_flags=("-mf16c", "-mavx", "-mfma"),
+    )
+    return dataclasses.replace(usual, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "state", "words"),
+    [
+        ({}, "Horovod", OK, "0.28.1, built with Open MPI 5.0.11"),
+        ({}, "Horovod, PyTorch", OK, "loads, for 2.13.0+cpu"),
+        ({"build": {}}, "Horovod", OK, "0.28.1"),
+        ({"version": ""}, "Horovod", ABSENT, "not installed"),
+        ({"cpu_flags": ("-mavx",)}, "Horovod", ERROR, "a processor with fma, which this one lacks"),
+        (
+            {"loaded": {"pytorch": Loaded("undefined symbol: x"), "tensorflow": OPEN}},
+            "Horovod, PyTorch",
+            ERROR,
+            "it does not load (for 2.13.0+cpu): undefined symbol: x",
+        ),
+        (
+            {"here": {"pytorch": "2.14.0", "tensorflow": "2.21.0"}},
+            "Horovod, PyTorch",
+            WARNING,
+            "built for PyTorch 2.13.0+cpu, 2.14.0 is installed; it loads all the same",
+        ),
+        ({"here": {"pytorch": "2.13.0+cpu"}}, "Horovod, TensorFlow", ABSENT, "not installed"),
+        ({"loaded": {"pytorch": OPEN}}, "Horovod, TensorFlow", WARNING, "was not built for Tens"),
+    ],
+)
+def test_horovod(changes: dict[str, Any], check: str, state: str, words: str) -> None:
+    finding = by_check(software.horovod_findings(horovod(**changes)))[check]
+    assert finding.state == state
+    assert words in finding.evidence
+
+
+def test_what_a_cached_wheel_was_built_from(tmp_path: Path) -> None:
+    for name, text in (("a", "no json"), ("b", '{"sha256": "1f", "facts": {"mpi": "MPICH 5"}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "build.json").write_text(text)
+    assert software.build_facts(tmp_path, "1f") == {"mpi": "MPICH 5"}
+    assert software.build_facts(tmp_path, "2f") == {}
+    assert software.build_facts(tmp_path, None) == {}
+    assert software.build_facts(tmp_path / "none", "1f") == {}
+
+
+def tools(**changes: Any) -> Toolchain:
+    nothing = dict.fromkeys(("make", "compiler", "mpi", "cuda", "cuda_remains", "nccl"))
+    usual: dict[str, Any] = {
+        **nothing,
+        "python": Path("/env/bin/python"),
+        "python_tag": "",
+        "prefix": Path("/env"),
+        "site_packages": Path("/env/lib"),
+        "headers": Path("/usr/include"),
+        "has_headers": False,
+        "has_pip": True,
+        "torch": Torch("2.13.0", None, "", Path("/env/torch")),
+        "tensorflow": None,
+        "cpu_flags": (),
+    }
+    return Toolchain(**{**usual, **changes})
+
+
+def test_one_framework_is_enough_and_none_is_an_error() -> None:
+    found = by_check(software.framework_findings(tools()))
+    assert [finding.state for finding in found.values()] == [OK, ABSENT]
+    found = by_check(software.framework_findings(tools(torch=None)))
+    assert [finding.state for finding in found.values()] == [ERROR, ERROR]
+    tensorflow = TensorFlow("2.21.0", True, Path("/env/tensorflow"))
+    found = by_check(software.framework_findings(tools(torch=None, tensorflow=tensorflow)))
+    assert [finding.state for finding in found.values()] == [ABSENT, OK]
+
+
+def test_torchvision_that_cannot_be_imported_is_told() -> None:
+    whole, broken = Loaded(""), Loaded("libc10_cuda.so: cannot open shared object file")
+    findings = [
+        software.torchvision_finding("0.28.0", loaded, mended=mended)
+        for loaded, mended in ((whole, False), (broken, True), (broken, False))
+    ]
+    assert [finding.state for finding in findings] == [OK, OK, WARNING]
+    assert all("libc10_cuda.so" in finding.evidence for finding in findings[1:])
+    assert "models, datasets and transforms work" in findings[1].evidence
+    assert "hvdtrain install-horovod" in findings[2].remedy
+    assert software.torchvision_version(tools(torch=None)) == ""
+
+
+def test_what_only_a_build_needs_may_be_absent() -> None:
+    assert {finding.state for finding in machine.tool_findings(tools())} == {ABSENT}
+
+
+CARD = Gpu("H200", "GPU-1", 141 * GIB)
+CUDA_TORCH = Torch("2.13.0", "13.0", "", Path("/env/torch"))
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch", "nccl", "state", "words"),
+    [
+        (None, CUDA_TORCH, False, ABSENT, "none"),
+        (Driver("13.0", ()), CUDA_TORCH, False, ABSENT, "none"),
+        (Driver("13.2", (CARD,) * 4), CUDA_TORCH, True, OK, "4 x H200, 141 GiB"),
+        (Driver("12.8", (CARD,)), CUDA_TORCH, True, ERROR, "PyTorch is for CUDA 13.0"),
+        (Driver("13.0", (CARD,)), CUDA_TORCH, False, WARNING, "through host memory"),
+        (Driver("13.0", (CARD,)), None, True, WARNING, "built for the CPU"),
+    ],
+)
+def test_gpus(
+    driver: Driver | None, torch: Torch | None, nccl: bool, state: str, words: str
+) -> None:
+    finding = machine.gpu_finding(driver, tools(torch=torch), nccl)
+    assert finding.state == state
+    assert words in finding.evidence
+
+
+def test_a_library_that_ends_the_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        loading, "run", lambda command, timeout: Result(command, -11, "Segmentation fault\n")
+    )
+    assert loading.try_loading("pytorch").error == (
+        "loading it ended the process with exit code -11: Segmentation fault"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "0"], "-n 0: give a number of at least 1"),
+        (["--ppn", "2"], "give -n too"),
+        (["--hosts", "a:2", "--json"], "give -n too"),
+    ],
+)
+def test_wrong_use(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_is_started_in_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"commands": [], "ok": True}

@@ -1,0 +1,132 @@
+"""A build, its failures, and reading its log; no compiler is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.install_horovod import build, wheel_cache
+from hvdtrain.commands.install_horovod.build import (
+    Progress,
+    decisive_line,
+    read_progress,
+    remedy_for,
+)
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.machine.toolchain import Toolchain
+from hvdtrain.system.runtime.command import Command
+from tests.unit.commands.install_horovod.machines import make_build
+
+
+def test_steps_download_only_what_is_not_there(found: Toolchain, tmp_path: Path) -> None:
+    job = make_build(found, tmp_path)
+    assert [name for name, _ in job.steps(False)] == ["build tools", "download", "compile"]
+    assert [name for name, _ in job.steps(True)] == ["build tools", "compile"]
+
+
+COMPILER = """\
+Collecting horovod
+  In file included from /src/horovod/torch/mpi_ops_v2.cc:18:
+  /usr/include/x.h:3:5: warning: something harmless
+  /src/horovod/torch/adapter_v2.h:24:10: fatal error: torch/extension.h: No such file or directory
+  compilation terminated.
+  /src/horovod/torch/other.cc:9:1: error: later
+  make[2]: *** [a.o] Error 1
+  subprocess.CalledProcessError: Command '['cmake', '--build']' returned non-zero exit status 2.
+  error: subprocess-exited-with-error
+ERROR: Failed building wheel for horovod
+""".splitlines()
+
+
+def test_decisive_line_is_the_first_compiler_error() -> None:
+    assert decisive_line(COMPILER) == (
+        "/src/horovod/torch/adapter_v2.h:24:10: fatal error: torch/extension.h: "
+        "No such file or directory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (
+            [
+                "CMake Error at CMakeLists.txt:9 (message):",
+                "",
+                "  no",
+                "  CUDA",
+                "",
+                "RuntimeError: x",
+            ],
+            "CMake Error at CMakeLists.txt:9 (message): no CUDA",
+        ),
+        (
+            ["a.cc:1:2: error: x", "write: No space left on device"],
+            "write: No space left on device",
+        ),
+        (["CMake Error at x (message):", "", "cc1plus: fatal error: x.h: No such file"], 2),
+        (["ld: a.o: undefined reference to `f'", "collect2: error: x"], None),
+        (["Traceback:", "ModuleNotFoundError: No module named 'x'", "ERROR: pip"], 1),
+        (["all is quiet", "the end", ""], "the end"),
+        ([], "the log is empty"),
+    ],
+)
+def test_decisive_line_of_other_failures(lines: list[str], expected: str | int | None) -> None:
+    wanted = lines[expected or 0] if not isinstance(expected, str) else expected
+    assert decisive_line(lines) == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("x: No space left on device", "HVDTRAIN_CACHE"),
+        ("g++: fatal error: Killed signal terminated program cc1plus", "--jobs 1"),
+        ("a.h:1:2: fatal error: Python.h: No such file", "python3-dev"),
+        ("CMake Error: Could NOT find MPI (missing: MPI_CXX_FOUND)", "mpicxx"),
+        ("nvcc fatal   : Unsupported gpu architecture 'compute_70'", "HOROVOD_BUILD_CUDA_CC_LIST"),
+        ("ERROR: No matching distribution found for horovod", "login node"),
+        ("CMake Error at x (message): The C++ compiler is not able to compile", "log holds"),
+        ("something new", "log holds"),
+    ],
+)
+def test_remedy(line: str, word: str) -> None:
+    assert word in remedy_for(line)
+
+
+def test_progress() -> None:
+    line = "  [ 53%] Building CXX object horovod/torch/x.o"
+    assert read_progress(line) == Progress("compile", 53)
+    assert read_progress("  Running CMake in build/temp:") == Progress("configure")
+    assert read_progress("  a.cc:1: warning") is None
+
+
+def test_failed_build_tells_cause_remedy_and_log_and_leaves_nothing(
+    found: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_build(found, tmp_path / "cache")
+    fails = Command(("sh", "-c", "echo 'a.cc:1:2: fatal error: Python.h: no'; echo last; exit 1"))
+    monkeypatch.setattr(build.Build, "steps", lambda self, has_archive: [("compile", fails)])
+    log_file = tmp_path / "log"
+    with pytest.raises(HvdtrainError) as failure:
+        job.run(log_file)
+    text = str(failure.value)
+    assert "a.cc:1:2: fatal error: Python.h: no" in text
+    assert "python3-dev" in text
+    assert str(log_file) in text
+    assert "last" in log_file.read_text()
+    assert not job.workshop.root.exists()
+    assert wheel_cache.WheelCache(tmp_path / "cache").find("k") is None
+
+
+def test_interrupted_build_leaves_nothing(
+    found: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_build(found, tmp_path / "cache")
+
+    def interrupted(self: build.Build, has_archive: bool) -> list[tuple[str, Command]]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build.Build, "steps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.run(tmp_path / "log")
+    assert not job.workshop.root.exists()

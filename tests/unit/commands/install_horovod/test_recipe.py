@@ -1,0 +1,158 @@
+"""The environment and the commands of a build, and its compiler wrapper."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from pathlib import Path
+
+from hvdtrain.commands.install_horovod import recipe
+from hvdtrain.commands.install_horovod.recipe import (
+    Target,
+    compiler_wrapper,
+    relative_rpaths,
+)
+from hvdtrain.system.machine.toolchain import Mpi, Toolchain
+from hvdtrain.system.runtime.command import Command
+from tests.unit.commands.install_horovod.machines import BOTH, NCCL, SHOP, on_gpu
+
+
+def test_build_environment_on_cpu(found: Toolchain) -> None:
+    environ = {"PATH": "/usr/bin", "PYTHONPATH": "/mine"}
+    changes = recipe.build_environment(BOTH, found, SHOP, environ)
+    external = found.site_packages / "tensorflow" / "include" / "external"
+    assert changes == {
+        "PATH": f"{found.prefix}/bin:/usr/bin",
+        "PYTHONPATH": "/cache/build/k/tools:/mine",
+        "TMPDIR": "/cache/build/k/tmp",
+        "CXX": "/cache/build/k/c++",
+        "CPLUS_INCLUDE_PATH": "/usr/include/python3.11:"
+        f"{external}/highwayhash:{external}/farmhash_archive/src",
+        "HOROVOD_CMAKE": "/cache/build/k/tools/cmake/data/bin/cmake",
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "MAKEFLAGS": "-j2",
+        "HOROVOD_WITH_MPI": "1",
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_BUILD_ARCH_FLAGS": "-mavx -mfma",
+        "CUDACXX": "/cache/build/k/nothing/nvcc",
+        "CUDAToolkit_ROOT": "/cache/build/k/nothing",
+        "NVCC_APPEND_FLAGS": "-allow-unsupported-compiler",
+    }
+
+
+def test_system_mpi_comes_first_on_path(found: Toolchain) -> None:
+    mpi = Mpi(Path("/opt/mpi/bin/mpicxx"), "Open MPI 4.1.6", (Path("/opt/mpi/lib"),), None)
+    changed = dataclasses.replace(found, mpi=mpi)
+    changes = recipe.build_environment(BOTH, changed, SHOP, {"PATH": "/usr/bin"})
+    assert changes["PATH"] == f"/opt/mpi/bin:{found.prefix}/bin:/usr/bin"
+
+
+def test_one_framework_excludes_the_other(found: Toolchain) -> None:
+    changes = recipe.build_environment(Target(("pytorch",), "none", 1), found, SHOP, {})
+    assert changes["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
+    assert "HOROVOD_WITH_TENSORFLOW" not in changes
+    assert changes["CPLUS_INCLUDE_PATH"] == "/usr/include/python3.11"
+
+
+def test_settings_of_a_training_and_of_an_outer_make_are_kept_away(found: Toolchain) -> None:
+    environ = {
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_SKIP_COMPILE": "1",
+        "HOROVOD_GPU_OPERATIONS": "MPI",
+        "CCL_ROOT": "/opt/ccl",
+        "MAKELEVEL": "1",
+        "MAKEFLAGS": "w",
+        "CUDA_HOME": "/opt/cuda",
+        "HOROVOD_BUILD_ARCH_FLAGS": "-mavx2",
+    }
+    result = Command(("x",), recipe.build_environment(BOTH, found, SHOP, environ))
+    inside = result.environ(environ)
+    for name in ("HOROVOD_TIMELINE", "HOROVOD_SKIP_COMPILE", "HOROVOD_GPU_OPERATIONS"):
+        assert name not in inside
+    for name in ("CCL_ROOT", "MAKELEVEL", "CUDA_HOME"):
+        assert name not in inside
+    assert inside["MAKEFLAGS"] == "-j2"
+    assert inside["HOROVOD_BUILD_ARCH_FLAGS"] == "-mavx2"
+
+
+def test_nccl_environment(found: Toolchain) -> None:
+    machine = on_gpu(found)
+    changes = recipe.build_environment(NCCL, machine, SHOP, {})
+    assert changes["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert changes["HOROVOD_CUDA_HOME"] == changes["CUDA_HOME"] == "/opt/cuda"
+    assert changes["HOROVOD_NCCL_INCLUDE"] == f"{machine.site_packages}/nvidia/nccl/include"
+    assert changes["HOROVOD_NCCL_LIB"] == "/cache/build/k/nccl"
+    assert changes["HOROVOD_NCCL_LINK"] == "SHARED"
+    assert "CUDACXX" not in changes
+
+
+def test_cuda_torch_with_toolkit_and_no_gpu_operations(found: Toolchain) -> None:
+    changes = recipe.build_environment(BOTH, on_gpu(found), SHOP, {})
+    assert changes["HOROVOD_CUDA_HOME"] == "/opt/cuda"
+    assert "HOROVOD_GPU_OPERATIONS" not in changes
+
+
+def test_archive_is_pinned_by_version_and_hash() -> None:
+    assert recipe.requirement_text() == (
+        "horovod==0.28.1 --hash=sha256:"
+        "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0\n"
+    )
+    command = recipe.download_command(Path("/py"), SHOP, Path("/d"), {})
+    assert "--require-hashes" in command.argv
+    assert "--no-deps" in command.argv
+
+
+def test_installing_touches_nothing_else() -> None:
+    argv = recipe.install_command(Path("/py"), Path("/w.whl")).argv
+    assert argv[:4] == ("/py", "-m", "pip", "--disable-pip-version-check")
+    assert {"--no-deps", "--no-index", "--force-reinstall"} < set(argv)
+    assert argv[-1] == "/w.whl"
+    assert "--target" not in argv
+    aside = recipe.install_command(Path("/py"), Path("/w.whl"), Path("/aside")).argv
+    assert aside[-3:] == ("--target", "/aside", "/w.whl")
+
+
+def wrapped(tmp_path: Path, *arguments: str, rpaths: tuple[str, ...] = ()) -> list[str]:
+    """Run the wrapper around a compiler that only tells its arguments."""
+    echo = tmp_path / "my compiler"
+    echo.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    echo.chmod(0o755)
+    script = tmp_path / "wrapper"
+    script.write_text(compiler_wrapper([str(echo)], rpaths))
+    script.chmod(0o755)
+    result = subprocess.run(
+        [script, *arguments], capture_output=True, text=True, check=True, timeout=20
+    )
+    return result.stdout.splitlines()
+
+
+def test_wrapper_lets_its_standard_win(tmp_path: Path) -> None:
+    seen = wrapped(tmp_path, "-std=c++14", "-c", "a b.cc")
+    assert seen == ["-std=c++14", "-c", "a b.cc", "-std=c++20", "-g0"]
+
+
+def test_wrapper_turns_xla_off_for_one_file(tmp_path: Path) -> None:
+    off = ["-UTENSORFLOW_VERSION", "-DTENSORFLOW_VERSION=0"]
+    assert wrapped(tmp_path, "-c", "/s/horovod/tensorflow/xla_mpi_ops.cc")[-2:] == off
+    assert off[0] not in wrapped(tmp_path, "-c", "/s/horovod/tensorflow/mpi_ops.cc")
+
+
+def test_wrapper_leaves_nvcc_its_own_standard(tmp_path: Path) -> None:
+    seen = wrapped(tmp_path, "-std=c++11", "-E", "-D__CUDACC__", "k.cu")
+    assert seen == ["-std=c++11", "-E", "-D__CUDACC__", "k.cu"]
+
+
+def test_wrapper_links_relative_to_the_module(tmp_path: Path, found: Toolchain) -> None:
+    rpaths = relative_rpaths(found)
+    assert rpaths[0] == "$ORIGIN/../../../.."
+    seen = wrapped(tmp_path, "-shared", "a.o", rpaths=rpaths)
+    assert seen[0] == "-Wl,-rpath,$ORIGIN/../../../.."
+    assert not [a for a in wrapped(tmp_path, "-c", "a.cc", rpaths=rpaths) if "rpath" in a]
+
+
+def test_mpi_of_the_system_is_not_linked_relatively(found: Toolchain) -> None:
+    mpi = dataclasses.replace(found.mpi, libraries=(Path("/opt/mpi/lib"),))  # type: ignore[type-var]
+    rpaths = relative_rpaths(dataclasses.replace(found, mpi=mpi))
+    assert rpaths == ("$ORIGIN/../../nvidia/nccl/lib",)

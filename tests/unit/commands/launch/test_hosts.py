@@ -1,0 +1,274 @@
+"""On which hosts: the files and variables of PBS, Slurm and LSF, and how ranks are laid out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.commands.launch.hosts import (
+    Allocation,
+    Host,
+    expand_counts,
+    expand_nodelist,
+    find_allocation,
+    parse_hosts,
+    read_hostfile,
+)
+from hvdtrain.commands.launch.layout import Layout, lay_out
+from hvdtrain.errors import UsageError
+
+A2B2 = (Host("a", 2), Host("b", 2))
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+# The nodefile and its relatives
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a\na\nb\nb\n", A2B2),  # PBS: a line a slot
+        ("a\nb\na\nb\n", A2B2),  # in turns
+        ("a slots=2\nb slots=2 max_slots=4\n", A2B2),  # Open MPI
+        ("a:2\nb:2", A2B2),  # Hydra
+        ("\n# two of them\na slots=1 # one\na\n\tb:2 \n", A2B2),
+        ("node-1.cluster_x.org\n", (Host("node-1.cluster_x.org", 1),)),
+    ],
+)
+def test_forms_of_a_hostfile(tmp_path: Path, text: str, hosts: tuple[Host, ...]) -> None:
+    assert read_hostfile(write(tmp_path / "f", text), "--hostfile") == hosts
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a slots=0", "a slots=x", "a:0", "a:", ":2", "a:2 slots=2", "a 4", "a cpus=4", "-o", "a;b"],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
+    file = write(tmp_path / "f", f"fine\n{line}\n")
+    with pytest.raises(UsageError, match=r"line 2: .*is none of `host`, `host:4`, `host slots=4`"):
+        read_hostfile(file, "--hostfile")
+
+
+def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^PBS_NODEFILE: .*/gone: No such file or directory"):
+        find_allocation({"PBS_NODEFILE": str(tmp_path / "gone")})
+    empty = write(tmp_path / "empty", "\n # nobody\n")
+    with pytest.raises(UsageError, match=r"^--hostfile: .*/empty names no host"):
+        read_hostfile(empty, "--hostfile")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="not a text file"):
+        read_hostfile(binary, "--hostfile")
+
+
+def test_hosts_as_typed() -> None:
+    assert parse_hosts("a:2, b:2") == A2B2
+    assert parse_hosts("a,b,a") == (Host("a", 2), Host("b", 1))
+    for wrong in ("", "a,,b", "a:0", "a:-1", "a:x", "-x:2", "a b"):
+        with pytest.raises(UsageError, match="write it like node1:4,node2:4"):
+            parse_hosts(wrong)
+
+
+# Slurm
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("vm", ["vm"]),
+        ("node[001-003,7]", ["node001", "node002", "node003", "node7"]),
+        ("a1,b[9-11],c", ["a1", "b9", "b10", "b11", "c"]),
+        ("rack[1-2]n[01-02]-ib", ["rack1n01-ib", "rack1n02-ib", "rack2n01-ib", "rack2n02-ib"]),
+        ("nid[00098-00101]", ["nid00098", "nid00099", "nid00100", "nid00101"]),
+    ],
+)
+def test_nodelists(text: str, names: list[str]) -> None:
+    assert expand_nodelist(text) == names
+
+
+@pytest.mark.parametrize("text", ["", ",", "a[", "a[]", "a[3-1]", "a[x]", "a[1-]", "a b", "a]"])
+def test_no_nodelist(text: str) -> None:
+    with pytest.raises(UsageError, match="does not name nodes as Slurm does"):
+        expand_nodelist(text)
+
+
+NUMBERS = st.lists(st.integers(0, 120), min_size=1, max_size=12, unique=True).map(sorted)
+
+
+@given(st.sampled_from(["n", "gpu-a", "x3.y"]), NUMBERS, st.integers(1, 4), st.data())
+def test_a_list_that_was_shortened_is_written_out_again(
+    prefix: str, numbers: list[int], width: int, data: st.DataObject
+) -> None:
+    names = [f"{prefix}{number:0{width}d}" for number in numbers]
+    # As scontrol does it: neighbours become a range, wherever it likes to.
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1 and data.draw(st.booleans()):
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    ranges = ",".join(
+        f"{part[0]:0{width}d}" + (f"-{part[-1]:0{width}d}" if len(part) > 1 else "")
+        for part in parts
+    )
+    assert expand_nodelist(f"{prefix}[{ranges}]") == names
+    assert expand_nodelist(f"first,{prefix}[{ranges}],last[1-2]") == [
+        "first",
+        *names,
+        "last1",
+        "last2",
+    ]
+    assert expand_nodelist(",".join(names)) == names
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 5)), min_size=1))
+def test_counts(runs: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    assert expand_counts(text) == [count for count, times in runs for _ in range(times)]
+
+
+@pytest.mark.parametrize("text", ["", "0", "4(x0)", "4(x2", "x2", "4,", "-1"])
+def test_no_counts(text: str) -> None:
+    with pytest.raises(UsageError, match="does not count tasks as Slurm does"):
+        expand_counts(text)
+
+
+LONG = "9" * 6000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["n[1-999999999]", "n[1-9999][1-9999]", f"n[{LONG}]", "n[1-99]" * 500, "[" * 50_000],
+    ids=["range", "product", "digits", "brackets", "open"],
+)
+def test_a_nodelist_that_no_machine_has_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"more than 250,000 nodes|does not name nodes") as refused:
+        expand_nodelist(text)
+    assert len(str(refused.value)) < 600
+
+
+def test_other_numbers_that_no_machine_has_are_refused_too(tmp_path: Path) -> None:
+    for text in ("4(x999999999)", LONG):
+        with pytest.raises(UsageError, match="does not count tasks"):
+            expand_counts(text)
+    with pytest.raises(UsageError, match="expected pairs"):
+        find_allocation({"LSB_MCPU_HOSTS": f"a {LONG}"})
+    with pytest.raises(UsageError, match="line 1"):
+        read_hostfile(write(tmp_path / "f", f"a slots={LONG}"), "--hostfile")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="no regular file"):
+        read_hostfile(tmp_path / "pipe", "--hostfile")
+
+
+# Who gave the hosts
+
+
+def test_who_gives_the_hosts(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "nodes", "a\na\nb\nb\n"))
+    slurm = {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    assert find_allocation({}) == Allocation("none")
+    assert find_allocation({"PBS_NODEFILE": file}) == Allocation("PBS", A2B2)
+    assert find_allocation(slurm) == Allocation("Slurm", A2B2)
+    assert find_allocation({"LSB_DJOB_HOSTFILE": file}) == Allocation("LSF", A2B2)
+    assert find_allocation({"LSB_MCPU_HOSTS": "a 2 b 2 "}) == Allocation("LSF", A2B2)
+    # A job script of the Torque wrappers on Slurm may have made itself a nodefile, or not.
+    assert find_allocation({**slurm, "PBS_NODEFILE": file}).source == "PBS"
+    assert find_allocation({**slurm, "PBS_JOBID": "12", "PBS_NODEFILE": ""}).source == "Slurm"
+
+
+def test_a_slurm_job_that_asked_for_nodes_only() -> None:
+    environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}
+    assert find_allocation(environ).hosts == (Host("n1", 64), Host("n2", 64))
+    assert find_allocation({**environ, "SLURM_TASKS_PER_NODE": "4,3"}).hosts[1].slots == 3
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"SLURM_JOB_NODELIST": "a,b"}, "SLURM_TASKS_PER_NODE is not set"),
+        (
+            {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "4"},
+            "SLURM_TASKS_PER_NODE=4 is for 1 nodes, SLURM_JOB_NODELIST=a,b has 2",
+        ),
+        ({"LSB_MCPU_HOSTS": "a 2 b"}, "expected pairs `host slots`"),
+        ({"LSB_MCPU_HOSTS": "a b"}, "expected pairs `host slots`"),
+    ],
+)
+def test_variables_that_do_not_fit(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        find_allocation(environ)
+
+
+# Ranks on hosts
+
+
+def allocation(*slots: int, source: str = "PBS") -> Allocation:
+    return Allocation(source, tuple(Host(f"n{i}", number) for i, number in enumerate(slots)))
+
+
+def counts(layout: Layout) -> list[int]:
+    return [host.slots for host in layout.hosts]
+
+
+def test_this_machine_takes_any_number() -> None:
+    layout = lay_out(9, Allocation("none"))
+    assert layout == Layout(9)
+    assert (layout.per_host, layout.host_of(8)) == (9, None)
+
+
+def test_hosts_are_filled_one_after_the_other() -> None:
+    layout = lay_out(5, allocation(4, 3, 2))
+    assert counts(layout) == [4, 1]
+    assert layout.idle == ("n2",)
+    assert [layout.host_of(rank) for rank in range(5)] == ["n0"] * 4 + ["n1"]
+
+
+def test_so_many_a_host() -> None:
+    assert counts(lay_out(4, allocation(4, 4, 4, 4), ppn=2)) == [2, 2]
+    assert lay_out(4, allocation(4, 4, 4, 4), ppn=2).idle == ("n2", "n3")
+    oversubscribed = lay_out(6, allocation(2, 4), ppn=3)
+    assert (counts(oversubscribed), oversubscribed.over_slots) == ([3, 3], True)
+    assert not lay_out(4, allocation(2, 4), ppn=2).over_slots
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "ppn", "message"),
+    [
+        (0, allocation(2), None, "-n 0: give a number of at least 1"),
+        (2, allocation(2), 0, "--ppn 0: give a number of at least 1"),
+        (5, allocation(2, 2), None, r"-n 5 is more than the 4 slots of PBS \(n0:2,n1:2\)"),
+        (3, allocation(2, 2), 2, r"-n 3 is not --ppn 2 times the 2 hosts .*2 x 2 is 4"),
+        (6, allocation(2, 2), 2, r"-n 6 is not --ppn 2 times the 2 hosts"),
+        (2, allocation(2, 2, source="--hosts"), 2, "-n 2 is not --ppn 2 times the 2 hosts of --ho"),
+        (4, Allocation("none"), 2, "-n 4 --ppn 2: outside an allocation .* --hosts or --hostfile"),
+    ],
+)
+def test_what_does_not_fit(ranks: int, given: Allocation, ppn: int | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        lay_out(ranks, given, ppn)
+
+
+SLOTS = st.lists(st.integers(1, 8), min_size=1, max_size=6)
+
+
+@given(SLOTS, st.data())
+def test_every_rank_has_one_place(slots: list[int], data: st.DataObject) -> None:
+    given_hosts = allocation(*slots)
+    ranks = data.draw(st.integers(1, given_hosts.slots))
+    layout = lay_out(ranks, given_hosts)
+    assert sum(counts(layout)) == ranks
+    assert all(count <= there for count, there in zip(counts(layout), slots, strict=False))
+    assert counts(layout)[:-1] == slots[: len(layout.hosts) - 1]
+    names = [host.name for host in layout.hosts]
+    assert [*names, *layout.idle] == [host.name for host in given_hosts.hosts]
+    order = [names.index(str(layout.host_of(rank))) for rank in range(ranks)]
+    assert order == sorted(order)
+    assert layout.per_host == max(order.count(place) for place in order)

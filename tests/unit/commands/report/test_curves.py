@@ -1,0 +1,118 @@
+"""Curves of several runs: each can be told from all others, in colour and in grey."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib import pyplot as plt
+
+from hvdtrain.commands.report.curves import FEW, MOST, figures, first, names
+from hvdtrain.commands.report.find import Course
+
+LOOK = ("color", "linestyle", "marker", "markerfacecolor")
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def course(path: str, points: int = 5) -> Course:
+    steps = [{"step": n, "loss": 1 / (1 + n), "learning_rate": 0.1} for n in range(points)]
+    epochs = [{"step": n, "eval_loss": 2 / (1 + n), "eval_accuracy": 0.5} for n in range(points)]
+    return Course(Path(path), steps, epochs)
+
+
+def drawn(courses: list[Course]) -> dict[str, list[dict[str, Any]]]:
+    """By title, how each line looks, in the order of the legend."""
+    found = {}
+    for title, figure in figures(courses):
+        lines = figure.axes[0].get_lines()
+        found[title] = [
+            {**{key: plt.getp(line, key) for key in LOOK}, "line": line} for line in lines
+        ]
+        legends = [text.get_text() for one in figure.legends for text in one.get_texts()]
+        assert legends == ([line.get_label() for line in lines] if len(lines) > 1 else [])
+    return found
+
+
+def test_every_line_of_the_most_runs_has_a_look_of_its_own() -> None:
+    runs = [course(f"run-{number}/metrics.jsonl") for number in range(MOST)]
+    for title, lines in drawn(runs).items():
+        looks = {tuple(line[key] for key in LOOK) for line in lines}
+        grey = {look[1:] for look in looks}
+        labels = {line["line"].get_label() for line in lines}
+        assert len(looks) == len(labels) == len(lines), title
+        assert len({(line["linestyle"], line["marker"]) for line in lines}) == len(lines), title
+        assert len(grey) == len(lines), title
+
+
+def test_a_run_has_one_colour_and_its_test_another_line() -> None:
+    lines = drawn([course("run-0/m.jsonl"), course("run-1/m.jsonl")])["Loss"]
+    assert [line["line"].get_label() for line in lines] == [
+        *("run-0/m training", "run-0/m test", "run-1/m training", "run-1/m test"),
+    ]
+    one, one_test, other, other_test = lines
+    assert one["color"] == one_test["color"] != other["color"] == other_test["color"]
+    assert one["linestyle"] == other["linestyle"] != one_test["linestyle"]
+    assert one["markerfacecolor"] != one_test["markerfacecolor"]
+
+
+def test_of_one_run_training_and_test_have_their_colours_and_no_name() -> None:
+    training, test = drawn([course("run-0/metrics.jsonl")])["Loss"]
+    assert training["color"] != test["color"]
+    assert [one["line"].get_label() for one in (training, test)] == ["training", "test"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["a/m.jsonl"], [""]),
+        (["a/one.jsonl", "b/two.jsonl"], ["one", "two"]),
+        (["a/m.jsonl", "b/m.jsonl", "c.jsonl"], ["a/m", "b/m", "c"]),
+        (["_a.jsonl", "b.jsonl"], ["./_a", "b"]),
+        (["runs/1-1.jsonl", "runs/16-2.jsonl"], ["1 rank, run 1", "16 ranks, run 2"]),
+        (["runs/1-1.jsonl", "runs/old.jsonl"], ["1-1", "old"]),
+        (["\udcff.jsonl", "\x1b.jsonl"], ["?", "?"]),
+    ],
+)
+def test_runs_are_named_by_as_much_of_their_paths_as_it_takes(
+    paths: list[str], expected: list[str]
+) -> None:
+    assert names([Path(path) for path in paths]) == expected
+
+
+def test_a_rate_that_hardly_changes_is_written_out_on_its_axis() -> None:
+    one = course("m.jsonl")
+    for number, record in enumerate(one.steps):
+        record["learning_rate"] = 0.0125 + 1e-9 * number
+    plot = dict(figures([one]))["Learning rate"]
+    plot.draw_without_rendering()
+    axis = plot.axes[0].yaxis
+    assert axis.get_offset_text().get_text() == ""  # no 1e-7+1.25e-2
+    assert next(label.get_text() for label in axis.get_ticklabels()) == "0.000"
+    assert plot.axes[0].get_ylim()[0] == 0
+
+
+def test_of_a_study_the_first_run_of_each_size_is_drawn() -> None:
+    paths = [f"runs/{ranks}-{repeat}.jsonl" for ranks in (1, 16, 2, 8) for repeat in (1, 2, 3)]
+    lines = drawn(first([course(path) for path in paths]))["Learning rate"]
+    assert [line["line"].get_label() for line in lines] == [
+        *("1 rank, run 1", "2 ranks, run 1", "8 ranks, run 1", "16 ranks, run 1"),
+        *("1 rank, run 2", "2 ranks, run 2"),
+    ]
+
+
+def test_any_name_can_be_drawn() -> None:
+    odd = [course(f"{name}/m.jsonl") for name in (r"$\frac$", "\udcff", "_", "long" * 60)]
+    for _, figure in figures(odd):
+        figure.draw_without_rendering()
+
+
+def test_long_courses_keep_a_few_markers() -> None:
+    (line,) = drawn([course("m.jsonl", points=100 * FEW)])["Learning rate"]
+    assert line["line"].get_markevery() == 100

@@ -1,0 +1,151 @@
+"""Files with the right name and the wrong content: left out, each with its cause, and no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.commands.report.find import look
+from hvdtrain.commands.report.page import render
+from hvdtrain.commands.runs.records import append_line
+from tests.studies import run, summary
+
+WHOLE = {"steps_completed": 7}
+
+
+def write_summary(folder: Path, name: str = "good.json", **other: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(summary(2, **{**WHOLE, **other})))
+
+
+def step(number: Any, **values: Any) -> str:
+    return json.dumps({"kind": "step", "step": number, **values}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("values", "cause"),
+    [
+        ({"images_per_second_mean": "10"}, "images_per_second_mean is '10', no number"),
+        ({"images_per_second_mean": True}, "images_per_second_mean is True, no number"),
+        ({"seconds_total": 10**400}, "seconds_total is 1000"),
+        ({"eval_accuracy": [0.5]}, "eval_accuracy is [0.5], no number"),
+        ({"gradient_messages": {}}, "gradient_messages has no count"),
+        ({"gradient_messages": {"count": 3}}, "gradient_messages has no bytes"),
+        ({"gradient_messages": 3}, "gradient_messages is 3, no object"),
+        ({"step_split": {"data": "much"}}, "step_split.data is 'much', no number"),
+        ({"step_split": [1]}, "step_split is [1], no object"),
+    ],
+)
+def test_a_summary_whose_values_are_odd(values: dict[str, Any], cause: str, tmp_path: Path) -> None:
+    write_summary(tmp_path)
+    write_summary(tmp_path, "odd.json", **values)
+    found = look(tmp_path)
+    assert list(map(str, found.summaries)) == ["good.json"]
+    (note,) = found.notes
+    assert note.startswith(f"odd.json: {cause}")
+    assert "odd.json" in render(found)
+
+
+@pytest.mark.parametrize("value", [None, 0, 3, 0.5, float("nan"), float("inf")])
+def test_a_summary_of_a_training_that_went_astray_is_one(value: Any, tmp_path: Path) -> None:
+    names = ("images_per_second_mean", "eval_accuracy", "eval_loss", "seconds_total")
+    write_summary(tmp_path, **dict.fromkeys(names, value), gradient_messages=None)
+    found = look(tmp_path)
+    assert not found.notes
+    assert "good.json" in render(found)
+
+
+@pytest.mark.parametrize(
+    ("state", "cause"),
+    [
+        ("{}", "it has no step"),
+        ("[1]", "no object"),
+        ('{"step": 3, "metrics": [1]}', "metrics is [1], no object"),
+        ('{"step": 3, "metrics": {"accuracy": "all"}}', "accuracy is 'all', no number"),
+        ('{"a":' * 100_000, ""),
+    ],
+)
+def test_a_checkpoint_without_a_state(state: str, cause: str, tmp_path: Path) -> None:
+    write_summary(tmp_path)
+    for name, text in (("step-000000001", '{"step": 1}'), ("step-000000003", state)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text(text)
+    found = look(tmp_path)
+    assert list(map(str, found.checkpoints)) == ["step-000000001"]
+    (note,) = found.notes
+    assert note.startswith("step-000000003/state.json: ")
+    assert cause in note
+    render(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("garbage\n", "line 2: "),
+        (step(2, loss="x"), "line 2: loss is 'x', no number"),
+        (step(None), "line 2: it has no step"),
+        (step("2"), "line 2: step is '2', no number"),
+        (step(float("inf")), "line 2: "),
+        ('{"kind": "step", "step": 1e999}\n', "line 2: "),
+        ("[1]\n", "line 2: no record of a training"),
+        ('{"kind": [1], "step": 2}\n', "line 2: no record of a training"),
+    ],
+)
+def test_a_course_with_an_odd_line_is_left_out_and_told(
+    line: str, cause: str, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(step(1, loss=1) + line + step(3, loss=0.5))
+    (tmp_path / "other.jsonl").write_text(step(1, loss=1) + step(3, loss=0.5) + line[:-1])
+    found = look(tmp_path)
+    assert [str(course.path) for course in found.courses] == ["other.jsonl"]  # its last line is odd
+    (note,) = found.notes
+    assert note.startswith(f"metrics.jsonl: {cause}")
+    render(found)
+
+
+def write_study(folder: Path, **changed: Any) -> None:
+    """Write a study whose first run has a summary that the trainers do not write."""
+    file = folder / "results.jsonl"
+    for one in (run(1), run(2)):
+        append_line(file, one)
+    first, second = file.read_text().splitlines()
+    odd = json.loads(first)
+    odd["summary"] |= changed
+    file.write_text(f"{json.dumps(odd)}\n{second}\n")
+
+
+def test_a_study_that_lacks_what_it_is_made_of(tmp_path: Path) -> None:
+    write_summary(tmp_path)
+    write_study(tmp_path, gradient_messages={"n": 1})
+    found = look(tmp_path)
+    assert found.study is None
+    (note,) = found.notes
+    assert "results.jsonl, line 1: not a run of a ladder" in note
+    assert "gradient_messages has no count" in note
+    render(found)
+
+
+def test_any_other_oddity_of_a_study_takes_nothing_else_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_summary(tmp_path)
+    write_study(tmp_path, hosts="one")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "summaries: 1" in printed
+    assert "results.jsonl, line 1: not a run of a ladder" in printed
+    assert "hosts is 'one', no whole number" in printed
+
+
+def test_where_nothing_is_left_the_causes_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_summary(tmp_path, "odd.json", gradient_messages={})
+    assert cli.main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "Left out: odd.json: gradient_messages has no count" in said
+    assert len(said.splitlines()) == 1

@@ -1,0 +1,250 @@
+"""What a report is made of, and that nothing in the files gets out of hand in the page."""
+
+from __future__ import annotations
+
+import gzip
+import html.parser
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.commands.report.find import look
+from hvdtrain.commands.report.page import render
+from hvdtrain.commands.runs.records import append_line
+from tests.studies import TUTORIAL, run, summary
+from tests.timelines import straggling
+
+HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
+
+
+def write_run(folder: Path, **other: Any) -> None:
+    """What a training leaves in a directory."""
+    (folder / "checkpoints" / "step-000000020").mkdir(parents=True)
+    state = {"step": 20, "position": {"epoch": 2}, "metrics": {"accuracy": 0.875}}
+    checkpoint = folder / "checkpoints" / "step-000000020"
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / "model.safetensors").write_bytes(b"x" * 2048)
+    whole = {"steps_completed": 20, "seconds_total": 61.0, "eval_accuracy": 0.875, **other}
+    (folder / "summary.json").write_text(json.dumps(summary(2, 1234.0, **whole)))
+    lines = [
+        {"kind": "step", "step": 10, "loss": 2.0, "learning_rate": 0.1, "images_per_second": 9.0},
+        {"kind": "step", "step": 20, "loss": 1.0, "learning_rate": 0.2, "images_per_second": 9.5},
+        {"kind": "epoch", "step": 20, "loss": 1.5, "eval_loss": 1.25, "eval_accuracy": 0.875},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+class Elements(html.parser.HTMLParser):
+    """The elements of a page with their attributes, and whether all were closed."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {
+        "options": {"epochs": 2},
+        "environment": {"torch": "2.13.0", "variables": {"A": "1"}},
+    }
+    write_run(tmp_path, **options)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/report.html: summaries: 1, training curves: 1, checkpoints: 1\n"
+    )
+    page = (tmp_path / "report.html").read_text()
+    for word in (
+        *("Training: mnist tutorial", "1,234.0", "87.50 %", "61.0 s", "Loss by step"),
+        *("Test accuracy by step", "Learning rate by step", "Throughput by step"),
+        *("epochs", "2.13.0", "variables: A", "checkpoints/step-000000020", "2.1 KiB"),
+    ):
+        assert word in page, word
+    Elements(page)
+
+
+def test_a_page_needs_no_network_and_runs_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    elements = Elements(render(look(tmp_path))).found
+    assert {tag for tag, _ in elements} & {"script", "link", "iframe", "object"} == set()
+    sources = [attributes["src"] or "" for tag, attributes in elements if tag == "img"]
+    assert len(sources) == 4
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+
+
+def test_what_stands_in_the_files_stays_text(tmp_path: Path) -> None:
+    folder = tmp_path / "a<b>&"
+    folder.mkdir()
+    write_run(folder, model=HOSTILE, options={HOSTILE: HOSTILE}, environment={"x": [HOSTILE]})
+    (folder / f"{HOSTILE.replace('/', '')}.json").write_text((folder / "summary.json").read_text())
+    elements = Elements(render(look(folder))).found
+    assert not any(tag == "script" or "onerror" in attributes for tag, attributes in elements)
+
+
+def test_a_study(tmp_path: Path) -> None:
+    for one in (run(1, rate=100), run(2, rate=180), run(2, 2, rate=190)):
+        append_line(tmp_path / "results.jsonl", one)
+    page = render(look(tmp_path))
+    for word in ("Scaling study", "92.5 %", "Where a step goes", "Predicted efficiency"):
+        assert word in page, word
+    # Each panel is a picture of its own, which a phone shows one below the other.
+    alts = [attributes["alt"] for tag, attributes in Elements(page).found if tag == "img"]
+    assert alts == [
+        f"{name} by number of ranks" for name in ("Throughput", "Efficiency", "Parts of a step")
+    ]
+
+
+def tiles(folder: Path) -> dict[str, str]:
+    """Value by label, as the page shows them."""
+    found = re.findall(r"<div><b>(.*?)</b>(.*?)</div>", render(look(folder)))
+    return {label: value for value, label in found}
+
+
+def test_a_run_has_a_tile_for_its_accuracy(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert tiles(tmp_path)["test accuracy"] == "87.50 %"
+    told = summary(2, 1234.0, steps_completed=25)  # stopped before it was evaluated again
+    (tmp_path / "summary.json").write_text(json.dumps(told))
+    assert tiles(tmp_path)["test accuracy, step 20"] == "87.50 %"
+    (tmp_path / "summary.json").unlink()
+    assert tiles(tmp_path) == {"test accuracy, step 20": "87.50 %"}
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "summary.json").write_text(json.dumps(told))
+    assert tiles(tmp_path)["test accuracy"] == "not evaluated"
+
+
+def test_a_timeline_outside_the_folder_is_taken_in(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", timeline="traces/timeline.json")
+    found = look(tmp_path / "run")
+    assert found.notes == [
+        "summary.json: its timeline traces/timeline.json is not to be found from here"
+    ]
+    (tmp_path / "traces").mkdir()
+    path = straggling(10).write(tmp_path / "traces")
+    found = look(tmp_path / "run")
+    assert (list(found.timelines), found.notes) == ([path.resolve()], [])
+    assert "bound by a straggler" in render(found)
+    write_run(tmp_path / "own", timeline="timeline.json")  # inside: once
+    straggling(10).write(tmp_path / "own")
+    assert list(look(tmp_path / "own").timelines) == [Path("timeline.json")]
+
+
+def test_a_table_is_a_study(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").write_text(TUTORIAL)
+    assert "59.6 %" in render(look(tmp_path))
+
+
+def test_many_runs_are_a_table(tmp_path: Path) -> None:
+    for ranks in (1, 2, 4, 8):
+        whole = {"steps_completed": 7, "options": {"lr": ranks, "epochs": 3}}
+        text = json.dumps(summary(ranks, **whole))
+        (tmp_path / f"{ranks}.json").write_text(text)
+    page = render(look(tmp_path))
+    options = page[page.index("Options of all runs") :]
+    assert "epochs" in options and "lr" not in re.findall(r">(\w+)<", options)
+    assert page.count("<td>8.json</td>") == 1
+
+
+def test_a_resumed_course_counts_each_step_once(tmp_path: Path) -> None:
+    lines = [
+        {"kind": "step", "step": step, "loss": loss}
+        for step, loss in ((1, 9.0), (2, 8.0), (3, 7.0), (2, 6.0), (3, 5.0), (4, 4.0))
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"kind": "step", "st')  # cut by a crash
+    (course,) = look(tmp_path).courses
+    assert [(one["step"], one["loss"]) for one in course.steps] == [
+        *((1, 9.0), (2, 6.0), (3, 5.0), (4, 4.0)),
+    ]
+
+
+def test_a_timeline(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "gradients.0"}},
+    ]
+    for step in range(4):
+        at = 1000 * step
+        for name, begin, end in (("NEGOTIATE_ALLREDUCE", 0, 100), ("ALLREDUCE", 100, 200)):
+            events.append({"ph": "B", "name": name, "ts": at + begin, "pid": 0})
+            events.append({"ph": "E", "ts": at + end, "pid": 0})
+    with gzip.open(tmp_path / "timeline.json.gz", "wt") as file:
+        file.write(json.dumps(events))
+    found = look(tmp_path)
+    assert list(found.timelines) == [Path("timeline.json.gz")]
+    assert "Timeline timeline.json.gz" in render(found)
+
+
+def test_who_was_late_is_told_where_most_steps_tell_it(tmp_path: Path) -> None:
+    text = straggling(10).text
+    for name, steps in (("all", 10), ("first", 2)):  # with Horovod's cache on, the first ones
+        end = text.find(f'"ts": {1_000_000 + 70_000 * steps}')
+        end = len(text) if end < 0 else end
+        cached = re.sub(r'\{"ph": "X"[^}]*\},', "", text[end:])
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "timeline.json").write_text(text[:end] + cached)
+    assert "last to be ready" in render(look(tmp_path / "all"))
+    assert "last to be ready" not in render(look(tmp_path / "first"))
+
+
+def test_what_is_broken_or_foreign_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    (tmp_path / "broken.json").write_text('{"workload": ')
+    (tmp_path / "foreign.json").write_text('{"name": "package"}')
+    (tmp_path / "foreign.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
+    (tmp_path / "list.json").write_text("[1, 2, 3]")
+    (tmp_path / ".hidden.json").write_text("{")
+    for name in ("pipe.json", "pipe.jsonl", "pipe.txt", "results.jsonl"):
+        os.mkfifo(tmp_path / name)  # nobody writes to them
+    assert cli.main(["report", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["summaries"], data["courses"], data["timelines"]) == (1, 1, 0)
+    assert any(note.startswith("broken.json: ") for note in data["left_out"])
+    for name in ("pipe.json", "pipe.jsonl", "results.jsonl"):
+        assert f"{name}: no regular file" in data["left_out"]
+    assert not any("hidden" in note or "foreign" in note for note in data["left_out"])
+    assert "broken.json" in (tmp_path / "o.html").read_text()
+
+
+def test_runs_that_do_not_belong_together_are_no_study(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for one in (run(1), run(2, model="small")):
+        append_line(tmp_path / "results.jsonl", one)
+    found = look(tmp_path)
+    assert found.study is None
+    assert any("the model is not the same" in note for note in found.notes)
+
+
+def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    for word in ("--summary", "--metrics", "--checkpoint-dir", "--timeline", "hvdtrain scaling"):
+        assert word in said
+    assert len(said.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert cli.main(["report", str(tmp_path / "none")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    assert cli.main(["report", str(tmp_path), "--html", str(tmp_path / "no" / "o.html")]) == 2
+    assert "o.html cannot be written" in capsys.readouterr().err

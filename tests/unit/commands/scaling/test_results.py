@@ -1,0 +1,97 @@
+"""Speed-up, efficiency and their intervals in closed form, and what holds for any measurement."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.commands.scaling.results import estimate, points, student
+
+TUTORIAL = {1: [281.22], 2: [382.01], 4: [689.22], 8: [1341.25]}
+RATES = st.floats(0.1, 1e6)
+STUDIES = st.dictionaries(
+    st.integers(1, 4096), st.lists(RATES, min_size=1, max_size=4), min_size=1, max_size=5
+)
+
+
+def test_the_tutorials_four_numbers() -> None:
+    shown = [f"{100 * point.efficiency:.1f}" for point in points(TUTORIAL)]
+    assert shown == ["100.0", "67.9", "61.3", "59.6"]
+    assert [f"{point.speedup:.2f}" for point in points(TUTORIAL)] == [
+        "1.00",
+        "1.36",
+        "2.45",
+        "4.77",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "t"),  # tables of Student's t, two-sided 95 %
+    [(1, 12.706), (2, 4.303), (4, 2.776), (9, 2.262), (30, 2.042), (1e9, 1.960)],
+)
+def test_students_t(degrees: float, t: float) -> None:
+    assert student(degrees) == pytest.approx(t, abs=5e-4)
+
+
+def test_the_interval_of_three_repeats() -> None:
+    found = estimate([90.0, 100.0, 110.0])
+    assert found.mean == 100
+    assert found.deviation == 10
+    assert found.interval == pytest.approx((100 - 24.84, 100 + 24.84), abs=0.01)
+
+
+def test_one_repeat_tells_no_interval() -> None:
+    found = estimate([5.0])
+    assert (found.mean, found.deviation, found.interval) == (5.0, None, None)
+    assert all(point.interval is None for point in points(TUTORIAL))
+
+
+def test_the_interval_of_an_efficiency_in_closed_form() -> None:
+    # Relative standard errors of 3 % and 4 % make 5 %; the degrees of freedom are those of Welch.
+    root = math.sqrt(3)
+    base = [100 * (1 + step * 0.03 * root) for step in (-1, 0, 1)]
+    four = [300 * (1 + step * 0.04 * root) for step in (-1, 0, 1)]
+    point = points({1: base, 4: four})[1]
+    degrees = 0.05**4 / (0.03**4 / 2 + 0.04**4 / 2)
+    half = student(degrees) * 0.05 * 0.75
+    assert point.efficiency == pytest.approx(0.75)
+    assert point.interval == pytest.approx((0.75 - half, 0.75 + half))
+
+
+def test_without_scatter_the_interval_is_a_point() -> None:
+    assert points({1: [2.0, 2.0], 2: [3.0, 3.0]})[1].interval == (0.75, 0.75)
+
+
+def test_without_one_rank_the_fewest_are_the_base() -> None:
+    first, second = points({4: [40.0], 2: [30.0]})
+    assert (first.ranks, first.speedup, first.efficiency) == (2, 1.0, 1.0)
+    assert (second.ranks, second.speedup) == (4, pytest.approx(4 / 3))
+    assert second.efficiency == pytest.approx(2 / 3)
+
+
+@given(STUDIES)
+def test_any_study(rates: dict[int, list[float]]) -> None:
+    found = points(rates)
+    base = found[0]
+    assert [point.ranks for point in found] == sorted(rates)
+    assert (base.speedup, base.efficiency, base.interval) == (1.0, 1.0, None)
+    for point in found:
+        mean = statistics.fmean(rates[point.ranks])
+        assert point.rate.mean == pytest.approx(mean)
+        assert point.speedup == pytest.approx(mean / base.rate.mean)
+        assert point.efficiency * point.ranks == pytest.approx(point.speedup * base.ranks)
+        if point.interval:
+            assert point.interval[0] <= point.efficiency <= point.interval[1]
+
+
+@given(STUDIES, st.floats(0.01, 100))
+def test_a_machine_twice_as_fast_scales_no_better(
+    rates: dict[int, list[float]], factor: float
+) -> None:
+    faster = {ranks: [rate * factor for rate in some] for ranks, some in rates.items()}
+    for one, other in zip(points(rates), points(faster), strict=True):
+        assert other.efficiency == pytest.approx(one.efficiency)

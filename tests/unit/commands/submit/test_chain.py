@@ -1,0 +1,142 @@
+"""Chains: what the next job decides, and that none goes on for ever without getting anywhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.commands.submit import chain
+from hvdtrain.commands.submit.chain import (
+    GO,
+    OVER,
+    STUCK,
+    begin,
+    decide,
+    end,
+    progress_of,
+    read,
+    write,
+)
+
+
+@pytest.fixture(autouse=True)
+def bin_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only directory of programs: no job of a real batch system is taken away."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A chain of three jobs that have been submitted."""
+    path = tmp_path / "x.chain"
+    for job in ("1.server", "2.server", "3.server"):
+        write(path, event="link", job=job)
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Where checkpoints are kept; there is none yet."""
+    return tmp_path / "checkpoints"
+
+
+def save(directory: Path, name: str) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / name).mkdir()
+    newest = max((entry.stat().st_mtime_ns for entry in directory.iterdir()), default=0)
+    os.utime(directory / name, ns=(newest + 1, newest + 1))
+
+
+def test_the_first_job_goes(file: Path, saved: Path) -> None:
+    assert begin(file, saved, "1.server") == GO
+    assert chain.last(read(file), "begin") == {
+        "event": "begin",
+        "job": "1.server",
+        "progress": "nothing",
+    }
+
+
+@pytest.mark.parametrize("code", [75, 1, 143, None])
+def test_the_next_job_goes_where_something_was_saved(
+    code: int | None, file: Path, saved: Path
+) -> None:
+    """Also after a failure, and after a job that was killed and wrote nothing: ``None``."""
+    begin(file, saved, "1.server")
+    save(saved, "step-1")
+    if code is not None:
+        end(file, "1.server", code)
+    assert begin(file, saved, "2.server") == GO
+
+
+@pytest.mark.parametrize("code", [75, 1, None])
+def test_no_progress_ends_the_chain(code: int | None, file: Path, saved: Path) -> None:
+    save(saved, "step-1")
+    begin(file, saved, "1.server")
+    if code is not None:
+        end(file, "1.server", code)
+    assert begin(file, saved, "2.server") == STUCK
+    assert begin(file, saved, "3.server") == OVER
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_what_is_finished_or_wrong_use_ends_the_chain(code: int, file: Path, saved: Path) -> None:
+    begin(file, saved, "1.server")
+    save(saved, "step-1")
+    end(file, "1.server", code)
+    assert begin(file, saved, "2.server") == OVER
+
+
+def test_the_jobs_that_are_left_are_taken_away(file: Path, bin_directory: Path) -> None:
+    qdel = bin_directory / "qdel"
+    qdel.write_text(f'#!/bin/sh\necho "$@" > {bin_directory}/deleted\n')
+    qdel.chmod(0o755)
+    end(file, "1.server.domain.org", 0)  # PBS may tell a job its id in another form
+    assert (bin_directory / "deleted").read_text() == "3.server 2.server\n"
+
+
+def test_a_line_that_was_cut_is_passed_over(file: Path) -> None:
+    with file.open("a") as lines:
+        lines.write('{"event": "be')
+    assert len(read(file)) == 3
+
+
+def test_no_file_no_events(tmp_path: Path) -> None:
+    assert read(tmp_path / "none") == []
+
+
+def test_progress_is_the_newest_that_is_whole(saved: Path) -> None:
+    assert progress_of(saved) == "nothing"
+    save(saved, "step-2")
+    first = progress_of(saved)
+    assert first.startswith("step-2 ")
+    save(saved, ".partial-step-3")
+    assert progress_of(saved) == first
+    save(saved, "step-1")  # newer, whatever its name
+    assert progress_of(saved).startswith("step-1 ")
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from([75, 1, 143, None])), max_size=8))
+def test_a_chain_without_progress_is_at_most_two_jobs_long(
+    jobs: list[tuple[bool, int | None]],
+) -> None:
+    """Each job saves or not, and ends with a code or is killed; decided from the events alone."""
+    events: list[chain.Event] = []
+    progress, idle = 0, 0
+    for job, (saves, code) in enumerate(jobs):
+        word, _ = decide(events, f"step {progress}")
+        if idle:
+            assert word in (STUCK, OVER)
+            events.append({"event": "over", "why": "stuck"})
+            continue
+        assert word == GO
+        events.append({"event": "begin", "job": str(job), "progress": f"step {progress}"})
+        progress += saves
+        idle += not saves
+        if code is not None:
+            events.append({"event": "end", "job": str(job), "code": code})

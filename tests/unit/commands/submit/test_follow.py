@@ -1,0 +1,232 @@
+"""Following a job: its states, the lines of its log, its exit code."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.submit import chain, follow
+from hvdtrain.commands.submit.dialect import ENDED, RUNNING, WAITING, Dialect, Local, Query, State
+from hvdtrain.commands.submit.follow import Ended, Submitted, Tail
+from hvdtrain.commands.submit.pbs import Pbs
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.runtime.command import Command
+
+
+class Folder(Local):
+    """Jobs whose next states stand in a file each; asking for one makes it happen.
+
+    A line is the phase, the exit code or ``-``, and what the job then writes to its log, without a
+    newline where it ends in ``...``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def add(self, job: str, *lines: str) -> None:
+        (self.directory / job).write_text("".join(f"{line}\n" for line in lines))
+
+    def queries(self, job_id: str) -> Sequence[Query]:
+        file = self.directory / job_id
+
+        def read(output: str) -> State | None:
+            if output.startswith("cat:"):
+                return None
+            first, _, rest = output.partition("\n")
+            file.write_text(rest)
+            phase, code, *words = first.split()
+            text = " ".join(words)
+            log = self.directory / f"{job_id}.log"
+            if text:
+                with log.open("a") as lines:
+                    lines.write(text[:-3] if text.endswith("...") else text + "\n")
+            return State(phase, phase, None if code == "-" else int(code), (log,))
+
+        return (Query(Command(("cat", str(file))), read),)
+
+    def delete(self, job_ids: Sequence[str]) -> Command:
+        return Command(("rm", *job_ids))
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A batch system in which no one has to wait."""
+    for name in ("LOOK", "ASK_FIRST", "ASK_LAST", "DELIVERY"):
+        monkeypatch.setattr(follow, name, 0.001)
+    return Folder(tmp_path)
+
+
+def followed(dialect: Dialect, directory: Path, *ids: str, chained: bool = False) -> Ended:
+    """Follow jobs that keep all their files in ``directory``; what they wrote is in ``out``."""
+    jobs = [Submitted(one, {chain.number(one): directory / f"{one}.log"}) for one in ids]
+    file = directory / "chain" if chained else None
+    with (directory / "out").open("w") as out:
+        return follow.follow(dialect, jobs, directory / "exit", file, out)
+
+
+def test_a_job_from_start_to_end(jobs: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    jobs.add(
+        "7",
+        f"{WAITING} -",
+        f"{WAITING} -",
+        f"{RUNNING} - one",
+        f"{RUNNING} - half a line...",
+        f"{RUNNING} -  of it",
+        f"{ENDED} 3 no newline...",
+    )
+    assert followed(jobs, jobs.directory, "7") == Ended(ENDED, 3)
+    assert (jobs.directory / "out").read_text() == "one\nhalf a lineof it\nno newline"
+    assert caplog.messages == ["job 7: waiting", "job 7: running", "job 7: ended, exit code 3"]
+
+
+def test_ctrl_c_ends_the_following_only(
+    jobs: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+
+    def press(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follow.time, "sleep", press)
+    jobs.add("7", f"{RUNNING} - one")
+    assert followed(jobs, jobs.directory, "7", "8") == Ended("running", 130)
+    assert (jobs.directory / "out").read_text() == "one\n"
+    assert caplog.messages[-1] == "\njob 7 goes on; to end it: rm 8 7"
+
+
+def test_a_batch_system_that_no_longer_answers(jobs: Folder) -> None:
+    with pytest.raises(HvdtrainError, match=r"the state of job 7 is unknown: cat: .*No such"):
+        followed(jobs, jobs.directory, "7")
+
+
+def test_an_exit_code_that_nobody_knows(jobs: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    jobs.add("7", f"{ENDED} - done")
+    assert followed(jobs, jobs.directory, "7") == Ended(ENDED, None)
+    assert caplog.messages == ["job 7: ended, exit code unknown"]
+
+
+def test_a_chain_is_followed_to_its_end(jobs: Folder, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    jobs.add("1", f"{ENDED} 75 first")
+    jobs.add("2", f"{ENDED} 0 second")
+    jobs.add("3", f"{ENDED} 0 third")
+    assert followed(jobs, tmp_path, "1", "2", "3", chained=True) == Ended(ENDED, 0)
+    assert out.read_text() == "first\nsecond\nthird\n"
+
+    # The third has no say.
+    chain.write(tmp_path / "chain", event="over", job="2.server", why="finished")
+    jobs.add("1", f"{ENDED} 75 again")
+    jobs.add("2", f"{ENDED} 3 again")
+    assert followed(jobs, tmp_path, "1", "2", "3", chained=True).code == 3
+
+
+# --- a PBS that forgets a job at its end, which is OpenPBS's default ------------------------------
+
+# What its qstat answered while a job ran and afterwards; "lasts" says how often it still runs.
+QSTAT = """#!/bin/bash
+for job; do :; done
+case $* in *-x*) echo "qstat: PBS is not configured to maintain job history"; exit 1 ;; esac
+lasts=$(($(cat "lasts.$job" 2>/dev/null || echo 0) - 1)); echo "$lasts" > "lasts.$job"
+[ "$lasts" -ge 0 ] || { echo "qstat: Unknown Job Id $job" >&2; exit 153; }
+printf 'Job Id: %s\\n    job_state = R\\n    Output_Path = login:%s/%s.log\\n' "$job" "$PWD" "$job"
+"""
+
+
+@pytest.fixture
+def forgetful(jobs: Folder, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of such a PBS, in which jobs keep their files."""
+    (jobs.directory / "qstat").write_text(QSTAT)
+    (jobs.directory / "qstat").chmod(0o755)
+    monkeypatch.chdir(jobs.directory)
+    monkeypatch.setenv("PATH", f"{jobs.directory}:/usr/bin:/bin")
+    return jobs.directory
+
+
+def ran(directory: Path, job: str, left: str, lasts: int = 1) -> None:
+    (directory / f"lasts.{job}").write_text(str(lasts))
+    (directory / f"{job}.log").write_text(f"log of {job}\n")
+    (directory / f"exit.{chain.number(job)}").write_text(left)
+
+
+@pytest.mark.parametrize("lasts", [0, 2])
+@pytest.mark.parametrize(
+    ("left", "code", "word"), [("0\n", 0, "0"), ("3\n", 3, "3"), ("", None, "unknown")]
+)
+def test_the_exit_code_that_a_job_left(
+    left: str,
+    code: int | None,
+    word: str,
+    lasts: int,
+    forgetful: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    ran(forgetful, "7.pbs1", left, lasts)
+    assert followed(Pbs(), forgetful, "7.pbs1") == Ended("ended", code)
+    assert caplog.messages[-1] == f"job 7.pbs1: ended, exit code {word}"
+    assert (forgetful / "out").read_text() == "log of 7.pbs1\n"
+
+
+def test_a_log_that_comes_at_the_end_only(
+    forgetful: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where PBS's mom copies it back."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(follow, "NO_LOG", -1.0)
+    ran(forgetful, "7.pbs1", "0\n", 4)
+    (forgetful / "7.pbs1.log").unlink()
+    assert followed(Pbs(), forgetful, "7.pbs1").code == 0
+    (said,) = [line for line in caplog.messages if "no log yet" in line]
+    assert "$usecp" in said
+
+
+def test_a_job_that_left_nothing_never_ran(
+    forgetful: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert followed(Pbs(), forgetful, "7.pbs1") == Ended("deleted before it ran", None)
+    assert caplog.messages == ["job 7.pbs1: deleted before it ran"]
+
+
+def test_a_chain_goes_on_where_pbs_forgets(forgetful: Path) -> None:
+    """Through a job that was killed, and past one that was deleted."""
+    for number, left in enumerate(("75\n", "", "75\n"), 1):
+        ran(forgetful, f"{number}.pbs1", left)
+    ran(forgetful, "5.pbs1", "0\n")
+    ids = [f"{number}.pbs1" for number in range(1, 7)]
+    chain.write(forgetful / "chain", event="over", job="5.pbs1", why="finished")
+    assert followed(Pbs(), forgetful, *ids, chained=True) == Ended("ended", 0)
+    assert (forgetful / "out").read_text().count("log of") == 4
+
+
+def test_the_tasks_of_an_array(forgetful: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    logs = {str(task): forgetful / f"log.{task}" for task in (1, 2, 3)}
+    for task, code in ((1, 0), (2, 3)):
+        logs[str(task)].write_text(f"task {task}\n")
+        (forgetful / f"exit.{task}").write_text(f"{code}\n")
+    job = Submitted("8[].pbs1", logs)
+    out = io.StringIO()
+    ended = follow.follow(Pbs(), [job], forgetful / "exit", None, out)
+    assert ended.code == 3
+    assert out.getvalue() == "task 1\ntask 2\n"
+    assert caplog.messages == [
+        f"task 1: ended, exit code 0; log {logs['1']}",
+        f"task 2: ended, exit code 3; log {logs['2']}",
+        "task 3: deleted before it ran",
+        "job 8[].pbs1: deleted before it ran, ended, exit code 3",
+    ]
+
+
+def test_a_log_that_is_not_there_yet(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log")
+    assert tail.new() == ""
+    tail.path.write_bytes(b"\xff one\ntwo")
+    assert tail.new() == "\ufffd one\n"
+    assert tail.new() == ""
+    assert tail.new(all_of_it=True) == "two"

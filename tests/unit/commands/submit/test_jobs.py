@@ -1,0 +1,314 @@
+"""The scripts in jobs/: how they are made, and what a real PBS would do with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.commands.submit.job import Job
+from hvdtrain.commands.submit.pbs import Pbs
+from hvdtrain.commands.submit.script import script_text
+from hvdtrain.commands.submit.site import Site
+from tests.conftest import BIN, ROOT, environment
+from tests.unit.commands.submit.directives import check_script
+from tests.unit.commands.submit.pbs_reader import Node, RefusedError, read_script
+from tests.unit.commands.submit.test_script import WORDS
+
+JOBS = ROOT / "jobs"
+SCRIPTS = sorted(path.name for path in JOBS.iterdir() if path.suffix in (".pbs", ".slurm", ".sh"))
+PBS_SCRIPTS = [name for name in SCRIPTS if name.endswith(".pbs")]
+POLARIS = frozenset({"filesystems", "system"})
+
+
+def defined(name: str) -> frozenset[str]:
+    """The resources that the site of a script defines."""
+    return POLARIS if "polaris" in name else frozenset()
+
+
+def test_they_are_all_here() -> None:
+    assert [
+        *("local.sh", "mnist_1node.pbs", "mnist_scaling.pbs", "pi.pbs", "resnet.slurm"),
+        *("resnet_1node.pbs", "resnet_polaris.pbs", "resnet_scaling.pbs", "timeline_capture.pbs"),
+    ] == SCRIPTS
+    readme = (JOBS / "README.md").read_text()
+    assert [name for name in SCRIPTS if f"| `{name}` |" not in readme] == []
+
+
+def test_they_are_made_by_submit(tmp_path: Path) -> None:
+    """The lines of the README, run as they stand, give the files as they stand."""
+    block = re.search(r"```sh\n(.*?)```", (JOBS / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    (tmp_path / "jobs").mkdir()
+    subprocess.run(
+        ["bash", "-e", "-c", block[1]],
+        cwd=tmp_path,
+        env=environment(HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path)),
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    made = {path.name: path.read_text() for path in (tmp_path / "jobs").iterdir()}
+    assert made == {name: (JOBS / name).read_text() for name in SCRIPTS}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_they_are_fit_for_any_machine(name: str) -> None:
+    text = (JOBS / name).read_text()
+    assert check_script(text) == []
+    for word in ("$0", "BASH_SOURCE", "generate_pbs_nodefile", "pip ", "curl", "wget", "git "):
+        assert word not in text
+    # /soft is Polaris's own; any other path would be of the machine that it was written on.
+    paths = set(re.findall(r"(?<=[\s='\"(])/\w[\w/]*", text))
+    assert paths <= {"/soft/modulefiles"}
+    assert len(text.splitlines()) < 50
+
+
+@pytest.mark.parametrize("name", PBS_SCRIPTS)
+def test_real_pbs_takes_them(name: str) -> None:
+    text = (JOBS / name).read_text()
+    request = read_script(text, defined(name))
+    chunk = request.chunk
+    assert request.options["j"] == "oe"
+    assert int(chunk["count"]) == (16 if "scaling" in name else 2 if "polaris" in name else 1)
+    if int(chunk["count"]) > 1:
+        assert request.resources["place"] == "scatter"
+    if "polaris" not in name:
+        ladder = "$((RANKS < 4 ? RANKS : 4)) --room-for 4"
+        ranks = ladder if "scaling" in name else "4"
+        assert chunk["mpiprocs"] == "4"
+        assert f" --ppn {ranks} -- " in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("#PBS -l select=1:ngpus=1", "Unknown resource: ngpus"),
+        ("#PBS -l filesystems=home", "Unknown resource: filesystems"),
+        ("#PBS -l select=1\n#PBS -l nodes=1", "exclude each other"),
+        ("#PBS -l walltime=60m", "walltime"),
+        ("#PBS -N two words", "illegal -N"),
+        ("#PBS --nodes=1", "illegal option"),
+    ],
+)
+def test_the_reader_refuses_what_pbs_does(lines: str, reason: str) -> None:
+    with pytest.raises(RefusedError, match=reason):
+        read_script(f"#!/bin/bash\n{lines}\n")
+
+
+# --- run as PBS runs them -------------------------------------------------------------------------
+
+# What `hvdtrain launch` is given, in which directory, with how many threads, and until when.
+LAUNCH = """#!/bin/bash
+printf '%s\\0' "$PWD" "${OMP_NUM_THREADS-unset}" "$HVDTRAIN_WALLTIME_ENDS" "$#" "$@" >> told
+"""
+SAVES_ON_TERM = f"""#!{sys.executable}
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))
+open("ready", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    """A node with an environment in the submit directory whose hvdtrain writes what it is told."""
+    node = Node(tmp_path)
+    programs = node.submit / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    put(programs / "hvdtrain", LAUNCH)
+    put(programs / "python", f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    return node
+
+
+def put(path: Path, text: str) -> None:
+    path.write_bytes(os.fsencode(text))
+    path.chmod(0o755)
+
+
+def run_as_pbs(node: Node, text: str, name: str = "", hosts: str = "a", **values: str) -> int:
+    """The exit code of a script that real PBS runs."""
+    job = node.start(text, tuple(hosts.split()), read_script(text, defined(name)), **values)
+    out, err = job.communicate(timeout=60)
+    assert out == ""
+    if not values.get("HVDTRAIN_ENV"):
+        assert err == ""
+    return job.returncode
+
+
+def told(node: Node) -> list[list[str]]:
+    """What each launch was told: directory, threads, end, and the arguments."""
+    words = os.fsdecode((node.submit / "told").read_bytes()).split("\0")[:-1]
+    launches = []
+    while words:
+        count = int(words[3])
+        launches.append(words[:3] + words[4 : 4 + count])
+        del words[: 4 + count]
+    return launches
+
+
+@pytest.mark.parametrize("name", ["pi.pbs", "mnist_1node.pbs", "timeline_capture.pbs"])
+def test_a_script_relies_on_nothing_that_pbs_lacks(name: str, node: Node) -> None:
+    before = time.time()
+    assert run_as_pbs(node, (JOBS / name).read_text(), name) == 0
+    ((directory, threads, ends, *words),) = told(node)
+    assert directory == str(node.submit)
+    assert threads == "unset"
+    assert float(ends) > before + 500  # there is no qstat here: so long from now
+    assert words[:6] == ["launch", "-n", "4", "--ppn", "4", "--"]
+    assert not any("DATA" in word or "$" in word for word in words)
+
+
+def test_threads_of_the_users_stay(node: Node) -> None:
+    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), OMP_NUM_THREADS="3") == 0
+    assert told(node)[0][1] == "3"
+
+
+def test_values_are_changed_by_qsub_v(node: Node) -> None:
+    text = (JOBS / "mnist_1node.pbs").read_text()
+    assert run_as_pbs(node, text, DATA="/a b/mnist", EPOCHS="2", STEPS="7", RESULTS="r $x") == 0
+    assert told(node)[0][3 + 6 :] == [
+        *("python", "-m", "hvdtrain.mnist", "--data=/a b/mnist", "--epochs=2", "--num-steps=7"),
+        *("--checkpoint-dir=r $x/checkpoints", "--summary=r $x/summary.json"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "values", "sizes"),
+    [
+        ("a", {}, ["1", "2", "4"]),
+        ("a b c", {}, ["1", "2", "4", "8"]),
+        ("a b c d", {"NODES": "2"}, ["1", "2", "4", "8"]),
+        (" ".join(f"n{i}" for i in range(16)), {}, ["1", "2", "4", "8", "16", "32", "64"]),
+    ],
+)
+def test_a_ladder_goes_as_far_as_the_nodes_reach(
+    hosts: str, values: dict[str, str], sizes: list[str], node: Node
+) -> None:
+    text = (JOBS / "mnist_scaling.pbs").read_text()
+    assert run_as_pbs(node, text, hosts=hosts, **values) == 0
+    assert [launch[5] for launch in told(node)] == sizes
+    assert all(launch[8:11] == ["--room-for", "4", "--"] for launch in told(node))
+    assert [launch[-1] for launch in told(node)] == [
+        f"--summary=results/mnist_scaling/{size}.json" for size in sizes
+    ]
+
+
+def test_in_a_slurm_that_reads_pbs_lines_there_is_no_node_file(node: Node) -> None:
+    text = (JOBS / "mnist_scaling.pbs").read_text()
+    values = {"PBS_NODEFILE": "", "SLURM_JOB_NUM_NODES": "2"}
+    assert run_as_pbs(node, text, **values) == 0
+    assert [launch[5] for launch in told(node)] == ["1", "2", "4", "8"]
+
+
+def test_a_failure_ends_the_ladder_with_its_code(node: Node) -> None:
+    put(node.submit / ".venv" / "bin" / "hvdtrain", LAUNCH + '[ "$3" != 2 ] || exit 3\n')
+    assert run_as_pbs(node, (JOBS / "mnist_scaling.pbs").read_text()) == 3
+    assert len(told(node)) == 2
+
+
+def test_a_module_that_cannot_be_loaded_ends_the_job(node: Node) -> None:
+    fails = "module() { [ $1 $2 = 'load there' ]; }\n"
+    (node.root / "home" / ".bash_profile").write_text(fails.replace("$1 $2", '"$1 $2"'))
+    for name, code in (("there", 0), ("nowhere", 2)):
+        job = Job(("x",), 600, environment=".venv", modules=(name,))
+        assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
+    assert len(told(node)) == 1
+
+
+def test_an_environment_that_is_not_there(node: Node) -> None:
+    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), HVDTRAIN_ENV="nowhere") == 2
+
+
+def test_another_environment(node: Node) -> None:
+    (node.submit / ".venv").rename(node.root / "an other")
+    values = {"HVDTRAIN_ENV": str(node.root / "an other")}
+    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), **values) == 0
+    assert len(told(node)) == 1
+
+
+def test_term_to_every_process_lets_the_ranks_save(node: Node) -> None:
+    put(node.submit / ".venv" / "bin" / "hvdtrain", SAVES_ON_TERM)
+    text = (JOBS / "mnist_1node.pbs").read_text()
+    job = node.start(text, ("a",), read_script(text))
+    end = time.monotonic() + 60
+    while not (node.submit / "ready").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.killpg(job.pid, signal.SIGTERM)
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out, err) == (75, "", "")
+
+
+@pytest.mark.parametrize(
+    ("setup", "signals", "left"),
+    [
+        ("", (), "3\n"),
+        ("sh -c 'touch ready; exec sleep 60'", (signal.SIGTERM,), "143\n"),
+        ("sh -c 'touch ready; exec sleep 60'", (signal.SIGKILL,), ""),
+    ],
+)
+def test_what_a_followed_job_leaves(
+    setup: str, signals: tuple[signal.Signals, ...], left: str, node: Node
+) -> None:
+    """Also where it ends before its ranks have begun, as by qdel."""
+    words = ("bash", "-c", "exit 3")
+    job = Job(words, 600, environment=".venv", once=True, setup=(setup,) if setup else ())
+    text = script_text(job, Pbs(), Site(), exit_file="x.exit")
+    process = node.start(text, ("a",), read_script(text))
+    end = time.monotonic() + 60
+    while signals and not (node.submit / "ready").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for number in signals:
+        os.killpg(process.pid, number)
+    process.communicate(timeout=60)
+    assert (node.submit / "x.exit.12").read_text() == left
+
+
+@settings(max_examples=20)
+@given(st.lists(WORDS.filter(bool), min_size=1, max_size=6), WORDS)
+def test_any_command_in_any_directory(words: list[str], name: str) -> None:
+    """The script is read by bash, with a program that writes what it is told."""
+    job = Job(tuple(words), 60, environment=None)
+    text = script_text(job, Pbs(), Site())
+    assert check_script(text) == []
+    with tempfile.TemporaryDirectory() as root:
+        programs = Path(root, "bin")
+        programs.mkdir()
+        put(programs / "hvdtrain", LAUNCH)
+        put(programs / "python", "#!/bin/sh\n")
+        script = Path(root, "script")
+        put(script, text.replace("bash -l", "bash"))  # a login sets a PATH of its own
+        directory = Path(root, "d" + name.replace("/", ""))
+        directory.mkdir()
+        values = {"PBS_O_WORKDIR": str(directory), "PATH": f"{programs}:/bin"}
+        subprocess.run([str(script)], env=values, check=True, timeout=60)
+        found = os.fsdecode((directory / "told").read_bytes()).split("\0")[:-1]
+    assert found[0] == str(directory)
+    assert found[4:] == ["launch", "-n", "1", "--ppn", "1", "--", *words]
+
+
+def test_the_last_words_of_a_dry_run_tell_how_it_is_submitted(tmp_path: Path) -> None:
+    words = ["submit", "--scheduler", "pbs", "--walltime", "1:00:00", "--dry-run", "--json", "--"]
+    result = subprocess.run(
+        [str(BIN / "hvdtrain"), *words, "python", "train.py"],
+        cwd=tmp_path,
+        env=environment(HOME=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert json.loads(result.stdout)["submit"][0] == "qsub"
+    assert "# qsub -j oe -o hvdtrain-jobs/train-1.log" in result.stderr

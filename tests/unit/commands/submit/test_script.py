@@ -1,0 +1,314 @@
+"""Script texts compared whole, and read as a batch system would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hvdtrain.commands.submit.dialect import Dialect, Local
+from hvdtrain.commands.submit.job import Job, Variable
+from hvdtrain.commands.submit.pbs import Pbs
+from hvdtrain.commands.submit.script import ladder, quote, render, script_text
+from hvdtrain.commands.submit.site import Site
+from hvdtrain.commands.submit.slurm import Slurm
+from tests.unit.commands.submit.directives import check_script
+
+# Everything that can be asked for at once, with what is hard to quote.
+FULL = Job(
+    command=("python", "it's.py", "--data=$DATA", "--seed=$TASK", "$HOME", "a\n#PBS -q other"),
+    walltime=90_061,
+    nodes=2,
+    ppn=4,
+    threads=8,
+    name="full",
+    queue="prod",
+    account="me",
+    gpus_per_node=4,
+    memory="64gb",
+    filesystems="home:eagle",
+    array="1-9:2",
+    after="7.server",
+    requeue=True,
+    modules=("cray-mpich", "cuda/12"),
+    setup=("export NCCL_DEBUG=WARN",),
+    environment="/opt/my env",
+    variables=(Variable("DATA", ""), Variable("RESULTS", "my results")),
+    comment="First line.\nSecond line.",
+)
+SITE = Site(gpu_resource="ngpus", select="host=a", directives=("-m n",), modules=("base",))
+
+FULL_PBS = r"""#!/bin/bash -l
+# First line.
+# Second line.
+#PBS -N full
+#PBS -q prod
+#PBS -A me
+#PBS -l select=2:ncpus=32:mpiprocs=4:ngpus=4:host=a:mem=64gb
+#PBS -l walltime=25:01:01
+#PBS -l place=scatter
+#PBS -l filesystems=home:eagle
+#PBS -J 1-9:2
+#PBS -W depend=afterok:7.server
+#PBS -r y
+#PBS -m n
+#PBS -j oe
+#PBS -k oed
+
+# PBS starts a job in the home directory.
+cd -- "${PBS_O_WORKDIR:-.}" || exit 2
+# PBS sets the first to all its cores, and every rank would take that many; one of yours
+# stays. The second makes a Slurm behind qsub -v start ranks without an environment.
+[ "$OMP_NUM_THREADS" != "$NCPUS" ] || unset OMP_NUM_THREADS
+unset SLURM_EXPORT_ENV
+
+# To change a value: qsub -v NAME=VALUE,NAME=VALUE SCRIPT
+DATA=${DATA:-}
+RESULTS=${RESULTS:-'my results'}
+export TASK=${PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}
+
+module load base cray-mpich cuda/12 || exit 2
+# The Python environment; its programs come first.
+HVDTRAIN_ENV=${HVDTRAIN_ENV:-'/opt/my env'}
+HVDTRAIN_ENV=$(realpath -e -- "$HVDTRAIN_ENV") || exit 2
+export PATH="$HVDTRAIN_ENV/bin:$PATH"
+export NCCL_DEBUG=WARN
+
+# The trainers save before the job ends and leave with exit code 75. The batch system is
+# asked when that is; where it does not answer, the time counts from now.
+HVDTRAIN_WALLTIME_ENDS=$(python -m hvdtrain.system.runtime.walltime 25:01:01)
+export HVDTRAIN_WALLTIME_ENDS
+# TERM is for the ranks, which save. Without a trap this shell would end at once, and the
+# job with it.
+trap : TERM
+
+hvdtrain launch -n 8 --ppn 4 --threads 8 -- \
+    python 'it'"'"'s.py' ${DATA:+"--data=$DATA"} "--seed=$TASK" '$HOME' \
+    $'a\012#PBS -q other'
+"""
+
+FULL_SLURM_HEAD = """#!/bin/bash -l
+# First line.
+# Second line.
+#SBATCH --job-name=full
+#SBATCH --partition=prod
+#SBATCH --account=me
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=4
+#SBATCH --mem=65536M
+#SBATCH --time=25:01:01
+#SBATCH --licenses=home,eagle
+#SBATCH --array=1-9:2
+#SBATCH --dependency=afterok:7.server
+#SBATCH --kill-on-invalid-dep=yes
+#SBATCH --requeue
+#SBATCH --constraint=gpu
+
+# To change a value: sbatch --export=ALL,NAME=VALUE SCRIPT
+"""
+
+CHAIN = Job(
+    command=("python", "-m", "hvdtrain.mnist", "--checkpoint-dir", "my runs"),
+    walltime=3600,
+    ppn=2,
+    name="mnist",
+    chain=10,
+    progress="my runs",
+)
+CHAIN_SLURM = """#!/bin/bash -l
+#SBATCH --job-name=mnist
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=01:00:00
+
+# The trainers save before the job ends and leave with exit code 75. The batch system is
+# asked when that is; where it does not answer, the time counts from now.
+HVDTRAIN_WALLTIME_ENDS=$(python -m hvdtrain.system.runtime.walltime 01:00:00)
+export HVDTRAIN_WALLTIME_ENDS
+# TERM is for the ranks, which save. Without a trap this shell would end at once, and the
+# job with it.
+trap : TERM
+
+# The jobs of a chain leave word to one another: is there anything left to do?
+case $(python -m hvdtrain.commands.submit.chain --file=mnist-1.chain '--progress=my runs' begin) in
+    go) ;;
+    over) exit 0 ;;
+    *) exit 1 ;;
+esac
+
+hvdtrain launch -n 2 --ppn 2 -- \\
+    python -m hvdtrain.mnist --checkpoint-dir 'my runs'
+
+code=$?
+python -m hvdtrain.commands.submit.chain --file=mnist-1.chain '--progress=my runs' end "$code"
+exit "$code"
+"""
+
+
+def test_everything_at_once_for_pbs() -> None:
+    assert script_text(FULL, Pbs(), SITE) == FULL_PBS
+
+
+def test_everything_at_once_for_slurm() -> None:
+    text = script_text(FULL, Slurm(), Site(directives=("--constraint=gpu",), modules=("base",)))
+    assert text.startswith(FULL_SLURM_HEAD)
+    # From here on the two differ in nothing.
+    assert text.split("DATA=", 1)[1] == FULL_PBS.split("DATA=", 1)[1]
+
+
+def test_a_chain() -> None:
+    assert script_text(CHAIN, Slurm(), Site(), "mnist-1.chain") == CHAIN_SLURM
+
+
+def test_a_program_with_an_equals_sign_is_no_assignment() -> None:
+    text = script_text(Job(("X=1", "Y=2"), 60, once=True), Pbs(), Site())
+    assert "\n'X=1' Y=2\n" in text
+
+
+def test_whole_nodes_ask_for_nodes_only() -> None:
+    job = Job(("x",), 60, nodes=2, ppn=4, gpus_per_node=4)
+    lines = Pbs().directives(job, Site(whole_nodes=True, select="system=polaris"))
+    assert "#PBS -l select=2:system=polaris" in lines
+
+
+def test_a_site_may_place_the_nodes_itself() -> None:
+    exclusive = "-l place=scatter:excl"
+    lines = Pbs().directives(Job(("x",), 60, nodes=2), Site(directives=(exclusive,)))
+    assert [line for line in lines if "place=" in line] == [f"#PBS {exclusive}"]
+
+
+def test_a_quality_of_service_is_called_a_queue() -> None:
+    job = Job(("x",), 60, queue="debug")
+    assert "#SBATCH --qos=debug" in Slurm().directives(job, Site(queue_is_qos=True))
+
+
+@pytest.mark.parametrize("dialect", [Pbs(), Slurm(), Local()])
+@pytest.mark.parametrize("job", [FULL, CHAIN])
+def test_our_own_scripts_have_no_problem(job: Job, dialect: Dialect) -> None:
+    assert check_script(script_text(job, dialect, SITE, "c")) == []
+
+
+HEAD = "#!/bin/bash\n#PBS -l select=1:ncpus=1\n#PBS -l walltime=1:00:00\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (HEAD + "cd x\n#PBS -q debug\n", "line 5: '#PBS -q debug' comes after the first command"),
+        (HEAD + "cd x\n\n#SBATCH -p debug\n", "(line 4), so no batch system reads it"),
+        (HEAD[12:], "line 1: no #!"),
+        (HEAD.replace("\n", "\r\n"), "DOS line ends"),
+        (HEAD + "#PBS -l select=2\n", "select is asked for 2 times"),
+        (HEAD + "#PBS -l walltime=2:00:00\n", "walltime is asked for 2 times"),
+        (HEAD + "#PBS -l nodes=2:ppn=4\n", "PBS refuses nodes= beside select="),
+        ("#!/bin/bash\n#PBS -l select=1,walltime=1:00\n", "on lines of their own"),
+        ("#!/bin/bash\n#PBS -l select=2:ncpus=1+1:ncpus=2\n", "no chunks joined by +"),
+        ("#!/bin/bash\n#PBS -l select=1:mem=1gb:ncpus=1\n", "mem= only at the end"),
+    ],
+)
+def test_problems_are_seen(text: str, problem: str) -> None:
+    assert problem in "; ".join(check_script(text))
+
+
+def test_no_problem_where_there_is_none() -> None:
+    assert check_script(HEAD + "# a comment\n\n#PBS -q debug\ncd x\n") == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ppn", "sizes"),
+    [
+        (16, 4, [1, 2, 4, 8, 16, 32, 64]),
+        (3, 12, [1, 2, 4, 8, 12, 24]),
+        (1, 1, [1]),
+        (2, 1, [1, 2]),
+        (1, 6, [1, 2, 4, 6]),
+    ],
+)
+def test_a_ladder_doubles_and_then_takes_whole_nodes(
+    nodes: int, ppn: int, sizes: list[int]
+) -> None:
+    assert ladder(nodes, ppn) == sizes
+
+
+# Words come back from bash as they went in, whatever is in them
+
+# What a file system or an option can hold: anything but NUL. Lone surrogates are bytes that are
+# no UTF-8; Python writes them back as the bytes they were.
+NASTY = st.sampled_from([*" '\"$`\\\n\r\t!#&*;|<>(){}[]~-=,:%^@?", "$A", "${A}", "#PBS", "é"])
+CHARACTERS = st.characters(max_codepoint=0x2FF, exclude_characters="\0")
+WORDS = st.lists(st.one_of(NASTY, CHARACTERS), max_size=12).map("".join)
+
+
+def from_bash(line: str, **variables: str) -> list[str]:
+    """The words that bash makes of ``line``."""
+    script = f'set -- {line}\nprintf \'%s\\0\' "$#" "$@"\n'
+    result = subprocess.run(
+        ["bash", "-c", script],
+        env={"LC_ALL": "C.UTF-8", **variables},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    number, *words = os.fsdecode(result.stdout).split("\0")[:-1]
+    assert len(words) == int(number)
+    return words
+
+
+@given(st.lists(WORDS, max_size=8))
+@example(["", "-n", "--", "#PBS -q other", "a\n#PBS -q other", "x\r\ny", "'", '"', "\\", "\udcff"])
+def test_words_come_back(words: list[str]) -> None:
+    line = " ".join(map(quote, words))
+    assert "\n" not in line
+    assert "\r" not in line
+    assert from_bash(line) == words
+
+
+@given(st.lists(WORDS, max_size=4), WORDS, WORDS)
+@example(["$A", "${A}", "$A$A", "${A}b", "$A[0]", "\\$A", "$$A", "$B", "\n$A"], "two words\n*", "")
+@example(["--data=$E", "$E", "a'b$E"], "", "")
+@example(["--data=$E/$A", "x}$E", "\n$E"], "a", "}")
+def test_only_declared_variables_are_bash_s(words: list[str], a: str, e: str) -> None:
+    """A may not be empty, E may: then a word that names it is left out."""
+    a = a or "a"
+    line = " ".join(render(word, ["A", "E"], ["E"]) for word in words)
+    expected = []
+    for word in words:
+        plain = word.replace("${A}", "\0a").replace("${E}", "\0e")
+        if name_follows(plain):
+            return  # $Ab names Ab, which is not declared: told by the examples below
+        plain = plain.replace("$A", "\0a").replace("$E", "\0e")
+        if "\0e" in plain and not e:
+            continue
+        expected.append(plain.replace("\0a", a).replace("\0e", e))
+    assert from_bash(line, A=a, E=e) == expected
+
+
+def name_follows(word: str) -> bool:
+    """Whether a reference goes on with a character of a name."""
+    ends = [end for mark in ("$A", "$E") for end in ends_of(word, mark)]
+    return any(word[end : end + 1].isalnum() or word[end : end + 1] == "_" for end in ends)
+
+
+def ends_of(word: str, mark: str) -> list[int]:
+    return [at + len(mark) for at in range(len(word)) if word.startswith(mark, at)]
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("--epochs=$EPOCHS", '"--epochs=$EPOCHS"'),
+        ("--data=$DATA", '${DATA:+"--data=$DATA"}'),
+        ("$EPOCHS/${EPOCHS}.json", '"$EPOCHS/$EPOCHS.json"'),
+        ("${EPOCHS}x", '"${EPOCHS}x"'),
+        ("$EPOCHSx", "'$EPOCHSx'"),
+        ("$HOME/it's", "'$HOME/it'\"'\"'s'"),
+        ("plain", "plain"),
+    ],
+)
+def test_it_stays_readable(word: str, text: str) -> None:
+    assert render(word, ["EPOCHS", "DATA"], ["DATA"]) == text

@@ -1,0 +1,122 @@
+"""Site files: the examples that are shipped, and what is wrong in one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.submit.job import Job
+from hvdtrain.commands.submit.site import EXAMPLES, Limits, Site, check_limits, load_site, read_site
+from hvdtrain.errors import UsageError
+
+
+def test_the_examples() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.yaml")}
+    assert names == {"aurora", "pbs", "perlmutter", "polaris"}
+    for name in names:
+        assert load_site(name, {}).scheduler in ("pbs", "slurm")
+
+
+def test_polaris() -> None:
+    assert load_site("polaris", {}) == Site(
+        scheduler="pbs",
+        queue="debug",
+        filesystems="home:eagle",
+        cores_per_node=32,
+        gpus_per_node=4,
+        whole_nodes=True,
+        select="system=polaris",
+        setup=("module use /soft/modulefiles", "module load conda", "conda activate base"),
+        queues={
+            "debug": Limits(1, 2, 3600),
+            "debug-scaling": Limits(1, 10, 3600),
+            "prod": Limits(10, 496, 86400),
+            "preemptable": Limits(1, 10, 259200),
+            "capacity": Limits(1, 4, 604800),
+        },
+    )
+
+
+def test_where_a_site_file_is_looked_for(tmp_path: Path) -> None:
+    own = tmp_path / ".config" / "hvdtrain" / "site.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("queue: mine\n")
+    assert load_site(None, {"HOME": str(tmp_path)}).queue == "mine"
+    assert load_site(None, {"HOME": str(tmp_path / "other")}) == Site()
+    assert load_site(None, {"XDG_CONFIG_HOME": str(own.parent.parent)}).queue == "mine"
+    assert load_site(str(own), {}).queue == "mine"
+    with pytest.raises(UsageError, match=r"--site polari: no such file.*\(aurora, pbs, perlmutter"):
+        load_site("polari", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("quue: x", "unknown key 'quue'; did you mean queue?"),
+        ("zzz: x", "unknown key 'zzz'; known are scheduler, queue"),
+        ("queue: 3", "queue: 3 is not a text"),
+        ("cores_per_node: many", "cores_per_node: 'many' is not a number of 1 or more"),
+        ("cores_per_node: true", "cores_per_node: True is not a number"),
+        ("whole_nodes: 1", "whole_nodes: 1 is not true or false"),
+        ("modules: one", "modules: 'one' is not a list, such as [one, two]"),
+        ("modules: [1]", "modules: 1 is not a text"),
+        ("modules: [gcc openmpi]", "modules: 'gcc openmpi' is not one module"),
+        ("modules: ['gcc; date']", "modules: 'gcc; date' is not one module"),
+        ("modules: [-f]", "modules: '-f' is not one module"),
+        ("directives: ['-l select=2']", "directives: '-l select=2': submit writes that line"),
+        ("scheduler: lsf", "scheduler: 'lsf': choose one of pbs, slurm, none"),
+        ("walltime_limit: soon", "walltime_limit: 'soon' is no time such as 1:00:00"),
+        ("queues: [a]", "queues: it needs a line for each queue"),
+        ("queues: {a: {cores: 3}}", "queues: a: {'cores': 3}: it may hold nodes and walltime"),
+        ("queues: {a: {nodes: few}}", "queues: a: nodes: 'few' is no range such as 1-2"),
+        ("- a list", "it must hold lines such as `queue: debug`"),
+        ("a: b: c", "cannot be read: mapping values are not allowed here"),
+    ],
+)
+def test_what_is_wrong_in_a_site_file(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as error:
+        read_site(path)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+def test_times_with_and_without_quotes_and_empty_values(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text("walltime_limit: 1:00:00\nqueue:\nqueues: {a: {walltime: '2-00:00:00'}}\n")
+    assert read_site(path) == Site(walltime_limit=3600, queues={"a": Limits(1, None, 172800)})
+
+
+LIMITED = Site(
+    cores_per_node=8,
+    gpus_per_node=4,
+    walltime_limit=7200,
+    queues={"debug": Limits(2, 4, 3600), "long": Limits(1, None, None)},
+)
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Job(("x",), 60, ppn=9), "--ppn 9: a node of this site has 8 cores"),
+        (Job(("x",), 60, ppn=4, threads=3), "--ppn 4 --threads 3: a node of this site has 8"),
+        (Job(("x",), 60, gpus_per_node=5), "--gpus-per-node 5: a node of this site has 4"),
+        (Job(("x",), 7201), "--walltime: this site takes at most 02:00:00; --chain"),
+        (Job(("x",), 7201, queue="long"), "queue long takes at most 02:00:00"),
+        (Job(("x",), 3601, nodes=2, queue="debug"), "queue debug takes at most 01:00:00"),
+        (Job(("x",), 60, nodes=1, queue="debug"), "--nodes 1: queue debug takes 2 to 4"),
+        (Job(("x",), 60, nodes=5, queue="debug"), "--nodes 5: queue debug takes 2 to 4"),
+    ],
+)
+def test_what_a_site_would_refuse(job: Job, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check_limits(job, LIMITED)
+    assert message in str(error.value)
+
+
+def test_what_a_site_takes() -> None:
+    check_limits(Job(("x",), 7200, nodes=99, ppn=8, queue="long"), LIMITED)
+    check_limits(Job(("x",), 3600, nodes=4, ppn=2, threads=4, queue="debug"), LIMITED)
+    check_limits(Job(("x",), 10**9, nodes=10**6, ppn=999, gpus_per_node=999), Site())

@@ -1,0 +1,395 @@
+"""``hvdtrain submit``: what it refuses, what it fills in, and what it hands to qsub and sbatch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.commands.launch.prepare import checkpoint_dir
+from hvdtrain.commands.submit.arguments import default_name
+from hvdtrain.commands.submit.dialect import Local
+from hvdtrain.commands.submit.job import memory_megabytes
+from hvdtrain.commands.submit.pbs import Pbs
+from hvdtrain.commands.submit.slurm import Slurm
+from hvdtrain.commands.submit.submission import choose
+from hvdtrain.errors import UsageError
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def bin_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty directory, with an empty directory of programs and no site file."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    return programs
+
+
+def program(directory: Path, name: str, body: str) -> None:
+    (directory / name).write_text(f"#!/bin/sh\n{body}\n")
+    (directory / name).chmod(0o755)
+
+
+def submit(*words: str) -> int:
+    return cli.main(["submit", *words])
+
+
+def refusal(captured: Captured, *words: str) -> str:
+    """The one line with which wrong use is answered."""
+    assert submit(*words) == 2
+    streams = captured.readouterr()
+    assert streams.out == ""
+    (line,) = streams.err.splitlines()
+    return line.removeprefix("hvdtrain: error: ")
+
+
+PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "neither sbatch nor qsub is on the PATH"),
+        (("--scheduler", "pbs", "--", "x"), "--walltime: how long may the job run?"),
+        (("--scheduler", "pbs", "x", "--walltime", "1:00:00"), "it stands behind the command"),
+        (("--scheduler", "pbs", "--walltime", "60", "--", "x"), "--walltime '60': write H:MM:SS"),
+        (("--scheduler", "pbs", "--walltime", "0:00", "--", "x"), "--walltime '0:00'"),
+        (PBS, "what should the job run? Give it after --"),
+        ((*PBS, "--", ""), "what should the job run?"),
+        ((*PBS, "--nodes", "0", "--", "x"), "--nodes 0: it must be 1 or more"),
+        ((*PBS, "--threads", "0", "--", "x"), "--threads 0: it must be 1 or more"),
+        ((*PBS, "--name", "two words", "--", "x"), "--name 'two words': a letter, then"),
+        ((*PBS, "--name", "n" * 231, "--", "x"), "at most 230 characters"),
+        ((*PBS, "--name", "a\n#PBS -q x", "--", "x"), "--name 'a\\n#PBS -q x'"),
+        ((*PBS, "--account", "me\n#PBS", "--", "x"), "--account 'me\\n#PBS': one word"),
+        ((*PBS, "--queue", "a b", "--", "x"), "--queue 'a b': one word"),
+        ((*PBS, "--module", "a b", "--", "x"), "--module 'a b': give one module; repeat"),
+        ((*PBS, "--memory", "64", "--", "x"), "--memory '64': a number with its unit"),
+        ((*PBS, "--array", "5", "--", "x"), "--array '5': a range such as 1-10"),
+        ((*PBS, "--array", "5-5", "--", "x"), "--array '5-5': a range"),
+        ((*PBS, "--array", "1-2", "--chain", "--progress", "d", "--", "x"), "--array and --chain"),
+        ((*PBS, "--ladder", "--chain", "--progress", "d", "--", "x"), "--chain and --ladder"),
+        ((*PBS, "--ladder", "--once", "--", "x"), "--once and --ladder: once, or once for each"),
+        ((*PBS, "--chain", "--", "x"), "--chain: from what should a job of the chain go on?"),
+        ((*PBS, "--chain", "--chain-limit", "1", "--", "x"), "--chain-limit 1: a chain has 2 jobs"),
+        ((*PBS, "--var", "A", "--", "x"), "--var 'A': write NAME=VALUE"),
+        ((*PBS, "--var", "1A=", "--", "x"), "--var 1A: no name for a variable"),
+        ((*PBS, "--var", "PATH=x", "--", "x"), "--var PATH: no name for a variable"),
+        ((*PBS, "--var", "RANKS=x", "--", "x"), "--var RANKS: the script sets it itself"),
+        ((*PBS, "--var", "A=1", "--var", "A=2", "--", "x"), "--var A: it is given twice"),
+        ((*PBS, "--ppn", "4", "--gpus-per-node", "2", "--", "x"), "--ppn 4: more ranks than"),
+        ((*PBS, "--gpus-per-node", "2", "--", "x"), "--gpus-per-node: PBS refuses a resource"),
+        ((*PBS, "--setup", "#PBS -q other", "--", "x"), "comes after the first command"),
+        ((*PBS, "--setup", "cd x\n#SBATCH -p q", "--", "x"), "comes after the first command"),
+        ((*PBS, "--setup", "cd x\r", "--", "x"), "DOS line ends"),
+        ((*PBS, "--site", "nowhere", "--", "x"), "--site nowhere: no such file"),
+        (("--scheduler", "none", "--follow", "--", "x"), "--follow, --chain and --array need"),
+        (("--site", "polaris", "--walltime", "2:00:00", "--", "x"), "queue debug takes at most"),
+    ],
+)
+def test_wrong_use(words: tuple[str, ...], message: str, capsys: Captured) -> None:
+    assert message in refusal(capsys, *words)
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_job_script_is_no_command(capsys: Captured) -> None:
+    Path("train.pbs").write_text("#!/bin/bash\n#PBS -q debug\npython train.py\n")
+    said = refusal(capsys, *PBS, "--", "bash", "train.pbs")
+    assert "train.pbs is a job script itself" in said
+    assert "`qsub train.pbs`" in said
+    assert refusal(capsys, "--scheduler", "pbs", "train.pbs", "--walltime", "0:05:00") == said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--walltime", "0:00:50", "--chain"), "--walltime 00:00:50: the trainers need up to"),
+        (("--walltime", "0:01:59"), "30 s and two steps before the end to save, so that the job"),
+        (("--walltime", "0:02:00"), ""),
+    ],
+)
+def test_a_walltime_that_leaves_nothing_for_training(
+    words: tuple[str, ...], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = ("--dry-run", "--", "python", "-m", "hvdtrain.mnist", "--checkpoint-dir", "c")
+    assert submit("--scheduler", "pbs", *words, *command) == 0
+    assert [
+        said in record.message for record in caplog.records if record.levelname == "WARNING"
+    ] == ([True] if said else [])
+    caplog.clear()
+    assert submit("--scheduler", "pbs", "--walltime", "0:00:50", "--dry-run", "--", "pi") == 0
+    assert "WARNING" not in caplog.text
+
+
+def test_a_log_directory_that_cannot_be_one(bin_directory: Path, capsys: Captured) -> None:
+    Path("file").touch()
+    assert "--logs file: it is no directory" in refusal(capsys, *PBS, "--logs", "file", "--", "x")
+    assert "--logs file/in: Not a directory" in refusal(
+        capsys, *PBS, "--logs", "file/in", "--", "x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["python", "-m", "hvdtrain.mnist", "--epochs", "3"], "mnist"),
+        (["env", "A=1", "python", "/home/u/my train.py"], "mytrain"),
+        (["bash", "./7-run.sh"], "run"),
+        (["./a.out"], "a"),
+        (["python", "-m", "a.module_of_a_long_name"], "module_of_a_lon"),
+        (["日本"], "job"),
+    ],
+)
+def test_the_name_comes_from_the_command(command: list[str], name: str) -> None:
+    assert default_name(command) == name
+
+
+@pytest.mark.parametrize(
+    ("command", "directory"),
+    [
+        (["x", "--checkpoint-dir", "a b"], "a b"),
+        (["x", "--checkpoint_dir=a=b"], "a=b"),
+        (["x", "--checkpoint-dir"], ""),
+        (["x"], None),
+    ],
+)
+def test_the_checkpoints_of_the_command(command: list[str], directory: str | None) -> None:
+    assert checkpoint_dir(command) == directory
+
+
+def test_memory() -> None:
+    assert [memory_megabytes(text) for text in ("64gb", "1T", "512 MiB", "1kb")] == [
+        *(65536, 1048576, 512, 1),
+    ]
+
+
+def test_which_batch_system(bin_directory: Path) -> None:
+    environ = {"PATH": str(bin_directory)}
+    with pytest.raises(UsageError, match="--scheduler"):
+        choose(None, environ)
+    program(bin_directory, "qsub", "")
+    found = choose(None, environ)
+    assert isinstance(found, Pbs)
+    assert not found.wraps_slurm
+    program(bin_directory, "sbatch", "")
+    assert isinstance(choose(None, environ), Slurm)
+    program(bin_directory, "qsub", "# part of Slurm")
+    found = choose("pbs", environ)
+    assert isinstance(found, Pbs)
+    assert found.wraps_slurm
+    assert isinstance(choose("none", environ), Local)
+
+
+def test_a_script_that_cannot_be_handed_in_leaves_no_file(
+    capsys: Captured, bin_directory: Path
+) -> None:
+    program(bin_directory, "qsub", "# part of Slurm")
+    assert "hands 'a b/x-1.pbs' to a shell" in refusal(capsys, *PBS, "--logs", "a b", "--", "x")
+    assert list(Path("a b").iterdir()) == []
+
+
+def test_a_dry_run_prints_the_script_and_touches_nothing(capsys: Captured) -> None:
+    assert submit(*PBS, "--dry-run", "--env", "none", "--", "python", "train.py") == 0
+    streams = capsys.readouterr()
+    assert streams.out.startswith("#!/bin/bash -l\n#PBS -N train\n")
+    assert streams.out.endswith("hvdtrain launch -n 1 --ppn 1 -- \\\n    python train.py\n")
+    assert list(Path.cwd().iterdir()) == []
+    assert submit(*PBS, "--dry-run", "--json", "--env", "none", "--", "python", "train.py") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["script"] == streams.out
+    assert answer["submit"] == [
+        *("qsub", "-j", "oe", "-o", "hvdtrain-jobs/train-1.log", "hvdtrain-jobs/train-1.pbs"),
+    ]
+
+
+def test_the_environment_is_the_one_that_submit_runs_in(capsys: Captured) -> None:
+    assert submit(*PBS, "--dry-run", "--", "x") == 0
+    assert f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{sys.prefix}}}\n" in capsys.readouterr().out
+
+
+def test_site_defaults_and_options_that_win_over_them(capsys: Captured) -> None:
+    words = ("--site", "polaris", "--walltime", "0:10:00", "--dry-run")
+    assert submit(*words, "--", "x") == 0
+    text = capsys.readouterr().out
+    for line in ("-q debug", "-l select=1:system=polaris", "-l filesystems=home:eagle"):
+        assert f"#PBS {line}\n" in text
+    assert "hvdtrain launch -n 4 --ppn 4 --" in text
+    assert submit(*words, "--queue", "debug-scaling", "--nodes", "9", "--ppn", "2", "--", "x") == 0
+    text = capsys.readouterr().out
+    assert "#PBS -q debug-scaling\n" in text
+    assert "hvdtrain launch -n 18 --ppn 2 --" in text
+
+
+def test_a_name_is_cut_where_the_site_says(capsys: Captured) -> None:
+    Path("site.yaml").write_text("name_limit: 15\n")
+    words = ("--site", "site.yaml", "--name", "a_name_of_twenty_two", "--dry-run")
+    assert submit(*PBS, *words, "--", "x") == 0
+    assert "#PBS -N a_name_of_twent\n" in capsys.readouterr().out
+
+
+def test_without_a_batch_system_the_script_is_written(capsys: Captured) -> None:
+    assert submit("--scheduler", "none", "--ppn", "2", "--", "x", "a b") == 0
+    assert capsys.readouterr().out == "bash hvdtrain-jobs/x-1.sh\n"
+    assert Path("hvdtrain-jobs/x-1.sh").read_text().endswith("    x 'a b'\n")
+
+
+# What a PBS with history answered of an array, one of whose tasks failed, and of other jobs.
+QSTAT = """for job; do :; done
+case $* in
+    *json*|"-f "*) exit 1 ;;
+    *-t*"8[].s") state=F ;;
+    *) echo "qstat: Unknown Job Id $job" >&2; exit 153 ;;
+esac
+printf 'Job Id: 8[].s\\n    job_state = F\\n    substate = 93\\n    Exit_status = 0\\n'
+for task in 1 2; do
+    printf 'Job Id: 8[%s].s\\n    job_state = F\\n' $task
+    printf '    Output_Path = s:hvdtrain-jobs/x-1.log.^array_index^\\n    stime = Sat Nov 21\\n'
+    printf '    Exit_status = %s\\n' $((3 * task - 3))
+    echo "task $task" > hvdtrain-jobs/x-1.log.$task
+done
+"""
+
+
+def test_a_failed_task_of_an_array_fails_the_job(bin_directory: Path, capsys: Captured) -> None:
+    program(bin_directory, "qsub", "echo '8[].s'")
+    program(bin_directory, "qstat", QSTAT)
+    assert submit(*PBS, "--array", "1-2", "--follow", "--json", "--", "x") == 3
+    streams = capsys.readouterr()
+    answer = json.loads(streams.out)
+    logs = [f"hvdtrain-jobs/x-1.log.{task}" for task in (1, 2)]
+    assert (answer["ok"], answer["exit_code"], answer["logs"]) == (False, 3, logs)
+    assert answer["tasks"] == {
+        "1": {"state": "finished", "exit_code": 0, "log": logs[0]},
+        "2": {"state": "finished", "exit_code": 3, "log": logs[1]},
+    }
+    assert "task 1\ntask 2\n" in streams.err
+
+
+def test_a_job_to_wait_for_that_does_not_exist(bin_directory: Path, capsys: Captured) -> None:
+    program(bin_directory, "qsub", "echo 9.s")
+    program(bin_directory, "qstat", QSTAT)
+    assert "--after 9999: pbs knows no such job" in refusal(
+        capsys, *PBS, "--after", "9999", "--", "x"
+    )
+    finished = "echo 'Job Id: 7.s'; echo '    job_state = F'"
+    program(bin_directory, "qstat", f"{finished}; echo '    Exit_status = 3'")
+    words = (*PBS, "--after", "7", "--", "x")
+    assert "--after 7: it ended with exit code 3" in refusal(capsys, *words)
+    program(bin_directory, "qstat", finished)
+    assert "it was deleted before it ran" in refusal(capsys, *words)
+    assert list(Path.cwd().iterdir()) == []
+    program(bin_directory, "qstat", "exit 255")  # who does not answer does not refuse
+    assert submit(*words) == 0
+
+
+def test_a_directory_that_pbs_cannot_be_told(bin_directory: Path, capsys: Captured) -> None:
+    """Its log goes where PBS puts it by default: that is the one to name."""
+    program(bin_directory, "qsub", "echo '9[].s'")
+    words = ("--logs", "lo gs: a,b", "--name", "f", "--json")
+    assert submit(*PBS, *words, "--array", "1-2", "--", "x") == 0
+    here = Path.cwd()
+    assert json.loads(capsys.readouterr().out)["logs"] == [f"{here}/f.o9.{n}" for n in (1, 2)]
+    program(bin_directory, "qsub", "echo 9.s")
+    assert submit(*PBS, *words, "--", "x") == 0
+    assert json.loads(capsys.readouterr().out)["logs"] == [f"{here}/f.o9"]
+
+
+def test_a_job_that_is_followed_leaves_its_exit_code(capsys: Captured) -> None:
+    for more, number in (
+        ((), "${SLURM_JOB_ID:-${PBS_JOBID%%.*}}"),
+        (("--array", "1-2"), "$TASK"),
+    ):
+        assert submit(*PBS, *more, "--follow", "--dry-run", "--", "x") == 0
+        text = capsys.readouterr().out
+        assert f'realpath -m -- hvdtrain-jobs/x-1.exit)."{number}"' in text
+    assert submit(*PBS, "--dry-run", "--", "x") == 0
+    assert "HVDTRAIN_EXIT" not in capsys.readouterr().out
+
+
+QSUB = """for script; do :; done
+[ -s "$script" ] || exit 9
+echo "$@" >> calls
+set -- $(/usr/bin/wc -l < calls)
+echo "$1.server"
+"""
+
+
+def test_a_job_is_submitted(bin_directory: Path, capsys: Captured) -> None:
+    program(bin_directory, "qsub", QSUB)
+    for number in (1, 2):
+        assert submit(*PBS, "--", "python", "train.py") == 0
+        assert capsys.readouterr().out == f"{number}.server\n"
+    assert Path("calls").read_text().splitlines() == [
+        "-j oe -o hvdtrain-jobs/train-1.log hvdtrain-jobs/train-1.pbs",
+        "-j oe -o hvdtrain-jobs/train-2.log hvdtrain-jobs/train-2.pbs",
+    ]
+    assert submit(*PBS, "--json", "--", "python", "train.py") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": True,
+        "jobs": ["3.server"],
+        "script": "hvdtrain-jobs/train-3.pbs",
+        "logs": ["hvdtrain-jobs/train-3.log"],
+    }
+
+
+def chain_of(limit: int) -> int:
+    words = ("--chain", "--chain-limit", str(limit), "--", "x", "--checkpoint-dir", "c")
+    return submit(*PBS, *words)
+
+
+def test_the_jobs_of_a_chain_wait_for_one_another(bin_directory: Path, capsys: Captured) -> None:
+    program(bin_directory, "qsub", QSUB)
+    assert chain_of(3) == 0
+    assert capsys.readouterr().out == "1.server\n2.server\n3.server\n"
+    words = "-j oe -o hvdtrain-jobs/x-1.{}log {}hvdtrain-jobs/x-1.pbs"
+    assert Path("calls").read_text().splitlines() == [
+        words.format("", ""),
+        words.format("2.", "-W depend=afterany:1.server "),
+        words.format("3.", "-W depend=afterany:2.server "),
+    ]
+    links = [json.loads(line) for line in Path("hvdtrain-jobs/x-1.chain").read_text().splitlines()]
+    assert links == [{"event": "link", "job": f"{number}.server"} for number in (1, 2, 3)]
+
+
+def test_a_site_that_takes_only_so_many_jobs(
+    bin_directory: Path, capsys: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = "qsub: would exceed queue generic's per-user limit"
+    program(bin_directory, "qsub", f'[ ! -s calls ] || {{ echo "{full}"; exit 1; }}\n{QSUB}')
+    assert chain_of(3) == 0
+    assert capsys.readouterr().out == "1.server\n"
+    assert f"only 1 of 3 jobs were taken: {full}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("echo qsub: Unknown queue; exit 170", "qsub did not take hvdtrain-jobs/x-1.pbs: qsub: U"),
+        ("echo no number", "qsub did not take hvdtrain-jobs/x-1.pbs: no number"),
+        (None, "is this a login node?"),
+    ],
+)
+def test_a_job_that_is_refused(
+    body: str | None, message: str, bin_directory: Path, capsys: Captured
+) -> None:
+    if body:
+        program(bin_directory, "qsub", body)
+    assert submit(*PBS, "--", "x") == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--", "-x", "--", "--nodes", "3", ""], ["--"], ["--nodes"]])
+@pytest.mark.parametrize("mark", [["--"], []])
+def test_the_command_is_taken_as_it_is(mark: list[str], words: list[str], capsys: Captured) -> None:
+    assert submit(*PBS, "--dry-run", "--env", "none", *mark, "x", *words) == 0
+    shown = " ".join(word or "''" for word in words)
+    assert capsys.readouterr().out.endswith(f"    x {shown}\n")

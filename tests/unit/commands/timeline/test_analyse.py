@@ -1,0 +1,374 @@
+"""The analysis against timelines whose every number is known."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.commands.timeline import read
+from hvdtrain.commands.timeline.facts import analyse
+from tests.timelines import Timeline, straggling
+
+Facts = dict[str, Any]
+
+
+def facts_of(timeline: Timeline | str, folder: Path, **options: Any) -> Facts:
+    path = folder / "timeline.json"
+    path.write_text(timeline if isinstance(timeline, str) else timeline.text)
+    return analyse(path, **options)[0]
+
+
+def phase(facts: Facts, name: str) -> Facts:
+    found: Facts = next(row for row in facts["phases"] if row["name"] == name)
+    return found
+
+
+def near(seconds: float) -> Any:
+    return pytest.approx(seconds, abs=1e-9)
+
+
+def test_states_and_steps(tmp_path: Path) -> None:
+    facts = facts_of(straggling(10), tmp_path)
+    steps = facts["steps"]
+    assert (steps["seen"], steps["whole"], facts["ranks"]) == (10, 9, 3)
+    assert steps["seconds"]["median"] == steps["seconds"]["mean"] == near(0.070)
+    assert steps["states"]["waiting"]["median"] == near(0.050210)
+    assert steps["states"]["communicating"]["median"] == near(0.002200)
+    assert steps["states"]["neither"]["median"] == near(0.017590)
+    assert sum(state["share"] for state in steps["states"].values()) == near(1)
+    assert steps["overlap"]["exposed_seconds"] == near(9 * 0.0022)
+    assert facts["seconds"] == sum(facts["states"].values()) == near(9 * 0.070 + 0.0525)
+
+
+def test_lateness(tmp_path: Path) -> None:
+    lateness = facts_of(straggling(10), tmp_path)["lateness"]
+    assert (lateness["negotiations"], lateness["with_ticks"], lateness["told"]) == (30, 30, True)
+    zero, one, two = lateness["ranks"]
+    assert two["rank"] == 2
+    assert (two["late_steps"], two["late_steps_share"], two["late_negotiations"]) == (9, 1.0, 30)
+    for key in ("late_in_step_seconds", "late_in_negotiation_seconds"):
+        assert two[key]["median"] == two[key]["mean"] == near(0.050009)
+    assert two["cost_seconds"] == lateness["cost_seconds"] == near(9 * 0.050009)
+    assert [row["behind_first_seconds"] for row in (zero, one, two)] == [
+        0,
+        near(1e-6),
+        near(0.050010),
+    ]
+    assert zero["late_steps"] == one["late_steps"] == zero["late_negotiations"] == 0
+    assert lateness["spread_seconds"]["median"] == near(0.050010)
+
+
+def test_phases_and_collectives(tmp_path: Path) -> None:
+    facts = facts_of(straggling(10), tmp_path)
+    assert [(row["kind"], row["name"], row["bars"]) for row in facts["phases"]] == [
+        ("negotiate", "NEGOTIATE_ALLREDUCE", 30),
+        ("operation", "ALLREDUCE", 30),
+        ("memcpy in", "MEMCPY_IN_FUSION_BUFFER", 30),
+        ("collective", "MPI_ALLREDUCE", 30),
+        ("memcpy out", "MEMCPY_OUT_FUSION_BUFFER", 30),
+    ]
+    for name, wall, tensors in (
+        ("NEGOTIATE_ALLREDUCE", 0.50210, 30 * 0.050010),
+        ("ALLREDUCE", 0.022, 0.066),
+        ("MEMCPY_IN_FUSION_BUFFER", 0.001, 0.003),
+        ("MPI_ALLREDUCE", 0.020, 0.060),
+    ):
+        assert phase(facts, name)["seconds"] == near(wall)
+        assert phase(facts, name)["tensor_seconds"] == near(tensors)
+    assert facts["collectives"] == [{"name": "ALLREDUCE", "negotiated": 30, "carried_out": 30}]
+
+
+def test_fusion(tmp_path: Path) -> None:
+    timeline = straggling(4)
+    timeline.allreduce(["alone"], 2_000_000, 50, (7,))
+    timeline.allreduce(["alone"], 2_000_050, 50, (7,))
+    (row,) = facts_of(timeline, tmp_path)["operations"]
+    assert row["name"] == "MPI_ALLREDUCE"
+    assert (row["count"], row["tensors"]) == (6, 14)
+    assert row["bytes"] == 4 * 3 * 40_000 + 2 * 28
+    assert row["seconds"] == near(4 * 0.002 + 0.0001)
+    assert row["small_seconds"] == row["seconds"]
+
+
+def test_operations_that_only_their_ends_part(tmp_path: Path) -> None:
+    timeline = Timeline()  # as on a GPU, where several are begun before the first is carried out
+    for tensor in "abcd":
+        timeline.begin(tensor, "ALLREDUCE", 0)
+    for time, group in ((10, "ab"), (30, "cd")):
+        for tensor in group:
+            timeline.begin(tensor, "NCCL_ALLREDUCE", time)
+        for tensor in group:
+            timeline.end(tensor, time + 20)
+    for tensor in "abcd":
+        timeline.end(tensor, 60, (5,))
+    (row,) = facts_of(timeline, tmp_path)["operations"]
+    assert (row["name"], row["count"], row["tensors"]) == ("NCCL_ALLREDUCE", 2, 4)
+    assert row["seconds"] == near(40e-6)
+
+
+def test_tensors(tmp_path: Path) -> None:
+    facts = facts_of(straggling(10), tmp_path)
+    assert facts["tensor_rows"] == 3
+    first = facts["tensors"][0]
+    assert (first["times"], first["bytes"]) == (10, 40_000)
+    assert first["phases"]["negotiate"] == near(0.50010)
+    assert first["seconds"] == near(0.50010 + 0.022)
+
+
+def test_two_parts_of_one_operation_are_one(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.begin("a", "ALLREDUCE", 0)
+    for name, start, end in (("NCCL_REDUCESCATTER", 0, 10), ("MPI_ALLREDUCE", 20, 40)):
+        timeline.begin("a", name, start)
+        timeline.end("a", end)
+    timeline.end("a", 50, (5,))
+    (row,) = facts_of(timeline, tmp_path)["operations"]
+    assert (row["name"], row["count"], row["seconds"]) == ("NCCL_REDUCESCATTER", 1, near(40e-6))
+
+
+def test_cycles(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for cycle in range(10):
+        timeline.cycle(1000 * cycle)
+        if cycle in (3, 7):
+            timeline.allreduce(["a", "b"], 1000 * cycle + 10, 50, (10,))
+            timeline.allreduce(["c"], 1000 * cycle + 100, 50, (10,))
+    cycles = facts_of(timeline, tmp_path)["cycles"]
+    assert cycles["count"] == 9
+    assert cycles["configured_estimate_seconds"] == cycles["median_seconds"] == near(0.001)
+    assert cycles["with_work"] == 2
+    assert cycles["operations_per_cycle"] == 2
+    assert cycles["tensors_per_cycle"] == 3
+    assert cycles["bytes_per_cycle"] == 120
+
+
+def test_ticks_of_one_cycle_are_a_tie(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for step in range(4):
+        start = 10_000 * step
+        timeline.cycle(start)
+        timeline.begin("a", "NEGOTIATE_ALLREDUCE", start + 1)
+        timeline.tick("a", 0, start + 1)
+        if step < 2:  # the same cycle, though 3 ms apart: gathering took so long
+            timeline.tick("a", 1, start + 3_001)
+        else:  # the next cycle
+            timeline.cycle(start + 200)
+            timeline.tick("a", 1, start + 201)
+        timeline.end("a", start + 3_001)
+    lateness = facts_of(timeline, tmp_path)["lateness"]
+    late = lateness["ranks"][1]
+    assert (late["late_negotiations"], late["late_steps"]) == (2, 1)  # the last is not whole
+    assert late["late_in_negotiation_seconds"]["median"] == near(200e-6)
+
+
+def test_without_marks_less_than_a_cycle_is_a_tie(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for step, late in enumerate((999, 1000, 999)):
+        timeline.negotiate("a", 10_000 * step, {0: 0, 1: late})
+    lateness = facts_of(timeline, tmp_path)["lateness"]
+    assert lateness["ranks"][1]["late_negotiations"] == 1
+
+
+def test_two_slow_ranks_do_not_hide_and_one_is_not_blamed_for_the_other(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for step in range(5):
+        timeline.negotiate("a", 100_000 * step, {0: 0, 2: 40_000, 1: 45_000})
+    lateness = facts_of(timeline, tmp_path)["lateness"]
+    assert lateness["cost_seconds"] == near(4 * 0.005)
+    assert lateness["ranks"][1]["cost_seconds"] == near(4 * 0.005)
+    assert lateness["spread_seconds"]["total"] == near(4 * 0.045)
+
+
+def test_overlap(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for step in range(3):
+        start = 10_000 * step
+        timeline.negotiate("a", start, {0: 0, 1: 10})
+        timeline.allreduce(["a"], start + 100, 500, (10,))  # while b is still being computed
+        timeline.negotiate("b", start + 1000, {0: 0, 1: 10})
+        timeline.allreduce(["b"], start + 1100, 300, (10,))
+    overlap = facts_of(timeline, tmp_path)["steps"]["overlap"]
+    assert overlap["overlapped_seconds"] == near(2 * 500e-6)
+    assert overlap["exposed_seconds"] == near(2 * 300e-6)
+    assert overlap["overlapped_share"] == near(5 / 8)
+
+
+def test_nameless_and_gathered_tensors_make_no_steps(tmp_path: Path) -> None:
+    timeline = Timeline()
+    time = 0
+    for step in range(4):
+        timeline.negotiate("gradient", time, {0: 0, 1: 10})
+        timeline.negotiate(f"allreduce.noname.{step}", time + 100, {0: 0, 1: 10})
+        timeline.allreduce([f"allreduce.noname.{step}"], time + 150, 10, (2,))
+        for _ in range(3):
+            timeline.negotiate("HorovodAllreduce", time + 200, {0: 0, 1: 10})
+            timeline.begin("lengths", "NEGOTIATE_ALLGATHER", time + 300)
+            timeline.end("lengths", time + 310)
+            time += 500
+    facts = facts_of(timeline, tmp_path)
+    assert facts["steps"]["seen"] == 4
+    names = {row["name"]: row["times"] for row in facts["tensors"]}
+    assert names == {"gradient": 4, "allreduce.noname.*": 4, "HorovodAllreduce": 12, "lengths": 12}
+
+
+def test_a_metric_between_the_steps_is_no_step(tmp_path: Path) -> None:
+    timeline = Timeline()
+    time = 0
+    for step in range(6):
+        for name in "abcd":
+            timeline.negotiate(name, time, {0: 0, 1: 10})
+            time += 100
+        if step == 2:
+            for _ in range(7):
+                timeline.negotiate("metric", time, {0: 0, 1: 10})
+                time += 1000
+    assert facts_of(timeline, tmp_path)["steps"]["seen"] == 6
+
+
+def test_what_comes_before_the_first_large_step_is_start_up(tmp_path: Path) -> None:
+    timeline = Timeline()
+    time = 0
+    for _ in range(5):
+        timeline.negotiate("check", time, {0: 0, 1: 900_000})
+        time += 1_000_000
+    for _ in range(4):
+        for name in "abcd":
+            timeline.negotiate(name, time, {0: 0, 1: 10})
+            time += 100
+    steps = facts_of(timeline, tmp_path)["steps"]
+    assert steps["whole"] == 2  # the first large one began with the start-up
+    assert steps["seconds"]["median"] == near(400e-6)
+
+
+def test_without_recurrence_there_are_no_steps(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.negotiate("a", 0, {0: 0, 1: 10})
+    facts = facts_of(timeline, tmp_path)
+    assert facts["steps"] is None
+    assert facts["verdict"][0]["kind"] == "too little"
+
+
+def test_the_cached_form_has_no_ticks(tmp_path: Path) -> None:
+    text = straggling(10).text
+    first = text.index('"ts": 1070000')  # the second step
+    cached = text[:first] + re.sub(r'\{"ph": "X"[^}]*\},', "", text[first:])
+    lateness = facts_of(cached, tmp_path)["lateness"]
+    assert (lateness["negotiations"], lateness["with_ticks"]) == (30, 3)
+    assert (lateness["steps_with_ticks"], lateness["told"]) == (1, False)
+
+
+def test_several_in_one_file_count_as_one_training(tmp_path: Path) -> None:
+    text = straggling(10).text
+    facts = facts_of(text + straggling(6).text, tmp_path)
+    assert (facts["steps"]["seen"], facts["steps"]["whole"]) == (16, 9 + 5)
+    assert facts["lateness"]["ranks"][2]["cost_seconds"] == near(14 * 0.050009)
+    assert facts["tensors"][0]["times"] == 16
+    assert facts["file"]["files"] == 2
+    assert facts["seconds"] == near(9 * 0.070 + 0.0525 + 5 * 0.070 + 0.0525)
+
+
+def test_lost_ends_do_not_stay_open(tmp_path: Path) -> None:
+    text = straggling(10).text
+    start = text.index('{"ph": "E", "ts": 1050010')
+    holed = text[:start] + text[text.index('{"ph": "B"', start) :]
+    facts = facts_of(holed, tmp_path)
+    assert phase(facts, "NEGOTIATE_ALLREDUCE")["bars"] < 30
+    assert facts["steps"]["states"]["waiting"]["median"] == near(0.050210)
+    assert facts["file"]["open_bars"] == 0
+
+
+def test_a_slice_in_the_middle_of_bars(tmp_path: Path) -> None:
+    facts = facts_of(straggling(10), tmp_path, span=(0.1, 0.36))
+    assert facts["steps"]["seen"] == 4  # those that begin at 0.14, 0.21, 0.28 and 0.35
+    assert facts["file"]["begin"] == near(0.12001)
+    assert facts["file"]["headless_events"] > 0
+    assert not facts["file"]["unfamiliar"]
+
+
+def test_unfamiliar_events_are_counted(tmp_path: Path) -> None:
+    timeline = straggling(3)
+    timeline.pieces += [
+        '{"ph": "s", "id": 1, "ts": 5, "pid": 1},',
+        '{"ph": "i", "name": "HOROVOD_LATER", "ts": 9},',
+        '{"ph": "M", "name": "thread_name", "pid": 1, "args": {"name": "x"}},',
+        '{"ph": "B", "name": "NEW_ACTIVITY", "pid": 1},',
+    ]
+    timeline.begin("gradient.0", "ALLREDUCE", 2_000_000)
+    timeline.begin("gradient.0", "NEW_ACTIVITY", 2_000_000)
+    timeline.end("gradient.0", 2_000_010)
+    timeline.end("gradient.0", 2_000_010)
+    facts = facts_of(timeline, tmp_path)
+    assert facts["file"]["unfamiliar"] == {"s": 1, "i": 1, "M": 1, "B": 1}
+    assert phase(facts, "NEW_ACTIVITY")["kind"] == "other"
+    assert facts["steps"]["seen"] == 3
+
+
+def test_a_tensor_whose_name_was_lost(tmp_path: Path) -> None:
+    text = straggling(3).text
+    start = text.index('{"name": "process_name", "ph": "M", "pid": 2')
+    end = text.index('{"ph": "B"', start)
+    facts = facts_of(text[:start] + text[end:], tmp_path)
+    assert {row["name"] for row in facts["tensors"]} == {"gradient.0", "tensor 2", "gradient.2"}
+    assert facts["steps"]["seen"] == 3
+
+
+LONG = straggling(6, tensors=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, len(LONG.text)))
+def test_cut_anywhere_it_tells_what_the_whole_events_before_tell(
+    tmp_path_factory: pytest.TempPathFactory, size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    content = LONG.text[:size]
+    ends = [m.end() for m in re.finditer(r"\}(?=,\{|,\n\{|\])", LONG.text) if m.end() <= size]
+    whole = LONG.text[: ends[-1]] + "]" if ends else "[]"
+    expected = json.loads(whole)
+    facts = facts_of(content, folder)
+    assert facts["file"]["events"] == len(expected)
+    assert facts["file"]["closed"] == (size == len(LONG.text))
+    if expected:
+        clean_text = json.dumps(expected)
+        if not facts["file"]["closed"]:
+            clean_text = clean_text.removesuffix("]")
+        clean = facts_of(clean_text, folder)
+        for part in ("seconds", "states", "steps", "lateness", "phases", "operations", "verdict"):
+            assert facts[part] == clean[part]
+
+
+def test_the_real_state_history_adds_up(tmp_path: Path) -> None:
+    path = straggling(200).write(tmp_path)
+    _, analysis = analyse(path)
+    columns = analysis.history.columns(analysis.times)
+    assert [sum(column) for column in columns] == [near(time) for time in analysis.times]
+    width = analysis.history.width
+    assert all(sum(parts) == near(width) for parts in list(zip(*columns, strict=True))[:-1])
+
+
+def test_memory_does_not_grow_with_nameless_tensors(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for number in range(500):
+        timeline.negotiate(f"allreduce.noname.{number}", 100 * number, {0: 0, 1: 5})
+        timeline.allreduce([f"allreduce.noname.{number}"], 100 * number + 10, 10, (2,))
+    _, analysis = analyse(timeline.write(tmp_path))
+    assert len(analysis.tensors) == 0
+    assert list(analysis.rows.by_name) == ["allreduce.noname.*"]
+
+
+@pytest.mark.parametrize("chunk", [50, 997])
+def test_chunks_make_no_difference(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(chunk)
+    timeline = straggling(5, late=rng.randrange(2_000, 9_000))
+    whole = facts_of(timeline, tmp_path)
+    monkeypatch.setattr(read, "CHUNK", chunk)
+    assert facts_of(timeline, tmp_path) == whole

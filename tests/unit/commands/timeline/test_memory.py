@@ -1,0 +1,78 @@
+"""Memory is bounded, whatever the tensors of a long file are called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.timeline import model
+from hvdtrain.commands.timeline.facts import analyse
+from hvdtrain.commands.timeline.streaming_stats import KEPT as KEPT_VALUES
+from tests.conftest import ROOT
+from tests.timelines import Timeline
+
+KEPT = 1_000  # names with a row of their own, here
+
+PEAK = f"""
+import sys
+from pathlib import Path
+from hvdtrain.commands.timeline import model
+from hvdtrain.commands.timeline.facts import analyse
+model.MOST = {KEPT}
+analyse(Path(sys.argv[1]))
+# Not ru_maxrss: what the process that started this one took is counted in it.
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+
+
+def losses(steps: int) -> Timeline:
+    """Steps of two gradients and a tensor that has another name in each, and another shape."""
+    timeline = Timeline()
+    for step in range(steps):
+        for place, name in enumerate(("a", "b", f"loss.step.{step}")):
+            at = 1_000 * step + 100 * place
+            timeline.negotiate(name, at, {0: 0, 1: 5})
+            timeline.allreduce([name], at + 10, 50, (step + 1,))
+    return timeline
+
+
+def peak(path: Path) -> int:
+    """Bytes that a process of its own takes to analyse ``path``."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return int(done.stdout) * 1024
+
+
+def test_names_that_never_return_take_no_memory_beyond_the_first(tmp_path: Path) -> None:
+    filled = KEPT_VALUES + KEPT  # steps; what is kept of the values of each is full by then
+    short = losses(filled).write(tmp_path, "short.json")
+    long = losses(2 * filled).write(tmp_path, "long.json")
+    more = long.stat().st_size - short.stat().st_size
+    assert peak(long) - peak(short) < more / 8
+
+
+def test_tensors_beyond_the_first_are_counted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "MOST", 10)
+    monkeypatch.setattr(model, "SHAPES", 10)
+    facts, analysis = analyse(losses(50).write(tmp_path))
+    assert len(analysis.tensors) == 10
+    assert len(analysis.fusion._sizes) <= 10
+    times = {row["name"]: row["times"] for row in facts["tensors"]}
+    assert (times["a"], times["b"], times["loss.step.7"]) == (50, 50, 1)
+    assert times[model.OTHERS] == 50 - 8
+    assert not facts["file"]["unfamiliar"]
+    assert (facts["steps"]["seen"], facts["lateness"]["with_ticks"]) == (50, 3 * 50)
+    (row,) = facts["operations"]
+    assert (row["count"], row["bytes"]) == (150, 3 * 4 * sum(range(51)))

@@ -1,0 +1,104 @@
+"""What lies outside the steps, broadcasts at the start, says nothing about the steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.timeline import report
+from hvdtrain.commands.timeline.facts import analyse
+from tests.timelines import Timeline
+
+OPERATIONS = 10  # a step
+LENGTH = 900  # microseconds of an operation
+SHAPE = (100,)
+REST = 2_000  # microseconds of a step without an operation
+BROADCASTS = 20
+
+
+def started(
+    broadcasts: int = BROADCASTS, *, between: int = 0, after: Timeline | None = None
+) -> Timeline:
+    """Broadcasts of 20 MB, 200 ms each; then steps of small allreduces, some broadcasts in each.
+
+    ``after``: what came before, in the first 10 ms.
+    """
+    timeline, time = after or Timeline(), 10_000
+    for number in range(broadcasts):
+        time = broadcast(timeline, f"parameter.{number}", time, 200_000)
+    for _ in range(20):
+        for number in range(OPERATIONS):
+            timeline.negotiate(f"gradient.{number}", time, {0: 0, 1: 5})
+            time += 5
+        for number in range(OPERATIONS):  # all are submitted by now: computing hides nothing
+            timeline.allreduce([f"gradient.{number}"], time, LENGTH, SHAPE)
+            time += LENGTH
+        for number in range(between):
+            time = broadcast(timeline, f"buffer.{number}", time, LENGTH)
+        time += REST
+    return timeline
+
+
+def broadcast(timeline: Timeline, name: str, time: int, length: int) -> int:
+    """One, as Horovod writes it; when it is over."""
+    timeline.begin(name, "NEGOTIATE_BROADCAST", time)
+    for rank in (0, 1):
+        timeline.tick(name, rank, time + 5 * rank)
+    timeline.end(name, time + 5)
+    timeline.begin(name, "BROADCAST", time + 5)
+    timeline.begin(name, "MPI_BCAST", time + 5)
+    timeline.end(name, time + 5 + length)
+    timeline.end(name, time + 5 + length, (5_000_000,))
+    return time + 5 + length
+
+
+def test_broadcasts_at_the_start_do_not_decide_what_the_steps_are_bound_by(tmp_path: Path) -> None:
+    (finding,) = analyse(started().write(tmp_path))[0]["verdict"]
+    assert finding["kind"] == "small tensors"
+    assert f"about {OPERATIONS}.0 operations per step of 400 B" in finding["text"]
+
+
+def test_operations_of_the_whole_steps_alone(tmp_path: Path) -> None:
+    facts = analyse(started(between=3).write(tmp_path))[0]
+    whole = facts["steps"]["whole"]
+    small = whole * OPERATIONS * LENGTH * 1e-6
+    assert facts["steps"]["operations"] == {
+        "count": whole * (OPERATIONS + 3),
+        "bytes": whole * (OPERATIONS * 400 + 3 * 20_000_000),
+        "seconds": pytest.approx(small + whole * 3 * LENGTH * 1e-6),
+        "small_seconds": pytest.approx(small),
+    }
+    counts = {row["name"]: row["count"] for row in facts["operations"]}  # of the whole file
+    assert counts["MPI_BCAST"] == BROADCASTS + 3 * (whole + 1)
+
+
+def test_what_was_taken_for_steps_and_is_start_up_does_not_count(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for step in range(5):  # one tensor that comes again and again, before the first real step
+        timeline.negotiate("check", 1_000 * step, {0: 0, 1: 10})
+        timeline.allreduce(["check"], 1_000 * step + 10, LENGTH, (5_000_000,))
+    facts = analyse(started(0, after=timeline).write(tmp_path))[0]
+    whole = facts["steps"]["whole"]
+    assert facts["steps"]["operations"]["bytes"] == whole * OPERATIONS * 400
+
+
+def test_a_phase_that_is_in_no_step_has_no_time_a_step(tmp_path: Path) -> None:
+    facts = analyse(started().write(tmp_path))[0]
+    times = {row["name"]: row["a_step_seconds"] for row in facts["phases"]}
+    assert times["BROADCAST"] is times["MPI_BCAST"] is times["NEGOTIATE_BROADCAST"] is None
+    assert times["ALLREDUCE"] == pytest.approx(OPERATIONS * LENGTH * 1e-6)
+    lines = report.text(facts).splitlines()
+    (line,) = (line for line in lines if line.split()[:2] == ["collective", "MPI_BCAST"])
+    assert line.split()[-1] == "-"
+    rows = {row["name"]: row for row in report.compare(facts, facts)["rows"]}
+    assert "MPI_BCAST" not in rows
+    assert rows["MPI_ALLREDUCE"]["one"] == pytest.approx(OPERATIONS * LENGTH * 1e-6)
+
+
+def test_of_several_in_one_file_the_whole_steps_of_each(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text(started().text + started(3).text)
+    steps = analyse(path)[0]["steps"]
+    assert steps["seen"] == steps["whole"] + 2
+    assert steps["operations"]["bytes"] == steps["whole"] * OPERATIONS * 400

@@ -1,0 +1,282 @@
+"""Reading a timeline: whole, cut anywhere, damaged, one after another, or no timeline at all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.commands.timeline import read
+from hvdtrain.commands.timeline.read import TENSORS, Reading, timeline
+from hvdtrain.errors import UsageError
+from tests.timelines import EPOCH, Timeline, straggling
+
+TEXT = straggling(3).text
+EVENTS: list[dict[str, Any]] = json.loads(TEXT)
+
+# Where each event of TEXT ends.
+ENDS = [match.end() for match in re.finditer(r"\}(?=,\{|,\n\{|\])", TEXT)]
+
+
+NAMELESS = '{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "'  # has no end
+
+
+def events_of(path: Path, **options: Any) -> tuple[list[dict[str, Any]], Reading]:
+    reading = Reading(path)
+    return [event for events in timeline(reading, **options) for event in events], reading
+
+
+def write(path: Path, content: bytes | str) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize("chunk", [17, 100, 1000, read.CHUNK])
+def test_all_events_in_order_whatever_the_chunks(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "CHUNK", chunk)
+    events, reading = events_of(write(tmp_path / "t", TEXT))
+    assert events == EVENTS
+    assert (reading.size, reading.skipped, reading.cut) == (len(TEXT), 0, False)
+    assert (reading.files, reading.epoch, reading.first) == (1, EPOCH, 1_000_000)
+
+
+def test_the_ends_of_the_events_are_known() -> None:
+    assert len(ENDS) == len(EVENTS)
+
+
+@pytest.mark.parametrize("text", ["{", '{"', '{"a":', "{}", NAMELESS], ids=range(5))
+def test_what_is_no_event_is_not_tried_for_ever(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text * (1_000_000 // len(text)))
+    tried = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal tried
+        tried += event == "call" and frame.f_code is read._object.__code__
+
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(UsageError, match="no timeline"):
+            list(read.chunks(Reading(path)))
+    finally:
+        sys.setprofile(None)
+    assert 0 < tried < 20_000
+
+
+def test_cut_at_every_byte_it_is_read_up_to_the_last_whole_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "CHUNK", 700)
+    path = tmp_path / "t"
+    for size in range(1, len(TEXT), 7):
+        whole = sum(end <= size for end in ENDS)
+        events, reading = events_of(write(path, TEXT[:size]))
+        assert events == EVENTS[:whole], size
+        assert reading.skipped == 0
+        rest = TEXT[ENDS[whole - 1] if whole else 0 : size]
+        assert reading.cut == ("{" in rest)
+
+
+@pytest.mark.parametrize("end", [",", "]", "]\n", ",\n", "", ",]", "\n]\n\n"])
+def test_any_end(end: str, tmp_path: Path) -> None:
+    events, reading = events_of(write(tmp_path / "t", TEXT[:-1] + end))
+    assert events == EVENTS
+    assert not reading.cut
+    assert not reading.skipped
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        "[\n" + ",\n".join(map(json.dumps, EVENTS)) + "\n]\n",
+        json.dumps(EVENTS),
+        json.dumps(EVENTS, indent=1),
+        json.dumps({"traceEvents": EVENTS, "displayTimeUnit": "ms"}),
+        "\ufeff" + TEXT,
+    ],
+    ids=["one a line", "with spaces", "indented", "as an object", "with a byte order mark"],
+)
+def test_other_forms_of_the_same(again: str, tmp_path: Path) -> None:
+    events, _ = events_of(write(tmp_path / "t", again))
+    assert events == EVENTS
+
+
+def test_gzipped_whole_and_cut(tmp_path: Path) -> None:
+    packed = gzip.compress(TEXT.encode(), 1)
+    events, reading = events_of(write(tmp_path / "t", packed))
+    assert events == EVENTS
+    assert not reading.cut
+    events, reading = events_of(write(tmp_path / "t", packed[: len(packed) // 2]))
+    assert 0 < len(events) < len(EVENTS)
+    assert events == EVENTS[: len(events)]
+    assert reading.cut
+
+
+def test_several_follow_one_another_on_one_clock(tmp_path: Path) -> None:
+    other = straggling(2)
+    events, reading = events_of(write(tmp_path / "t", TEXT + "\n" + other.text + other.text[:-1]))
+    assert reading.files == 3
+    assert not reading.skipped
+    count = len(json.loads(other.text))
+    assert len(events) == len(EVENTS) + 2 * count
+    assert events[: len(EVENTS)] == EVENTS
+    times = [event["ts"] for event in events if "ts" in event]
+    assert times == sorted(times)
+    last = EVENTS[-1]["ts"]
+    second = [e for e in events[len(EVENTS) : len(EVENTS) + count] if "ts" in e]
+    assert second[0]["ts"] == last  # the time between the two does not count
+    original = [event for event in json.loads(other.text) if "ts" in event]
+    assert [e["ts"] - last for e in second] == [e["ts"] - original[0]["ts"] for e in original]
+    assert {event["pid"] // TENSORS for event in events} == {0, 1, 2}
+
+
+def test_a_slice_keeps_the_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", TEXT)
+    events, _ = events_of(path, window=(0.07, 0.14))
+    assert [e for e in events if e["ph"] == "M"] == [e for e in EVENTS if e["ph"] == "M"]
+    inside = [e for e in EVENTS if 1_070_000 <= e.get("ts", 0) < 1_140_000]
+    assert [e for e in events if e["ph"] != "M"] == inside
+    assert inside
+
+
+def test_a_hole_costs_what_it_covers(tmp_path: Path) -> None:
+    start, end = ENDS[20] - 5, ENDS[24] + 9
+    holed = TEXT[:start] + "\0" * (end - start) + TEXT[end:]
+    events, reading = events_of(write(tmp_path / "t", holed))
+    assert events == EVENTS[:20] + EVENTS[26:]
+    assert reading.skipped > 0
+    assert not reading.cut
+
+
+NAMES = [
+    'a "quoted" name',
+    "back\\slash",
+    "new\nline",
+    "</script><img src=x onerror=alert(1)>",
+    '}},{"ph": "X"',
+    "}]",
+    "Ünïcode 🔥 \u2028",
+    '{"name": "process_name"',
+    "",
+]
+
+
+@pytest.mark.parametrize("chunk", [64, read.CHUNK])
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_break_the_json_are_read(
+    name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "CHUNK", chunk)
+    made = Timeline()
+    made.negotiate("before", 10, {0: 0, 1: 5})
+    made.negotiate(name, 20, {0: 0, 1: 5})
+    made.negotiate("after", 30, {0: 0, 1: 5})
+    events, reading = events_of(made.write(tmp_path))
+    named = {e["pid"]: e["args"]["name"] for e in events if "name" in e.get("args", {})}
+    assert named == {1: "before", 2: name, 3: "after"}
+    assert sum(e["ph"] == "B" for e in events) == 3
+    assert not reading.skipped
+
+
+def test_bytes_that_are_no_text_spoil_a_name_and_nothing_else(tmp_path: Path) -> None:
+    made = Timeline()
+    made.negotiate("NAME", 20, {0: 0, 1: 5})
+    content = made.text.encode().replace(b"NAME", b"a\xff\xfeb")
+    events, reading = events_of(write(tmp_path / "t", content))
+    names = [e["args"]["name"] for e in events if "name" in e.get("args", {})]
+    assert names == ["a\ufffd\ufffdb"]
+    assert len(events) == len(json.loads(made.text))
+    assert not reading.skipped
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(TEXT)), st.integers(0, 400), st.binary(max_size=60), st.integers(30, 900))
+def test_no_damage_is_fatal(
+    tmp_path_factory: pytest.TempPathFactory, place: int, gone: int, put: bytes, chunk: int
+) -> None:
+    content = TEXT.encode()
+    content = content[:place] + put + content[place + gone :]
+    path = write(tmp_path_factory.mktemp("damaged") / "t", content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "CHUNK", chunk)
+        try:
+            events, _ = events_of(path)
+        except UsageError:
+            assert place < 150  # nothing of the file is left to tell it by
+            return
+    untouched = [event for event, end in zip(EVENTS, ENDS, strict=True) if end <= place]
+    assert events[: len(untouched)] == untouched
+    assert all(isinstance(event, dict) for event in events)
+
+
+def test_deep_nesting_and_open_strings_end_soon(tmp_path: Path) -> None:
+    bad = '{"a":' * 3000 + '{"b": "' + "x" * 3000
+    events, reading = events_of(write(tmp_path / "t", TEXT[:-1] + "," + bad + "]"))
+    assert events[: len(EVENTS)] == EVENTS
+    assert reading.cut or reading.skipped
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (gzip.compress(b"", mtime=0), "is empty"),
+        (b"[options]\nname = hvdtrain\n", "is no timeline"),
+        (b"[1, 2, 3]", "is no timeline"),
+        (b'{"a": {"b": 1}}', "is no timeline"),
+        (b'{"traceEvents": 7}', "is no timeline"),
+        (b"\x7fELF" + random.Random(1).randbytes(3000), "is no timeline"),
+        (b"{" * 100_000, "is no timeline"),
+        (b"[\nsome other text", "is no timeline"),
+    ],
+)
+def test_what_is_no_timeline_is_one_clear_line(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        events_of(write(tmp_path / "t", content))
+    assert len(str(error.value).splitlines()) == 1
+    assert str(tmp_path / "t") in str(error.value)
+
+
+def test_a_large_file_of_something_else_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", b"x" * 5_000_000)
+    reading = Reading(path)
+    with pytest.raises(UsageError):
+        list(timeline(reading))
+    assert reading.size <= 2_000_000
+
+
+@pytest.mark.parametrize(("name", "message"), [("missing", "No such file"), (".", "directory")])
+def test_a_file_that_cannot_be_read(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        events_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("chunk", [100, 1000, read.CHUNK])
+def test_names_that_fill_chunks_do_not_turn_the_clock_back(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "CHUNK", chunk)
+    other = Timeline()
+    other.pieces += [  # as a run names all tensors before its first step
+        f'{{"name": "process_name", "ph": "M", "pid": {n}, "args": {{"name": "layer {n}"}}}},\n'
+        for n in range(1000, 2000)
+    ]
+    other.negotiate("gradient", 2_000_000, {0: 0, 1: 50_000})
+    events, reading = events_of(write(tmp_path / "t", TEXT + "\n" + other.text))
+    assert reading.files == 2
+    times = [event["ts"] for event in events if "ts" in event]
+    assert times == sorted(times)
+    assert times[-1] == EVENTS[-1]["ts"] + 50_000

@@ -1,0 +1,222 @@
+"""What a rank notes of a script: samples, files, calls; and acting right after an import."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.commands.verify.hooks import AfterImport, after, quietly, replace, watch_writes
+from hvdtrain.commands.verify.script.record import EnoughError, Record, summary
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    folder = tmp_path / "record"
+    folder.mkdir()
+    return Record(folder, 2)
+
+
+def update(record: Record, value: float = 1.0) -> None:
+    tensors = [np.full((2, 3), value)]
+    record.rate(0.1)
+    record.update(before=tensors, applied=tensors, after=tensors, state=[])
+
+
+def test_samples_of_the_first_epoch(record: Record) -> None:
+    record.samples(np.arange(6.0).reshape(3, 2))
+    record.samples(np.arange(6.0, 10.0).reshape(2, 2))
+    assert (len(set(record.data["rows"])), record.batch) == (5, 5)
+    record.samples(np.arange(10.0).reshape(5, 2))  # shown twice before the update
+    record.count()
+    record.samples(np.arange(2.0, 6.0).reshape(2, 2))  # the data has duplicates
+    record.samples(np.arange(10.0, 14.0).reshape(2, 2))
+    assert (len(record.data["rows"]), record.data["again"]) == (7, False)
+    record.count()
+    record.samples(np.arange(28.0).reshape(14, 2))  # a second epoch: other ranks' samples
+    record.samples(np.ones((4, 2)))
+    assert (len(record.data["rows"]), record.data["again"]) == (5, True)
+    assert record.batch == 18
+
+
+def test_duplicates_here_and_there_are_no_second_epoch(record: Record) -> None:
+    for number in range(200):
+        twin = number % 25 == 24  # a sample that was there before
+        record.samples(np.array([[number - twin], [1000.0 + number]]))
+        record.count()
+    assert (len(record.data["rows"]), record.data["again"]) == (400 - 8, False)
+
+
+def test_what_is_not_the_script_s_training_is_not_noted(record: Record) -> None:
+    with record.waiting("broadcast_optimizer_state"):
+        record.samples(np.ones((4, 2)))
+        assert json.loads(record.path.read_text())["waiting"] == "broadcast_optimizer_state"
+    assert (record.batch, record.data["waiting"]) == (0, None)
+    with pytest.raises(RuntimeError), record.waiting("broadcast_parameters"):
+        raise RuntimeError("Horovod has been shut down")
+    assert record.data["waiting"] == "broadcast_parameters"  # it never came back
+    assert record.ignored == 0
+
+
+def test_what_was_seen_is_on_disk_before_a_rank_may_be_ended(record: Record) -> None:
+    """Where one rank fails, mpirun ends the others: nothing can be written down any more then."""
+    record.metric("allreduce", [np.float64(2.0)], [np.float64(5.0)])
+    assert json.loads(record.path.read_text())["metrics"] == [["allreduce", [2.0], [5.0]]]
+    record.wrote("/work/model.pt")
+    assert json.loads(record.path.read_text())["written"] == ["/work/model.pt"]
+
+
+def test_what_a_probe_draws_is_no_training(record: Record) -> None:
+    record.probe = lambda: record.samples(np.ones((3, 2)))
+    record.finish()
+    assert json.loads(record.path.read_text())["rows"] == []
+
+
+def test_a_loader_s_worker_leaves_the_file_to_its_rank(record: Record) -> None:
+    record.data["process"] = os.getppid()
+    record.wrote("/work/cache.npy")
+    assert not record.path.exists()
+
+
+def test_a_lock_is_no_result(record: Record) -> None:
+    for path in ("/work/data.lock", "/home/me/.horovod_lock", "/work/locked.csv"):
+        record.wrote(path)
+    assert record.data["written"] == ["/work/locked.csv"]
+
+
+def test_a_large_data_set_is_told_apart_to_its_end(record: Record) -> None:
+    for part in np.split(np.arange(60_000.0)[:, None], 60):
+        record.samples(part)
+    assert len(record.data["rows"]) == 60_000
+
+
+def test_what_is_broadcast_bit_by_bit_is_added_up(record: Record) -> None:
+    for values in (6, 3):
+        record.broadcast("broadcast_", values)
+    record.broadcast("broadcast_object", 1)
+    assert record.data["calls"] == [
+        {"name": "broadcast_", "update": 0, "values": 9},
+        {"name": "broadcast_object", "update": 0, "values": 1},
+    ]
+
+
+def test_a_look_that_fails_does_not_stop_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert quietly(np.reshape, np.ones(3), (2, 2)) is None
+    assert "overlooked something: ValueError" in capsys.readouterr().err
+
+
+def test_updates_and_their_end(record: Record) -> None:
+    record.samples(np.arange(8.0).reshape(4, 2))
+    record.local = [np.ones((2, 3))]
+    update(record)
+    record.end_if_enough()
+    record.local = [np.ones(7)]  # of another model
+    update(record, 2.0)
+    with pytest.raises(EnoughError):
+        record.end_if_enough()
+    first, second = json.loads(record.path.read_text())["updates"]
+    assert (first["rows"], second["rows"]) == (4, 0)
+    assert first["local"]["sample"] == [1.0] * 6
+    assert second["local"] is None
+    assert first["before"]["digest"] != second["before"]["digest"]
+    assert record.data["ended"] == "updates"
+    record.end_if_enough()  # the script may go on to its own end
+
+
+def test_summary_tells_any_bit(record: Record) -> None:
+    tensor = np.zeros(10_000, np.float32)
+    one = summary([tensor])
+    assert len(one["sample"]) == 64
+    tensor[5000] = 1e-30
+    assert summary([tensor])["digest"] != one["digest"]
+    assert summary([]) == {"digest": summary([])["digest"], "sample": []}
+
+
+def test_files_of_the_script_and_others(record: Record, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    record.wrote(str(folder / "model.pt"))
+    record.wrote(os.path.relpath(folder / "model.pt"))
+    record.wrote(str(folder / "logs" / ".." / "loss.txt"))
+    assert record.data["written"] == [str(folder / "model.pt"), str(folder / "loss.txt")]
+    for other in (
+        "/dev/null",
+        str(folder),
+        str(record.path),
+        str(folder / "__pycache__" / "a.pyc"),
+        f"{tempfile.gettempdir()}/tmpabc/x",
+        str(Path.home() / ".keras" / "keras.json"),
+    ):
+        record.wrote(other)
+    assert len(record.data["written"]) == 2
+
+
+def test_writes_are_seen_however_python_opens(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("x")
+    with watch_writes() as paths:
+        (tmp_path / "a").write_text("x")
+        os.close(os.open(tmp_path / "b", os.O_CREAT | os.O_WRONLY))
+        np.save(tmp_path / "c.npy", np.ones(2))
+        with (tmp_path / "old").open("ab"):
+            pass
+        (tmp_path / "old").read_text()
+    (tmp_path / "later").write_text("x")
+    assert paths == [str(tmp_path / name) for name in ("a", "b", "c.npy", "old")]
+
+
+def test_opening_within_tempfile_does_not_wait_for_itself(tmp_path: Path) -> None:
+    # tempfile holds a lock while it tries its folder, and the listener is called from there.
+    program = (
+        "import pathlib, tempfile\n"
+        "from hvdtrain.commands.verify.script.record import Record\n"
+        "from hvdtrain.commands.verify.hooks import on_write\n"
+        f"on_write(Record(pathlib.Path({str(tmp_path)!r}), 1).wrote)\n"
+        "tempfile.tempdir = None\n"
+        "tempfile.gettempdir()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_after_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "early_module.py").write_text("value = 1\n")
+    (tmp_path / "late_module.py").write_text("value = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import early_module  # type: ignore[import-not-found]
+
+    seen: list[Any] = []
+    finder = AfterImport(dict.fromkeys(("early_module", "late_module"), seen.append))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    finder.install()
+    assert seen == [early_module]
+    assert importlib.util.find_spec("late_module") is not None  # only asked for
+    assert seen == [early_module]
+    import late_module  # type: ignore[import-not-found]
+
+    assert seen == [early_module, late_module]
+    assert late_module.value == 2
+    for name in ("early_module", "late_module"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        def double(self, value: int) -> int:
+            """Twice."""
+            return 2 * value
+
+    seen: list[Any] = []
+    after(Thing, "double", lambda a, k, result: seen.append((a[1:], k, result)))
+    replace(Thing, "double", lambda original, *a, **k: original(*a, **k) + 1)
+    after(Thing, "absent", lambda a, k, r: seen.append("never"))
+    assert Thing().double(4) == 9
+    assert Thing().double(value=5) == 11
+    assert seen == [((4,), {}, 8), ((), {"value": 5}, 10)]
+    assert Thing.double.__doc__ == "Twice."

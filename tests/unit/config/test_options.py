@@ -1,0 +1,485 @@
+"""The command line of the trainers: what is taken, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hvdtrain.config.options import (
+    NOT_BUILT,
+    Options,
+    check,
+    count,
+    declared,
+    fraction,
+    non_negative,
+    numbers,
+    parse,
+    positive,
+)
+from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.errors import UsageError
+from hvdtrain.workloads.data.image_folder import ImageOptions
+from hvdtrain.workloads.mnist.data import MnistOptions
+
+SHARED = Path(__file__).resolve().parents[4] / "shared"
+
+
+@dataclass(frozen=True)
+class Every(ImageOptions, MnistOptions):
+    """The options of all workloads."""
+
+
+def read(*arguments: str, kind: type[Options] = Every) -> Any:
+    return parse("mnist", arguments, description="words", epilog="end", kind=kind)
+
+
+def refusal(*arguments: str, kind: type[Options] = Every) -> str:
+    with pytest.raises(UsageError) as caught:
+        read(*arguments, kind=kind)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Option, a value as on the line (None: a switch), what it becomes.
+BUILT: list[tuple[str, str | None, Any]] = [
+    ("framework", "pytorch", "pytorch"),
+    ("framework", "tensorflow", "tensorflow"),
+    *(
+        ("strategy", name, name)
+        for name in ("horovod", "ddp", "zero", "fsdp", "data-parallel", "single")
+    ),
+    ("data", "/some/my_data", Path("/some/my_data")),
+    ("synthetic", None, True),
+    ("model", "small", "small"),
+    ("image-size", "128", 128),
+    ("epochs", "3", 3),
+    ("num-steps", "5e9", 5_000_000_000),
+    ("num-steps", "0", 0),
+    ("batch-size", "1e3", 1000),
+    ("global-batch-size", "96", 96),
+    ("lr", "0.1", 0.1),
+    ("lr", "5e-2", 0.05),
+    ("lr", "0", 0.0),
+    *(("lr-scaling", name, name) for name in ("linear", "sqrt", "none")),
+    ("warmup-epochs", "0.5", 0.5),
+    *(("lr-schedule", name, name) for name in ("constant", "linear", "cosine", "multistep")),
+    ("lr-milestones", "30,60,80", (30.0, 60.0, 80.0)),
+    ("lr-milestones", "0.5", (0.5,)),
+    ("lr-decay", "0.2", 0.2),
+    ("momentum", "0", 0.0),
+    ("weight-decay", "1e-4", 1e-4),
+    *(("optimizer", name, name) for name in ("sgd", "adam", "adamw")),
+    *(("precision", name, name) for name in ("auto", "fp64", "fp32", "bf16", "fp16")),
+    ("dropout", "0", 0.0),
+    ("dropout", "0.25", 0.25),
+    ("sync-batchnorm", None, True),
+    *(("on-nan", name, name) for name in ("stop", "skip")),
+    ("workers", "0", 0),
+    ("workers", "4", 4),
+    ("skip-broken", None, True),
+    ("seed", "7", 7),
+    ("deterministic", None, True),
+    ("checkpoint-dir", "/some/where", Path("/some/where")),
+    ("keep", "5", 5),
+    ("resume", "auto", "auto"),
+    ("resume", "never", "never"),
+    ("summary", "s.json", Path("s.json")),
+    ("metrics", "m.jsonl", Path("m.jsonl")),
+    ("tensorboard", "board", Path("board")),
+    ("timeline", "t.json", Path("t.json")),
+    ("quiet", None, True),
+]
+
+
+def field_of(option: str) -> str:
+    return option.replace("-", "_")
+
+
+@pytest.mark.parametrize(("option", "value", "result"), BUILT)
+@pytest.mark.parametrize("spelling", ["dashes", "underscores", "equals", "underscores and equals"])
+def test_every_option_in_every_spelling(
+    option: str, value: str | None, result: Any, spelling: str
+) -> None:
+    name = "--" + (field_of(option) if "underscores" in spelling else option)
+    if value is None:
+        line = [name]
+    elif "equals" in spelling:
+        line = [f"{name}={value}"]
+    else:
+        line = [name, value]
+    options = read(*line)
+    assert getattr(options, field_of(option)) == result
+    assert type(getattr(options, field_of(option))) is type(result)
+    untouched = dataclasses.replace(options, **{field_of(option): default(option)})
+    assert untouched == Every()
+
+
+def default(option: str) -> Any:
+    return getattr(Every(), field_of(option))
+
+
+def test_options_that_need_another() -> None:
+    options = read("--checkpoint-every", "10", "--checkpoint_dir=c", "--resume", "must")
+    assert (options.checkpoint_every, options.resume) == (10, "must")
+
+
+@pytest.mark.parametrize(
+    ("value", "span"), [("3:9", (3, 9)), ("3:", (3, None)), (":9", (0, 9)), ("0:1e3", (0, 1000))]
+)
+def test_a_window_of_steps(value: str, span: tuple[int, int | None]) -> None:
+    assert read("--timeline=t.json", "--timeline-steps", value).timeline_steps == span
+
+
+@pytest.mark.parametrize("value", ["9:3", "3:3", "3", "a:b", "-1:4", "1:2:3", "1.5:2", ""])
+def test_no_window_of_steps(value: str) -> None:
+    message = refusal("--timeline=t.json", f"--timeline-steps={value}")
+    assert f"--timeline-steps: {value} is not A:B, such as 10:20" in message
+
+
+def test_a_window_without_a_file() -> None:
+    assert "--timeline-steps needs --timeline FILE" in refusal("--timeline-steps=3:9")
+
+
+def test_the_lists_here_are_the_options_there_are() -> None:
+    named = {option for option, *_ in BUILT} | {"checkpoint-every", "timeline-steps"}
+    assert named == {field.name.replace("_", "-") for field in declared(Every)}
+
+
+def test_the_design_names_no_other_option() -> None:
+    design = SHARED / "DESIGN.md"
+    if not design.is_file():
+        pytest.skip("../shared/DESIGN.md is not beside this clone")
+    text = design.read_text().partition("**Trainers.**")[2].partition("**Data.**")[0]
+    named = set(re.findall(r"`--([a-z][a-z0-9-]*)", text))
+    assert len(named) > 35
+    ours = {field.name.replace("_", "-") for field in declared(Every)}
+    # `srun --mpi` is not ours; --config is read before the others.
+    assert named - ours <= {"mpi", "config", *NOT_BUILT}
+    assert not ours & NOT_BUILT
+
+
+def test_defaults_of_the_contract() -> None:
+    options = read()
+    assert options.framework == "pytorch"
+    assert options.strategy is None
+    assert options.precision == "auto"
+    assert options.resume == "auto"
+    assert options.seed == 0
+    assert not (options.synthetic or options.quiet or options.sync_batchnorm)
+
+
+@pytest.mark.parametrize("option", sorted(NOT_BUILT))
+@pytest.mark.parametrize("end", [" 4", "=4", ""])
+def test_what_is_not_built_says_so(option: str, end: str) -> None:
+    message = refusal(*f"--{option}{end}".split())
+    assert f"--{option} is not built yet" in message
+
+
+def test_what_is_not_built_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read("--help")
+    shown = capsys.readouterr().out
+    assert f"--strategy {'|'.join(STRATEGIES)}" in shown
+    assert not [option for option in NOT_BUILT if f"--{option} " in shown]
+    assert "not built" not in shown
+    assert "--accumulate-steps" not in refusal("--accumulate-step", "4")
+
+
+WRONG = [
+    ("--epochs", "0"),
+    ("--epochs", "1.5"),
+    ("--epochs", "many"),
+    ("--epochs", "-1"),
+    ("--epochs", "nan"),
+    ("--epochs", "inf"),
+    ("--epochs", ""),
+    ("--num-steps", "-1"),
+    ("--num-steps", "1e999"),
+    ("--batch-size", "0"),
+    ("--batch_size", "0"),
+    ("--global-batch-size", "0"),
+    ("--lr", "-0.1"),
+    ("--lr", "nan"),
+    ("--lr", "inf"),
+    ("--lr", "fast"),
+    ("--lr-scaling", "cubic"),
+    ("--lr-schedule", "step"),
+    ("--lr-milestones", "30,x"),
+    ("--lr-milestones", ""),
+    ("--lr-milestones", "30,,60"),
+    ("--lr-decay", "-1"),
+    ("--warmup-epochs", "-1"),
+    ("--momentum", "1"),
+    ("--momentum", "nan"),
+    ("--dropout", "1"),
+    ("--dropout", "-0.1"),
+    ("--weight-decay", "-1e-4"),
+    ("--optimizer", "lion"),
+    ("--framework", "jax"),
+    ("--framework", ""),
+    ("--strategy", "magic"),
+    ("--precision", "fp8"),
+    ("--resume", "maybe"),
+    ("--keep", "0"),
+    ("--seed", "-1"),
+    ("--seed", "x"),
+    ("--workers", "-1"),
+    ("--image-size", "0"),
+    ("--checkpoint-every", "0"),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), WRONG)
+def test_a_wrong_value_is_one_line_that_names_the_option(option: str, value: str) -> None:
+    for line in ([option, value], [f"{option}={value}"]):
+        message = refusal(*line)
+        assert message.startswith(option.replace("_", "-") + ": ")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "valid"),
+    [
+        ("--framework", "jax", "pytorch, tensorflow"),
+        ("--strategy", "magic", f"choose one of {', '.join(STRATEGIES)}"),
+        ("--optimizer", "lion", "sgd, adam, adamw"),
+        ("--lr-scaling", "cubic", "linear, sqrt, none"),
+        ("--lr-schedule", "step", "constant, linear, cosine, multistep"),
+        ("--precision", "fp8", "auto, fp64, fp32, bf16, fp16"),
+        ("--resume", "maybe", "auto, never, must"),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_valid_ones(option: str, value: str, valid: str) -> None:
+    message = refusal(option, value)
+    assert repr(value) in message
+    assert valid in message
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["--batchsize", "64"], ["--batchsize", "--batch-size"]),
+        (["--epoch=3"], ["--epoch:", "--epochs"]),  # no abbreviations either
+        (["--zzzzzzzz"], ["--zzzzzzzz", "--help"]),
+        (["somewhere"], ["somewhere"]),
+        (["--lr"], ["--lr"]),
+        (["--epochs", "--quiet"], ["--epochs"]),
+        (["--quiet=5"], ["--quiet"]),
+    ],
+)
+def test_a_wrong_line_is_told(line: list[str], words: list[str]) -> None:
+    message = refusal(*line)
+    assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["--batch-size=8", "--global-batch-size=16"], ["--batch-size", "--global-batch-size"]),
+        (["--synthetic", "--data=d"], ["--synthetic", "--data"]),
+        (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
+        (["--resume=must"], ["--resume", "--checkpoint-dir"]),
+        (["--on-nan=rollback"], ["--on-nan rollback", "--checkpoint-dir"]),
+    ],
+)
+def test_contradictions_name_both_options(line: list[str], words: list[str]) -> None:
+    message = refusal(*line)
+    assert all(word in message for word in words)
+
+
+def test_the_options_of_a_workload_are_its_own() -> None:
+    assert "--dropout: no such option" in refusal("--dropout=0", kind=ImageOptions)
+    assert "--synthetic: no such option" in refusal("--synthetic", kind=MnistOptions)
+    assert read("--data=d", "--dropout=0.5", kind=MnistOptions).dropout == 0.5
+
+
+def test_the_last_of_two_wins() -> None:
+    assert read("--epochs", "3", "--epochs", "4").epochs == 4
+
+
+# --config
+
+
+def config(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return f"--config={path}"
+
+
+def test_a_file_of_options(tmp_path: Path) -> None:
+    options = read(
+        config(
+            tmp_path,
+            "batch-size: 64\nlr_scaling: sqrt\nnum-steps: 5e9\nlr: 5e-2\nquiet: true\n"
+            "synthetic: false\nlr-milestones: [30, 60.5]\ncheckpoint-dir: /some/my_dir\n"
+            "epochs: null\nseed: 12\n",
+        )
+    )
+    assert options == Every(
+        batch_size=64,
+        lr_scaling="sqrt",
+        num_steps=5_000_000_000,
+        lr=0.05,
+        quiet=True,
+        lr_milestones=(30.0, 60.5),
+        checkpoint_dir=Path("/some/my_dir"),
+        seed=12,
+    )
+
+
+def test_the_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = config(tmp_path, "epochs: 3\nseed: 5\n")
+    for line in ([file, "--epochs", "7"], ["--epochs=7", file]):
+        options = read(*line)
+        assert (options.epochs, options.seed) == (7, 5)
+
+
+def test_the_line_wins_also_with_the_default_value(tmp_path: Path) -> None:
+    assert read(config(tmp_path, "framework: tensorflow\n"), "--framework=pytorch") == Every()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_file_is_no_option(tmp_path: Path, text: str) -> None:
+    assert read(config(tmp_path, text)) == Every()
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("epochs: 0\n", "--epochs: "),
+        ("epochs: [1, 2]\n", "--epochs: "),
+        ("lr: fast\n", "--lr: "),
+        ("lr: {a: 1}\n", "--lr: "),
+        ("optimizer: lion\n", "sgd, adam, adamw"),
+        ("batchsize: 3\n", "--batch-size"),
+        ("compression: fp16\n", "--compression is not built yet"),
+        ("- epochs\n", "run.yaml"),
+        ("just words\n", "run.yaml"),
+        ("epochs: [1\n", "run.yaml"),
+        ("\tepochs: 1\n", "run.yaml"),
+        ("config: other.yaml\n", "config"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_told_in_one_line(
+    tmp_path: Path, text: str, word: str
+) -> None:
+    assert word in refusal(config(tmp_path, text))
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xff\xfe\x00epochs: 3")
+    assert "run.yaml" in refusal("--config", str(path))
+
+
+def test_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file" in refusal("--config", str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("digits", [2999, 6000])
+def test_a_number_of_thousands_of_digits_is_told_in_a_line(tmp_path: Path, digits: int) -> None:
+    number = "9" * digits
+    for line in ([config(tmp_path, f"epochs: {number}\n")], ["--epochs", number]):
+        assert len(refusal(*line)) < 500
+
+
+@pytest.mark.parametrize("name", ["absent.yaml", "."])
+def test_a_file_that_is_not_there_is_told(tmp_path: Path, name: str) -> None:
+    assert str(tmp_path / name) in refusal("--config", str(tmp_path / name))
+
+
+# Readers of single values
+
+
+@given(st.integers(0, 2**70))
+@example(2**53 + 1)
+def test_a_count_is_exact_at_any_size(number: int) -> None:
+    assert count(str(number)) == number
+
+
+@given(st.integers(0, 15), st.integers(1, 9999))
+def test_counts_in_powers_of_ten(power: int, digits: int) -> None:
+    assert count(f"{digits}e{power}") == digits * 10**power
+    assert positive(f"{digits}E+{power}") == digits * 10**power
+
+
+@given(st.text(max_size=8))
+def test_readers_give_a_value_or_a_value_error(text: str) -> None:
+    for reader in (count, positive, fraction, non_negative, numbers):
+        try:
+            value = reader(text)
+        except ValueError:
+            continue
+        assert value is not None
+
+
+def test_edges_of_the_readers() -> None:
+    assert fraction("0") == 0
+    assert fraction("0.999") == 0.999
+    assert numbers([1, 2]) == (1.0, 2.0)
+    for reader, value in ((fraction, "1"), (positive, "0"), (count, "0.5"), (count, "inf")):
+        with pytest.raises(ValueError):
+            reader(value)
+
+
+def test_options_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read().epochs = 3  # type: ignore[misc]
+
+
+def test_check_gives_back_what_it_was_given() -> None:
+    options = Options(batch_size=3)
+    assert check(options) is options
+
+
+# What parsing costs
+
+PROGRAM = """
+import runpy, sys
+sys.argv = {argv!r}
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except SystemExit as stop:
+    assert not stop.code, stop.code
+names = {{"torch", "tensorflow", "keras", "horovod", "mpi4py", "torchvision", "sklearn"}}
+sys.stderr.write("LOADED " + " ".join(sorted(names & set(sys.modules))) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("module", ["mnist", "resnet", "pi"])
+def test_help_imports_no_framework_and_has_examples(module: str) -> None:
+    program = PROGRAM.format(argv=[f"hvdtrain.{module}", "--help"])
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stderr.splitlines()[-1].split() == ["LOADED"]
+    assert f"python -m hvdtrain.{module}" in result.stdout
+    assert "examples:" in result.stdout
+    if module != "pi":
+        for field in declared({"mnist": MnistOptions, "resnet": ImageOptions}[module]):
+            assert f"--{field.name.replace('_', '-')}" in result.stdout
+
+
+@pytest.mark.parametrize("module", ["mnist", "resnet"])
+def test_wrong_use_of_the_command_is_exit_code_2_and_one_line(module: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", f"hvdtrain.{module}", "--batch_size", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "--batch-size" in result.stderr

@@ -1,0 +1,683 @@
+"""Checkpoints: complete or absent, the newest intact one found, nothing executed, nothing lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.errors import CheckpointError, UsageError
+from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps.checkpoint import (
+    MODEL_FILE,
+    STATE_FILE,
+    TRAINING_FILE,
+    Arrays,
+    Checkpoint,
+    check_origin,
+    load_newest,
+    newest_name,
+    save,
+    set_aside,
+)
+
+FILES = (MODEL_FILE, TRAINING_FILE, STATE_FILE)
+
+
+def arrays_of(step: int) -> Arrays:
+    """One array of each kind that models, optimizers and BatchNorm layers have."""
+    rng = np.random.default_rng(step)
+    return {
+        "weight": rng.normal(size=(3, 4)).astype(np.float32),
+        "double": rng.normal(size=5),
+        "half": rng.normal(size=5).astype(np.float16),
+        "count": np.array([step, -step, 2**62], np.int64),
+        "bytes": rng.integers(0, 256, 7, np.uint8),
+        "flag": np.array([True, False]),
+        "num_batches_tracked": np.array(step, np.int64),
+        "scalar": np.array(math.pi * step),
+        "empty": np.zeros((0, 4), np.float32),
+        "special": np.array([np.nan, np.inf, -np.inf, -0.0, 5e-324]),
+        "transposed": rng.normal(size=(2, 3)).T,
+    }
+
+
+def made(step: int, accuracy: float | None = None, **state: Any) -> Checkpoint:
+    metrics = None if accuracy is None else {"loss": 1.0, "accuracy": accuracy}
+    entries = {"step": step, "metrics": metrics, "origin": {"model": "small"}, **state}
+    return Checkpoint(arrays_of(step), arrays_of(step + 1000), entries)
+
+
+def same(one: Arrays, other: Arrays) -> bool:
+    """Names, types, shapes and every bit."""
+    return one.keys() == other.keys() and all(
+        (v.dtype, v.shape, v.tobytes()) == (other[k].dtype, other[k].shape, other[k].tobytes())
+        for k, v in one.items()
+    )
+
+
+def is_intact(found: Checkpoint | None, step: int) -> bool:
+    return (
+        found is not None
+        and found.state["step"] == step
+        and same(found.model, arrays_of(step))
+        and same(found.training, arrays_of(step + 1000))
+    )
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [checkpoints.read(directory / name).state["step"] for name in sorted_names(directory)]
+
+
+def sorted_names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+# Round trip
+
+
+@pytest.mark.parametrize("name", list(arrays_of(1)))
+def test_each_kind_of_array_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+    one = {name: arrays_of(1)[name]}
+    save(tmp_path, Checkpoint(one, {}, {"step": 1}), keep=1)
+    found = load_newest(tmp_path)
+    assert found is not None
+    back = found.model[name]
+    assert (back.dtype, back.shape) == (one[name].dtype, one[name].shape)
+    assert back.tobytes() == one[name].tobytes()
+    assert found.training == {}
+
+
+DTYPES = st.sampled_from(["f2", "f4", "f8", "i8", "i4", "u1", "?"])
+SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(st.text("abz./:_0", min_size=1), st.tuples(DTYPES, SHAPES), max_size=5))
+def test_names_types_and_shapes_come_back(
+    tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, tuple[str, tuple[int, ...]]]
+) -> None:
+    directory = tmp_path_factory.mktemp("round")
+    arrays = {
+        name: np.frombuffer(
+            np.random.default_rng(1).bytes(math.prod(shape) * np.dtype(kind).itemsize), kind
+        ).reshape(shape)
+        for name, (kind, shape) in kinds.items()
+        if kind != "?"
+    }
+    save(directory, Checkpoint({}, arrays, {"step": 1}), keep=1)
+    found = load_newest(directory)
+    assert found is not None
+    assert same(found.training, arrays)
+    assert found.model == {}
+
+
+def test_state_comes_back_with_floats_exact(tmp_path: Path) -> None:
+    state = {
+        "step": 7,
+        "position": {"epoch": 2, "consumed": 1280},
+        "loss_sum": 0.1 + 0.2,
+        "metrics": None,
+        "origin": {"seed": 2**63 - 1, "model": "späť"},
+    }
+    path = save(tmp_path, Checkpoint({}, {}, state), keep=1)
+    found = load_newest(tmp_path)
+    assert found is not None
+    assert {key: found.state[key] for key in state} == state
+    assert found.path == path
+    assert path.parent == tmp_path
+
+
+def test_the_directory_is_made_with_its_parents(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "b", made(3), keep=1)
+    assert is_intact(load_newest(tmp_path / "a" / "b"), 3)
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_no_checkpoint_is_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert load_newest(tmp_path / name) is None
+    assert newest_name(tmp_path / name) is None
+
+
+def test_the_newest_is_the_one_with_most_steps(tmp_path: Path) -> None:
+    for step in (9, 10, 100, 99_999_999):  # 9 sorts after 10 as a word
+        save(tmp_path, made(step), keep=9)
+    assert is_intact(load_newest(tmp_path), 99_999_999)
+    assert steps_in(tmp_path) == [9, 10, 100, 99_999_999]
+
+
+# Which ones stay
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_stay(tmp_path: Path, keep: int) -> None:
+    for step in range(1, 7):
+        save(tmp_path, made(step), keep)
+    assert steps_in(tmp_path) == list(range(7 - keep, 7))
+
+
+def test_the_best_stays_besides_the_newest(tmp_path: Path) -> None:
+    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7), (4, None), (5, 0.8), (6, None)):
+        save(tmp_path, made(step, accuracy), keep=2)
+    assert steps_in(tmp_path) == [2, 5, 6]
+
+
+def test_a_better_one_takes_the_place_of_the_best(tmp_path: Path) -> None:
+    for step, accuracy in ((1, 0.9), (2, 0.1), (3, 0.95), (4, 0.2), (5, 0.3)):
+        save(tmp_path, made(step, accuracy), keep=1)
+    assert steps_in(tmp_path) == [3, 5]
+
+
+def test_the_best_is_the_lowest_where_the_training_says_so(tmp_path: Path) -> None:
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, 0.2)):
+        checkpoint = made(step, metrics={"loss": loss}, best=("loss", False))
+        save(tmp_path, checkpoint, keep=1)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        f"step-{step:09d}" for step in (2, 4)
+    ]
+
+
+def test_an_accuracy_of_nothing_is_a_score_too(tmp_path: Path) -> None:
+    for step, accuracy in ((1, None), (2, 0.0), (3, None), (4, None)):
+        save(tmp_path, made(step, accuracy), keep=1)
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_saving_a_step_twice_keeps_the_later_one(tmp_path: Path) -> None:
+    first = save(tmp_path, made(5, note="first"), keep=3)
+    for note in ("second", "third"):
+        later = save(tmp_path, made(5, accuracy=0.5, note=note), keep=3)
+        found = load_newest(tmp_path)
+        assert found is not None and found.path == later
+        assert found.state["note"] == note
+    assert first != later
+    assert len(sorted_names(tmp_path)) == 1
+    save(tmp_path, made(6), keep=3)
+    assert is_intact(load_newest(tmp_path), 6)
+
+
+def test_two_saves_of_a_step_count_as_one_of_those_that_stay(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, made(step), keep=2)
+        save(tmp_path, made(step, accuracy=step / 10), keep=2)
+    assert steps_in(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_just_saved_stays_though_a_damaged_later_one_is_there(
+    tmp_path: Path, keep: int
+) -> None:
+    """Fallen back from step 30 to step 20, the run goes on and saves step 25."""
+    save(tmp_path, made(20), keep=3)
+    broken = [save(tmp_path, made(step), keep=9) for step in (30, 40)]
+    for folder in broken:
+        (folder / MODEL_FILE).write_bytes(b"")
+    assert is_intact(load_newest(tmp_path), 20)
+    path = save(tmp_path, made(25), keep)
+    assert path.is_dir()
+    assert is_intact(load_newest(tmp_path), 25)
+
+
+def test_strangers_in_the_directory_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "model.pt").write_bytes(b"mine")
+    for step in (1, 2, 3):
+        save(tmp_path, made(step), keep=1)
+    assert is_intact(load_newest(tmp_path), 3)
+    assert sorted_names(tmp_path) == ["model.pt", "notes.txt", "step-000000003"]
+
+
+# Crashes and damage
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A directory with the checkpoints of the steps 1 and 2."""
+    for step in (1, 2):
+        save(tmp_path, made(step), keep=3)
+    return tmp_path
+
+
+def assert_falls_back(directory: Path, damaged: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="hvdtrain"):
+        assert is_intact(load_newest(directory), 1)
+    assert damaged.name in caplog.text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_passed_over(
+    two: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = two / "step-000000002"
+    whole = (newest / name).read_bytes()
+    offsets = {0, 1, 2, 7, 8, 9, len(whole) // 2, len(whole) - 2, len(whole) - 1}
+    for length in sorted(offsets):
+        (newest / name).write_bytes(whole[:length])
+        assert_falls_back(two, newest, caplog)
+    (newest / name).write_bytes(whole + b"\0")
+    assert_falls_back(two, newest, caplog)
+    (newest / name).write_bytes(whole)
+    assert is_intact(load_newest(two), 2)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_absent_file_is_passed_over(
+    two: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (two / "step-000000002" / name).unlink()
+    assert_falls_back(two, two / "step-000000002", caplog)
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, TRAINING_FILE])
+def test_a_flipped_byte_is_passed_over(
+    two: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = two / "step-000000002"
+    whole = (newest / name).read_bytes()
+    for offset in (0, 3, 8, 30, len(whole) // 2, len(whole) - 1):
+        (newest / name).write_bytes(flipped(whole, offset, 0xFF))
+        assert_falls_back(two, newest, caplog)
+
+
+def flipped(data: bytes, offset: int, mask: int) -> bytes:
+    return data[:offset] + bytes([data[offset] ^ mask]) + data[offset + 1 :]
+
+
+def test_no_flipped_bit_of_the_state_goes_unnoticed(two: Path) -> None:
+    """Of step, position or counters: training on from a wrong place would be silent."""
+    newest = two / "step-000000002"
+    whole = (newest / STATE_FILE).read_bytes()
+    before = json.loads(whole)
+    unnoticed = []
+    for offset in range(len(whole)):
+        (newest / STATE_FILE).write_bytes(flipped(whole, offset, 1))
+        found = load_newest(two)
+        assert found is not None
+        if found.state["step"] != 1 and found.state != before:
+            unnoticed.append(whole[max(0, offset - 12) : offset + 4])
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("state", ["[]", "1", "null", '"step"', "{}", '{"format": 99}'])
+def test_a_state_that_is_no_state_is_passed_over(
+    two: Path, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (two / "step-000000002" / STATE_FILE).write_text(state)
+    assert_falls_back(two, two / "step-000000002", caplog)
+    assert is_intact(load_newest(two), 1)
+    save(two, made(3), keep=1)  # and pruning reads its metrics, or gives up on them
+    assert is_intact(load_newest(two), 3)
+
+
+DEEP = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    "state", [DEEP, '{"a":' * 100_000, '{"format":1,"sha256":[1]}', '{"format":' + "9" * 5000 + "}"]
+)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_state_made_to_break_its_reader_is_passed_over(
+    two: Path, state: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = two / f"step-00000000{number}"
+    (broken / STATE_FILE).write_text(state)
+    assert is_intact(load_newest(two), 3 - number)
+    assert caplog.text.count(broken.name) == (number == 2)  # looked at, and named once
+    save(two, made(3, accuracy=0.5), keep=1)  # pruning looks at all of them
+    assert is_intact(load_newest(two), 3)
+
+
+@pytest.mark.parametrize(
+    "score", ["high", [1], {"a": 1}, True, 10**400, float("inf"), float("nan")]
+)
+def test_an_accuracy_that_is_no_number_is_no_score(tmp_path: Path, score: Any) -> None:
+    for step, accuracy in ((1, 0.1), (2, 0.9)):
+        save(tmp_path, made(step, accuracy), keep=9)
+    state = json.loads((tmp_path / "step-000000001" / STATE_FILE).read_bytes())
+    state["metrics"]["accuracy"] = score
+    (tmp_path / "step-000000001" / STATE_FILE).write_text(json.dumps(state))
+    save(tmp_path, made(3), keep=1)
+    assert sorted_names(tmp_path) == ["step-000000002", "step-000000003"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_regular_file_is_passed_over_and_not_waited_for(
+    two: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = two / "step-000000002"
+    (newest / name).unlink()
+    os.mkfifo(newest / name)
+    assert_falls_back(two, newest, caplog)
+    (newest / name).unlink()
+    (newest / name).symlink_to("/dev/zero")
+    assert_falls_back(two, newest, caplog)
+    save(two, made(3), keep=1)
+    assert is_intact(load_newest(two), 3)
+
+
+def test_a_name_that_is_no_checkpoints_is_passed_over_and_named_once(
+    two: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strays = ["step-000000004+xx", "step-by-step.txt"]
+    for name in strays:
+        (two / name).mkdir()
+    assert is_intact(load_newest(two), 2)
+    assert [caplog.text.count(name) for name in strays] == [1, 1]
+    save(two, made(4), keep=3)
+    assert is_intact(load_newest(two), 4)
+    assert set(strays) < set(sorted_names(two))
+
+
+def test_what_killed_saves_have_left_goes(two: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "elsewhere" / "file"
+    precious.parent.mkdir()
+    precious.write_text("mine")
+    for number in (7, 8):
+        shutil.copytree(two / "step-000000002", two / f".partial-step-00000000{number}")
+    (two / ".partial-step-000000003").symlink_to(precious.parent)
+    (two / ".partial-step-000000004").write_text("")
+    checkpoints.remove_partial(two)
+    assert not list(two.glob(".*"))
+    shutil.copytree(two / "step-000000002", two / ".partial-step-000000009")
+    save(two, made(3), keep=3)
+    assert not list(two.glob(".*"))
+    assert precious.read_text() == "mine"
+
+
+def test_a_partial_directory_of_a_crash_is_no_checkpoint(two: Path) -> None:
+    shutil.copytree(two / "step-000000002", two / ".partial-step-000000003")
+    assert is_intact(load_newest(two), 2)
+    (two / ".partial-step-000000003" / "left over").write_text("by the crash")
+    save(two, made(3), keep=3)
+    assert is_intact(load_newest(two), 3)
+    assert sorted_names(two) == [f"step-00000000{step}" for step in (1, 2, 3)]
+    assert sorted_names(two / "step-000000003") == sorted(FILES)
+
+
+class Killed(BaseException):
+    """The process ends here: no handler runs."""
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_killed_at_any_moment_of_a_save_one_intact_checkpoint_is_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    for moment in range(100):
+        directory = tmp_path / str(moment)
+        save(directory, made(1), keep)
+        left = moment
+        with monkeypatch.context() as patch:
+
+            def dying(original: Any) -> Any:
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    nonlocal left
+                    if left == 0:
+                        raise Killed
+                    left -= 1
+                    return original(*args, **kwargs)
+
+                return call
+
+            for owner, name in (
+                (os, "fsync"),
+                (Path, "open"),
+                (Path, "mkdir"),
+                (Path, "rename"),
+                (shutil, "rmtree"),
+            ):
+                patch.setattr(owner, name, dying(getattr(owner, name)))
+            try:
+                save(directory, made(2), keep)
+            except Killed:
+                pass
+            else:
+                break
+        found = load_newest(directory)
+        assert is_intact(found, 1) or is_intact(found, 2)
+        save(directory, made(2), keep)  # run again
+        assert is_intact(load_newest(directory), 2)
+    assert moment > 6  # it was killed at several moments, and once not at all
+    assert is_intact(load_newest(directory), 2)
+
+
+def test_all_is_on_disk_before_the_name_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    fsync, rename = os.fsync, Path.rename
+
+    def spy_fsync(handle: int) -> None:
+        events.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        fsync(handle)
+
+    def spy_rename(self: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(Path, "rename", spy_rename)
+    save(tmp_path, made(1), keep=1)
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    assert {*FILES, ".partial-step-000000001"} <= set(before)
+    assert before[-1] == ".partial-step-000000001"
+    assert after == [tmp_path.name]
+
+
+def test_when_all_are_damaged_it_is_wrong_use_and_names_the_remedy(two: Path) -> None:
+    for name in sorted_names(two):
+        (two / name / TRAINING_FILE).write_bytes(b"x")
+    with pytest.raises(UsageError, match="--resume never") as caught:
+        load_newest(two)
+    assert str(two) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Nothing is executed
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, TRAINING_FILE])
+def test_a_pickle_with_the_right_checksum_is_not_executed(
+    two: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest, fuse = two / "step-000000002", tmp_path / "exploded"
+    data = pickle.dumps(Bomb(fuse))
+    replace_file(newest, name, data)
+    assert_falls_back(two, newest, caplog)
+    assert not fuse.exists()
+    pickle.loads(data)
+    assert fuse.exists()  # it would have gone off
+
+
+def replace_file(folder: Path, name: str, data: bytes) -> None:
+    """As an attacker does it: with the checksums put right."""
+    (folder / name).write_bytes(data)
+    state = json.loads((folder / STATE_FILE).read_bytes())
+    state["sha256"][name] = hashlib.sha256(data).hexdigest()
+    (folder / STATE_FILE).write_text(json.dumps(state))
+
+
+def test_every_byte_of_the_files_is_a_number_or_its_description(two: Path) -> None:
+    for name in (MODEL_FILE, TRAINING_FILE):
+        data = (two / "step-000000002" / name).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        spans = sorted(entry["data_offsets"] for key, entry in header.items() if key[:2] != "__")
+        assert [low for low, _ in spans] == [0, *(high for _, high in spans[:-1])]
+        assert len(data) == 8 + length + spans[-1][1]
+    assert sorted_names(two / "step-000000002") == sorted(FILES)
+
+
+def test_loading_compiles_imports_and_runs_nothing(two: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+from hvdtrain.steps.checkpoint import load_newest
+directory = Path({str(two)!r})
+load_newest(directory)  # what it imports late is there now
+seen = []
+watched = ("exec", "compile", "import", "marshal.loads", "pickle.find_class", "os.system",
+           "subprocess.Popen", "ctypes.dlopen")
+sys.addaudithook(lambda event, _: seen.append(event) if event in watched else None)
+assert load_newest(directory).state["step"] == 2
+print(seen)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.strip() == "[]"
+
+
+# A disk that is full
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except OSError as error:
+        pytest.skip(f"no mount command: {error}")
+    if mounted.returncode:
+        pytest.skip(f"mount is refused here: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
+
+
+@pytest.mark.parametrize("where", ["model", "training", "state"])
+def test_a_full_disk_costs_only_the_new_checkpoint(small_disk: Path, where: str) -> None:
+    save(small_disk, made(1), keep=3)
+    large = {"large": np.zeros(80_000)}  # 640 kB
+    one = made(2)
+    checkpoint = Checkpoint(
+        {**one.model, **(large if where == "model" else {})},
+        {**one.training, **(large if where == "training" else {})},
+        {**one.state, **({"note": "x" * 640_000} if where == "state" else {})},
+    )
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        save(small_disk, checkpoint, keep=3)
+    assert str(small_disk) in str(caught.value)
+    assert "step 2" in str(caught.value)
+    assert "step-000000001 is intact" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted_names(small_disk) == ["step-000000001"]
+    assert is_intact(load_newest(small_disk), 1)
+    save(small_disk, made(3), keep=3)  # the space is free again
+    assert is_intact(load_newest(small_disk), 3)
+
+
+def test_a_disk_that_is_full_from_the_start_names_no_checkpoint(small_disk: Path) -> None:
+    with pytest.raises(CheckpointError, match="Free some space") as caught:
+        save(small_disk, Checkpoint({"large": np.zeros(80_000)}, {}, {"step": 1}), keep=3)
+    assert "intact" not in str(caught.value)
+    assert sorted_names(small_disk) == []
+
+
+def test_a_file_size_limit_costs_only_the_new_checkpoint(tmp_path: Path) -> None:
+    """What a quota does, and it needs no root: in a process of its own, which it would maim."""
+    save(tmp_path, made(1), keep=3)
+    program = f"""
+import resource
+from pathlib import Path
+import numpy as np
+from hvdtrain.errors import CheckpointError
+from hvdtrain.steps.checkpoint import Checkpoint, save
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    save(Path({str(tmp_path)!r}), Checkpoint({{"w": np.zeros(9000)}}, {{}}, {{"step": 2}}), keep=3)
+except CheckpointError as error:
+    print(error)
+"""
+    assert resource.RLIMIT_FSIZE is not None
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "step-000000001 is intact" in result.stdout
+    assert sorted_names(tmp_path) == ["step-000000001"]
+    assert is_intact(load_newest(tmp_path), 1)
+
+
+def test_a_file_in_place_of_the_directory_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="file"):
+        save(tmp_path / "file", made(1), keep=1)
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+# Whose checkpoint it is
+
+
+def test_the_same_origin_is_welcome(two: Path) -> None:
+    found = load_newest(two)
+    assert found is not None
+    check_origin(found, {"model": "small"})
+
+
+@pytest.mark.parametrize(
+    ("origin", "words"),
+    [
+        ({"model": "tutorial"}, ["model 'small' there, 'tutorial' here"]),
+        ({"model": "small", "framework": "pytorch"}, ["framework None there, 'pytorch' here"]),
+        ({"model": "large", "seed": 0}, ["'small' there, 'large' here", "seed None there, 0 here"]),
+    ],
+)
+def test_a_foreign_checkpoint_is_wrong_use_and_each_difference_is_named(
+    two: Path, origin: dict[str, Any], words: list[str]
+) -> None:
+    found = load_newest(two)
+    assert found is not None
+    with pytest.raises(UsageError) as caught:
+        check_origin(found, origin)
+    for word in [*words, "--checkpoint-dir", "step-000000002"]:
+        assert word in str(caught.value)
+
+
+def test_set_aside_moves_all_and_forgets_none(two: Path) -> None:
+    assert set_aside(two) == two / "before-1"
+    assert load_newest(two) is None
+    assert is_intact(load_newest(two / "before-1"), 2)
+    assert steps_in(two / "before-1") == [1, 2]
+    save(two, made(1), keep=1)
+    assert is_intact(load_newest(two), 1)
+    assert set_aside(two) == two / "before-2"
+    assert steps_in(two / "before-1") == [1, 2]
+    assert steps_in(two / "before-2") == [1]
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_nothing_to_set_aside_makes_no_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert set_aside(tmp_path / name) is None
+    assert not (tmp_path / "absent").exists()
+    assert sorted_names(tmp_path / "empty") == []

@@ -1,0 +1,264 @@
+"""Every sample exactly once per epoch, whatever the sizes, the ranks and the interruptions."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import (
+    Part,
+    Position,
+    Shards,
+    after,
+    bounds,
+    evaluation_parts,
+    permutation,
+    seed_of,
+)
+
+SAMPLES = st.integers(1, 200)
+BATCH = st.integers(1, 230)
+SIZE = st.integers(1, 12)
+SEED = st.integers(0, 2**64 - 1)
+EPOCH = st.integers(0, 10_000)
+
+
+def steps_of(
+    samples: int, batch: int, seed: int, epoch: int, size: int, consumed: int = 0
+) -> list[tuple[Part, ...]]:
+    """The parts of all ranks, step by step; fails where ranks take different numbers of steps."""
+    everyone = [Shards(samples, batch, seed, rank, size) for rank in range(size)]
+    return list(zip(*(one.epoch(epoch, consumed) for one in everyone), strict=True))
+
+
+def order_of(steps: list[tuple[Part, ...]]) -> list[int]:
+    return [int(index) for parts in steps for part in parts for index in part.indices]
+
+
+@given(SAMPLES, BATCH, SEED, EPOCH, SIZE)
+@example(samples=1, batch=1, seed=0, epoch=0, size=12)
+@example(samples=200, batch=97, seed=1, epoch=0, size=3)
+def test_an_epoch_is_every_sample_exactly_once(
+    samples: int, batch: int, seed: int, epoch: int, size: int
+) -> None:
+    steps = steps_of(samples, batch, seed, epoch, size)
+    assert sorted(order_of(steps)) == list(range(samples))
+    assert len(steps) == -(-samples // batch)
+    assert all(Shards(samples, batch, seed, r, size).steps_per_epoch == len(steps) for r in (0, 1))
+
+
+@given(SAMPLES, BATCH, SEED, SIZE)
+def test_parts_differ_by_at_most_one_and_say_what_they_belong_to(
+    samples: int, batch: int, seed: int, size: int
+) -> None:
+    for number, parts in enumerate(steps_of(samples, batch, seed, 0, size)):
+        counts = [part.count for part in parts]
+        assert max(counts) - min(counts) <= 1
+        begin, end = number * batch, min((number + 1) * batch, samples)
+        assert sum(counts) == end - begin
+        for part in parts:
+            assert part.indices.dtype == np.int64
+            assert part.global_count == end - begin
+            assert part.start == Position(0, begin)
+            assert part.end == (Position(1, 0) if end == samples else Position(0, end))
+
+
+@given(SAMPLES, SEED, EPOCH, BATCH, SIZE, BATCH, SIZE)
+def test_the_order_depends_on_seed_and_epoch_alone(
+    samples: int, seed: int, epoch: int, batch: int, size: int, other_batch: int, other_size: int
+) -> None:
+    first = order_of(steps_of(samples, batch, seed, epoch, size))
+    assert first == order_of(steps_of(samples, other_batch, seed, epoch, other_size))
+    assert first == permutation(samples, seed, epoch).tolist()
+
+
+# Seeds around 2**53 and 2**63 find a detour over a float or a signed number.
+SEEDS = [0, 1, 2, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
+
+
+def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+    orders = {tuple(permutation(50, seed, epoch)) for seed in SEEDS for epoch in range(10)}
+    assert len(orders) == len(SEEDS) * 10  # two equal by chance: 1 in 50!
+
+
+def test_epoch_and_seed_are_not_added() -> None:
+    assert permutation(50, 1, 2).tolist() != permutation(50, 2, 1).tolist()
+
+
+def test_the_order_is_the_same_in_another_process() -> None:
+    program = (
+        "from hvdtrain.steps.sharding import permutation\nprint(permutation(1000, 7, 3).tolist())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.strip() == str(permutation(1000, 7, 3).tolist())
+
+
+def test_the_order_is_shuffled_evenly() -> None:
+    # Sample 0 stands in the first half in half of the epochs: 1000 +- 4.5 standard deviations.
+    first_half = sum(int(np.flatnonzero(permutation(10, 3, e) == 0)[0] < 5) for e in range(2000))
+    assert abs(first_half - 1000) < 4.5 * (2000 * 0.25) ** 0.5
+
+
+LEG = st.tuples(SIZE, BATCH, st.integers(1, 7))  # world size, global batch, updates
+
+
+@given(st.integers(1, 60), SEED, st.lists(LEG, min_size=1, max_size=12))
+def test_stopped_and_resumed_on_other_ranks_it_is_still_each_sample_once(
+    samples: int, seed: int, legs: list[tuple[int, int, int]]
+) -> None:
+    position = Position()
+    seen: dict[int, list[int]] = {0: []}
+    for size, batch, updates in legs:
+        for _ in range(updates):
+            # A new process each time, which knows nothing but the position.
+            parts = steps_of(samples, batch, seed, position.epoch, size, position.consumed)[0]
+            seen.setdefault(position.epoch, []).extend(order_of([parts]))
+            (position,) = {part.end for part in parts}
+    for epoch, order in seen.items():
+        whole = permutation(samples, seed, epoch).tolist()
+        assert order == (whole if epoch < position.epoch else whole[: position.consumed])
+    assert 0 <= position.consumed < samples
+
+
+@given(SAMPLES, BATCH, SEED, SIZE, st.data())
+def test_the_steps_after_a_resume_are_those_of_the_uncut_run(
+    samples: int, batch: int, seed: int, size: int, data: st.DataObject
+) -> None:
+    whole = steps_of(samples, batch, seed, 5, size)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    rest = steps_of(samples, batch, seed, 5, size, whole[cut][0].start.consumed)
+    assert len(rest) == len(whole) - cut
+    for uncut, resumed in zip(whole[cut:], rest, strict=True):
+        for one, other in zip(uncut, resumed, strict=True):
+            assert one.indices.tolist() == other.indices.tolist()
+            assert (one.start, one.end) == (other.start, other.end)
+            assert one.global_count == other.global_count
+
+
+@given(SAMPLES, BATCH, SIZE)
+def test_weights_of_a_global_batch_sum_to_one(samples: int, batch: int, size: int) -> None:
+    for parts in steps_of(samples, batch, 0, 0, size):
+        assert sum(Fraction(part.count, part.global_count) for part in parts) == 1
+        for part in parts:
+            assert part.weight == part.count / part.global_count
+        assert sum(part.weight for part in parts) == pytest.approx(1.0, abs=1e-12)
+
+
+@given(SAMPLES, BATCH, SIZE, st.data())
+def test_weighted_means_of_the_parts_are_the_mean_of_the_global_batch(
+    samples: int, batch: int, size: int, data: st.DataObject
+) -> None:
+    values = data.draw(st.lists(st.integers(-99, 99), min_size=samples, max_size=samples))
+    order = permutation(samples, 4, 2).tolist()
+    for number, parts in enumerate(steps_of(samples, batch, 4, 2, size)):
+        weighted = Fraction(0)
+        for part in parts:
+            if part.count:  # the mean over nothing is whatever it is, its weight is 0
+                mean = Fraction(sum(values[i] for i in part.indices), part.count)
+                weighted += Fraction(part.count, part.global_count) * mean
+            else:
+                assert part.weight == 0
+        whole = order[number * batch : (number + 1) * batch]
+        assert weighted == Fraction(sum(values[i] for i in whole), len(whole))
+
+
+def test_a_rank_with_an_empty_part_still_takes_the_step() -> None:
+    # 10 samples in batches of 4: the last batch has 2 samples for 3 ranks.
+    *_, last = steps_of(10, 4, 0, 0, 3)
+    assert [part.count for part in last] == [1, 1, 0]
+    assert last[2].weight == 0
+    assert last[2].indices.shape == (0,)
+    assert last[2].end == Position(1, 0)
+
+
+@given(st.integers(0, 1000), SIZE)
+def test_bounds_cut_a_range_into_even_parts(total: int, size: int) -> None:
+    cuts = [bounds(total, rank, size) for rank in range(size)]
+    assert [low for low, _ in cuts] == [0, *(high for _, high in cuts[:-1])]
+    assert cuts[-1][1] == total
+    lengths = [high - low for low, high in cuts]
+    assert set(lengths) <= {total // size, -(-total // size)}
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("position", "next_one"),
+    [
+        (Position(3, 0), Position(3, 0)),
+        (Position(3, 9), Position(3, 9)),
+        (Position(3, 10), Position(4, 0)),
+    ],
+)
+def test_the_end_of_an_epoch_is_the_start_of_the_next(
+    position: Position, next_one: Position
+) -> None:
+    assert after(position, 10) == next_one
+
+
+@pytest.mark.parametrize(("samples", "batch", "word"), [(0, 1, "--data"), (5, 0, "global batch")])
+def test_nothing_to_train_on_is_wrong_use(samples: int, batch: int, word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        Shards(samples, batch)
+
+
+@given(st.integers(0, 300), st.integers(1, 70), SIZE)
+def test_evaluation_counts_every_sample_exactly_once(samples: int, batch: int, size: int) -> None:
+    everyone = [list(evaluation_parts(samples, batch, rank, size)) for rank in range(size)]
+    flat = [int(i) for batches in everyone for indices in batches for i in indices]
+    assert flat == list(range(samples))
+    assert all(1 <= len(indices) <= batch for batches in everyone for indices in batches)
+    assert all(indices.dtype == np.int64 for batches in everyone for indices in batches)
+    shares = [sum(map(len, batches)) for batches in everyone]
+    assert max(shares) - min(shares) <= 1
+
+
+NUMBER = st.integers(0, 2**64 - 1)
+
+
+def test_neighbouring_places_have_seeds_of_their_own() -> None:
+    places = list(itertools.product(range(4), range(50), range(50)))
+    seeds = [seed_of(*place) for place in places]
+    assert len(set(seeds)) == len(places)
+    # Spread over the whole range: each bit is set in about half (5 standard deviations).
+    for bit in range(63):
+        share = sum(seed >> bit & 1 for seed in seeds)
+        assert abs(share - len(seeds) / 2) < 5 * (len(seeds) / 4) ** 0.5
+
+
+@given(st.lists(NUMBER, min_size=1, max_size=4))
+def test_seeds_are_below_2_to_the_63(place: list[int]) -> None:
+    assert 0 <= seed_of(*place) < 2**63
+    assert seed_of(*place) == seed_of(*place)
+
+
+@given(st.lists(NUMBER, min_size=1, max_size=3), st.lists(NUMBER, min_size=1, max_size=3))
+def test_other_places_have_other_seeds(one: list[int], other: list[int]) -> None:
+    assert (seed_of(*one) == seed_of(*other)) == (one == other)
+
+
+def test_zeros_at_the_end_count() -> None:
+    assert len({seed_of(1), seed_of(1, 0), seed_of(1, 0, 0), seed_of(0, 1)}) == 4
+
+
+def test_another_process_draws_the_same() -> None:
+    program = "from hvdtrain.steps.sharding import seed_of; print(seed_of(1, 2, 3))"
+    for hash_seed in ("1", "2"):
+        result = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+            env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        )
+        assert int(result.stdout) == seed_of(1, 2, 3)

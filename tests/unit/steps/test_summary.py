@@ -1,0 +1,110 @@
+"""A summary comes back from its file as it was, and a file that is none is told in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import GradientMessages, StepSplit, Stopped, Summary
+from tests.conftest import ROOT
+
+WHOLE = Summary(
+    workload="mnist",
+    world_size=2,
+    train_loss=0.5,
+    eval_metrics={"accuracy": 0.75},
+    eval_accuracy=0.75,
+    images_per_second_mean=100.0,
+    step_split=StepSplit(steps=5, data=0.5, slowest_rank=1),
+    gradient_messages=GradientMessages(count=4, bytes=1000),
+    stopped=Stopped.STEPS,
+    options={"epochs": 2},
+    environment={"python": "3.11", "variables": {"A": "b"}},
+)
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps(WHOLE.to_json()))
+    assert Summary.read(file) == WHOLE
+    assert isinstance(Summary.read(file).stopped, Stopped)
+
+
+def test_the_object_has_the_keys_of_the_contract() -> None:
+    content = WHOLE.to_json()
+    assert " ".join(content) == (
+        "workload framework strategy model world_size hosts precision global_batch_size "
+        "epochs_completed steps_completed samples_trained train_loss eval_loss eval_accuracy "
+        "eval_metrics eval_samples images_per_second_mean images_per_second_std "
+        "step_seconds_median seconds_total seconds_to_first_step step_split gradient_messages "
+        "parameter_norm stopped checkpoint timeline options environment"
+    )
+    assert json.loads(json.dumps(content))["stopped"] == "steps"
+    assert content["gradient_messages"] == {"count": 4, "bytes": 1000}
+    assert Summary(steps_skipped=3, rollbacks=1).to_json()["steps_skipped"] == 3
+
+
+def test_what_is_not_finite_is_null() -> None:
+    content = Summary(train_loss=math.nan, eval_metrics={"r2": -math.inf}).to_json()
+    assert (content["train_loss"], content["eval_metrics"]) == (None, {"r2": None})
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ([1], "no JSON object, so no summary of a training"),
+        ({"world_size": "2"}, "world_size is '2', no whole number"),
+        ({"world_size": 2.5}, "world_size is 2.5, no whole number"),
+        ({"train_loss": True}, "train_loss is True, no number"),
+        ({"train_loss": 2**70}, "train_loss is 1180591620717411303424, no number"),
+        ({"eval_accuracy": [0.5] * 90}, "eval_accuracy is [0.5, 0.5, "),
+        ({"model": 3}, "model is 3, no text"),
+        ({"stopped": "early"}, "stopped is 'early', none of finished, steps, "),
+        ({"stopped": ["steps"]}, "stopped is ['steps'], none of finished, steps, "),
+        ({"step_split": [1]}, "step_split is [1], no object"),
+        ({"step_split": {"data": "much"}}, "step_split.data is 'much', no number"),
+        ({"gradient_messages": {"count": 1}}, "gradient_messages has no bytes"),
+        ({"eval_metrics": {"r2": "good"}}, "eval_metrics.r2 is 'good', no number"),
+        ({"options": "none"}, "options is 'none', no object"),
+        ({"world_size": 2}, "there is no images_per_second_mean"),
+        ({"images_per_second_mean": None}, "there is no images_per_second_mean"),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_key(content: Any, error: str, tmp_path: Path) -> None:
+    needed = ("images_per_second_mean",)
+    with pytest.raises(ValueError, match=re.escape(error)) as caught:
+        Summary.from_json(content, needed=needed)
+    assert len(str(caught.value)) < 100
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=re.escape(f"{file} is no summary of a training: {error}")):
+        Summary.read(file, needed=needed)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    with pytest.raises(UsageError, match=f"{file} .*No such file"):
+        Summary.read(file)
+    file.write_text("{")
+    with pytest.raises(UsageError, match=f"{file} is no summary"):
+        Summary.read(file)
+    file.write_text("[" * 100_000)
+    with pytest.raises(UsageError, match=f"{file} is no summary"):
+        Summary.read(file)
+
+
+def test_keys_of_another_version_are_left_out() -> None:
+    assert Summary.from_json({"model": "small", "new": 1}) == Summary(model="small")
+    assert Summary.from_json({"seconds_total": 3}).seconds_total == 3
+
+
+def test_the_page_tells_every_key() -> None:
+    page = (ROOT / "docs" / "training.md").read_text()
+    table = page[page.index("The keys of a summary:") :]
+    assert [name for name in Summary.__dataclass_fields__ if f"`{name}`" not in table] == []

@@ -1,0 +1,109 @@
+"""What is found to build Horovod with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.system.machine import toolchain
+from hvdtrain.system.machine.toolchain import (
+    Cuda,
+    Nccl,
+    find_cuda,
+    find_nccl,
+    nccl_version,
+    nvcc_release,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mpicxx: Open MPI 5.0.11 (Language: C++)", "Open MPI 5.0.11"),
+        ("mpicxx for MPICH version 4.0.2", "MPICH 4.0.2"),
+        ("mpigxx for the Intel(R) MPI Library 2021.12 for Linux*", "Intel MPI 2021.12"),
+        ("something else", "unknown MPI"),
+    ],
+)
+def test_mpi_identity(text: str, expected: str) -> None:
+    assert toolchain.mpi_identity(text) == expected
+
+
+def test_mpi_libraries() -> None:
+    show = "g++ -I/m/include -L/m/lib -Wl,-rpath -Wl,/m/lib -lmpi"
+    assert toolchain.mpi_libraries(show) == (Path("/m/lib"),)
+
+
+def fake_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\nprintf '%s\\n' '{text}'\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_mpi_on_path_comes_before_the_one_beside_python(tmp_path: Path) -> None:
+    ours = fake_program(tmp_path / "env" / "mpicxx", "mpicxx: Open MPI 5.0.11 -L/ours")
+    theirs = fake_program(tmp_path / "module" / "mpicxx", "mpicxx: Open MPI 4.1.6 -L/theirs")
+    fake_program(tmp_path / "module" / "mpirun", "")
+    found = toolchain.find_mpi({"PATH": str(theirs.parent)}, ours.parent)
+    assert found and found.mpicxx == theirs and found.identity == "Open MPI 4.1.6"
+    assert found.mpirun == theirs.parent / "mpirun"
+    found = toolchain.find_mpi({"PATH": "/nowhere"}, ours.parent)
+    assert found and found.mpicxx == ours and found.mpirun is None
+    assert toolchain.find_mpi({"PATH": "/nowhere"}, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("g++ (Debian 12.2.0-14+deb12u1) 12.2.0", 12),
+        ("g++ (GCC) 8.5.0 20210514 (Red Hat 8.5.0-4)", 8),
+        ("clang version 17.0.6", 17),
+        ("strange", 0),
+    ],
+)
+def test_major_version(text: str, expected: int) -> None:
+    assert toolchain.major_version(text) == expected
+
+
+def test_cxx_names_the_compiler(tmp_path: Path) -> None:
+    mine = fake_program(tmp_path / "gcc-15", "gcc-15 (GCC) 15.1.0")
+    found = toolchain.find_compiler({"CXX": f"{mine} -m64", "PATH": "/nowhere"})
+    assert found and found.argv == (str(mine), "-m64") and found.major == 15
+    assert toolchain.find_compiler({"PATH": "/nowhere"}) is None
+
+
+def test_cpu_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nflags\t\t: fpu avx avx2 f16c\n")
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: "x86_64")
+    assert toolchain.find_cpu_flags(info) == ("-mf16c", "-mavx")
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: "aarch64")
+    assert toolchain.find_cpu_flags(info) == ()
+
+
+def test_cuda_without_a_compiler_is_remains(tmp_path: Path) -> None:
+    system = tmp_path / "cuda"
+    nowhere = {"PATH": "/nowhere"}
+    assert find_cuda(nowhere, system) == (None, None)
+    system.mkdir()
+    assert find_cuda(nowhere, system) == (None, system)
+    fake_program(system / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+    assert find_cuda(nowhere, system) == (None, system)  # no headers yet
+    (system / "include").mkdir()
+    (system / "include" / "cuda_runtime.h").touch()
+    assert find_cuda(nowhere, system) == (Cuda(system, "13.0"), None)
+    assert nvcc_release("nothing") == "unknown"
+
+
+def test_nccl_of_torch_is_found_by_its_only_name(tmp_path: Path) -> None:
+    package = tmp_path / "nvidia" / "nccl"
+    (package / "include").mkdir(parents=True)
+    (package / "lib").mkdir()
+    header = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 3\n"
+    (package / "include" / "nccl.h").write_text(header)
+    (package / "lib" / "libnccl.so.2").touch()
+    found = find_nccl({}, None, tmp_path)
+    assert found == Nccl(package / "include", package / "lib" / "libnccl.so.2", "2.28.3")
+    assert nccl_version("") == "unknown"

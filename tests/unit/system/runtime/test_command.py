@@ -1,0 +1,135 @@
+"""Programs that are started: interrupted at any moment, nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain.system.runtime import command as running
+from hvdtrain.system.runtime.command import (
+    NOT_FOUND,
+    TIMED_OUT,
+    Command,
+    HeldSignals,
+    run,
+    termination_as_interrupt,
+)
+
+# A program that is ended while it starts another, which would go on for a minute.
+STARTS = """
+import sys
+from hvdtrain.system.runtime.command import Command, run, termination_as_interrupt
+with termination_as_interrupt():
+    print("starting", flush=True)
+    run(Command(("sleep", sys.argv[1])), timeout=60)
+"""
+
+
+def sleeping(seconds: str) -> list[int]:
+    found = psutil.process_iter(["cmdline"])
+    return [one.pid for one in found if one.info["cmdline"] == ["sleep", seconds]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_program_is_started_ends_both(number: signal.Signals) -> None:
+    seconds = f"61.{os.getpid()}"
+    for delay in range(10):
+        process = subprocess.Popen(
+            [sys.executable, "-c", STARTS, seconds],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdout is not None
+        with process, process.stdout:
+            assert process.stdout.readline() == "starting\n"
+            time.sleep(delay / 3000)
+            process.send_signal(number)
+            assert process.wait(timeout=40) != 0
+        assert not sleeping(seconds)
+
+
+def test_a_signal_that_came_in_between_is_heard_once_it_can_be_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the worst moment: the program runs, and its caller has not been told."""
+    started: list[subprocess.Popen[str]] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *words: object, **options: object) -> None:
+            super().__init__(*words, **options)  # type: ignore[call-overload]
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(running.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        running.run(Command(("sleep", "60")), timeout=60)
+    assert started[0].poll() == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_its_time_runs_out() -> None:
+    outcome = running.run(Command(("sh", "-c", "echo late; sleep 60")), timeout=0.5)
+    assert (outcome.exit_code, outcome.output) == (TIMED_OUT, "late\n")
+
+
+def test_what_must_not_be_interrupted_ends_before_a_signal_is_heard() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), termination_as_interrupt():
+        with HeldSignals():
+            script = f"kill -TERM {os.getpid()}; sleep 0.3; echo whole"
+            done.append(run(Command(("sh", "-c", script))).output)
+        done.append("not reached")
+    assert done == ["whole\n"]
+
+
+def test_shown_command_does_the_same(tmp_path: Path) -> None:
+    program = "import os; print(os.environ.get('A'), os.environ.get('B'), os.getcwd())"
+    command = Command((sys.executable, "-c", program), {"A": "x y", "B": None}, tmp_path)
+    expected = f"x y None {tmp_path}\n"
+    assert run(command).output == expected
+    shown = subprocess.run(
+        ["sh", "-c", command.show()],
+        env={**os.environ, "B": "b"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=20,
+    )
+    assert shown.stdout == expected
+
+
+def test_run_tells_exit_code_and_lines() -> None:
+    lines: list[str] = []
+    result = run(Command(("sh", "-c", "echo one; echo two >&2; exit 3")), lines.append)
+    assert (result.exit_code, lines, result.ok) == (3, ["one", "two"], False)
+    assert run(Command(("/no/such/program",))).exit_code == NOT_FOUND
+
+
+def test_time_out_ends_the_children_too(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    start = time.monotonic()
+    script = f"sleep 60 & echo $! > {note}; wait"
+    result = run(Command(("sh", "-c", script)), timeout=0.5)
+    assert result.exit_code == TIMED_OUT
+    assert time.monotonic() - start < 15
+    child = int(note.read_text())
+    deadline = time.monotonic() + 10  # the kernel takes a moment to end what was killed
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs; one that only waits to be collected does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

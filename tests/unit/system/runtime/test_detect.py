@@ -1,0 +1,177 @@
+"""Who started me: each launcher's variables, which one wins, and what does not count."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.system.runtime.detect import ALONE, BY_HAND, LAUNCHERS, LaunchInfo, detect
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PALS = {"PALS_RANKID": "5", "PALS_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+}
+KUBERNETES = {
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+}
+# What Slurm tells a batch script, where no step has been started yet ...
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOBID": "77",
+    "SLURM_NTASKS": "8",
+    "SLURM_NPROCS": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+}
+# ... and what srun adds.
+SRUN = {
+    **BATCH_SCRIPT,
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+TABLE = {
+    "mpirun (Open MPI)": OPEN_MPI,
+    "mpiexec (Hydra)": HYDRA,
+    "mpiexec (Cray PALS)": PALS,
+    "torchrun": TORCHRUN,
+    "srun": SRUN,
+    BY_HAND: KUBERNETES,
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_each_launcher(name: str) -> None:
+    assert detect(TABLE[name]) == LaunchInfo(name, rank=5, size=8, local_rank=1, local_size=4)
+
+
+def test_the_table_here_is_the_whole_table() -> None:
+    assert set(TABLE) == {launcher.name for launcher in LAUNCHERS}
+
+
+def test_no_launcher_is_alone() -> None:
+    assert detect({}) == ALONE
+    assert detect({"PATH": "/bin", "HOME": "/root"}) == LaunchInfo(None, 0, 1, 0, 1)
+
+
+def test_a_batch_script_is_no_rank() -> None:
+    assert detect(BATCH_SCRIPT) == ALONE
+
+
+def test_a_step_is_known_by_its_id() -> None:
+    # Its other variables may be left over: sbatch hands on the environment that it was called in.
+    left_over = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
+    assert detect(left_over) == ALONE
+
+
+def test_mpirun_in_a_slurm_job_counts_not_slurm() -> None:
+    assert detect({**BATCH_SCRIPT, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
+    assert detect({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **OPEN_MPI}).size == 8
+
+
+def test_mpiexec_in_a_slurm_step_counts_not_slurm() -> None:
+    # Hydra starts its proxies by srun: each has a step of its own around it.
+    step = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    place = detect({**step, **HYDRA})
+    assert (place.launcher, place.rank, place.size) == ("mpiexec (Hydra)", 5, 8)
+
+
+def test_pals_sets_the_variables_of_pmi_too() -> None:
+    assert detect({**HYDRA, **PALS}).launcher == "mpiexec (Cray PALS)"
+
+
+def test_pals_tells_no_size_but_pmi_does() -> None:
+    # As on Polaris; PALS_SIZE is what `hvdtrain launch` adds, for the sites where nobody tells.
+    environ = {name: value for name, value in PALS.items() if name != "PALS_SIZE"}
+    pmi = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1"}
+    assert detect({**environ, **pmi}) == LaunchInfo("mpiexec (Cray PALS)", 5, 8, 1, 4)
+
+
+def test_torchrun_counts_only_with_its_mark() -> None:
+    # RANK and WORLD_SIZE are set in many a shell for other reasons.
+    without = {key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}
+    assert detect(without) == ALONE
+    assert detect({**without, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
+
+
+def test_what_announces_a_world_without_a_launcher_counts_last() -> None:
+    assert detect({**KUBERNETES, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
+    assert detect({**KUBERNETES, **SRUN}).launcher == "srun"
+    assert detect({**KUBERNETES, "MASTER_ADDR": ""}) == ALONE
+
+
+def test_torchrun_below_mpirun_or_srun_is_torchrun() -> None:
+    inside = {**TORCHRUN, "RANK": "3"}
+    assert detect({**OPEN_MPI, **inside}) == LaunchInfo("torchrun", 3, 8, 1, 4)
+    assert detect({**SRUN, **inside}) == LaunchInfo("torchrun", 3, 8, 1, 4)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_half_a_launcher_is_none(name: str) -> None:
+    launcher = next(one for one in LAUNCHERS if one.name == name)
+    for missing in (launcher.rank, launcher.size):
+        environ = {key: value for key, value in TABLE[name].items() if key != missing}
+        assert detect(environ) == ALONE
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("garbage", ["", "x", "-1", "1.5", "0x2", " ", "²", "1e1", "None", "(2)"])
+def test_garbage_counts_as_absent(name: str, garbage: str) -> None:
+    launcher = next(one for one in LAUNCHERS if one.name == name)
+    for variable in (launcher.rank, launcher.size):
+        assert detect({**TABLE[name], variable: garbage}) == ALONE
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("value", [None, "", "many"])
+def test_without_local_numbers_it_is_one_host(name: str, value: str | None) -> None:
+    launcher = next(one for one in LAUNCHERS if one.name == name)
+    environ = dict(TABLE[name])
+    for variable in (launcher.local_rank, launcher.local_size):
+        if value is None:
+            del environ[variable]
+        else:
+            environ[variable] = value
+    assert detect(environ) == LaunchInfo(name, rank=5, size=8, local_rank=5, local_size=8)
+
+
+@given(st.sampled_from(sorted(TABLE)), st.text(max_size=6), st.data())
+def test_no_value_makes_it_fail(name: str, value: str, data: st.DataObject) -> None:
+    variable = data.draw(st.sampled_from(sorted(TABLE[name])))
+    place = detect({**TABLE[name], variable: value})
+    assert place.launcher in (name, None)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "local_size"), [("4", 4), ("4(x2)", 4), ("2(x3),1", 2), ("3,2", 3), ("16(x128)", 16)]
+)
+def test_how_slurm_writes_tasks_per_node(tasks: str, local_size: int) -> None:
+    assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks}).local_size == local_size
+
+
+def test_detect_reads_only_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in OPEN_MPI.items():
+        monkeypatch.setenv(key, value)
+    assert detect({}) == ALONE

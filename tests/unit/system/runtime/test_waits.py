@@ -1,0 +1,86 @@
+"""Who waits for whom: what the ranks' reports of long waits mean."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from hvdtrain.system.runtime import waits
+from hvdtrain.system.runtime.waits import Waits
+
+HOSTS = ["a", "a", "b"]
+
+
+class EndedError(Exception):
+    """The job would be over now."""
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Waits]:
+    """Three ranks whose reports reach rank 0 at once, where no wait is too short to be told."""
+
+    def fail(message: str, **_: Any) -> None:
+        raise EndedError(message)
+
+    monkeypatch.setattr(waits, "fail", fail)
+    monkeypatch.setattr(waits, "REPORT", 0.0)
+    first = Waits(0, HOSTS)
+    return [first, *(Waits(rank, HOSTS, first.take) for rank in (1, 2))]
+
+
+def test_different_calls_of_one_number_end_the_job(ranks: list[Waits]) -> None:
+    for one in ranks:
+        with one.during("average_metrics"):
+            pass
+    with ranks[0].during("save_checkpoint"), ranks[2].during("average_metrics"):
+        ranks[0].look()
+        ranks[2].look()
+        with pytest.raises(
+            EndedError, match="rank 0 on a in save_checkpoint, rank 2 on b in average"
+        ):
+            ranks[0].look()
+
+
+def test_calls_within_a_call_do_not_count(ranks: list[Waits]) -> None:
+    with ranks[0].during("resume"), ranks[0].during("broadcast_state"):
+        assert ranks[0].number == 1
+    with ranks[0].during("average_metrics"):
+        assert ranks[0].number == 2
+
+
+def test_a_wait_that_rank_zero_has_left_behind_is_over(ranks: list[Waits]) -> None:
+    with ranks[1].during("save_checkpoint"):
+        ranks[1].look()
+    with ranks[0].during("save_checkpoint"):
+        pass
+    with ranks[0].during("average_metrics"), ranks[2].during("average_metrics"):
+        ranks[2].look()  # its first call: it has not come to this one
+        ranks[0].look()
+
+
+def test_who_does_not_come_is_named_once(
+    ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ranks[0].during("save_checkpoint"), ranks[1].during("save_checkpoint"):
+        ranks[1].look()
+        ranks[0].look()
+        assert not caplog.records  # there is time yet
+        monkeypatch.setattr(waits, "PATIENCE", 0.0)
+        with caplog.at_level(logging.WARNING):
+            ranks[0].look()
+            ranks[0].look()
+    (record,) = caplog.records
+    assert "in save_checkpoint: ranks 0 on a, 1 on a waiting for rank 2 on b" in record.getMessage()
+
+
+def test_rank_zero_itself_may_be_the_late_one(
+    ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    with ranks[1].during("average_metrics"), ranks[2].during("average_metrics"):
+        ranks[1].look()
+        ranks[2].look()
+        ranks[0].look()
+    assert "ranks 1 on a, 2 on b waiting for rank 0 on a" in caplog.text

@@ -1,0 +1,124 @@
+"""When a job ends: from the environment, from the answers of squeue and qstat."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.system.runtime.walltime import (
+    ends_at,
+    parse_clock,
+    question,
+    read_answer,
+    seconds_left,
+    show_clock,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1:00:00", 3600),
+        ("00:30:00", 1800),
+        ("2:00", 120),
+        ("1-02:03:04", 93784),
+        ("100:00:00", 360000),
+        (" 0:59\n", 59),
+        ("60", None),
+        ("1h", None),
+        ("UNLIMITED", None),
+        ("-1:00:00", None),
+        ("1:2", None),
+        ("", None),
+    ],
+)
+def test_clocks(text: str, seconds: int | None) -> None:
+    assert parse_clock(text) == seconds
+
+
+@given(st.integers(0, 10**7))
+def test_what_is_shown_reads_the_same(seconds: int) -> None:
+    assert parse_clock(show_clock(seconds)) == seconds
+
+
+def test_the_environment_counts_first() -> None:
+    assert ends_at({"HVDTRAIN_WALLTIME_ENDS": "1700000000"}) == 1.7e9
+    both = {"HVDTRAIN_WALLTIME_ENDS": "1700000000", "SLURM_JOB_END_TIME": "1"}
+    assert ends_at(both) == 1.7e9
+    assert ends_at({"SLURM_JOB_END_TIME": "1700000000", "SLURM_JOB_ID": "1"}) == 1.7e9
+    assert ends_at({}) is None
+    left = seconds_left({"HVDTRAIN_WALLTIME_ENDS": "1"})
+    assert left is not None
+    assert left < 0
+
+
+def test_an_empty_variable_says_that_nobody_knows(tmp_path: Path) -> None:
+    # No program of this name is looked for: the batch system has been asked already.
+    assert ends_at({"HVDTRAIN_WALLTIME_ENDS": "", "SLURM_JOB_ID": "1"}) is None
+
+
+def test_who_is_asked() -> None:
+    asked = question({"SLURM_JOB_ID": "7", "PBS_JOBID": "7"})
+    assert asked is not None
+    assert asked.argv == ("squeue", "-h", "-j", "7", "-o", "%L")
+    asked = question({"PBS_JOBID": "7[1].server"})
+    assert asked is not None
+    assert asked.argv == ("qstat", "-f", "7[1].server")
+    assert question({}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1-00:00:10\n", 86410),
+        ("59:30\n", 3570),
+        ("UNLIMITED\n", None),
+        ("INVALID\n", None),
+        ("", None),
+        ("Job Id: 7.s\n    Resource_List.walltime = 01:00:00\n    job_state = R\n", 3600),
+        (
+            "Job Id: 7.s\n    resources_used.walltime = 00:10:00\n"
+            "    Resource_List.walltime = 01:00:00\n",
+            3000,
+        ),
+        ("Job Id: 7.s\n    Resource_List.ncpus = 1\n", None),
+    ],
+)
+def test_answers(text: str, seconds: int | None) -> None:
+    assert read_answer(text) == seconds
+
+
+def ask(tmp_path: Path, answer: str, code: int, *words: str) -> str:
+    """What ``python -m hvdtrain.system.runtime.walltime`` prints where squeue answers so."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho '{answer}'\nexit {code}\n")
+    squeue.chmod(0o755)
+    result = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.system.runtime.walltime", *words],
+        env={**os.environ, "PATH": str(tmp_path), "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return result.stdout
+
+
+def test_what_a_job_script_is_told(tmp_path: Path) -> None:
+    before = time.time()
+    told = float(ask(tmp_path, "1:00:00", 0, "2:00:00"))
+    assert before + 3599 < told < time.time() + 3601
+
+
+def test_without_an_answer_the_walltime_counts_from_now(tmp_path: Path) -> None:
+    before = time.time()
+    told = float(ask(tmp_path, "slurm_load_jobs error", 1, "2:00:00"))
+    assert before + 7199 < told < time.time() + 7201
+    assert ask(tmp_path, "UNLIMITED", 0) == "\n"

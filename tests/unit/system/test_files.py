@@ -1,0 +1,212 @@
+"""Files that the user names: each stays what it is, and is never half of something new."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config.options import Options
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.steps.summary import Summary
+from hvdtrain.system.files import Output, check_writable, read_regular, read_yaml, replacing
+from hvdtrain.system.output import plots
+from hvdtrain.training.progress import Progress
+
+
+def write(path: Path, data: bytes) -> None:
+    """As the verbs write a page."""
+    with replacing(path, "--out") as file:
+        file.write(data)
+
+
+def device(path: Path, minor: int) -> Path:
+    """Make a device as /dev/null (3) or /dev/full (7) is one."""
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
+    except PermissionError:
+        pytest.skip("making a device needs root")
+    return path
+
+
+def test_a_file_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    write(path, b"old")
+    path.chmod(0o640)
+    before = path.stat().st_ino
+    write(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_ino != before
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    write(path, b"old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+        file.write(b"half of the new")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
+    target, link = tmp_path / "real" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    if there:
+        target.write_bytes(b"old")
+    link.symlink_to(Path("real") / "target")
+    check_writable(link, "--out")
+    write(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+    output = Output(link)
+    output.append(b", more")
+    output.close()
+    assert target.read_bytes() == b"new, more"
+
+
+def test_a_link_to_nowhere_and_one_to_itself_are_told(tmp_path: Path) -> None:
+    nowhere, itself = tmp_path / "nowhere", tmp_path / "itself"
+    nowhere.symlink_to(tmp_path / "absent" / "file")
+    itself.symlink_to(itself)
+    for path in (nowhere, itself):
+        for action in (lambda path: check_writable(path, "--out"), lambda path: write(path, b"")):
+            with pytest.raises(UsageError, match=f"--out {path}"):
+                action(path)
+
+
+def test_a_device_stays_a_device(tmp_path: Path) -> None:
+    null = device(tmp_path / "null", 3)
+    check_writable(null, "--summary")
+    write(null, b"gone")
+    Output(null).append(b"gone")
+    Progress(Options(quiet=True, summary=null)).end("", [], Summary(train_loss=1.0))
+    assert stat.S_ISCHR(null.stat().st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["null"]
+
+
+def test_a_full_device_is_told(tmp_path: Path) -> None:
+    full = device(tmp_path / "full", 7)
+    with pytest.raises(HvdtrainError, match=f"--out {full} cannot be written: No space left"):
+        write(full, b"too much")
+    with pytest.raises(HvdtrainError, match=f"--metrics {full} cannot be written: No space left"):
+        Progress(Options(quiet=True, metrics=full)).epoch({"epoch": 0, "loss": 1.0})
+
+
+def test_a_pipe_with_a_reader_is_written_to(tmp_path: Path) -> None:
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    check_writable(pipe, "--summary")  # opens nothing, or the reader would be at the end
+    show = None
+    while show is None:
+        try:
+            show = Progress(Options(quiet=True, summary=pipe))
+        except UsageError:  # the reader has not come yet
+            continue
+    show.end("", [], Summary(train_loss=0.5))
+    reader.join(timeout=20)
+    assert json.loads(read[0])["train_loss"] == 0.5
+    assert pipe.is_fifo()
+
+
+def test_a_pipe_that_nobody_reads_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for option in ("summary", "metrics"):
+        with pytest.raises(UsageError, match=f"--{option} {pipe}.*nobody reads this pipe"):
+            Progress(Options(quiet=True, **{option: pipe}))
+    with pytest.raises(UsageError, match="nobody reads this pipe"):
+        write(pipe, b"")
+    with pytest.raises(OSError, match="no regular file"):
+        read_regular(pipe)
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{chr(ord(name) - 1)}'] * 9)}]\n" for name in "bcdefghij"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (LAUGHS, "line 2: *a: write out what it stands for"),
+        ("epochs: " + "[" * 9000, "line 1: nested too deeply"),
+        ("- " * 8000 + "x", "line 1: nested too deeply"),
+        ("seed: " + "9" * 6000, "line 1: a value of 6,000 characters"),
+        ("# comment\n" * 2000, "more than 16,384 bytes"),
+        ("seed: !!int ''", "string index out of range"),
+        ("when: 2001-99-99", "month must be in 1..12"),
+        ("seed: [1", "expected ',' or ']'"),
+        ("!" * 9000, "could not determine a constructor"),
+    ],
+    ids=["laughs", "lists", "items", "digits", "bytes", "tag", "date", "cut", "long message"],
+)
+def test_settings_are_read_in_no_time_or_refused_in_a_line(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises((OSError, ValueError)) as refused:
+        read_yaml(path)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
+
+
+def test_settings_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        read_yaml(tmp_path / "pipe")
+
+
+def test_standard_output_by_its_name_keeps_what_was_written(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path; from hvdtrain.system.files import replacing\n"
+        "print('before', flush=True)\n"
+        "with replacing(Path('/dev/stdout')) as file: file.write(b'within\\n')\n"
+        "print('after')"
+    )
+    with (tmp_path / "out").open("wb") as out:
+        subprocess.run([sys.executable, "-c", program], stdout=out, check=True, timeout=60)
+    assert (tmp_path / "out").read_text() == "before\nwithin\nafter\n"
+
+
+def test_a_plot_goes_where_its_links_point(tmp_path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "plot.pdf").symlink_to(elsewhere)
+    plots.style()
+    plots.save(plt.figure(), tmp_path / "plot")
+    assert (tmp_path / "plot.pdf").is_symlink()
+    assert elsewhere.read_bytes().startswith(b"%PDF-")
+
+
+def test_a_file_to_write_at_the_end_is_looked_at_first(tmp_path: Path) -> None:
+    check_writable(None, "--summary")
+    check_writable(tmp_path / "new" / "folder" / "s.json", "--summary")
+    assert (tmp_path / "new" / "folder").is_dir()
+    assert not (tmp_path / "new" / "folder" / "s.json").exists()
+    with pytest.raises(UsageError, match="--summary"):
+        check_writable(tmp_path, "--summary")  # a directory
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UsageError, match="--summary"):
+        check_writable(tmp_path / "file" / "s.json", "--summary")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="--summary"):
+        check_writable(tmp_path / "s.json", "--summary")

@@ -1,0 +1,58 @@
+"""What ``import hvdtrain`` offers: documented, typed, and imported only when it is asked for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+from tests.conftest import ROOT
+
+STUB = Path(hvdtrain.__file__).with_suffix(".pyi")
+
+
+def test_the_names_are_sorted_and_those_of_the_types() -> None:
+    stub = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ImportFrom)]
+    typed = {(node.names[0].name, node.module) for node in stub}
+    assert typed == {(name, f"hvdtrain.{module}") for name, module in hvdtrain._MODULES.items()}
+    assert hvdtrain.__all__ == sorted({"__version__", *(name for name, _ in typed)})
+    assert dir(hvdtrain) == hvdtrain.__all__
+
+
+@pytest.mark.parametrize("name", sorted(set(hvdtrain.__all__) - {"__version__"}))
+def test_a_public_name_and_its_methods_are_documented(name: str) -> None:
+    found = getattr(hvdtrain, name)
+    assert inspect.getdoc(found)
+    for method, value in vars(found).items() if inspect.isclass(found) else ():
+        own = isinstance(value, property) or getattr(value, "__name__", None) == method
+        if own and not method.startswith("_"):
+            assert inspect.getdoc(value), f"{name}.{method}"
+
+
+def test_the_reference_lists_every_name() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    listed = re.findall(r"^::: hvdtrain\.(\w+)$", page, re.MULTILINE)
+    assert sorted([*listed, "__version__"]) == hvdtrain.__all__
+
+
+def test_a_name_that_is_not_there_is_told() -> None:
+    with pytest.raises(AttributeError, match="module 'hvdtrain' has no attribute 'adaptor'"):
+        hvdtrain.adaptor  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_nothing_is_imported_before_it_is_asked_for() -> None:
+    program = (
+        "import sys, hvdtrain; names = dir(hvdtrain); before = set(sys.modules)\n"
+        "print([name for name in sorted(before) if name.startswith('hvdtrain.')])\n"
+        "[getattr(hvdtrain, name) for name in names]\n"
+        "heavy = {'torch', 'tensorflow', 'horovod', 'mpi4py', 'matplotlib', 'scipy', 'sklearn'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (told.stdout, told.stderr) == ("[]\n[]\n", "")

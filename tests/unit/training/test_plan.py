@@ -1,0 +1,172 @@
+"""What options, recipe and world make of a training."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.config.options import Options
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.world import World
+from hvdtrain.training.plan import (
+    TrainingPlan,
+    choose_model,
+    choose_precision,
+    make_plan,
+    processor_has_bf16,
+)
+from hvdtrain.workloads.task import Recipe, Workload
+
+RECIPE = Recipe(
+    batch_size=32, lr=0.1, epochs=10, warmup_epochs=2.0, lr_schedule="linear", weight_decay=1e-4
+)
+WORKLOAD = Workload(
+    name="toy",
+    description="",
+    epilog="",
+    models=("first", "second"),
+    recipe=lambda options: RECIPE,
+    build=lambda options: pytest.fail("a plan builds nothing"),
+    short_steps=lambda model: False,
+    prefers_bf16=lambda model: False,
+    default_steps=lambda options: 100 if options.seed == 9 else None,
+)
+
+
+def plan(size: int = 4, **options: Any) -> TrainingPlan:
+    return make_plan(WORKLOAD, Options(**options), World(0, size, 0, size, "host", 1))
+
+
+def test_defaults_are_the_recipe() -> None:
+    assert plan(4) == TrainingPlan(
+        model="first",
+        global_batch=128,
+        epochs=10,
+        num_steps=None,
+        lr_scaling="linear",
+        lr=0.1,
+        schedule={
+            "epochs": 10,
+            "warmup_epochs": 2.0,
+            "schedule": "linear",
+            "milestones": (),
+            "decay": 0.1,
+        },
+        weight_decay=1e-4,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_batch_is_a_ranks_or_all_ranks(size: int) -> None:
+    assert plan(size).global_batch == 32 * size
+    assert plan(size, batch_size=5).global_batch == 5 * size
+    assert plan(size, global_batch_size=7).global_batch == 7
+
+
+def test_a_fixed_global_batch_scales_no_learning_rate_unless_asked_to() -> None:
+    assert plan(global_batch_size=96).lr_scaling == "none"
+    assert plan(global_batch_size=96, lr_scaling="sqrt").lr_scaling == "sqrt"
+    assert plan(batch_size=96).lr_scaling == "linear"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "warmup"), [(8, 1.6), (5, 1.0), (4, 1.0), (2, 1.0), (1, 0.5), (10, 2.0), (40, 2.0)]
+)
+def test_a_shorter_run_warms_up_shorter_but_no_less_than_it_needs(
+    epochs: int, warmup: float
+) -> None:
+    made = plan(epochs=epochs)
+    assert made.schedule["warmup_epochs"] == pytest.approx(warmup)
+    assert made.schedule["epochs"] == made.epochs == epochs
+
+
+def test_a_workload_of_one_network_takes_any_name() -> None:
+    own = replace(WORKLOAD, models=())
+    assert choose_model(own, Options()) == "toy"
+    assert choose_model(own, Options(model="wide")) == "wide"
+
+
+def test_zero_is_a_value_and_no_default() -> None:
+    made = plan(warmup_epochs=0.0, lr=0.0, weight_decay=0.0, num_steps=0, seed=9)
+    assert made.schedule["warmup_epochs"] == 0
+    assert (made.lr, made.weight_decay, made.num_steps) == (0, 0, 0)
+
+
+def test_steps_where_the_data_has_no_end() -> None:
+    assert plan(seed=9).num_steps == 100
+    assert plan(seed=9, num_steps=7).num_steps == 7
+    assert plan().num_steps is None
+
+
+def test_num_steps_does_not_change_the_schedule() -> None:
+    assert plan(num_steps=3).schedule == plan().schedule
+
+
+def test_what_is_given_is_taken() -> None:
+    made = plan(
+        lr=0.3,
+        lr_schedule="multistep",
+        lr_milestones=(3.0, 6.0),
+        lr_decay=0.5,
+        warmup_epochs=1.0,
+        weight_decay=0.01,
+        model="second",
+    )
+    assert (made.lr, made.weight_decay, made.model) == (0.3, 0.01, "second")
+    assert made.schedule == {
+        "epochs": 10,
+        "warmup_epochs": 1.0,
+        "schedule": "multistep",
+        "milestones": (3.0, 6.0),
+        "decay": 0.5,
+    }
+
+
+def test_an_unknown_model_is_told_with_the_valid_ones() -> None:
+    with pytest.raises(UsageError, match="--model third: choose one of first, second"):
+        choose_model(WORKLOAD, Options(model="third"))
+    with pytest.raises(UsageError, match="--model third"):
+        plan(model="third")
+
+
+@pytest.mark.parametrize("asked", ["fp64", "fp32", "bf16"])
+def test_what_was_asked_for_is_taken(asked: str) -> None:
+    for prefers, gpu, has in itertools.product((True, False), repeat=3):
+        assert choose_precision(asked, prefers_bf16=prefers, gpu=gpu, has_bf16=has) == asked
+
+
+def test_auto_is_bf16_where_wanted_and_there() -> None:
+    for gpu in (True, False):
+        assert choose_precision("auto", prefers_bf16=True, gpu=gpu, has_bf16=True) == "bf16"
+        assert choose_precision("auto", prefers_bf16=True, gpu=gpu, has_bf16=False) == "fp32"
+        assert choose_precision("auto", prefers_bf16=False, gpu=gpu, has_bf16=True) == "fp32"
+
+
+def test_fp16_wants_a_gpu() -> None:
+    assert choose_precision("fp16", prefers_bf16=True, gpu=True, has_bf16=True) == "fp16"
+    with pytest.raises(UsageError, match="--precision fp16 needs a GPU"):
+        choose_precision("fp16", prefers_bf16=True, gpu=False, has_bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("model name : x\nflags\t\t: fpu avx512_bf16 sse\n", True),
+        ("flags\t\t: fpu amx_bf16\n", True),
+        ("flags\t\t: fpu avx512f not_avx512_bf16_but_longer\n", False),
+        ("flags\t\t: fpu avx2\n", False),
+        ("Features\t: asimd bf16\n", False),
+        ("", False),
+    ],
+)
+def test_flags_of_the_processor(tmp_path: Path, text: str, has: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    assert processor_has_bf16(tmp_path / "cpuinfo") is has
+
+
+def test_without_cpuinfo_there_is_none(tmp_path: Path) -> None:
+    assert processor_has_bf16(tmp_path / "absent") is False

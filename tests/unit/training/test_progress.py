@@ -1,0 +1,186 @@
+"""What a training shows: plain lines in a file, JSON Lines, and nothing where nothing was asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.config.options import Options
+from hvdtrain.errors import UsageError
+from hvdtrain.system.runtime import terminal
+from hvdtrain.training import progress
+from hvdtrain.training.progress import Progress, Silent
+from tests.terminal import screen
+
+STEP = {
+    "step": 20,
+    "epoch": 1,
+    "loss": 0.25,
+    "learning_rate": 0.1,
+    "images_per_second": 1234.0,
+    "seconds_per_step": 0.5,
+}
+EPOCH: dict[str, Any] = {
+    "epoch": 1,
+    "step": 30,
+    "loss": 0.125,
+    "eval_loss": 0.0625,
+    "eval_accuracy": 0.9876,
+    "eval_samples": 297,
+}
+
+
+def play(show: Silent) -> None:
+    show.begin(["the headline"], 100, 0)
+    show.step(STEP)
+    show.epoch(EPOCH, "accuracy 98.76 %")
+    show.say("a remark")
+    show.end("the end", [("label", "value")])
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    play(Progress(Options()))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "the headline"
+    # 80 steps of half a second are left.
+    assert lines[1] == "epoch 2  step 20/100  loss 0.2500  1,234 images/s  0:40 left"
+    assert lines[2] == "epoch 2 done: loss 0.1250  test loss 0.0625  accuracy 98.76 %"
+    assert lines[3] == "a remark"
+    assert any("label" in line and "value" in line for line in lines[4:])
+    assert "\x1b" not in "".join(lines)
+
+
+def test_an_epoch_without_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    untested = dict.fromkeys(("eval_loss", "eval_accuracy", "eval_samples"))
+    Progress(Options()).epoch({**EPOCH, **untested}, "accuracy -")
+    assert capsys.readouterr().out == "epoch 2 done: loss 0.1250\n"
+
+
+def test_an_epoch_of_which_every_update_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(Options()).epoch({**EPOCH, "loss": None, "eval_loss": None})
+    assert capsys.readouterr().out.strip().endswith("done: loss -")
+
+
+def test_a_line_every_few_seconds_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    show = Progress(Options())
+    show.begin([], 100, 0)
+    for tenth in range(201):  # 20 seconds
+        now = 1000.0 + tenth / 10
+        show.step({**STEP, "step": tenth})
+    lines = capsys.readouterr().out.splitlines()
+    assert 3 <= len(lines) <= 1 + 20 / progress.PLAIN_SECONDS
+
+
+def test_quiet_says_nothing_and_still_writes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    play(Progress(Options(quiet=True, metrics=tmp_path / "m.jsonl")))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_others_say_and_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    play(Silent())
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "m.jsonl"
+    play(Progress(Options(quiet=True, metrics=path)))
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {"kind": "step", **STEP}
+    assert second == {"kind": "epoch", **EPOCH}
+    play(Progress(Options(quiet=True, metrics=path)))  # a resumed run goes on in the same file
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_json_lines_can_be_read_while_the_training_runs(tmp_path: Path) -> None:
+    show = Progress(Options(quiet=True, metrics=tmp_path / "m.jsonl"))
+    show.step(STEP)
+    assert json.loads((tmp_path / "m.jsonl").read_text())["step"] == 20
+    show.end("", [])
+
+
+def test_a_metrics_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path, tmp_path / "file" / "m.jsonl"):
+        with pytest.raises(UsageError, match="--metrics"):
+            Progress(Options(metrics=path))
+
+
+@pytest.mark.parametrize(
+    "text", ["/scratch/[bold]/x", "/data/[/run]/x", "a:smile:b", "[1, 2]", r"\[red]"]
+)
+def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    show = Progress(Options())
+    show.begin([text], 1, 0)
+    show.say(text)
+    show.end("the end", [("checkpoint", text)])
+    out = capsys.readouterr().out
+    assert out.splitlines()[:2] == [text, text]
+    assert out.count(text) == 3
+
+
+def test_a_long_line_and_a_long_cell_are_not_cut_in_a_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    long = "/scratch/" + "a-long-name/" * 15 + "step-000000042"
+    show = Progress(Options())
+    show.say(long + " " + long)
+    show.end("the end", [("checkpoint", long)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == long + " " + long
+    assert sum(long in line for line in lines[1:]) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (9.6, "0:10"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3661, "1:01:01")],
+)
+def test_the_clock(seconds: float, text: str) -> None:
+    assert progress._clock(seconds) == text
+
+
+def test_a_bar_leaves_the_lines_of_others_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "columns", lambda: 70)
+    others = sys.stdout  # where another rank's words come out too
+    written = ""
+
+    def drawn() -> str:
+        nonlocal written
+        written += capsys.readouterr().out
+        return written
+
+    show = Progress(Options())
+    show.begin(["the headline"], 100, 0)
+    show.step(STEP)
+    assert drawn().endswith("\n")  # mpirun passes on whole lines only
+    others.write("a word of rank 1\n")
+    show.step({**STEP, "step": 21})
+    assert drawn().endswith("\n")
+    others.write("three\nmore\nwords\n")
+    show.epoch(EPOCH)
+    show.end("the end", [("label", "value")])
+    rows = screen(drawn())
+    said = ("the headline", "a word of rank 1", "words", "epoch 2 done: loss 0.1250")
+    places = [next(at for at, row in enumerate(rows) if row.startswith(text)) for text in said]
+    assert places == sorted(places)
+    assert {"three", "more"} <= {row.split("━")[0].split(" ")[0] for row in rows}
+    bars = [row for row in rows if row.startswith("epoch 2 ━")]
+    assert len(bars) == 1  # what was drawn before is gone, the last one stays
+    assert "step 21/100" in bars[0]
+    assert all(len(row) <= 70 for row in bars)
+    assert rows.index(bars[0]) < next(at for at, row in enumerate(rows) if "label" in row)
+    assert "\x1b[?25l" not in drawn()  # a run that is killed leaves the cursor where it was

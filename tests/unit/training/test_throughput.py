@@ -1,0 +1,242 @@
+"""Throughput in closed form, with a clock of our own."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from hvdtrain.collectives.base import Alone, Communicator
+from hvdtrain.training import throughput
+from hvdtrain.training.throughput import Clock, StepTimes, split
+from tests.unit.conftest import OnRanks
+
+
+class FakeTime:
+    """A clock that stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    perf_counter = time
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    clock = FakeTime()
+    monkeypatch.setattr(throughput, "time", clock)
+    return clock
+
+
+def run(fake: FakeTime, steps: list[tuple[float, int]]) -> Clock:
+    clock = Clock(started=fake.now)
+    fake.now += 16
+    clock.resume()
+    for seconds, images in steps:
+        fake.now += seconds
+        clock.step(images)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("steps", "dropped"), [(1, 0), (4, 0), (5, 1), (9, 1), (10, 2), (24, 4), (25, 5), (90, 5)]
+)
+def test_the_first_steps_are_dropped(fake: FakeTime, steps: int, dropped: int) -> None:
+    # A slow step has one image in a second, a fast one 8 in half a second.
+    clock = run(fake, [(1.0, 1)] * dropped + [(0.5, 8)] * (steps - dropped))
+    figures = clock.figures()
+    assert figures.images_per_second_mean == 16
+    assert figures.images_per_second_std == 0
+    assert figures.step_seconds_median == 0.5
+
+
+def test_the_mean_is_images_over_seconds_and_the_deviation_over_steps(fake: FakeTime) -> None:
+    figures = run(fake, [(1.0, 8), (0.5, 8), (0.25, 8)]).figures()  # 8, 16 and 32 a second
+    assert figures.images_per_second_mean == pytest.approx(24 / 1.75)
+    assert figures.images_per_second_std == pytest.approx(statistics.pstdev([8, 16, 32]))
+    assert figures.step_seconds_median == 0.5
+
+
+def test_steps_that_do_not_count_are_left_out(fake: FakeTime) -> None:
+    clock = run(fake, [])
+    for step in range(20):
+        recorded = 8 <= step < 12
+        fake.now += 9.0 if recorded or step < 4 else 0.5
+        clock.step(8, counts=not recorded)
+    figures = clock.figures()
+    assert figures.images_per_second_mean == 16
+    assert figures.images_per_second_std == 0
+    assert figures.step_seconds_median == 0.5
+
+
+def test_where_no_step_counts_there_is_no_throughput(fake: FakeTime) -> None:
+    clock = run(fake, [])
+    fake.now += 1
+    clock.step(8, counts=False)
+    figures = clock.figures()
+    assert figures.images_per_second_mean is figures.images_per_second_std is None
+    assert figures.step_seconds_median is None
+    assert figures.seconds_to_first_step == 17
+
+
+def test_seconds_of_the_run(fake: FakeTime) -> None:
+    clock = run(fake, [(2.0, 1), (1.0, 1)])
+    fake.now += 7
+    figures = clock.figures()
+    assert figures.seconds_total == 16 + 3 + 7
+    assert figures.seconds_to_first_step == 16 + 2
+
+
+def test_what_happens_between_steps_does_not_count(fake: FakeTime) -> None:
+    clock = run(fake, [(0.5, 4)])
+    fake.now += 100  # an evaluation
+    clock.resume()
+    fake.now += 0.5
+    clock.step(4)
+    assert clock.figures().images_per_second_mean == 8
+    assert clock.figures().seconds_to_first_step == 16.5
+
+
+def test_without_a_step_there_is_nothing_to_divide(fake: FakeTime) -> None:
+    figures = run(fake, []).figures()
+    assert figures.images_per_second_mean is None
+    assert figures.images_per_second_std is None
+    assert figures.step_seconds_median is None
+    assert figures.seconds_to_first_step is None
+    assert Clock().recent_rate(5) == 0
+
+
+def test_the_recent_rate_forgets_what_is_older(fake: FakeTime) -> None:
+    clock = run(fake, [(8.0, 1), (1.0, 4), (1.0, 8)])
+    assert clock.recent_rate(2) == 6
+    assert clock.recent_rate(1) == 8
+    assert clock.recent_rate(100) == 1.3
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 512)), min_size=1, max_size=40))
+def test_the_figures_of_any_course(steps: list[tuple[int, int]]) -> None:
+    clock = Clock(seconds=[s / 16 for s, _ in steps], images=[n for _, n in steps])
+    kept = steps[min(5, len(steps) // 5) :]
+    figures = clock.figures()
+    seconds = [s / 16 for s, _ in kept]
+    images = sum(n for _, n in kept)
+    assert figures.images_per_second_mean == pytest.approx(images / sum(seconds))
+    assert figures.step_seconds_median == statistics.median(seconds)
+
+
+def test_started_is_when_the_process_began() -> None:
+    assert Clock().started == pytest.approx(Clock().started)
+    assert Clock().figures().seconds_total > 0  # imports count too
+
+
+PARTS = ("data", "compute", "communication", "waiting")
+
+
+def test_three_ranks_of_which_the_last_is_late() -> None:
+    # (step, data, blocked) of two steps; rank 2 computes 50 ms longer and is blocked for 10 ms.
+    early, late = [0.2, 0.01, 0.06], [0.2, 0.01, 0.01]
+    found = split(np.array([[early, early], [early, early], [late, late]]))
+    assert found.steps == 2
+    assert found.data == pytest.approx(0.01)
+    assert found.compute == pytest.approx((0.13 + 0.13 + 0.18) / 3)
+    assert found.communication == pytest.approx(0.01)
+    assert found.waiting == pytest.approx(0.1 / 3)
+    assert (found.slowest_rank, found.slowest_share) == (2, 1.0)
+    assert found.undivided is None
+
+
+def test_who_is_late_may_change_from_step_to_step() -> None:
+    one, other = [0.2, 0.0, 0.02], [0.2, 0.0, 0.06]
+    found = split(np.array([[one, one, other], [other, other, one]]))
+    assert found.communication == pytest.approx(0.02)  # not what either has in all
+    assert found.waiting == pytest.approx(0.02)
+    assert (found.slowest_rank, found.slowest_share) == (0, pytest.approx(2 / 3))
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    found = split(np.array([[[0.2, 0.05, 0.0017]]]))  # 1.7 ms in collectives with itself
+    assert (found.communication, found.waiting, found.slowest_rank) == (0, 0, None)
+    assert found.compute == pytest.approx(0.15)
+
+
+def test_what_cannot_be_told_apart_is_not_invented() -> None:
+    found = split(np.array([[[0.2, 0.05, np.nan]], [[0.3, 0.05, np.nan]]]))
+    assert [getattr(found, part) for part in PARTS[1:]] == [None] * 3
+    assert found.undivided == pytest.approx(0.2)
+    assert found.data == pytest.approx(0.05)
+
+
+@given(
+    arrays(
+        np.float64,
+        st.tuples(st.integers(1, 5), st.integers(1, 6), st.just(2)),
+        elements=st.floats(0, 1),
+    )
+)
+def test_the_parts_add_up_to_the_step(times: Any) -> None:
+    step = times.sum(-1, keepdims=True) + 0.5
+    found = split(np.concatenate([step, times], -1))
+    assert sum(getattr(found, part) for part in PARTS) == pytest.approx(step.mean())
+    assert all(getattr(found, part) >= -1e-12 for part in PARTS)
+
+
+def test_the_times_of_a_rank(fake: FakeTime) -> None:
+    clock, times = fake, StepTimes()
+
+    def batches() -> Any:
+        for seconds in (1.0, 2.0):
+            clock.now += seconds
+            yield seconds
+
+    blocked = 0.0
+    for seconds in times.fetching(batches()):
+        clock.now += 10
+        blocked += seconds / 4
+        times.step(blocked)
+        with times.meeting():  # counts for the step that comes next
+            clock.now += 0.5
+    times.resume()  # what was met before an evaluation is no part of a step
+    times.step(blocked)
+    assert times.data == [1.0, 2.0, 0.0]
+    assert times.blocked == [0.25, 1.0, 0.0]
+
+
+def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
+    def action(communicator: Communicator) -> Any:
+        clock = Clock()
+        for number in range(10):
+            clock.times.data.append(0.0)
+            clock.times.blocked.append(0.1 if communicator.rank else 0.3)
+            clock.seconds.append(1.0)
+            if number == 5:  # a timeline was recorded then
+                clock.left_out.add(number)
+        return clock.step_split(communicator)
+
+    for found in on_ranks(3, action):
+        assert found.steps == 7  # two are dropped
+        assert found.communication == pytest.approx(0.1)
+        assert found.waiting == pytest.approx(0.2 / 3)
+        assert found.slowest_rank == 1  # the first of those that come last together
+
+
+def test_without_a_step_there_is_nothing_to_take_apart() -> None:
+    assert Clock().step_split(Alone()) is None
+
+
+def test_of_a_long_training_the_last_steps_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "MOST", 3)
+    times = StepTimes()
+    for seconds in (9.0, 9.0, 1.0, 2.0, 3.0):
+        times.data.append(seconds)
+        times.blocked.append(0.0)
+    found = times.gather(Alone(), [10.0] * 5, [True] * 5)
+    assert found is not None
+    assert (found.steps, found.data) == (3, 2.0)

@@ -1,0 +1,135 @@
+"""``--timeline``: what Horovod finds in the environment, and which steps are recorded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.config.options import Options
+from hvdtrain.errors import UsageError
+from hvdtrain.training.timeline_window import TimelineWindow, prepare
+
+FILE = Options(timeline=Path("t.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "result"),
+    [
+        (Options(), {}, {}),
+        (FILE, {}, {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_CACHE_CAPACITY": "0"}),
+        (
+            FILE,
+            {"HOROVOD_CACHE_CAPACITY": "9"},
+            {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_CACHE_CAPACITY": "9"},
+        ),
+        (
+            Options(),
+            {"HOROVOD_TIMELINE": "a.json"},
+            {"HOROVOD_TIMELINE": "a.json", "HOROVOD_CACHE_CAPACITY": "0"},
+        ),
+        (Options(), {"HOROVOD_TIMELINE": "DYNAMIC"}, {"HOROVOD_TIMELINE": "DYNAMIC"}),
+    ],
+)
+def test_what_horovod_finds(
+    options: Options, environ: dict[str, str], result: dict[str, str]
+) -> None:
+    prepare(options, "horovod", environ)
+    assert environ == result
+
+
+@pytest.mark.parametrize(
+    ("strategy", "environ", "message"),
+    [
+        ("single", {}, "--timeline records what Horovod does, and --strategy single does without"),
+        ("single", {}, "--strategy single does without"),
+        ("horovod", {"HOROVOD_TIMELINE": "a.json"}, "HOROVOD_TIMELINE=a.json contradict"),
+    ],
+)
+def test_what_cannot_be(strategy: str, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        prepare(FILE, strategy, environ)
+
+
+class Log:
+    """An adapter that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.world = SimpleNamespace(is_writer=True)
+        self.communicator = SimpleNamespace(gather=lambda _: self.done.append("together"))
+
+    def start_timeline(self, file: str) -> None:
+        self.done.append(f"start {file}")
+
+    def stop_timeline(self) -> None:
+        self.done.append("stop")
+
+
+def run(
+    steps: range,
+    span: tuple[int, int | None] | None,
+    environ: dict[str, str] | None = None,
+    file: Path | None = Path("t.json"),
+) -> tuple[list[str], list[int], TimelineWindow]:
+    """What is asked of the adapter in those steps, and which of them are recorded."""
+    log: Any = Log()
+    options = Options(timeline=file, timeline_steps=span)
+    window = TimelineWindow(options, cast(CommonAdapter, log), environ or {})
+    recorded = []
+    for step in steps:
+        window.enter(step)
+        log.done.append(str(step))
+        if window.leave(step + 1):
+            recorded.append(step)
+    window.close()
+    return log.done, recorded, window
+
+
+def test_a_window() -> None:
+    done, recorded, window = run(range(6), (2, 4))
+    assert done == ["0", "1", "start t.json", "together", "2", "3", "stop", "4", "5"]
+    assert recorded == [2, 3]
+    assert window.recorded == "t.json"
+
+
+@pytest.mark.parametrize("span", [None, (0, None)])
+def test_all_steps(span: tuple[int, int | None] | None) -> None:
+    done, recorded, _ = run(range(3), span)
+    assert done == ["start t.json", "together", "0", "1", "2", "stop"]
+    assert recorded == [0, 1, 2]
+
+
+def test_a_window_that_outlasts_the_run() -> None:
+    done, recorded, _ = run(range(3), (2, 99))
+    assert done == ["0", "1", "start t.json", "together", "2", "stop"]
+    assert recorded == [2]
+
+
+def test_a_resumed_run_within_the_window() -> None:
+    done, recorded, _ = run(range(10, 13), (5, 12))
+    assert done == ["start t.json", "together", "10", "11", "stop", "12"]
+    assert recorded == [10, 11]
+
+
+def test_a_window_that_was_missed_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        done, recorded, window = run(range(3), (5, 9))
+    assert done == ["0", "1", "2"]
+    assert recorded == []
+    assert window.recorded is None
+    assert "--timeline-steps 5:9: no such step was taken" in caplog.text
+
+
+def test_without_the_option_nothing_happens() -> None:
+    done, recorded, window = run(range(2), None, file=None)
+    assert (done, recorded, window.recorded) == (["0", "1"], [], None)
+
+
+def test_what_horovod_records_by_itself_is_let_alone() -> None:
+    done, recorded, window = run(range(2), None, {"HOROVOD_TIMELINE": "a.json"}, file=None)
+    assert (done, recorded, window.recorded) == (["0", "1"], [0, 1], "a.json")

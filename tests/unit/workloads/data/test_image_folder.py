@@ -1,0 +1,199 @@
+"""Folders of images: classes, labels, what is missing and what is broken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hvdtrain.errors import UsageError
+from hvdtrain.workloads.data.image_folder import load, scan, why_broken, without_broken
+
+
+def picture(path: Path, mode: str = "RGB", side: int = 24) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    pixels = np.random.default_rng(1).integers(0, 256, (side, side, bands), np.uint8)
+    Image.fromarray(pixels.squeeze(), mode).save(path)
+    return path
+
+
+def folder(root: Path, **classes: int) -> Path:
+    for name, count in classes.items():
+        for number in range(count):
+            picture(root / name / f"{number}.jpg")
+    return root
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(directory)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_classes_are_folders_in_the_order_of_their_names(tmp_path: Path) -> None:
+    folder(tmp_path / "train", cat=2, ant=3, dog=1)
+    folder(tmp_path / "val", dog=1, ant=1, cat=1)
+    train, val = load(tmp_path)
+    assert train.classes == ["ant", "cat", "dog"]
+    assert train.labels.tolist() == [0, 0, 0, 1, 1, 2]
+    assert train.labels.dtype == np.int64
+    assert [path.parent.name for path in train.paths] == ["ant"] * 3 + ["cat"] * 2 + ["dog"]
+    assert train.paths == sorted(train.paths)
+    assert val is not None
+    assert val.labels.tolist() == [0, 1, 2]
+
+
+def test_labels_mean_the_same_in_val_where_a_class_is_absent(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=1, cat=1, dog=1)
+    folder(tmp_path / "val", dog=2, cat=1)
+    _, val = load(tmp_path)
+    assert val is not None
+    assert val.labels.tolist() == [1, 2, 2]
+    assert val.labels.dtype == np.int64
+    assert val.classes == ["ant", "cat", "dog"]
+
+
+def test_without_val_there_is_nothing_to_evaluate_on(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=1)
+    assert load(tmp_path)[1] is None
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    assert str(tmp_path / "absent") in refusal(tmp_path / "absent")
+
+
+def test_a_missing_train_is_told_with_the_form(tmp_path: Path) -> None:
+    folder(tmp_path / "val", ant=1)
+    message = refusal(tmp_path)
+    assert "train/CLASS" in message and str(tmp_path) in message
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_split_without_classes_is_named(tmp_path: Path, split: str) -> None:
+    folder(tmp_path / "train", ant=1)
+    (tmp_path / split).mkdir(exist_ok=True)
+    for path in (tmp_path / split).rglob("*.jpg"):
+        path.rename(tmp_path / split / path.name)
+    for path in (tmp_path / split).iterdir():
+        if path.is_dir():
+            path.rmdir()
+    assert str(tmp_path / split) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[], ["notes.txt", "1.jpg.part"]])
+def test_an_empty_class_is_named(tmp_path: Path, content: list[str]) -> None:
+    folder(tmp_path / "train", ant=1, cat=1)
+    (tmp_path / "train" / "bee").mkdir()
+    for name in content:
+        (tmp_path / "train" / "bee" / name).write_text("")
+    assert str(tmp_path / "train" / "bee") in refusal(tmp_path)
+
+
+def test_a_class_that_train_has_not_is_named(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=1)
+    folder(tmp_path / "val", ant=1, bee=1)
+    assert str(tmp_path / "val" / "bee") in refusal(tmp_path)
+
+
+def test_endings_in_any_case_and_folders_below(tmp_path: Path) -> None:
+    for name in ("a.JPG", "b.jpeg", "c.png", "deep/er/d.jpg", "e.Jpeg"):
+        picture(tmp_path / "ant" / name)
+    (tmp_path / "ant" / "readme.md").write_text("no image")
+    (tmp_path / "list.txt").write_text("no class")
+    found = scan(tmp_path)
+    assert {path.name for path in found.paths} == {"a.JPG", "b.jpeg", "c.png", "d.jpg", "e.Jpeg"}
+    assert found.classes == ["ant"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a pipe", "link to nothing"])
+def test_what_is_no_file_is_told_or_left_out_and_never_opened(tmp_path: Path, kind: str) -> None:
+    folder(tmp_path / "train", ant=2)
+    odd = tmp_path / "train" / "ant" / "odd.jpg"
+    if kind == "folder":
+        odd.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(odd)
+    else:
+        if kind == "link to a pipe":
+            os.mkfifo(tmp_path / "pipe")
+        odd.symlink_to(tmp_path / "pipe")
+    assert f"{odd} cannot be decoded" in refusal(tmp_path)
+    train, _ = load(tmp_path, skip_broken=True)
+    whole, broken = without_broken(train, workers=1)
+    assert broken == [odd]
+    assert len(whole.paths) == 2
+
+
+def test_the_digest_is_of_names_and_labels_wherever_they_are(tmp_path: Path) -> None:
+    here, there = folder(tmp_path / "here", ant=2, bee=1), folder(tmp_path / "there", ant=2, bee=1)
+    assert scan(here).digest == scan(there).digest
+    (there / "ant" / "1.jpg").rename(there / "ant" / "2.jpg")
+    assert scan(here).digest != scan(there).digest
+    (there / "ant" / "2.jpg").rename(there / "bee" / "1.jpg")
+    (here / "ant" / "1.jpg").rename(here / "ant" / "2.jpg")
+    assert scan(here).digest != scan(there).digest
+
+
+def test_a_class_may_be_a_link_to_a_folder(tmp_path: Path) -> None:
+    folder(tmp_path / "elsewhere", ant=2)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "ant").symlink_to(tmp_path / "elsewhere" / "ant")
+    assert len(scan(tmp_path / "train").paths) == 2
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_colour_grey_and_print_are_not_broken(tmp_path: Path, mode: str) -> None:
+    path = picture(tmp_path / "x.jpg", mode)
+    with Image.open(path) as image:
+        assert image.mode == mode
+    assert why_broken(path) is None
+
+
+def test_a_png_with_transparency_is_not_broken(tmp_path: Path) -> None:
+    assert why_broken(picture(tmp_path / "x.png", "RGBA")) is None
+
+
+def test_broken_ones_are_told_with_a_reason(tmp_path: Path) -> None:
+    path = picture(tmp_path / "x.jpg")
+    whole = path.read_bytes()
+    for content in (b"", b"<html>404</html>", whole[:100], whole[: len(whole) // 2], whole[20:]):
+        path.write_bytes(content)
+        assert why_broken(path), content[:20]
+    assert why_broken(tmp_path / "absent.jpg")
+
+
+def test_without_broken_leaves_out_and_lists_just_those(tmp_path: Path) -> None:
+    folder(tmp_path, ant=3, bee=2, cat=2)
+    picture(tmp_path / "cat" / "grey.jpg", "L")
+    picture(tmp_path / "cat" / "print.jpg", "CMYK")
+    damaged = [tmp_path / "ant" / "1.jpg", tmp_path / "bee" / "0.jpg", tmp_path / "bee" / "1.jpg"]
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:150])
+    before = scan(tmp_path)
+    after, broken = without_broken(before, workers=2)
+    assert broken == damaged
+    assert after.paths == [path for path in before.paths if path not in damaged]
+    assert after.labels.tolist() == [0, 0, 2, 2, 2, 2]
+    assert after.classes == ["ant", "bee", "cat"]  # the labels mean what they meant
+
+
+def test_nothing_left_is_wrong_use(tmp_path: Path) -> None:
+    for path in folder(tmp_path, ant=1).rglob("*.jpg"):
+        path.write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"0\.jpg"):
+        without_broken(scan(tmp_path), workers=0)
+
+
+def test_the_real_one() -> None:
+    directory = Path(__file__).resolve().parents[5] / "shared" / "data" / "imagenette-mini"
+    if not directory.is_dir():
+        pytest.skip("../shared/data/imagenette-mini is not beside this clone")
+    train, val = load(directory)
+    assert val is not None
+    assert len(train.classes) == 10
+    assert len(train.paths) + len(val.paths) == 520

@@ -1,0 +1,275 @@
+"""MNIST's files: every form that is right, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hvdtrain.errors import UsageError
+from hvdtrain.workloads.mnist.data import embedded_digits, find, load, read_idx
+
+SHARED = Path(__file__).resolve().parents[5] / "shared"
+U8 = NDArray[np.uint8]
+NAMES = {
+    ("train", "images"): "train-images-idx3-ubyte",
+    ("train", "labels"): "train-labels-idx1-ubyte",
+    ("t10k", "images"): "t10k-images-idx3-ubyte",
+    ("t10k", "labels"): "t10k-labels-idx1-ubyte",
+}
+
+
+def idx(array: U8) -> bytes:
+    """An IDX file, from its description in LeCun's page."""
+    shape = struct.pack(f">{array.ndim}I", *array.shape)
+    return bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()
+
+
+def images(count: int, seed: int = 0) -> U8:
+    return np.random.default_rng(seed).integers(0, 256, (count, 28, 28), np.uint8)
+
+
+def labels(count: int) -> U8:
+    return np.arange(count, dtype=np.uint8) % 10
+
+
+def write(directory: Path, form: str = "") -> Path:
+    """A small dataset: 13 samples to train on, 5 to test on."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for (split, kind), name in NAMES.items():
+        count = 13 if split == "train" else 5
+        data = idx(images(count, count) if kind == "images" else labels(count))
+        if form == "gz":
+            (directory / f"{name}.gz").write_bytes(gzip.compress(data))
+        else:
+            (directory / name).write_bytes(data)
+    return directory
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(directory)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["", "gz"])
+@pytest.mark.parametrize("below", ["", "MNIST/raw"])
+def test_the_four_files_in_each_form(tmp_path: Path, form: str, below: str) -> None:
+    write(tmp_path / below, form)
+    train, test = load(tmp_path)
+    for samples, count in ((train, 13), (test, 5)):
+        assert np.array_equal(samples.images, images(count, count))
+        assert samples.images.dtype == np.uint8
+        assert samples.labels.tolist() == [number % 10 for number in range(count)]
+        assert samples.labels.dtype == np.int64
+
+
+def test_forms_may_be_mixed(tmp_path: Path) -> None:
+    write(tmp_path)
+    name = NAMES["train", "images"]
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    (tmp_path / name).unlink()
+    assert len(load(tmp_path)[0].labels) == 13
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    (write(tmp_path) / name).unlink()
+    message = refusal(tmp_path)
+    assert name in message
+    assert str(tmp_path) in message
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    assert str(tmp_path / "absent") in refusal(tmp_path / "absent")
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in refusal(tmp_path / "file")
+
+
+@pytest.mark.parametrize("form", ["", "gz"])
+@pytest.mark.parametrize("name", NAMES.values())
+def test_a_truncated_file_is_named_wherever_it_ends(tmp_path: Path, form: str, name: str) -> None:
+    write(tmp_path, form)
+    path = tmp_path / (f"{name}.gz" if form else name)
+    whole = path.read_bytes()
+    offsets = {*range(0, 20), len(whole) // 2, len(whole) - 9, len(whole) - 2, len(whole) - 1}
+    for length in sorted(offset for offset in offsets if 0 <= offset < len(whole)):
+        path.write_bytes(whole[:length])
+        assert str(path) in refusal(tmp_path)
+    path.write_bytes(whole)
+    load(tmp_path)
+
+
+def test_a_file_that_is_too_long_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path) / NAMES["train", "labels"]
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert str(path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(100, 28, 28), (2**32 - 1,) * 4], ids=["few", "endless"])
+def test_a_small_file_that_inflates_to_a_large_one_is_not_inflated(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    path = write(tmp_path, "gz") / f"{NAMES['train', 'images']}.gz"
+    head = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(head + bytes(64_000_000))
+    tracemalloc.start()
+    try:
+        message = refusal(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert str(path) in message and "broken" in message
+    assert peak < 2_000_000
+
+
+def test_a_flipped_byte_in_a_gzipped_file_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path, "gz") / f"{NAMES['train', 'images']}.gz"
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 0xFF
+    path.write_bytes(whole)
+    assert str(path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "start", [b"\0\0\x0d\x03", b"\0\x01\x08\x03", b"\x89PNG", b"<htm", b"\x1f\x8b\0\0", b"PK\3\4"]
+)
+def test_a_wrong_magic_number_is_named(tmp_path: Path, start: bytes) -> None:
+    path = write(tmp_path) / NAMES["train", "images"]
+    path.write_bytes(start + path.read_bytes()[4:])
+    assert str(path) in refusal(tmp_path)
+
+
+def test_images_and_labels_that_differ_in_number(tmp_path: Path) -> None:
+    path = write(tmp_path) / NAMES["t10k", "labels"]
+    path.write_bytes(idx(labels(4)))
+    message = refusal(tmp_path)
+    assert "5 images" in message and "4 labels" in message
+    assert str(path) in message
+
+
+def test_a_label_out_of_range(tmp_path: Path) -> None:
+    path = write(tmp_path) / NAMES["train", "labels"]
+    wrong = labels(13)
+    wrong[7] = 10
+    path.write_bytes(idx(wrong))
+    message = refusal(tmp_path)
+    assert "label 10" in message and str(path) in message
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((13, 32, 32), np.uint8),
+        np.zeros((13, 784), np.uint8),
+        np.zeros(13, np.uint8),
+        np.zeros((13, 28, 28, 3), np.uint8),
+        np.zeros((), np.uint8),
+    ],
+)
+def test_images_of_another_form(tmp_path: Path, array: U8) -> None:
+    path = write(tmp_path) / NAMES["train", "images"]
+    path.write_bytes(idx(array))
+    assert str(path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(13, 1), (13, 28, 28), ()])
+def test_labels_of_another_form(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = write(tmp_path) / NAMES["train", "labels"]
+    path.write_bytes(idx(np.zeros(shape, np.uint8)))
+    assert str(path) in refusal(tmp_path)
+
+
+def test_no_sample_at_all(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / NAMES["train", "images"]).write_bytes(idx(images(0)))
+    (tmp_path / NAMES["train", "labels"]).write_bytes(idx(labels(0)))
+    assert "no image" in refusal(tmp_path)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.booleans())
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int], zipped: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "round-trip"
+    array = np.random.default_rng(len(shape)).integers(0, 256, shape, np.uint8)
+    path.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
+    back = read_idx(path)
+    assert back.dtype == np.uint8
+    assert back.shape == array.shape
+    assert np.array_equal(back, array)
+
+
+@given(st.binary(max_size=40))
+@example(b"\0\0\x08\x02" + b"\xff\xff\xff\xfe" * 2 + b"abcd")  # two sides of -2
+@example(b"\0\0\x08\x04" + b"\0\x01\0\0" * 4)  # 2**64 values, which is 0
+@example(b"\0\0\x08\x46" + b"\0\0\0\x01" * 70 + b"a")  # seventy dimensions
+@example(b"\0\0\x08\x00a")
+def test_any_bytes_are_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any-bytes"
+    for content in (data, b"\0\0\x08" + data):
+        path.write_bytes(content)
+        try:
+            array = read_idx(path)
+        except UsageError as error:
+            assert str(path) in str(error)
+        else:
+            assert array.dtype == np.uint8
+
+
+def test_find_prefers_the_flat_file(tmp_path: Path) -> None:
+    write(tmp_path / "MNIST" / "raw")
+    name = NAMES["train", "images"]
+    assert find(tmp_path, name) == tmp_path / "MNIST" / "raw" / name
+    write(tmp_path)
+    assert find(tmp_path, name) == tmp_path / name
+
+
+def test_the_embedded_digits() -> None:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    train, test = embedded_digits()
+    assert train.images.shape == (1500, 28, 28)
+    assert test.images.shape == (297, 28, 28)
+    assert train.images.dtype == test.images.dtype == np.uint8
+    assert np.array_equal(np.concatenate([train.labels, test.labels]), digits.target)
+    assert train.labels.dtype == np.int64
+    # Resized, not tiled nor turned: the mean of each quadrant is about that of the 8x8 digit.
+    for place in (0, 1499):
+        small = digits.images[place] * (255 / 16)
+        for rows in (0, 1):
+            for columns in (0, 1):
+                part = small[4 * rows : 4 * rows + 4, 4 * columns : 4 * columns + 4].mean()
+                large = train.images[
+                    place, 14 * rows : 14 * rows + 14, 14 * columns : 14 * columns + 14
+                ].mean()
+                assert abs(part - large) < 12
+    assert train.images.max() > 240 and train.images.min() == 0
+
+
+def test_without_a_directory_it_is_the_embedded_digits() -> None:
+    train, test = load(None)
+    assert (len(train.labels), len(test.labels)) == (1500, 297)
+
+
+def test_the_real_one() -> None:
+    directory = SHARED / "data" / "mnist"
+    if not directory.is_dir():
+        pytest.skip("../shared/data/mnist is not beside this clone")
+    train, test = load(directory)
+    assert (len(train.labels), len(test.labels)) == (60_000, 10_000)
+    # From LeCun's page and the literature: mean and deviation of the training pixels.
+    assert train.images.mean() / 255 == pytest.approx(0.1307, abs=1e-4)
+    assert train.images[:].std() / 255 == pytest.approx(0.3081, abs=1e-4)
