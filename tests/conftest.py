@@ -99,8 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _resident_ranks() -> Iterator[None]:
-    """End with the session the ranks that its tests have kept."""
+def _resident_processes() -> Iterator[None]:
+    """End with the session the processes that its tests have kept."""
     yield
     if resident := sys.modules.get("tests.parallel.resident"):
         resident.end_all()

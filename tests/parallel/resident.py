@@ -1,13 +1,14 @@
-"""Resident ranks: ``mpirun -n N`` with a framework loaded, held for the session, runs what is sent.
+"""Resident processes: the ranks that mpirun starts are forked where a framework is loaded already.
 
-Most of a short test is the start of its ranks and the import of their framework. A resident rank
-has done both, and forks itself for each run before MPI, Horovod or a thread has started. So a run
-has all that belongs to a process for itself: environment, signal handlers, modules, threads, output
-and exit code are a fresh process's, and Horovod, Open MPI and TensorFlow, of which some settings
-can be made once per process, start in it for the first time.
+Most of a short test is the import of a framework. Here ``mpirun -n N`` starts ``rank.py``, a Python
+without any library, once per rank; it hands its environment, streams, folder and cores to a process
+that has imported a framework and started nothing: neither MPI nor Horovod nor a thread. That one
+forks itself into the rank. So a rank has what a fresh process has for itself (environment, signal
+handlers, modules, threads), belongs to a job of its own, and ends as any rank of that job does:
+mpirun sees its exit code, and hands signals on to it.
 
-What concerns launchers, signals to a job, and variables that a library reads while it is loaded
-(``OMP_NUM_THREADS``, ``LD_LIBRARY_PATH``) needs ``tests.conftest.ranks``, which starts processes.
+What concerns launchers, a rank's place among the processes, and variables that a library reads
+while it is loaded (``OMP_NUM_THREADS``, ``LD_LIBRARY_PATH``) needs ``tests.conftest.ranks``.
 """
 
 from __future__ import annotations
@@ -18,169 +19,82 @@ import importlib
 import json
 import os
 import runpy
-import select
+import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.strategies import STRATEGIES
-from hvdtrain.system.runtime.detect import detect
-from tests.conftest import BIN, ROOT, Outcome, end_session, environment
+from tests.conftest import BIN, ROOT, Outcome, end_session, environment, run
 
-START = 120.0  # seconds until all ranks are there
-NAME = "tests.parallel.resident"
+START = 120.0  # seconds to load a framework
 FRAMEWORKS = {"pytorch": "torch_task", "tensorflow": "tf_task"}
+RANK = Path(__file__).with_name("rank.py")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """How a run ended on one rank."""
+class Server:
+    """A process with a framework loaded, which listens at ``address``."""
 
-    code: int
-    """Its exit code; that of a signal is negative."""
-    out: str
-    err: str
-    """With the traceback, where there is one."""
-    result: Any
-    """What the function returned."""
-
-
-class Job:
-    """The ranks of one ``mpirun``, seen from the tests."""
-
-    def __init__(self, framework: str, number: int) -> None:
+    def __init__(self, framework: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir="/tmp"))  # sockets: short names
-        self.runs = 0
-        mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number), sys.executable]
-        with socket.socket(socket.AF_UNIX) as listener, (self.folder / "log").open("wb") as log:
-            listener.bind(str(self.folder / "socket"))
-            listener.listen(number)
-            listener.settimeout(START)
+        self.address = str(self.folder / "socket")
+        with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                [*mpirun, "-m", NAME, framework, str(self.folder / "socket")],
+                [sys.executable, "-m", __name__, framework, self.address],
                 cwd=ROOT,
                 env=environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
             )
-            try:
-                lines = [listener.accept()[0] for _ in range(number)]
-                self.ranks = {read(line)["rank"]: line for line in lines}
-            except (TimeoutError, KeyError):
+        assert self.process.stdout
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.process.stdout, selectors.EVENT_READ)
+            if not ready.select(START) or not self.process.stdout.readline():
                 said = (self.folder / "log").read_text()
                 self.end()
-                raise RuntimeError(f"{number} ranks have not come: {said[-3000:]}") from None
-
-    def run(
-        self, function: str, *arguments: Any, cwd: Path, timeout: float, extra: dict[str, str]
-    ) -> tuple[int, list[Answer]]:
-        """Run ``module:function`` on every rank; when one has failed the others are ended.
-
-        The exit code is that of the first that failed, as mpirun's is; the answers are by rank.
-        """
-        folder = self.folder / str(self.runs)
-        folder.mkdir()
-        self.runs += 1
-        order = {"function": function, "arguments": arguments, "cwd": str(cwd), "extra": extra}
-        for line in self.ranks.values():
-            write(line, {**order, "folder": str(folder)})
-        codes: dict[int, int] = {}
-        first, end = 0, time.monotonic() + timeout
-        while waiting := {line: rank for rank, line in self.ranks.items() if rank not in codes}:
-            ready = select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))[0]
-            answers = {waiting[line]: read(line).get("code") for line in ready}
-            if not ready or None in answers.values():
-                said = "".join(path.read_text() for path in sorted(folder.glob("err.*")))
-                what = "a resident rank is gone" if ready else f"it hung for {timeout} s"
-                raise TimeoutError(f"{function} {arguments}: {what}\n{said}")
-            codes |= answers
-            if not first and (first := next(filter(None, answers.values()), 0)):
-                for rank in set(waiting.values()) - set(answers):
-                    write(self.ranks[rank], {"end": True})
-        return first, [_answer(folder, rank, codes[rank]) for rank in sorted(codes)]
+                raise RuntimeError(f"{framework} was not loaded: {said[-3000:]}")
 
     def end(self) -> None:
-        """Let the ranks end, and see that nothing is left of them."""
-        for line in getattr(self, "ranks", {}).values():
-            line.close()
+        """End it, and see that nothing is left of it."""
+        self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
+            self.process.communicate(timeout=5)
         end_session(self.process.pid)
-        self.process.wait()
+        self.process.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _answer(folder: Path, rank: int, code: int) -> Answer:
-    out, err = ((folder / f"{name}.{rank}").read_text(errors="replace") for name in ("out", "err"))
-    file = folder / f"result.{rank}"
-    return Answer(code, out, err, json.loads(file.read_text()) if file.exists() else None)
+_servers: dict[str, Server] = {}
 
 
-_jobs: dict[tuple[str, int], Job] = {}
-
-
-def run(
-    framework: str,
-    number: int,
-    function: str,
-    *arguments: Any,
-    cwd: Path = ROOT,
-    timeout: float = 240,
-    **extra: str,
-) -> tuple[int, list[Answer]]:
-    """Run ``module:function`` on ``number`` ranks of a framework, started where none are.
-
-    ``arguments`` are anything that JSON has, ``extra`` environment variables. See ``Job.run``.
-    """
-    job = _jobs.get((framework, number))
-    if job is None or job.process.poll() is not None:
-        job = _jobs[framework, number] = Job(framework, number)
-    code = 1
-    try:
-        code, answers = job.run(function, *arguments, cwd=cwd, timeout=timeout, extra=extra)
-    finally:
-        if code:  # mpirun's daemon waits for what a process that failed has left unfinished
-            _jobs.pop((framework, number)).end()
-    return code, answers
-
-
-def ranks(number: int, *words: str, framework: str = "", cwd: Path = ROOT, **more: Any) -> Outcome:
-    """Run ``python WORDS`` as ``tests.conftest.ranks`` does, on resident ranks.
+def ranks(number: int, *words: str, framework: str = "", **more: Any) -> Outcome:
+    """Run ``python WORDS`` as ``tests.conftest.ranks`` does, forked where a framework is loaded.
 
     ``words`` are ``-m MODULE ...`` or a script's; the framework is read off them by default.
     """
     named = {"tensorflow", "--framework=tensorflow"} & set(words)
     framework = framework or ("tensorflow" if named else "pytorch")
-    code, answers = run(framework, number, f"{NAME}:program", *words, cwd=cwd, **more)
-    return Outcome(code, "".join(one.out for one in answers), "".join(one.err for one in answers))
+    server = _servers.get(framework)
+    if server is None or server.process.poll() is not None:
+        server = _servers[framework] = Server(framework)
+    mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number)]
+    return run([*mpirun, sys.executable, "-SE", str(RANK), server.address, *words], **more)
 
 
 def end_all() -> None:
-    """End all jobs, at the end of the session."""
-    while _jobs:
-        _jobs.popitem()[1].end()
+    """End what has been kept, at the end of the session."""
+    while _servers:
+        _servers.popitem()[1].end()
 
 
-# What the ranks do
-
-
-def program(*words: str) -> None:
-    """Run ``python WORDS`` as the main program of this process: ``-m MODULE ...`` or a script."""
-    if words[0] == "-m":
-        sys.argv = list(words[1:])
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = list(words), str(Path(words[0]).parent)
-        runpy.run_path(words[0], run_name="__main__")
+# What the resident process does
 
 
 def load(framework: str) -> None:
@@ -199,52 +113,75 @@ def load(framework: str) -> None:
 
 
 def serve(framework: str, address: str) -> None:
-    """Run what comes, each in a process of its own, until the tests close the connection."""
-    line = socket.socket(socket.AF_UNIX)
-    line.connect(address)
+    """Fork a rank for each connection, and tell it how the rank ended."""
     load(framework)
-    rank = detect(os.environ).rank
-    write(line, {"rank": rank})
-    while order := read(line):
-        if "end" in order:  # of a run that has ended by itself
-            continue
-        child = os.fork()
-        if child == 0:
-            line.close()
-            return _obey(order, rank)
-        gone = os.pidfd_open(child)
-        if line in select.select([line, gone], [], [])[0]:
-            os.kill(child, signal.SIGKILL)  # another rank has failed, or the tests are over
-        os.close(gone)
-        write(line, {"code": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])})
+    ready = selectors.DefaultSelector()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        ready.register(listener, selectors.EVENT_READ)
+        print("loaded", flush=True)
+        while True:
+            key, _ = ready.select()[0]  # one by one: what follows may be of a rank that has ended
+            if key.fileobj is not listener:
+                attend(ready, *key.data, ended=key.fd == key.data[2])
+                continue
+            line = listener.accept()[0]
+            order, streams = receive(line)
+            child = os.fork()
+            if child == 0:
+                ready.close()
+                return become(order, streams)
+            for stream in streams:
+                os.close(stream)
+            gone = os.pidfd_open(child)
+            for end in (line, gone):
+                ready.register(end, selectors.EVENT_READ, (child, line, gone))
 
 
-def _obey(order: dict[str, Any], rank: int) -> None:
-    """Run a function in this process, which then ends like any other: by itself."""
-    folder = Path(order["folder"])
-    for handle, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), handle)
-    os.chdir(order["cwd"])
-    os.environ.update(order["extra"])
-    module, _, name = order["function"].partition(":")
-    result = getattr(importlib.import_module(module), name)(*order["arguments"])
-    (folder / f"result.{rank}").write_text(json.dumps(result))
+def attend(
+    ready: selectors.BaseSelector, child: int, line: socket.socket, gone: int, *, ended: bool
+) -> None:
+    """Hand a signal on to a rank, kill it if its connection is gone, or tell how it ended."""
+    if not ended:
+        (number,) = line.recv(1) or (signal.SIGKILL,)
+        signal.pidfd_send_signal(gone, number)
+        if number != signal.SIGKILL:
+            return
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    ready.unregister(line)
+    ready.unregister(gone)
+    os.close(gone)
+    with contextlib.suppress(ConnectionError), line:
+        line.sendall(b"%d\n" % code)
 
 
-def read(line: socket.socket) -> dict[str, Any]:
-    """Return the next message; an empty one after the end."""
-    text = b""
-    with contextlib.suppress(ConnectionError):
-        while (more := line.recv(1)) and more != b"\n":
-            text += more
-    message: dict[str, Any] = json.loads(text) if text else {}
-    return message
+def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return what ``rank.py`` says, and its standard streams."""
+    length, streams, _, _ = socket.recv_fds(line, 4, 3)
+    data = b""
+    while len(data) < int.from_bytes(length, "big"):
+        data += line.recv(65536)
+    order: dict[str, Any] = json.loads(data)
+    return order, streams
 
 
-def write(line: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message."""
-    with contextlib.suppress(ConnectionError):  # its end is found by who reads
-        line.sendall(json.dumps(message).encode() + b"\n")
+def become(order: dict[str, Any], streams: list[int]) -> None:
+    """Be ``python WORDS`` as mpirun would have started it: ``-m MODULE ...`` or a script."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(order["folder"])
+    os.sched_setaffinity(0, order["cores"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    words = order["words"]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":

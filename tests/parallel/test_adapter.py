@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ranks
 from tests.parallel import resident
 from tests.parallel.conftest import FRAMEWORKS, STRATEGIES
 
@@ -38,7 +37,7 @@ def test_loops_of_users_equal_one_process_and_misuse_is_told(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_call_under_a_test_of_the_rank_ends_at_once(strategy: str, tmp_path: Path) -> None:
-    outcome = ranks(3, str(OWN_LOOP), strategy, str(tmp_path), "alone")
+    outcome = resident.ranks(3, str(OWN_LOOP), strategy, str(tmp_path), "alone")
     assert outcome.code == 1
     assert "the ranks wait in different calls, so for ever: rank 0 on" in outcome.err
     # One that is in the other call is enough to tell.

@@ -50,7 +50,9 @@ def test_a_pipe_that_nobody_reads(option: str, tmp_path: Path) -> None:
     """All options that name a file take one check; of its own: tests/unit/system/test_files.py."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    outcome = ranks(2, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet", f"--{option}={pipe}")
+    outcome = resident.ranks(
+        2, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet", f"--{option}={pipe}"
+    )
     assert_one_line(outcome, 2, f"--{option} {pipe} cannot be written: nobody reads this pipe")
     assert pipe.is_fifo()
 
@@ -60,7 +62,7 @@ def test_a_truncated_idx_file(tmp_path: Path, mnist: Path) -> None:
         (tmp_path / file.name.removesuffix(".gz")).write_bytes(gzip.decompress(file.read_bytes()))
     broken = tmp_path / "train-images-idx3-ubyte"
     os.truncate(broken, 1_000_000)
-    outcome = ranks(2, "-m", "hvdtrain.mnist", f"--data={tmp_path}")
+    outcome = resident.ranks(2, "-m", "hvdtrain.mnist", f"--data={tmp_path}")
     assert_one_line(outcome, 2, str(broken), "copy it again")
 
 
@@ -114,7 +116,7 @@ def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) 
     line = ("-m", "hvdtrain.resnet", f"--framework={framework}", f"--data={pictures}", *SHORT)
     scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, as sockets need
     before = set(Path("/dev/shm").glob("sem.*"))
-    outcome = ranks(2, *line, "--quiet", TEST_MARK=str(pictures), TMPDIR=str(scratch))
+    outcome = resident.ranks(2, *line, "--quiet", TEST_MARK=str(pictures), TMPDIR=str(scratch))
     assert_one_line(outcome, 2, str(broken), "--skip-broken")
     assert_no_process_left(str(pictures))
     # PyTorch's cache is meant to stay; of worker processes and TensorFlow nothing is.
@@ -130,7 +132,7 @@ def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) 
 
 def test_an_empty_class_folder(pictures: Path) -> None:
     (pictures / "train" / os.fsdecode(b"em\xfc")).mkdir()  # no UTF-8
-    outcome = ranks(2, "-m", "hvdtrain.resnet", f"--data={pictures}", *SHORT)
+    outcome = resident.ranks(2, "-m", "hvdtrain.resnet", f"--data={pictures}", *SHORT)
     assert_one_line(outcome, 2, f"{pictures}/train/em\\udcfc holds no image")
 
 
@@ -161,7 +163,7 @@ def test_a_loss_that_is_nan_on_one_rank(tmp_path: Path) -> None:
         "sys.argv += ['--quiet']\n"
         "run_and_exit(mnist.main)\n"
     )
-    outcome = ranks(2, str(script))
+    outcome = resident.ranks(2, str(script))
     assert_one_line(outcome, 1, "rank 1", "step 4", "nan")
 
 
@@ -183,7 +185,7 @@ def test_a_crash_on_one_rank_ends_the_job(strategy: str, tmp_path: Path) -> None
         f"sys.argv += ['--quiet', '--strategy={strategy}']\n"
         "run_and_exit(mnist.main)\n"
     )
-    outcome = ranks(2, str(script))
+    outcome = resident.ranks(2, str(script))
     ended = time.time()
     crashed = next(line for line in outcome.err.splitlines() if line.startswith("crashing"))
     assert outcome.code == 1
@@ -196,7 +198,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     train(1, tmp_path, "mnist", "--num-steps=1", "--model=small")
     before = sorted((tmp_path / "checkpoints").rglob("*"))
     line = ("-m", "hvdtrain.mnist", "--num-steps=2", f"--checkpoint-dir={tmp_path / 'checkpoints'}")
-    outcome = ranks(2, *line, "--model=tutorial")
+    outcome = resident.ranks(2, *line, "--model=tutorial")
     assert_one_line(outcome, 2, "'small' there, 'tutorial' here")
     assert sorted((tmp_path / "checkpoints").rglob("*")) == before
 
@@ -221,7 +223,7 @@ def test_a_full_disk_while_saving(tmp_path: Path) -> None:
     try:
         # A checkpoint of the tutorial net with its momenta takes 9.6 MB: the second is too many.
         line = ("-m", "hvdtrain.mnist", "--checkpoint-every=1", f"--checkpoint-dir={disk}")
-        outcome = ranks(2, *line, "--num-steps=3", "--quiet")
+        outcome = resident.ranks(2, *line, "--num-steps=3", "--quiet")
         assert_one_line(outcome, 1, "No space left", "step-000000001 is intact")
         assert [path.name for path in disk.iterdir()] == ["step-000000001"]
         shutil.copytree(disk / "step-000000001", tmp_path / "checkpoints" / "step-000000001")

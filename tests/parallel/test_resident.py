@@ -1,19 +1,17 @@
-"""Resident ranks: what runs there runs as in fresh processes, and nothing of them stays."""
+"""Resident processes: ranks forked there are as fresh ones, and nothing of them stays."""
 
 from __future__ import annotations
 
-import os
+import json
 import signal
-import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from hvdtrain.system.runtime.exit import process_status
 from tests.conftest import ranks
 from tests.parallel import resident
 from tests.parallel.conftest import WAYS, Training, assert_bit_equal, train
@@ -46,70 +44,105 @@ def test_a_trainer_writes_what_it_writes_in_fresh_processes(
         assert files[0] == files[1]
 
 
-def spoil(value: int) -> dict[str, Any]:
-    """Leave marks in all that a process has one of, and return what was there before."""
-    found = {
-        "environment": os.environ.get("SPOILT"),
-        "extra": os.environ.get("EXTRA"),
-        "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
-        "threads": threading.active_count(),
-        "hook": sys.excepthook is sys.__excepthook__,
-        "stage": process_status.stage,
-        "arguments": sys.argv[1:2],
-        "value": value,
-    }
-    os.environ["SPOILT"] = "yes"
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-    sys.excepthook = lambda *_: None
-    process_status.stage = sys.argv[1] = "spoilt"
-    return found
+# Leaves marks in all that a process has one of, and writes what was there before.
+SPOIL = """
+import json, os, signal, sys, threading, time
+from pathlib import Path
+from hvdtrain.system.runtime.exit import process_status
+found = {
+    "environment": os.environ.get("SPOILT"),
+    "extra": os.environ.get("EXTRA"),
+    "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    "threads": threading.active_count(),
+    "hook": sys.excepthook is sys.__excepthook__,
+    "stage": process_status.stage,
+    "arguments": sys.argv[1:],
+    "size": os.environ["OMPI_COMM_WORLD_SIZE"],
+}
+Path(f"found-{sys.argv[1]}-{os.environ['OMPI_COMM_WORLD_RANK']}").write_text(json.dumps(found))
+os.environ["SPOILT"] = "yes"
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+sys.excepthook = lambda *_: None
+process_status.stage = sys.argv[1] = "spoilt"
+print("said", flush=True)
+"""
+
+END = """
+import os, signal, sys, time
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    {end}
+time.sleep(100)
+"""
 
 
-def fail_on_the_last(size: int) -> None:
-    if int(os.environ["OMPI_COMM_WORLD_RANK"]) == size - 1:
-        raise ValueError("on purpose")
-    time.sleep(100)
+WAIT = """
+import os, signal, sys, time
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(open(f"ended-{rank}", "w").close()))
+open(f"here-{rank}", "w").close()
+time.sleep(100)
+"""
 
 
-def test_a_run_finds_a_fresh_process() -> None:
-    for value in (1, 2):
-        code, answers = resident.run("pytorch", 2, f"{__name__}:spoil", value, EXTRA=str(value))
-        assert code == 0
-        for answer in answers:
-            expected = {"environment": None, "extra": str(value), "handler": True, "threads": 1}
-            own = {"hook": True, "stage": "", "arguments": ["pytorch"], "value": value}
-            assert answer.result == {**expected, **own}
+def test_a_run_finds_a_fresh_process(tmp_path: Path) -> None:
+    script = tmp_path / "spoil.py"
+    script.write_text(SPOIL)
+    for value in ("1", "2"):
+        outcome = resident.ranks(2, str(script), value, cwd=tmp_path, EXTRA=value)
+        assert (outcome.code, outcome.out, outcome.err) == (0, "said\n" * 2, "")
+        for rank in range(2):
+            found = json.loads((tmp_path / f"found-{value}-{rank}").read_text())
+            expected = {"environment": None, "extra": value, "handler": True, "threads": 1}
+            own = {"hook": True, "stage": "", "arguments": [value], "size": "2"}
+            assert found == {**expected, **own}
 
 
-def test_a_failure_gives_its_traceback_and_ends_the_others() -> None:
-    code, answers = resident.run("pytorch", 2, f"{__name__}:fail_on_the_last", 2, timeout=60)
-    assert code == 1
-    assert [answer.code for answer in answers] == [-signal.SIGKILL, 1]
-    assert answers[1].err.endswith("ValueError: on purpose\n")
-    assert f"{Path(__file__).name}" in answers[1].err
+ENDS = {"raise ValueError('on purpose')": 1, "os.kill(os.getpid(), signal.SIGSEGV)": 139}
 
 
-def test_a_hang_and_a_dead_job_are_replaced() -> None:
-    def job() -> tuple[int, list[psutil.Process]]:
-        leader = psutil.Process(resident._jobs["pytorch", 1].process.pid)
-        return leader.pid, [leader, *leader.children(recursive=True)]
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_fails_ends_its_job_and_not_the_next(end: str, tmp_path: Path) -> None:
+    (tmp_path / "end.py").write_text(END.format(end=end))
+    (tmp_path / "go_on.py").write_text("print('done')")
+    outcome = resident.ranks(2, str(tmp_path / "end.py"), timeout=60)
+    assert outcome.code == ENDS[end], outcome.err
+    if ENDS[end] == 1:
+        assert "end.py" in outcome.err
+        assert "ValueError: on purpose\n" in outcome.err
+    server = psutil.Process(resident._servers["pytorch"].process.pid)
+    assert psutil.wait_procs(server.children(recursive=True), timeout=10)[1] == []
+    assert resident.ranks(2, str(tmp_path / "go_on.py")).out == "done\n" * 2
+    assert resident._servers["pytorch"].process.pid == server.pid
 
-    seen = []
-    assert resident.run("pytorch", 1, f"{__name__}:spoil", 0)[0] == 0
-    seen.append(job())
-    with pytest.raises(TimeoutError, match="hung for 1 s"):
-        resident.run("pytorch", 1, "time:sleep", 30, timeout=1)
-    assert psutil.wait_procs(seen[-1][1], timeout=10)[1] == []
-    assert resident.run("pytorch", 1, f"{__name__}:spoil", 0)[0] == 0
-    seen.append(job())
-    seen[-1][1][0].kill()
-    seen[-1][1][0].wait()
-    assert resident.run("pytorch", 1, f"{__name__}:spoil", 0)[0] == 0
-    assert len({leader for leader, _ in [*seen, job()]}) == 3
-    assert psutil.wait_procs(seen[-1][1], timeout=10)[1] == []
-    _, processes = job()
-    last = resident._jobs.pop(("pytorch", 1))
+
+def test_mpirun_hands_term_on_and_waits(tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(resident.ranks, 2, str(script), cwd=tmp_path)
+        while len(list(tmp_path.glob("here-*"))) < 2:
+            assert not running.done(), running.result().err
+            time.sleep(0.05)
+        (job,) = (p for p in psutil.Process().children(recursive=True) if p.name() == "prterun")
+        job.terminate()
+        assert running.result().code
+    assert len(list(tmp_path.glob("ended-*"))) == 2
+
+
+def test_a_hang_and_a_dead_server_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hang.py").write_text("import time; time.sleep(30)")
+    (tmp_path / "go_on.py").write_text("print('done')")
+    with pytest.raises(pytest.fail.Exception, match="hung for 2 s"):
+        resident.ranks(1, str(tmp_path / "hang.py"), timeout=2)
+    first = resident._servers["pytorch"]
+    server = psutil.Process(first.process.pid)
+    assert psutil.wait_procs(server.children(recursive=True), timeout=10)[1] == []
+    server.kill()
+    first.process.wait()
+    assert resident.ranks(1, str(tmp_path / "go_on.py")).out == "done\n"
+    last = resident._servers.pop("pytorch")
+    assert last is not first
     last.end()
-    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert last.process.returncode == -signal.SIGTERM
     assert not last.folder.exists()
