@@ -1,27 +1,55 @@
-"""``mpirun -n 4 python -m hvdtrain.collectives``: what collectives do, shown on real ranks."""
+"""``mpirun -n 4 python -m hvdtrain.collectives``: what collectives do, and how fast they are."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.config.options import positive, reader
+from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import EXIT_OK, UsageError
+from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mpi4py import Mpi4py
+    from hvdtrain.collectives.page import Section
 
+USAGE = """
+  mpirun -n N python -m hvdtrain.collectives [--json] [--html FILE]
+  mpirun -n N python -m hvdtrain.collectives --time [options]"""
 EXAMPLE = """\
 examples:
   mpirun -n 3 python -m hvdtrain.collectives
   mpirun -n 4 python -m hvdtrain.collectives --html lesson.html
+  mpirun -n 4 python -m hvdtrain.collectives --time --collectives allreduce,broadcast
 
 docs/collectives.md explains what is shown."""
+# Which of the switches each option needs.
+BELONGS = {
+    "collectives": ("time",),
+    "libraries": ("time",),
+    "sizes": ("time",),
+    "seconds": ("time",),
+    "plot": ("time",),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 shows: to people, to programs, on a page and as a plot."""
+
+    text: str
+    data: dict[str, Any]
+    sections: Callable[[], Sequence[Section]]
+    figure: Callable[[], Any] | None = field(default=None)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -32,8 +60,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain.collectives",
-        usage="mpirun -n N python -m hvdtrain.collectives [options]",
-        description="Show what each collective does: what every rank holds before and after it.",
+        usage=USAGE,
+        description="Show what each collective does: what every rank holds before and after it.\n"
+        "With --time, measure how long each takes.",
         epilog=EXAMPLE,
         exit_on_error=False,
         allow_abbrev=False,
@@ -41,34 +70,63 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--time", action="store_true", help="each collective, by message size and library"
+    )
+    add = parser.add_argument_group("how it is measured").add_argument
+    for name, kind, metavar, told in (
+        ("--sizes", reader(_sizes), "BYTES,...", "of the messages, such as 4,1e6 (4 ... 64 MiB)"),
+        ("--seconds", reader(_seconds), "S", "for each size of each collective and library (0.1)"),
+        ("--collectives", _words, "NAME,...", "with --time, these (all)"),
+        ("--libraries", _words, "NAME,...", "with --time, of mpi4py, horovod, gloo, nccl (all)"),
+        ("--plot", Path, "STEM", "write the plot as STEM.png and STEM.pdf"),
+    ):
+        add(name, type=kind, metavar=metavar, help=told)
     try:
         options, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise UsageError(f"{error.argument_name}: {error.message}") from error
     if unknown:
         raise UsageError(f"{unknown[0]}: no such option; see {parser.prog} --help")
+    for name, switches in BELONGS.items():
+        if getattr(options, name) is not None and not any(
+            getattr(options, one) for one in switches
+        ):
+            raise UsageError(f"--{name} measures: give --{' or --'.join(switches)}, too")
     return options
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(","))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Return message sizes, rising; at least a float32 each."""
+    sizes = sorted({positive(word) for word in _words(text)})
+    if sizes[0] < 4:
+        raise ValueError(f"{sizes[0]} bytes are less than a float32, which has 4")
+    return tuple(sizes)
+
+
+def _seconds(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise ValueError(f"{text} is not a number of seconds above 0")
+    return float(text)
 
 
 def main() -> int:
     """Do what the command line asks for; rank 0 writes."""
     options = parse(sys.argv[1:])
+    check_writable(options.html, "--html")
+    check_writable(options.plot, "--plot")
     set_defaults(MPI_VARIABLES)
+    if options.time:
+        for strategy in STRATEGIES.values():
+            set_defaults(strategy.environment)
     ranks = connect()
-    from hvdtrain.system.files import check_writable
-
-    ranks.on_root(lambda: check_writable(options.html, "--html"))
-    from hvdtrain.collectives import lesson
-
-    outcomes = lesson.run_all(ranks.world)
-    data = {"ranks": ranks.size, "lesson": [one.to_json() for one in outcomes]}
-
-    def page() -> None:
-        from hvdtrain.collectives.page import write
-
-        write(options.html, outcomes)
-
-    ranks.on_root(lambda: _publish(options, lesson.text(outcomes), data, page))
+    result = measure_time(ranks, options) if options.time else show_lesson(ranks)
+    ranks.on_root(lambda: publish(result, options, ranks.size))
     return EXIT_OK
 
 
@@ -88,14 +146,78 @@ def connect() -> Mpi4py:
     return Mpi4py()
 
 
-def _publish(
-    options: argparse.Namespace, text: str, data: dict[str, Any], page: Callable[[], None]
-) -> None:
-    """Print the result and write the page that was asked for."""
+def show_lesson(ranks: Mpi4py) -> Result:
+    """Do each collective once on small arrays; all ranks together."""
+    from hvdtrain.collectives import lesson
+
+    outcomes = lesson.run_all(ranks.world)
+
+    def sections() -> Sequence[Section]:
+        from hvdtrain.collectives.page import lesson_section
+
+        return [lesson_section(outcomes)]
+
+    data = {"ranks": ranks.size, "lesson": [one.to_json() for one in outcomes]}
+    return Result(lesson.text(outcomes), data, sections)
+
+
+def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
+    """Time each collective of each library; all ranks together.
+
+    Raises:
+        UsageError: a collective or a library that is not known.
+    """
+    from hvdtrain.collectives import bench, report
+    from hvdtrain.collectives.lesson import COLLECTIVES
+
+    collectives = _chosen(options.collectives, [one.name for one in COLLECTIVES], "--collectives")
+    libraries = _chosen(options.libraries, bench.BACKENDS, "--libraries")
+    found: dict[str, Any] = {"ranks": ranks.size, "hosts": hosts_of(ranks), "backends": {}}
+    for name in libraries:
+        found["backends"][name] = bench.measure(
+            ranks, name, collectives, options.sizes or bench.SIZES, options.seconds or bench.SECONDS
+        )
+
+    def sections() -> Sequence[Section]:
+        from hvdtrain.collectives.page import Section
+
+        tables, notes = report.time_tables(found), report.left_out(found)
+        return [Section("How long each one takes", notes, report.time_figure(found), tables)]
+
+    return Result(report.time_text(found), found, sections, lambda: report.time_figure(found))
+
+
+def hosts_of(ranks: Mpi4py) -> int:
+    """Return on how many hosts the ranks are."""
+    return len(set(ranks.gather(socket.gethostname().encode())))
+
+
+def _chosen(asked: Sequence[str] | None, known: Sequence[str], option: str) -> Sequence[str]:
+    """Return what was asked for, else all.
+
+    Raises:
+        UsageError: one of it is not known.
+    """
+    for name in asked or ():
+        if name not in known:
+            raise UsageError(f"{option} {name}: choose of {', '.join(known)}")
+    return asked or known
+
+
+def publish(result: Result, options: argparse.Namespace, size: int) -> None:
+    """Write what was asked for, and print the result."""
+    written: list[Path] = []
+    if options.plot and result.figure:
+        from hvdtrain.system.output import plots
+
+        written += plots.save(result.figure(), options.plot)
     if options.html:
-        page()
-        text += f"\n\n{options.html}: pictures"
-    sys.stdout.write(f"{json.dumps(data) if options.json else text}\n")
+        from hvdtrain.collectives import page
+
+        page.write(options.html, size, result.sections())
+        written.append(options.html)
+    text = "\n".join([result.text, *([""] if written else []), *map(str, written)])
+    sys.stdout.write(f"{json.dumps(result.data) if options.json else text}\n")
     sys.stdout.flush()
 
 

@@ -18,6 +18,7 @@ from hvdtrain.system.runtime.exit import agreed
 Result = TypeVar("Result")
 Bytes = NDArray[np.uint8]
 Vector = NDArray[np.float64]
+Operations = dict[str, Callable[[], object]]  # what does a collective, by its name in the lesson
 Tensor = Any  # of the library: a NumPy array, a torch or a TensorFlow tensor, on a GPU too
 
 CHUNK = 2**28  # bytes in one broadcast: MPI counts elements in a 32-bit int
@@ -64,6 +65,19 @@ class Communicator(ABC):
             tensor: contiguous, of the same shape and type on all ranks.
             name: of this sum, the same on all ranks.
         """
+
+    def operations(self, count: int) -> Operations:
+        """Return the collectives of this library, each on zeros and to be called again and again.
+
+        The longer one of a rank's two buffers is the message: ``count`` float32, or, where it has a
+        part per rank, the nearest that makes equal parts of one float32 or more.
+        """
+        tensor = self.tensor(count, 0.0)
+        return {"allreduce": lambda: self.sum_tensor(tensor, f"allreduce.{count}")}
+
+    def part_of(self, count: int) -> int:
+        """Return the length of a rank's part of ``count`` float32, 1 or more."""
+        return max(1, round(count / self.size))
 
     def synchronize(self) -> None:  # noqa: B027 (most sum on the CPU)
         """Wait until this rank's GPU has done what was begun."""

@@ -1,40 +1,42 @@
-"""How long an allreduce takes, by message size and by library, on the ranks that run this.
+"""How long collectives take, by message size and by library, on the ranks that run this.
 
-    mpirun -n 4 python -m hvdtrain.collectives.bench
+    mpirun -n 4 python -m hvdtrain.collectives --time --json
 
 Rank 0 prints one JSON object:
 
     {"ranks": 4, "hosts": 1, "backends": {
-        "mpi4py":  {"state": "ok", "rows": [ROW, ...]},
-        "horovod": {"state": "ok", "rows": [...]},
+        "mpi4py":  {"state": "ok", "rows": [ROW, ...], "fits": [FIT, ...], "left_out": {}},
+        "horovod": {"state": "ok", "rows": [...], ...},
         "gloo":    {"state": "error", "reason": "..."},
         "nccl":    {"state": "absent", "reason": "..."}}}
 
-A ROW holds ``bytes`` (of the float32 message on each rank), ``repeats``, ``seconds`` (the median
-over the repeats, each the slowest rank's), ``seconds_min``, ``seconds_max``, and two bandwidths in
-GB/s (1e9 bytes), ``algorithm_gb_per_second`` and ``bus_gb_per_second``: see ``bandwidths``.
+A ROW holds ``collective``, ``bytes`` (of the float32 message on each rank; what a rank holds of it
+where each has a part), ``repeats``, ``seconds`` (the median over the repeats, each the slowest
+rank's), ``seconds_min``, ``seconds_max``, and for an allreduce two bandwidths in GB/s (1e9 bytes),
+``algorithm_gb_per_second`` and ``bus_gb_per_second``: see ``model.bandwidths``. A FIT holds
+``collective``, ``latency_seconds`` and ``bytes_per_second`` (null where size has cost nothing).
 ``horovod`` is Horovod with PyTorch, as the trainers use it: its ``HOROVOD_CYCLE_TIME`` is part of
 the latency.
+
+The libraries are timed one after the other, each alone as in a training: threads of one that is
+started and idle would take the cores of the next.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import socket
+import math
 import statistics
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.config.strategies import STRATEGIES
-from hvdtrain.system.runtime.tuning import set_defaults
+from hvdtrain.collectives.model import Message, bandwidths, fit
 
 SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)  # bytes
-SECONDS = 0.3  # for each size and backend
+SECONDS = 0.1  # for each size, collective and back end
 FEWEST, MOST = 5, 200  # repeats
 WARM_UP = 2
 ELEMENT = 4  # bytes of a float32
@@ -84,48 +86,69 @@ def start(name: str, mpi: Communicator) -> Communicator:
     return started
 
 
-def bandwidths(size: int, seconds: float, ranks: int) -> tuple[float, float]:
-    """Return algorithm and bus bandwidth in GB/s of an allreduce of ``size`` bytes.
-
-    Algorithm bandwidth is size / time. Whatever the algorithm, each rank has to send and receive
-    2 (n - 1) / n times the message, so the algorithm bandwidth times that factor compares to the
-    speed of the links at any number of ranks.
-
-    Source: NVIDIA nccl-tests, doc/PERFORMANCE.md ("AllReduce").
-    """
-    algorithm = size / seconds / 1e9
-    return algorithm, algorithm * 2 * (ranks - 1) / ranks
-
-
 def repeats_for(seconds: float, budget: float) -> int:
     """Return how often to repeat what takes ``seconds`` once."""
     return max(FEWEST, min(MOST, int(budget / seconds) if seconds > 0 else MOST))
 
 
-def measure(mpi: Communicator, name: str, sizes: Sequence[int], budget: float) -> dict[str, Any]:
+def measure(
+    mpi: Communicator, name: str, collectives: Sequence[str], sizes: Sequence[int], budget: float
+) -> dict[str, Any]:
     """Measure one back end; all ranks together, and where one cannot, none does.
 
     Args:
         mpi: connects the ranks while none of the others does.
         name: of the back end.
+        collectives: which of its ``operations``.
         sizes: bytes.
-        budget: seconds for each size.
+        budget: seconds for each size and collective.
     """
     reason = _first(mpi, missing(name))
     if reason:
         return {"state": "absent", "reason": reason}
-    backend, reason = None, ""
+    backend: Communicator | None = None
+    reason = ""
     try:
         backend = start(name, mpi)
     except Exception as error:  # each library has errors of its own
-        reason = " ".join(str(error).split()) or repr(error)
+        reason = _line(error)
     reason = _first(mpi, reason)
     if reason or backend is None:
         return {"state": "error", "reason": reason}
     wrong = _first(mpi, _wrong_sum(backend))
-    rows = [] if wrong else [_row(mpi, backend, size, budget) for size in sizes]
+    found = {"state": "error", "reason": wrong}
+    if not wrong:
+        found = _measure_all(mpi, backend, collectives, sizes, budget)
     backend.close()
-    return {"state": "error", "reason": wrong} if wrong else {"state": "ok", "rows": rows}
+    return found
+
+
+def _measure_all(
+    mpi: Communicator,
+    backend: Communicator,
+    collectives: Sequence[str],
+    sizes: Sequence[int],
+    budget: float,
+) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for size in sizes:
+        operations = backend.operations(max(1, size // ELEMENT))
+        for name in (one for one in collectives if one in operations and one not in left_out):
+            if reason := _first(mpi, _failure(backend, operations[name])):
+                left_out[name] = reason
+                continue
+            rows.append(_row(mpi, backend, name, operations[name], size, budget))
+    rows = [row for row in rows if row["collective"] not in left_out]
+    fits = [_fit(name, rows) for name in dict.fromkeys(row["collective"] for row in rows)]
+    return {"state": "ok", "rows": rows, "fits": fits, "left_out": left_out}
+
+
+def _fit(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    own = [row for row in rows if row["collective"] == name]
+    link = fit([Message(1, row["bytes"], row["seconds"]) for row in own])
+    speed = link.bandwidth if math.isfinite(link.bandwidth) else None
+    return {"collective": name, "latency_seconds": link.latency, "bytes_per_second": speed}
 
 
 def _first(mpi: Communicator, reason: str) -> str:
@@ -136,6 +159,10 @@ def _first(mpi: Communicator, reason: str) -> str:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
 
 
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or repr(error)
+
+
 def _wrong_sum(backend: Communicator) -> str:
     """Say so where rank + 1, summed over n ranks, is not n (n + 1) / 2: then no time counts."""
     expected = backend.size * (backend.size + 1) / 2
@@ -144,61 +171,49 @@ def _wrong_sum(backend: Communicator) -> str:
     return "" if got == [expected] else f"the sum is {got[:3]}, not {expected}"
 
 
-def _row(mpi: Communicator, backend: Communicator, size: int, budget: float) -> dict[str, Any]:
-    tensor = backend.tensor(size // ELEMENT, 0.0)
-    for _ in range(WARM_UP):
-        backend.sum_tensor(tensor, f"bench.{size}")
-    estimate = _once(backend, tensor, size)
+def _failure(backend: Communicator, operation: Callable[[], object]) -> str:
+    """Return why ``operation`` does not work, trying it; empty where it does."""
+    try:
+        for _ in range(WARM_UP):
+            operation()
+        backend.synchronize()
+    except Exception as error:  # a library, or its build, that has not got it
+        return _line(error)
+    return ""
+
+
+def _row(
+    mpi: Communicator,
+    backend: Communicator,
+    collective: str,
+    operation: Callable[[], object],
+    size: int,
+    budget: float,
+) -> dict[str, Any]:
+    """Time ``operation``, which has been called before."""
+    estimate = _once(backend, operation)
     # As often on all ranks; this also lets them begin together.
     repeats = int(mpi.gather(str(repeats_for(estimate, budget)).encode())[0])
-    mine = [_once(backend, tensor, size) for _ in range(repeats)]
+    mine = [_once(backend, operation) for _ in range(repeats)]
     everyone = [json.loads(times) for times in mpi.gather(json.dumps(mine).encode())]
     slowest = [max(times) for times in zip(*everyone, strict=True)]
     median = statistics.median(slowest)
-    algorithm, bus = bandwidths(size, median, backend.size)
-    return {
+    row: dict[str, Any] = {
+        "collective": collective,
         "bytes": size,
         "repeats": repeats,
         "seconds": median,
         "seconds_min": min(slowest),
         "seconds_max": max(slowest),
-        "algorithm_gb_per_second": algorithm,
-        "bus_gb_per_second": bus,
     }
+    if collective == "allreduce":
+        algorithm, bus = bandwidths(size, median, backend.size)
+        row |= {"algorithm_gb_per_second": algorithm, "bus_gb_per_second": bus}
+    return row
 
 
-def _once(backend: Communicator, tensor: Any, size: int) -> float:
+def _once(backend: Communicator, operation: Callable[[], object]) -> float:
     began = time.perf_counter()
-    backend.sum_tensor(tensor, f"bench.{size}")
+    operation()
     backend.synchronize()
     return time.perf_counter() - began
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description="Time allreduce on these ranks; JSON on rank 0.")
-    parser.add_argument("--backends", default=",".join(BACKENDS), help="separated by commas")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes, likewise")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each of them")
-    options = parser.parse_args(arguments)
-    for strategy in STRATEGIES.values():
-        set_defaults(strategy.environment)
-    from hvdtrain.collectives.mpi4py import Mpi4py
-
-    mpi = Mpi4py()
-    hosts = len(set(mpi.gather(socket.gethostname().encode())))
-    sizes = [int(size) for size in options.sizes.split(",")]
-    report = {
-        "ranks": mpi.size,
-        "hosts": hosts,
-        "backends": {
-            name: measure(mpi, name, sizes, options.seconds) for name in options.backends.split(",")
-        },
-    }
-    mpi.on_root(lambda: sys.stdout.write(json.dumps(report) + "\n"))
-    sys.stdout.flush()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,14 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from hvdtrain.collectives.base import Bytes, Communicator, Tensor, Vector, split
+from hvdtrain.collectives.base import (
+    Bytes,
+    Communicator,
+    Operations,
+    Tensor,
+    Vector,
+    split,
+)
 
 
 class HorovodTorch(Communicator):
@@ -48,6 +55,21 @@ class HorovodTorch(Communicator):
     @override
     def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
         return hvd.allreduce_(tensor, name=name, op=hvd.Sum)
+
+    @override
+    def operations(self, count: int) -> Operations:
+        whole = self.tensor(count, 0.0)
+        length = self.part_of(count)
+        part, parts = self.tensor(length, 0.0), self.tensor(length * self.size, 0.0)
+        return {
+            "broadcast": lambda: hvd.broadcast_(whole, 0, name=f"broadcast.{count}"),
+            **super().operations(count),
+            "allgather": lambda: hvd.allgather(part, name=f"allgather.{count}"),
+            "reduce-scatter": lambda: hvd.reducescatter(
+                parts, op=hvd.Sum, name=f"reducescatter.{count}"
+            ),
+            "alltoall": lambda: hvd.alltoall(parts, name=f"alltoall.{count}"),
+        }
 
     @override
     def synchronize(self) -> None:

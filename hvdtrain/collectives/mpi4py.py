@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 from typing_extensions import override
 
-from hvdtrain.collectives.base import Bytes, Communicator, Tensor, Vector
+from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
 
 
 class Mpi4py(Communicator):
@@ -41,3 +41,24 @@ class Mpi4py(Communicator):
     def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
         self.world.Allreduce(MPI.IN_PLACE, tensor)
         return tensor
+
+    @override
+    def operations(self, count: int) -> Operations:
+        world, root = self.world, self.is_root
+        whole, other = self.tensor(count, 0.0), self.tensor(count, 0.0)
+        part = self.tensor(self.part_of(count), 0.0)
+        parts, others = np.tile(part, self.size), np.tile(part, self.size)
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return {
+            "broadcast": lambda: world.Bcast(whole),
+            "scatter": lambda: world.Scatter(parts if root else None, part),
+            "gather": lambda: world.Gather(part, parts if root else None),
+            "reduce": lambda: world.Reduce(whole, other if root else None),
+            **super().operations(count),
+            "allgather": lambda: world.Allgather(part, parts),
+            "reduce-scatter": lambda: world.Reduce_scatter_block(parts, part),
+            "alltoall": lambda: world.Alltoall(parts, others),
+            "send and receive": lambda: world.Sendrecv(
+                whole, dest=following, recvbuf=other, source=previous
+            ),
+        }

@@ -1,8 +1,10 @@
-"""``--html``: one file, without network, with a picture of each collective."""
+"""``--html``: one file, without network, with pictures of the collectives, plots and tables."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import jinja2
 
 from hvdtrain import __version__
-from hvdtrain.collectives.lesson import Cells, Outcome
+from hvdtrain.collectives.lesson import Cells, Collective, Outcome
 from hvdtrain.system.files import replacing
+from hvdtrain.system.output import plots
+from hvdtrain.system.output.text import Table, plural
 
 # Of a picture, in pixels.
 WIDE, HIGH = 34, 24  # a cell
@@ -20,24 +24,46 @@ LEFT, TOP = 52, 26  # of the first cell
 GAP = 110  # between before and after, for the lines
 DIGIT = 9  # that a digit more than two takes
 
+HOW_TO_READ = (
+    "Each rank is a row and has a colour. A number keeps the colour of the rank that it comes "
+    "from; a sum, which comes from all ranks, is grey. Lines show which ranks get what one gives."
+)
 
-def write(target: Path, outcomes: list[Outcome]) -> None:
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: what is said, then pictures, a plot, tables, as far as there are any."""
+
+    title: str
+    notes: Sequence[str] = ()
+    figure: Any = None  # of matplotlib
+    tables: Sequence[tuple[str, Table]] = ()
+    pictures: Sequence[tuple[Collective, dict[str, Any]]] = ()
+
+
+def lesson_section(outcomes: Sequence[Outcome]) -> Section:
+    """Return the lesson with pictures of the collectives, plots and tables."""
+    pictures = [(one.collective, picture(one)) for one in outcomes]
+    return Section("What each one does", (HOW_TO_READ,), pictures=pictures)
+
+
+def write(target: Path, ranks: int, sections: Sequence[Section]) -> None:
     """Write the page, complete or not at all.
 
     Raises:
         UsageError, HvdtrainError: see ``replacing``.
     """
     with replacing(target) as file:
-        file.write(render(outcomes).encode())
+        file.write(render(ranks, sections).encode())
 
 
-def render(outcomes: list[Outcome]) -> str:
+def render(ranks: int, sections: Sequence[Section]) -> str:
     """Return the text of the page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string((files("hvdtrain.collectives") / "page.html").read_text())
     return template.render(
-        ranks=len(outcomes[0].before),
-        lesson=[(one.collective, picture(one)) for one in outcomes],
+        ranks=plural(ranks, "rank"),
+        sections=[(one, plots.inline(one.figure) if one.figure else "") for one in sections],
         made=time.strftime("%d %B %Y, %H:%M"),
         version=__version__,
     )

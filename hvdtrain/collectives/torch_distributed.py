@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from hvdtrain.collectives.base import Bytes, Communicator, Tensor, Vector
+from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
 from hvdtrain.system.runtime.detect import BY_HAND, TORCHRUN, detect
 
 OWN_RENDEZVOUS = (TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
@@ -92,6 +92,36 @@ class TorchDistributed(Communicator):
     def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
         dist.all_reduce(tensor)
         return tensor
+
+    @override
+    def operations(self, count: int) -> Operations:
+        whole = self.tensor(count, 0.0)
+        length = self.part_of(count)
+        part, parts = self.tensor(length, 0.0), self.tensor(length * self.size, 0.0)
+        pieces = list(parts.chunk(self.size))
+        ours = pieces if self.is_root else None
+        others = self.tensor(length * self.size, 0.0)
+        found: Operations = {
+            "broadcast": lambda: dist.broadcast(whole, src=0),
+            "scatter": lambda: dist.scatter(part, ours, src=0),
+            "gather": lambda: dist.gather(part, ours, dst=0),
+            "reduce": lambda: dist.reduce(whole, dst=0),
+            **super().operations(count),
+            "allgather": lambda: dist.all_gather(pieces, part),
+            "reduce-scatter": lambda: dist.reduce_scatter(part, pieces),
+            "alltoall": lambda: dist.all_to_all_single(others, parts),
+        }
+        if self.size > 1:  # no rank sends to itself
+            found["send and receive"] = lambda: self._shift(whole, other)
+            other = self.tensor(count, 0.0)
+        return found
+
+    def _shift(self, mine: Tensor, received: Tensor) -> None:
+        """Send ``mine`` to the next rank, and receive from the one before."""
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        ends = ((dist.isend, mine, following), (dist.irecv, received, previous))
+        for request in dist.batch_isend_irecv([dist.P2POp(*end) for end in ends]):
+            request.wait()
 
     @override
     def synchronize(self) -> None:

@@ -52,14 +52,35 @@ def test_the_lesson(size: int, tmp_path: Path) -> None:
     assert page.read_text().count("<svg") == len(shown)
 
 
+def test_times_of_each_library() -> None:
+    words = ("--time", "--json", "--sizes=4,65536", "--seconds=0.001")
+    outcome = resident.ranks(2, "-m", "hvdtrain.collectives", *words)
+    assert outcome.code == 0, outcome.err
+    report = json.loads(outcome.out)
+    assert (report["ranks"], report["hosts"]) == (2, 1)
+    assert list(report["backends"]) == ["mpi4py", "horovod", "gloo", "nccl"]
+    assert report["backends"]["nccl"]["state"] in ("ok", "absent")
+    for name, collectives in (("mpi4py", 9), ("horovod", 5), ("gloo", 9)):
+        found = report["backends"][name]
+        assert (found["state"], found["left_out"]) == ("ok", {})
+        assert len(found["rows"]) == 2 * collectives
+        assert len({fit["collective"] for fit in found["fits"]}) == collectives
+        for row in found["rows"]:
+            assert 0 < row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
+            assert row["bytes"] in (4, 65536) and row["repeats"] >= 5
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--frobnicate"], "--frobnicate: no such option"),
+        (["--sizes=4"], "--sizes measures: give --time, too"),
+        (["--time", "--sizes=2"], "--sizes: 2 bytes are less than a float32"),
+        (["--time", "--libraries=smoke"], "--libraries smoke: choose of mpi4py, "),
         (["--html", "/dev/null/page.html"], "--html /dev/null/page.html: "),
     ],
 )
-def test_wrong_use_of_the_lesson(words: list[str], said: str) -> None:
+def test_wrong_use(words: list[str], said: str) -> None:
     outcome = ranks(2, "-m", "hvdtrain.collectives", *words)
     assert outcome.code == 2
     assert len(outcome.said) == 1 and said in outcome.said[0]

@@ -83,8 +83,9 @@ def test_the_table_in_a_file_and_no_ranks_without_n(tmp_path: Path) -> None:
 def test_what_would_be_started() -> None:
     outcome = doctor("-n", "2", "--dry-run")
     assert outcome.code == 0, outcome.err
-    ends = [line.split()[-1] for line in outcome.out.splitlines()]
-    assert ends == ["hvdtrain.commands.doctor.rank_report", "hvdtrain.collectives.bench"]
+    programs = [line.partition(" -m ")[2] for line in outcome.out.splitlines()]
+    assert programs[0] == "hvdtrain.commands.doctor.rank_report"
+    assert programs[1].startswith("hvdtrain.collectives --time --collectives=allreduce ")
     assert all("-n 2" in line for line in outcome.out.splitlines())
 
 

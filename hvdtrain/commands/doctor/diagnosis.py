@@ -37,7 +37,10 @@ from hvdtrain.system.runtime.command import Command, run
 
 log = logging.getLogger(__name__)
 
-PROGRAMS = ("hvdtrain.commands.doctor.rank_report", "hvdtrain.collectives.bench")
+PROGRAMS = (
+    ("hvdtrain.commands.doctor.rank_report",),
+    ("hvdtrain.collectives", "--time", "--collectives=allreduce", "--seconds=0.3", "--json"),
+)
 TIMEOUTS = (120.0, 300.0)  # seconds that the ranks of each have
 
 
@@ -47,7 +50,7 @@ def commands(wanted: Request, environ: Mapping[str, str]) -> list[Command]:
     Raises:
         UsageError: no MPI, or they do not fit on the hosts.
     """
-    words = [[sys.executable, "-m", program] for program in PROGRAMS]
+    words = [[sys.executable, "-m", *program] for program in PROGRAMS]
     return [prepare(replace(wanted, words=one), environ).command for one in words]
 
 

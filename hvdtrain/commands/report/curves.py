@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,17 +20,9 @@ ROW = 0.2  # inches of a row of the legend
 LONG = 60  # characters that stand in one
 
 
-def inline(figure: Any) -> str:
-    """Return ``figure`` as a data URI, and close it."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
 def curves(courses: Sequence[Course]) -> list[tuple[str, str]]:
     """Draw each quantity that some run has, as (title, data URI)."""
-    return [(title, inline(figure)) for title, figure in figures(first(courses))]
+    return [(title, plots.inline(figure)) for title, figure in figures(first(courses))]
 
 
 def first(courses: Sequence[Course]) -> list[Course]:

@@ -195,7 +195,7 @@ def _study(study: Study) -> dict[str, Any]:
         ]
     return {
         "title": title(study),
-        "plots": [(name, curves.inline(figure)) for name, figure in plot.apart(study)],
+        "plots": [(name, plots.inline(figure)) for name, figure in plot.apart(study)],
         "tables": tables,
         "notes": [report.notes(study), report.fit_text(study), report.uncertain_text(study)],
         "limit": report.limit_text(study) if study.shown else "",

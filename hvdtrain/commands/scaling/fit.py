@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from hvdtrain.commands.scaling.model import LAWS, Candidate, Costs, Fit, Law, Traffic
+from hvdtrain.collectives.model import Law
+from hvdtrain.commands.scaling.model import LAWS, Candidate, Costs, Fit, Traffic
 from hvdtrain.commands.scaling.results import Estimate
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, STRATEGIES
 from hvdtrain.errors import UsageError
@@ -45,6 +46,7 @@ PRIORS |= dict.fromkeys(("transfer", "fixed", "slowdown", "overlap"), 1.0)
 OVERLAP_STARTS = (0.1, 0.5, 0.9)  # what can be hidden is bounded: there may be several minima
 
 # Whose table says what a training waits for: its own library's, else the fastest there is.
+ALLREDUCE = "allreduce"
 FASTEST = ("nccl", "gloo", "horovod", "mpi4py")
 
 
@@ -234,7 +236,7 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reducti
     """Read tables of allreduce times: the rows of the library that ``strategy`` trains with.
 
     A file holds what ``hvdtrain doctor -n N --json`` prints, or the object of
-    ``hvdtrain.collectives.bench`` itself:
+    ``python -m hvdtrain.collectives --time --json`` itself (``collectives/bench.py``):
     {"ranks": N, "backends": {NAME: {"state": "ok", "rows": [{"bytes", "seconds"}]}}}.
 
     Raises:
@@ -249,6 +251,7 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reducti
             ranks = int(times["ranks"])
             tables = {name: one.get("rows") for name, one in times["backends"].items()}
             rows = next((tables[name] for name in (*own, *FASTEST) if tables.get(name)), ())
+            rows = [row for row in rows if row.get("collective", ALLREDUCE) == ALLREDUCE]
             read = [Reduction(ranks, int(row["bytes"]), float(row["seconds"])) for row in rows]
         except OSError as error:
             raise UsageError(f"--allreduce {path}: {error.strerror}") from error

@@ -5,16 +5,9 @@
     exposed(p) = reduce(p) - min(overlap * reduce(p), 2/3 compute)
 
 The gradients are summed in n messages of together M bytes. With the latency a of a message and the
-time b for a byte, ``latency`` is a * n and ``transfer`` is b * M. Hops and volume are those of the
-algorithm:
+time b for a byte, ``latency`` is a * n and ``transfer`` is b * M. Hops and volume are those of a
+ring and of a tree: ``collectives/model.py`` has them, and their source.
 
-    ring    hops 2 (p - 1)       volume 2 (p - 1) / p
-    tree    hops 2 ceil(log2 p)  volume 2 (p - 1) / p
-
-Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations
-in MPICH", Int. J. High Performance Computing Applications 19 (2005), section 4.5: the ring, and
-Rabenseifner's recursive halving and doubling, our tree (its third cost, of adding, is part of our
-b); P. Patarasuk, X. Yuan, J. Parallel Distrib. Comput. 69 (2009): no algorithm sends less.
 The gradients of the last layers are summed while those of the first are computed, so a part of the
 reduction, ``overlap``, is hidden, but no more than the backward pass lasts: two thirds of the
 compute time, since it takes twice the work of the forward pass.
@@ -26,14 +19,15 @@ that were measured. Not in the model: links that ranks share.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
+from hvdtrain.collectives.model import RING, TREE, Law
 from hvdtrain.config.options import NOT_BUILT
 
+LAWS = (RING, TREE)
 BACKWARD = 2 / 3  # of the compute time
 RANKS = tuple(2**power for power in range(4, 13))  # 16 ... 4096, which are predicted
 NOTABLE = 0.02  # slowdown of computing that is worth a word
@@ -41,23 +35,6 @@ LEAST_LIMIT = 0.05  # of a step: what costs less limits nothing
 LOW, MIDDLE, HIGH = 2.5, 50.0, 97.5  # percentiles: the median and 95 %
 # The mean over all samples would not fit the median: rings and trees differ too much at many ranks.
 AROUND = 0.4, 0.6
-
-
-@dataclass(frozen=True)
-class Law:
-    """How the cost of an allreduce grows with the ranks; ``hops``: messages one after another."""
-
-    name: str
-    hops: Callable[[int], float]
-
-    def volume(self, ranks: int) -> float:
-        """Return how many times its own data each rank sends."""
-        return 2 * (ranks - 1) / ranks
-
-
-RING = Law("ring", lambda ranks: 2.0 * (ranks - 1))
-TREE = Law("tree", lambda ranks: 2.0 * math.ceil(math.log2(ranks)))
-LAWS = (RING, TREE)
 
 
 @dataclass(frozen=True)

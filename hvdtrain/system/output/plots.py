@@ -9,6 +9,8 @@ matplotlib is imported on use: ``hvdtrain VERB --help`` has to answer at once.
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +80,13 @@ def save(figure: Any, stem: Path) -> list[Path]:
             figure.savefig(file, format=kind, metadata=metadata)
     plt.close(figure)
     return paths
+
+
+def inline(figure: Any) -> str:
+    """Return ``figure`` as a data URI, which stands in a page itself, and close it."""
+    import matplotlib.pyplot as plt
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -12,6 +12,15 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
+MOST = {"broadcast", "allreduce", "allgather", "reduce-scatter", "alltoall"}
+ALL = {*MOST, "scatter", "gather", "reduce", "send and receive"}
+HAS = {
+    "mpi4py": ALL,
+    "torch_distributed": ALL,
+    "horovod_torch": MOST,
+    "horovod_tf": {"allreduce"},
+}
+
 
 def start(name: str) -> Communicator:
     set_defaults(MPI_VARIABLES)
@@ -51,6 +60,12 @@ assert values.tolist() == [rank + 0.5, -1.0], "the rank's own values are overwri
 total = ranks.sum_tensor(ranks.tensor(4, rank + 1.0), "numbers")
 ranks.synchronize()
 assert numbers(total) == [size * (size + 1) / 2] * 4
+for count in (1, 5, 6):
+    for _ in range(2):
+        for operation in ranks.operations(count).values():
+            operation()
+ranks.synchronize()
+assert HAS[library] == set(ranks.operations(4))
 assert ranks.broadcast_bytes(b"of rank 0" if rank == 0 else b"else") == b"of rank 0"
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hvdtrain.collectives.lesson import COLLECTIVES, Outcome, text
-from hvdtrain.collectives.page import picture, render
+from hvdtrain.collectives.page import lesson_section, picture, render
 
 BY_NAME = {one.name: one for one in COLLECTIVES}
 ALLTOALL = Outcome(BY_NAME["alltoall"], [[10, 11], [20, 21]], [[10, 20], [11, 21]])
@@ -58,6 +58,6 @@ def test_a_sum_has_lines_from_all_and_no_colour() -> None:
 
 
 def test_the_page_fetches_nothing() -> None:
-    page = render([ALLTOALL, REDUCE])
-    assert page.count("<svg") == 2
+    page = render(2, [lesson_section([ALLTOALL, REDUCE])])
+    assert page.count("<svg") == 2 and "2 ranks" in page
     assert re.findall(r"(?:src|href)=|url\(|@import|<script", page) == []

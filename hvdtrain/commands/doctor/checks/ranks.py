@@ -1,6 +1,6 @@
 """Judge what ``doctor -n`` found on the ranks that it started, and how fast they allreduce.
 
-The reports are those of ``doctor.rank_report`` and of ``hvdtrain.collectives.bench``.
+The reports are those of ``doctor.rank_report`` and of ``collectives/bench.py``.
 """
 
 from __future__ import annotations

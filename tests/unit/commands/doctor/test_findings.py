@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.collectives.bench import bandwidths, repeats_for
+from hvdtrain.collectives.model import bandwidths
 from hvdtrain.commands.doctor.checks.ranks import (
     allreduce_findings,
     allreduce_table,
@@ -59,19 +59,6 @@ def test_the_table_on_a_terminal_fits_it() -> None:
     text = rendered(table, columns=60)
     assert "\x1b[" in text  # coloured
     assert len(text.splitlines()) > 3  # wrapped
-
-
-@pytest.mark.parametrize(
-    ("size", "seconds", "ranks", "expected"),
-    [(10**9, 1.0, 1, (1.0, 0.0)), (10**9, 0.5, 2, (2.0, 2.0)), (10**9, 1.0, 4, (1.0, 1.5))],
-)
-def test_bandwidths(size: int, seconds: float, ranks: int, expected: tuple[float, float]) -> None:
-    assert bandwidths(size, seconds, ranks) == expected
-
-
-@pytest.mark.parametrize(("seconds", "repeats"), [(0.0, 200), (1e-6, 200), (0.01, 30), (9.0, 5)])
-def test_repeats_fill_the_budget(seconds: float, repeats: int) -> None:
-    assert repeats_for(seconds, 0.3) == repeats
 
 
 @pytest.mark.parametrize(

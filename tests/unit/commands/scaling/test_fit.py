@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.collectives.model import RING, TREE, Law
 from hvdtrain.commands.scaling.fit import (
     Fit,
     Reduction,
@@ -24,10 +25,7 @@ from hvdtrain.commands.scaling.fit import (
 )
 from hvdtrain.commands.scaling.model import (
     LAWS,
-    RING,
-    TREE,
     Costs,
-    Law,
     efficiency_at,
     predict,
     remedies,
