@@ -16,7 +16,7 @@ from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import run_and_exit
-from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
+from hvdtrain.system.runtime.tuning import MPI_VARIABLES, keep_freed_memory, set_defaults
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mpi4py import Mpi4py
@@ -24,21 +24,25 @@ if TYPE_CHECKING:
 
 USAGE = """
   mpirun -n N python -m hvdtrain.collectives [--json] [--html FILE]
-  mpirun -n N python -m hvdtrain.collectives --time [options]"""
+  mpirun -n N python -m hvdtrain.collectives --time [options]
+  mpirun -n N python -m hvdtrain.collectives --study [options]"""
 EXAMPLE = """\
 examples:
   mpirun -n 3 python -m hvdtrain.collectives
   mpirun -n 4 python -m hvdtrain.collectives --html lesson.html
   mpirun -n 4 python -m hvdtrain.collectives --time --collectives allreduce,broadcast
+  mpirun -n 4 python -m hvdtrain.collectives --study --gradient-mb 45 --html study.html
 
 docs/collectives.md explains what is shown."""
 # Which of the switches each option needs.
 BELONGS = {
     "collectives": ("time",),
     "libraries": ("time",),
-    "sizes": ("time",),
-    "seconds": ("time",),
-    "plot": ("time",),
+    "ranks": ("study",),
+    "gradient_mb": ("study",),
+    "sizes": ("time", "study"),
+    "seconds": ("time", "study"),
+    "plot": ("time", "study"),
 }
 
 
@@ -62,7 +66,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="python -m hvdtrain.collectives",
         usage=USAGE,
         description="Show what each collective does: what every rank holds before and after it.\n"
-        "With --time, measure how long each takes.",
+        "With --time measure how long each takes, with --study which way to allreduce is best.",
         epilog=EXAMPLE,
         exit_on_error=False,
         allow_abbrev=False,
@@ -70,16 +74,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
-    what = parser.add_argument_group("what is measured")
+    what = parser.add_argument_group("what is measured").add_mutually_exclusive_group()
     what.add_argument(
         "--time", action="store_true", help="each collective, by message size and library"
+    )
+    what.add_argument(
+        "--study", action="store_true", help="algorithms of allreduce, by message size and ranks"
     )
     add = parser.add_argument_group("how it is measured").add_argument
     for name, kind, metavar, told in (
         ("--sizes", reader(_sizes), "BYTES,...", "of the messages, such as 4,1e6 (4 ... 64 MiB)"),
-        ("--seconds", reader(_seconds), "S", "for each size of each collective and library (0.1)"),
+        (
+            "--seconds",
+            reader(_above_zero),
+            "S",
+            "per size, for each collective (0.1), or the study (1)",
+        ),
         ("--collectives", _words, "NAME,...", "with --time, these (all)"),
         ("--libraries", _words, "NAME,...", "with --time, of mpi4py, horovod, gloo, nccl (all)"),
+        ("--ranks", reader(_ranks), "N,...", "with --study, of the job's (2, 4, 8 ... and all)"),
+        ("--gradient-mb", reader(_megabytes), "MB", "with --study: a model's (102, ResNet-50)"),
         ("--plot", Path, "STEM", "write the plot as STEM.png and STEM.pdf"),
     ):
         add(name, type=kind, metavar=metavar, help=told)
@@ -93,7 +107,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if getattr(options, name) is not None and not any(
             getattr(options, one) for one in switches
         ):
-            raise UsageError(f"--{name} measures: give --{' or --'.join(switches)}, too")
+            option, needed = name.replace("_", "-"), " or --".join(switches)
+            raise UsageError(f"--{option} goes with --{needed}")
     return options
 
 
@@ -109,9 +124,21 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _seconds(text: str) -> float:
+def _ranks(text: str) -> tuple[int, ...]:
+    counts = sorted({positive(word) for word in _words(text)})
+    if counts[0] < 2:
+        raise ValueError("one rank has nothing to reduce")
+    return tuple(counts)
+
+
+def _megabytes(text: str) -> int:
+    """Return bytes, of 10^6 bytes each."""
+    return round(1e6 * _above_zero(text))
+
+
+def _above_zero(text: str) -> float:
     if not 0 < float(text) < float("inf"):
-        raise ValueError(f"{text} is not a number of seconds above 0")
+        raise ValueError(f"{text} is not a number above 0")
     return float(text)
 
 
@@ -125,7 +152,10 @@ def main() -> int:
         for strategy in STRATEGIES.values():
             set_defaults(strategy.environment)
     ranks = connect()
-    result = measure_time(ranks, options) if options.time else show_lesson(ranks)
+    if options.time:
+        result = measure_time(ranks, options)
+    else:
+        result = study_allreduce(ranks, options) if options.study else show_lesson(ranks)
     ranks.on_root(lambda: publish(result, options, ranks.size))
     return EXIT_OK
 
@@ -185,6 +215,40 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
         return [Section("How long each one takes", notes, report.time_figure(found), tables)]
 
     return Result(report.time_text(found), found, sections, lambda: report.time_figure(found))
+
+
+def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
+    """Compare algorithms of allreduce; all ranks together.
+
+    Raises:
+        UsageError: more ranks are asked for than there are, or there is one.
+        HvdtrainError: an algorithm sums wrongly.
+    """
+    from hvdtrain.collectives import study, study_report
+
+    if ranks.size < 2:
+        raise UsageError("--study needs 2 ranks or more: mpirun -n 4")
+    counts = options.ranks or study.rank_counts(ranks.size)
+    if counts[-1] > ranks.size:
+        raise UsageError(f"--ranks {counts[-1]}: the job has {ranks.size}; mpirun -n {counts[-1]}")
+    keep_freed_memory()  # our own algorithms take a buffer in each call
+    found = study.measure(
+        ranks.world,
+        counts,
+        options.sizes or study.SIZES,
+        options.gradient_mb or study.GRADIENT,
+        options.seconds or study.SECONDS,
+    )
+
+    def sections() -> Sequence[Section]:
+        from hvdtrain.collectives.page import Section
+
+        notes = [study_report.headline(found), *study_report.verdict(found)]
+        plot, tables = study_report.figure(found), study_report.tables(found)
+        return [Section("Which way to allreduce is best", notes, plot, tables)]
+
+    text = study_report.text(found) if ranks.is_root else ""  # the rows are on rank 0
+    return Result(text, found, sections, lambda: study_report.figure(found))
 
 
 def hosts_of(ranks: Mpi4py) -> int:

@@ -70,12 +70,50 @@ def test_times_of_each_library() -> None:
             assert row["bytes"] in (4, 65536) and row["repeats"] >= 5
 
 
+def test_allreduce_algorithms_at_1_to_5_ranks() -> None:
+    outcome = ranks(5, str(SCRIPT.with_name("algorithms.py")))
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert sorted(outcome.out.splitlines()) == [f"rank {rank} is right" for rank in range(5)]
+
+
+def test_the_study(tmp_path: Path) -> None:
+    sizes = ("--sizes=4,4096", "--gradient-mb=0.02", "--seconds=0.001")
+    files = ("--html", str(tmp_path / "study.html"), "--plot", str(tmp_path / "study"))
+    outcome = ranks(3, "-m", "hvdtrain.collectives", "--study", "--json", *sizes, *files)
+    assert outcome.code == 0, outcome.err
+    report = json.loads(outcome.out)
+    assert (report["ranks"], report["hosts"], report["notes"]) == (3, 1, [])
+    cells = {(row["ranks"], row["bytes"], row["algorithm"]) for row in report["rows"]}
+    names = report["algorithms"]
+    assert len(names) == 11 and names["ring"]["variables"] == {
+        "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+        "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+    }
+    assert cells == {(n, size, one) for n in (2, 3) for size in (4, 4096, 20_000) for one in names}
+    for row in report["rows"]:
+        assert row["repeats"] >= 5
+        assert 0 < row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+    assert len(report["best"]) == 6
+    for one in report["best"]:
+        ratios = [
+            (row["ratio"], row["algorithm"])
+            for row in report["rows"]
+            if (row["ranks"], row["bytes"]) == (one["ranks"], one["bytes"])
+        ]
+        assert (one["ratio"], one["algorithm"]) == min(ratios)
+    assert (tmp_path / "study.png").stat().st_size > 10_000
+    assert "data:image/svg+xml;base64," in (tmp_path / "study.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--frobnicate"], "--frobnicate: no such option"),
-        (["--sizes=4"], "--sizes measures: give --time, too"),
+        (["--sizes=4"], "--sizes goes with --time or --study"),
         (["--time", "--sizes=2"], "--sizes: 2 bytes are less than a float32"),
+        (["--time", "--gradient-mb=5"], "--gradient-mb goes with --study"),
+        (["--study", "--ranks=4"], "--ranks 4: the job has 2; mpirun -n 4"),
         (["--time", "--libraries=smoke"], "--libraries smoke: choose of mpi4py, "),
         (["--html", "/dev/null/page.html"], "--html /dev/null/page.html: "),
     ],

@@ -37,6 +37,8 @@ SHORTER = (
         re.compile(r"hvdtrain\.resnet\b.*"),
         r"\g<0> --model resnet18 --image-size 32 --batch-size 1 --num-steps 4",
     ),
+    (re.compile(r"--(time|study)\b"), r"\g<0> --sizes 4 --seconds 0.001"),
+    (re.compile(r"--study\b"), r"\g<0> --gradient-mb 0.1"),
     (re.compile(r"--timeline-steps 20:40"), "--timeline-steps 1:4"),
     (re.compile(r"5e9"), "1e6"),
     (re.compile(r"in 1 2 4 8"), "in 4"),
