@@ -196,6 +196,7 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
 
     Raises:
         UsageError: a collective or a library that is not known.
+        HvdtrainError: no library could be measured.
     """
     from hvdtrain.collectives import bench, report
     from hvdtrain.collectives.lesson import COLLECTIVES
@@ -207,6 +208,7 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
         found["backends"][name] = bench.measure(
             ranks, name, collectives, options.sizes or bench.SIZES, options.seconds or bench.SECONDS
         )
+    ranks.on_root(lambda: report.check_measured(found))
 
     def sections() -> Sequence[Section]:
         from hvdtrain.collectives.page import Section

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.collectives.bench import BACKENDS
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import Table, duration, plural, size, table
 
@@ -51,6 +52,16 @@ def time_tables(report: Report) -> Sequence[tuple[str, Table]]:
     return found
 
 
+def check_measured(report: Report) -> None:
+    """Make sure that there is something to show.
+
+    Raises:
+        HvdtrainError: no library could be measured.
+    """
+    if not any(one["rows"] for one in _measured(report).values()):
+        raise HvdtrainError(f"nothing could be measured. {'; '.join(left_out(report))}")
+
+
 def left_out(report: Report) -> list[str]:
     """Return a line for each library and collective that could not be measured."""
     lines = []
@@ -83,7 +94,7 @@ def time_figure(report: Report) -> Any:
         for name, one in backends.items():
             if rows := _rows(one, collective):
                 _draw(panel, name, rows, _fit(one, collective))
-        size_axis(panel, [row["bytes"] for row in _rows(next(iter(backends.values())), collective)])
+        size_axis(panel, [row["bytes"] for one in backends.values() for row in one["rows"]])
     for panel in axes[:, 0]:
         panel.set_ylabel("time")
     handles = {text: handle for one in axes.flat for handle, text in _handles(one)}

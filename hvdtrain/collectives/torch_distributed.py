@@ -112,8 +112,8 @@ class TorchDistributed(Communicator):
             "alltoall": lambda: dist.all_to_all_single(others, parts),
         }
         if self.size > 1:  # no rank sends to itself
-            found["send and receive"] = lambda: self._shift(whole, other)
             other = self.tensor(count, 0.0)
+            found["send and receive"] = lambda: self._shift(whole, other)
         return found
 
     def _shift(self, mine: Tensor, received: Tensor) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from hvdtrain.collectives.bench import repeats_for
-from hvdtrain.collectives.report import left_out, time_figure, time_tables, time_text
+from hvdtrain.collectives.report import (
+    check_measured,
+    left_out,
+    time_figure,
+    time_tables,
+    time_text,
+)
+from hvdtrain.errors import HvdtrainError
 
 
 def row(collective: str, size: int, seconds: float) -> dict[str, Any]:
@@ -83,6 +90,20 @@ def test_the_plot_has_a_panel_per_collective_and_a_series_per_library() -> None:
     assert [len(panel.get_lines()) for panel in panels] == [2, 4]  # points, and the fit
     points = panels[1].get_lines()[0]
     assert list(points.get_ydata()) == [2e-6, 4e-3]
+
+
+def test_a_library_without_a_collective_may_stand_first() -> None:
+    backends = REPORT["backends"]
+    turned = {**REPORT, "backends": {"gloo": backends["gloo"], "mpi4py": backends["mpi4py"]}}
+    panels = [panel for panel in time_figure(turned).axes if panel.get_title()]
+    assert [panel.get_title() for panel in panels] == ["allreduce", "scatter"]
+
+
+def test_nothing_measured_is_an_error_with_the_reasons() -> None:
+    check_measured(REPORT)
+    nothing = {**REPORT, "backends": {"nccl": REPORT["backends"]["nccl"]}}
+    with pytest.raises(HvdtrainError, match="NCCL: no GPU"):
+        check_measured(nothing)
 
 
 @pytest.mark.parametrize(("seconds", "repeats"), [(0.0, 200), (1e-6, 200), (0.01, 30), (9.0, 5)])
