@@ -76,6 +76,18 @@ def test_allreduce_algorithms_at_1_to_5_ranks() -> None:
     assert sorted(outcome.out.splitlines()) == [f"rank {rank} is right" for rank in range(5)]
 
 
+@pytest.mark.parametrize(("number", "total"), [(1, 1.0), (3, 0.0)])
+def test_horovod_and_mpi_do_as_the_variables_of_the_study_tell(number: int, total: float) -> None:
+    """Linear, ((d + c) + b) + a; recursive doubling, (a + b) + (c + d)."""
+    told = {
+        "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+        "OMPI_MCA_coll_tuned_allreduce_algorithm": str(number),
+    }
+    outcome = resident.ranks(4, str(SCRIPT.with_name("told.py")), **told)
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert outcome.out.splitlines() == [str([[total], [total]])]
+
+
 def test_the_study(tmp_path: Path) -> None:
     sizes = ("--sizes=4,4096", "--gradient-mb=0.02", "--seconds=0.001")
     files = ("--html", str(tmp_path / "study.html"), "--plot", str(tmp_path / "study"))
