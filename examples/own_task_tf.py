@@ -11,6 +11,7 @@ from keras import layers
 from sklearn.datasets import load_diabetes
 from sklearn.metrics import r2_score
 
+from hvdtrain.workloads.columns import Columns
 from hvdtrain.workloads.metrics import WholeSet
 from hvdtrain.workloads.tf_task import InMemory, TFTask, weight_dtype
 
@@ -50,4 +51,5 @@ def task(options):
         InMemory(x[-TEST:], y[-TEST:], options.device),
         losses=squared_error,
         metrics=[WholeSet("r2", r2_score)],  # no mean over samples: it needs all at once
+        columns=Columns(("measured", "predicted"), lambda y, output: (y, output)),  # --predict
     )

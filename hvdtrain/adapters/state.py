@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -224,9 +224,44 @@ class StateAdapter(Adapter):
             self.import_state(model, optimizer, Checkpoint(found.model, training, path=found.path))
             return {**found.state, "path": str(found.path)}
 
+        loaded = self._on_root(load)
+        process_status.checkpoint = loaded["path"] if loaded else ""
+        return loaded
+
+    @together
+    def load_weights(
+        self, path: Path | str, model: Any, *, origin: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Load the weights of one checkpoint; rank 0 alone has them until ``broadcast_state``.
+
+        Running statistics are the mean over the ranks that trained, which the checkpoint holds.
+
+        Args:
+            path: the checkpoint's folder, or a directory of several, of which it is the newest.
+            model: of the same shapes as the one that was saved.
+            origin: see ``resume``.
+
+        Returns:
+            The ``state`` that was saved, with the checkpoint's ``path``, on every rank.
+
+        Raises:
+            UsageError: on every rank: none can be read, or it is another model's.
+        """
+
+        def load() -> dict[str, Any]:
+            found = checkpoints.load(Path(path), lambda found: self._check_finite(model, found))
+            checkpoints.check_origin(found, origin, "checkpoint")
+            self.import_state(model, None, Checkpoint(found.model, {}, path=found.path))
+            return {**found.state, "path": str(found.path)}
+
+        loaded = self._on_root(load)
+        assert loaded is not None
+        return loaded
+
+    def _on_root(self, load: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """Return on every rank what ``load`` returns on rank 0."""
         state = json.dumps(self.communicator.on_root(load)).encode()
         loaded: dict[str, Any] | None = json.loads(self.communicator.broadcast_bytes(state))
-        process_status.checkpoint = loaded["path"] if loaded else ""
         return loaded
 
     @together

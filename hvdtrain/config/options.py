@@ -95,10 +95,9 @@ def option(
 # Names of the contract whose parts are not built yet: giving one is an error that says so.
 NOT_BUILT = frozenset(
     {
-        *("accumulate-steps", "autotune", "check-replicas", "checkpoint", "clip-norm", "compile"),
-        *("compression", "cycle-time-ms", "evaluate-only", "fusion-threshold-mb"),
-        *("hierarchical-allreduce", "micro-batches", "predict", "reduction", "spawn"),
-        *("stages", "tf32"),
+        *("accumulate-steps", "autotune", "check-replicas", "clip-norm", "compile"),
+        *("compression", "cycle-time-ms", "fusion-threshold-mb", "hierarchical-allreduce"),
+        *("micro-batches", "reduction", "spawn", "stages", "tf32"),
     }
 )
 
@@ -110,7 +109,10 @@ class Options:
     A workload adds options of its own in a subclass, or by ``joined``.
     """
 
-    EITHER: ClassVar[tuple[tuple[str, str], ...]] = (("batch_size", "global_batch_size"),)
+    EITHER: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("batch_size", "global_batch_size"),
+        ("checkpoint", "checkpoint_dir"),
+    )
     """Pairs of which one can be given."""
 
     framework: str = option("pytorch", "who computes", choices=("pytorch", "tensorflow"))
@@ -161,6 +163,16 @@ class Options:
     )
     keep: int = option(3, "how many of the newest checkpoints stay, besides the best", positive)
     resume: str = option("auto", "from --checkpoint-dir", choices=("auto", "never", "must"))
+    evaluate_only: bool = option(False, "train nothing: evaluate a checkpoint and end", bool)
+    predict: Path | None = option(
+        None, "also write a line per sample to this file, as CSV; implies --evaluate-only", Path
+    )
+    checkpoint: Path | None = option(
+        None,
+        "what --evaluate-only takes: a checkpoint, or a directory of them (default: the newest of "
+        "--checkpoint-dir)",
+        Path,
+    )
     summary: Path | None = option(None, "write the result to this file, as JSON", Path)
     metrics: Path | None = option(
         None, "write loss, learning rate and throughput to this file, as JSON Lines", Path
@@ -175,6 +187,11 @@ class Options:
     quiet: bool = option(False, "no progress, no table; errors only", bool)
     device: Any = "cpu"
     """Where to compute, in the framework's own words: no option, the trainer fills it in."""
+
+    @property
+    def evaluates_only(self) -> bool:
+        """Whether nothing is trained: a checkpoint is evaluated."""
+        return self.evaluate_only or self.predict is not None
 
 
 def _whole(value: str) -> int:
@@ -378,6 +395,13 @@ def check(options: Options) -> Options:
             raise UsageError(f"{one} and {other} contradict each other: give one")
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")
+    if options.evaluates_only:
+        _check_evaluation(options)
+    elif options.checkpoint:
+        raise UsageError(
+            "--checkpoint is for --evaluate-only and --predict: a training goes on from what is in "
+            "--checkpoint-dir"
+        )
     if options.checkpoint_dir is None:
         for name in ("checkpoint_every", "resume"):
             if getattr(options, name) not in (None, "auto", "never"):
@@ -385,3 +409,15 @@ def check(options: Options) -> Options:
         if options.on_nan == "rollback":
             raise UsageError("--on-nan rollback needs --checkpoint-dir")
     return options
+
+
+def _check_evaluation(options: Options) -> None:
+    given = "--predict" if options.predict else "--evaluate-only"
+    if options.checkpoint is None and options.checkpoint_dir is None:
+        raise UsageError(
+            f"{given} needs --checkpoint PATH or --checkpoint-dir DIR: the weights to evaluate"
+        )
+    if options.resume == "never":
+        raise UsageError(f"--resume never and {given} contradict each other: leave one out")
+    if options.timeline:
+        raise UsageError(f"--timeline records updates, and {given} makes none: leave one out")

@@ -180,8 +180,12 @@ def not_finite(arrays: Arrays, *, infinite: bool = False) -> str | None:
     return None
 
 
+ANEW = "Use --resume never or another directory to begin anew"
+Check = Callable[[Checkpoint], None]
+
+
 def load_newest(
-    directory: Path, check: Callable[[Checkpoint], None] = lambda found: None
+    directory: Path, check: Check = lambda found: None, *, remedy: str = ANEW
 ) -> Checkpoint | None:
     """Return the newest checkpoint under ``directory`` whose checksums are right; None without one.
 
@@ -207,10 +211,34 @@ def load_newest(
             log.warning("checkpoint %s is damaged (%s): passed over", directory / name, reason)
     if names:
         raise UsageError(
-            f"--checkpoint-dir {directory}: none of its {len(names)} checkpoints can be read "
-            f"({reasons[0]}). Use --resume never or another directory to begin anew"
+            f"{directory}: none of its {len(names)} checkpoints can be read ({reasons[0]}). "
+            f"{remedy}"
         )
     return None
+
+
+def load(path: Path, check: Check = lambda found: None) -> Checkpoint:
+    """Return the checkpoint at ``path``, or the newest intact one where it is a directory of them.
+
+    Raises:
+        UsageError: there is none, or it is damaged; ``check`` raises ``ValueError`` where it is.
+    """
+    remedy = "Give an intact checkpoint, or the directory of several"
+    if not path.is_dir():
+        what = "is no folder, as checkpoints are" if path.exists() else "is not there"
+        raise UsageError(f"the checkpoint {path} {what}. {remedy}")
+    if not (NAME.fullmatch(path.name) or (path / STATE_FILE).exists()):
+        found = load_newest(path, check, remedy=remedy)
+        if found is None:
+            raise UsageError(f"there is no checkpoint in {path}. {remedy}")
+        return found
+    try:
+        found = read(path)
+        check(found)
+    except DAMAGE as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"the checkpoint {path} is damaged ({reason}). {remedy}") from error
+    return found
 
 
 def read(folder: Path) -> Checkpoint:
@@ -284,8 +312,10 @@ def set_aside(directory: Path) -> Path | None:
     return aside
 
 
-def check_origin(checkpoint: Checkpoint, origin: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that another task made.
+def check_origin(
+    checkpoint: Checkpoint, origin: Mapping[str, Any], given: str = "--checkpoint-dir"
+) -> None:
+    """Refuse a checkpoint that another task made; ``given``: what the user gave it by.
 
     Raises:
         UsageError: naming each difference, old value and new.
@@ -299,5 +329,5 @@ def check_origin(checkpoint: Checkpoint, origin: Mapping[str, Any]) -> None:
     if wrong:
         raise UsageError(
             f"{checkpoint.path} is the checkpoint of another training ({'; '.join(wrong)}). "
-            "Use another --checkpoint-dir, or the options that it was made with"
+            f"Use another {given}, or the options that it was made with"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
 import time
@@ -14,16 +13,17 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
 from hvdtrain.steps.integrity import places
 from hvdtrain.steps.learning_rate import LearningRate
-from hvdtrain.steps.sharding import Part, Position, Shards, evaluation_parts, seed_of
+from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import agreed, announce, is_agreed, process_status
 from hvdtrain.system.runtime.walltime import ends_at
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
+from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.plan import TrainingPlan
 from hvdtrain.training.preemption import AGAIN, ENDING, Walltime, on_stop_signal
 from hvdtrain.training.progress import Silent
-from hvdtrain.training.summary import environment, given, measured, rows
+from hvdtrain.training.summary import described, evaluated, measured, rows
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
 from hvdtrain.workloads.data.dataset import Batch
@@ -32,7 +32,6 @@ from hvdtrain.workloads.task import NotFinite, Task, Workload
 LINES_PER_EPOCH = 20  # log intervals
 MOST_SKIPPED = 10  # updates in a row that --on-nan skip leaves out
 MOST_ROLLBACKS = 3
-EVALUATION_BATCH = 4  # times the training batch of a rank: no gradients need memory
 
 
 class _LeftOutError(Exception):
@@ -315,26 +314,15 @@ class Run:
         """Evaluate on the whole test set, each sample once; False if a signal cut it short."""
         if self.task.test is None or self.now.metrics is not None:
             return True
-        world, total = self.adapter.world, self.task.test.samples
-        batch = max(1, EVALUATION_BATCH * self.plan.global_batch // world.size)
-        metrics = copy.deepcopy(list(self.task.metrics))
-        loss, count = 0.0, 0
-        with self.adapter.averaged_buffers(self.task.model):
-            batches = evaluation_parts(total, batch, world.rank, world.size)
-            for loaded in self.task.test.evaluation(batches):
-                loss += self.task.evaluate(loaded, metrics)
-                count += loaded.count
-                self._watch_walltime()
-                if self.adapter.stop_wanted:
-                    break
-        means, seen = self.adapter.average_metrics(count, loss=loss)
-        if seen < total:
-            return False
-        for metric in metrics:
-            metric.gather(self.adapter.communicator)
-            means |= metric.result()
-        self.now.metrics = {**means, "samples": seen}
-        return True
+
+        def stops() -> bool:
+            self._watch_walltime()
+            return self.adapter.stop_wanted
+
+        self.now.metrics = evaluate(
+            self.adapter, self.task, self.task.test, self.plan.global_batch, stops=stops
+        )
+        return self.now.metrics is not None
 
     def _measured(self) -> dict[str, str]:
         return measured(self.task.metrics, self.now.metrics or {})
@@ -362,27 +350,22 @@ class Run:
         self.walltime.saved(time.monotonic() - started)
 
     def _sum_up(self, stopped: Stopped) -> None:
-        tested = dict(self.now.metrics or {})
-        loss, samples = tested.pop("loss", None), tested.pop("samples", None)
-        world, messages = self.adapter.world, self.adapter.gradient_messages
+        messages = self.adapter.gradient_messages
         summary = dataclasses.replace(
             self.clock.figures(),
-            workload=self.workload.name,
-            framework=self.options.framework,
-            strategy=self.adapter.name,
-            model=self.plan.model,
-            world_size=world.size,
-            hosts=world.hosts,
-            precision=self.task.options.precision,
+            **described(
+                self.workload,
+                self.plan.model,
+                self.options,
+                self.adapter,
+                self.task.options.precision,
+            ),
+            **evaluated(self.now.metrics),
             global_batch_size=self.plan.global_batch,
             epochs_completed=self.now.position.epoch,
             steps_completed=self.now.step,
             samples_trained=self.now.samples,
             train_loss=self.train_loss,
-            eval_loss=loss,
-            eval_accuracy=tested.get("accuracy"),
-            eval_metrics=tested or None,
-            eval_samples=samples,
             # Ranks that were told to end must not wait for one another any more.
             step_split=None
             if stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
@@ -394,8 +377,6 @@ class Run:
             stopped=stopped,
             checkpoint=self.checkpoints.path,
             timeline=self.timeline.recorded,
-            options=given(self.options),
-            environment=environment(world),
         )
         table = rows(summary, self.clock.rates(), self._measured(), self.workload.unit)
         self.show.end(f"hvdtrain {self.workload.name}", table, summary)

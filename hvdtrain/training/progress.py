@@ -67,7 +67,10 @@ class Silent:
     """What ranks other than the writer hold."""
 
     def begin(self, headline: list[str], total: int, done: int) -> None:
-        """Show the headline of a training of which ``done`` of ``total`` steps are done already."""
+        """Show the headline of a training of which ``done`` of ``total`` steps are done already.
+
+        A ``total`` of 0: no step will come.
+        """
 
     def step(self, record: dict[str, Any]) -> None:
         """Show and record the figures of a log interval."""
@@ -80,6 +83,11 @@ class Silent:
 
     def stop(self) -> None:
         """Leave what moves as it is now; what is written from here on comes below it."""
+
+    def predictions(self, pieces: Iterable[bytes]) -> None:
+        """Write the file of ``--predict``, which comes in pieces from all ranks."""
+        for _ in pieces:  # each takes a collective
+            pass
 
     def end(self, title: str, rows: list[tuple[str, str]], summary: Summary | None = None) -> None:
         """Show the result, write the summary and close all files."""
@@ -110,6 +118,7 @@ class Progress(Silent):
         )
         self._lines = _output(options.metrics, "--metrics")
         self._summary = _output(options.summary, "--summary")
+        self._predictions = _output(options.predict, "--predict")
         self._tensorboard = options.tensorboard
         self._board = _board(self._tensorboard) if self._tensorboard else None
         self._bar: Bar | None = None
@@ -123,7 +132,7 @@ class Progress(Silent):
         for line in headline:
             self.console.print(line)
         self._total = total
-        if self.console.is_terminal and not self.console.quiet:
+        if total and self.console.is_terminal and not self.console.quiet:
             self._bar = _Bar(
                 TextColumn("epoch {task.fields[epoch]}"),
                 BarColumn(),
@@ -180,6 +189,14 @@ class Progress(Silent):
             self._bar.stop()
             self.console.print()  # rich has moved down to the bar; this is below it
             self._bar = None
+
+    @override
+    def predictions(self, pieces: Iterable[bytes]) -> None:
+        assert self._predictions is not None
+        with self._predictions.replacing() as file:
+            for piece in pieces:
+                file.write(piece)
+        self._predictions.close()
 
     @override
     def end(self, title: str, rows: list[tuple[str, str]], summary: Summary | None = None) -> None:

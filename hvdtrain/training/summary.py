@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
+from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.steps.summary import Stopped, Summary
 from hvdtrain.steps.world import World
@@ -21,6 +22,7 @@ from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.workloads.metrics import Metric
+from hvdtrain.workloads.task import Workload
 
 STOPPED = {
     Stopped.PREEMPTED: "preempted and saved: run the same command again to go on",
@@ -38,6 +40,36 @@ def given(options: Options) -> dict[str, Any]:
         field.name: str(value) if isinstance(value, Path) else value
         for field in dataclasses.fields(options)
         if (value := getattr(options, field.name)) != field.default
+    }
+
+
+def described(
+    workload: Workload, model: str, options: Options, adapter: CommonAdapter, precision: str
+) -> dict[str, Any]:
+    """Return the fields of a summary that tell what was computed, by whom, and how."""
+    world = adapter.world
+    return {
+        "workload": workload.name,
+        "framework": options.framework,
+        "strategy": adapter.name,
+        "model": model,
+        "world_size": world.size,
+        "hosts": world.hosts,
+        "precision": precision,
+        "options": given(options),
+        "environment": environment(world),
+    }
+
+
+def evaluated(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of a summary that tell of an evaluation, from what ``evaluate`` gave."""
+    tested = dict(metrics or {})
+    loss, samples = tested.pop("loss", None), tested.pop("samples", None)
+    return {
+        "eval_loss": loss,
+        "eval_accuracy": tested.get("accuracy"),
+        "eval_metrics": tested or None,
+        "eval_samples": samples,
     }
 
 
@@ -82,29 +114,47 @@ def rows(
         measured: the metrics of the evaluation, by name, as they are shown; ``-``: there was none.
         unit: what the samples are, in the plural.
     """
-
-    def number(value: Any, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     epochs, steps, stopped = summary.epochs_completed, summary.steps_completed, summary.stopped
     assert epochs is not None and steps is not None and stopped is not None
     done = (
         f"{summary.samples_trained:,} {unit} in {plural(steps, 'step')}, "
         f"{plural(epochs, 'whole epoch')}"
     )
-    tested = f" of {summary.eval_samples:,}" if summary.eval_samples else ""
-    first = number(summary.seconds_to_first_step, ".1f")
+    first = _number(summary.seconds_to_first_step, ".1f")
     table = [
         ("trained", done),
-        ("training loss", number(summary.train_loss, ".4f")),
-        ("test loss", number(summary.eval_loss, ".4f")),
-        *((f"test {name}", value + tested * (value != "-")) for name, value in measured.items()),
+        ("training loss", _number(summary.train_loss, ".4f")),
+        *_test_rows(summary, measured),
         (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
         ("stopped", STOPPED.get(stopped, stopped)),
     ]
     files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
     return table + [(name, path) for name, path in files.items() if path]
+
+
+def evaluation_rows(
+    summary: Summary, measured: Mapping[str, str], predictions: Path | None
+) -> list[tuple[str, str]]:
+    """Return the summary of a run that trained nothing as a person reads it; see ``rows``."""
+    table = [
+        ("checkpoint", str(summary.checkpoint)),
+        *_test_rows(summary, measured),
+        ("seconds", _number(summary.seconds_total, ".1f")),
+    ]
+    return [*table, ("predictions", str(predictions))] if predictions else table
+
+
+def _test_rows(summary: Summary, measured: Mapping[str, str]) -> list[tuple[str, str]]:
+    tested = f" of {summary.eval_samples:,}" if summary.eval_samples else ""
+    return [
+        ("test loss", _number(summary.eval_loss, ".4f")),
+        *((f"test {name}", value + tested * (value != "-")) for name, value in measured.items()),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _speed(rates: Sequence[float], *, recorded: bool) -> str:

@@ -18,6 +18,7 @@ from hvdtrain.system.runtime.exit import leave_nothing_behind
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.training import timeline_window
 from hvdtrain.training.agreement import check_data, check_options
+from hvdtrain.training.evaluation_run import EvaluationRun
 from hvdtrain.training.loop import Run
 from hvdtrain.training.plan import (
     TrainingPlan,
@@ -44,7 +45,8 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
         epilog=workload.epilog,
         kind=workload.options,
     )
-    leave_on_signal(options.checkpoint_dir, resumes=options.resume != "never")
+    saves_to = None if options.evaluates_only else options.checkpoint_dir
+    leave_on_signal(saves_to, resumes=options.resume != "never")
     level = logging.ERROR if options.quiet else logging.WARNING
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be of any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -70,6 +72,8 @@ def train(workload: Workload, options: Options) -> int:
     device = adapter.pin_device()  # step 2
     plan = make_plan(workload, options, world)
     task = _build(workload, options, plan, adapter)
+    if options.evaluates_only:
+        return EvaluationRun(workload, options, plan, adapter, task).run(device)
     shards = adapter.shard_data(  # step 3
         task.train.samples, global_batch=plan.global_batch, seed=options.seed
     )
@@ -91,7 +95,7 @@ def train(workload: Workload, options: Options) -> int:
 
 def _prepare(options: Options) -> CommonAdapter:
     """Check the files that will be written, import framework and strategy; start nothing."""
-    for name in ("summary", "metrics", "timeline"):
+    for name in ("summary", "metrics", "timeline", "predict"):
         check_writable(getattr(options, name), f"--{name}")
     keep_freed_memory()
     leave_nothing_behind()  # before a framework notes where temporary files go
@@ -113,6 +117,8 @@ def _build(
         gpu=adapter.has_gpu,
         has_bf16=adapter.has_gpu or processor_has_bf16(),
     )
+    if options.evaluates_only and precision != "fp64":
+        precision = "fp32"
     if options.deterministic:
         adapter.make_deterministic()
     terminal.status(f"reading the data, building {plan.model}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,13 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.workloads.data.dataset import Batch
 
 Array = NDArray[Any]
+
+
+class Consumer(Protocol):
+    """What takes in an evaluation batch by batch: a metric, or the lines of ``--predict``."""
+
+    def update(self, batch: Batch, output: Array) -> None:
+        """Take in a batch, with ``y`` as a NumPy array, and the model's output, float64."""
 
 
 class Metric(ABC):

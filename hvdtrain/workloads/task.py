@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.config.options import Options
+from hvdtrain.workloads.columns import CLASSES, Columns
 from hvdtrain.workloads.data.dataset import Batch, Dataset
-from hvdtrain.workloads.metrics import Metric
+from hvdtrain.workloads.metrics import Consumer, Metric
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Task(ABC):
         test: samples to evaluate on; None where there are none.
         options: what it was built with, every default filled in.
         metrics: of an evaluation, besides the loss; by the first the best checkpoint is kept.
+        columns: what ``--predict`` writes of each sample.
         notes: lines that a user should see before the training.
         needs_empty_forward: an empty batch takes the forward and backward pass too, because the
             other ranks wait in it.
@@ -47,6 +49,7 @@ class Task(ABC):
     test: Dataset | None = None
     options: Options
     metrics: Sequence[Metric] = ()
+    columns: Columns = CLASSES
     notes: tuple[str, ...] = ()
     needs_empty_forward = False
     not_finite: NotFinite | None = None
@@ -75,7 +78,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, batch: Batch, metrics: Sequence[Metric]) -> float:
+    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         """Update ``metrics`` with the batch; return the sum of its losses."""
 
     @abstractmethod

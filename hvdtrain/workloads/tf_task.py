@@ -15,8 +15,9 @@ from typing_extensions import override
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
+from hvdtrain.workloads.columns import CLASSES, Columns
 from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed, digest_of
-from hvdtrain.workloads.metrics import Accuracy, Metric
+from hvdtrain.workloads.metrics import Accuracy, Consumer, Metric
 from hvdtrain.workloads.task import NotFinite, Task
 
 Losses = Callable[[Any, Any], Any]
@@ -60,6 +61,7 @@ class TFTask(Task):
             one per channel.
         losses: the loss of each sample, shape (n,), from the model's output and ``y``; traced.
         metrics: of an evaluation; by the first the best checkpoint is kept.
+        columns: what ``--predict`` writes of each sample; class and probability by default.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class TFTask(Task):
         *,
         losses: Losses = cross_entropy,
         metrics: Sequence[Metric] = (Accuracy(),),
+        columns: Columns = CLASSES,
     ) -> None:
         self.options, self.losses, self.metrics = options, losses, metrics
+        self.columns = columns
         self.model = model
         self.dtype = tf.as_dtype(weight_dtype(options))
         self.optimizer = make_optimizer(options)
@@ -162,7 +166,7 @@ class TFTask(Task):
                 layer.dtype_policy = policy
 
     @override
-    def evaluate(self, batch: Batch, metrics: Sequence[Metric]) -> float:
+    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         if self._evaluate is None:
             self._evaluate = _traced(self._traced_evaluate, _any_number(batch))
         loss, output = self._evaluate(batch.x, batch.y)

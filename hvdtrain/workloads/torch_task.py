@@ -14,8 +14,9 @@ from typing_extensions import override
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
+from hvdtrain.workloads.columns import CLASSES, Columns
 from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed, digest_of
-from hvdtrain.workloads.metrics import Accuracy, Metric
+from hvdtrain.workloads.metrics import Accuracy, Consumer, Metric
 from hvdtrain.workloads.task import NotFinite, Task
 
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -55,6 +56,7 @@ class TorchTask(Task):
             tensors of shape (channels, 1, 1).
         losses: the loss of each sample, shape (n,), from the network's output and ``y``.
         metrics: of an evaluation; by the first the best checkpoint is kept.
+        columns: what ``--predict`` writes of each sample; class and probability by default.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class TorchTask(Task):
         *,
         losses: Losses = cross_entropy,
         metrics: Sequence[Metric] = (Accuracy(),),
+        columns: Columns = CLASSES,
     ) -> None:
         self.options, self.losses, self.metrics = options, losses, metrics
+        self.columns = columns
         self.device = torch.device(options.device)
         self.dtype = torch.float64 if options.precision == "fp64" else torch.float32
         # Parameters stay contiguous: Horovod reduces no other layout. The input alone in
@@ -162,7 +166,7 @@ class TorchTask(Task):
 
     @torch.no_grad()
     @override
-    def evaluate(self, batch: Batch, metrics: Sequence[Metric]) -> float:
+    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         self.model.eval()
         y = batch.y.to(self.device)
         output = self.model(self._input(batch.x)).to(torch.float64)

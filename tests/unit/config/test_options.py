@@ -134,6 +134,19 @@ def test_options_that_need_another() -> None:
     assert (options.checkpoint_every, options.resume) == (10, "must")
 
 
+def test_an_evaluation() -> None:
+    options = read("--predict", "p.csv", "--checkpoint", "c/step-000000004")
+    assert (options.predict, options.checkpoint) == (Path("p.csv"), Path("c/step-000000004"))
+    assert options.evaluates_only
+    assert read("--evaluate-only", "--checkpoint-dir=c", "--epochs=3").evaluates_only
+    assert not read("--checkpoint-dir=c").evaluates_only
+
+
+def test_a_checkpoint_on_the_line_wins_over_the_directory_of_a_file(tmp_path: Path) -> None:
+    options = read(config(tmp_path, "checkpoint-dir: d\n"), "--evaluate-only", "--checkpoint=c")
+    assert (options.checkpoint, options.checkpoint_dir) == (Path("c"), None)
+
+
 @pytest.mark.parametrize(
     ("value", "span"), [("3:9", (3, 9)), ("3:", (3, None)), (":9", (0, 9)), ("0:1e3", (0, 1000))]
 )
@@ -153,6 +166,7 @@ def test_a_window_without_a_file() -> None:
 
 def test_the_lists_here_are_the_options_there_are() -> None:
     named = {option for option, *_ in BUILT} | {"checkpoint-every", "timeline-steps"}
+    named |= {"evaluate-only", "predict", "checkpoint"}
     assert named == {field.name.replace("_", "-") for field in declared(Every)}
 
 
@@ -290,6 +304,12 @@ def test_a_wrong_line_is_told(line: list[str], words: list[str]) -> None:
         (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),
         (["--on-nan=rollback"], ["--on-nan rollback", "--checkpoint-dir"]),
+        (["--evaluate-only"], ["--evaluate-only", "--checkpoint ", "--checkpoint-dir"]),
+        (["--predict=p"], ["--predict needs", "--checkpoint ", "--checkpoint-dir"]),
+        (["--checkpoint=c"], ["--checkpoint ", "--evaluate-only", "--predict", "--checkpoint-dir"]),
+        (["--predict=p", "--checkpoint=c", "--checkpoint-dir=d"], ["--checkpoint ", "-dir"]),
+        (["--predict=p", "--checkpoint-dir=d", "--resume=never"], ["--resume never", "--predict"]),
+        (["--evaluate-only", "--checkpoint=c", "--timeline=t"], ["--timeline", "--evaluate-only"]),
     ],
 )
 def test_contradictions_name_both_options(line: list[str], words: list[str]) -> None:

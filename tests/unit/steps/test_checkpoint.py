@@ -489,6 +489,41 @@ def test_when_all_are_damaged_it_is_wrong_use_and_names_the_remedy(two: Path) ->
     assert "\n" not in str(caught.value)
 
 
+# One checkpoint, by name
+
+
+def test_one_by_its_folder_and_the_newest_of_a_directory(two: Path) -> None:
+    names = sorted_names(two)
+    for number, name in enumerate(names, start=1):
+        assert is_intact(checkpoints.load(two / name), number)
+    (two / "best").symlink_to(names[0])
+    assert is_intact(checkpoints.load(two / "best"), 1)
+    (two / names[1] / MODEL_FILE).unlink()
+    assert is_intact(checkpoints.load(two), 1)  # the newest intact one
+    with pytest.raises(UsageError, match=rf"{names[1]} is damaged .FileNotFoundError"):
+        checkpoints.load(two / names[1])
+
+
+def test_one_that_is_refused_or_not_there_is_wrong_use(two: Path, tmp_path: Path) -> None:
+    def refuse(found: Checkpoint) -> None:
+        raise ValueError("w is not finite")
+
+    folder = two / sorted_names(two)[0]
+    for path, words in (
+        (folder, "is damaged (ValueError: w is not finite)"),
+        (two, "none of its 2 checkpoints can be read"),
+        (folder / MODEL_FILE, "is no folder"),
+        (two / "absent", "is not there"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            checkpoints.load(path, refuse)
+        assert str(path) in str(caught.value) and words in str(caught.value)
+        assert "\n" not in str(caught.value) and "--resume" not in str(caught.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"there is no checkpoint in .*empty"):
+        checkpoints.load(tmp_path / "empty")
+
+
 # Nothing is executed
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from hvdtrain.steps.summary import Stopped, Summary
-from hvdtrain.training.summary import rows
+from hvdtrain.training.summary import evaluated, evaluation_rows, rows
 
 SUMMARY = Summary(
     samples_trained=12_345,
@@ -63,3 +64,15 @@ def test_the_table_without_evaluation_and_without_a_step() -> None:
     table = dict(rows(empty, [], {"accuracy": "-"}))
     assert table["training loss"] == table["test loss"] == table["test accuracy"] == "-"
     assert table["stopped"] == "preempted and saved: run the same command again to go on"
+
+
+def test_the_table_of_a_run_that_trained_nothing() -> None:
+    found = Summary(**evaluated({"loss": 0.5, "accuracy": 0.75, "samples": 8}), seconds_total=2.04)
+    table = evaluation_rows(replace(found, checkpoint="c"), {"accuracy": "75.00 %"}, Path("p.csv"))
+    assert table == [
+        ("checkpoint", "c"),
+        ("test loss", "0.5000"),
+        ("test accuracy", "75.00 % of 8"),
+        ("seconds", "2.0"),
+        ("predictions", "p.csv"),
+    ]

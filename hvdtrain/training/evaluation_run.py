@@ -1,0 +1,116 @@
+"""``--evaluate-only`` and ``--predict``: a checkpoint is evaluated, nothing is trained or saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.config.options import Options
+from hvdtrain.errors import EXIT_OK, UsageError
+from hvdtrain.steps.summary import Stopped
+from hvdtrain.system.output.text import plural
+from hvdtrain.system.runtime.exit import agreed, process_status
+from hvdtrain.training.evaluation import Lines, evaluate
+from hvdtrain.training.plan import TrainingPlan
+from hvdtrain.training.progress import Progress, Silent
+from hvdtrain.training.summary import described, evaluated, evaluation_rows, measured
+from hvdtrain.training.throughput import Clock
+from hvdtrain.workloads.task import Task, Workload
+
+
+class EvaluationRun:
+    """One evaluation; ``trainer.train`` makes it after step 2, with the task that is built."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        options: Options,
+        plan: TrainingPlan,
+        adapter: CommonAdapter,
+        task: Task,
+    ) -> None:
+        self.workload, self.options, self.plan = workload, options, plan
+        self.adapter, self.task = adapter, task
+        self.clock = Clock()
+
+    def run(self, device: str) -> int:
+        """Load, evaluate, write the predictions, sum up; all ranks call it.
+
+        Args:
+            device: of this rank, in words.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            UsageError: on every rank: there is nothing to evaluate on, or no such checkpoint.
+        """
+        task, adapter, test = self.task, self.adapter, self.task.test
+        if test is None or not test.samples:
+            remedy = "give --data DIR with a val/ in it, or a task with test samples"
+            raise agreed(UsageError(f"there are no samples to evaluate on: {remedy}"))
+        task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
+        state = self._load()
+        show = self._begin(state, test.samples, device)
+        process_status.stage = "evaluation"
+        lines = Lines(task.columns, test.samples, adapter.world)
+        also = [lines] if self.options.predict else []
+        metrics = evaluate(adapter, task, test, self.plan.global_batch, also=also)
+        assert metrics is not None
+        if self.options.predict:
+            show.predictions(lines.pieces(adapter.communicator))
+        test.close()
+        self._sum_up(show, state, metrics)
+        return EXIT_OK
+
+    def _load(self) -> dict[str, Any]:
+        """Load the checkpoint's weights on all ranks; return what else it holds."""
+        origin = {
+            "framework": self.options.framework,
+            "workload": self.workload.name,
+            "model": self.plan.model,
+        }
+        path = self.options.checkpoint or self.options.checkpoint_dir
+        assert path is not None
+        state = self.adapter.load_weights(path, self.task.model, origin=origin)
+        self.adapter.broadcast_state(self.task.model)
+        return state
+
+    def _begin(self, state: dict[str, Any], samples: int, device: str) -> Silent:
+        world, options = self.adapter.world, self.options
+        show = self.adapter.communicator.together(
+            lambda: Progress(options, self.workload.unit) if world.is_writer else Silent()
+        )
+        lines = [
+            f"hvdtrain {self.workload.name}: {self.plan.model}, {options.framework} over "
+            f"{self.adapter.name}, {plural(world.size, 'rank')} on {plural(world.hosts, 'host')}, "
+            f"{device} per rank, {self.task.options.precision}",
+            f"evaluating {state['path']}, step {state['step']}, on {samples:,} "
+            f"{self.workload.unit}",
+            *self.task.notes,
+        ]
+        show.begin(lines, total=0, done=0)
+        return show
+
+    def _sum_up(self, show: Silent, state: dict[str, Any], metrics: dict[str, Any]) -> None:
+        summary = dataclasses.replace(
+            self.clock.figures(),
+            **described(
+                self.workload,
+                self.plan.model,
+                self.options,
+                self.adapter,
+                self.task.options.precision,
+            ),
+            **evaluated(metrics),
+            epochs_completed=state.get("position", {}).get("epoch"),
+            steps_completed=state["step"],
+            samples_trained=state.get("samples"),
+            parameter_norm=self.task.parameter_norm(),
+            stopped=Stopped.FINISHED,
+            checkpoint=state["path"],
+        )
+        shown = measured(self.task.metrics, metrics)
+        table = evaluation_rows(summary, shown, self.options.predict)
+        show.end(f"hvdtrain {self.workload.name}", table, summary)

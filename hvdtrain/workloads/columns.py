@@ -1,0 +1,90 @@
+"""What ``--predict`` writes of each sample: its label, and what the model makes of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.errors import UsageError
+
+Array = NDArray[Any]
+
+SAMPLE = "sample"  # the first column of all: the place in the evaluation set, from 0
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a task, besides the number of the sample.
+
+    Attributes:
+        names: as in the first line of the file.
+        values: from labels and outputs of a batch, along the first axis, one array of shape (n,)
+            per name. A sample's values must not depend on the others of its batch.
+    """
+
+    names: tuple[str, ...]
+    values: Callable[[Array, Array], Sequence[Any]]
+
+    @property
+    def header(self) -> str:
+        """The first line of the file."""
+        return _lines([(SAMPLE, *self.names)])
+
+    def lines(self, first: int, labels: Array, outputs: Array) -> str:
+        """Return a line of CSV per sample, of which the first one has the number ``first``.
+
+        Whole numbers and text are written as they are; of other numbers 9 digits, so that the last
+        bits, which depend on how samples fell into batches, do not show.
+
+        Raises:
+            UsageError: ``values`` gives other than one value per name and sample.
+        """
+        columns = [np.asarray(values) for values in self.values(labels, outputs)]
+        shapes = [column.shape for column in columns]
+        if shapes != [(len(labels),)] * len(self.names):
+            raise UsageError(
+                f"--predict: {len(labels)} samples and the columns {', '.join(self.names)} take "
+                f"{len(self.names)} arrays of the shape ({len(labels)},), the task gives "
+                f"{', '.join(map(str, shapes)) or 'none'}"
+            )
+        numbers = range(first, first + len(labels))
+        return _lines(list(zip(numbers, *map(_texts, columns), strict=True)))
+
+
+def _texts(column: Array) -> list[str]:
+    form = "#.9g" if column.dtype.kind == "f" else ""
+    return [format(value, form) for value in column.tolist()]
+
+
+def _lines(rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def classes(labels: Array, outputs: Array) -> tuple[Array, Array, Array]:
+    """Return class, most probable class and its probability, from one score (logit) per class.
+
+    The probability is that of the softmax, in float64.
+
+    Raises:
+        UsageError: labels or outputs are not those of a classifier.
+    """
+    if outputs.ndim != 2 or labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise UsageError(
+            f"--predict: labels of type {labels.dtype} and outputs of the shape "
+            f"({', '.join(['n', *map(str, outputs.shape[1:])])}) are no classes and their scores: "
+            "the task names columns of its own (columns=Columns(names, values), see docs/own.md)"
+        )
+    likely = outputs.argmax(1)
+    highest = outputs.max(1, keepdims=True)
+    return labels, likely, 1 / np.exp(outputs - highest).sum(1)
+
+
+CLASSES = Columns(("label", "prediction", "probability"), classes)

@@ -1,0 +1,148 @@
+"""``--evaluate-only`` and ``--predict``: one file at any number of ranks, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.steps.summary import Summary
+from hvdtrain.workloads.mnist.data import embedded_digits
+from tests.conftest import ROOT, Outcome
+from tests.parallel import resident
+from tests.parallel.conftest import FRAMEWORKS, SOME, train
+
+DIGITS = ("--model=small", "--precision=fp64")
+OWN = {"pytorch": "own_task.py", "tensorflow": "own_task_tf.py"}
+EVALUATION = ("eval_loss", "eval_accuracy", "eval_metrics", "eval_samples")
+
+
+def evaluate(number: int, *words: str, code: int = 0) -> Outcome:
+    outcome = resident.ranks(number, "-m", *words, "--quiet")
+    assert outcome.code == code, outcome.err[-3000:]
+    return outcome
+
+
+def without_probability(file: Path) -> list[str]:
+    return [line.rpartition(",")[0] for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_digits_at_1_2_and_3_ranks(framework: str, tmp_path: Path) -> None:
+    """297 samples; one file goes through a link, one is a pipe, one is of another strategy."""
+    line = (*DIGITS, f"--framework={framework}")
+    trained = train(2, tmp_path, "mnist", *line, "--num-steps=8").summary
+    where, summary = f"--checkpoint={trained['checkpoint']}", tmp_path / "evaluated.json"
+    target, link, pipe = tmp_path / "target.csv", tmp_path / "link.csv", tmp_path / "pipe"
+    target.write_text("what was here before\n")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+
+    evaluate(1, "hvdtrain.mnist", *line, where, f"--predict={pipe}")
+    reader.join(timeout=10)
+    evaluate(2, "hvdtrain.mnist", *line, where, f"--predict={link}", f"--summary={summary}")
+    evaluate(3, "hvdtrain.mnist", *line, where, f"--predict={tmp_path / 'three.csv'}")
+
+    assert link.is_symlink()
+    text = target.read_text()
+    assert received == [text.encode()]
+    assert (tmp_path / "three.csv").read_text() == text
+    if framework == "pytorch":
+        ddp = (*line, "--strategy=ddp", f"--predict={tmp_path / 'ddp.csv'}")
+        evaluate(2, "hvdtrain.mnist", *ddp, where)
+        assert (tmp_path / "ddp.csv").read_text() == text
+
+    header, *lines = text.splitlines()
+    assert header == "sample,label,prediction,probability"
+    assert all(re.fullmatch(r"\d+,\d,\d,(0\.\d{9,}|1\.0{8})", one) for one in lines)
+    rows = [one.split(",") for one in lines]
+    assert [int(row[0]) for row in rows] == list(range(297))
+    assert [int(row[1]) for row in rows] == embedded_digits()[1].labels.tolist()
+    found = Summary.read(summary)
+    right = sum(row[1] == row[2] for row in rows)
+    assert found.eval_accuracy == right / 297
+    for key in EVALUATION:  # on as many ranks, the batches are those of the evaluation in training
+        assert getattr(found, key) == trained[key]
+    assert (found.steps_completed, found.samples_trained) == (8, trained["samples_trained"])
+    assert (found.stopped, found.train_loss, found.images_per_second_mean) == (
+        *("finished", None, None),
+    )
+
+    # The weights of fp64 in fp32: the last digits may differ, the classes do not.
+    for number in (1, 2):
+        file = f"--predict={tmp_path / f'fp32-{number}.csv'}"
+        evaluate(number, "hvdtrain.mnist", *line, "--precision=fp32", where, file)
+        single = without_probability(tmp_path / f"fp32-{number}.csv")
+        assert single == without_probability(target)
+    assert not list(tmp_path.glob(".*partial*"))
+
+
+@pytest.mark.parametrize("framework", SOME)
+def test_images_at_1_2_and_3_ranks(framework: str, few_images: Path, tmp_path: Path) -> None:
+    """Ten real JPEGs, then two, fewer than ranks; the newest checkpoint of a directory."""
+    line = (
+        *("--model=resnet18", "--image-size=64", f"--framework={framework}", "--precision=fp64"),
+        "--batch-size=1",
+    )
+    train(2, tmp_path, "resnet", *line, f"--data={few_images}", "--num-steps=3")
+    two = tmp_path / "two"
+    shutil.copytree(few_images, two, symlinks=True)
+    for place, label in enumerate(sorted((two / "val").iterdir())):
+        if place not in (2, 7):
+            shutil.rmtree(label)
+    for data, count in ((few_images, 10), (two, 2)):
+        texts = []
+        for number in (1, 2, 3):
+            file = tmp_path / f"{count}-{number}.csv"
+            evaluate(
+                *(number, "hvdtrain.resnet", *line, f"--data={data}", f"--predict={file}"),
+                f"--checkpoint={tmp_path / 'checkpoints'}",
+            )
+            texts.append(file.read_text())
+        assert texts[1:] == texts[:1] * 2
+        labels = [int(one.split(",")[1]) for one in texts[0].splitlines()[1:]]
+        assert labels == (list(range(10)) if count == 10 else [2, 7])
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_task_of_ones_own_names_its_columns(framework: str, tmp_path: Path) -> None:
+    line = (
+        *("hvdtrain.train", str(ROOT / "examples" / OWN[framework])),
+        *(f"--framework={framework}", "--precision=fp64"),
+        f"--checkpoint-dir={tmp_path / 'checkpoints'}",
+    )
+    evaluate(2, *line, "--epochs=1", "--global-batch-size=88")
+    for number in (1, 2, 3):
+        evaluate(number, *line, f"--predict={tmp_path / f'{number}.csv'}")
+    text = (tmp_path / "1.csv").read_text()
+    assert (tmp_path / "2.csv").read_text() == (tmp_path / "3.csv").read_text() == text
+    header, *lines = text.splitlines()
+    assert (header, len(lines)) == ("sample,measured,predicted", 89)
+    assert all(re.fullmatch(r"\d+(,-?\d\.\d+){2}", one) for one in lines), lines[0]
+
+
+def test_what_cannot_be_evaluated_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    saved = train(1, tmp_path, "mnist", *DIGITS, "--num-steps=0").newest
+    damaged = tmp_path / "step-000000001"
+    shutil.copytree(saved, damaged)
+    with (damaged / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    out = tmp_path / "out.csv"
+    for line, words in (
+        ((f"--checkpoint={tmp_path / 'nothing'}",), "nothing is not there"),
+        ((f"--checkpoint={saved / 'state.json'}",), "state.json is no folder"),
+        ((f"--checkpoint={tmp_path / 'empty'}",), "there is no checkpoint in"),
+        ((f"--checkpoint={damaged}",), "step-000000001 is damaged (ValueError: the checksum of"),
+        ((f"--checkpoint={saved}", "--model=tutorial"), "model 'small' there, 'tutorial' here"),
+    ):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        outcome = evaluate(2, "hvdtrain.mnist", *DIGITS, *line, f"--predict={out}", code=2)
+        assert len(outcome.said) == 1 and words in outcome.said[0], outcome.err
+        assert "Traceback" not in outcome.err and not out.exists()
