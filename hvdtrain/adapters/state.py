@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from hvdtrain.adapters import buffers
@@ -19,7 +22,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint import Arrays, Checkpoint
-from hvdtrain.system.output.text import rank_list
+from hvdtrain.steps.integrity import places
 from hvdtrain.system.runtime.exit import agreed, outlived, process_status
 from hvdtrain.system.runtime.waits import Waits, together
 
@@ -88,7 +91,10 @@ class StateAdapter(Adapter):
                 training=self.communicator.broadcast_arrays(mine.training),
             )
             self.communicator.together(lambda: self.import_state(model, optimizer, state))
-        digest = self.check_replicas(model, optimizer)
+        digest = self._compare(
+            self.export_state(model, optimizer),
+            "this is so right after the broadcast: report it, training on would be wrong",
+        )
         ranks = self.communicator.broadcast_arrays(self._rank_buffers)
         own = buffers.own_row(ranks, self.world.rank, self.world.size)
         if own:
@@ -97,44 +103,62 @@ class StateAdapter(Adapter):
         return digest
 
     @together
-    def check_replicas(self, model: Any, optimizer: Any = None) -> str:
-        """Compare the digests of all ranks' model and optimizer state, buffers included.
+    def check_replicas(self, model: Any, optimizer: Any = None, *, step: int | None = None) -> str:
+        """Compare trained parameters and optimizer state of all ranks, bit for bit.
+
+        Running statistics are not compared: while it trains, each rank has its own.
+
+        Args:
+            model: that is trained.
+            optimizer: likewise.
+            step: how many updates are done, for the message.
 
         Returns:
             The common SHA-256.
 
         Raises:
-            HvdtrainError: on every rank, naming those that differ from rank 0.
+            HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
+                tensor.
         """
-        state = self.export_state(model, optimizer)
-        return self._compare(state, "after the broadcast: report this, training on would be wrong")
+        state = self._trained(model, self.export_state(model, optimizer))
+        return self._compare(
+            state,
+            "the ranks have made different updates, or the memory of a host has changed by itself. "
+            f"{process_status.how_to_go_on()}; leave out a host that is named twice",
+            when="" if step is None else f"after step {step} ",
+        )
 
-    def _compare(self, state: Checkpoint, where: str) -> str:
+    def _trained(self, model: Any, state: Checkpoint) -> Checkpoint:
+        """Return what of ``state`` is the same on all ranks after each update."""
+        names = self.trained_names(model)
+        return Checkpoint({name: state.model[name] for name in names}, state.training)
+
+    def _compare(self, state: Checkpoint, why: str, *, when: str = "") -> str:
         """Return the SHA-256 of ``state``; raise on every rank where those of the ranks differ."""
         digests = {
-            name: hashlib.sha256(name.encode() + arrays[name].tobytes()).digest()
-            for arrays in (state.model, state.training)
-            for name in sorted(arrays)
+            **{name: _digest(name, state.model[name]) for name in sorted(state.model)},
+            **{
+                f"{name} of the optimizer": _digest(name, state.training[name])
+                for name in sorted(state.training)
+            },
         }
-        everyone = self.communicator.gather(b"".join(digests.values()))
-        different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-        if different:
-            length, other = len(everyone[0]) // len(digests), everyone[different[0]]
-            first = next(
-                (
-                    name
-                    for number, name in enumerate(digests)
-                    if other[number * length :][:length] != everyone[0][number * length :][:length]
-                ),
-                "their number",
-            )
+        whole = hashlib.sha256(b"".join(digests.values())).digest()
+        everyone = self.communicator.gather(whole)
+        right = Counter(everyone).most_common(1)[0][0]  # most ranks have it; else rank 0 has
+        if different := [rank for rank, other in enumerate(everyone) if other != right]:
+            told = {name: digest.hex() for name, digest in digests.items()}
+            mine = json.dumps([socket.gethostname(), told]).encode()
+            hosts, tensors = zip(*map(json.loads, self.communicator.gather(mine)), strict=True)
+            one, other = tensors[everyone.index(right)], tensors[different[0]]
+            first = next(name for name in {**one, **other} if one.get(name) != other.get(name))
+            others = "the other ranks'" if 0 in different else "rank 0's"
             raise agreed(
                 HvdtrainError(
-                    f"the model of {rank_list(different)} differs from rank 0's {where}. "
-                    f"The first tensor that differs is {first}"
+                    f"{when}the model of {places(different, hosts)} differs from {others}, first "
+                    f"in {first}: {why}"
                 )
             )
-        return hashlib.sha256(b"".join(digests.values())).hexdigest()
+        return whole.hex()
 
     @together
     @override
@@ -153,10 +177,9 @@ class StateAdapter(Adapter):
         ranks = buffers.gather(self.communicator, own, self._seen) if own else {}
         with self.averaged_buffers(model):
             arrays = self.export_state(model, optimizer)
-            trained = {name: arrays.model[name] for name in self.trained_names(model)}
             self._compare(
-                Checkpoint(trained, arrays.training),
-                "and nothing was saved: the ranks have made different updates, from gradients that "
+                self._trained(model, arrays),
+                "nothing was saved. The ranks have made different updates, from gradients that "
                 "were changed on some of them, or without broadcast_state at the start",
             )
             kept = {**state, "world_size": self.world.size}
@@ -307,6 +330,13 @@ class StateAdapter(Adapter):
         finally:
             if own and self.world.size > 1:
                 self.set_local_buffers(model, own)
+
+
+def _digest(name: str, array: np.ndarray[Any, Any]) -> bytes:
+    """Return the SHA-256 of a tensor's name and bytes, which are not copied."""
+    digest = hashlib.sha256(name.encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.digest()
 
 
 def check_names(own: Mapping[str, Any], arrays: Arrays, trouble: str) -> None:

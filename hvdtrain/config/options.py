@@ -95,8 +95,8 @@ def option(
 # Names of the contract whose parts are not built yet: giving one is an error that says so.
 NOT_BUILT = frozenset(
     {
-        *("accumulate-steps", "autotune", "check-replicas", "clip-norm", "compile"),
-        *("compression", "cycle-time-ms", "fusion-threshold-mb", "hierarchical-allreduce"),
+        *("accumulate-steps", "autotune", "clip-norm", "compile", "compression"),
+        *("cycle-time-ms", "fusion-threshold-mb", "hierarchical-allreduce"),
         *("micro-batches", "reduction", "spawn", "stages", "tf32"),
     }
 )
@@ -153,6 +153,12 @@ class Options:
         "where gradients are not finite: end, leave that update out (at most 10 in a row), or go "
         "back to the newest checkpoint and leave that global batch out (at most 3 times)",
         choices=("stop", "skip", "rollback"),
+    )
+    check_replicas: int = option(
+        1000,
+        "compare parameters and optimizer state of all ranks whenever this many updates are done, "
+        "and end where they differ (0: only at each save)",
+        count,
     )
     workers: int = option(1, "processes per rank that read images (0: the rank itself)", count)
     seed: int = option(0, "of weights, order, dropout and augmentation", count)
@@ -397,7 +403,8 @@ def check(options: Options) -> Options:
         raise UsageError("--timeline-steps needs --timeline FILE")
     if options.evaluates_only:
         _check_evaluation(options)
-    elif options.checkpoint:
+        return options  # what concerns updates may be what it was in the training
+    if options.checkpoint:
         raise UsageError(
             "--checkpoint is for --evaluate-only and --predict: a training goes on from what is in "
             "--checkpoint-dir"

@@ -168,6 +168,7 @@ class Run:
             if self._wants_stop():
                 self._look()
                 return Stopped.PREEMPTED
+            self._check_replicas()
             if reason := self._finished():
                 if reason is Stopped.FINISHED or self.now.position.epoch > epoch:
                     break
@@ -185,6 +186,13 @@ class Run:
         shown = "  ".join(f"{name} {value}" for name, value in self._measured().items())
         self.show.epoch(self._epoch_record(epoch), shown)
         return self._finished()
+
+    def _check_replicas(self) -> None:
+        """Compare the ranks' models where ``--check-replicas`` says so; all ranks call it."""
+        every = self.options.check_replicas
+        if every and self.now.step % every == 0 and self.adapter.world.size > 1:
+            self.adapter.check_replicas(self.task.model, self.task.optimizer, step=self.now.step)
+            self.clock.resume()
 
     def _wants_stop(self) -> bool:
         self._watch_walltime()

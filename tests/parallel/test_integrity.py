@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -13,7 +14,14 @@ import pytest
 
 from tests.conftest import BIN, Outcome, ranks, run
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, SOME, Training, assert_bit_equal, assert_close
+from tests.parallel.conftest import (
+    FRAMEWORKS,
+    SOME,
+    WAYS,
+    Training,
+    assert_bit_equal,
+    assert_close,
+)
 
 LINE = (sys.executable, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet")
 TRAIN = """
@@ -204,3 +212,36 @@ def test_gradients_that_are_not_finite(framework: str, tmp_path: Path) -> None:
         alone = train_on_a_bad_sample(1, tmp_path / "one", line, "--on-nan=skip")
         assert alone.summary["steps_skipped"] == 3
         assert_close(alone, again, 1e-9)
+
+
+def flip(number: int, rank: int, *options: str) -> Outcome:
+    script = Path(__file__).parent / "scripts" / "one_flipped_bit.py"
+    line = (str(script), "--model=small", "--num-steps=12", "--quiet", *options)
+    return resident.ranks(number, *line, FLIPS=str(rank))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_flipped_bit_is_found_by_the_next_check(way: tuple[str, ...], tmp_path: Path) -> None:
+    saved = tmp_path / "step-000000006"
+    outcome = flip(
+        *(2, 1, *way, "--check-replicas=4", "--checkpoint-every=6"), f"--checkpoint-dir={tmp_path}"
+    )
+    assert outcome.code == 1, outcome.err[-3000:]
+    name = "small/conv2/kernel" if "tensorflow" in way[0] else "3.weight"
+    assert len(outcome.said) == 1, outcome.err
+    for words in (
+        f"after step 8 the model of {socket.gethostname()} (rank 1) differs from rank 0's, first "
+        f"in {name}: ",
+        f"it goes on from {saved};",
+    ):
+        assert words in outcome.said[0]
+    assert "Traceback" not in outcome.err
+    assert [one.name for one in tmp_path.glob("step-*")] == [saved.name]
+
+
+def test_one_flipped_bit_on_rank_0_of_3_and_where_nothing_flips() -> None:
+    outcome = flip(3, 0, "--check-replicas=7")
+    assert outcome.code == 1, outcome.err[-3000:]
+    assert "after step 7 the model of" in outcome.said[0]
+    assert "(rank 0) differs from the other ranks', first in 3.weight" in outcome.said[0]
+    assert flip(3, 3, "--check-replicas=1").code == 0

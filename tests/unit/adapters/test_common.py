@@ -92,16 +92,41 @@ def test_after_the_broadcast_all_are_rank_zero(on_ranks: Any, size: int) -> None
         assert momenta["m"].tolist() == [5.0]
 
 
-def test_a_replica_that_drifts_by_one_bit_is_named(on_ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("odd", "others"), [(2, "rank 0's"), (1, "rank 0's"), (0, "the other ranks'")]
+)
+@pytest.mark.parametrize("of_optimizer", [False, True])
+def test_a_replica_that_drifts_by_one_bit_is_named(
+    on_ranks: Any, odd: int, others: str, of_optimizer: bool
+) -> None:
     def act(communicator: Communicator) -> str:
-        model = model_of(0)
-        if communicator.rank == 2:
+        model, momenta = model_of(0), {"0/m": np.zeros((2, 3)), "1/none": np.zeros((0, 2))}
+        model["running"]["mean"] += communicator.rank  # each rank's own, by design
+        if communicator.rank == odd and of_optimizer:
+            momenta["0/m"][1, 2] = -0.0
+        elif communicator.rank == odd:
             model["weights"]["w"] = np.nextafter(model["weights"]["w"], 9)
-        return ArrayAdapter(communicator).check_replicas(model)
+        return ArrayAdapter(communicator).check_replicas(model, momenta, step=8)
 
     outcomes = on_ranks(3, act)
     assert {type(outcome) for outcome in outcomes} == {HvdtrainError}
-    assert "rank 2 differs" in str(outcomes[0])
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    name = "0/m of the optimizer" if of_optimizer else "w"
+    expected = (
+        f"after step 8 the model of {socket.gethostname()} (rank {odd}) differs from {others}, "
+        f"first in {name}: "
+    )
+    assert str(outcomes[0]).startswith(expected)
+    assert "run the same command again" in str(outcomes[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_replicas_have_one_digest(on_ranks: Any, size: int) -> None:
+    def act(communicator: Communicator) -> str:
+        return ArrayAdapter(communicator).check_replicas(model_of(0), {"0/m": np.array(1.0)})
+
+    (digest,) = set(on_ranks(size, act))
+    assert len(bytes.fromhex(digest)) == 32
 
 
 def test_metrics_over_all_ranks_with_uneven_and_empty_shares(on_ranks: Any) -> None:

@@ -90,6 +90,8 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("skip-broken", None, True),
     ("seed", "7", 7),
     ("deterministic", None, True),
+    ("check-replicas", "20", 20),
+    ("check-replicas", "0", 0),
     ("checkpoint-dir", "/some/where", Path("/some/where")),
     ("keep", "5", 5),
     ("resume", "auto", "auto"),
@@ -143,7 +145,8 @@ def test_an_evaluation() -> None:
 
 
 def test_a_checkpoint_on_the_line_wins_over_the_directory_of_a_file(tmp_path: Path) -> None:
-    options = read(config(tmp_path, "checkpoint-dir: d\n"), "--evaluate-only", "--checkpoint=c")
+    file = config(tmp_path, "checkpoint-dir: d\ncheckpoint-every: 5\nresume: must\n")
+    options = read(file, "--evaluate-only", "--checkpoint=c")
     assert (options.checkpoint, options.checkpoint_dir) == (Path("c"), None)
 
 
@@ -251,6 +254,8 @@ WRONG = [
     ("--workers", "-1"),
     ("--image-size", "0"),
     ("--checkpoint-every", "0"),
+    ("--check-replicas", "-1"),
+    ("--check-replicas", "often"),
 ]
 
 
