@@ -123,7 +123,7 @@ def size_axis(panel: Any, sizes: Sequence[int]) -> None:
     panel.set_xscale("log")
     panel.set_yscale("log")
     first, last = min(sizes), max(sizes)
-    marks = [mark for mark in (4, 2**10, 2**16, 2**20, 2**26) if first <= mark <= last]
+    marks = [mark for mark in (4, 2**10, 2**16, 2**22) if first <= mark <= last]
     panel.set_xticks(marks, [size(mark).replace(".0", "") for mark in marks])
     panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
     panel.minorticks_off()
