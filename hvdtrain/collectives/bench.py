@@ -192,9 +192,12 @@ def _row(
 ) -> dict[str, Any]:
     """Time ``operation``, which has been called before."""
     estimate = _once(backend, operation)
-    # As often on all ranks; this also lets them begin together.
+    # As often on all ranks.
     repeats = int(mpi.gather(str(repeats_for(estimate, budget)).encode())[0])
-    mine = [_once(backend, operation) for _ in range(repeats)]
+    mine = []
+    for _ in range(repeats):
+        mpi.gather(b"")  # else the root of a broadcast would run ahead: its calls would overlap
+        mine.append(_once(backend, operation))
     everyone = [json.loads(times) for times in mpi.gather(json.dumps(mine).encode())]
     slowest = [max(times) for times in zip(*everyone, strict=True)]
     median = statistics.median(slowest)
