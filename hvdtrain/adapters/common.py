@@ -21,6 +21,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import integrity, metrics
+from hvdtrain.steps.checkpoint import Checkpoint
 from hvdtrain.steps.integrity import Device, RankFacts
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
@@ -222,6 +223,26 @@ class CommonAdapter(StateAdapter):
         """Note that ``part`` of ``shards`` is what the next gradients are computed on."""
         self._shards = shards
         self._seen += part.count
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that this rank has trained on, with those before a resume."""
+        return self._seen
+
+    @samples_seen.setter
+    def samples_seen(self, count: int) -> None:
+        self._seen = count
+
+    @together
+    def check_updates(self, model: Any, optimizer: Any, text: str) -> None:
+        """Compare the trained parameters and the optimizer state of all ranks, bit for bit.
+
+        Raises:
+            HvdtrainError: on every rank: names those that differ, and says ``text``.
+        """
+        arrays = self.export_state(model, optimizer)
+        trained = {name: arrays.model[name] for name in self.trained_names(model)}
+        self._compare(Checkpoint(trained, arrays.training), text)
 
     @property
     def current_part(self) -> Part | None:

@@ -3,11 +3,10 @@
 For a loop of your own call the eight methods in order, as with PyTorch. ``initialize`` has to come
 before TensorFlow computes anything: threads and GPUs cannot be changed once its runtime has begun.
 
-For ``model.fit`` give ``compile`` the optimizer that ``distribute_optimizer`` returned: it sums the
-gradients of all ranks inside its ``apply``, so ``fit`` trains on the global batch (Horovod's own
-wrapper does not average with Keras 3). ``fit`` reads ahead and does not tell which part is in hand,
-so every rank counts the same then: give each rank batches of equal size. On a GPU pass
-``jit_compile=False``: XLA knows nothing of Horovod.
+For ``model.fit`` there is ``hvdtrain.keras``. With ``distribute_optimizer`` alone ``fit`` trains on
+the global batch, too, but reads ahead and does not tell which part is in hand, so every rank counts
+the same: give each rank batches of equal size, and on a GPU pass ``jit_compile=False``, since XLA
+knows nothing of Horovod.
 
 Importing this package imports TensorFlow without its banners (processor features, oneDNN, CUDA that
 is not here), for which nobody asked: most obey ``TF_CPP_MIN_LOG_LEVEL``; those that its libraries

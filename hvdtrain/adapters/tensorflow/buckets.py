@@ -40,7 +40,12 @@ class Buckets:
         self._watched = False
 
     def sum(
-        self, gradients: Sequence[Any], variables: Sequence[Any], *, weighted: bool
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        weighted: bool = False,
+        weight: Any = None,
     ) -> list[Any]:
         """Sum the gradients, times ``weight``, over all ranks.
 
@@ -49,8 +54,12 @@ class Buckets:
             variables: the variables, in an order that is the same on all ranks.
             weighted: the loss was multiplied by ``weight`` already. A weight of 0 otherwise makes
                 zeros of whatever they are: the mean over no samples is not a number.
+            weight: of this rank, a number or a tensor; None: the variable of that name.
         """
-        weight = None if weighted else self.weight
+        if weighted:
+            weight = None
+        elif weight is None:
+            weight = self.weight
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         sizes = [one.shape.num_elements() * one.dtype.size for one in dense]
         groups = in_buckets([(one.dtype, size) for one, size in zip(dense, sizes, strict=True)])

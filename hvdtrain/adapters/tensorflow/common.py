@@ -49,7 +49,8 @@ class TensorFlowAdapter(CommonAdapter):
             if self._gpus:
                 mine = self._gpus[local_rank % len(self._gpus)]
                 tf.config.set_visible_devices(mine, "GPU")
-                tf.config.experimental.set_memory_growth(mine, True)
+                for gpu in self._gpus:  # as scripts do later, which may only say what holds already
+                    tf.config.experimental.set_memory_growth(gpu, True)
             else:
                 threads = local_threads(local_rank, local_size)
                 tf.config.threading.set_intra_op_parallelism_threads(threads)

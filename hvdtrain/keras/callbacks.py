@@ -1,0 +1,326 @@
+"""Steps 4, 6, 7 and 8 for Keras: callbacks of ``model.fit``, the same on all ranks.
+
+Each makes the model ready that it is given to (``model.py``): a script of Horovod's has at least
+``BroadcastGlobalVariablesCallback``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from typing_extensions import override
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import session
+from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
+from hvdtrain.keras.model import ModelCallback, note_samples, step_sum
+from hvdtrain.keras.optimizer import broadcast_variables, check_root
+
+__all__ = [
+    "BackupAndRestore",
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "ModelCheckpoint",
+]
+
+Logs = dict[str, Any] | None
+REMEDY = (
+    "Compile the model with hvd.DistributedOptimizer(...), and give every rank's fit "
+    "hvd.callbacks.BroadcastGlobalVariablesCallback(0)"
+)
+
+
+class BroadcastGlobalVariablesCallback(ModelCallback):
+    """Send rank 0's model and optimizer to all ranks before the first update, and watch over them.
+
+    After the first update and at the end of each epoch all ranks compare what they have trained:
+    replicas that went apart end the training, instead of N models that nobody asked for.
+
+    Args:
+        root_rank: 0.
+        device: not used: the state goes through the host's memory.
+        local_variables: variables, or one, that each rank keeps as its own. Where there are any,
+            the ranks do differ, and nothing is compared.
+    """
+
+    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        check_root(root_rank)
+        single = isinstance(local_variables, (tf.Variable, keras.Variable))
+        self.local_variables = [local_variables] if single else list(local_variables or ())
+        self._compared = False
+
+    def register_local_var(self, var: Any) -> None:
+        """Let each rank keep its own value of ``var``."""
+        self.local_variables.append(var)
+
+    @override
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._compared = False
+        if session.size() == 1:
+            return
+        reduction = step_sum(self.model)
+        if self.model.built:
+            self._broadcast()
+        elif reduction is None:
+            raise UsageError(
+                "the model has no weights yet, so rank 0's cannot be sent: begin it with "
+                "keras.Input(shape), or call model.build(shape)"
+            )
+        else:  # by the first step, as soon as it has built the model
+            reduction.before_first = self._broadcast
+
+    def _broadcast(self) -> None:
+        own = [(variable, variable.numpy()) for variable in self.local_variables]
+        optimizer = self.model.optimizer
+        session.adapter().broadcast_state(self.model, optimizer)
+        rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+        if isinstance(rate, keras.Variable):  # of the checkpoint that rank 0 alone may have read
+            broadcast_variables([rate])
+        for variable, value in own:
+            variable.assign(value)
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if not self._compared:
+            self._compared = True
+            self._compare("after the first update")
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._compare(f"after epoch {epoch + 1}")
+
+    def _compare(self, when: str) -> None:
+        reduction = step_sum(self.model)
+        if session.size() > 1 and not self.local_variables and not (reduction and reduction.local):
+            text = f"{when}: the ranks have made different updates. {REMEDY}"
+            session.adapter().check_updates(self.model, self.model.optimizer, text)
+
+
+class MetricAverageCallback(ModelCallback):
+    """Make the metrics of ``fit`` those of all ranks together, before any callback sees them.
+
+    What a metric has counted is summed over the ranks, then divided: uneven parts weigh what they
+    should. ``EarlyStopping``, ``ReduceLROnPlateau``, ``ModelCheckpoint`` and ``History`` see the
+    same numbers on all ranks, wherever they stand in the list. In a validation, the running
+    statistics of BatchNorm are the mean over the ranks, weighted by the samples that each has seen.
+
+    Args:
+        device: not used.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self._in_step = False
+        self._counted: set[str] = set()  # names of metrics that are over all ranks
+        self._told: set[str] = set()  # names that the steps return
+        self._statistics = ExitStack()
+
+    @override
+    def on_train_begin(self, logs: Logs = None) -> None:
+        if session.size() > 1:
+            self.model.get_metrics_result = self._over_all_ranks
+        self._in_step = False
+
+    @override
+    def on_train_end(self, logs: Logs = None) -> None:
+        if "get_metrics_result" in vars(self.model):
+            del self.model.get_metrics_result
+
+    @override
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        self._in_step = True
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._in_step = False
+        self._told |= set(logs or {})
+
+    @override
+    def on_test_begin(self, logs: Logs = None) -> None:
+        reduction = step_sum(self.model)
+        if session.size() > 1 and reduction is not None:
+            adapter = session.adapter()
+            note_samples(self.model)
+            self._statistics.enter_context(adapter.averaged_buffers(self.model))
+
+    @override
+    def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        self._in_step = True
+
+    @override
+    def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._in_step = False
+
+    @override
+    def on_test_end(self, logs: Logs = None) -> None:
+        self._statistics.close()
+        self._told |= {f"val_{name}" for name in logs or {}}
+
+    def _over_all_ranks(self) -> dict[str, Any]:
+        """Return the metrics of the model, over all ranks outside of a step."""
+        own = type(self.model).get_metrics_result
+        if self._in_step or tf.inside_function():
+            result: dict[str, Any] = own(self.model)
+            return result
+        variables = [one for metric in self.model.metrics for one in metric.variables]
+        kept = [np.asarray(one.numpy()) for one in variables]
+        flat = [value.astype(np.float64).ravel() for value in kept]
+        adapter = session.adapter()
+        with adapter.waits.during("MetricAverageCallback"):
+            total = adapter.communicator.sum(np.concatenate([*flat, np.zeros(1)]))
+        start = 0
+        for variable, value in zip(variables, kept, strict=True):
+            part = total[start : start + value.size].reshape(value.shape)
+            variable.assign(part.astype(value.dtype))
+            start += value.size
+        result = {name: np.asarray(value) for name, value in own(self.model).items()}
+        for variable, value in zip(variables, kept, strict=True):
+            variable.assign(value)
+        self._counted |= set(result)
+        return result
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        # What a step of the user's own returns besides the metrics; all ranks weigh the same.
+        others = {
+            name: float(logs[name])
+            for name in sorted(self._told & set(logs or {}))
+            if logs and name.removeprefix("val_") not in self._counted
+        }
+        if session.size() > 1 and others and logs is not None:
+            logs.update(session.adapter().average_metrics(1, **others)[0])
+
+
+class LearningRateScheduleCallback(ModelCallback):
+    """Set the learning rate to ``initial_lr * multiplier(epoch)`` from one epoch to another.
+
+    Args:
+        initial_lr: the learning rate at the start of the training.
+        multiplier: a function of the epoch; or a number to the power of the epochs since
+            ``start_epoch``.
+        start_epoch: the first epoch.
+        end_epoch: the first epoch after it; None: never.
+        staircase: set it once an epoch, to the multiplier of a whole number; otherwise before each
+            batch, to that of ``epoch + batch / steps_per_epoch``.
+        momentum_correction: scale the velocity with the learning rate. Source: Goyal et al.,
+            "Accurate, Large Minibatch SGD" (2017), section 3.
+        steps_per_epoch: batches of an epoch; None: as ``fit`` knows it.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise UsageError(f"{type(self).__name__} needs initial_lr, the learning rate to scale")
+        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
+        self.staircase, self.momentum_correction = staircase, momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self._epoch = 0
+        self.multiplier: Callable[[float], float]
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            self.multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
+
+    @override
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
+        if not self.staircase and not self.steps_per_epoch:
+            raise UsageError(
+                f"{type(self).__name__}: fit does not know the batches of an epoch; give "
+                "steps_per_epoch"
+            )
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+
+    @override
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        if self._epoch < self.start_epoch:
+            return
+        if self.end_epoch is not None and self._epoch >= self.end_epoch:
+            return
+        if not self.staircase:
+            self._set(self._epoch + batch / (self.steps_per_epoch or 1))
+        elif batch == 0:
+            self._set(self._epoch)
+
+    def _set(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        old = float(optimizer.learning_rate)
+        new = self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new
+        # Keras's velocity holds the learning rate: it is scaled once, which is what a momentum
+        # scaled for this one update would do. (The momentum itself is a constant of the trace.)
+        if self.momentum_correction and getattr(optimizer, "momentum", None) and old and new != old:
+            for velocity in getattr(optimizer, "momentums", ()):
+                velocity.assign(velocity.value * tf.cast(new / old, velocity.dtype))
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Let the learning rate grow from ``initial_lr / size`` to ``initial_lr`` in the first epochs.
+
+    Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
+
+    Args:
+        initial_lr: the learning rate to arrive at, that of one rank times the world size.
+        warmup_epochs: how long it takes.
+        momentum_correction: see ``LearningRateScheduleCallback``.
+        steps_per_epoch: likewise.
+        verbose: 1: rank 0 tells when it has arrived.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            # The last batch of the warm-up has the whole learning rate, not the one after it.
+            done = (epoch + 1 / (self.steps_per_epoch or 1)) / warmup_epochs
+            return (1 + done * (session.size() - 1)) / session.size()
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and epoch + 1 == self.end_epoch and session.rank() == 0:
+            rate = float(self.model.optimizer.learning_rate)
+            print(f"\nEpoch {epoch + 1}: the warm-up has arrived at {rate:g}.")  # noqa: T201 (as Keras)

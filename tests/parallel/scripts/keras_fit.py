@@ -1,0 +1,356 @@
+"""Run on every rank by test_keras.py: ``model.fit`` over all ranks is that of one process.
+
+Each way to train is run over the ranks, through hvdtrain.keras, and by plain Keras in this one
+process on the union of the data: weights and history must be the same to 1e-9, and the weights
+equal on all ranks to the bit. Ranks begin with other weights; 17 samples in global batches of 8
+leave, at the tail, one rank with one sample and the others with none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.keras import session
+from hvdtrain.steps.sharding import permutation
+
+SAMPLES, BATCH, EPOCHS, SEED = 17, 8, 3, 5
+STEPS = -(-SAMPLES // BATCH)
+DONE, WANTED = Path(sys.argv[1]), set(sys.argv[2].split(","))
+keras.config.set_floatx("float64")
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def expect_error(action: Callable[[], Any], *words: str, kind: type = UsageError) -> None:
+    try:
+        action()
+    except kind as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"no error with {words}")
+
+
+expect_error(hvd.rank, "hvd.init()")
+hvd.init()
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+draw = np.random.default_rng(0)
+X, Y = draw.standard_normal((SAMPLES, 5)), draw.integers(0, 3, SAMPLES)
+VAL_X, VAL_Y = draw.standard_normal((7, 5)), draw.integers(0, 3, 7)
+
+
+def net(seed: int, *extra: Callable[[], Any], begin: bool = True) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    first = [keras.Input((5,))] if begin else []
+    middle = keras.layers.Dense(7, "tanh", kernel_regularizer="l2")
+    more = [make() for make in extra]
+    return keras.Sequential([*first, middle, *more, keras.layers.Dense(3)])
+
+
+def sgd(**options: Any) -> Any:
+    return keras.optimizers.SGD(0.2, momentum=0.9, **options)
+
+
+def union() -> tf.data.Dataset:
+    """The global batches for one process, an epoch each time it is iterated over."""
+    epochs = itertools.count()
+
+    def batches() -> Iterator[Any]:
+        order = permutation(SAMPLES, SEED, next(epochs))
+        for start in range(0, SAMPLES, BATCH):
+            picked = order[start : start + BATCH]
+            yield X[picked], Y[picked]
+
+    kinds = (tf.TensorSpec([None, 5], tf.float64), tf.TensorSpec([None], tf.int64))
+    data = tf.data.Dataset.from_generator(batches, output_signature=kinds)
+    return data.apply(tf.data.experimental.assert_cardinality(STEPS))
+
+
+def both(
+    optimizer: Callable[[], Any] = sgd,
+    callbacks: Callable[[], list[Any]] = list,
+    distribute: dict[str, Any] | None = None,
+    model: Callable[[int], keras.Model] = net,
+    data: Callable[[], tf.data.Dataset] | None = None,
+    **options: Any,
+) -> keras.Model:
+    """Train over the ranks and in one process; compare; return the model of the ranks."""
+    options = {"loss": LOSS, "metrics": ["accuracy"], **options}
+    one = model(0)
+    one.compile(optimizer(), **options)
+    expected = one.fit(
+        union(),
+        epochs=EPOCHS,
+        validation_data=(VAL_X, VAL_Y),
+        callbacks=callbacks(),
+        verbose=0,
+    )
+    mine = model(RANK)
+    mine.compile(hvd.DistributedOptimizer(optimizer(), **(distribute or {})), **options)
+    train = data() if data else hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
+    own = slice(RANK, None, SIZE)
+    found = mine.fit(
+        train,
+        epochs=EPOCHS,
+        validation_data=(VAL_X[own], VAL_Y[own]),
+        callbacks=[  # the one that makes them right comes last
+            *callbacks(),
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+        ],
+        verbose=0,
+    )
+    assert expected.history.keys() == found.history.keys(), found.history.keys()
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(found.history[name], values, rtol=1e-6, err_msg=name)
+    close(mine, one)
+    same_everywhere(mine)
+    return mine
+
+
+def close(mine: keras.Model, one: keras.Model) -> None:
+    for value, other in zip(mine.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-9)
+
+
+def same_everywhere(model: keras.Model, *, same: bool = True) -> None:
+    flat = np.concatenate([value.ravel() for value in model.get_weights()])
+    everyone = session.adapter().communicator.gather(flat.tobytes())
+    assert (len(set(everyone)) == 1) == (same or SIZE == 1)
+
+
+# The ways to train
+
+
+def plain() -> None:
+    both()
+    both(lambda: keras.optimizers.Adam(0.01))
+    both(model=lambda seed: net(seed, begin=False))  # built by its first step
+    both(model=lambda seed: net(seed, begin=False), run_eagerly=True)
+
+
+def datasets() -> None:
+    """A dataset of global batches is cut as arrays are, and so is one that is nested."""
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    cut = list(hvd.shard(rows).as_numpy_iterator())
+    kept = hvd.shard({"x": X, "y": Y}, global_batch=BATCH, shuffle=False)
+    for (x, y), same, whole in zip(cut, kept.as_numpy_iterator(), rows, strict=True):
+        np.testing.assert_array_equal(x, same["x"])
+        np.testing.assert_array_equal(y, same["y"])
+        everyone = session.adapter().communicator.gather(x.tobytes())
+        assert b"".join(everyone) == whole[0].numpy().tobytes()
+    assert len(cut) == STEPS == int(kept.cardinality())
+    expect_error(lambda: hvd.shard((X, Y)), "global_batch=")
+    expect_error(lambda: hvd.shard(rows, global_batch=8), "dataset.batch(GLOBAL_BATCH)")
+    expect_error(lambda: hvd.shard((X, Y[1:]), global_batch=8), "[16, 17]")
+
+
+def settings() -> None:
+    both(lambda: sgd(clipnorm=0.05))
+    both(lambda: sgd(global_clipnorm=0.1, weight_decay=0.01, use_ema=True))
+    both(lambda: sgd(gradient_accumulation_steps=2))
+    both(steps_per_execution=2)
+    both(optimizer=lambda: sgd(gradient_accumulation_steps=3), steps_per_execution=3)
+    both(distribute={"gradient_predivide_factor": 4.0, "device_dense": "/CPU:0", "name": "own"})
+    # An update after two batches, from the mean of their gradients.
+    one, mine = net(0), net(RANK)
+    one.compile(sgd(gradient_accumulation_steps=2), LOSS)
+    passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+    mine.compile(hvd.DistributedOptimizer(sgd(), **passes), LOSS)
+    one.fit(union(), epochs=EPOCHS, verbose=0)
+    fit(mine)
+    close(mine, one)
+
+
+def fit(model: keras.Model, **options: Any) -> Any:
+    """Fit over the ranks, with the one callback that is needed."""
+    data = hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
+    callbacks = [*options.pop("callbacks", ()), hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    options = {"epochs": EPOCHS, "verbose": 0, **options}
+    return model.fit(data, callbacks=callbacks, **options)
+
+
+def callbacks() -> None:
+    """Keras's own decide by what all ranks have measured, wherever they stand."""
+
+    def watched() -> list[Any]:
+        return [
+            keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=0, min_delta=10),
+            keras.callbacks.EarlyStopping("val_loss", patience=0, min_delta=10),
+        ]
+
+    model = both(lambda: sgd(), watched)
+    assert float(model.optimizer.learning_rate) < 0.2
+
+
+def overflow() -> None:
+    """What is not finite on one rank is skipped by all, however the loss scale was put around."""
+    for wrap in (
+        lambda: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(sgd())),
+        lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd())),
+    ):
+        model = net(RANK)
+        model.compile(wrap(), LOSS)
+        x = X.copy()
+        x[permutation(SAMPLES, SEED, 0)[BATCH - 1]] = np.inf  # the last rank's, in the first batch
+        data = hvd.shard((x, Y), global_batch=BATCH, seed=SEED)
+        first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(data, epochs=1, callbacks=[first], verbose=0)
+        assert float(model.optimizer.dynamic_scale) == 2.0**14
+        assert int(model.optimizer.iterations) == STEPS - 1
+        assert all(np.isfinite(value).all() for value in model.get_weights())
+        same_everywhere(model)
+
+
+def statistics() -> None:
+    """BatchNorm sees each rank's part; a part of none leaves its statistics as they are."""
+    model = net(RANK, keras.layers.BatchNormalization)
+    model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
+    found = fit(
+        model,
+        validation_data=(VAL_X, VAL_Y),
+        callbacks=[hvd.callbacks.MetricAverageCallback()],
+    )
+    assert np.isfinite(found.history["val_loss"]).all()
+    assert all(np.isfinite(value).all() for value in model.get_weights())
+    trained = [value.numpy().tobytes() for value in model.trainable_variables]
+    assert len(set(session.adapter().communicator.gather(b"".join(trained)))) == 1
+
+
+def own_loop() -> None:
+    """A loop of the user's own: all ranks weigh the same, or are added up."""
+    compression = hvd.Compression.fp16
+    for options, expected in (
+        ({}, (SIZE - 1) / 2),
+        ({"op": hvd.Sum}, SIZE * (SIZE - 1) / 2),
+        ({"compression": compression}, (SIZE - 1) / 2),
+    ):
+        weight = keras.Variable(np.full(3, RANK, np.float64))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+        optimizer.build([weight])
+        hvd.broadcast_global_variables(0)
+        optimizer.apply([tf.fill([3], tf.constant(RANK, tf.float64))])
+        np.testing.assert_allclose(weight.numpy(), np.full(3, -expected))
+    expect_error(lambda: hvd.broadcast_global_variables(1), "root_rank is 1")
+    expect_error(lambda: hvd.DistributedOptimizer(optimizer), "distributed already")
+    expect_error(lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Adasum), "Average or Sum")
+    expect_error(lambda: hvd.DistributedOptimizer(net(0)), "not a Sequential")
+    expect_error(
+        lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0), "is 0: it is 1 or"
+    )
+    np.testing.assert_array_equal(hvd.allreduce(tf.constant([1.0, RANK]), op=hvd.Sum)[0], SIZE)
+    assert hvd.mpi_built() and hvd.allgather(tf.zeros([RANK + 1])).shape[0] == SIZE * (SIZE + 1) / 2
+
+
+def local_layers() -> None:
+    """A local layer is each rank's own; the others are everybody's."""
+    model = net(0)
+    last = model.layers[-1]
+    model.compile(hvd.PartialDistributedOptimizer(sgd(), local_layers=last), LOSS)
+    fit(model)
+    for layer in model.layers:
+        told = layer.kernel.numpy().tobytes()
+        everyone = session.adapter().communicator.gather(told)
+        assert len(set(everyone)) == (SIZE if layer is last else 1)
+
+
+def guard() -> None:
+    """Replicas that go apart end the training."""
+    model = net(RANK)
+    model.compile(sgd(), LOSS)  # not distributed
+    if SIZE == 1:
+        return
+    words = ("rank 1", "differ", "after the first update", "hvd.DistributedOptimizer")
+    expect_error(lambda: fit(model), *words, kind=HvdtrainError)
+    unbuilt = net(RANK, begin=False)
+    unbuilt.compile(sgd(), LOSS)
+    expect_error(lambda: fit(unbuilt), "keras.Input(shape)")
+
+
+def rates() -> None:
+    """The learning rate of each batch, in closed form; the velocity grows with it."""
+    seen: list[float] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            seen.append(float(self.model.optimizer.learning_rate))
+
+    model = net(RANK)
+    model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    warm = hvd.callbacks.LearningRateWarmupCallback(0.2 * SIZE, warmup_epochs=2)
+    later = hvd.callbacks.LearningRateScheduleCallback(0.2 * SIZE, 0.1, start_epoch=2)
+    history = fit(model, callbacks=[warm, later, Watch()], epochs=4).history
+    total = 2 * STEPS
+    climb = [0.2 * (1 + (SIZE - 1) * (batch + 1) / total) for batch in range(total)]
+    after = [0.2 * SIZE] * STEPS + [0.02 * SIZE] * STEPS
+    np.testing.assert_allclose(seen, climb + after, rtol=1e-6)
+    np.testing.assert_allclose(history["lr"], (climb + after)[STEPS - 1 :: STEPS], rtol=1e-6)
+
+    weight = keras.Variable(np.zeros(1))
+    optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
+    optimizer.apply([tf.ones([1], tf.float64)], [weight])  # the velocity is -0.5
+    rate = hvd.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 2.0)
+    rate._model = type("Model", (), {"optimizer": optimizer})
+    rate.on_train_batch_begin(0)
+    optimizer.apply([tf.ones([1], tf.float64)])
+    np.testing.assert_allclose(weight.numpy(), [-0.5 + 0.5 * 2 * -0.5 - 1.0])
+
+
+def saved() -> None:
+    """Rank 0 writes whole files, of the plain optimizer; what is loaded trains on all ranks."""
+    folder = DONE / "saved"
+    model = net(RANK)
+    model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    fit(model, callbacks=[hvd.callbacks.ModelCheckpoint(folder / "{epoch}.keras")], epochs=2)
+    session.adapter().communicator.gather(b"")
+    assert sorted(path.name for path in folder.iterdir()) == ["1.keras", "2.keras"]
+    plain = keras.models.load_model(folder / "2.keras")
+    assert type(plain.optimizer) is keras.optimizers.SGD
+    loaded = hvd.load_model(folder / "2.keras")
+    assert isinstance(loaded.optimizer, keras.optimizers.SGD)
+    assert int(loaded.optimizer.iterations) == 2 * STEPS
+    if RANK:  # rank 0's is everyone's
+        loaded.set_weights(net(RANK).get_weights())
+    fit(model, epochs=3, initial_epoch=2)
+    fit(loaded, epochs=3, initial_epoch=2)
+    close(loaded, model)
+    same_everywhere(loaded)
+
+
+def resumed() -> None:
+    """A training that was stopped and begun anew is one that was not, to the bit."""
+
+    def train(folder: str, epochs: int) -> keras.Model:
+        model = net(RANK, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.3))
+        model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
+        callbacks = [
+            hvd.callbacks.BackupAndRestore(DONE / folder),
+            hvd.callbacks.MetricAverageCallback(),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        ]
+        fit(model, callbacks=callbacks, epochs=epochs, validation_data=(VAL_X, VAL_Y))
+        return model
+
+    whole = train("uncut", 4)
+    train("cut", 2)
+    again = train("cut", 4)
+    for value, other in zip(again.get_weights(), whole.get_weights(), strict=True):
+        assert value.tobytes() == other.tobytes()
+    assert float(again.optimizer.learning_rate) == float(whole.optimizer.learning_rate)
+
+
+WAYS = [plain, datasets, settings, callbacks, overflow, statistics, own_loop, local_layers, guard]
+WAYS += [rates, saved, resumed]
+for way in WAYS:
+    if {way.__name__, "all"} & WANTED:
+        way()
+Path(DONE, f"{RANK}-of-{SIZE}").touch()

@@ -1,0 +1,48 @@
+"""hvdtrain.keras: a plain ``model.fit`` over the ranks is that of one process."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LONG, ROOT
+from tests.parallel import resident
+
+FIT = Path(__file__).parent / "scripts" / "keras_fit.py"
+# Ways to train (functions of the script): all of them over two ranks, those that depend on the
+# number of ranks over three, too.
+SOME = {1: "plain,rates", 2: "all", 3: "plain,datasets,overflow,resumed"}
+
+
+@pytest.mark.parametrize("number", SOME)
+def test_fit_is_that_of_one_process(number: int, tmp_path: Path) -> None:
+    """Uneven tails, clipping, accumulation, several steps a call, callbacks, resume, and misuse."""
+    ways = "all" if LONG else SOME[number]
+    outcome = resident.ranks(number, str(FIT), str(tmp_path), ways, framework="tensorflow")
+    assert outcome.code == 0, outcome.err[-3000:]
+    done = sorted(path.name for path in tmp_path.glob("*-of-*"))
+    assert done == [f"{rank}-of-{number}" for rank in range(number)]
+
+
+def test_horovods_own_wrapper_trains_two_models(tmp_path: Path) -> None:
+    """With ``horovod.tensorflow.keras`` the weights go apart: why this package is there."""
+    outcome = resident.ranks(
+        2, str(FIT.with_name("keras_horovod.py")), str(tmp_path), framework="tensorflow"
+    )
+    assert outcome.code == 0, outcome.err[-3000:]
+    weights = [(tmp_path / f"{rank}-of-2").read_text() for rank in range(2)]
+    assert weights[0] != weights[1]
+
+
+def test_the_homework_with_fit(tmp_path: Path) -> None:
+    script = str(ROOT / "homework" / "tensorflow2_keras_mnist_hvd.py")
+    options = ["--epochs=2", "--lr=0.02", "--warmup-epochs=1", f"--out={tmp_path}"]
+    outcome = resident.ranks(2, script, *options, framework="tensorflow")
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert [line.split(":")[0] for line in outcome.out.splitlines()] == ["epoch 1", "epoch 2"]
+    with (tmp_path / "metrics_2.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[1]["train_loss"]) < float(rows[0]["train_loss"])
+    assert (tmp_path / "model.weights.h5").is_file()
