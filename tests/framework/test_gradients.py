@@ -13,16 +13,21 @@ SIZE = 16  # a parameter that fills its place in a bucket
 class LateSum:
     """The sum over two ranks: what the other one has is added when the sum is waited for."""
 
+    in_order = False
+
     def __init__(self, other: Any) -> None:
         self.other, self.started = other, 0
 
-    def reduce(self, flat: Any, name: str) -> Any:
+    def start(self, flat: Any, name: str) -> Any:
         self.started += 1
         return flat
 
     def wait(self, flat: Any) -> None:
         flat[:SIZE] += self.other
         self.started -= 1
+
+    def progress(self) -> None:
+        pass
 
 
 def torch_step(mine: float, other: float, weight: float = 0.25) -> tuple[Any, Any, Any, LateSum]:
@@ -34,7 +39,7 @@ def torch_step(mine: float, other: float, weight: float = 0.25) -> tuple[Any, An
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     late = LateSum(torch.full((SIZE,), 8 * other))
-    buckets = Buckets("test", optimizer, late.reduce, late.wait, lambda: weight)
+    buckets = Buckets("test", optimizer, late, lambda: weight)
     scaler.scale((parameter * mine).sum()).backward()
     assert late.started == 0 and buckets.messages["count"] == 1
     return parameter, optimizer, scaler, late

@@ -11,18 +11,22 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from hvdtrain.config import strategies
 from tests.conftest import BIN, LONG, Outcome, Ranks
 from tests.parallel import resident
 
 FRAMEWORKS = ("pytorch", "tensorflow")
-STRATEGIES = ("horovod", "ddp")  # of PyTorch, over several ranks
-# Options of each framework over Horovod, and of each further strategy.
+# Over several ranks: of PyTorch, and each of each framework as options.
+STRATEGIES = tuple(
+    name
+    for name, one in strategies.STRATEGIES.items()
+    if one.launchers and "pytorch" in one.adapters
+)
 WAYS = tuple(
-    pytest.param(options, id=options[-1].partition("=")[2])
-    for options in (
-        *((f"--framework={framework}",) for framework in FRAMEWORKS),
-        *(("--framework=pytorch", f"--strategy={strategy}") for strategy in STRATEGIES[1:]),
-    )
+    pytest.param((f"--framework={framework}", f"--strategy={name}"), id=f"{framework}-{name}")
+    for name, one in strategies.STRATEGIES.items()
+    for framework in one.adapters
+    if one.launchers
 )
 SOME = FRAMEWORKS if LONG else FRAMEWORKS[:1]  # where one tells enough in CI
 
@@ -35,14 +39,14 @@ CONTRACTS = (
     "test_bad_input.py::test_a_damaged_checkpoint_is_passed_over",
     "test_doctor.py::test_a_sound_environment_and_the_speed_of_its_ranks",
     "test_equality.py::test_uneven_parts_and_tail",
-    "test_equality.py::test_resumed_mnist_is_bit_equal[3-pytorch]",
+    "test_equality.py::test_resumed_mnist_is_bit_equal[3-pytorch-horovod]",
     "test_homework.py::test_ranks_compute_what_the_sequential_script_does",
     "test_examples.py::test_a_task_of_ones_own_is_the_same_at_1_2_and_3_ranks[pytorch]",
     "test_install.py::test_a_wheel_that_fails_its_proof_leaves_the_environment_untouched",
     "test_launch.py::test_the_exit_code_is_the_jobs",
     "test_launch.py::test_marks_and_places[2]",
     "test_pi.py::test_seed_and_ranks_give_the_digits",
-    "test_resident.py::test_a_trainer_writes_what_it_writes_in_fresh_processes[pytorch]",
+    "test_resident.py::test_a_trainer_writes_what_it_writes_in_fresh_processes[pytorch-horovod]",
     "test_terminal.py::test_signs_of_life_come_while_ranks_start_and_train[mpirun]",
     "test_timeline.py::test_the_late_rank_is_named_with_its_share_and_its_50_ms",
     "test_trainers.py::test_a_signal_saves_and_the_same_command_goes_on[pytorch]",

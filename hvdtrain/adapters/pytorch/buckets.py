@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -30,8 +31,23 @@ from hvdtrain.system.runtime.waits import SUM
 
 ALIGNMENT = 16  # elements; so that each gradient begins on a cache line
 
-Reduce = Callable[[torch.Tensor, str], Any]
-"""(bucket, name) -> handle: start summing ``bucket`` over all ranks, in place."""
+
+class Sums(ABC):
+    """Sums buckets over all ranks, in place, while this one goes on."""
+
+    in_order = False
+    """Whether sums are paired by the order in which a rank starts them, not by name."""
+
+    @abstractmethod
+    def start(self, bucket: torch.Tensor, name: str) -> Any:
+        """Start summing ``bucket``, and return a handle."""
+
+    @abstractmethod
+    def wait(self, handle: Any) -> None:
+        """Wait until the bucket of ``handle`` holds the sum."""
+
+    def progress(self) -> None:  # noqa: B027 (most have a thread for it)
+        """Let the sums that were started go on."""
 
 
 class Bucket:
@@ -116,8 +132,7 @@ class Buckets:
     Args:
         name: of this optimizer, the same on all ranks.
         optimizer: its gradients.
-        reduce: starts a sum over all ranks and returns a handle.
-        wait: waits for a handle.
+        sums: over all ranks, for these buckets alone.
         weight: the factor of this rank's gradients in this pass; 0 makes them zeros, whatever
             they are.
     """
@@ -126,11 +141,10 @@ class Buckets:
         self,
         name: str,
         optimizer: torch.optim.Optimizer,
-        reduce: Reduce,
-        wait: Callable[[Any], Any],
+        sums: Sums,
         weight: Callable[[], float],
     ) -> None:
-        self.reduce, self.wait, self.weight = reduce, wait, weight
+        self.sums, self.weight = sums, weight
         parameters = [
             parameter
             for group in optimizer.param_groups
@@ -172,12 +186,22 @@ class Buckets:
     def _arrived(self, bucket: Bucket, index: int, _: torch.Tensor) -> None:
         bucket.fill(index, self.weight)
         if not bucket.missing:
-            self._start(bucket)
+            self._start_full()
+        self.sums.progress()
+
+    def _start_full(self) -> None:
+        """Start the sums of the buckets that are full, and may be started."""
+        for bucket in self.buckets:
+            if bucket.handle is None:
+                if bucket.missing == set():
+                    self._start(bucket)
+                elif self.sums.in_order:
+                    return
 
     def _start(self, bucket: Bucket) -> None:
         if bucket is self.buckets[-1]:
             bucket.flat[-1] = float(self.stop_wanted())
-        bucket.handle = self.reduce(bucket.flat, bucket.name)
+        bucket.handle = self.sums.start(bucket.flat, bucket.name)
 
     def finish(self) -> None:
         """Wait until all gradients are the sums over the ranks."""
@@ -193,7 +217,7 @@ class Buckets:
         started = time.perf_counter()
         with self.waiting(SUM):
             for bucket in self.buckets:
-                self.wait(bucket.handle)
+                self.sums.wait(bucket.handle)
         self.blocked_seconds += time.perf_counter() - started
         for bucket, indices in zip(self.buckets, absent, strict=True):
             bucket.close(indices)

@@ -2,97 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
-
 import horovod.tensorflow as hvd
-import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.common import GradientSums
-from hvdtrain.adapters.tensorflow.buckets import Buckets
-from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
+from hvdtrain.adapters.tensorflow.bucketed import BucketedAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_tf import HorovodTensorFlow
-from hvdtrain.steps.sharding import Part, Shards
-from hvdtrain.system.runtime.waits import SUM
 
 
-class HorovodAdapter(TensorFlowAdapter):
-    """Each rank holds the whole model; Horovod sums the gradients."""
+class HorovodAdapter(BucketedAdapter):
+    """Horovod sums the buckets."""
 
     name = "horovod"
     runtime = "Horovod"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._buckets: list[Buckets] = []  # of each optimizer
-        self._told: tuple[float, bool] | None = None  # weight and wish to stop in the variables
-        self._sums = 0  # made when the current part began
 
     @override
     def connect(self) -> Communicator:
         communicator = HorovodTensorFlow()
         self.claim_device(hvd.local_rank(), hvd.local_size())
         return communicator
-
-    @override
-    def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        number = len(self._buckets)
-        name = f"gradients.{number}" if number else "gradients"
-        with tf.device("/CPU:0"):
-            buckets = Buckets(name, self.sum_tensor)
-        self._buckets.append(buckets)
-        self._told = None
-        if self._shards is None:  # without shards all ranks weigh the same
-            buckets.weight.assign(self.part_weight)
-        adapter, own = self, type(optimizer)
-
-        class Distributed(own):  # type: ignore[misc,valid-type]
-            weighted = False  # the loss, in the trace or the update at hand
-
-            def scale_loss(self, loss: Any) -> Any:
-                # Where it is called, as by model.fit, it saves a pass over all gradients.
-                self.weighted = True
-                return super().scale_loss(loss) * tf.cast(buckets.weight, loss.dtype)
-
-            def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-                if trainable_variables is None:
-                    trainable_variables = self._trainable_variables
-                variables = list(trainable_variables)
-                _ = adapter.part_weight  # raises where it is not known
-                weighted, self.weighted = self.weighted, False
-                # A trace, which is made once, tells nothing of the updates.
-                counted = adapter.waits.during(SUM) if tf.executing_eagerly() else nullcontext()
-                with counted:
-                    sums = buckets.sum(list(grads), variables, weighted=weighted)
-                super().apply(sums, variables)
-
-        Distributed.__name__ = Distributed.__qualname__ = own.__name__
-        optimizer.__class__ = Distributed
-        return model, optimizer
-
-    @override
-    def begin_part(self, shards: Shards, part: Part) -> None:
-        super().begin_part(shards, part)
-        if not self._buckets:
-            return
-        sums = sum(int(one.sums) for one in self._buckets)
-        if sums > self._sums and shards.current:
-            shards.use()  # a trace has used it
-        self._sums = sums
-        told = (part.weight, self.stop_wanted)
-        if told != self._told:  # most parts of an epoch weigh the same
-            self._told = told
-            for buckets in self._buckets:
-                buckets.weight.assign(part.weight)
-                buckets.stop.assign(float(self.stop_wanted))
-
-    @property
-    @override
-    def gradient_sums(self) -> Sequence[GradientSums]:
-        return self._buckets
 
     @override
     def start_timeline(self, file: str) -> None:

@@ -1,0 +1,49 @@
+"""Step 5 for PyTorch over any library that sums a tensor while this rank goes on computing."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from hvdtrain.adapters.pytorch.buckets import Buckets, Sums
+from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.steps.sharding import Part, Shards
+
+
+class BucketedAdapter(PyTorchAdapter):
+    """Each rank holds the whole model; the gradients are summed in buckets, beside backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._distributions = 0
+        self._all_buckets: list[Buckets] = []  # of each optimizer
+
+    @abstractmethod
+    def open_sums(self) -> Sums:
+        """Return what sums the buckets of one more optimizer; all ranks call it together."""
+
+    @override
+    def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        name = f"gradients.{self._distributions}" if self._distributions else "gradients"
+        self._distributions += 1
+        buckets = Buckets(name, optimizer, self.open_sums(), lambda: self.part_weight)
+        buckets.stop_wanted = lambda: self.stop_wanted
+        buckets.waiting = self.waits.during
+        buckets.may_skip = lambda: len(self.gradient_sums) == 1
+        self._all_buckets = [*self.gradient_sums, buckets]
+        return model, optimizer
+
+    @property
+    @override
+    def gradient_sums(self) -> list[Buckets]:
+        # Of the optimizers that still exist.
+        return [one for one in self._all_buckets if one.optimizer() is not None]
+
+    @override
+    def begin_part(self, shards: Shards, part: Part) -> None:
+        super().begin_part(shards, part)
+        for buckets in self.gradient_sums:
+            buckets.begin(empty=not part.count)

@@ -1,0 +1,76 @@
+"""The eight steps for PyTorch over MPI alone, for sites where Horovod cannot be built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
+from hvdtrain.adapters.pytorch.buckets import Sums
+from hvdtrain.errors import UsageError
+
+if TYPE_CHECKING:  # importing it starts MPI, for which the variables of step 1 come first
+    from hvdtrain.collectives.mpi4py import Mpi4py
+
+SUMMED = {torch.float32, torch.float64}  # MPI has no type for half precision
+
+
+class MpiAdapter(BucketedAdapter):
+    """MPI sums the buckets by non-blocking allreduces, in host memory."""
+
+    name = "mpi"
+    runtime = "MPI"
+    communicator: Mpi4py
+
+    @override
+    def connect(self) -> Mpi4py:
+        from hvdtrain.collectives.mpi4py import Mpi4py
+
+        return Mpi4py()
+
+    @override
+    def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        kinds = {one.dtype for group in optimizer.param_groups for one in group["params"]}
+        if kinds - SUMMED:
+            found = ", ".join(sorted(str(kind) for kind in kinds - SUMMED))
+            raise UsageError(
+                f"--strategy mpi sums float32 and float64, and the model has {found}: keep the "
+                "parameters in float32 and compute under torch.autocast, or take another strategy"
+            )
+        return super().distribute(model, optimizer)
+
+    @override
+    def open_sums(self) -> Sums:
+        return MpiSums(self.communicator)
+
+    @override
+    def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        total = self.communicator.sum_tensor(values.detach().cpu().numpy(), name)
+        return torch.from_numpy(total).to(values.device)
+
+
+class MpiSums(Sums):
+    """MPI pairs the sums of the ranks by their order, on a communicator of their own."""
+
+    in_order = True
+
+    def __init__(self, communicator: Mpi4py) -> None:
+        self._sums = communicator.open_sums()
+
+    @override
+    def start(self, bucket: torch.Tensor, name: str) -> Any:
+        host = bucket.cpu()  # the bucket itself where it is in host memory
+        return self._sums.start(host.numpy()), host, bucket
+
+    @override
+    def wait(self, handle: Any) -> None:
+        request, host, bucket = handle
+        request.Wait()
+        if host is not bucket:
+            bucket.copy_(host)
+
+    @override
+    def progress(self) -> None:
+        self._sums.progress()
