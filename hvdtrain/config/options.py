@@ -95,7 +95,7 @@ def option(
 # Names of the contract whose parts are not built yet: giving one is an error that says so.
 NOT_BUILT = frozenset(
     {
-        *("accumulate-steps", "autotune", "clip-norm", "compile", "compression"),
+        *("accumulate-steps", "autotune", "compile", "compression"),
         *("cycle-time-ms", "fusion-threshold-mb", "hierarchical-allreduce"),
         *("micro-batches", "reduction", "spawn", "stages", "tf32"),
     }
@@ -143,6 +143,9 @@ class Options:
     lr_decay: float = option(0.1, "multistep: the factor at each milestone", non_negative)
     momentum: float = option(0.9, "of SGD", fraction)
     weight_decay: float | None = option(None, "L2 penalty on the parameters", non_negative)
+    clip_norm: float = option(
+        0.0, "scale the gradients of an update down to this L2 norm (0: never)", non_negative
+    )
     optimizer: str = option("sgd", "the update rule", choices=("sgd", "adam", "adamw"))
     precision: str = option(
         "auto", "of the forward pass", choices=("auto", "fp64", "fp32", "bf16", "fp16")

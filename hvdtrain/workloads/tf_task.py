@@ -223,19 +223,22 @@ def weight_dtype(options: Options) -> str:
 
 
 class _Guarded:
-    """Makes no update of gradients that are not finite; adds the L2 penalty to the others.
+    """Makes no update of gradients that are not finite; clips the others, adds the L2 penalty.
 
     Keras' own ``weight_decay`` is decoupled from the gradients, whatever the optimizer; PyTorch's
     SGD and Adam add it.
     """
 
     penalty = 0.0
+    clip_norm = 0.0
     bad: Any  # in the trace at hand: the place of a gradient that is not finite, or -1
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Update the variables; gradients are those of the global batch here."""
         variables, apply = list(trainable_variables), super().apply  # type: ignore[misc]
         self.bad = _not_finite(list(grads))
+        if self.clip_norm:  # before the penalty, as in PyTorch
+            grads, _ = tf.clip_by_global_norm(grads, self.clip_norm)
         if self.penalty:
             grads = [
                 gradient + tf.cast(self.penalty, gradient.dtype) * variable.value
@@ -271,6 +274,7 @@ def make_optimizer(options: Options) -> keras.optimizers.Optimizer:
         sgd = options.optimizer == "sgd"
         optimizer = SGD(1.0, momentum=options.momentum) if sgd else Adam(1.0, epsilon=1e-8)
         optimizer.penalty = decay
+    optimizer.clip_norm = options.clip_norm
     if options.precision == "fp16":
         return keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer

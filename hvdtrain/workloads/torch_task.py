@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from hvdtrain.config.options import Options
@@ -109,6 +110,9 @@ class TorchTask(Task):
         if not self.scaler.is_enabled() and (bad := self._not_finite()):
             self.not_finite = NotFinite(bad, self._own_trouble(batch, loss, seed))
         else:
+            if self.options.clip_norm:
+                self.scaler.unscale_(self.optimizer)
+                clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         return loss.detach()

@@ -1,8 +1,9 @@
-"""The update of PyTorch's task, in one process."""
+"""The update of a task, in one process."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,3 +30,43 @@ def test_updates_are_seeded_as_by_torch_and_queue_nothing() -> None:
     assert torch.cuda._lazy_seed_tracker.manual_seed_all_cb is queued
     torch.manual_seed(3)
     assert drawn == [torch.nn.functional.dropout(torch.ones(8, 4)).tolist()] * 2
+
+
+def parameters_after_a_step(framework: str, clip_norm: float) -> np.ndarray[Any, Any]:
+    """Start a linear classifier from zeros, take a step of SGD, return what it has learned."""
+    recipe = {"precision": "fp64", "device": "cpu", "weight_decay": 0.0, "momentum": 0.0}
+    options = replace(Options(), **recipe, clip_norm=clip_norm)
+    x, y = np.array([[3.0, 4.0], [0.0, 5.0]]), np.array([0, 1])
+    task: Any
+    if framework == "pytorch":
+        torch = pytest.importorskip("torch")
+        from hvdtrain.workloads import torch_task
+
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        task = torch_task.TorchTask(model, options, torch_task.InMemory(x, y, "cpu"), None)
+    else:
+        keras = pytest.importorskip("keras")
+        from hvdtrain.workloads import tf_task
+
+        layer = keras.layers.Dense(2, kernel_initializer="zeros", dtype="float64")
+        model = keras.Sequential([keras.Input((2,), dtype="float64"), layer])
+        task = tf_task.TFTask(model, options, tf_task.InMemory(x, y, "/CPU:0"), None)
+    task.update(task.train.fetch(np.arange(2)), learning_rate=1.0, seed=0)
+    if framework == "pytorch":
+        values = [value.detach().numpy().T for value in model.parameters()]
+    else:
+        values = [value.numpy() for value in model.trainable_variables]
+    return np.concatenate([value.ravel() for value in values])
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_gradients_are_clipped_by_their_norm_over_all_parameters(framework: str) -> None:
+    # At zeros both classes have the probability 1/2: the gradients are x/2, with either sign,
+    # averaged over the two samples.
+    whole = np.array([0.75, -0.75, -0.25, 0.25, 0.0, 0.0])
+    assert parameters_after_a_step(framework, 0.0) == pytest.approx(whole, abs=1e-12)
+    assert parameters_after_a_step(framework, 2.0) == pytest.approx(whole, abs=1e-12)
+    clipped = parameters_after_a_step(framework, 0.1)
+    assert clipped == pytest.approx(whole * 0.1 / np.linalg.norm(whole), rel=1e-5)
