@@ -11,6 +11,7 @@ import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -109,6 +110,14 @@ class CommonAdapter(StateAdapter):
     def gradient_sums(self) -> Sequence[GradientSums]:
         """One per optimizer that is distributed over several ranks."""
         return ()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward passes of PyTorch within add to this rank's own gradients.
+
+        The next pass outside of it sums what has come together over the ranks. Ranks may make
+        different numbers of passes within.
+        """
+        return nullcontext()
 
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Return both so that gradients are summed over the ranks; there are two or more."""

@@ -95,9 +95,8 @@ def option(
 # Names of the contract whose parts are not built yet: giving one is an error that says so.
 NOT_BUILT = frozenset(
     {
-        *("accumulate-steps", "autotune", "compile", "compression"),
-        *("cycle-time-ms", "fusion-threshold-mb", "hierarchical-allreduce"),
-        *("micro-batches", "reduction", "spawn", "stages", "tf32"),
+        *("autotune", "compile", "compression", "cycle-time-ms", "fusion-threshold-mb"),
+        *("hierarchical-allreduce", "micro-batches", "reduction", "spawn", "stages", "tf32"),
     }
 )
 
@@ -128,6 +127,9 @@ class Options:
     batch_size: int | None = option(None, "samples per rank and step", positive)
     global_batch_size: int | None = option(
         None, "samples per step over all ranks, instead of --batch-size", positive
+    )
+    accumulate_steps: int = option(
+        1, "forward and backward passes per update, each over a batch of --batch-size", positive
     )
     lr: float | None = option(None, "learning rate that is right for one rank", non_negative)
     lr_scaling: str | None = option(
@@ -402,6 +404,11 @@ def check(options: Options) -> Options:
         if all(getattr(options, name) for name in names):
             one, other = (f"--{name.replace('_', '-')}" for name in names)
             raise UsageError(f"{one} and {other} contradict each other: give one")
+    if options.accumulate_steps > 1 and options.sync_batchnorm:
+        raise UsageError(
+            "--sync-batchnorm computes over a global batch at once, --accumulate-steps in several "
+            "passes: give one"
+        )
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")
     if options.evaluates_only:

@@ -81,6 +81,7 @@ def train(workload: Workload, options: Options) -> int:
     task.model, task.optimizer = adapter.distribute_optimizer(  # step 5
         task.model, task.optimizer
     )
+    task.no_sync = adapter.no_sync
     run = Run(workload, options, plan, adapter, task, shards, rate)
     run.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6

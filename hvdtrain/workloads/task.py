@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class Task(ABC):
         notes: lines that a user should see before the training.
         needs_empty_forward: an empty batch takes the forward and backward pass too, because the
             other ranks wait in it.
+        no_sync: within it a backward pass of PyTorch adds to this process's gradients alone; the
+            next one outside of it sums them over the ranks.
         not_finite: why the last ``update`` changed nothing; None: it did.
     """
 
@@ -52,6 +55,7 @@ class Task(ABC):
     columns: Columns = CLASSES
     notes: tuple[str, ...] = ()
     needs_empty_forward = False
+    no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     not_finite: NotFinite | None = None
 
     @property

@@ -120,18 +120,42 @@ class TFTask(Task):
         for place, state in enumerate(self._seeds):
             state.assign(tf.cast(tf.stack([seed, place]), state.dtype))
         variables = self.model.trainable_variables
+        loss, gradients = self._accumulated(pixels, labels)
+        return loss, *self._apply(gradients, variables, learning_rate)
+
+    def _accumulated(self, pixels: Any, labels: Any) -> tuple[Any, list[Any]]:
+        """Return mean loss and gradients of a batch, in ``--accumulate-steps`` passes."""
+        count, number = tf.shape(labels)[0], self.options.accumulate_steps
+        if number == 1:
+            return self._backward(pixels, labels, count)
+
+        def add(place: Any, loss: Any, sums: list[Any]) -> Any:
+            cut = slice(place * count // number, (place + 1) * count // number)
+            own, gradients = self._backward(pixels[cut], labels[cut], count)
+            return place + 1, loss + own, [a + b for a, b in zip(sums, gradients, strict=True)]
+
+        zeros = [tf.zeros_like(one.value) for one in self.model.trainable_variables]
+        begin = (0, tf.zeros((), self.dtype), zeros)
+        # One after the other: the memory of a pass is that of a piece.
+        _, loss, gradients = tf.while_loop(
+            lambda place, *_: place < number, add, begin, parallel_iterations=1
+        )
+        return loss, gradients
+
+    def _backward(self, pixels: Any, labels: Any, count: Any) -> tuple[Any, list[Any]]:
+        """Return loss and gradients of a piece, as its share in the mean over ``count`` samples."""
+        variables = self.model.trainable_variables
         with tf.GradientTape() as tape:
             with self._lowered():
                 output = self.model(self._input(pixels), training=True)
             losses = self._each(tf.cast(output, self.dtype), labels)
             # As a sum over a count the loss of no sample is 0, and so are its gradients.
-            count = tf.maximum(tf.size(losses), 1)
-            loss = tf.reduce_sum(losses) / tf.cast(count, self.dtype)
+            loss = tf.reduce_sum(losses) / tf.cast(tf.maximum(count, 1), self.dtype)
             # One that is not finite makes the gradients so, and by them all ranks learn of it.
             one = tf.where(tf.math.is_finite(loss), 1.0, np.nan)
             scaled = self.optimizer.scale_loss(loss * tf.cast(one, loss.dtype))
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
-        return loss, *self._apply(gradients, variables, learning_rate)
+        return loss, gradients
 
     def _traced_empty_step(self, learning_rate: Any, zero: Any) -> Any:
         variables = self.model.trainable_variables

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.sharding import Indices
+from hvdtrain.steps.sharding import Indices, bounds
 from hvdtrain.workloads.columns import CLASSES, Columns
 from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed, digest_of
 from hvdtrain.workloads.metrics import Accuracy, Consumer, Metric
@@ -101,11 +101,13 @@ class TorchTask(Task):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.zero_grad(set_to_none=True)
-        loss = torch.zeros((), device=self.device)
-        if batch.count or self.needs_empty_forward:
-            loss = self._loss(batch)
-            # One that is not finite makes the gradients so, and by them all ranks learn of it.
-            self.scaler.scale(loss * (1 + 0 * loss.detach())).backward()
+        loss = torch.zeros((), dtype=self.dtype, device=self.device)
+        *pieces, last = self._pieces(batch)
+        for piece in pieces:
+            with self.no_sync():
+                loss += self._backward(piece, batch.count)
+        if last.count or self.needs_empty_forward:
+            loss += self._backward(last, batch.count)
         self.not_finite = None
         if not self.scaler.is_enabled() and (bad := self._not_finite()):
             self.not_finite = NotFinite(bad, self._own_trouble(batch, loss, seed))
@@ -115,6 +117,21 @@ class TorchTask(Task):
                 clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        return loss
+
+    def _pieces(self, batch: Batch) -> list[Batch]:
+        """Cut ``batch`` into what one pass is over: ``--accumulate-steps`` pieces, or fewer."""
+        number = self.options.accumulate_steps
+        if not self.needs_empty_forward:
+            number = max(1, min(number, batch.count))
+        cuts = (bounds(batch.count, place, number) for place in range(number))
+        return [batch[slice(*cut)] for cut in cuts] if number > 1 else [batch]
+
+    def _backward(self, piece: Batch, count: int) -> torch.Tensor:
+        """Add the gradients of ``piece`` of a batch of ``count``; return its share of the loss."""
+        loss = self._loss(piece, count)
+        # One that is not finite makes the gradients so, and by them all ranks learn of it.
+        self.scaler.scale(loss * (1 + 0 * loss.detach())).backward()
         return loss.detach()
 
     def _seed(self, seed: int) -> None:
@@ -124,7 +141,8 @@ class TorchTask(Task):
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
+    def _loss(self, batch: Batch, count: int) -> torch.Tensor:
+        """Return the sum of the losses of ``batch`` over ``count``, the samples of an update."""
         y = batch.y.to(self.device, non_blocking=True)
         self.model.train()
         with torch.autocast(
@@ -132,7 +150,7 @@ class TorchTask(Task):
         ):
             output = self.model(self._input(batch.x))
         # As a sum over a count the loss of no sample is 0, and so are its gradients.
-        return self._each(output.to(self.dtype), y).sum() / max(1, batch.count)
+        return self._each(output.to(self.dtype), y).sum() / max(1, count)
 
     def _each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         losses = self.losses(output, y)
@@ -162,7 +180,8 @@ class TorchTask(Task):
             return ""
         self._seed(seed)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(self._loss(batch), [p for _, p in named], allow_unused=True)
+        loss = self._loss(batch, batch.count)
+        gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
         for (name, _), gradient in zip(named, gradients, strict=True):
             if gradient is not None and not gradient.isfinite().all():
                 return f"its gradient of {name}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,17 @@ class BucketedAdapter(PyTorchAdapter):
         buckets.may_skip = lambda: len(self.gradient_sums) == 1
         self._all_buckets = [*self.gradient_sums, buckets]
         return model, optimizer
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        try:
+            for buckets in self.gradient_sums:
+                buckets.summing = False
+            yield
+        finally:
+            for buckets in self.gradient_sums:
+                buckets.summing = True
 
     @property
     @override

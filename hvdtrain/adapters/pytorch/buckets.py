@@ -78,6 +78,7 @@ class Bucket:
         self.handle: Any = None
         self.missing: set[int] | None = None  # gradients yet to come; None between the passes
         self.before: list[torch.Tensor | None] = []  # what they held before this pass
+        self.own: set[int] = set()  # gradients that hold what this rank has computed since
 
     def open(self) -> None:
         """Begin a backward pass: keep aside what earlier ones have left in the gradients."""
@@ -88,6 +89,13 @@ class Bucket:
             self.before = [
                 None if one.grad is None else one.grad.clone() for one in self.parameters
             ]
+
+    def expect(self, index: int) -> None:
+        """Let what is about to be added to a gradient stand alone there, or beside our own."""
+        self.open()
+        if index not in self.own:
+            self.own.add(index)
+            self.parameters[index].grad = None
 
     def fill(self, index: int, weight: Callable[[], float]) -> None:
         """Copy the gradient of a parameter, times ``weight``, to its place.
@@ -120,7 +128,7 @@ class Bucket:
             # As in one process: what no rank has a gradient of has none.
             unused = index in absent and not found[index]
             parameter.grad = None if unused and held is None else view
-        self.handle, self.missing, self.before = None, None, []
+        self.handle, self.missing, self.before, self.own = None, None, [], set()
 
 
 class Buckets:
@@ -156,6 +164,7 @@ class Buckets:
         # Whether the passes of all ranks are known from the parts, so that one can be left out.
         self.may_skip: Callable[[], bool] = lambda: True
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
+        self.summing = True  # by this backward pass; else it adds to this rank's gradients alone
         self.blocked_seconds = 0.0  # in which we waited for sums, in all
         self._running = self._summed = False  # a backward pass; a pass of this part was summed
         self._awaited = False  # the sum of a pass that this rank leaves out
@@ -176,14 +185,15 @@ class Buckets:
 
     def _arriving(self, bucket: Bucket, index: int, _: Any) -> None:
         """Let the gradient that autograd is about to add to a parameter stand alone there."""
-        if not self._running:
+        if self.summing and not self._running:
             self._running = True
             # At the end of the pass, as DDP and FSDP do it; there is no public name for it.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        bucket.open()
-        bucket.parameters[index].grad = None
+        bucket.expect(index)
 
     def _arrived(self, bucket: Bucket, index: int, _: torch.Tensor) -> None:
+        if not self.summing:
+            return
         bucket.fill(index, self.weight)
         if not bucket.missing:
             self._start_full()
@@ -208,9 +218,10 @@ class Buckets:
         absent = []
         for bucket in self.buckets:
             bucket.open()
-            absent.append(set(bucket.missing or ()))
-            for index in absent[-1]:
-                bucket.parameters[index].grad = None
+            missing = set(bucket.missing or ())
+            absent.append(missing - bucket.own)
+            for index in missing:
+                bucket.expect(index)
                 bucket.fill(index, self.weight)
             if bucket.handle is None:
                 self._start(bucket)
@@ -247,7 +258,7 @@ class Buckets:
             type(optimizer).zero_grad(optimizer, set_to_none)
         for bucket in self.buckets:
             if bucket.missing is not None:
-                bucket.before = [None] * len(bucket.parameters)
+                bucket.before, bucket.own = [None] * len(bucket.parameters), set()
 
     def whole(self) -> None:
         """Make the gradients whole now, if they are awaited."""

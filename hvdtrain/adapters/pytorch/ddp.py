@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,14 @@ class DdpAdapter(PyTorchAdapter):
         self._replicas.append(replica)
         optimizer.register_step_pre_hook(lambda *_: self._check_pass())
         return replica, optimizer
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for replica in self._replicas:
+                stack.enter_context(replica.no_sync())
+            yield
 
     @override
     def begin_part(self, shards: Shards, part: Part) -> None:

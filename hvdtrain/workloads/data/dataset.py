@@ -32,6 +32,10 @@ class Batch:
         """How many samples there are."""
         return len(self.y)
 
+    def __getitem__(self, samples: slice) -> Batch:
+        """Return a batch of some of the samples."""
+        return Batch(self.x[samples], self.y[samples])
+
 
 class Dataset(ABC):
     """A labelled dataset in the framework's tensors, fetched by index.

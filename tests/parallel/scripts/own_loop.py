@@ -157,6 +157,29 @@ def two_passes(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) 
     optimizer.step()
 
 
+def summed_together(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    """Sum the gradients of three passes at once; where there is no sample, of none."""
+    optimizer.zero_grad()
+    if len(labels) or hvd.needs_empty_forward:
+        with hvd.no_sync():
+            (loss_of(net, inputs, labels) * 0.3).backward()
+            (net(inputs).square().sum(1).mean() * 0.1).backward()
+        (loss_of(net, inputs, labels) * 0.7).backward()
+    clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+
+
+def summed_beside_others(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    """Sum two passes at once, beside one that was summed by itself before."""
+    optimizer.zero_grad()
+    (net(inputs).square().sum(1).mean() * 0.1).backward()
+    with hvd.no_sync():
+        (loss_of(net, inputs, labels) * 0.3).backward()
+    (loss_of(net, inputs, labels) * 0.7).backward()
+    clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+
+
 def scaled(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
     """Let a loss scaler look at the gradients; in steps 0 and 2 the scaled ones overflow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100 if number % 2 == 0 else 1024.0)
@@ -284,6 +307,8 @@ elif __name__ == "__main__":
     train(zeroed_at_the_end, skips=True)
     train(accumulated, skips=True)
     train(two_passes)
+    train(summed_together, skips=True)
+    train(summed_beside_others)
     train(scaled)
     adversarial()
     misuse(Path(folder))

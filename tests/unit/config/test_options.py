@@ -78,6 +78,7 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("lr-milestones", "0.5", (0.5,)),
     ("lr-decay", "0.2", 0.2),
     ("momentum", "0", 0.0),
+    ("accumulate-steps", "4", 4),
     ("clip-norm", "0.5", 0.5),
     ("weight-decay", "1e-4", 1e-4),
     *(("optimizer", name, name) for name in ("sgd", "adam", "adamw")),
@@ -211,7 +212,7 @@ def test_what_is_not_built_is_not_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert f"--strategy {'|'.join(STRATEGIES)}" in shown
     assert not [option for option in NOT_BUILT if f"--{option} " in shown]
     assert "not built" not in shown
-    assert "--accumulate-steps" not in refusal("--accumulate-step", "4")
+    assert "--reduction" not in refusal("--reductio", "adasum")
 
 
 WRONG = [
@@ -238,6 +239,7 @@ WRONG = [
     ("--lr-milestones", "30,,60"),
     ("--lr-decay", "-1"),
     ("--warmup-epochs", "-1"),
+    ("--accumulate-steps", "0"),
     ("--clip-norm", "-1"),
     ("--momentum", "1"),
     ("--momentum", "nan"),
@@ -310,6 +312,7 @@ def test_a_wrong_line_is_told(line: list[str], words: list[str]) -> None:
         (["--synthetic", "--data=d"], ["--synthetic", "--data"]),
         (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),
+        (["--sync-batchnorm", "--accumulate-steps=2"], ["--sync-batchnorm", "give one"]),
         (["--on-nan=rollback"], ["--on-nan rollback", "--checkpoint-dir"]),
         (["--evaluate-only"], ["--evaluate-only", "--checkpoint ", "--checkpoint-dir"]),
         (["--predict=p"], ["--predict needs", "--checkpoint ", "--checkpoint-dir"]),
