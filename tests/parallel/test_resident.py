@@ -29,7 +29,7 @@ def compared(training: Training) -> list[dict[str, Any]]:
     return [*parts, summary["options"], summary["environment"]]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS[:2])  # of each framework
 def test_a_trainer_writes_what_it_writes_in_fresh_processes(
     way: tuple[str, ...], tmp_path: Path
 ) -> None:
