@@ -195,6 +195,9 @@ class Options:
     timeline_steps: tuple[int, int | None] | None = option(
         None, "A:B: only from when A updates are done until B are (default: all)", steps
     )
+    local_rank: int | None = option(
+        None, "as torch.distributed.launch passes it: checked against LOCAL_RANK", count
+    )
     quiet: bool = option(False, "no progress, no table; errors only", bool)
     device: Any = "cpu"
     """Where to compute, in the framework's own words: no option, the trainer fills it in."""

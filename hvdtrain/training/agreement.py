@@ -19,7 +19,7 @@ from hvdtrain.workloads.task import Task
 
 SHOWN = 12  # digits of a digest
 # What only rank 0 uses, or what changes no result.
-OWN = ("quiet", "summary", "metrics", "tensorboard", "workers")
+OWN = ("quiet", "summary", "metrics", "tensorboard", "workers", "local_rank")
 
 
 def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -14,6 +15,7 @@ from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.config.options import Options, parse
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime import terminal
+from hvdtrain.system.runtime.detect import check_local_rank
 from hvdtrain.system.runtime.exit import leave_nothing_behind
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.training import timeline_window
@@ -45,6 +47,7 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
         epilog=workload.epilog,
         kind=workload.options,
     )
+    check_local_rank(options.local_rank, os.environ)
     saves_to = None if options.evaluates_only else options.checkpoint_dir
     leave_on_signal(saves_to, resumes=options.resume != "never")
     level = logging.ERROR if options.quiet else logging.WARNING

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hvdtrain.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -100,6 +102,26 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo:
             local_size=size if local_size is None else local_size,
         )
     return ALONE
+
+
+def check_local_rank(given: int | None, environ: Mapping[str, str]) -> None:
+    """Compare ``--local-rank``, as torch.distributed.launch passes it, with what ``environ`` tells.
+
+    Raises:
+        UsageError: they differ.
+    """
+    launch = detect(environ)
+    names = [one.local_rank for one in LAUNCHERS if one.name == launch.launcher]
+    told = launch.launcher is None or any(_number(environ, name) is not None for name in names)
+    if given is None or given == launch.local_rank or not told:
+        return
+    says = (
+        f"{launch.launcher} set {names[0]}={launch.local_rank}" if names else "no launcher is here"
+    )
+    raise UsageError(
+        f"--local-rank {given}, but {says}: leave the option out, which torch.distributed.launch "
+        "passes by itself"
+    )
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

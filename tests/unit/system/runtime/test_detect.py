@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.system.runtime.detect import ALONE, BY_HAND, LAUNCHERS, LaunchInfo, detect
+from hvdtrain.errors import UsageError
+from hvdtrain.system.runtime.detect import (
+    ALONE,
+    BY_HAND,
+    LAUNCHERS,
+    LaunchInfo,
+    check_local_rank,
+    detect,
+)
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -175,3 +183,29 @@ def test_detect_reads_only_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> 
     for key, value in OPEN_MPI.items():
         monkeypatch.setenv(key, value)
     assert detect({}) == ALONE
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "words"),
+    [
+        (0, TORCHRUN, ["--local-rank 0, but torchrun set LOCAL_RANK=1", "leave the option out"]),
+        (0, KUBERNETES, ["--local-rank 0, but RANK and WORLD_SIZE set LOCAL_RANK=1"]),
+        (2, OPEN_MPI, ["mpirun (Open MPI) set OMPI_COMM_WORLD_LOCAL_RANK=1"]),
+        (1, {}, ["--local-rank 1, but no launcher is here"]),
+    ],
+)
+def test_another_local_rank_than_the_launchers_is_told(
+    given: int, environ: dict[str, str], words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_local_rank(given, environ)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_local_rank_that_the_launcher_sets_too_or_leaves_open() -> None:
+    for environ in (TORCHRUN, KUBERNETES, OPEN_MPI, SRUN):
+        check_local_rank(1, environ)
+        check_local_rank(None, environ)
+    check_local_rank(0, {})
+    open_ones = {key: value for key, value in KUBERNETES.items() if not key.startswith("LOCAL")}
+    check_local_rank(3, open_ones)  # detect() can only guess
