@@ -28,6 +28,7 @@ from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.steps.world import Evidence, World, asked_threads, check_launch, threads_per_rank
 from hvdtrain.system.machine import gpus, mpi_library
+from hvdtrain.system.machine.limits import peak_resident_bytes
 from hvdtrain.system.output.text import rank_list
 from hvdtrain.system.runtime import failure_detector
 from hvdtrain.system.runtime.detect import BY_HAND, LaunchInfo, detect
@@ -79,6 +80,7 @@ class CommonAdapter(StateAdapter):
     runtime: str
     device: Any = "cpu"
     has_gpu = False
+    threads = 0  # that compute on a CPU, since `pin_device`
     needs_empty_forward = False  # also a part without samples takes a forward and a backward pass
     ranks: list[RankFacts]  # what all ranks told of themselves in step 1, by rank
 
@@ -159,6 +161,14 @@ class CommonAdapter(StateAdapter):
         return (
             {key: sum(one[key] for one in known) for key in ("count", "bytes")} if known else None
         )
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most that this rank has taken so far: of its GPU's memory, else resident; 0: unknown.
+
+        A framework counts what tensors take of a GPU.
+        """
+        return peak_resident_bytes()
 
     # The steps
 

@@ -71,6 +71,8 @@ class Summary:
     epochs_completed: int | None = None
     steps_completed: int | None = None
     samples_trained: int | None = None
+    training_samples: int | None = None
+    """Of an epoch."""
     train_loss: float | None = None
     eval_loss: float | None = None
     eval_accuracy: float | None = None
@@ -88,6 +90,11 @@ class Summary:
     seconds_to_first_step: float | None = None
     step_split: StepSplit | None = None
     gradient_messages: GradientMessages | None = None
+    peak_memory_bytes: int | None = None
+    """Of the rank that took most: on its GPU, else resident."""
+    utilisation_mean: float | None = None
+    """Of the cores of a rank, a fraction; over the ranks."""
+    utilisation_lowest: float | None = None
     parameter_norm: float | None = None
     steps_skipped: int | None = None
     """Updates that ``--on-nan skip`` left out; None where there was none."""

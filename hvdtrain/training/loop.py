@@ -14,7 +14,7 @@ from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
 from hvdtrain.steps.integrity import places
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
-from hvdtrain.steps.summary import GradientMessages, Stopped
+from hvdtrain.steps.summary import GradientMessages, Stopped, Summary
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import agreed, announce, is_agreed, process_status
 from hvdtrain.system.runtime.walltime import ends_at
@@ -26,6 +26,7 @@ from hvdtrain.training.progress import Silent
 from hvdtrain.training.summary import described, evaluated, measured, rows
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
+from hvdtrain.training.usage import measure
 from hvdtrain.workloads.data.dataset import Batch
 from hvdtrain.workloads.task import NotFinite, Task, Workload
 
@@ -359,6 +360,9 @@ class Run:
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages
+        # Ranks that were told to end must not wait for one another any more.
+        alone = stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
+        usage = Summary() if alone else measure(self.adapter, self.clock)
         summary = dataclasses.replace(
             self.clock.figures(),
             **described(
@@ -373,12 +377,13 @@ class Run:
             epochs_completed=self.now.position.epoch,
             steps_completed=self.now.step,
             samples_trained=self.now.samples,
+            training_samples=self.task.train.samples,
             train_loss=self.train_loss,
-            # Ranks that were told to end must not wait for one another any more.
-            step_split=None
-            if stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
-            else self.clock.step_split(self.adapter.communicator),
+            step_split=None if alone else self.clock.step_split(self.adapter.communicator),
             gradient_messages=GradientMessages(**messages) if messages else None,
+            peak_memory_bytes=usage.peak_memory_bytes,
+            utilisation_mean=usage.utilisation_mean,
+            utilisation_lowest=usage.utilisation_lowest,
             parameter_norm=self.task.parameter_norm(),
             steps_skipped=self.now.skipped or None,
             rollbacks=len(self.now.left_out) or None,

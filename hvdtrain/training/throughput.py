@@ -130,14 +130,16 @@ class Clock:
     seconds: list[float] = field(default_factory=list)
     images: list[int] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
+    processor: list[float] = field(default_factory=list)  # seconds of all threads of this process
     times: StepTimes = field(default_factory=StepTimes)
     started: float = field(default_factory=lambda: psutil.Process().create_time())
     first_step: float | None = None
     _last: float = 0.0
+    _last_processor: float = 0.0
 
     def resume(self) -> None:
         """Let the time of the next step begin now."""
-        self._last = time.perf_counter()
+        self._last, self._last_processor = time.perf_counter(), time.process_time()
         self.times.resume()
 
     def step(self, images: int, *, counts: bool = True, blocked: float | None = None) -> None:
@@ -146,13 +148,14 @@ class Clock:
         It ``counts`` for the throughput unless something slowed it down, such as a timeline. For
         ``blocked`` see ``StepTimes.step``.
         """
-        now = time.perf_counter()
+        now, processor = time.perf_counter(), time.process_time()
         if not counts:
             self.left_out.add(len(self.seconds))
         self.seconds.append(now - self._last)
+        self.processor.append(processor - self._last_processor)
         self.images.append(images)
         self.times.step(blocked)
-        self._last = now
+        self._last, self._last_processor = now, processor
         if self.first_step is None:
             self.first_step = time.time() - self.started
 
@@ -186,6 +189,14 @@ class Clock:
             seconds_total=time.time() - self.started,
             seconds_to_first_step=self.first_step,
         )
+
+    def counted_seconds(self) -> float:
+        """Return the seconds of all steps that count."""
+        return sum(itertools.compress(self.seconds, self._counted()))
+
+    def processor_seconds(self) -> float:
+        """Return the processor time of this process, all its threads together, in those steps."""
+        return sum(itertools.compress(self.processor, self._counted()))
 
     def step_split(self, communicator: Communicator) -> StepSplit | None:
         """Return the mean step of those that count, taken apart; all ranks call it."""

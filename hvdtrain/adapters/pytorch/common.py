@@ -33,9 +33,16 @@ class PyTorchAdapter(CommonAdapter):
             torch.cuda.set_device(self.device)
             self.has_gpu = True
             return f"{self.device} ({name})"
-        threads = self.cpu_threads()
-        torch.set_num_threads(threads)
-        return f"cpu, {plural(threads, 'thread')}"
+        self.threads = self.cpu_threads()
+        torch.set_num_threads(self.threads)
+        return f"cpu, {plural(self.threads, 'thread')}"
+
+    @property
+    @override
+    def peak_memory_bytes(self) -> int:
+        if not self.has_gpu:
+            return super().peak_memory_bytes
+        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
 
     @override
     def trained_names(self, model: Any) -> set[str]:

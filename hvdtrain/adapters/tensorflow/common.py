@@ -72,8 +72,15 @@ class TensorFlowAdapter(CommonAdapter):
             self.device = "/GPU:0"  # the only visible one
             self.has_gpu = True
             return f"gpu {place} ({name})"
-        threads = tf.config.threading.get_intra_op_parallelism_threads()
-        return f"cpu, {plural(threads, 'thread')}"
+        self.threads = tf.config.threading.get_intra_op_parallelism_threads()
+        return f"cpu, {plural(self.threads, 'thread')}"
+
+    @property
+    @override
+    def peak_memory_bytes(self) -> int:
+        if not self.has_gpu:
+            return super().peak_memory_bytes
+        return int(tf.config.experimental.get_memory_info(self.device)["peak"])
 
     @override
     def trained_names(self, model: Any) -> set[str]:

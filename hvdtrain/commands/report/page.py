@@ -128,6 +128,8 @@ def _result(summary: Summary) -> Rows:
             shown[label] = f"{value['count']}, together {size(value['bytes'])}"
         elif key == "eval_metrics":
             shown |= {f"evaluation: {name}": _plain(one) for name, one in value.items()}
+        elif key.endswith("_bytes"):
+            shown[label] = size(value)
         elif "seconds" in key:
             shown[label] = duration(value)
         else:

@@ -98,6 +98,15 @@ def _read(root: Path, controller: str, file: str) -> Iterator[str]:
                 yield (folder / file).read_text().strip()
 
 
+def peak_resident_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Return the most memory that this process has held at once; 0 where the kernel tells not.
+
+    Its children, such as data workers, are not counted. The kernel's own high-water mark begins
+    anew with a program, which that of ``getrusage`` does not.
+    """
+    return 1024 * int(_first_line(status, "VmHWM").removesuffix("kB") or 0)
+
+
 CPUS = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
 

@@ -26,7 +26,7 @@ class FakeTime:
     def time(self) -> float:
         return self.now
 
-    perf_counter = time
+    perf_counter = process_time = time
 
 
 @pytest.fixture
