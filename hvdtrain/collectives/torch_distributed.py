@@ -13,9 +13,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
-from hvdtrain.system.runtime.detect import BY_HAND, TORCHRUN, detect
+from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, detect
 
-OWN_RENDEZVOUS = (TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
+OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
 FOREVER = timedelta(days=365)  # a rank that is late is waited for; one that is dead, detected
 
 

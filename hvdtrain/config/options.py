@@ -96,7 +96,7 @@ def option(
 NOT_BUILT = frozenset(
     {
         *("autotune", "compile", "compression", "cycle-time-ms", "fusion-threshold-mb"),
-        *("hierarchical-allreduce", "micro-batches", "reduction", "spawn", "stages", "tf32"),
+        *("hierarchical-allreduce", "micro-batches", "reduction", "stages", "tf32"),
     }
 )
 
@@ -194,6 +194,9 @@ class Options:
     )
     timeline_steps: tuple[int, int | None] | None = option(
         None, "A:B: only from when A updates are done until B are (default: all)", steps
+    )
+    spawn: int | None = option(
+        None, "start N ranks on this host, without a launcher (--strategy ddp)", positive
     )
     local_rank: int | None = option(
         None, "as torch.distributed.launch passes it: checked against LOCAL_RANK", count

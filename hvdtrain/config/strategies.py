@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hvdtrain.system.runtime.detect import LAUNCHERS, TORCHRUN
+from hvdtrain.system.runtime.detect import LAUNCHERS, SPAWN, TORCHRUN
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES
 
 PACKAGES = {"pytorch": "torch", "tensorflow": "tensorflow"}  # of each framework
 WITH_TORCHRUN = frozenset(one.name for one in LAUNCHERS)
-WITHOUT_TORCHRUN = WITH_TORCHRUN - {TORCHRUN}
+WITHOUT_TORCHRUN = WITH_TORCHRUN - {TORCHRUN, SPAWN}
 
 
 @dataclass(frozen=True)

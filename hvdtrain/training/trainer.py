@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.select import adapter as select_adapter
+from hvdtrain.adapters.select import choose_strategy
 from hvdtrain.config.options import Options, parse
+from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.system.files import check_writable
-from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.detect import check_local_rank
+from hvdtrain.system.runtime import spawn, terminal
+from hvdtrain.system.runtime.detect import SPAWN, check_local_rank, detect
 from hvdtrain.system.runtime.exit import leave_nothing_behind
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.training import timeline_window
@@ -49,7 +51,10 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
     )
     check_local_rank(options.local_rank, os.environ)
     saves_to = None if options.evaluates_only else options.checkpoint_dir
+    if options.spawn and detect(os.environ).launcher != SPAWN:
+        return _spawn(options, options.spawn)
     leave_on_signal(saves_to, resumes=options.resume != "never")
+    spawn.join()
     level = logging.ERROR if options.quiet else logging.WARNING
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be of any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -57,6 +62,18 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
     if options.quiet:
         terminal.clear()
     return train(workload, options)
+
+
+def _spawn(options: Options, size: int) -> int:
+    """Start the ranks; this process only waits for them.
+
+    Raises:
+        UsageError: a launcher is there already, or the strategy needs one.
+    """
+    spawn.check_alone(os.environ)
+    choose_strategy(options.strategy, options.framework, spawn.spawned(size), STRATEGIES)
+    terminal.clear()
+    return spawn.spawn(size)
 
 
 def train(workload: Workload, options: Options) -> int:

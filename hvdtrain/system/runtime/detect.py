@@ -27,9 +27,11 @@ class Launcher:
 
 
 TORCHRUN = "torchrun"
+SPAWN = "--spawn"  # of a trainer
 BY_HAND = "RANK and WORLD_SIZE"  # what job scripts and Kubernetes set where torchrun is not used
 
 LAUNCHERS = (
+    Launcher(SPAWN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Launcher(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Launcher(
         "mpirun (Open MPI)",
@@ -55,8 +57,14 @@ LAUNCHERS = (
 # the variables of a *step* count; a mpirun in the same job sets its own, more particular ones.
 
 TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # RANK and WORLD_SIZE alone are too common to mean torchrun
+SPAWNED_BY = "HVDTRAIN_SPAWNED_BY"  # the process id of the parent
 # A launcher's variables count only beside this one.
-MARKS = {TORCHRUN: TORCHRUN_MARK, "srun": "SLURM_STEP_ID", BY_HAND: "MASTER_ADDR"}
+MARKS = {
+    SPAWN: SPAWNED_BY,
+    TORCHRUN: TORCHRUN_MARK,
+    "srun": "SLURM_STEP_ID",
+    BY_HAND: "MASTER_ADDR",
+}
 
 JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")  # in which a batch job has its number
 

@@ -15,6 +15,7 @@ from hvdtrain.system.runtime.detect import ALONE, LaunchInfo
 ONE = LaunchInfo("mpirun (Open MPI)", 0, 1, 0, 1)
 TWO = LaunchInfo("mpirun (Open MPI)", 1, 2, 1, 2)
 TORCHRUN = LaunchInfo("torchrun", 0, 2, 0, 2)
+SPAWNED = LaunchInfo("--spawn", 0, 2, 0, 2)
 
 
 NOTHING = {"single"}  # all that is installed where Horovod is not
@@ -61,6 +62,8 @@ def test_single_when_asked_for(
         (None, TORCHRUN, True, ["not by torchrun: use mpirun, or --strategy ddp"]),
         ("horovod", TORCHRUN, True, ["not by torchrun: use mpirun, or --strategy ddp"]),
         ("horovod", TORCHRUN, False, ["not by torchrun: use mpirun, or --strategy ddp"]),
+        (None, SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
+        ("mpi", SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
         ("magic", ALONE, True, ["--strategy magic: choose", ", ".join(STRATEGIES)]),
         *((name, ALONE, True, [f"--strategy {name} is not built yet"]) for name in LATER),
     ],
@@ -74,7 +77,7 @@ def test_what_cannot_be(
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("launch", [ALONE, ONE, TWO, TORCHRUN])
+@pytest.mark.parametrize("launch", [ALONE, ONE, TWO, TORCHRUN, SPAWNED])
 def test_ddp_under_any_launcher_for_pytorch(launch: LaunchInfo) -> None:
     assert choose("ddp", launch) == "ddp"
     with pytest.raises(UsageError, match="--strategy ddp is for pytorch, not for --framework ten"):

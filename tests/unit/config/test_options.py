@@ -102,6 +102,7 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("metrics", "m.jsonl", Path("m.jsonl")),
     ("tensorboard", "board", Path("board")),
     ("timeline", "t.json", Path("t.json")),
+    ("spawn", "2", 2),
     ("local-rank", "1", 1),
     ("quiet", None, True),
 ]

@@ -1,0 +1,146 @@
+"""``--spawn N``: ranks without a launcher, and that none is left however they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, environment, run
+from tests.parallel.conftest import Training, assert_bit_equal, train
+from tests.parallel.test_launch import assert_gone, family, until
+from tests.terminal import record, screen
+
+SPAWN = (sys.executable, "-m", "hvdtrain.mnist", "--spawn=2", "--strategy=ddp", "--model=small")
+
+
+def test_it_trains_as_under_mpirun_and_shows_it_on_a_terminal(tmp_path: Path) -> None:
+    options = ("--epochs=2", "--precision=fp64")
+    under_mpirun = train(
+        2, tmp_path / "mpirun", "mnist", "--strategy=ddp", "--model=small", *options
+    )
+    folder = tmp_path / "spawn"
+    files = (f"--summary={folder / 'summary.json'}", f"--checkpoint-dir={folder / 'checkpoints'}")
+    seen = record((*SPAWN, *options, *files))
+    assert seen.code == 0, seen.text
+    spawned = Training(under_mpirun.outcome, folder)
+    assert spawned.summary["world_size"] == 2
+    assert_bit_equal(under_mpirun, spawned)
+    rows = screen(seen.text)
+    assert any("2 ranks on 1 host" in row for row in rows)
+    assert sum("images/s" in row and "━" in row for row in rows) == 1  # the last frame of the bar
+    assert sum(row.startswith("epoch 2 done: loss") for row in rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "told"),
+    [
+        (("--strategy=horovod",), {}, "--strategy horovod is started by mpirun, not by --spawn"),
+        ((), {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "mpirun (Open MPI) start"),
+        (("--local_rank=1",), {}, "--local-rank 1, but no launcher is here"),
+        (("--data=/nowhere",), {}, "--data /nowhere: no such directory"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    words: tuple[str, ...], variables: dict[str, str], told: str
+) -> None:
+    outcome = run([*SPAWN, *words], **variables)
+    assert outcome.code == 2, outcome.err
+    (said,) = outcome.err.splitlines()
+    assert said.startswith("hvdtrain: error: ")
+    assert told in said
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Start a training that goes on until it is stopped; each start resumes the one before."""
+    processes: list[subprocess.Popen[str]] = []
+    options = ("--quiet", "--epochs=10000", "--checkpoint-every=5", f"--checkpoint-dir={tmp_path}")
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*SPAWN, *options],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,  # as a shell starts it
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        for left in family(process):
+            left.kill()
+
+
+def steps(folder: Path) -> set[str]:
+    """The checkpoints that are there."""
+    return {path.name for path in folder.glob("step-*")}
+
+
+def test_however_it_ends_nothing_is_left(
+    started: Callable[[], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    def ended(stop: Callable[[subprocess.Popen[str]], object]) -> tuple[int, str]:
+        """Return code and output of a run that is stopped in the middle of its training."""
+        before, process = steps(tmp_path), started()
+        until(lambda: steps(tmp_path) - before, process)
+        everyone = family(process)
+        assert len(everyone) > 2
+        stop(process)
+        said, _ = process.communicate(timeout=60)
+        assert_gone(everyone)
+        return process.returncode, said
+
+    code, said = ended(lambda process: process.send_signal(signal.SIGTERM))
+    assert (code, "run the same command again" in said) == (75, True), said
+    # Ctrl-C comes from the terminal to all of the group.
+    code, said = ended(lambda process: os.killpg(process.pid, signal.SIGINT))
+    assert (code, "SIGINT" in said) == (75, True), said
+
+    code, said = ended(lambda process: rank_of(process, 1).kill())
+    assert code == 128 + signal.SIGKILL
+    assert "hvdtrain: rank 1 was ended by SIGKILL" in said.splitlines()
+    lost = f"rank 1 on {socket.gethostname()} has ended without a word"
+    assert lost in said
+    assert f"it goes on from {tmp_path}" in said
+
+    code, said = ended(lambda process: process.kill())
+    assert (code, said) == (-signal.SIGKILL, "")
+
+
+def test_ctrl_c_while_it_starts_is_heard(
+    started: Callable[[], subprocess.Popen[str]],
+) -> None:
+    process = started()
+    until(lambda: rank_of(process, 1), process)
+    everyone = family(process)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert [line for line in said.splitlines() if line] == [
+        "hvdtrain: SIGINT: stopped before its first step: there is no checkpoint yet"
+    ]
+    assert_gone(everyone)
+
+
+def rank_of(process: subprocess.Popen[str], rank: int) -> psutil.Process | None:
+    """The process of a rank, if it has been started."""
+    for child in psutil.Process(process.pid).children():
+        try:
+            if child.environ().get("RANK") == str(rank):
+                return child
+        except psutil.Error:
+            continue
+    return None

@@ -1,0 +1,85 @@
+"""Ranks that a process starts itself: what they are told, and whose exit code counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import EXIT_PREEMPTED, UsageError
+from hvdtrain.system.runtime.detect import ALONE, SPAWN, LaunchInfo, detect
+from hvdtrain.system.runtime.spawn import check_alone, join, spawn
+
+RANK = """
+import json, os, pathlib, signal, sys, time
+from hvdtrain.system.runtime import spawn
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+spawn.join()
+rank = int(os.environ["RANK"])
+"""
+
+
+def run(size: int, program: str) -> int:
+    return spawn(size, ["-c", RANK + program])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_the_ranks_are_told(size: int, tmp_path: Path) -> None:
+    file = f"pathlib.Path({str(tmp_path)!r}, str(rank))"
+    assert run(size, f"{file}.write_text(json.dumps(dict(os.environ)))") == 0
+    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(size)]
+    assert [detect(one) for one in told] == [
+        LaunchInfo(SPAWN, rank, size, rank, size) for rank in range(size)
+    ]
+    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in told}) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_first_rank_to_fail_ends_the_others(first: int) -> None:
+    assert run(3, f"sys.exit(7) if rank == {first} else time.sleep(300)") == 7
+
+
+def test_a_rank_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(300)"
+    assert run(2, program) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == "hvdtrain: rank 1 was ended by SIGKILL\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_is_handed_on(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    ask = f"os.kill(os.getppid(), {int(number)}) if rank == 0 else None"
+    assert run(2, f"{ask}; time.sleep(300)") == EXIT_PREEMPTED
+    assert signal.getsignal(number) == before
+
+
+def test_after_a_second_interrupt_who_does_not_listen_is_ended() -> None:
+    deaf = "signal.signal(signal.SIGUSR1, signal.SIG_IGN)"
+    ask = "[(os.kill(os.getppid(), 2), time.sleep(0.2)) for _ in range(2)]"
+    assert run(1, f"{deaf}; {ask}; time.sleep(300)") == 128 + signal.SIGINT
+
+
+def test_a_rank_outlives_no_parent() -> None:
+    """The parent that it was started by has ended already: another one has taken its place."""
+    child = os.fork()
+    if not child:
+        join({"HVDTRAIN_SPAWNED_BY": "1"} if os.getppid() != 1 else {"HVDTRAIN_SPAWNED_BY": "2"})
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_who_is_no_spawned_rank_stays_as_it_is() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    join({})
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_a_launcher_beside_it_is_told() -> None:
+    check_alone({})
+    assert detect({}) == ALONE
+    with pytest.raises(UsageError, match=r"no launcher, and mpirun \(Open MPI\) started this"):
+        check_alone({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
