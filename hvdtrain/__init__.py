@@ -13,6 +13,7 @@ _MODULES = {
     "CheckpointError": "errors",
     "HvdtrainError": "errors",
     "LearningRate": "steps.learning_rate",
+    "Levers": "config.levers",
     "Part": "steps.sharding",
     "Position": "steps.sharding",
     "Shards": "steps.sharding",

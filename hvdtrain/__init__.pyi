@@ -1,5 +1,6 @@
 from hvdtrain.adapters.base import Adapter as Adapter
 from hvdtrain.adapters.select import adapter as adapter
+from hvdtrain.config.levers import Levers as Levers
 from hvdtrain.errors import CheckpointError as CheckpointError
 from hvdtrain.errors import HvdtrainError as HvdtrainError
 from hvdtrain.errors import TrainingError as TrainingError

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.collectives.base import Communicator
+from hvdtrain.config.levers import Levers
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import integrity, metrics
@@ -78,6 +79,7 @@ class CommonAdapter(StateAdapter):
 
     name: str  # of the strategy, as the user spells it
     runtime: str
+    levers = Levers()
     device: Any = "cpu"
     has_gpu = False
     threads = 0  # that compute on a CPU, since `pin_device`

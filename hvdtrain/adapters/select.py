@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from packaging.version import Version
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.config.levers import Levers, check_levers
 from hvdtrain.config.strategies import DEFAULT, LATER, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import is_installed
@@ -17,9 +18,15 @@ from hvdtrain.system.runtime.detect import LaunchInfo, detect
 
 log = logging.getLogger(__name__)
 
+DEFAULT_LEVERS = Levers()
+
 
 def adapter(
-    framework: str = "pytorch", strategy: str | None = None, environ: Mapping[str, str] = os.environ
+    framework: str = "pytorch",
+    strategy: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    levers: Levers = DEFAULT_LEVERS,
 ) -> CommonAdapter:
     """Return the adapter to call the eight steps of.
 
@@ -28,9 +35,10 @@ def adapter(
         strategy: a name of ``config/strategies.py``; None chooses ``horovod`` where it is
             installed, and ``single`` for one process without it.
         environ: the environment, where the launcher is read from.
+        levers: how gradients travel, such as ``Levers(compression="fp16")``.
 
     Raises:
-        UsageError: something is not installed, or strategy and launcher do not fit.
+        UsageError: something is not installed, or strategy, launcher and levers do not fit.
     """
     if framework not in PACKAGES:
         meant = {"torch": "pytorch", "tf": "tensorflow", "keras": "tensorflow"}.get(framework)
@@ -49,7 +57,10 @@ def adapter(
     record = choose_strategy(strategy, framework, detect(environ), installed)
     if framework in record.oldest:  # only then: TensorFlow's package has several names
         check_version(record, framework, importlib.metadata.version(PACKAGES[framework]))
-    return _load(record, framework)
+    check_levers(levers, record, framework)
+    made = _load(record, framework)
+    made.levers = levers
+    return made
 
 
 def _load(record: Strategy, framework: str) -> CommonAdapter:

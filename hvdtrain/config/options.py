@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hvdtrain.config.levers import COMPRESSIONS, NONE, Levers
 from hvdtrain.config.strategies import LATER, STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
@@ -95,7 +96,7 @@ def option(
 # Names of the contract whose parts are not built yet: giving one is an error that says so.
 NOT_BUILT = frozenset(
     {
-        *("autotune", "compile", "compression", "cycle-time-ms", "fusion-threshold-mb"),
+        *("autotune", "compile", "cycle-time-ms", "fusion-threshold-mb"),
         *("hierarchical-allreduce", "micro-batches", "reduction", "stages", "tf32"),
     }
 )
@@ -147,6 +148,9 @@ class Options:
     weight_decay: float | None = option(None, "L2 penalty on the parameters", non_negative)
     clip_norm: float = option(
         0.0, "scale the gradients of an update down to this L2 norm (0: never)", non_negative
+    )
+    compression: str = option(
+        NONE, "the type in which gradients are sent and summed", choices=COMPRESSIONS
     )
     optimizer: str = option("sgd", "the update rule", choices=("sgd", "adam", "adamw"))
     precision: str = option(
@@ -209,6 +213,13 @@ class Options:
     def evaluates_only(self) -> bool:
         """Whether nothing is trained: a checkpoint is evaluated."""
         return self.evaluate_only or self.predict is not None
+
+    @property
+    def levers(self) -> Levers:
+        """How gradients travel between the ranks; what is at its default where there are none."""
+        if self.evaluates_only:
+            return Levers()
+        return Levers(**{one.name: getattr(self, one.name) for one in dataclasses.fields(Levers)})
 
 
 def _whole(value: str) -> int:

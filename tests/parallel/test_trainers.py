@@ -17,7 +17,7 @@ from tests.parallel import resident
 from tests.parallel.conftest import FRAMEWORKS, SOME, Training, assert_bit_equal, train
 
 KEYS = """
-    workload framework strategy model world_size hosts precision global_batch_size
+    workload framework strategy model world_size hosts precision compression global_batch_size
     epochs_completed steps_completed samples_trained train_loss eval_loss eval_accuracy
     eval_metrics eval_samples images_per_second_mean images_per_second_std step_seconds_median
     seconds_total seconds_to_first_step step_split gradient_messages parameter_norm stopped

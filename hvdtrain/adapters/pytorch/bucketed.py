@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.pytorch.buckets import Buckets, Sums
 from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.adapters.pytorch.compression import TYPES, Compressed
 from hvdtrain.steps.sharding import Part, Shards
 
 
@@ -31,7 +32,9 @@ class BucketedAdapter(PyTorchAdapter):
     def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         name = f"gradients.{self._distributions}" if self._distributions else "gradients"
         self._distributions += 1
-        buckets = Buckets(name, optimizer, self.open_sums(), lambda: self.part_weight)
+        sums, kind = self.open_sums(), TYPES.get(self.levers.compression)
+        sums = Compressed(sums, kind) if kind else sums
+        buckets = Buckets(name, optimizer, sums, lambda: self.part_weight)
         buckets.stop_wanted = lambda: self.stop_wanted
         buckets.waiting = self.waits.during
         buckets.may_skip = lambda: len(self.gradient_sums) == 1

@@ -46,6 +46,10 @@ class Sums(ABC):
     def wait(self, handle: Any) -> None:
         """Wait until the bucket of ``handle`` holds the sum."""
 
+    def nbytes(self, bucket: torch.Tensor) -> int:
+        """Return how many bytes are sent for ``bucket``."""
+        return bucket.numel() * bucket.element_size()
+
     def progress(self) -> None:  # noqa: B027 (most have a thread for it)
         """Let the sums that were started go on."""
 
@@ -279,7 +283,7 @@ class Buckets:
     @property
     def messages(self) -> dict[str, int]:
         """Count and bytes of the messages of a step."""
-        nbytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
+        nbytes = sum(self.sums.nbytes(bucket.flat) for bucket in self.buckets)
         return {"count": len(self.buckets), "bytes": nbytes}
 
     @property

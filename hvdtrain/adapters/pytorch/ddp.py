@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common import GradientSums
 from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.adapters.pytorch.compression import TYPES
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import TorchDistributed
 from hvdtrain.errors import UsageError
@@ -109,7 +110,8 @@ class Replica(DistributedDataParallel):
         self.blocked_seconds = 0.0
         self.messages: dict[str, int] | None = None  # of a pass
         self.stops: Any = 0.0  # how many ranks wanted to stop at the last pass
-        self._sums: list[tuple[Any, Any, torch.Tensor]] = []  # under way: work, future, message
+        # Under way: work, future, message, and the type of the gradients.
+        self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
         self._trouble: UsageError | None = None
         self.register_comm_hook(None, lambda _, bucket: self._start_sum(bucket.buffer()))
 
@@ -124,7 +126,8 @@ class Replica(DistributedDataParallel):
             weight = self.adapter.part_weight
         except UsageError as error:  # raised here it would lose its type
             self._trouble, weight = error, 0.0
-        message = gradients.new_empty(gradients.numel() + 1)
+        kind = TYPES.get(self.adapter.levers.compression, gradients.dtype)
+        message = gradients.new_empty(gradients.numel() + 1, dtype=kind)
         if weight:
             torch.mul(gradients, weight, out=message[:-1])
         else:  # a mean over nothing is nan: 0 times it would be too
@@ -136,7 +139,8 @@ class Replica(DistributedDataParallel):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         devices: Any = [message.device] if message.is_cuda else None
         future: Any = torch.futures.Future(devices=devices)
-        self._sums.append((dist.all_reduce(message, async_op=True), future, message))
+        work = dist.all_reduce(message, async_op=True)
+        self._sums.append((work, future, message, gradients.dtype))
         return future
 
     def _finish(self) -> None:
@@ -144,12 +148,12 @@ class Replica(DistributedDataParallel):
         sums, self._sums = self._sums, []
         started = time.perf_counter()
         with self.adapter.waits.during(SUM):
-            for work, future, message in sums:
+            for work, future, message, kind in sums:
                 work.wait()
-                future.set_result(message[:-1])
+                future.set_result(message[:-1].to(kind))
         self.blocked_seconds += time.perf_counter() - started
         self.stops = sums[-1][2][-1]
-        nbytes = sum(message.numel() * message.element_size() for _, _, message in sums)
+        nbytes = sum(message.numel() * message.element_size() for _, _, message, _ in sums)
         self.messages = {"count": len(sums), "bytes": nbytes}
         if self._trouble:
             raise self._trouble

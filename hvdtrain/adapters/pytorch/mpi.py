@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,10 +10,11 @@ from typing_extensions import override
 
 from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
 from hvdtrain.adapters.pytorch.buckets import Sums
+from hvdtrain.adapters.pytorch.compression import TYPES
 from hvdtrain.errors import UsageError
 
 if TYPE_CHECKING:  # importing it starts MPI, for which the variables of step 1 come first
-    from hvdtrain.collectives.mpi4py import Mpi4py
+    from hvdtrain.collectives.mpi4py import Halves, Mpi4py
 
 SUMMED = {torch.float32, torch.float64}  # MPI has no type for half precision
 
@@ -43,7 +45,7 @@ class MpiAdapter(BucketedAdapter):
 
     @override
     def open_sums(self) -> Sums:
-        return MpiSums(self.communicator)
+        return MpiSums(self.communicator, TYPES.get(self.levers.compression))
 
     @override
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
@@ -52,17 +54,24 @@ class MpiAdapter(BucketedAdapter):
 
 
 class MpiSums(Sums):
-    """MPI pairs the sums of the ranks by their order, on a communicator of their own."""
+    """MPI pairs the sums of the ranks by their order, on a communicator of their own.
+
+    Args:
+        communicator: of all ranks.
+        half: the 16-bit type of what is summed; None: it is not of 16 bits.
+    """
 
     in_order = True
 
-    def __init__(self, communicator: Mpi4py) -> None:
+    def __init__(self, communicator: Mpi4py, half: torch.dtype | None) -> None:
         self._sums = communicator.open_sums()
+        self._halves = _halves(half) if half else None
 
     @override
     def start(self, bucket: torch.Tensor, name: str) -> Any:
         host = bucket.cpu()  # the bucket itself where it is in host memory
-        return self._sums.start(host.numpy()), host, bucket
+        message = host.view(torch.int16) if self._halves else host  # NumPy has no bfloat16
+        return self._sums.start(message.numpy(), self._halves), host, bucket
 
     @override
     def wait(self, handle: Any) -> None:
@@ -74,3 +83,14 @@ class MpiSums(Sums):
     @override
     def progress(self) -> None:
         self._sums.progress()
+
+
+@functools.cache
+def _halves(kind: torch.dtype) -> Halves:
+    """Return how MPI sums numbers of ``kind``, which PyTorch adds."""
+    from hvdtrain.collectives.mpi4py import Halves
+
+    def add(mine: Any, total: Any) -> None:
+        torch.frombuffer(total, dtype=kind).add_(torch.frombuffer(mine, dtype=kind))
+
+    return Halves(add)

@@ -12,8 +12,11 @@ from typing_extensions import override
 from hvdtrain.adapters.common import GradientSums
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
+from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM
+
+TYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class BucketedAdapter(TensorFlowAdapter):
@@ -30,35 +33,12 @@ class BucketedAdapter(TensorFlowAdapter):
         number = len(self._buckets)
         name = f"gradients.{number}" if number else "gradients"
         with tf.device("/CPU:0"):
-            buckets = Buckets(name, self.sum_tensor)
+            buckets = Buckets(name, self.sum_tensor, TYPES.get(self.levers.compression))
         self._buckets.append(buckets)
         self._told = None
         if self._shards is None:  # without shards all ranks weigh the same
             buckets.weight.assign(self.part_weight)
-        adapter, own = self, type(optimizer)
-
-        class Distributed(own):  # type: ignore[misc,valid-type]
-            weighted = False  # the loss, in the trace or the update at hand
-
-            def scale_loss(self, loss: Any) -> Any:
-                # Where it is called, as by model.fit, it saves a pass over all gradients.
-                self.weighted = True
-                return super().scale_loss(loss) * tf.cast(buckets.weight, loss.dtype)
-
-            def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-                if trainable_variables is None:
-                    trainable_variables = self._trainable_variables
-                variables = list(trainable_variables)
-                _ = adapter.part_weight  # raises where it is not known
-                weighted, self.weighted = self.weighted, False
-                # A trace, which is made once, tells nothing of the updates.
-                counted = adapter.waits.during(SUM) if tf.executing_eagerly() else nullcontext()
-                with counted:
-                    sums = buckets.sum(list(grads), variables, weighted=weighted)
-                super().apply(sums, variables)
-
-        Distributed.__name__ = Distributed.__qualname__ = own.__name__
-        optimizer.__class__ = Distributed
+        distribute(optimizer, PartSum(self, buckets))
         return model, optimizer
 
     @override
@@ -81,3 +61,25 @@ class BucketedAdapter(TensorFlowAdapter):
     @override
     def gradient_sums(self) -> Sequence[GradientSums]:
         return self._buckets
+
+
+class PartSum(Reduction):
+    """Sums the gradients of the ranks' current parts."""
+
+    def __init__(self, adapter: BucketedAdapter, buckets: Buckets) -> None:
+        self.adapter, self.buckets = adapter, buckets
+        self._weighted = False  # the loss, in the trace or the update at hand
+
+    @override
+    def scale_loss(self, loss: Any) -> Any:
+        # Where it is called, as by model.fit, it saves a pass over all gradients.
+        self._weighted = True
+        return loss * tf.cast(self.buckets.weight, loss.dtype)
+
+    @override
+    def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        _ = self.adapter.part_weight  # raises where it is not known
+        weighted, self._weighted = self._weighted, False
+        # A trace, which is made once, tells nothing of the updates.
+        with self.adapter.waits.during(SUM) if tf.executing_eagerly() else nullcontext():
+            return self.buckets.sum(gradients, variables, weighted=weighted)

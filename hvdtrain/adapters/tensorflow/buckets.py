@@ -26,10 +26,12 @@ class Buckets:
     Args:
         name: of this optimizer, the same on all ranks.
         reduce: sums a tensor over all ranks; the name is the same on all of them.
+        kind: the 16-bit type in which gradients are sent and summed; None: their own. See
+            ``adapters/pytorch/compression.py`` for what becomes of large ones.
     """
 
-    def __init__(self, name: str, reduce: Reduce) -> None:
-        self.name, self.reduce = name, reduce
+    def __init__(self, name: str, reduce: Reduce, kind: Any = None) -> None:
+        self.name, self.reduce, self.kind = name, reduce, kind
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         # They travel with the last bucket: this rank's wish to stop, and whether anyone has it.
@@ -63,7 +65,10 @@ class Buckets:
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         sizes = [one.shape.num_elements() * one.dtype.size for one in dense]
         groups = in_buckets([(one.dtype, size) for one, size in zip(dense, sizes, strict=True)])
-        self.messages = {"count": len(groups), "bytes": sum(sizes)}
+        sent = sum(sizes)
+        if self.kind:
+            sent = sum(self.kind.size * one.shape.num_elements() for one in dense)
+        self.messages = {"count": len(groups), "bytes": sent}
         result: list[Any] = [None] * len(dense)
         ready, done = [], []
         for number, group in enumerate(groups):
@@ -71,7 +76,8 @@ class Buckets:
             # Every bucket has this element, from a variable: a bucket of constants alone would be
             # summed once, when TensorFlow folds constants, and never again.
             flat = tf.concat([*parts, tf.cast(self.stop, parts[0].dtype)[None]], 0)
-            total = self.reduce(flat, f"{self.name}.{number}")
+            summed = self.reduce(tf.cast(flat, self.kind or flat.dtype), f"{self.name}.{number}")
+            total = tf.cast(summed, flat.dtype)
             ready.append(flat)
             done.append(total)
             lengths = [dense[index].shape.num_elements() for index in group]

@@ -23,6 +23,10 @@ class Reduction(ABC):
             variables: the variables, in an order that is the same on all ranks.
         """
 
+    def scale_loss(self, loss: Any) -> Any:
+        """Return ``loss`` for the gradients; a loop that calls ``optimizer.scale_loss`` uses it."""
+        return loss
+
 
 def distribute(optimizer: Any, reduction: Reduction) -> None:
     """Make ``optimizer`` apply what ``reduction`` returns, from now on."""
@@ -30,6 +34,9 @@ def distribute(optimizer: Any, reduction: Reduction) -> None:
 
     class Distributed(own):  # type: ignore[misc,valid-type]
         _hvdtrain = (reduction, own)
+
+        def scale_loss(self, loss: Any) -> Any:
+            return reduction.scale_loss(super().scale_loss(loss))
 
         def apply(self, grads: Any, trainable_variables: Any = None) -> None:
             if trainable_variables is None:

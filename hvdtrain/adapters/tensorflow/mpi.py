@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
 from hvdtrain.adapters.tensorflow.bucketed import BucketedAdapter
 
 if TYPE_CHECKING:  # importing it starts MPI, for which the variables of step 1 come first
-    from hvdtrain.collectives.mpi4py import Mpi4py
+    from hvdtrain.collectives.mpi4py import Halves, Mpi4py
 
 
 class MpiAdapter(BucketedAdapter):
@@ -37,4 +39,18 @@ class MpiAdapter(BucketedAdapter):
         return total
 
     def _sum(self, values: Any) -> Any:
+        if values.itemsize == tf.float16.size:
+            return self.communicator.sum_halves(values.copy(), _halves(values.dtype))
         return self.communicator.sum_tensor(values.copy(), "")
+
+
+@functools.cache
+def _halves(kind: np.dtype[Any]) -> Halves:
+    """Return how MPI sums numbers of ``kind``, which NumPy adds."""
+    from hvdtrain.collectives.mpi4py import Halves
+
+    def add(mine: Any, total: Any) -> None:
+        added = np.frombuffer(total, kind)
+        np.add(added, np.frombuffer(mine, kind), out=added)
+
+    return Halves(add)

@@ -1,0 +1,224 @@
+"""Run on every rank by test_levers.py: gradients that are sent in 16 bits, against closed forms.
+
+The gradient of each parameter is the mean of a column of ``x`` over the samples of a part. Five
+samples in global batches of four leave uneven parts, and at the tail empty ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.adapters.select import adapter
+from hvdtrain.config.levers import NONE, Levers
+from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.steps.sharding import Shards
+
+SAMPLES, BATCH, COLUMNS = 5, 4, 1000
+ELEMENTS = COLUMNS + 100  # of a message at most: some are flags, or fill it up
+# Of each type: the largest relative error of rounding to it, 2 to the minus bits of its
+# significand, and the largest error where a number is smaller than the normal ones of the type.
+ROUNDING = {"fp16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134)}
+OF_FP32 = 2.0**-24  # a cast from fp64 may go through fp32
+
+framework, strategy, folder = sys.argv[1:]
+hvd: Any = adapter(framework, strategy)
+world = hvd.initialize()
+hvd.pin_device()
+sent: list[tuple[str, int]] = []  # what the library was handed: type and bytes
+Array = np.ndarray[Any, Any]
+
+
+def watch_pytorch() -> None:
+    """Note what the library is given to sum."""
+    import torch.distributed as dist
+
+    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(tensor: Any, **options: Any) -> Any:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            sent.append((kind, tensor.numel() * tensor.element_size()))
+            return call(tensor, **options)
+
+        return noted
+
+    if strategy == "ddp":
+        dist.all_reduce = noting(dist.all_reduce)
+    else:
+        import horovod.torch
+
+        horovod.torch.allreduce_async_ = noting(horovod.torch.allreduce_async_)
+
+
+def watch_tensorflow() -> None:
+    import horovod.tensorflow.mpi_ops as ops
+
+    call = ops._allreduce
+
+    def noted(tensor: Any, **options: Any) -> Any:
+        sent.append((tensor.dtype.name, tensor.dtype.size * tensor.shape.num_elements()))
+        return call(tensor, **options)
+
+    ops._allreduce = noted
+
+
+class WatchedMpi:
+    """A communicator of MPI that notes what it is given to sum."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    def Dup(self) -> WatchedMpi:  # noqa: N802 (mpi4py's)
+        return WatchedMpi(self._communicator.Dup())
+
+    def _note(self, message: Any) -> None:
+        if isinstance(message, list):
+            values, count, kind = message
+            sent.append((f"{8 * kind.Get_size()} bits", values.nbytes))
+            assert values.nbytes == count * kind.Get_size()
+        elif len(message) > COLUMNS:
+            sent.append((str(message.dtype), message.nbytes))
+
+    def Iallreduce(self, where: Any, message: Any, *operation: Any) -> Any:  # noqa: N802
+        self._note(message)
+        return self._communicator.Iallreduce(where, message, *operation)
+
+    def Allreduce(self, where: Any, message: Any, *operation: Any) -> Any:  # noqa: N802
+        self._note(message)
+        return self._communicator.Allreduce(where, message, *operation)
+
+
+def gradients_pytorch(x: Array, shards: Shards) -> tuple[list[Array], str]:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.Parameter(torch.zeros(COLUMNS, dtype=torch.float64))
+            self.unused = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return (inputs @ self.weights).mean()
+
+    net = Net()
+    model, optimizer = hvd.distribute_optimizer(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    found = []
+    for part in shards.epoch(0):
+        optimizer.zero_grad()
+        model(torch.from_numpy(x[part.indices])).backward()
+        assert net.weights.grad is not None and net.weights.grad.dtype == torch.float64
+        assert net.unused.grad is None  # of what no rank has used
+        found.append(net.weights.grad.numpy().copy())
+        optimizer.step()
+    check_messages()
+    return found, digest(net.weights.detach().numpy())
+
+
+def gradients_tensorflow(x: Array, shards: Shards) -> tuple[list[Array], str]:
+    import keras
+    import tensorflow as tf
+
+    weights = keras.Variable(np.zeros(COLUMNS), dtype="float64")
+    optimizer = keras.optimizers.SGD(1.0)
+    with keras.device("CPU:0"):
+        model = keras.Sequential()
+        model, optimizer = hvd.distribute_optimizer(model, optimizer)
+
+    @tf.function
+    def update(mean: Any) -> None:
+        optimizer.apply([mean], [weights])
+
+    found = []
+    for part in shards.epoch(0):
+        before = weights.numpy().copy()
+        with np.errstate(invalid="ignore"):
+            mean = x[part.indices].sum(0) / np.float64(part.count)
+        update(tf.constant(mean))
+        found.append(before - weights.numpy())
+        weights.assign(before * 0)
+    check_messages()
+    return found, digest(np.concatenate(found))
+
+
+def check_messages() -> None:
+    """Compare the bytes that the library was handed, and those that are told."""
+    size = 8 if hvd.levers.compression == NONE else 2
+    assert all(size * COLUMNS < nbytes < size * ELEMENTS for _, nbytes in sent)
+    told = hvd.gradient_sums[-1].messages
+    assert size * COLUMNS <= told["bytes"] / told["count"] < size * ELEMENTS
+
+
+def digest(values: Array) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()
+
+
+def gradients(x: Array, compression: str) -> tuple[list[Array], list[Array], list[Array]]:
+    """Train an epoch; return gradients, the true ones, and the sums of all ranks' sizes."""
+    hvd.levers = Levers(compression=compression)
+    shards = hvd.shard_data(SAMPLES, global_batch=BATCH, seed=3)
+    sent.clear()
+    make = gradients_pytorch if framework == "pytorch" else gradients_tensorflow
+    found, state = make(x, shards)
+    assert len(set(hvd.communicator.gather(state.encode()))) == 1  # bit-equal replicas
+    everyone = [
+        list(Shards(SAMPLES, BATCH, 3, rank, world.size).epoch(0)) for rank in range(world.size)
+    ]
+    true, sizes = [], []
+    for parts in zip(*everyone, strict=True):
+        whole = sum(part.count for part in parts)
+        true.append(sum(x[part.indices].sum(0) for part in parts) / whole)
+        sizes.append(sum(abs(x[part.indices].sum(0)) for part in parts) / whole)
+    return found, true, sizes
+
+
+def within_the_bound(compression: str) -> None:
+    """A rounding of each rank's gradient, and one for each of its additions to others."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(SAMPLES, COLUMNS)) * 10 ** random.uniform(-4, 4, COLUMNS)
+    found, true, sizes = gradients(x, compression)
+    rounding, smallest = ROUNDING[compression]
+    growth = (1 + rounding) ** world.size * (1 + OF_FP32) - 1
+    for one, expected, size in zip(found, true, sizes, strict=True):
+        error = abs(one - expected)
+        assert (error <= growth * size + world.size * smallest).all()
+        assert (error > rounding / 8 * size).any()  # it was rounded
+    kinds = {kind for kind, _ in sent}
+    assert kinds == {{"fp16": "float16", "bf16": "bfloat16"}[compression]} or kinds == {"16 bits"}
+
+
+def exact_where_the_type_holds_it(compression: str) -> None:
+    x = 2.0 ** np.arange(-3, 5)[np.arange(COLUMNS) % 8] * np.arange(1, SAMPLES + 1)[:, None] * 4
+    found, true, _ = gradients(x, compression)
+    # A quarter of at most 14 times 4 times a power of two: four bits of a significand's eight.
+    assert all((one == expected).all() for one, expected in zip(found, true, strict=True))
+
+
+def overflows_only_where_a_gradient_does() -> None:
+    x = np.full((SAMPLES, COLUMNS), 60000.0)
+    found, true, _ = gradients(x, "fp16")  # the sum of two would overflow
+    for one, expected in zip(found, true, strict=True):
+        np.testing.assert_allclose(one, expected, rtol=(1 + 2.0**-11) ** world.size - 1)
+    found, _, _ = gradients(x * 10, "fp16")
+    assert all(np.isposinf(one).all() for one in found)  # never a number, on any rank
+    found, true, _ = gradients(x * 10, NONE)
+    np.testing.assert_allclose(found, true, rtol=1e-12)
+
+
+if strategy == "mpi":
+    hvd.communicator.world = WatchedMpi(hvd.communicator.world)
+elif framework == "pytorch":
+    watch_pytorch()
+else:
+    watch_tensorflow()
+for kind in STRATEGIES[strategy].compressions:
+    within_the_bound(kind)
+    exact_where_the_type_holds_it(kind)
+overflows_only_where_a_gradient_does()
+Path(folder, f"{world.rank}-of-{world.size}").touch()

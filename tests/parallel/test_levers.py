@@ -1,0 +1,47 @@
+"""How gradients travel, on real ranks: their type, against closed forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config.strategies import STRATEGIES
+from tests.conftest import LONG
+from tests.parallel import resident
+from tests.parallel.conftest import train
+
+COMPRESSED = Path(__file__).parent / "scripts" / "compressed.py"
+WAYS = [
+    (framework, name)
+    for name, one in STRATEGIES.items()
+    for framework in one.adapters
+    if one.compressions
+]
+
+
+@pytest.mark.parametrize("number", [2, 3] if LONG else [3])
+@pytest.mark.parametrize(("framework", "strategy"), WAYS)
+def test_gradients_of_16_bits(framework: str, strategy: str, number: int, tmp_path: Path) -> None:
+    words = (str(COMPRESSED), framework, strategy, str(tmp_path))
+    outcome = resident.ranks(number, *words, framework=framework)
+    assert outcome.code == 0, outcome.err[-3000:]
+    done = sorted(path.name for path in tmp_path.iterdir())
+    assert done == [f"{rank}-of-{number}" for rank in range(number)]
+
+
+def test_a_training_in_16_bits_sends_half_and_says_so(tmp_path: Path) -> None:
+    options = ("--model=small", "--num-steps=3")
+    plain = train(2, tmp_path / "none", "mnist", *options).summary
+    half = train(2, tmp_path / "fp16", "mnist", *options, "--compression=fp16").summary
+    assert (plain["compression"], half["compression"]) == ("none", "fp16")
+    assert half["gradient_messages"]["bytes"] * 2 == plain["gradient_messages"]["bytes"]
+
+
+def test_bf16_is_refused_where_it_cannot_be_summed() -> None:
+    outcome = resident.ranks(2, "-m", "hvdtrain.mnist", "--compression=bf16")
+    assert outcome.code == 2
+    assert outcome.said == [
+        "hvdtrain: error: --compression bf16: Horovod has no sum of that type; give --compression "
+        "fp16"
+    ]
