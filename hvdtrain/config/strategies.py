@@ -26,6 +26,8 @@ class Strategy:
     """``module:class`` of the adapter, by framework."""
     launchers: frozenset[str] = frozenset()
     """What may start its ranks (names of ``runtime/detect``); none: it is for one process."""
+    traffic: float = 2.0
+    """Bytes that a rank sends per byte of gradients, times (p - 1) / p; 2: an allreduce."""
     library: str = ""
     """What connects the ranks, as users call it."""
     requires: Mapping[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from hvdtrain.commands.report.find import Course
+from hvdtrain.commands.runs.course import Course
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import plural, short
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.runs.comparable import check_comparable
+from hvdtrain.commands.runs.course import Course, Record, read_course
 from hvdtrain.commands.runs.records import LINES, TABLE, WEAK, read_folder, read_table
 from hvdtrain.commands.scaling.study import Study, make_study
 from hvdtrain.commands.timeline.facts import analyse
@@ -21,32 +22,9 @@ from hvdtrain.system.files import is_regular
 DEEPEST = 3  # directories below the one that is given
 SUMMARY_KEYS = {"workload", "world_size", "steps_completed", "images_per_second_mean"}
 
-Record = dict[str, Any]
-
 # What reading a file may lead to that has the right name and quite another content.
 MEANT = (OSError, ValueError, HvdtrainError)  # with a message for users
 ODD = (*MEANT, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-
-
-@dataclass(frozen=True)
-class Course:
-    """A file of ``--metrics``: one object per log interval, one per epoch."""
-
-    path: Path
-    steps: list[Record]
-    epochs: list[Record]
-
-
-@dataclass(frozen=True)
-class _Line:
-    """The numbers in a line of such a file."""
-
-    step: float | None = None
-    loss: float | None = None
-    eval_loss: float | None = None
-    eval_accuracy: float | None = None
-    learning_rate: float | None = None
-    images_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +87,8 @@ def look(folder: Path) -> Found:
             if path.name == STATE_FILE and path.parent.name.startswith(PREFIX):
                 found.checkpoints[place.parent] = _checkpoint(path)
             elif path.suffix == ".jsonl" and path.name != LINES:
-                found.courses += _course(path, place)
+                course = read_course(path, place)
+                found.courses += [course] if course else []
             elif path.suffix != ".jsonl":
                 _json(path, place, found)
         except ODD as error:
@@ -168,33 +147,6 @@ def _timeline_elsewhere(name: str | None, place: Path, found: Found) -> None:
         found.notes.append(f"{place}: its timeline {name} is not to be found from here")
     elif not any((found.folder / known).resolve() == path.resolve() for known in found.timelines):
         found.timelines[path.resolve()], _ = analyse(path)
-
-
-def _course(path: Path, place: Path) -> list[Course]:
-    """Return the course in a file of lines; none where no line of it is a record of a training.
-
-    Raises:
-        ValueError: some are, and another one is not; the last one may have been cut.
-    """
-    kinds: dict[str, dict[int, Record]] = {"step": {}, "epoch": {}}
-    lines, wrong = path.read_text().splitlines(), ""
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or record.get("kind") not in ("step", "epoch"):
-                raise ValueError("no record of a training")
-            step = typed(_Line, record).step
-            if step is None:
-                raise ValueError("it has no step")
-            # A run that was resumed repeats steps: what came later counts.
-            kinds[record["kind"]][int(step)] = record
-        except (ValueError, OverflowError, RecursionError) as error:
-            if number < len(lines):
-                wrong = wrong or f"line {number}: {error}"
-    steps, epochs = ([some[step] for step in sorted(some)] for some in kinds.values())
-    if wrong and (steps or epochs):
-        raise ValueError(wrong)
-    return [Course(place, steps, epochs)] if steps or epochs else []
 
 
 def _checkpoint(path: Path) -> Record:

@@ -12,7 +12,8 @@ import jinja2
 
 from hvdtrain import __version__
 from hvdtrain.commands.report import curves
-from hvdtrain.commands.report.find import Course, Found, Record
+from hvdtrain.commands.report.find import Found
+from hvdtrain.commands.runs.course import Course, Record
 from hvdtrain.commands.runs.records import SPLIT
 from hvdtrain.commands.scaling import plot, report
 from hvdtrain.commands.scaling.study import Study, title

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import logging
 import math
 import sys
 from collections import Counter
@@ -20,17 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.commands.runs import lines
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
-
-log = logging.getLogger(__name__)
 
 LINES, TABLE = "results.jsonl", "results.csv"  # every run, and the columns of a table
 OUT = Path("scaling")  # the directory that they are in, unless another was named
 WEAK, STRONG = "weak", "strong"
 MOST = sys.maxsize  # of anything: sums and squares of more overflow
 SHOWN = 20  # characters of a wrong value
-NO_RUN = (ValueError, KeyError, TypeError, OverflowError)  # what reading a broken line raises
 SPLIT = ("data", "compute", "communication", "waiting", "undivided")  # parts of a step
 OWN = ("ranks", "repeat", "scaling", "machine", "cores", "threads")  # of a run, not its summary
 WORDS = ("workload", "framework", "strategy", "model", "precision")
@@ -84,32 +80,8 @@ class Run:
 
 
 def read_lines(path: Path) -> list[Run]:
-    """Return the runs in a file of lines; none where it is not there.
-
-    A last line that is cut, as a crash leaves it, is passed over: that run is not done.
-
-    Raises:
-        UsageError: it cannot be read, or another line is no run.
-    """
-    try:
-        lines = path.read_text().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    runs = []
-    for number, line in enumerate(lines, 1):
-        try:
-            runs.append(_run(json.loads(line)))
-        except NO_RUN as error:
-            if number == len(lines) and not line.endswith("\n"):
-                log.warning("%s: the last line is cut, so its run is repeated", path)
-                break
-            raise UsageError(
-                f"{path}, line {number}: not a run of a ladder ({error!r}); remove the line, and "
-                "the ladder repeats its run"
-            ) from error
-    return runs
+    """Return the runs in a file of lines; see ``lines.read``."""
+    return lines.read(path, _run, "ladder")
 
 
 def _run(content: dict[str, Any]) -> Run:
@@ -124,20 +96,10 @@ def _run(content: dict[str, Any]) -> Run:
 
 
 def append_line(path: Path, run: Run) -> None:
-    """Add a run to a file of lines; what a crash cut off at its end goes, if it is no run."""
-    with path.open("a+b") as file:
-        file.seek(0)
-        lines = file.read().splitlines(keepends=True)
-        content = {**vars(run), "summary": run.summary.to_json()}
-        content["room"] = content.pop("ranks_per_host")
-        line = json.dumps(content).encode() + b"\n"
-        if lines and not lines[-1].endswith(b"\n"):
-            try:
-                _run(json.loads(lines[-1]))  # as read_lines counts it
-                line = b"\n" + line
-            except NO_RUN:
-                file.truncate(sum(map(len, lines[:-1])))
-        file.write(line)
+    """Add a run to a file of lines."""
+    content = {**vars(run), "summary": run.summary.to_json()}
+    content["room"] = content.pop("ranks_per_host")
+    lines.append(path, content, _run)
 
 
 def table_text(runs: Sequence[Run]) -> str:

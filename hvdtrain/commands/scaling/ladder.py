@@ -7,33 +7,32 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from hvdtrain.commands.launch.hosts import Allocation
-from hvdtrain.commands.launch.layout import asked_threads, fair_threads, lay_out, own_cores
 from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
 from hvdtrain.commands.runs.comparable import check_comparable, check_continues
 from hvdtrain.commands.runs.records import LINES, STRONG, Run, append_line, read_lines
+from hvdtrain.commands.runs.start import (
+    LOG,
+    describe_machine,
+    equal_threads,
+    file_of,
+    file_words,
+    fullest_host,
+    no_throughput,
+    read_summary,
+    start,
+    why,
+)
+from hvdtrain.commands.runs.words import batches, check_measurable, without
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.files import read_yaml
-from hvdtrain.system.machine.gpus import count_gpus
-from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.output.text import number, plural
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, run
+from hvdtrain.system.runtime.command import Command
 
 log = logging.getLogger(__name__)
 
 SHOWN = 12  # last lines of a failed run's output
-# What would make the runs of a ladder something else than independent measurements.
-REFUSED = {
-    "--summary": "the ladder gives each run its own",
-    "--metrics": "the ladder gives each run its own",
-    "--checkpoint-dir": "each run would go on from where the one before it ended",
-    "--timeline": "recording it slows a run down",
-}
-DYNAMIC = "DYNAMIC"  # as HOROVOD_TIMELINE: no timeline unless the program starts one
 
 
 @dataclass(frozen=True)
@@ -57,68 +56,13 @@ class Ladder:
         return self.folder / "runs" / f"{ranks}-{repeat}"
 
 
-def value_of(words: Sequence[str], option: str) -> str | None:
-    """Return the value of ``option``, spelled with dashes or underscores; None where not given."""
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == option:
-            return value if equals else next(iter(words[index + 1 : index + 2]), "")
-    return None
-
-
-def without(words: Sequence[str], option: str) -> list[str]:
-    """Return ``words`` without ``option`` and its value."""
-    kept, rest = [], iter(words)
-    for word in rest:
-        name, equals, _ = word.partition("=")
-        if name.replace("_", "-") != option:
-            kept.append(word)
-        elif not equals:
-            next(rest, None)
-    return kept
-
-
-def from_file(words: Sequence[str]) -> dict[str, str]:
-    """Return the options in the file that --config names, as the trainers read it, by ``--name``.
-
-    Empty where there is none, or the program means something else by --config.
-    """
-    path = value_of(words, "--config")
-    try:
-        content = read_yaml(Path(path)) if path else None
-    except (OSError, ValueError):  # the program itself will say what is wrong
-        return {}
-    return {
-        f"--{str(name).replace('_', '-')}": str(value)
-        for name, value in (content.items() if isinstance(content, dict) else ())
-        if value is not None and value is not False
-    }
-
-
-def batches(words: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return batch per rank and global batch, as far as line or file give them; the line wins."""
-    for find in (partial(value_of, words), from_file(words).get):
-        own, total = find("--batch-size"), find("--global-batch-size")
-        if own is not None or total is not None:
-            return own, total
-    return None, None
-
-
 def check_words(words: Sequence[str], scaling: str, environ: Mapping[str, str]) -> None:
     """Refuse a command that cannot be measured as it is.
 
     Raises:
         UsageError: naming the option.
     """
-    if not words:
-        raise UsageError("what should be measured? Give it after --, as in `-- python train.py`")
-    file = from_file(words)
-    for option, reason in REFUSED.items():
-        if value_of(words, option) is not None or option in file:
-            place = value_of(words, "--config") if option in file else "the command"
-            raise UsageError(f"{option} in {place}: {reason}; leave it out")
-    if environ.get("HOROVOD_TIMELINE", DYNAMIC) != DYNAMIC:
-        raise UsageError("HOROVOD_TIMELINE is set: recording slows a run down; unset it")
+    check_measurable(words, environ)
     own, total = batches(words)
     if scaling == STRONG and total is None and own is None:
         raise UsageError(
@@ -189,7 +133,7 @@ def order(sizes: Sequence[int], repeats: int) -> Iterator[tuple[int, int]]:
 def run_words(ladder: Ladder, ranks: int, repeat: int) -> list[str]:
     """Return the words of one run: those of the ladder, and the files of this run."""
     stem = ladder.stem(ranks, repeat)
-    return [*ladder.words, f"--summary={stem}.json", f"--metrics={stem}.jsonl"]
+    return [*ladder.words, *file_words(stem)]
 
 
 def request(ladder: Ladder, ranks: int, repeat: int) -> Request:
@@ -216,25 +160,6 @@ def command(
     return prepare(request(ladder, ranks, repeat), environ).command
 
 
-def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> int:
-    """Return the ranks on the fullest host: at every size, each rank gets its share of that host.
-
-    Left alone, one rank takes all cores of its host and two take half of them each: then more
-    ranks would be no more hardware, and no efficiency could come near 1. Without ``ppn``, ranks per
-    host, each host is filled.
-    """
-    return ppn or max(lay_out(ranks, hosts).per_host for ranks in sizes)
-
-
-def equal_threads(ranks_per_host: int, environ: Mapping[str, str]) -> int | None:
-    """Return the threads per rank at every size; None where the ladder is not to set them."""
-    given = asked_threads(environ)
-    if given.isdecimal() and int(given):
-        return int(given)
-    cores = own_cores(physical_cores(), environ)
-    return fair_threads(ranks_per_host, cores, count_gpus(environ), environ)
-
-
 def outline(
     ladder: Ladder, ranks: int, repeat: int, environ: Mapping[str, str] = os.environ
 ) -> Run:
@@ -259,34 +184,21 @@ def carry_out(ladder: Ladder, ranks: int, repeat: int) -> Run:
     Raises:
         HvdtrainError: the run failed; its output is kept beside its files.
     """
-    stem = ladder.stem(ranks, repeat)
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {ladder.folder}: {error.strerror}") from error
-    files = {end: stem.with_name(stem.name + end) for end in (".json", ".jsonl", ".log")}
-    for file in files.values():  # of a run that was broken off
-        file.unlink(missing_ok=True)
-    result = run(command(ladder, ranks, repeat), timeout=ladder.timeout)
-    files[".log"].write_text(f"{result.command.show()}\n{result.output}")
+    stem, what = ladder.stem(ranks, repeat), f"the run on {plural(ranks, 'rank')}"
+    result = start(command(ladder, ranks, repeat), stem, ladder.timeout)
     if not result.ok:
-        why = "took too long" if result.exit_code == TIMED_OUT else f"exit code {result.exit_code}"
         for line in result.output.splitlines()[-SHOWN:]:
             log.info("  %s", line)
         raise HvdtrainError(
-            f"the run on {plural(ranks, 'rank')} failed ({why}): the end of its output stands "
-            f"above, all of it in {files['.log']}. The runs before it are kept: the same command "
-            "goes on from there"
+            f"{what} failed ({why(result)}): the end of its output stands above, all of it in "
+            f"{file_of(stem, LOG)}. The runs before it are kept: the same command goes on from "
+            "there"
         )
+    done = replace(outline(ladder, ranks, repeat), summary=read_summary(stem, what))
     try:
-        done = replace(outline(ladder, ranks, repeat), summary=Summary.read(files[".json"]))
         done.check()
-    except (UsageError, ValueError) as error:
-        raise HvdtrainError(
-            f"the run on {plural(ranks, 'rank')} left no throughput in {files['.json']} ({error}): "
-            "the command must take --summary FILE as hvdtrain's trainers do, and take a step or "
-            "more"
-        ) from error
+    except ValueError as error:
+        raise no_throughput(stem, what, error) from error
     return done
 
 
@@ -317,12 +229,3 @@ def climb(ladder: Ladder) -> None:
             *(place, total, plural(ranks, "rank"), repeat),
             *(number(one.rate), one.summary.seconds_total or 0.0),
         )
-
-
-def describe_machine(environ: Mapping[str, str]) -> tuple[str, int | None]:
-    """Return what this host computes with, in words, and its cores (None where GPUs compute)."""
-    count = count_gpus(environ)
-    if count:
-        return f"{plural(count, 'GPU')} per host", None
-    cores = physical_cores()  # the words stand in the results, and are compared
-    return f"{processor()}, {plural(cores, 'core')} per host", cores

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.launch.hosts import Allocation, Host
 from hvdtrain.commands.launch.layout import fair_threads
-from hvdtrain.commands.scaling import ladder
+from hvdtrain.commands.runs import start
 from hvdtrain.commands.scaling.ladder import check_words, with_batch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.limits import physical_cores
@@ -34,7 +34,7 @@ TRAIN = ("--", "python", "-m", "hvdtrain.resnet", "--num-steps", "50")
 def test_the_fullest_host_decides(
     sizes: tuple[int, ...], ppn: int | None, hosts: tuple[Host, ...], ranks_per_host: int
 ) -> None:
-    assert ladder.fullest_host(sizes, ppn, Allocation("PBS", hosts)) == ranks_per_host
+    assert start.fullest_host(sizes, ppn, Allocation("PBS", hosts)) == ranks_per_host
 
 
 def test_threads_that_just_fill_a_host() -> None:
@@ -49,7 +49,7 @@ def test_threads_that_just_fill_a_host() -> None:
     assert fair_threads(2, 8, 0, {"OMP_NUM_THREADS": "3"}) is None
     by_pbs = {"PBS_JOBID": "7.s", "OMP_NUM_THREADS": "8", "NCPUS": "8"}
     assert fair_threads(2, 8, 0, by_pbs) == 4
-    assert ladder.equal_threads(2, {"NCPUS": "1"}) == 1  # all of the host that the job got
+    assert start.equal_threads(2, {"NCPUS": "1"}) == 1  # all of the host that the job got
 
 
 def test_a_rank_has_the_same_cores_and_threads_at_every_size(
@@ -83,8 +83,8 @@ def test_more_ranks_can_be_added_where_their_share_was_kept_for_them(
 def test_threads_that_the_user_has_set_are_those_of_the_ladder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ladder.equal_threads(2, {"OMP_NUM_THREADS": "3"}) == 3
-    assert ladder.equal_threads(2, {"OMP_NUM_THREADS": "4,2"}) is None
+    assert start.equal_threads(2, {"OMP_NUM_THREADS": "3"}) == 3
+    assert start.equal_threads(2, {"OMP_NUM_THREADS": "4,2"}) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     words = ("--ranks", "1,2", "--repeat", "1", "--dry-run", "--json", "--out", str(tmp_path))
     assert cli.main(["scaling", *words, *TRAIN]) == 0

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from hvdtrain import cli
 from hvdtrain.commands.launch.prepare import Request
 from hvdtrain.commands.runs.records import read_table
+from hvdtrain.commands.runs.words import value_of, without
 from hvdtrain.commands.scaling import ladder, verb
 from hvdtrain.commands.scaling.ladder import (
     Ladder,
     check_words,
     order,
     run_words,
-    value_of,
     with_batch,
-    without,
 )
 from hvdtrain.commands.scaling.report import report, study_text
 from hvdtrain.commands.scaling.study import make_study
@@ -117,7 +116,7 @@ def test_an_option_that_is_taken_out_is_gone(words: list[str]) -> None:
     ("words", "mode", "message"),
     [
         ([], "weak", "what should be measured"),
-        (["p", "--summary=x"], "weak", "--summary in the command: the ladder gives"),
+        (["p", "--summary=x"], "weak", "--summary in the command: the study gives"),
         (["p", "--metrics", "x"], "weak", "--metrics in the command"),
         (["p", "--checkpoint_dir", "x"], "weak", "--checkpoint-dir .* go on from"),
         (["p", "--timeline", "x"], "weak", "--timeline .* slows"),

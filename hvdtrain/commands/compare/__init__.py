@@ -1,0 +1,1 @@
+"""``hvdtrain compare``: the same training by every strategy, framework and precision."""

@@ -1,0 +1,244 @@
+"""The methods that are compared: which there are, which can run here, and the words of each."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.adapters.select import check_version
+from hvdtrain.commands.runs.words import batches, given, without
+from hvdtrain.config.options import NOT_BUILT, parse
+from hvdtrain.config.strategies import LATER, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import Summary
+from hvdtrain.system.machine.frameworks import is_installed
+from hvdtrain.system.output.text import plural
+from hvdtrain.workloads import own
+
+ALL = "all"
+AUTO = "auto"  # as --precision: workload and device decide
+NONE = "none"  # as --compression
+PLAIN = (AUTO, NONE)
+COMPRESSION = "--compression"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train; a row of the table."""
+
+    strategy: str
+    framework: str
+    precision: str = AUTO
+    compression: str = NONE
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return what its files are called: ``ddp-pytorch-bf16-fp16``, its defaults left out."""
+        parts = [part for part in (self.precision, self.compression) if part not in PLAIN]
+        return "-".join([self.strategy, self.framework, *parts])
+
+    @property
+    def label(self) -> str:
+        """Return what a person calls it among others of its framework and precision."""
+        packed = "" if self.compression == NONE else f" + {self.compression} gradients"
+        return f"{self.strategy}{packed}"
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is the one process that the others are compared with."""
+        return self.strategy == ONE_PROCESS.name
+
+    @property
+    def takes_the_host(self) -> bool:
+        """Whether it is one process with all devices of its host: ``nn.DataParallel``."""
+        return not self.is_baseline and self.ranks == 1
+
+    def shares_baseline(self, other: Method) -> bool:
+        """Whether both are measured against the same one process."""
+        return (self.framework, self.precision) == (other.framework, other.precision)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was asked for; None: as the command has it."""
+
+    strategies: tuple[str, ...] = (ALL,)
+    frameworks: tuple[str, ...] | None = None
+    precisions: tuple[str, ...] | None = None
+    ranks: int = 2
+
+
+def choose(choice: Choice, words: Sequence[str]) -> list[Method]:
+    """Return the methods in the order of the table: by framework, precision, strategy.
+
+    Raises:
+        UsageError: a strategy or framework that there is not.
+    """
+    frameworks = choice.frameworks or (given(words, "--framework") or next(iter(PACKAGES)),)
+    precisions = choice.precisions or (given(words, "--precision") or AUTO,)
+    compression = given(words, COMPRESSION)
+    for framework in frameworks:
+        if framework not in PACKAGES:
+            raise UsageError(f"--frameworks {framework}: choose of {', '.join(PACKAGES)}")
+    methods = [
+        Method(name, framework, precision, packed, _ranks(name, choice.ranks))
+        for framework in frameworks
+        for precision in precisions
+        for name in _strategies(choice.strategies)
+        for packed in _compressions(name, compression)
+    ]
+    return list(dict.fromkeys(methods))
+
+
+def _strategies(asked: Sequence[str]) -> list[str]:
+    """Return names, the one process first: the others are told as multiples of it."""
+    found: list[str] = []
+    for name in asked:
+        if name not in {ALL, *STRATEGIES, *LATER}:
+            raise UsageError(f"--strategies {name}: choose of {', '.join([ALL, *STRATEGIES])}")
+        found += STRATEGIES if name == ALL else [name]
+    return sorted(dict.fromkeys(found), key=lambda name: name != ONE_PROCESS.name)
+
+
+def _compressions(name: str, asked: str | None) -> list[str]:
+    """Return how the gradients of a strategy are sent: as the command says, else all that pay."""
+    types: Sequence[str] = getattr(STRATEGIES.get(name), "compressions", ())
+    if asked is not None:
+        return [asked if types else NONE]
+    return [NONE, *types[:1]] if COMPRESSION.strip("-") not in NOT_BUILT else [NONE]
+
+
+def _ranks(name: str, ranks: int) -> int:
+    record = STRATEGIES.get(name)
+    return ranks if record is None or record.launchers else 1
+
+
+def why_not(method: Method) -> str:
+    """Return why a method cannot run here, as far as that is seen without starting it; or ""."""
+    framework, package = method.framework, PACKAGES[method.framework]
+    record = STRATEGIES.get(method.strategy)
+    if record is None:
+        return "not built yet"
+    if framework not in record.adapters:
+        return f"is for {' and '.join(record.adapters)} alone"
+    if not is_installed(package):
+        return f"{package} is not installed: pip install 'hvdtrain[{framework}]'"
+    if framework in record.requires and not is_installed(record.requires[framework]):
+        return f"{record.library} is not installed for {framework}: {record.remedy}"
+    return _too_old(record, framework)
+
+
+def _too_old(record: Strategy, framework: str) -> str:
+    try:
+        if framework in record.oldest:
+            check_version(record, framework, importlib.metadata.version(PACKAGES[framework]))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def global_batch(words: Sequence[str], ranks: int) -> int:
+    """Return the samples of an update in every row: those of ``ranks`` ranks of the command.
+
+    Raises:
+        UsageError: the command does not say it, nor is it one whose default is known; or an
+            option of it is wrong.
+    """
+    own_batch, total = batches(words)
+    passes = given(words, "--accumulate-steps") or "1"
+    size = total or own_batch or str(default_batch(words) or "")
+    if not size:
+        raise UsageError(
+            "say how large the batch is, as in `-- python train.py --batch-size 32`: the same "
+            "global batch is given to each strategy"
+        )
+    for text in (size, passes):
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(f"the batch or its passes, {text}: give a whole number of 1 or more")
+    return int(size) if total else int(size) * ranks * int(passes)
+
+
+def default_batch(words: Sequence[str]) -> int | None:
+    """Return the batch per rank of one of hvdtrain's programs; None for any other.
+
+    Raises:
+        UsageError: an option that the program does not take.
+    """
+    after = [*words[words.index("-m") + 1 :], ""] if "-m" in words else [""]
+    package, _, name = after[0].rpartition(".")
+    if package != "hvdtrain":
+        return None
+    if name == "train":
+        return own.RECIPE.batch_size
+    if importlib.util.find_spec(f"hvdtrain.workloads.{name}") is None:
+        return None
+    workload = importlib.import_module(f"hvdtrain.workloads.{name}.task").WORKLOAD
+    options = parse(name, after[1:-1], description="", epilog="", kind=workload.options)
+    return int(workload.recipe(options).batch_size)
+
+
+def method_words(words: Sequence[str], method: Method, batch: int) -> list[str]:
+    """Return the command with the options of ``method`` in place of its own."""
+    changed: dict[str, str] = {
+        "--strategy": method.strategy,
+        "--framework": method.framework,
+        "--precision": method.precision,
+        COMPRESSION: method.compression,
+        "--global-batch-size": str(batch),
+    }
+    kept = list(words)
+    for option in (*changed, "--batch-size"):
+        kept = without(kept, option)
+    # What the file of --config says is overruled; what is the default need not be said.
+    added = [
+        word
+        for option, value in changed.items()
+        if value not in PLAIN or given(words, option) not in (None, value)
+        for word in (option, value)
+    ]
+    return [*kept, *added]
+
+
+def sent_bytes(method: Method, summary: Summary) -> int | None:
+    """Return the bytes that a rank sends in a step, by theory; None where it is not known.
+
+    An allreduce of n bytes that moves the least sends 2 (p - 1) / p n from each rank (R.
+    Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). The
+    gradient bytes are those that the adapter counts; ``Strategy.traffic`` has other factors.
+    """
+    record, ranks = STRATEGIES.get(method.strategy), method.ranks
+    messages = summary.gradient_messages
+    if method.is_baseline:
+        return 0
+    if record is None or messages is None or ranks == 1:
+        return None
+    return round(record.traffic * (ranks - 1) / ranks * messages.bytes)
+
+
+def title(method: Method) -> str:
+    """Return the method in words, with its ranks."""
+    parts = [method.label, method.framework, method.precision]
+    words = " ".join(part for part in parts if part not in PLAIN)
+    return f"{words}, {plural(method.ranks, 'rank')}"
+
+
+def as_method(content: Mapping[str, object]) -> Method:
+    """Return the method that a line of results holds.
+
+    Raises:
+        TypeError, KeyError: it holds none.
+    """
+    ranks = content["ranks"]
+    if not isinstance(ranks, int):
+        raise TypeError("ranks is no number")
+    return Method(
+        strategy=str(content["strategy"]),
+        framework=str(content["framework"]),
+        precision=str(content["precision"]),
+        compression=str(content["compression"]),
+        ranks=ranks,
+    )
