@@ -66,7 +66,11 @@ VERBS = (
         "measure how well a training scales with the ranks",
         "hvdtrain.commands.scaling.verb",
     ),
-    Verb("compare", "measure strategies and frameworks against each other"),
+    Verb(
+        "compare",
+        "measure strategies, frameworks and precisions against each other",
+        "hvdtrain.commands.compare.verb",
+    ),
     Verb(
         "timeline",
         "read a Horovod timeline: what takes the time, which rank is late",

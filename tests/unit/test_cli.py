@@ -74,7 +74,7 @@ def test_the_package_is_the_command() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [(["ti"], "timeline"), (["comp"], ""), (["verify", "--fram"], "--framework")],
+    [(["ti"], "timeline"), (["comp"], "compare"), (["verify", "--fram"], "--framework")],
 )
 def test_completion_in_bash(typed: list[str], offered: str, tmp_path: Path) -> None:
     pytest.importorskip("shtab")
@@ -107,8 +107,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["timelin"], "unknown verb 'timelin': did you mean timeline?"),
         (["verfy", "-n", "2"], "unknown verb 'verfy': did you mean verify?"),
         (["help", "lanch"], "unknown verb 'lanch': did you mean launch?"),
-        (["compare"], "compare is not built yet"),
-        (["compar"], "choose one of"),
+        (["compar"], "unknown verb 'compar': did you mean compare?"),
+        (["compare", "--strategies", "ddp"], "what should be run? Give it after --"),
         (["install-horovod", "--frameworks", "mxnet"], "choose from pytorch, tensorflow"),
     ],
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hvdtrain.adapters.select import check_version
 from hvdtrain.commands.runs.words import batches, given, without
-from hvdtrain.config.options import NOT_BUILT, parse
+from hvdtrain.config.options import parse
 from hvdtrain.config.strategies import LATER, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
@@ -37,9 +37,10 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Return what its files are called: ``ddp-pytorch-bf16-fp16``, its defaults left out."""
-        parts = [part for part in (self.precision, self.compression) if part not in PLAIN]
-        return "-".join([self.strategy, self.framework, *parts])
+        """Return what its files are called: ``ddp-pytorch-bf16-n2``, defaults left out."""
+        packed = "" if self.compression == NONE else f"packed-{self.compression}"
+        parts = [part for part in (self.precision, packed) if part not in (AUTO, "")]
+        return "-".join([self.strategy, self.framework, *parts, f"n{self.ranks}"])
 
     @property
     def label(self) -> str:
@@ -105,11 +106,12 @@ def _strategies(asked: Sequence[str]) -> list[str]:
 
 
 def _compressions(name: str, asked: str | None) -> list[str]:
-    """Return how the gradients of a strategy are sent: as the command says, else all that pay."""
-    types: Sequence[str] = getattr(STRATEGIES.get(name), "compressions", ())
+    """Return how a strategy sends gradients: as the command says, else as they are and packed."""
+    record = STRATEGIES.get(name)
+    types = record.compressions if record else ()
     if asked is not None:
         return [asked if types else NONE]
-    return [NONE, *types[:1]] if COMPRESSION.strip("-") not in NOT_BUILT else [NONE]
+    return [NONE, *types[:1]]
 
 
 def _ranks(name: str, ranks: int) -> int:

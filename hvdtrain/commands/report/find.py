@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.commands.compare.trials import Trial, read_trials
 from hvdtrain.commands.runs.comparable import check_comparable
 from hvdtrain.commands.runs.course import Course, Record, read_course
 from hvdtrain.commands.runs.records import LINES, TABLE, WEAK, read_folder, read_table
@@ -56,6 +57,7 @@ class Found:
     checkpoints: dict[Path, Record] = field(default_factory=dict)
     timelines: dict[Path, Record] = field(default_factory=dict)
     study: Study | None = None
+    comparison: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what could not be read, and why
 
     def counts(self) -> dict[str, int]:
@@ -66,6 +68,7 @@ class Found:
             "checkpoints": len(self.checkpoints),
             "timelines": len(self.timelines),
             "studies": int(self.study is not None),
+            "comparisons": int(bool(self.comparison)),
         }
 
     @property
@@ -99,11 +102,13 @@ def look(folder: Path) -> Found:
             _timeline_elsewhere(summary.timeline, place, found)
         except ODD as error:
             found.notes.append(f"{place}: its timeline: {_reason(error)}")
-    try:
-        found.study = _study(folder)
-    except ODD as error:
-        named = isinstance(error, HvdtrainError)  # the message names the study's file
-        found.notes.append(f"{'' if named else 'the study: '}{_reason(error)}")
+    readers: dict[str, Callable[[Path], Any]] = {"study": _study, "comparison": read_trials}
+    for kind, read in readers.items():
+        try:
+            setattr(found, kind, read(folder))
+        except ODD as error:
+            named = isinstance(error, HvdtrainError)  # the message names the file
+            found.notes.append(f"{'' if named else f'the {kind}: '}{_reason(error)}")
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from typing import Any
 import jinja2
 
 from hvdtrain import __version__
+from hvdtrain.commands.compare import plot as compare_plot
+from hvdtrain.commands.compare import table as compare_table
+from hvdtrain.commands.compare.trials import Trial
 from hvdtrain.commands.report import curves
 from hvdtrain.commands.report.find import Found
 from hvdtrain.commands.runs.course import Course, Record
@@ -54,6 +57,7 @@ def render(found: Found) -> str:
         run_table=None if single else _run_table(found.summaries),
         common=[] if single else _common(found.summaries),
         study=_study(found.study) if found.study else None,
+        comparison=_comparison(found.comparison, found.folder) if found.comparison else None,
         curves=curves.curves(found.courses),
         curve_note=f"The first {curves.MOST} of {count} runs." if count > curves.MOST else "",
         timelines=[_timeline(path, facts) for path, facts in found.timelines.items()],
@@ -65,6 +69,8 @@ def render(found: Found) -> str:
 def _title(found: Found) -> str:
     if found.study:
         return "Scaling study"
+    if found.comparison:
+        return "Comparison of methods"
     names = {
         " ".join(name for name in (one.workload, one.model) if name)
         for one in found.summaries.values()
@@ -203,6 +209,19 @@ def _study(study: Study) -> dict[str, Any]:
         "notes": [report.notes(study), report.fit_text(study), report.uncertain_text(study)],
         "limit": report.limit_text(study) if study.shown else "",
         "remedies": [(one.name, one.what) for one in study.remedies],
+    }
+
+
+def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, Any]:
+    rows = compare_table.make_rows(trials, folder=folder)
+    header, cells = compare_table.figures(rows)
+    return {
+        "title": compare_table.headline(trials),
+        "plots": [(name, plots.inline(figure)) for name, figure in compare_plot.apart(rows)],
+        "table": (header, cells) if cells else None,
+        "meanings": compare_table.notes(header),
+        "unavailable": compare_table.unavailable(rows),
+        "reference": compare_table.REFERENCE,
     }
 
 

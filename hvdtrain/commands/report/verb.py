@@ -15,7 +15,8 @@ EPILOG = """example:
   hvdtrain report run-7 --html run-7.html
 
 A run is what the trainers leave: --summary, --metrics, --checkpoint-dir and --timeline in one
-directory. A study is the --out of `hvdtrain scaling`. The page is one file; it needs no network."""
+directory. A study is the --out of `hvdtrain scaling` or
+`hvdtrain compare`. The page is one file; it needs no network."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             f"{folder}: neither a run nor a study is in it. A report is made of a summary "
             "(--summary FILE.json), its curves (--metrics FILE.jsonl), checkpoints "
             "(--checkpoint-dir), a Horovod timeline (--timeline), or the results of `hvdtrain "
-            f"scaling --out`{left_out}"
+            f"scaling --out` or `hvdtrain compare --out`{left_out}"
         )
     target = arguments.html or folder / NAME
     write(target, found)

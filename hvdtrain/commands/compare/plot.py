@@ -1,0 +1,106 @@
+"""Draw a comparison: throughput as bars, and memory against speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from hvdtrain.commands.compare.table import Row
+from hvdtrain.system.output import plots
+
+BAR = 0.34  # inches of a row of bars
+MARKER = 60  # points squared
+GIB = 2**30
+SERIES = len(plots.COLOURS)
+
+
+def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """Write the plot as PDF and PNG; return the files, none where there is nothing to draw."""
+    panels = _panels(rows)
+    if not panels:
+        return []
+    plots.style()
+    height = 1.6 + BAR * max(6, len(panels[0][1]))
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.4 * len(panels), height), squeeze=False)
+    for one, (name, some) in zip(axes[0], panels, strict=True):
+        PANELS[name](one, some)
+        one.set_title(name, loc="left")
+    return plots.save(figure, stem)
+
+
+def apart(rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
+    """Yield each panel as a figure of its own, after its title; the caller closes them."""
+    plots.style()
+    for name, some in _panels(rows):
+        figure, axes = plt.subplots(figsize=(5.4, 1.4 + BAR * max(6, len(some))))
+        PANELS[name](axes, some)
+        yield name, figure
+
+
+def _panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    speed = [row for row in rows if row.images_per_second]
+    memory = [row for row in speed if row.peak_memory_bytes]
+    found = [("Throughput", speed), ("Memory and speed", memory)]
+    return [(name, some) for name, some in found if some]
+
+
+def names(rows: Sequence[Row]) -> list[str]:
+    """Return what rows are called: with framework and precision where these differ."""
+    labels = []
+    several = [len({getattr(row, key) for row in rows}) > 1 for key in ("framework", "precision")]
+    for row in rows:
+        kinds = zip((row.framework, row.precision or ""), several, strict=True)
+        labels.append(" ".join([row.label, *(kind for kind, differs in kinds if differs)]))
+    return labels
+
+
+def _kinds(rows: Sequence[Row]) -> list[tuple[str, str | None]]:
+    """Return framework and precision of all rows, each once: what a colour stands for."""
+    return list(dict.fromkeys((row.framework, row.precision) for row in rows))
+
+
+def _throughput(axes: Any, rows: Sequence[Row]) -> None:
+    kinds = _kinds(rows)
+    rates = [row.images_per_second or 0.0 for row in rows]
+    pairs = list(zip(rates, rows, strict=True))
+    low = [rate - (row.images_per_second_lowest or rate) for rate, row in pairs]
+    high = [(row.images_per_second_highest or rate) - rate for rate, row in pairs]
+    places = range(len(rows))
+    colours = [plots.COLOURS[kinds.index((row.framework, row.precision)) % SERIES] for row in rows]
+    bars = (low, high) if any(row.repeats > 1 for row in rows) else None
+    axes.set_axisbelow(True)
+    axes.barh(places, rates, 0.7, xerr=bars, color=colours, ecolor=plots.GREY, capsize=2)
+    for place, (rate, above, row) in enumerate(zip(rates, high, rows, strict=True)):
+        text = "" if row.speedup is None else f" {row.speedup:.2f} x"
+        axes.annotate(text, (rate + above, place), va="center", fontsize="small")
+    axes.set_yticks(places, names(rows))
+    axes.invert_yaxis()  # as in the table
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.14)
+    axes.set_xlim(left=0)
+    compared = any(row.speedup is not None for row in rows)
+    axes.set_xlabel("images/s" + ("; speed-up over one process" if compared else ""))
+
+
+def _marker(number: int) -> str:
+    """Return another marker, too, where the colours begin anew."""
+    return plots.MARKERS[(number + number // SERIES) % SERIES]
+
+
+def _memory(axes: Any, rows: Sequence[Row]) -> None:
+    points = [(row.images_per_second or 0.0, (row.peak_memory_bytes or 0) / GIB) for row in rows]
+    for number, (point, name) in enumerate(zip(points, names(rows), strict=True)):
+        style = {"color": plots.COLOURS[number % SERIES], "marker": _marker(number)}
+        axes.scatter(*point, s=MARKER, label=name, zorder=3, **style)
+    right, top = (1.1 * max(values) for values in zip(*points, strict=True))
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, top)
+    axes.set_xlabel("images/s")
+    axes.set_ylabel("peak memory of a rank, GiB")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+
+
+PANELS = {"Throughput": _throughput, "Memory and speed": _memory}

@@ -1,0 +1,72 @@
+"""Report a comparison: the table with its notes, the JSON, and the files beside the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.compare import plot
+from hvdtrain.commands.compare.methods import Method
+from hvdtrain.commands.compare.table import (
+    csv_text,
+    figures,
+    headline,
+    make_rows,
+    notes,
+    unavailable,
+)
+from hvdtrain.commands.compare.trials import LINES, read_trials
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import nan_to_null
+from hvdtrain.system.files import replacing
+from hvdtrain.system.output.text import table
+
+STEM = "compare"  # of the table and the plot
+
+
+def report(
+    folder: Path,
+    methods: Sequence[Method] | None = None,
+    price: float | None = None,
+    target: Path | None = None,
+) -> tuple[dict[str, Any], str]:
+    """Return a comparison as JSON and as text; write its table and plots.
+
+    Args:
+        folder: where its runs are.
+        methods: the rows that are asked for; None: all that there are.
+        price: of an hour of a node.
+        target: a file that gets the table as CSV, too.
+
+    Raises:
+        UsageError: there are no runs, or a file cannot be written.
+    """
+    trials = read_trials(folder)
+    if not trials:
+        raise UsageError(
+            f"no results in {folder} ({LINES}): give a command after --, or the --out of a "
+            "comparison"
+        )
+    if methods is not None:
+        trials = [trial for trial in trials if trial.method in methods]
+    rows = make_rows(trials, methods, folder, price)
+    files = [folder / f"{STEM}.csv", *([target] if target else [])]
+    for file in files:
+        with replacing(file) as out:
+            out.write(csv_text(rows).encode())
+    files += plot.draw(rows, folder / STEM)
+    header, cells = figures(rows)
+    parts = [headline(trials)]
+    if cells:
+        parts.append(table(header, cells))
+        parts.append("\n".join(f"  {name}: {text}" for name, text in notes(header)))
+    parts += ["\n".join(unavailable(rows))]
+    parts.append("written: " + ", ".join(map(str, files)))
+    data = {
+        "ok": True,
+        "rows": [nan_to_null(asdict(row)) for row in rows],
+        "files": [str(file) for file in files],
+    }
+    return data, "\n\n".join(part for part in parts if part)

@@ -1,0 +1,255 @@
+"""The rows of a comparison: medians over the repeats, as a table, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.compare.methods import AUTO, Method, sent_bytes
+from hvdtrain.commands.compare.trials import Trial, run_stem, said
+from hvdtrain.commands.runs.course import read_course
+from hvdtrain.commands.runs.start import COURSE, file_of
+from hvdtrain.steps.summary import Summary
+from hvdtrain.system.output.text import Table, duration, known, number, percent, plural, size
+
+KINDS = ("framework", "precision")  # of a row, besides its strategy
+HOUR = 3600.0  # seconds
+Curve = dict[int, float]  # the training loss by step
+
+# "ResNet on ImageNet" of published comparisons: seconds an epoch, and what they tell besides.
+REFERENCE: Table = (
+    ["published, not of this machine", "cards", "epoch", "speed-up", "utilisation", "memory"],
+    [
+        ["one card", "1", "1786 s", "1.00", "-", "100 %"],
+        ["DataParallel", "8", "984 s", "1.82", "36.5 %", "-"],
+        ["torch.distributed (DDP)", "8", "239 s", "7.47", "95.8 %", "-"],
+        ["DDP in half precision", "8", "230 s", "7.77", "-", "60 %"],
+        ["DDP over hosts", "32", "52 s", "34.3", "-", "-"],
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method's figures, as ``--json`` gives them; None: not known.
+
+    Throughput and seconds are medians over the repeats, memory is the largest.
+    """
+
+    strategy: str
+    framework: str
+    precision: str | None
+    compression: str
+    ranks: int
+    available: bool
+    reason: str | None = None
+    images_per_second: float | None = None  # over all ranks
+    images_per_second_lowest: float | None = None
+    images_per_second_highest: float | None = None
+    speedup: float | None = None  # over one process of the same framework and precision
+    epoch_seconds: float | None = None  # of training
+    peak_memory_bytes: int | None = None  # of the rank that took most
+    utilisation: float | None = None  # of the cores, a fraction; over the ranks
+    node_hours_per_epoch: float | None = None
+    price_per_epoch: float | None = None
+    bytes_per_step: int | None = None  # that a rank sends, by theory
+    loss_distance: float | None = None  # from the loss curve of one process
+    setup_seconds: float | None = None  # until the first update was done
+    repeats: int = 0
+
+    @property
+    def label(self) -> str:
+        """Return what a person calls it among others of its framework and precision."""
+        return Method(self.strategy, self.framework, compression=self.compression).label
+
+
+def make_rows(
+    trials: Sequence[Trial],
+    methods: Sequence[Method] | None = None,
+    folder: Path | None = None,
+    price: float | None = None,
+) -> list[Row]:
+    """Return a row per method, in order.
+
+    Args:
+        trials: the runs, and the reasons of those that cannot run.
+        methods: the rows that are asked for; None: all that there are.
+        folder: of the comparison, where the loss curves are; None: they are not known.
+        price: of an hour of a node.
+    """
+    methods = methods or list(dict.fromkeys(trial.method for trial in trials))
+    by_method = {one: [trial for trial in trials if trial.method == one] for one in methods}
+    curves = {
+        (trial.method, trial.repeat): loss_curve(run_stem(folder, trial.method, trial.repeat))
+        for trial in trials
+        if folder is not None and trial.summary
+    }
+    rows = {method: _row(method, some, price) for method, some in by_method.items()}
+    for method, row in rows.items():
+        base = next((one for one in rows if one.is_baseline and one.shares_baseline(method)), None)
+        if base is None or not row.available:
+            continue
+        distances = [
+            distance(curves.get((method, number), {}), curves.get((base, number), {}))
+            for number in range(1, row.repeats + 1)
+        ]
+        rate, alone = row.images_per_second, rows[base].images_per_second
+        rows[method] = replace(
+            row,
+            speedup=rate / alone if rate and alone else None,
+            loss_distance=_median(distances),
+        )
+    return list(rows.values())
+
+
+def _row(method: Method, trials: Sequence[Trial], price: float | None) -> Row:
+    done = [trial.summary for trial in trials if trial.summary]
+    asked = None if method.precision == AUTO else method.precision
+    own = (method.strategy, method.framework)
+    if not done:
+        reason = said(trials[-1]).removeprefix("not available: ") if trials else "not run yet"
+        return Row(*own, asked, method.compression, method.ranks, available=False, reason=reason)
+
+    def median(of: Callable[[Summary], float | None]) -> float | None:
+        return _median(of(summary) for summary in done)
+
+    rates = [float(one.images_per_second_mean or 0) for one in done]
+    rate, samples = statistics.median(rates), done[0].training_samples
+    seconds = samples / rate if samples else None
+    hours = seconds * (done[0].hosts or 1) / HOUR if seconds else None
+    return Row(
+        *own,
+        done[0].precision or asked,
+        method.compression,
+        done[0].world_size or method.ranks,
+        available=True,
+        images_per_second=rate,
+        images_per_second_lowest=min(rates),
+        images_per_second_highest=max(rates),
+        epoch_seconds=seconds,
+        peak_memory_bytes=max(one.peak_memory_bytes or 0 for one in done) or None,
+        utilisation=median(lambda one: one.utilisation_mean),
+        node_hours_per_epoch=hours,
+        price_per_epoch=hours * price if hours and price is not None else None,
+        bytes_per_step=sent_bytes(method, done[0]),
+        setup_seconds=median(lambda one: one.seconds_to_first_step),
+        repeats=len(done),
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def loss_curve(stem: Path) -> Curve:
+    """Return the training loss by step of the run whose files are called ``stem``; {}: unknown."""
+    try:
+        course = read_course(file_of(stem, COURSE))
+    except (OSError, ValueError):
+        return {}
+    steps = course.steps if course else []
+    return {one["step"]: float(one["loss"]) for one in steps if one.get("loss") is not None}
+
+
+def distance(one: Curve, other: Curve) -> float | None:
+    """Return the largest difference of two loss curves at a step of both; None without one."""
+    return max((abs(one[step] - other[step]) for step in one.keys() & other.keys()), default=None)
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """Return the rows as CSV, with the names of the JSON."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [field.name for field in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return out.getvalue()
+
+
+def figures(rows: Sequence[Row]) -> Table:
+    """Return the rows that have figures, without the columns that none of them knows."""
+    some = [row for row in rows if row.available]
+
+    def cells(of: Callable[[Row], Any], show: Callable[[Any], str]) -> list[str]:
+        return ["-" if of(row) is None else show(of(row)) for row in some]
+
+    told = [key for key in KINDS if len({getattr(row, key) for row in some}) > 1]
+    several = any(row.repeats > 1 for row in some)
+    spread = [(row.images_per_second_lowest, row.images_per_second_highest) for row in some]
+    columns = {
+        "strategy": [row.label for row in some],
+        "framework": [row.framework if "framework" in told else "-" for row in some],
+        "precision": cells(lambda row: row.precision if "precision" in told else None, str),
+        "ranks": [str(row.ranks) for row in some],
+        "images/s": cells(lambda row: row.images_per_second, number),
+        "lowest ... highest": [
+            f"{number(low or 0)} ... {number(high or 0)}" if several else "-"
+            for low, high in spread
+        ],
+        "speed-up": cells(lambda row: row.speedup, "{:.2f}".format),
+        "epoch": cells(lambda row: row.epoch_seconds, duration),
+        "memory": cells(lambda row: row.peak_memory_bytes, size),
+        "busy": cells(lambda row: row.utilisation, percent),
+        "node-h": cells(lambda row: row.node_hours_per_epoch, "{:.2g}".format),
+        "price": cells(lambda row: row.price_per_epoch, "{:.2g}".format),
+        "sent": cells(lambda row: row.bytes_per_step, size),
+        "loss": cells(lambda row: row.loss_distance, "{:.2g}".format),
+        "set-up": cells(lambda row: row.setup_seconds, duration),
+    }
+    return known(columns)
+
+
+NOTES = {
+    "lowest ... highest": "over the repeats; images/s is the median",
+    "speed-up": "over one process of the same framework and precision",
+    "epoch": "training on all samples once, without evaluation",
+    "memory": "the most of any rank: of its GPU, else resident, libraries included",
+    "busy": "of the cores of a rank, mean over ranks; polling in a wait counts as busy",
+    "node-h": "node-hours of an epoch",
+    "price": "of an epoch, at --price-per-hour for a node",
+    "sent": "by a rank in a step, as theory has it for the gradients that were counted",
+    "loss": "largest distance of the training loss from that of one process",
+    "set-up": "from the start of a rank to the end of its first step",
+}
+
+
+def notes(header: Sequence[str]) -> list[tuple[str, str]]:
+    """Return what the columns of a table mean."""
+    return [(name, text) for name, text in NOTES.items() if name in header]
+
+
+def unavailable(rows: Sequence[Row]) -> list[str]:
+    """Return a line per row that has no figures."""
+    lines = []
+    for row in rows:
+        if not row.available:
+            kind = ", ".join(part for part in (row.framework, row.precision) if part)
+            reason = str(row.reason)
+            what = reason if reason.startswith("failed") else f"not available: {reason}"
+            lines.append(f"{row.label} ({kind}): {what}")
+    return lines
+
+
+def headline(trials: Sequence[Trial]) -> str:
+    """Return what was compared, with what is the same in all rows."""
+    done = [(trial, trial.summary) for trial in trials if trial.summary]
+    if not done:
+        return "nothing could be measured"
+    trial, first = done[0]
+    same = [
+        getattr(first, key)
+        for key in KINDS
+        if len({getattr(summary, key) for _, summary in done}) == 1
+    ]
+    parts = [
+        " ".join(word for word in (first.workload, first.model, *same) if word),
+        f"global batch {trial.batch} in every row",
+        plural(trial.threads, "thread") + " per rank" if trial.threads else "",
+        trial.machine,
+    ]
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,86 @@
+"""A real comparison on the embedded digits, held against what its runs say themselves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Outcome, run
+
+VERB = [sys.executable, "-m", "hvdtrain.cli", "compare", "--repeat", "1", "--json"]
+TRAIN = ["python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "16"]
+PLAIN = ["--compression", "none", "--dropout", "0", "--precision", "fp64", "--batch-size", "33"]
+OVER_TWO = ["horovod", "ddp", "mpi"]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "compare.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    folder = tmp_path_factory.mktemp("compare")
+    strategies = ["--strategies", ",".join([*OVER_TWO, "single", "pipeline"])]
+    outcome = run([*VERB, *strategies, "--out", str(folder), "--", *TRAIN, *PLAIN])
+    assert outcome.code == 0, outcome.err[-3000:]
+    return folder, outcome
+
+
+def test_the_rows_say_what_the_runs_say(compared: tuple[Path, Outcome]) -> None:
+    folder, outcome = compared
+    *rows, missing = json.loads(outcome.out)["rows"]  # nothing else is on standard output
+    assert [row["strategy"] for row in rows] == ["single", *OVER_TWO]
+    assert (missing["available"], missing["reason"]) == (False, "not built yet")
+    runs = {
+        line["method"]["strategy"]: line["summary"] for line in lines(folder) if line["summary"]
+    }
+    alone = runs["single"]
+    assert (alone["world_size"], alone["gradient_messages"]) == (1, None)
+    for row in rows:
+        one = runs[row["strategy"]]
+        rate = one["images_per_second_mean"]
+        assert (row["available"], row["precision"], row["compression"]) == (True, "fp64", "none")
+        assert (row["ranks"], one["global_batch_size"]) == (one["world_size"], 66)
+        assert row["images_per_second"] == rate
+        assert row["speedup"] == rate / alone["images_per_second_mean"]
+        assert row["epoch_seconds"] == pytest.approx(1500 / rate)
+        assert row["peak_memory_bytes"] == one["peak_memory_bytes"] > 100 * 2**20
+        assert row["setup_seconds"] == one["seconds_to_first_step"] > 0.5
+        assert row["loss_distance"] < 1e-9  # N ranks compute what one computes
+        assert row["utilisation"] == one["utilisation_mean"] > 0.05
+        assert one["training_samples"] == 1500
+        # 21,840 parameters in fp64; at two ranks each sends them once.
+        sent = row["bytes_per_step"]
+        assert sent == 0 if row["ranks"] == 1 else 8 * 21_840 <= sent < 8 * 22_200
+
+
+def test_another_training_is_not_mixed_in(compared: tuple[Path, Outcome]) -> None:
+    folder, _ = compared
+    outcome = run([*VERB, "--out", str(folder), "--", *TRAIN, *PLAIN, "--lr", "1"])
+    assert (outcome.code, json.loads(outcome.out)["ok"]) == (2, False)
+    assert "holds runs of another command" in outcome.err
+
+
+def test_what_the_trainer_refuses_is_not_available(tmp_path: Path) -> None:
+    asked = ["--strategies", "single", "--precision", "fp16", "--out", str(tmp_path)]
+    outcome = run([*VERB, *asked, "--", *TRAIN], CUDA_VISIBLE_DEVICES="")
+    assert outcome.code == 0, outcome.err
+    (row,) = json.loads(outcome.out)["rows"]
+    assert (row["available"], row["precision"], row["images_per_second"]) == (False, "fp16", None)
+    assert row["reason"] == "--precision fp16 needs a GPU: use bf16 or fp32 on a CPU"
+
+
+@pytest.mark.parametrize(("code", "expected"), [(3, 1), (2, 2)])
+def test_a_command_that_fails(code: int, expected: int, tmp_path: Path) -> None:
+    program = ["python", "-c", f"print('no luck'); raise SystemExit({code})", "--batch-size", "4"]
+    outcome = run([*VERB, "--strategies", "single", "--out", str(tmp_path), "--", *program])
+    assert outcome.code == expected, outcome.err
+    if expected == 1:
+        assert json.loads(outcome.out)["rows"][0]["reason"].startswith("failed: exit code 3")
+    else:
+        assert "the command cannot be run, not even in one process" in outcome.err

@@ -1,0 +1,141 @@
+"""Which methods there are, what each runs, and what it sends; nothing is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.compare import methods
+from hvdtrain.commands.compare.methods import (
+    Choice,
+    Method,
+    choose,
+    global_batch,
+    method_words,
+    sent_bytes,
+    why_not,
+)
+from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import GradientMessages, Summary
+
+PROGRAM = ("python", "-m", "hvdtrain.mnist")
+
+
+def test_all_are_the_registry_with_the_one_process_first() -> None:
+    found = choose(Choice(ranks=3), PROGRAM)
+    plain = [method.strategy for method in found if method.compression == "none"]
+    assert plain == sorted(STRATEGIES, key=lambda name: name != "single")
+    assert {method.framework for method in found} == {"pytorch"}
+    assert {method.precision for method in found} == {"auto"}
+    for method in found:
+        assert method.ranks == (3 if STRATEGIES[method.strategy].launchers else 1)
+    packed = {method.strategy for method in found if method.compression != "none"}
+    assert packed == {name for name, record in STRATEGIES.items() if record.compressions}
+
+
+def test_what_is_asked_for() -> None:
+    asked = Choice(("ddp", "single", "ddp"), ("pytorch", "tensorflow"), ("fp32", "bf16"), 2)
+    command = [*PROGRAM, "--compression", "none", "--precision", "fp64"]
+    assert [method.name for method in choose(asked, command)] == [
+        *("single-pytorch-fp32-n1", "ddp-pytorch-fp32-n2"),
+        *("single-pytorch-bf16-n1", "ddp-pytorch-bf16-n2"),
+        *("single-tensorflow-fp32-n1", "ddp-tensorflow-fp32-n2"),
+        *("single-tensorflow-bf16-n1", "ddp-tensorflow-bf16-n2"),
+    ]
+    assert Method("ddp", "pytorch", "fp32", "fp16", 3).name == "ddp-pytorch-fp32-packed-fp16-n3"
+
+
+def test_unless_told_more_it_is_as_the_command_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "o.yaml"
+    file.write_text("precision: fp64\ncompression: fp16\n")
+    command = [*PROGRAM, "--framework=tensorflow", "--config", str(file)]
+    asked = Choice(("single", "horovod"))
+    assert choose(asked, command) == [
+        Method("single", "tensorflow", "fp64"),
+        Method("horovod", "tensorflow", "fp64", "fp16", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (Choice(("dpd",)), "--strategies dpd: choose of all, "),
+        (Choice(frameworks=("jax",)), "--frameworks jax: choose of pytorch, tensorflow"),
+    ],
+)
+def test_what_there_is_not(choice: Choice, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        choose(choice, PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("words", "batch"),
+    [
+        ((), 64 * 3),  # the recipe of mnist
+        (("--batch-size", "5"), 15),
+        (("--batch_size=5", "--accumulate-steps", "2"), 30),
+        (("--global-batch-size", "5", "--accumulate-steps", "2"), 5),
+    ],
+)
+def test_every_row_has_the_global_batch_of_three_ranks(words: tuple[str, ...], batch: int) -> None:
+    assert global_batch([*PROGRAM, *words], 3) == batch
+
+
+def test_the_default_batch_of_each_program() -> None:
+    assert methods.default_batch(["python", "-m", "hvdtrain.resnet"]) == 32
+    assert methods.default_batch(["python", "-m", "hvdtrain.train", "own.py"]) == 32
+    for words in (["python", "train.py"], ["python", "-m", "my.thing"], ["python", "-m"]):
+        assert methods.default_batch(words) is None
+    with pytest.raises(UsageError, match="say how large the batch is"):
+        global_batch(["python", "train.py"], 2)
+    with pytest.raises(UsageError, match="--batchsize: no such option; did you mean --batch-size"):
+        global_batch([*PROGRAM, "--batchsize", "3"], 2)
+    with pytest.raises(UsageError, match="0: give a whole number"):
+        global_batch([*PROGRAM, "--batch-size", "0"], 2)
+
+
+def test_the_words_of_a_method_take_the_place_of_the_commands() -> None:
+    command = [*PROGRAM, "--strategy", "mpi", "--batch-size=5", "--lr", "0.1"]
+    packed = Method("horovod", "tensorflow", "bf16", "fp16", 2)
+    assert method_words(command, packed, 10) == [
+        *(*PROGRAM, "--lr", "0.1", "--strategy", "horovod", "--framework", "tensorflow"),
+        *("--precision", "bf16", "--compression", "fp16", "--global-batch-size", "10"),
+    ]
+    assert method_words(command, Method("single", "pytorch"), 10) == [
+        *(*PROGRAM, "--lr", "0.1", "--strategy", "single", "--framework", "pytorch"),
+        *("--global-batch-size", "10"),
+    ]
+
+
+def test_the_default_is_said_where_the_command_says_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "o.yaml"
+    file.write_text("compression: fp16\n")
+    words = method_words([*PROGRAM, "--config", str(file)], Method("single", "pytorch"), 4)
+    assert words[words.index("--compression") + 1] == "none"
+
+
+def test_why_a_method_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not(Method("ddp", "tensorflow")) == "is for pytorch alone"
+    assert why_not(Method("pipeline", "pytorch")) == "not built yet"
+    monkeypatch.setattr(methods, "is_installed", lambda name: name == "torch")
+    assert why_not(Method("single", "pytorch")) == ""
+    assert why_not(Method("horovod", "pytorch")) == (
+        "Horovod is not installed for pytorch: run `hvdtrain install-horovod`"
+    )
+    assert why_not(Method("single", "tensorflow")) == (
+        "tensorflow is not installed: pip install 'hvdtrain[tensorflow]'"
+    )
+    monkeypatch.setattr(methods.importlib.metadata, "version", lambda name: "2.3.1")
+    assert "needs torch 2.4 or newer, here is 2.3.1" in why_not(Method("ddp", "pytorch"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_bytes_of_an_allreduce(ranks: int) -> None:
+    summary = Summary(gradient_messages=GradientMessages(count=3, bytes=1200))
+    # A ring passes 1/p of the gradients on 2 (p - 1) times.
+    sent = sent_bytes(Method("horovod", "pytorch", ranks=ranks), summary)
+    assert sent == 2 * (ranks - 1) * 1200 // ranks
+    assert sent_bytes(Method("ddp", "pytorch", ranks=ranks), Summary()) is None
+    assert sent_bytes(Method("single", "pytorch"), Summary()) == 0

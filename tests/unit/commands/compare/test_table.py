@@ -1,0 +1,171 @@
+"""The rows of a comparison in closed form, and what stands in table, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.commands.compare import plot
+from hvdtrain.commands.compare.report import report
+from hvdtrain.commands.compare.table import (
+    Row,
+    csv_text,
+    distance,
+    figures,
+    headline,
+    make_rows,
+    notes,
+    unavailable,
+)
+from hvdtrain.commands.compare.trials import LINES, Trial, run_stem
+from hvdtrain.errors import UsageError
+from tests.unit.commands.compare.trials import DDP, HOROVOD, PACKED, SINGLE, trial, without
+
+CONTRACT = {
+    *("strategy", "framework", "precision", "compression", "ranks", "available", "reason"),
+    *("images_per_second", "speedup", "epoch_seconds", "peak_memory_bytes", "bytes_per_step"),
+    *("loss_distance", "setup_seconds"),
+}
+THREE = [
+    *(trial(SINGLE, repeat, rate) for repeat, rate in ((1, 90.0), (2, 110.0), (3, 100.0))),
+    *(trial(DDP, repeat, rate, hosts=2) for repeat, rate in ((1, 150.0), (2, 250.0), (3, 500.0))),
+]
+
+
+def write(folder: Path, trials: list[Trial]) -> None:
+    """Write what ``compare`` would have left, with a loss of 1 / step, and twice that for ddp."""
+    lines = [json.dumps(one.to_json()) + "\n" for one in trials]
+    (folder / LINES).write_text("".join(lines))
+    (folder / "runs").mkdir()
+    for one in trials:
+        stem, factor = run_stem(folder, one.method, one.repeat), 1 + (one.method == DDP)
+        steps = [{"kind": "step", "step": n, "loss": factor / n} for n in (1, 2, 4)]
+        text = "".join(json.dumps(step) + "\n" for step in steps)
+        if one.summary:
+            stem.with_name(stem.name + ".jsonl").write_text(text)
+
+
+def test_medians_and_ratios() -> None:
+    single, ddp = make_rows(THREE, price=3600.0)
+    assert (single.images_per_second, ddp.images_per_second) == (100.0, 250.0)
+    assert (single.speedup, ddp.speedup) == (1.0, 2.5)
+    assert (ddp.images_per_second_lowest, ddp.images_per_second_highest) == (150.0, 500.0)
+    assert (single.epoch_seconds, ddp.epoch_seconds) == (15.0, 6.0)
+    assert ddp.peak_memory_bytes == 3000  # the largest
+    assert ddp.setup_seconds == 6.0
+    assert ddp.node_hours_per_epoch == pytest.approx(2 * 6 / 3600)
+    assert ddp.price_per_epoch == pytest.approx(12.0)
+    assert (single.bytes_per_step, ddp.bytes_per_step) == (0, None)
+
+
+def test_each_precision_has_its_own_one_process() -> None:
+    low = [replace(one, precision="bf16") for one in (SINGLE, DDP)]
+    rows = make_rows([*THREE, trial(low[0], rate=200.0), trial(low[1], rate=300.0)])
+    assert [row.speedup for row in rows] == [1.0, 2.5, 1.0, 1.5]
+    assert [row.speedup for row in make_rows([trial(DDP)])] == [None]  # nothing to compare with
+
+
+def test_the_distance_of_two_loss_curves() -> None:
+    assert distance({1: 2.0, 2: 1.0, 3: 9.0}, {1: 2.5, 2: 0.25}) == 0.75
+    assert distance({1: 2.0}, {2: 2.0}) is None
+    assert distance({}, {}) is None
+
+
+def test_a_row_that_has_no_figures() -> None:
+    trials = [*THREE, without(HOROVOD, "no GPU"), without(PACKED, "exit code 1", failed=True)]
+    rows = make_rows(trials)
+    assert [row.available for row in rows] == [True, True, False, False]
+    assert (rows[2].reason, rows[3].reason) == ("no GPU", "failed: exit code 1")
+    assert (rows[2].precision, rows[2].images_per_second, rows[2].speedup) == (None, None, None)
+    assert unavailable(rows) == [
+        "horovod (pytorch): not available: no GPU",
+        "horovod + fp16 gradients (pytorch): failed: exit code 1",
+    ]
+    newer = make_rows([*trials, trial(HOROVOD, 2)])  # installed since
+    assert newer[2].available
+
+
+def test_the_table_has_the_columns_that_are_known() -> None:
+    header, cells = figures(make_rows(THREE))
+    assert header == [
+        *("strategy", "ranks", "images/s", "lowest ... highest", "speed-up", "epoch", "memory"),
+        *("busy", "node-h", "sent", "set-up"),
+    ]
+    assert cells[1][:6] == ("ddp", "2", "250.00", "150.00 ... 500.00", "2.50", "6.00 s")
+    assert [name for name, _ in notes(header)] == [n for n in header if n not in header[:3]]
+    assert headline(THREE) == (
+        "mnist small pytorch fp32, global batch 64 in every row, 1 thread per rank, a machine"
+    )
+    mixed = [trial(SINGLE), trial(replace(SINGLE, framework="tensorflow"))]
+    assert figures(make_rows(mixed))[0][:2] == ["strategy", "framework"]
+
+
+def test_csv_and_json_have_the_same_names() -> None:
+    rows = list(csv.DictReader(io.StringIO(csv_text(make_rows(THREE)))))
+    assert set(rows[0]) >= CONTRACT
+    assert (rows[1]["strategy"], float(rows[1]["speedup"])) == ("ddp", 2.5)
+    assert set(Row.__dataclass_fields__) == set(rows[0])
+
+
+def test_what_is_reported_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [*THREE, without(HOROVOD, "no GPU")])
+    copy = tmp_path / "copy.csv"
+    words = ["compare", "--out", str(tmp_path), "--csv", str(copy)]
+    assert cli.main([*words, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    single, ddp, horovod = data["rows"]
+    assert set(single) >= CONTRACT
+    assert (single["loss_distance"], ddp["loss_distance"]) == (0.0, 1.0)  # 2 / 1 - 1 / 1
+    assert (horovod["available"], horovod["reason"]) == (False, "no GPU")
+    assert copy.read_text() == (tmp_path / "compare.csv").read_text()
+    assert (tmp_path / "compare.pdf").read_bytes().startswith(b"%PDF")
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "loss: largest distance of the training loss" in said
+    assert "horovod (pytorch): not available: no GPU" in said
+
+
+def test_a_row_that_failed_is_a_failure(tmp_path: Path) -> None:
+    write(tmp_path, [trial(SINGLE), without(DDP, "exit code 9", failed=True)])
+    assert cli.main(["compare", "--out", str(tmp_path), "--json"]) == 1
+
+
+def test_where_there_is_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no results in"):
+        report(tmp_path)
+    write(tmp_path, [without(DDP, "no GPU")])
+    data, text = report(tmp_path)
+    assert "nothing could be measured" in text
+    assert data["files"] == [str(tmp_path / "compare.csv")]
+
+
+def test_the_page_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [*THREE, without(HOROVOD, "<b>no GPU</b>")])
+    assert cli.main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["comparisons"] == 1
+    page = (tmp_path / "report.html").read_text()
+    for words in (
+        *("Comparison of methods", "Throughput by method", "Memory and speed by method"),
+        *("published figures, not of this machine", "1786 s", "36.5 %", "95.8 %", "34.3"),
+        *("horovod (pytorch): not available: &lt;b&gt;no GPU", "global batch 64 in every row"),
+    ):
+        assert words in page, words
+
+
+def test_no_marker_is_cut_off() -> None:
+    for name, figure in plot.apart(make_rows(THREE)):
+        (axes,) = figure.axes
+        right, top = axes.get_xlim()[1], axes.get_ylim()[1]
+        if name == "Memory and speed":
+            points = [tuple(marks.get_offsets()[0]) for marks in axes.collections]
+            assert all(x < 0.95 * right and y < 0.95 * top for x, y in points)
+            assert len(points) == 2
+        else:
+            assert max(bar.get_width() for bar in axes.patches) < right
+        plot.plt.close(figure)
