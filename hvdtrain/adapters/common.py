@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.config.levers import Levers
+from hvdtrain.config.levers import BUCKET_BYTES, Levers
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import integrity, metrics
@@ -39,18 +39,20 @@ from hvdtrain.system.runtime.waits import Waits, together
 
 log = logging.getLogger(__name__)
 
-BUCKET_BYTES = 25 * 2**20  # from which on a bucket is full
 
-
-def in_buckets(gradients: Sequence[tuple[object, int]]) -> list[list[int]]:
+def in_buckets(
+    gradients: Sequence[tuple[object, int]], full: int = BUCKET_BYTES
+) -> list[list[int]]:
     """Group gradients, given by kind and bytes, in buckets of one kind; return their places.
+
+    A bucket of ``full`` bytes or more takes no other gradient.
 
     Backward reaches the last layers first, so the buckets go from the back to the front.
     """
     groups: list[list[int]] = []
     size, kind = 0, None
     for place, (this, nbytes) in reversed(list(enumerate(gradients))):
-        if not groups or size >= BUCKET_BYTES or this != kind:
+        if not groups or size >= full or this != kind:
             groups.append([])
             size, kind = 0, this
         groups[-1].append(place)
@@ -179,8 +181,7 @@ class CommonAdapter(StateAdapter):
         launch = detect(os.environ)
         strategy = STRATEGIES[self.name]
         if launch.size > 1:
-            set_defaults(strategy.environment)
-            set_defaults(strategy.short_steps if short_steps else {})
+            set_defaults(self.levers.environment(strategy, short_steps=short_steps))
         check_libraries()
         self.communicator = self.connect()
         process_status.disconnect.append(self.communicator.close)
@@ -195,6 +196,9 @@ class CommonAdapter(StateAdapter):
             host=self.ranks[rank].host,
             hosts=len(set(hosts)),
         )
+        if self.levers.autotune:
+            said = "--autotune: Horovod chooses by timings, so no run is bit-equal to another"
+            self.communicator.on_root(lambda: log.warning(said))
         if self._detector is None:
             self._detector = failure_detector.start(rank, hosts, self.communicator.gather)
             self.waits = Waits(rank, [name for name, _ in hosts], self._detector.report)

@@ -57,7 +57,7 @@ def adapter(
     record = choose_strategy(strategy, framework, detect(environ), installed)
     if framework in record.oldest:  # only then: TensorFlow's package has several names
         check_version(record, framework, importlib.metadata.version(PACKAGES[framework]))
-    check_levers(levers, record, framework)
+    check_levers(levers, record, framework, environ)
     made = _load(record, framework)
     made.levers = levers
     return made

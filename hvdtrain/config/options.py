@@ -96,8 +96,8 @@ def option(
 # Names of the contract whose parts are not built yet: giving one is an error that says so.
 NOT_BUILT = frozenset(
     {
-        *("autotune", "compile", "cycle-time-ms", "fusion-threshold-mb"),
-        *("hierarchical-allreduce", "micro-batches", "reduction", "stages", "tf32"),
+        *("compile", "micro-batches"),
+        *("reduction", "stages", "tf32"),
     }
 )
 
@@ -151,6 +151,18 @@ class Options:
     )
     compression: str = option(
         NONE, "the type in which gradients are sent and summed", choices=COMPRESSIONS
+    )
+    fusion_threshold_mb: float | None = option(
+        None, "MiB of gradients that are summed at once (25; 0: each by itself)", non_negative
+    )
+    cycle_time_ms: float | None = option(
+        None, "how often Horovod looks for gradients to sum", non_negative
+    )
+    hierarchical_allreduce: bool = option(
+        False, "sum within each host first (Horovod with NCCL)", bool
+    )
+    autotune: bool = option(
+        False, "let Horovod choose fusion and cycle by what it measures: no longer bit-equal", bool
     )
     optimizer: str = option("sgd", "the update rule", choices=("sgd", "adam", "adamw"))
     precision: str = option(
@@ -425,6 +437,11 @@ def check(options: Options) -> Options:
         raise UsageError(
             "--sync-batchnorm computes over a global batch at once, --accumulate-steps in several "
             "passes: give one"
+        )
+    if options.autotune and options.deterministic:
+        raise UsageError(
+            "--autotune chooses by timings, so no run is bit-equal to another, and --deterministic "
+            "asks for that: give one"
         )
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")

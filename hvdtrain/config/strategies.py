@@ -14,6 +14,12 @@ from hvdtrain.system.runtime.tuning import MPI_VARIABLES
 PACKAGES = {"pytorch": "torch", "tensorflow": "tensorflow"}  # of each framework
 WITH_TORCHRUN = frozenset(one.name for one in LAUNCHERS)
 WITHOUT_TORCHRUN = WITH_TORCHRUN - {TORCHRUN, SPAWN}
+HOROVOD_VARIABLES = {
+    "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
+    "cycle_time_ms": "HOROVOD_CYCLE_TIME",
+    "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    "autotune": "HOROVOD_AUTOTUNE",
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,10 @@ class Strategy:
     """Who may sum the gradients, best first: names of ``collectives/bench.py``."""
     compressions: tuple[str, ...] = ()
     """The types besides their own in which it can sum gradients."""
+    levers: tuple[str, ...] = ()
+    """The other levers that it has: attributes of ``Levers`` (``config/levers.py``)."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Where its library reads a lever, by the name of that."""
     has_timeline: bool = False
     """Whether Horovod's timeline shows its collectives."""
 
@@ -75,6 +85,8 @@ STRATEGIES = {
             short_steps={"HOROVOD_CYCLE_TIME": "0.1"},
             gradient_libraries=("horovod",),
             compressions=("fp16",),  # Horovod 0.28.1 knows no bfloat16, over NCCL neither
+            levers=tuple(HOROVOD_VARIABLES),
+            variables=HOROVOD_VARIABLES,
             has_timeline=True,
         ),
         Strategy(
@@ -86,6 +98,7 @@ STRATEGIES = {
             environment=MPI_VARIABLES,
             gradient_libraries=("nccl", "gloo"),
             compressions=("fp16", "bf16"),
+            levers=("fusion_threshold_mb",),
         ),
         Strategy(
             "mpi",
@@ -100,6 +113,7 @@ STRATEGIES = {
             environment=MPI_VARIABLES,
             gradient_libraries=("mpi4py",),
             compressions=("fp16", "bf16"),
+            levers=("fusion_threshold_mb",),
         ),
         Strategy(
             "single",

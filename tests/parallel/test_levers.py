@@ -1,4 +1,4 @@
-"""How gradients travel, on real ranks: their type, against closed forms."""
+"""How gradients travel, on real ranks: their type, in closed forms; buckets; what is refused."""
 
 from __future__ import annotations
 
@@ -45,3 +45,42 @@ def test_bf16_is_refused_where_it_cannot_be_summed() -> None:
         "hvdtrain: error: --compression bf16: Horovod has no sum of that type; give --compression "
         "fp16"
     ]
+
+
+# Of the small net: eight parameters, and one that DDP is given by us.
+@pytest.mark.parametrize(
+    ("framework", "strategy", "messages"),
+    [("pytorch", "horovod", 8), ("pytorch", "ddp", 9), ("tensorflow", "mpi", 8)],
+)
+def test_buckets_are_as_large_as_asked_for(
+    framework: str, strategy: str, messages: int, tmp_path: Path
+) -> None:
+    way = (f"--framework={framework}", f"--strategy={strategy}", "--model=small", "--num-steps=3")
+    size = 0.5 * 4 * 21_840 / 2**20  # half of the parameters
+    for threshold, expected in ((0, messages), (size, 2)):
+        folder = tmp_path / str(expected)
+        done = train(2, folder, "mnist", *way, f"--fusion-threshold-mb={threshold}").summary
+        assert done["gradient_messages"]["count"] == expected
+
+
+def test_horovod_tunes_itself(tmp_path: Path) -> None:
+    record = tmp_path / "tuned.csv"
+    words = (
+        "-m",
+        "hvdtrain.mnist",
+        "--model=small",
+        "--num-steps=10",
+        "--autotune",
+        "--check-replicas=5",
+    )
+    outcome = resident.ranks(2, *words, HOROVOD_AUTOTUNE_LOG=str(record))
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert outcome.err.count("--autotune: Horovod chooses by timings") == 1
+    assert "tensor_fusion_threshold" in record.read_text()
+
+
+def test_a_lever_that_is_not_there_is_told() -> None:
+    outcome = resident.ranks(2, "-m", "hvdtrain.mnist", "--hierarchical-allreduce")
+    assert outcome.code == 2
+    (line,) = outcome.said
+    assert line.startswith("hvdtrain: error: --hierarchical-allreduce is not available: ")

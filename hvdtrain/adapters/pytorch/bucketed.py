@@ -34,7 +34,8 @@ class BucketedAdapter(PyTorchAdapter):
         self._distributions += 1
         sums, kind = self.open_sums(), TYPES.get(self.levers.compression)
         sums = Compressed(sums, kind) if kind else sums
-        buckets = Buckets(name, optimizer, sums, lambda: self.part_weight)
+        full = self.levers.bucket_bytes
+        buckets = Buckets(name, optimizer, sums, lambda: self.part_weight, full)
         buckets.stop_wanted = lambda: self.stop_wanted
         buckets.waiting = self.waits.during
         buckets.may_skip = lambda: len(self.gradient_sums) == 1

@@ -26,6 +26,7 @@ import torch
 from torch.utils import _pytree
 
 from hvdtrain.adapters.common import in_buckets
+from hvdtrain.config.levers import BUCKET_BYTES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.waits import SUM
 
@@ -147,6 +148,7 @@ class Buckets:
         sums: over all ranks, for these buckets alone.
         weight: the factor of this rank's gradients in this pass; 0 makes them zeros, whatever
             they are.
+        full: bytes from which on a bucket takes no other gradient.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Buckets:
         optimizer: torch.optim.Optimizer,
         sums: Sums,
         weight: Callable[[], float],
+        full: int = BUCKET_BYTES,
     ) -> None:
         self.sums, self.weight = sums, weight
         parameters = [
@@ -163,7 +166,7 @@ class Buckets:
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-        self.buckets = _grouped(name, parameters)
+        self.buckets = _grouped(name, parameters, full)
         self.stop_wanted: Callable[[], bool] = lambda: False
         # Whether the passes of all ranks are known from the parts, so that one can be left out.
         self.may_skip: Callable[[], bool] = lambda: True
@@ -314,9 +317,9 @@ class Awaited(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _grouped(name: str, parameters: list[torch.nn.Parameter]) -> list[Bucket]:
+def _grouped(name: str, parameters: list[torch.nn.Parameter], full: int) -> list[Bucket]:
     kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
     return [
         Bucket(f"{name}.{number}", [parameters[place] for place in group])
-        for number, group in enumerate(in_buckets(kinds))
+        for number, group in enumerate(in_buckets(kinds, full))
     ]

@@ -102,6 +102,7 @@ class Replica(DistributedDataParallel):
                 # as they are after the first pass: a resumed run sums in the order of an uncut one.
                 find_unused_parameters=True,
                 gradient_as_bucket_view=True,
+                bucket_cap_mb=adapter.levers.fusion_threshold_mb,  # None: DDP's own
             )
         del model._unused
         # Convolutions of channels_last input give such gradients; each is copied into its bucket.

@@ -12,6 +12,7 @@ from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
 from hvdtrain.adapters.pytorch.buckets import Sums
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_torch import HorovodTorch
+from hvdtrain.config.levers import check_nccl
 
 
 class HorovodAdapter(BucketedAdapter):
@@ -22,6 +23,7 @@ class HorovodAdapter(BucketedAdapter):
 
     @override
     def connect(self) -> Communicator:
+        check_nccl(self.levers, used=bool(hvd.nccl_built()) and torch.cuda.is_available())
         return HorovodTorch()
 
     @override

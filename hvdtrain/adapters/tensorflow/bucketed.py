@@ -33,7 +33,8 @@ class BucketedAdapter(TensorFlowAdapter):
         number = len(self._buckets)
         name = f"gradients.{number}" if number else "gradients"
         with tf.device("/CPU:0"):
-            buckets = Buckets(name, self.sum_tensor, TYPES.get(self.levers.compression))
+            kind = TYPES.get(self.levers.compression)
+            buckets = Buckets(name, self.sum_tensor, kind, self.levers.bucket_bytes)
         self._buckets.append(buckets)
         self._told = None
         if self._shards is None:  # without shards all ranks weigh the same

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.adapters.common import in_buckets
+from hvdtrain.config.levers import BUCKET_BYTES
 
 Reduce = Callable[[Any, str], Any]
 """(flat tensor, name) -> its sum over all ranks."""
@@ -28,10 +29,13 @@ class Buckets:
         reduce: sums a tensor over all ranks; the name is the same on all of them.
         kind: the 16-bit type in which gradients are sent and summed; None: their own. See
             ``adapters/pytorch/compression.py`` for what becomes of large ones.
+        full: bytes from which on a bucket takes no other gradient.
     """
 
-    def __init__(self, name: str, reduce: Reduce, kind: Any = None) -> None:
-        self.name, self.reduce, self.kind = name, reduce, kind
+    def __init__(
+        self, name: str, reduce: Reduce, kind: Any = None, full: int = BUCKET_BYTES
+    ) -> None:
+        self.name, self.reduce, self.kind, self.full = name, reduce, kind, full
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         # They travel with the last bucket: this rank's wish to stop, and whether anyone has it.
@@ -64,7 +68,8 @@ class Buckets:
             weight = self.weight
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         sizes = [one.shape.num_elements() * one.dtype.size for one in dense]
-        groups = in_buckets([(one.dtype, size) for one, size in zip(dense, sizes, strict=True)])
+        kinds = [(one.dtype, size) for one, size in zip(dense, sizes, strict=True)]
+        groups = in_buckets(kinds, self.full)
         sent = sum(sizes)
         if self.kind:
             sent = sum(self.kind.size * one.shape.num_elements() for one in dense)

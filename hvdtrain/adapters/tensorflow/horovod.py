@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import horovod.tensorflow as hvd
 from typing_extensions import override
 
 from hvdtrain.adapters.tensorflow.bucketed import BucketedAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_tf import HorovodTensorFlow
+from hvdtrain.config.levers import check_nccl
+from hvdtrain.system.machine import gpus
 
 
 class HorovodAdapter(BucketedAdapter):
@@ -18,6 +22,7 @@ class HorovodAdapter(BucketedAdapter):
 
     @override
     def connect(self) -> Communicator:
+        check_nccl(self.levers, used=bool(hvd.nccl_built()) and gpus.count_gpus(os.environ) > 0)
         communicator = HorovodTensorFlow()
         self.claim_device(hvd.local_rank(), hvd.local_size())
         return communicator
