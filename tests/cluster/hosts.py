@@ -220,4 +220,4 @@ def _is_rank(pid: int) -> bool:
         variables = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
-    return b"OMPI_COMM_WORLD_RANK=" in variables
+    return b"OMPI_COMM_WORLD_RANK=" in variables or b"TORCHELASTIC_RUN_ID=" in variables

@@ -19,8 +19,8 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
+from tests.conftest import BIN, Outcome
 from tests.conftest import LONG as ALL_CASES
-from tests.conftest import Outcome
 from tests.parallel.conftest import Training, assert_bit_equal, assert_close, train
 
 CONTRACT = 30.0  # seconds in which a job has to be over after a host or a link is lost
@@ -97,6 +97,54 @@ def test_launch_by_a_nodefile_trains_as_one_rank_does(two: TwoHosts, tmp_path: P
     assert (four.summary["world_size"], four.summary["hosts"]) == (4, 2)
     assert four.summary["eval_accuracy"] == one.summary["eval_accuracy"]
     assert four.summary["eval_samples"] == 297
+
+
+def test_torchrun_by_launch_and_by_hand(two: TwoHosts, tmp_path: Path) -> None:
+    """One training: launch starts an agent per host; torchrun by hand goes on; launch again."""
+    options = ("--strategy=ddp", "--model=small", "--checkpoint-every=2", "--keep=1000", *EXACT)
+    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--launcher=torchrun")
+    command = two.on(1, *launch, "--", *trainer(tmp_path, *options, "--epochs=1000"))
+    variables = {"PBS_NODEFILE": str(two.nodefile()), "GLOO_SOCKET_IFNAME": "eth0"}
+
+    with two.running(command, **variables) as process:
+        wait_for_checkpoints(2, process, tmp_path)
+        process.send_signal(signal.SIGTERM)
+        outcome = wait_until_over(two, process, "TERM")
+    assert outcome.code == 75, outcome.err
+    four = Training(outcome, tmp_path)
+    assert four.summary["stopped"] == "preempted"
+
+    end = four.summary["steps_completed"] + 4
+    more = (*options, "--epochs=1000", f"--num-steps={end}")
+    static = ("--nnodes=2", f"--master_addr={two.address(1)}", "--nproc-per-node=2", "-m")
+    first, second = (
+        two.on(number, str(BIN / "torchrun"), f"--node_rank={number - 1}", *static)
+        + trainer(tmp_path, *more)[2:]
+        for number in (1, 2)
+    )
+    with two.running(first, **variables) as one, two.running(second, **variables) as other:
+        said = [process.communicate(timeout=START)[0] for process in (one, other)]
+    assert (one.returncode, other.returncode) == (0, 0), said
+    assert (four.summary["world_size"], four.summary["hosts"]) == (4, 2)
+    assert four.summary["steps_completed"] == end
+    assert_close(train(1, tmp_path / "one", "mnist", *more), four, 1e-9)
+
+    there = len(list(tmp_path.glob("checkpoints/step-*")))
+    with two.running(command, **variables) as process:
+        wait_for_checkpoints(there + 1, process, tmp_path)
+        (agent,) = (pid for pid in two.processes(2) if _runs(pid, "hvdtrain.commands.launch.agent"))
+        os.kill(agent, signal.SIGKILL)
+        outcome = wait_until_over(two, process, "an agent killed")
+    assert outcome.code not in (0, 75), outcome.err
+
+
+def _runs(pid: int, word: str) -> bool:
+    """Whether a process is the Python that runs ``word``."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return words[1:3] == [b"-m", word.encode()]
 
 
 def test_tensorflow_trains_as_one_rank_does(two: TwoHosts, tmp_path: Path) -> None:

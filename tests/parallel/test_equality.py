@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,9 +144,13 @@ def test_torchrun_starts_what_mpirun_starts(tmp_path: Path) -> None:
 
 def test_torchrun_with_horovod_is_told(tmp_path: Path) -> None:
     torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "-m"]
-    outcome = run([*torchrun, "hvdtrain.mnist"])
-    assert outcome.code != 0
-    assert outcome.said == [
-        "hvdtrain: error: --strategy horovod is started by mpirun, not by torchrun: use mpirun, "
-        "or --strategy ddp"
-    ]
+    launch = [sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "2", "--launcher=torchrun"]
+    by_hand = run([*torchrun, "hvdtrain.mnist"])
+    by_launch = run([*launch, "--", sys.executable, "-m", "hvdtrain.mnist"])
+    assert (by_hand.code, by_launch.code) == (1, 2)  # torchrun knows no other code
+    for outcome in (by_hand, by_launch):
+        assert outcome.said == [
+            "hvdtrain: error: --strategy horovod is started by mpirun, not by torchrun: use "
+            "mpirun, or --strategy ddp"
+        ]
+    assert len(by_launch.err.splitlines()) == 2  # and what was run

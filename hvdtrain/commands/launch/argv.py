@@ -17,8 +17,8 @@ from hvdtrain.system.runtime.command import Command
 
 # Variables that ranks on other hosts need too, where they are set.
 FORWARDED = (
-    *("CUDA_", "FI_", "HOROVOD_", "HVDTRAIN_", "KERAS_", "KMP_", "LD_LIBRARY_PATH", "LD_PRELOAD"),
-    *("MKL_", "NCCL_", "OMP_", "PATH", "PYTHON", "PYTORCH_", "TF_", "TORCH_", "UCX_"),
+    *("CUDA_", "FI_", "GLOO_", "HOROVOD_", "HVDTRAIN_", "KERAS_", "KMP_", "LD_LIBRARY_PATH"),
+    *("LD_PRELOAD", "MKL_", "NCCL_", "OMP_", "PATH", "PYTHON", "PYTORCH_", "TF_", "TORCH_", "UCX_"),
     *("VIRTUAL_ENV", "XLA_"),
 )
 # What Intel's mpiexec reads from its own environment: -ppn counts inside a batch job too, and TERM

@@ -20,6 +20,7 @@ from hvdtrain.commands.launch.layout import (
     own_cores,
 )
 from hvdtrain.commands.launch.mpirun import Mpi, find_mpi, ssh_agent
+from hvdtrain.commands.launch.torchrun import Agent, agents, names_here
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import packages, physical_cores
@@ -86,12 +87,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     Raises:
         UsageError: no launcher, no such program, or the ranks do not fit on the hosts.
     """
-    for option, value in (("--threads", request.threads), ("--room-for", request.ranks_per_host)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: give a number of at least 1")
-    _check_program(request.words, environ)
-    allocation = choose_hosts(request.hosts, request.hostfile, environ)
-    layout = lay_out(request.ranks, allocation, request.ppn)
+    allocation, layout = place(request, environ)
     mpi = find_mpi(environ)
     cores, share = physical_cores(), batch_share(environ)
     if mpi.dialect == "srun" and share:
@@ -115,6 +111,32 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
         environ=environ,
     )
     return Launch(build(mpi, placed, request.words), mpi, placed)
+
+
+def place(request: Request, environ: Mapping[str, str]) -> tuple[Allocation, Layout]:
+    """Find the hosts, and place the ranks on them.
+
+    Raises:
+        UsageError: no such program, or the ranks do not fit on the hosts.
+    """
+    for option, value in (("--threads", request.threads), ("--room-for", request.ranks_per_host)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: give a number of at least 1")
+    _check_program(request.words, environ)
+    allocation = choose_hosts(request.hosts, request.hostfile, environ)
+    return allocation, lay_out(request.ranks, allocation, request.ppn)
+
+
+def prepare_agents(request: Request, environ: Mapping[str, str] = os.environ) -> list[Agent]:
+    """Find the hosts, and compose the command of torchrun's agent on each.
+
+    Raises:
+        UsageError: no such program, or the ranks do not fit on the hosts.
+    """
+    _, layout = place(request, environ)
+    devices = count_gpus(environ)
+    threads = request.threads or choose_threads(request, layout, physical_cores(), devices, environ)
+    return agents(layout, request.words, threads, environ, Path.cwd(), names_here())
 
 
 def choose_hosts(

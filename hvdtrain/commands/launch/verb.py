@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 from pathlib import Path
 
 from hvdtrain.commands.launch.prepare import (
@@ -12,8 +13,10 @@ from hvdtrain.commands.launch.prepare import (
     checkpoint_dir,
     notes,
     prepare,
+    prepare_agents,
 )
-from hvdtrain.commands.launch.watch import StopSignals, watch
+from hvdtrain.commands.launch.torchrun import Agents, show
+from hvdtrain.commands.launch.watch import StopSignals, code_after_stop, watch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
 
@@ -33,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("-n", type=int, required=True, metavar="N", help="ranks over all hosts")
     add_host_options(parser)
+    parser.add_argument(
+        "--launcher",
+        choices=("mpi", "torchrun"),
+        default="mpi",
+        help="what starts the ranks: that of the MPI here, or torchrun, an agent per host (mpi)",
+    )
     parser.add_argument(
         "--threads", type=int, metavar="T", help="OMP_NUM_THREADS of each rank (default: unset)"
     )
@@ -75,6 +84,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         tag=arguments.tag or timeout is not None,
         ranks_per_host=arguments.room_for,
     )
+    if arguments.launcher == "torchrun":
+        return _by_torchrun(request, dry_run=arguments.dry_run)
     with StopSignals() as signals:  # a job may be stopped while mpirun is asked for its version
         launch = prepare(request)
         if arguments.dry_run:
@@ -82,7 +93,32 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         for note in notes(launch.placed):
             log.warning("hvdtrain: %s", note)
         log.info("%s", launch.command.show())
-        kept = checkpoint_dir(request.words)
-        checkpoints = Path(kept) if kept else None
-        code = watch(launch, signals, tag=arguments.tag, timeout=timeout, checkpoints=checkpoints)
+        kept = _checkpoints(request)
+        code = watch(launch, signals, tag=arguments.tag, timeout=timeout, checkpoints=kept)
     return Report("", exit_code=code)
+
+
+def _checkpoints(request: Request) -> Path | None:
+    kept = checkpoint_dir(request.words)
+    return Path(kept) if kept else None
+
+
+def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
+    """Start an agent on each host, and wait for them.
+
+    Raises:
+        UsageError: see ``prepare_agents``; or the output would have to be read.
+        HvdtrainError: an agent cannot be started.
+    """
+    if request.tag:
+        raise UsageError("--tag and --timeout are for an MPI's launcher: leave them out")
+    with StopSignals() as signals:
+        wanted = prepare_agents(request)
+        if dry_run:
+            return Report(show(wanted))
+        log.info("%s", show(wanted))
+        with Agents(signals.came) as running:
+            running.start(wanted)
+            code = running.wait()
+    asked = signal.Signals(running.asked[0]).name if running.asked else ""
+    return Report("", exit_code=code_after_stop(code, asked, _checkpoints(request)))

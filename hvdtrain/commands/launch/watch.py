@@ -356,8 +356,7 @@ def watch(
     except OSError as error:
         raise HvdtrainError(f"{launch.command.argv[0]}: {error.strerror}") from error
     code = watched.wait(timeout)
-    if watched.asked and code in UNHEARD and checkpoints:
-        code = _code_before_first_step(code, watched.asked, checkpoints)
+    code = code_after_stop(code, watched.asked, checkpoints)
     if code != EXIT_PREEMPTED:
         write_all(sys.stderr.fileno(), watched.endings)
     if watched.before_end:
@@ -370,11 +369,18 @@ def watch(
     return code
 
 
-def _code_before_first_step(code: int, asked: str, checkpoints: Path) -> int:
+def code_after_stop(code: int, asked: str, checkpoints: Path | None) -> int:
     """Return 75 where the same command would go on from a checkpoint, else ``code``.
 
     The trainers listen as soon as they have read their options; the signal came before.
+
+    Args:
+        code: the launcher's.
+        asked: the signal by which the ranks were asked to stop; empty: they were not.
+        checkpoints: the directory from which the same command would go on.
     """
+    if not asked or code not in UNHEARD or checkpoints is None:
+        return code
     from hvdtrain.steps.checkpoint import newest_name
 
     found = newest_name(checkpoints)

@@ -105,8 +105,7 @@ def _open(command: Command, **how: Any) -> subprocess.Popen[Any]:
         command.argv,
         env=command.environ(os.environ),
         cwd=command.cwd,
-        stdin=subprocess.DEVNULL,
-        **how,
+        **{"stdin": subprocess.DEVNULL, **how},
     )
 
 
@@ -144,6 +143,7 @@ class HeldSignals:
 def start(
     command: Command,
     *,
+    fed: bool = False,
     piped: bool = False,
     errors_piped: bool = False,
     blocked: frozenset[signal.Signals] = frozenset(),
@@ -155,6 +155,7 @@ def start(
 
     Args:
         command: what to start.
+        fed: hand its standard input over, which is else empty.
         piped: hand its output over; else it writes where this process writes, a terminal included.
         errors_piped: hand standard error over, whatever becomes of its output.
         blocked: signals that the program is not to hear, unless it unblocks them.
@@ -167,7 +168,8 @@ def start(
     # What is blocked here stays so in the new process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        return _open(command, stdout=output, stderr=errors, process_group=0)
+        source = subprocess.PIPE if fed else subprocess.DEVNULL
+        return _open(command, stdin=source, stdout=output, stderr=errors, process_group=0)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

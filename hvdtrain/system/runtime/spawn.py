@@ -8,29 +8,22 @@ leaves with the code of the rank that failed first. A rank ends with its parent,
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import FrameType
 
-from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, UsageError
-from hvdtrain.system.runtime.detect import ALONE, SPAWN, SPAWNED_BY, LaunchInfo, detect
+from typing_extensions import override
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from hvdtrain.errors import EXIT_FAILURE, UsageError
+from hvdtrain.system.runtime.detect import ALONE, SPAWN, SPAWNED_BY, TORCHRUN, LaunchInfo, detect
+from hvdtrain.system.runtime.processes import STOP_SIGNALS, Processes
+
 # A terminal gives Ctrl-C to the ranks too, where a second INT ends them; HUP they do not hear.
 HANDED_ON = {signal.SIGINT: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
-POLL = 0.05  # seconds between two looks at the ranks
-# Seconds that the others have once a rank has failed: rank 0 has spoken for all of them; where it
-# was another one, rank 0 has to tell from which checkpoint the training goes on.
-AFTER_ROOT, AFTER_ANOTHER = 0.5, 3.0
-AFTER_STOP = 15.0  # where a rank has left in good order after a signal
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -64,26 +57,8 @@ def spawn(size: int, words: Sequence[str] | None = None) -> int:
         return ranks.wait()
 
 
-@dataclass
-class Ranks:
-    """The processes that this one has started; on leaving none of them is left."""
-
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # by rank
-    asked: list[int] = field(default_factory=list)  # signals that came, in order
-    _before: dict[int, object] = field(default_factory=dict)
-    _deadline: float | None = None  # when those that are left are killed
-    _failed: tuple[int, int] | None = None  # the first rank that did not end with 0, and its code
-
-    def __enter__(self) -> Ranks:
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._kill()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+class Ranks(Processes):
+    """The ranks that this process has started."""
 
     def start(self, size: int, port: int, words: Sequence[str]) -> None:
         """Start ``size`` ranks, which meet at ``port``."""
@@ -92,7 +67,7 @@ class Ranks:
         try:
             for rank in range(size):
                 variables = _variables(rank, size, port)
-                self.processes.append(
+                self.running.append(
                     subprocess.Popen(
                         [sys.executable, *words],
                         env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, **variables},
@@ -102,53 +77,9 @@ class Ranks:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def wait(self) -> int:
-        """Wait until all have ended; return 0, or the code of the first that ended with another."""
-        handed_on = 0
-        while self._running():
-            for number in self.asked[handed_on:]:
-                handed_on += 1
-                self._hand_on(signal.Signals(number))
-            if self._deadline is not None and time.monotonic() > self._deadline:
-                self._kill()
-            time.sleep(POLL)
-        if self._failed is None:
-            return EXIT_OK
-        _, code = self._failed
-        return 128 + self.asked[0] if self.asked and code > 128 else code
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self.asked.append(number)
-
-    def _hand_on(self, number: signal.Signals) -> None:
-        for process in self.processes:
-            process.send_signal(HANDED_ON.get(number, number))
-        if self.asked.count(signal.SIGINT) > 1:  # as an impatient user expects
-            self._end_within(AFTER_ROOT)
-
-    def _running(self) -> bool:
-        """Note who has ended; return whether any rank has not."""
-        codes = [process.poll() for process in self.processes]
-        failed = [(rank, code) for rank, code in enumerate(codes) if code]
-        if failed and self._failed is None:
-            rank, code = failed[0]
-            self._failed = rank, code if code > 0 else 128 - code
-            if code < 0 and not self.asked:
-                _say(f"rank {rank} was ended by {signal.Signals(-code).name}")
-            if code == EXIT_PREEMPTED:
-                self._end_within(AFTER_STOP)
-            else:
-                self._end_within(AFTER_ANOTHER if rank else AFTER_ROOT)
-        return None in codes
-
-    def _end_within(self, seconds: float) -> None:
-        self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
+    @override
+    def hand_on(self, number: signal.Signals) -> None:
+        super().hand_on(HANDED_ON.get(number, number))
 
 
 def _variables(rank: int, size: int, port: int) -> dict[str, str]:
@@ -158,21 +89,15 @@ def _variables(rank: int, size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in {**place, **meeting}.items()}
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"hvdtrain: {text}\n")
-        sys.stderr.flush()
-
-
 def join(environ: Mapping[str, str] = os.environ) -> None:
-    """Make this process, if ``spawn`` started it, a rank that hears signals and ends as it should.
+    """Let a rank that ``spawn`` or an agent of torchrun started end with its parent, and listen.
 
     To be called once, when its handlers of signals are in place.
     """
-    parent = environ.get(SPAWNED_BY)
-    if parent is None:
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it has ended already
-        os._exit(EXIT_FAILURE)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(STOP_SIGNALS) - {signal.SIGHUP})
+    launcher = detect(environ).launcher
+    if launcher in (SPAWN, TORCHRUN):  # other launchers see to it themselves
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if launcher == SPAWN:
+        if os.getppid() != int(environ[SPAWNED_BY]):  # it has ended already
+            os._exit(EXIT_FAILURE)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, set(STOP_SIGNALS) - {signal.SIGHUP})

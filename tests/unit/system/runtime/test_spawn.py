@@ -65,9 +65,10 @@ def test_after_a_second_interrupt_who_does_not_listen_is_ended() -> None:
 
 def test_a_rank_outlives_no_parent() -> None:
     """The parent that it was started by has ended already: another one has taken its place."""
+    parent = str(os.getpid() + 1)
     child = os.fork()
     if not child:
-        join({"HVDTRAIN_SPAWNED_BY": "1"} if os.getppid() != 1 else {"HVDTRAIN_SPAWNED_BY": "2"})
+        join({"HVDTRAIN_SPAWNED_BY": parent, "RANK": "0", "WORLD_SIZE": "1"})
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 

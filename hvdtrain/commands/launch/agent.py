@@ -1,0 +1,94 @@
+"""The agent that ``hvdtrain launch --launcher torchrun`` starts on each host.
+
+``python -m hvdtrain.commands.launch.agent`` takes torchrun's options and does what torchrun does.
+Besides,
+
+- its exit code is that of the first of its ranks to fail; torchrun's own is always 1;
+- a signal reaches its ranks as SIGUSR1, on which they save and stop; torchrun would end them;
+- where standard input is a pipe, a byte on it asks the ranks to stop too, also through ssh; and
+  when the pipe closes, because whoever started the agent is gone, it ends with all of its ranks;
+- each rank has its share of the host's cores; torchrun gives it one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Sequence
+
+import psutil
+
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
+from hvdtrain.system.runtime.processes import STOP_SIGNALS, exit_code, say
+
+STANDARD_INPUT = 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the ranks of this host as torchrun's ``arguments`` say; return the exit code."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: _ask())
+    _watch_input()
+    if "LOGLEVEL" not in os.environ:  # of torchrun
+        logging.disable(logging.ERROR)  # ranks that fail tell so themselves, or are told of below
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    parsed = parse_args(list(arguments))
+    if hasattr(parsed, "signals_to_handle"):  # else TERM ends the ranks, as torchrun does it
+        parsed.signals_to_handle = "SIGQUIT"
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(parsed.nproc_per_node))))
+    try:
+        run(parsed)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            say(f"rank {rank} on {socket.gethostname()} was ended by {name}")
+        return exit_code(failure.exitcode)
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    return EXIT_OK
+
+
+def _ranks() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def _ask() -> None:
+    """Ask the ranks of this host to save and stop; end at once where there are none yet."""
+    ranks = _ranks()
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR1)
+    if not ranks:
+        os._exit(128 + signal.SIGTERM)
+
+
+def _watch_input() -> None:
+    """Keep standard input from the ranks, and obey it where it is a pipe."""
+    kind = os.fstat(STANDARD_INPUT).st_mode
+    leash = os.dup(STANDARD_INPUT)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, STANDARD_INPUT)
+    os.close(nothing)
+    if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
+        threading.Thread(target=_obey, args=(leash,), name="leash", daemon=True).start()
+
+
+def _obey(leash: int) -> None:
+    while os.read(leash, 1):
+        _ask()
+    for rank in _ranks():
+        rank.kill()
+    os._exit(EXIT_FAILURE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""``hvdtrain launch --launcher torchrun``: an agent on each host, which starts the ranks there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from typing_extensions import override
+
+from hvdtrain.commands.launch.argv import forwarded
+from hvdtrain.commands.launch.hosts import Host
+from hvdtrain.commands.launch.layout import Layout
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.runtime.command import Command, start
+from hvdtrain.system.runtime.processes import Processes
+
+AGENT = (sys.executable, "-m", "hvdtrain.commands.launch.agent")
+SSH = str(Path(__file__).with_name("ssh"))  # deaf to TERM
+PORT = "29500"  # torchrun's own, where the agents of several hosts meet; MASTER_PORT is another
+PATIENCE = 3.0  # seconds for an agent to end its ranks when it is told to
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An agent that is to be started."""
+
+    host: str  # as the batch system or the user spells it; empty: this machine
+    command: Command
+
+
+def agents(
+    layout: Layout,
+    words: Sequence[str],
+    threads: int | None,
+    environ: Mapping[str, str],
+    folder: Path,
+    here: Collection[str],
+) -> list[Agent]:
+    """Return the agents that start ``words`` as ``layout`` says.
+
+    Args:
+        layout: ranks and hosts.
+        words: the program that each rank runs, and its arguments.
+        threads: OMP_NUM_THREADS of each rank; None leaves it to the agent.
+        environ: the user's environment, of which other hosts get what they need.
+        folder: the working directory, on all hosts.
+        here: names and addresses of this machine.
+    """
+    own = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    hosts = layout.hosts or (Host("", layout.ranks),)
+    meeting = ["--standalone"]
+    if len(hosts) > 1:
+        port = environ.get("MASTER_PORT", PORT)
+        meeting = [f"--nnodes={len(hosts)}", f"--master-addr={hosts[0].name}"]
+        meeting += [f"--master-port={port}"]
+    found = []
+    for number, host in enumerate(hosts):
+        place = [f"--node-rank={number}"] if len(hosts) > 1 else []
+        argv = [*AGENT, *meeting, *place, f"--nproc-per-node={host.slots}", "--no-python", *words]
+        if not host.name or host.name in here or host.name.partition(".")[0] in here:
+            found.append(Agent(host.name, Command(tuple(argv), own)))
+            continue
+        variables = {name: environ[name] for name in forwarded(environ)} | own
+        there = Command(tuple(argv), variables, folder)
+        ssh = (SSH, "-oBatchMode=yes", host.name, f"exec {there.show()}")
+        found.append(Agent(host.name, Command(ssh)))
+    return found
+
+
+def names_here() -> set[str]:
+    """Return the names and the addresses of this machine; nothing is resolved."""
+    name = socket.gethostname()
+    cards = psutil.net_if_addrs().values()
+    return {name, name.partition(".")[0], "localhost"} | {one.address for c in cards for one in c}
+
+
+def show(wanted: Sequence[Agent]) -> str:
+    """Return a line per agent, which does the same when pasted into a shell."""
+    return "\n".join(agent.command.show() for agent in wanted)
+
+
+class Agents(Processes):
+    """The agents that this process has started."""
+
+    def start(self, wanted: Sequence[Agent]) -> None:
+        """Start the agents.
+
+        Raises:
+            HvdtrainError: one cannot be started.
+        """
+        self._hosts = [agent.host for agent in wanted]
+        for agent in wanted:
+            try:
+                self.running.append(start(agent.command, fed=True))
+            except OSError as error:
+                raise HvdtrainError(f"{agent.command.argv[0]}: {error.strerror}") from error
+
+    @override
+    def name(self, place: int) -> str:
+        return f"the agent on {self._hosts[place] or socket.gethostname()}"
+
+    @override
+    def hand_on(self, number: signal.Signals) -> None:
+        for process in self.running:
+            with contextlib.suppress(OSError):  # it has ended
+                os.write(_input(process).fileno(), b"\n")
+
+    @override
+    def kill(self) -> None:
+        for process in self.running:
+            _input(process).close()
+        end = time.monotonic() + PATIENCE
+        for process in self.running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+        super().kill()
+
+
+def _input(process: subprocess.Popen[bytes]) -> Any:
+    assert process.stdin
+    return process.stdin

@@ -1,0 +1,96 @@
+"""Agents of torchrun: what is started on which host, and how they end together."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.commands.launch.hosts import Host
+from hvdtrain.commands.launch.layout import Layout
+from hvdtrain.commands.launch.torchrun import AGENT, SSH, Agent, Agents, agents, names_here, show
+from hvdtrain.system.runtime.command import Command
+
+WORDS = ("python", "-m", "hvdtrain.resnet", "--data", "my images")
+ENVIRON = {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "ib0", "HOME": "/root", "MASTER_PORT": "4711"}
+TWO = Layout(3, (Host("node1.cluster", 2), Host("node2", 1)))
+
+
+def test_one_host_needs_no_meeting_point() -> None:
+    for layout in (Layout(2), Layout(2, (Host("node1", 2),))):
+        (one,) = agents(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"})
+        assert one.command == Command(
+            (*AGENT, "--standalone", "--nproc-per-node=2", "--no-python", *WORDS)
+        )
+
+
+def test_two_hosts_of_which_this_is_one() -> None:
+    here, there = agents(TWO, WORDS, 4, ENVIRON, Path("/my work"), {"node1"})
+    meeting = ("--nnodes=2", "--master-addr=node1.cluster", "--master-port=4711")
+    first = (*AGENT, *meeting, "--node-rank=0", "--nproc-per-node=2", "--no-python", *WORDS)
+    assert here == Agent("node1.cluster", Command(first, {"OMP_NUM_THREADS": "4"}))
+    assert there.host == "node2"
+    assert there.command.argv[:3] == (SSH, "-oBatchMode=yes", "node2")
+    # What the shell on the other host makes of it.
+    assert shlex.split(there.command.argv[3]) == [
+        *("exec", "env", "--chdir=/my work", "GLOO_SOCKET_IFNAME=ib0", "OMP_NUM_THREADS=4"),
+        *("PATH=/bin", *AGENT, *meeting, "--node-rank=1", "--nproc-per-node=1"),
+        *("--no-python", *WORDS),
+    ]
+
+
+def test_the_port_is_torchruns() -> None:
+    assert "--master-port=29500" in show(agents(TWO, WORDS, None, {}, Path("/"), ()))
+
+
+def test_this_machine_has_names_and_addresses() -> None:
+    assert {"localhost", "127.0.0.1"} <= names_here()
+
+
+def test_a_dry_run_prints_a_line_per_host(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "launch -n 4 --hosts a:2,b:2 --launcher torchrun --dry-run -- true --epochs 3"
+    assert cli.main(words.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [shlex.split(line)[:3] for line in lines] == [
+        [SSH, "-oBatchMode=yes", one] for one in "ab"
+    ]
+
+
+@pytest.mark.parametrize("words", ["--tag", "--timeout 5"])
+def test_output_that_is_not_read_has_no_marks(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(f"launch -n 2 --launcher torchrun {words} -- true".split()) == 2
+    assert "--tag and --timeout are for an MPI's launcher" in capsys.readouterr().err
+
+
+def started(*programs: str) -> Agents:
+    """Agents that are these programs of Python."""
+    running = Agents()
+    commands = [Command((sys.executable, "-c", program)) for program in programs]
+    running.start([Agent(f"node{place}", one) for place, one in enumerate(commands)])
+    return running
+
+
+def test_an_agent_that_fails_ends_the_others_by_closing_their_input() -> None:
+    waits = "import sys; sys.stdin.read(); sys.exit(9)"
+    with started(waits, "import sys; sys.exit(5)") as running:
+        assert running.wait() == 5
+    assert [process.returncode for process in running.running] == [9, 5]
+
+
+def test_an_agent_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with started("import os; os.kill(os.getpid(), 9)") as running:
+        assert running.wait() == 128 + 9
+    assert capfd.readouterr().err == "hvdtrain: the agent on node0 was ended by SIGKILL\n"
+
+
+def test_agents_that_are_asked_to_stop_read_it() -> None:
+    stops = "import os, sys; sys.exit(75 if os.read(0, 1) else 1)"
+    running = Agents([15])
+    running.start([Agent("", Command((sys.executable, "-c", stops)))] * 2)
+    with running:
+        assert running.wait() == 75
