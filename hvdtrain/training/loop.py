@@ -343,6 +343,7 @@ class Run:
             "step": self.now.step,
             "loss": self.train_loss,
             "seconds": sum(self.clock.seconds),
+            "elapsed": self.clock.elapsed(),
             "eval_loss": tested.get("loss"),
             **{
                 f"eval_{name}": tested.get(name)

@@ -134,12 +134,15 @@ class Clock:
     times: StepTimes = field(default_factory=StepTimes)
     started: float = field(default_factory=lambda: psutil.Process().create_time())
     first_step: float | None = None
+    _begun: float | None = None
     _last: float = 0.0
     _last_processor: float = 0.0
 
     def resume(self) -> None:
         """Let the time of the next step begin now."""
         self._last, self._last_processor = time.perf_counter(), time.process_time()
+        if self._begun is None:
+            self._begun = self._last
         self.times.resume()
 
     def step(self, images: int, *, counts: bool = True, blocked: float | None = None) -> None:
@@ -158,6 +161,10 @@ class Clock:
         self._last, self._last_processor = now, processor
         if self.first_step is None:
             self.first_step = time.time() - self.started
+
+    def elapsed(self) -> float:
+        """Return the seconds since the first step began, with all that came between steps."""
+        return 0.0 if self._begun is None else time.perf_counter() - self._begun
 
     def recent_rate(self, steps: int) -> float:
         """Return images per second over the last ``steps`` steps."""

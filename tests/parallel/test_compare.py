@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import Outcome, run
 
 VERB = [sys.executable, "-m", "hvdtrain.cli", "compare", "--repeat", "1", "--json"]
-TRAIN = ["python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "16"]
+TRAIN = ["python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "24"]
 PLAIN = ["--compression", "none", "--dropout", "0", "--precision", "fp64", "--batch-size", "33"]
 OVER_TWO = ["horovod", "ddp", "mpi"]
 
@@ -26,7 +26,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     folder = tmp_path_factory.mktemp("compare")
     strategies = ["--strategies", ",".join([*OVER_TWO, "single", "pipeline"])]
-    outcome = run([*VERB, *strategies, "--out", str(folder), "--", *TRAIN, *PLAIN])
+    target = ["--target", "accuracy=0.01"]
+    outcome = run([*VERB, *strategies, *target, "--out", str(folder), "--", *TRAIN, *PLAIN])
     assert outcome.code == 0, outcome.err[-3000:]
     return folder, outcome
 
@@ -54,6 +55,8 @@ def test_the_rows_say_what_the_runs_say(compared: tuple[Path, Outcome]) -> None:
         assert row["loss_distance"] < 1e-9  # N ranks compute what one computes
         assert row["utilisation"] == one["utilisation_mean"] > 0.05
         assert one["training_samples"] == 1500
+        assert 0 < row["target_seconds"] < one["seconds_total"]  # the only epoch's end
+        assert row["target_speedup"] == rows[0]["target_seconds"] / row["target_seconds"]
         # 21,840 parameters in fp64; at two ranks each sends them once.
         sent = row["bytes_per_step"]
         assert sent == 0 if row["ranks"] == 1 else 8 * 21_840 <= sent < 8 * 22_200

@@ -221,11 +221,15 @@ def sent_bytes(method: Method, summary: Summary) -> int | None:
     return round(record.traffic * (ranks - 1) / ranks * messages.bytes)
 
 
+def in_words(method: Method) -> str:
+    """Return the method with its framework and precision."""
+    parts = [method.label, method.framework, method.precision]
+    return " ".join(part for part in parts if part not in PLAIN)
+
+
 def title(method: Method) -> str:
     """Return the method in words, with its ranks."""
-    parts = [method.label, method.framework, method.precision]
-    words = " ".join(part for part in parts if part not in PLAIN)
-    return f"{words}, {plural(method.ranks, 'rank')}"
+    return f"{in_words(method)}, {plural(method.ranks, 'rank')}"
 
 
 def as_method(content: Mapping[str, object]) -> Method:

@@ -9,6 +9,9 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from hvdtrain.commands.compare.table import Row
+from hvdtrain.commands.runs import accuracy_plot
+from hvdtrain.commands.runs.accuracy_plot import Line
+from hvdtrain.commands.runs.target import Target
 from hvdtrain.system.output import plots
 
 BAR = 0.34  # inches of a row of bars
@@ -17,17 +20,31 @@ GIB = 2**30
 SERIES = len(plots.COLOURS)
 
 
-def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Write the plot as PDF and PNG; return the files, none where there is nothing to draw."""
+def draw(
+    rows: Sequence[Row], stem: Path, lines: Sequence[Line] = (), target: Target | None = None
+) -> list[Path]:
+    """Write the plot as PDF and PNG; return the files, none where there is nothing to draw.
+
+    Args:
+        rows: of the table.
+        stem: the path without an ending.
+        lines: the evaluations of each method, to be drawn over the seconds.
+        target: how good they have to be.
+    """
     panels = _panels(rows)
     if not panels:
         return []
     plots.style()
     height = 1.6 + BAR * max(6, len(panels[0][1]))
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.4 * len(panels), height), squeeze=False)
-    for one, (name, some) in zip(axes[0], panels, strict=True):
+    timed = [line for line in lines if line[1]] if target else []
+    count = len(panels) + bool(timed)
+    figure, axes = plt.subplots(1, count, figsize=(5.4 * count, height), squeeze=False)
+    for one, (name, some) in zip(axes[0], panels, strict=False):
         PANELS[name](one, some)
         one.set_title(name, loc="left")
+    if target and timed:
+        accuracy_plot.draw(axes[0][-1], timed, target, "seconds")
+        axes[0][-1].set_title(f"Time to {target}", loc="left")
     return plots.save(figure, stem)
 
 

@@ -11,6 +11,7 @@ from hvdtrain.commands.compare import plot
 from hvdtrain.commands.compare.methods import Method
 from hvdtrain.commands.compare.table import (
     csv_text,
+    evaluated,
     figures,
     headline,
     make_rows,
@@ -18,6 +19,7 @@ from hvdtrain.commands.compare.table import (
     unavailable,
 )
 from hvdtrain.commands.compare.trials import LINES, read_trials
+from hvdtrain.commands.runs.target import Target
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import nan_to_null
 from hvdtrain.system.files import replacing
@@ -30,7 +32,8 @@ def report(
     folder: Path,
     methods: Sequence[Method] | None = None,
     price: float | None = None,
-    target: Path | None = None,
+    copy: Path | None = None,
+    target: Target | None = None,
 ) -> tuple[dict[str, Any], str]:
     """Return a comparison as JSON and as text; write its table and plots.
 
@@ -38,7 +41,8 @@ def report(
         folder: where its runs are.
         methods: the rows that are asked for; None: all that there are.
         price: of an hour of a node.
-        target: a file that gets the table as CSV, too.
+        copy: a file that gets the table as CSV, too.
+        target: how good an evaluation has to be, where the time until then counts.
 
     Raises:
         UsageError: there are no runs, or a file cannot be written.
@@ -51,14 +55,15 @@ def report(
         )
     if methods is not None:
         trials = [trial for trial in trials if trial.method in methods]
-    rows = make_rows(trials, methods, folder, price)
-    files = [folder / f"{STEM}.csv", *([target] if target else [])]
+    rows = make_rows(trials, methods, folder, price, target)
+    files = [folder / f"{STEM}.csv", *([copy] if copy else [])]
     for file in files:
         with replacing(file) as out:
             out.write(csv_text(rows).encode())
-    files += plot.draw(rows, folder / STEM)
+    lines = evaluated(trials, folder, target) if target else []
+    files += plot.draw(rows, folder / STEM, lines, target)
     header, cells = figures(rows)
-    parts = [headline(trials)]
+    parts = [headline(trials) + (f", target {target}" if target else "")]
     if cells:
         parts.append(table(header, cells))
         parts.append("\n".join(f"  {name}: {text}" for name, text in notes(header)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import statistics
@@ -10,10 +11,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.compare.methods import AUTO, Method, sent_bytes
+from hvdtrain.commands.compare.largest import read_largest
+from hvdtrain.commands.compare.methods import AUTO, Method, in_words, sent_bytes
 from hvdtrain.commands.compare.trials import Trial, run_stem, said
-from hvdtrain.commands.runs.course import read_course
+from hvdtrain.commands.runs.course import Course, read_course
 from hvdtrain.commands.runs.start import COURSE, file_of
+from hvdtrain.commands.runs.target import Evaluation, Target, evaluations, seconds_to
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output.text import Table, duration, known, number, percent, plural, size
 
@@ -59,7 +62,11 @@ class Row:
     price_per_epoch: float | None = None
     bytes_per_step: int | None = None  # that a rank sends, by theory
     loss_distance: float | None = None  # from the loss curve of one process
+    target_seconds: float | None = None  # until --target was reached; None: not in each repeat
+    target_speedup: float | None = None  # over one process
     setup_seconds: float | None = None  # until the first update was done
+    largest_batch: int | None = None  # per rank, that fits
+    largest_batch_predicted: bool | None = None  # by a line from small batches
     repeats: int = 0
 
     @property
@@ -73,6 +80,7 @@ def make_rows(
     methods: Sequence[Method] | None = None,
     folder: Path | None = None,
     price: float | None = None,
+    target: Target | None = None,
 ) -> list[Row]:
     """Return a row per method, in order.
 
@@ -81,15 +89,17 @@ def make_rows(
         methods: the rows that are asked for; None: all that there are.
         folder: of the comparison, where the loss curves are; None: they are not known.
         price: of an hour of a node.
+        target: how good an evaluation has to be, where the time until then counts.
     """
     methods = methods or list(dict.fromkeys(trial.method for trial in trials))
     by_method = {one: [trial for trial in trials if trial.method == one] for one in methods}
-    curves = {
-        (trial.method, trial.repeat): loss_curve(run_stem(folder, trial.method, trial.repeat))
-        for trial in trials
-        if folder is not None and trial.summary
-    }
+    courses = read_courses(trials, folder) if folder is not None else {}
+    curves = {key: loss_curve(course) for key, course in courses.items()}
     rows = {method: _row(method, some, price) for method, some in by_method.items()}
+    if target is not None:
+        for method, row in rows.items():
+            mine = [course for (other, _), course in courses.items() if other == method]
+            rows[method] = replace(row, target_seconds=target_seconds(target, mine))
     for method, row in rows.items():
         base = next((one for one in rows if one.is_baseline and one.shares_baseline(method)), None)
         if base is None or not row.available:
@@ -98,12 +108,19 @@ def make_rows(
             distance(curves.get((method, number), {}), curves.get((base, number), {}))
             for number in range(1, row.repeats + 1)
         ]
-        rate, alone = row.images_per_second, rows[base].images_per_second
         rows[method] = replace(
             row,
-            speedup=rate / alone if rate and alone else None,
+            speedup=_ratio(row.images_per_second, rows[base].images_per_second),
             loss_distance=_median(distances),
+            target_speedup=_ratio(rows[base].target_seconds, row.target_seconds),
         )
+    for found in read_largest(folder) if folder is not None else ():
+        if found.method in rows:
+            rows[found.method] = replace(
+                rows[found.method],
+                largest_batch=found.batch,
+                largest_batch_predicted=found.predicted,
+            )
     return list(rows.values())
 
 
@@ -147,14 +164,40 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(there) if there else None
 
 
-def loss_curve(stem: Path) -> Curve:
-    """Return the training loss by step of the run whose files are called ``stem``; {}: unknown."""
-    try:
-        course = read_course(file_of(stem, COURSE))
-    except (OSError, ValueError):
-        return {}
-    steps = course.steps if course else []
-    return {one["step"]: float(one["loss"]) for one in steps if one.get("loss") is not None}
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return one / other if one and other else None
+
+
+def read_courses(trials: Sequence[Trial], folder: Path) -> dict[tuple[Method, int], Course]:
+    """Return the courses of the runs by method and repeat, as far as their files are there."""
+    found = {}
+    for trial in trials:
+        stem = run_stem(folder, trial.method, trial.repeat)
+        with contextlib.suppress(OSError, ValueError):
+            if trial.summary and (course := read_course(file_of(stem, COURSE))):
+                found[trial.method, trial.repeat] = course
+    return found
+
+
+def evaluated(
+    trials: Sequence[Trial], folder: Path, target: Target
+) -> list[tuple[str, list[Evaluation]]]:
+    """Return the evaluations of the first run of each method, after the method's name."""
+    first: dict[Method, list[Evaluation]] = {}
+    for (method, _), course in read_courses(trials, folder).items():
+        first.setdefault(method, evaluations(course, target.metric))
+    return [(in_words(method), found) for method, found in first.items()]
+
+
+def loss_curve(course: Course) -> Curve:
+    """Return the training loss by step."""
+    return {one["step"]: float(one["loss"]) for one in course.steps if one.get("loss") is not None}
+
+
+def target_seconds(target: Target, courses: Sequence[Course]) -> float | None:
+    """Return the median of the seconds until the target; None unless each run reached it."""
+    times = [seconds_to(target, evaluations(course, target.metric)) for course in courses]
+    return None if None in times else _median(times)
 
 
 def distance(one: Curve, other: Curve) -> float | None:
@@ -199,6 +242,14 @@ def figures(rows: Sequence[Row]) -> Table:
         "price": cells(lambda row: row.price_per_epoch, "{:.2g}".format),
         "sent": cells(lambda row: row.bytes_per_step, size),
         "loss": cells(lambda row: row.loss_distance, "{:.2g}".format),
+        "largest": [
+            "-"
+            if row.largest_batch is None
+            else f"{'~' * bool(row.largest_batch_predicted)}{row.largest_batch:,}"
+            for row in some
+        ],
+        "to target": cells(lambda row: row.target_seconds, duration),
+        "by target": cells(lambda row: row.target_speedup, "{:.2f}".format),
         "set-up": cells(lambda row: row.setup_seconds, duration),
     }
     return known(columns)
@@ -214,6 +265,9 @@ NOTES = {
     "price": "of an epoch, at --price-per-hour for a node",
     "sent": "by a rank in a step, as theory has it for the gradients that were counted",
     "loss": "largest distance of the training loss from that of one process",
+    "largest": "batch per rank that fits; ~: predicted from small ones and the host's memory",
+    "to target": "seconds to --target, from the first update on, evaluations included",
+    "by target": "speed-up over one process by that time",
     "set-up": "from the start of a rank to the end of its first step",
 }
 

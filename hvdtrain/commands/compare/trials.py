@@ -116,7 +116,21 @@ def command(
     Raises:
         UsageError: the ranks do not fit on the hosts, or there is no MPI.
     """
-    words = [*method_words(plan.words, method, plan.batch), *file_words(plan.stem(method, repeat))]
+    words = method_words(plan.words, method, plan.batch)
+    return launch(plan, method, [*words, *file_words(plan.stem(method, repeat))], environ)
+
+
+def launch(
+    plan: Comparison,
+    method: Method,
+    words: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+) -> Command:
+    """Return what starts ``words`` on the ranks of a method.
+
+    Raises:
+        UsageError: the ranks do not fit on the hosts, or there is no MPI.
+    """
     whole = method.takes_the_host
     request = Request(
         method.ranks,

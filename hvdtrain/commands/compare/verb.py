@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.commands.launch.prepare import add_host_options, count
+from hvdtrain.commands.runs.target import read_target
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.runtime.command import termination_as_interrupt
 
 if TYPE_CHECKING:
     from hvdtrain.commands.compare.methods import Method
     from hvdtrain.commands.compare.trials import Comparison
 
+# Options that are about runs, so that a command has to be given with them.
+RUNS = ("strategies", "precision", "frameworks", "ranks", "repeat", "batch_size", "dry_run")
 EPILOG = """example:
   hvdtrain compare -- python -m hvdtrain.resnet --num-steps 30
   hvdtrain compare --strategies single,ddp --precision fp32,bf16 -- python -m hvdtrain.mnist
@@ -30,10 +34,12 @@ HELP = {
     "--frameworks": "by each of these (the command's)",
     "--ranks": "of each strategy that takes several (2)",
     "--repeat": "runs per method, in turn (3)",
+    "--batch-size": "also find the largest batch per rank that fits",
     "--threads": "threads per rank, of the one process, too (default: a rank's share of the host)",
     "--timeout": "limit for one run",
     "--out": "where results and plots go (compare)",
     "--csv": "also write the table to this file",
+    "--target": "also the seconds until an evaluation reached it, such as accuracy=0.985",
     "--price-per-hour": "of one node: adds the price of an epoch",
 }
 
@@ -55,12 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         what.add_argument(name, type=kind, metavar=metavar, help=HELP[name])
     add_host_options(what)
+    what.add_argument("--batch-size", choices=("max",), help=HELP["--batch-size"])
     what.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     reported = parser.add_argument_group("what is reported")
     for name, kind, metavar in (
         ("--out", Path, "DIR"),
         ("--csv", Path, "FILE"),
         ("--price-per-hour", _positive, "PRICE"),
+        ("--target", read_target, "NAME=VALUE"),
     ):
         reported.add_argument(name, type=kind, metavar=metavar, help=HELP[name])
     reported.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -92,13 +100,13 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     Raises:
         UsageError: an option or the command is wrong, or runs do not belong together.
     """
-    from hvdtrain.commands.compare.trials import OUT, carry_out, command, missing
+    from hvdtrain.commands.compare.largest import find_largest
+    from hvdtrain.commands.compare.trials import OUT, carry_out, command, missing, read_trials
 
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     folder = arguments.out or OUT
     if not words:
-        given = ("strategies", "precision", "frameworks", "ranks", "repeat", "dry_run")
-        if any(getattr(arguments, name) for name in given):
+        if any(getattr(arguments, name) for name in RUNS):
             raise UsageError("what should be run? Give it after --, as in `-- python train.py`")
         return _report(folder, None, arguments)
     plan = _plan(words, folder, arguments)
@@ -107,7 +115,10 @@ def run_verb(arguments: argparse.Namespace) -> Report:
 
         lines = [command(plan, *one).show() for one in missing(plan) if not why_not(one[0])]
         return Report("\n".join(lines), {"ok": True, "commands": lines})
-    carry_out(plan)
+    with termination_as_interrupt():  # the ranks must not outlive this process
+        carry_out(plan)
+        if arguments.batch_size:
+            find_largest(plan, read_trials(folder))
     return _report(folder, plan.methods, arguments)
 
 
@@ -145,6 +156,6 @@ def _report(
 ) -> Report:
     from hvdtrain.commands.compare.report import report
 
-    found, text = report(folder, methods, arguments.price_per_hour, arguments.csv)
+    found, text = report(folder, methods, arguments.price_per_hour, arguments.csv, arguments.target)
     failed = any(row["reason"] and row["reason"].startswith("failed") for row in found["rows"])
     return Report(text, found, EXIT_FAILURE if failed else EXIT_OK)

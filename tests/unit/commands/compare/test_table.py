@@ -169,3 +169,25 @@ def test_no_marker_is_cut_off() -> None:
         else:
             assert max(bar.get_width() for bar in axes.patches) < right
         plot.plt.close(figure)
+
+
+def test_the_time_to_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [trial(SINGLE), trial(SINGLE, 2), trial(DDP), trial(DDP, 2), trial(HOROVOD)])
+    # One process takes 8 s and 12 s to an accuracy of 0.9, ddp 5 s; horovod never gets there.
+    for method, repeat, seconds, accuracy in (
+        *((SINGLE, 1, 8.0, 0.9), (SINGLE, 2, 12.0, 0.95), (DDP, 1, 5.0, 0.9), (DDP, 2, 5.0, 0.9)),
+        (HOROVOD, 1, 5.0, 0.89),
+    ):
+        stem = run_stem(tmp_path, method, repeat)
+        early = {"kind": "epoch", "step": 1, "epoch": 0, "elapsed": 1.0, "eval_accuracy": 0.1}
+        late = {**early, "step": 2, "epoch": 1, "elapsed": seconds, "eval_accuracy": accuracy}
+        text = f"{json.dumps(early)}\n{json.dumps(late)}\n"
+        stem.with_name(stem.name + ".jsonl").write_text(text)
+    words = ["compare", "--out", str(tmp_path), "--target", "accuracy=0.9"]
+    assert cli.main([*words, "--json"]) == 0
+    single, ddp, horovod = json.loads(capsys.readouterr().out)["rows"]
+    assert (single["target_seconds"], single["target_speedup"]) == (10.0, 1.0)
+    assert (ddp["target_seconds"], ddp["target_speedup"]) == (5.0, 2.0)
+    assert (horovod["target_seconds"], horovod["target_speedup"]) == (None, None)
+    assert cli.main(words) == 0
+    assert "target accuracy 0.9" in capsys.readouterr().out

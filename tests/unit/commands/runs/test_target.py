@@ -1,0 +1,47 @@
+"""The time until an evaluation was good enough, from records of trainings."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.commands.runs.course import Course
+from hvdtrain.commands.runs.target import Evaluation, Target, evaluations, read_target, seconds_to
+
+
+def course(*records: dict[str, Any]) -> Course:
+    return Course(Path("x"), [], [{"step": 1, **record} for record in records])
+
+
+def test_the_first_evaluation_that_is_good_enough() -> None:
+    found = evaluations(
+        course(
+            {"epoch": 0, "elapsed": 3.0, "eval_accuracy": 0.5, "eval_loss": 2.0},
+            {"epoch": 1, "elapsed": None, "eval_accuracy": 1.0},
+            {"epoch": 2, "elapsed": 7.5, "eval_accuracy": 0.75, "eval_loss": 1.0},
+            {"epoch": 3, "elapsed": 9.0, "eval_accuracy": None},
+            {"epoch": 4, "elapsed": 11.0, "eval_accuracy": 0.7},
+        ),
+        "accuracy",
+    )
+    assert found == [Evaluation(1, 3.0, 0.5), Evaluation(3, 7.5, 0.75), Evaluation(5, 11.0, 0.7)]
+    assert seconds_to(Target("accuracy", 0.5), found) == 3.0
+    assert seconds_to(Target("accuracy", 0.6), found) == 7.5
+    assert seconds_to(Target("accuracy", 0.8), found) is None
+    assert seconds_to(Target("accuracy", 0.8), []) is None
+
+
+def test_a_loss_falls() -> None:
+    found = [Evaluation(1, 3.0, 2.0), Evaluation(2, 6.0, 1.0)]
+    assert seconds_to(Target("loss", 1.5), found) == 6.0
+
+
+def test_how_it_is_spelled() -> None:
+    assert read_target("accuracy=0.985") == read_target("eval_accuracy = .985")
+    assert str(read_target("map50=0.4")) == "map50 0.4"
+    for text in ("accuracy", "=1", "accuracy=", "accuracy=high"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=VALUE"):
+            read_target(text)
