@@ -9,7 +9,9 @@ from typing import Any
 
 from hvdtrain.commands.runs.comparable import check_comparable
 from hvdtrain.commands.runs.records import SPLIT, STRONG, TABLE, WEAK, Run, table_text
+from hvdtrain.commands.runs.target import Target
 from hvdtrain.commands.scaling import plot
+from hvdtrain.commands.scaling import target as time_to
 from hvdtrain.commands.scaling.fit import UNKNOWN_ERROR, read_reductions
 from hvdtrain.commands.scaling.model import NOTABLE, Fit, Forecast, Parts
 from hvdtrain.commands.scaling.results import RankResult
@@ -36,6 +38,7 @@ def report(
     scaling: str | None = None,
     folder: Path | None = None,
     tables: Sequence[Path] = (),
+    target: Target | None = None,
     **asked: Any,
 ) -> Report:
     """Evaluate ``runs``, and write table and plots where there is a folder for them.
@@ -46,6 +49,7 @@ def report(
         scaling: ``weak`` or ``strong``; None: as the runs say, else weak.
         folder: for table and plots; None: nothing is written.
         tables: files with allreduce times.
+        target: how good an evaluation has to be, where the time until then is asked for.
         asked: ``ranks`` to predict and the size to ``leave_out``, see ``make_study``.
 
     Raises:
@@ -58,6 +62,11 @@ def report(
     data, lines = study_data(study), [study_text(study)]
     if folder is not None:
         data["files"] = [str(file) for file in write(study, folder)]
+        if target is not None:
+            found = time_to.results(runs, folder, target)
+            data["target"] = time_to.data(found, target)
+            lines.append(time_to.text(found, target))
+            data["files"] += map(str, time_to.draw(found, target, folder))
         lines.append("written: " + ", ".join(data["files"]))
     return Report("\n\n".join(lines), data)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain.commands.launch.prepare import add_host_options, count
 from hvdtrain.commands.runs.records import OUT, STRONG, WEAK, Run, read_folder, read_table
+from hvdtrain.commands.runs.target import read_target
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
 
@@ -31,6 +32,7 @@ HELP = {
     "--from": "run nothing: read the columns ranks, images_per_second of a table",
     "--allreduce": "JSON of `hvdtrain doctor -n N --json`, for the prediction; may be repeated",
     "--predict": "for these numbers of ranks (16 ... 4096)",
+    "--target": "also the seconds until an evaluation reached it, such as accuracy=0.985",
     "--leave-out": "leave this size out of the fit and compare it with the prediction",
 }
 
@@ -65,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--allreduce", Path, "FILE", {"action": "append", "default": []}),
         ("--predict", _sizes, "N,N,...", {}),
         ("--leave-out", count, "N", {}),
+        ("--target", read_target, "NAME=VALUE", {}),
     ):
         reported.add_argument(name, type=kind, metavar=metavar, help=HELP[name], **more)
     reported.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -87,6 +90,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     if arguments.table is not None:
         if words or arguments.ranks:
             raise UsageError("--from runs nothing: leave --ranks and the command out")
+        if arguments.target:
+            raise UsageError("--target needs the training curves of the runs, not a table")
         return _report(read_table(arguments.table), arguments.table, arguments, arguments.out)
     folder = arguments.out or OUT
     if words:
@@ -128,4 +133,5 @@ def _report(
         ranks=arguments.predict,
         tables=arguments.allreduce,
         leave_out=arguments.leave_out,
+        target=arguments.target,
     )
