@@ -68,12 +68,18 @@ def search(fits: Callable[[int], bool], start: int, most: int) -> int:
 def predict(points: Points, budget: float) -> int | None:
     """Return the batch at which the line through ``points`` meets ``budget`` bytes; None: never.
 
-    The line is that of the least squares.
+    The line is that of the least squares; the result is rounded down to two digits.
     """
     batches, peaks = np.array(points, np.float64).T
     slope, base = np.polyfit(batches, peaks, 1) if len(set(batches)) > 1 else (0.0, 0.0)
     # The least squares leave a rounding error in what is a whole number of samples.
-    return max(0, int((budget - base) / slope + 1e-6)) if slope > 0 else None
+    return _round_down(max(0, int((budget - base) / slope + 1e-6))) if slope > 0 else None
+
+
+def _round_down(count: int) -> int:
+    """Return ``count`` with two digits that count: a prediction has no more."""
+    unit = 10 ** max(0, len(str(count)) - 2)
+    return count // unit * unit
 
 
 def find_largest(plan: Comparison, trials: Sequence[Trial]) -> None:

@@ -37,6 +37,7 @@ def test_the_search_ends_below_what_does_not_fit(threshold: int, start: int, mos
     ("points", "budget", "batch"),
     [
         ([(8, 1080), (16, 1160), (32, 1320)], 2000, 100),  # 1000 bytes, and 10 for each sample
+        ([(8, 1080), (16, 1160), (32, 1320)], 13_990, 1200),
         ([(8, 1080), (16, 1160)], 500, 0),
         ([(8, 1080), (16, 1000)], 2000, None),  # noise
         ([(8, 1080)], 2000, None),
