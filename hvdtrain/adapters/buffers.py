@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.steps.checkpoint import Arrays
+from hvdtrain.steps.checkpoint import Arrays, Tensors
 
 PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
 SEEN = "rank_samples"  # int64, shape (world size,)
@@ -44,9 +44,9 @@ def gather(communicator: Communicator, own: Arrays, seen: int) -> Arrays:
     return arrays
 
 
-def take_out(training: Arrays) -> tuple[Arrays, Arrays]:
+def take_out(training: Tensors) -> tuple[Tensors, Arrays]:
     """Part the arrays of a checkpoint into optimizer state and what ``gather`` put there."""
-    ranks = {k: v for k, v in training.items() if k == SEEN or k.startswith(PREFIX)}
+    ranks = {k: np.asarray(v) for k, v in training.items() if k == SEEN or k.startswith(PREFIX)}
     return {k: v for k, v in training.items() if k not in ranks}, ranks
 
 

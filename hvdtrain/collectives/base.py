@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -95,7 +95,7 @@ class Communicator(ABC):
             buffer[start : start + CHUNK] = self.broadcast(buffer[start : start + CHUNK])
         return buffer.tobytes()
 
-    def broadcast_arrays(self, arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def broadcast_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return rank 0's arrays by name, whatever the other ranks hold."""
         header = json.dumps([[k, v.dtype.str, v.shape] for k, v in arrays.items()]).encode()
         received = {}

@@ -6,6 +6,9 @@ A checkpoint is a directory ``step-000000042`` that holds
     training.safetensors    what only a resume needs: optimizer state, the ranks' own buffers
     state.json              position, counters, origin, metrics, and the SHA-256 of the two files
 
+Where a strategy shards the state, each rank writes a file of each kind, with whole tensors in it,
+in the convention of safetensors: ``model-00002-of-00003.safetensors``, and an index of all.
+
 Loading them executes nothing (safetensors holds numbers alone). The directory is written under
 another name, flushed to disk and renamed, so that a crash leaves the old ones and no half of a new.
 """
@@ -20,21 +23,23 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from hvdtrain.errors import CheckpointError, UsageError
+from hvdtrain.steps.tensor_file import Layout, Stored, TensorFile, digest_of, stored
 from hvdtrain.system.files import FULL, read_regular
 
 log = logging.getLogger(__name__)
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+Tensors = Mapping[str, Any]  # arrays, or what becomes one by np.asarray: Stored
 
 FORMAT = 1
 MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
@@ -52,17 +57,32 @@ class Checkpoint:
     """What a checkpoint holds.
 
     Attributes:
-        model: parameters and buffers by name.
-        training: optimizer state and other tensors that a resume needs, by name.
+        model: parameters and buffers by name; of one that was found, not read yet.
+        training: optimizer state and other tensors that a resume needs, by name; likewise.
         state: JSON values: ``step``, ``origin`` (what made it: framework, model, dataset size),
             position and counters, and ``metrics`` of the last evaluation (or null).
         path: the directory, when it was read from one.
     """
 
-    model: Arrays
-    training: Arrays
+    model: Tensors
+    training: Tensors
     state: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of tensors in a checkpoint that is being written.
+
+    Attributes:
+        name: of the file.
+        sha256: of its content.
+        tensors: size in bytes of each tensor in it, by name.
+    """
+
+    name: str
+    sha256: str
+    tensors: dict[str, int]
 
 
 def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -77,26 +97,96 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
         CheckpointError: it cannot be written, a full disk for one; what was there before is intact.
     """
     step = int(checkpoint.state["step"])
+    partial = begin(directory, step)
+    with cleared(directory, step):
+        files = [
+            _write(partial / name, {key: np.asarray(value) for key, value in tensors.items()})
+            for name, tensors in (
+                (MODEL_FILE, checkpoint.model),
+                (TRAINING_FILE, checkpoint.training),
+            )
+        ]
+    return commit(partial, files, checkpoint.state, keep)
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Make the folder in which the files of a new checkpoint are written; see ``commit``.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
     final = _free_name(directory, step)
     partial = directory / f"{PARTIAL}{final.name}"
-    try:
+    with cleared(directory, step):
         directory.mkdir(parents=True, exist_ok=True)
         remove_partial(directory)
         partial.mkdir()
-        _write(partial, checkpoint)
+    return partial
+
+
+def commit(partial: Path, files: list[Written], state: Mapping[str, Any], keep: int) -> Path:
+    """Make the folder with all its ``files`` the newest checkpoint; drop those not to be kept.
+
+    Returns:
+        The directory of the new checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be written; what was there before is intact.
+    """
+    directory, final = partial.parent, partial.with_name(partial.name.removeprefix(PARTIAL))
+    with cleared(directory, int(state["step"])):
+        for kind in (MODEL_FILE, TRAINING_FILE):
+            here = [file for file in files if kind_of(file.name) == kind]
+            if [file.name for file in here] != [kind]:
+                _write_file(partial / f"{kind}.index.json", _index(here))
+        digests = {file.name: file.sha256 for file in files}
+        whole = {"format": FORMAT, **state, "sha256": digests}
+        digests[STATE_FILE] = _digest_of_state(whole)
+        _write_file(partial / STATE_FILE, json.dumps(whole, indent=1).encode())
+        _flush(partial)
         partial.rename(final)
         _flush(directory)
-    except OSError as error:
-        remove_partial(directory)
-        kept = newest_name(directory)
-        remedy = "free some space" if error.errno in FULL else "make the directory writable"
-        raise CheckpointError(
-            f"the checkpoint of step {step} cannot be written to {directory}: "
-            f"{error.strerror or error}. "
-            + (f"{kept} is intact: {remedy} and run again" if kept else remedy.capitalize())
-        ) from error
     prune(directory, keep, final.name)
     return final
+
+
+@contextmanager
+def cleared(directory: Path, step: int) -> Iterator[None]:
+    """Turn an error of writing into a ``CheckpointError``, and remove the half of a checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        remove_partial(directory)
+        raise not_written(directory, step, error) from error
+
+
+def not_written(directory: Path, step: int, error: OSError) -> CheckpointError:
+    """Return the error that tells why a checkpoint was not written, and what is left."""
+    kept = newest_name(directory)
+    remedy = "free some space" if error.errno in FULL else "make the directory writable"
+    return CheckpointError(
+        f"the checkpoint of step {step} cannot be written to {directory}: "
+        f"{error.strerror or error}. "
+        + (f"{kept} is intact: {remedy} and run again" if kept else remedy.capitalize())
+    )
+
+
+def file_of(kind: str, place: int, number: int) -> str:
+    """Return the name of one of ``number`` files of a kind, such as ``MODEL_FILE``, from 0."""
+    stem, _, suffix = kind.partition(".")
+    return f"{stem}-{place + 1:05d}-of-{number:05d}.{suffix}"
+
+
+def kind_of(name: str) -> str:
+    """Return ``MODEL_FILE`` or ``TRAINING_FILE``, of which ``name`` is one of several, or it."""
+    return re.sub(r"-[0-9]{5}-of-[0-9]{5}(?=\.)", "", name)
+
+
+def _index(files: list[Written]) -> bytes:
+    places = {name: file.name for file in files for name in file.tensors}
+    total = sum(size for file in files for size in file.tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(index, indent=1).encode()
 
 
 def _free_name(directory: Path, step: int) -> Path:
@@ -107,16 +197,13 @@ def _free_name(directory: Path, step: int) -> Path:
     return directory / (f"{first}+{same[-1] + 1:02d}" if same else first)
 
 
-def _write(folder: Path, checkpoint: Checkpoint) -> None:
-    digests = {}
-    for name, arrays in ((MODEL_FILE, checkpoint.model), (TRAINING_FILE, checkpoint.training)):
-        data = safetensors.numpy.save({k: np.asarray(v, order="C") for k, v in arrays.items()})
-        digests[name] = hashlib.sha256(data).hexdigest()
-        _write_file(folder / name, data)
-    state = {"format": FORMAT, **checkpoint.state, "sha256": digests}
-    digests[STATE_FILE] = _digest_of_state(state)
-    _write_file(folder / STATE_FILE, json.dumps(state, indent=1).encode())
-    _flush(folder)
+def _write(path: Path, arrays: Arrays) -> Written:
+    # Large elements first, so that all are aligned.
+    ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    file = TensorFile(path, {name: Layout.of(value) for name, value in ordered.items()})
+    for name, value in ordered.items():
+        file.write(name, value)
+    return Written(path.name, file.close(), {name: one.nbytes for name, one in arrays.items()})
 
 
 def _digest_of_state(state: Mapping[str, Any]) -> str:
@@ -171,10 +258,11 @@ def remove_partial(directory: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def not_finite(arrays: Arrays, *, infinite: bool = False) -> str | None:
-    """Return the first array, by name, that holds nan or (unless that is allowed) infinity."""
-    for name, value in sorted(arrays.items()):
-        good = np.isfinite(value) if not infinite else ~np.isnan(value)
+def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:
+    """Return the first tensor, by name, that holds nan or (unless that is allowed) infinity."""
+    for name, value in sorted(tensors.items()):
+        array = np.asarray(value)
+        good = np.isfinite(array) if not infinite else ~np.isnan(array)
         if not good.all():
             return name
     return None
@@ -242,7 +330,7 @@ def load(path: Path, check: Check = lambda found: None) -> Checkpoint:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read the checkpoint in ``folder`` and check it.
+    """Find the checkpoint in ``folder`` and check it; its tensors are read when they are used.
 
     Raises:
         ValueError: a checksum or the format number is wrong.
@@ -256,13 +344,23 @@ def read(folder: Path) -> Checkpoint:
         raise ValueError(f"the checksum of {STATE_FILE} is wrong")
     if not isinstance(state["step"], int):
         raise ValueError(f"step {state['step']!r} is no number")
-    arrays = {}
-    for name in (MODEL_FILE, TRAINING_FILE):
-        data = read_regular(folder / name)
-        if hashlib.sha256(data).hexdigest() != state["sha256"][name]:
+    for name, digest in state["sha256"].items():
+        if name != STATE_FILE and digest_of(folder / Path(name).name) != digest:
             raise ValueError(f"the checksum of {name} is wrong")
-        arrays[name] = safetensors.numpy.load(data)
-    return Checkpoint(arrays[MODEL_FILE], arrays[TRAINING_FILE], state, folder)
+    return unchecked(folder, state)
+
+
+def unchecked(folder: Path, state: dict[str, Any]) -> Checkpoint:
+    """Return the checkpoint in ``folder``, which another rank has read and checked.
+
+    Raises:
+        LookupError, OSError, SafetensorError: a file is not there, or it is another one.
+    """
+    tensors: dict[str, dict[str, Stored]] = {MODEL_FILE: {}, TRAINING_FILE: {}}
+    for name in state["sha256"]:
+        if name != STATE_FILE:
+            tensors[kind_of(name)] |= stored(folder / name)
+    return Checkpoint(tensors[MODEL_FILE], tensors[TRAINING_FILE], state, folder)
 
 
 def prune(directory: Path, keep: int, saved: str) -> None:

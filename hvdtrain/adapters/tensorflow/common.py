@@ -14,7 +14,7 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.state import check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.checkpoint import Arrays, Checkpoint, Tensors
 from hvdtrain.steps.world import local_threads
 from hvdtrain.system.output.text import plural
 
@@ -131,10 +131,10 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(value.numpy())
 
 
-def _assign(own: dict[str, Any], arrays: Arrays, trouble: str) -> None:
+def _assign(own: dict[str, Any], arrays: Tensors, trouble: str) -> None:
     check_names(own, arrays, trouble)
     for name, value in own.items():
-        value.assign(arrays[name])
+        value.assign(np.asarray(arrays[name]))
 
 
 def _running(model: Any) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hvdtrain.adapters.common import BUCKET_BYTES, CommonAdapter, exchange, in_buckets
+from hvdtrain.adapters.common import BUCKET_BYTES, CommonAdapter, exchange, in_buckets, in_parts
 from hvdtrain.collectives.base import Alone, Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -56,10 +58,10 @@ class ArrayAdapter(CommonAdapter):
         for part in ("weights", "running"):
             if not set(model[part]) <= set(state.model):
                 raise UsageError("another model")
-            model[part] = {name: state.model[name] for name in model[part]}
+            model[part] = {name: np.asarray(state.model[name]) for name in model[part]}
         if optimizer is not None:
             optimizer.clear()
-            optimizer.update(state.training)
+            optimizer.update({k: np.asarray(v) for k, v in state.training.items()})
 
     def local_buffers(self, model: Any) -> Arrays:
         return {k: v.copy() for k, v in model["running"].items()}
@@ -428,3 +430,19 @@ def test_what_the_sums_of_several_optimizers_tell() -> None:
     adapter.gradient_sums = (Sums(None, None, False), Sums(0.25, other, False))  # type: ignore[assignment]
     assert (adapter.blocked_seconds, adapter.stop_agreed) == (None, False)
     assert adapter.gradient_messages == other
+
+
+def test_each_rank_gets_about_as_much() -> None:
+    assert in_parts([], 3) == []
+    assert in_parts([5, 3, 2], 1) == [0, 0, 0]
+    assert in_parts([1, 8, 4, 3], 2) == [1, 0, 1, 1]
+    assert in_parts([7], 2) == [0]
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=30), st.integers(1, 8))
+def test_no_rank_gets_much_more_than_its_share(sizes: list[int], number: int) -> None:
+    owners = in_parts(sizes, number)
+    totals = [sum(s for s, o in zip(sizes, owners, strict=True) if o == k) for k in range(number)]
+    assert sum(totals) == sum(sizes)
+    # The rank with most had no more than the mean before it got its last one.
+    assert max(totals) <= sum(sizes) / number + max(sizes, default=0)

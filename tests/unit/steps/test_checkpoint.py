@@ -29,6 +29,7 @@ from hvdtrain.steps.checkpoint import (
     TRAINING_FILE,
     Arrays,
     Checkpoint,
+    Tensors,
     check_origin,
     load_newest,
     newest_name,
@@ -63,12 +64,16 @@ def made(step: int, accuracy: float | None = None, **state: Any) -> Checkpoint:
     return Checkpoint(arrays_of(step), arrays_of(step + 1000), entries)
 
 
-def same(one: Arrays, other: Arrays) -> bool:
+def same(one: Tensors, other: Tensors) -> bool:
     """Names, types, shapes and every bit."""
     return one.keys() == other.keys() and all(
-        (v.dtype, v.shape, v.tobytes()) == (other[k].dtype, other[k].shape, other[k].tobytes())
-        for k, v in one.items()
+        bits(value) == bits(other[name]) for name, value in one.items()
     )
+
+
+def bits(value: Any) -> tuple[Any, ...]:
+    array = np.asarray(value)
+    return array.dtype, array.shape, array.tobytes()
 
 
 def is_intact(found: Checkpoint | None, step: int) -> bool:
@@ -97,7 +102,7 @@ def test_each_kind_of_array_comes_back_bit_for_bit(tmp_path: Path, name: str) ->
     save(tmp_path, Checkpoint(one, {}, {"step": 1}), keep=1)
     found = load_newest(tmp_path)
     assert found is not None
-    back = found.model[name]
+    back = np.asarray(found.model[name])
     assert (back.dtype, back.shape) == (one[name].dtype, one[name].shape)
     assert back.tobytes() == one[name].tobytes()
     assert found.training == {}

@@ -1,0 +1,142 @@
+"""Files of safetensors, written a tensor at a time and read by rows.
+
+The format is an 8-byte length, a JSON header with the type, shape and place of each tensor, and
+the tensors' bytes (https://github.com/huggingface/safetensors). Its library writes only what is in
+memory as a whole; here a checkpoint may be larger than the memory of any rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from hvdtrain.system.files import is_regular
+
+CHUNK = 2**24  # bytes that are read at once for a digest
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Type and shape of a tensor that is to be written."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(array: NDArray[Any]) -> Layout:
+        """Return those of ``array``."""
+        return Layout(array.dtype, array.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def code(self) -> str:
+        """The type's name in the format, such as ``F32``."""
+        kind = self.dtype.kind.upper()
+        return "BOOL" if kind == "B" else f"{kind}{8 * self.dtype.itemsize}"
+
+
+class TensorFile:
+    """A new file; give the tensors in the order of ``layouts``, then ``close``.
+
+    Raises:
+        OSError: from any method, as where the disk is full.
+    """
+
+    def __init__(self, path: Path, layouts: Mapping[str, Layout]) -> None:
+        header, end = {}, 0
+        for name, one in layouts.items():
+            begin, end = end, end + one.nbytes
+            shape = list(one.shape)
+            header[name] = {"dtype": one.code, "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)  # the data begins at a multiple of 8
+        self.path, self._due = path, dict(layouts)
+        self._digest = hashlib.sha256()
+        self._file = path.open("wb")
+        self._put(len(text).to_bytes(8, "little") + text)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        try:
+            self._file.write(data)
+        except OSError:
+            with suppress(OSError):
+                self._file.close()  # while it is open, its space is not free
+            raise
+
+    def write(self, name: str, array: NDArray[Any]) -> None:
+        """Append the tensor ``name``, the next one."""
+        due = next(iter(self._due))
+        if (name, Layout.of(array)) != (due, self._due.pop(due)):
+            raise ValueError(f"{name}, {Layout.of(array)}, is written where {due} is due")
+        self._put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def close(self) -> str:
+        """Bring the file to disk; return its SHA-256."""
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        if self._due:
+            raise ValueError(f"{list(self._due)} were not written")
+        return self._digest.hexdigest()
+
+
+class Stored:
+    """A tensor in a file, which is read when it is asked for: ``np.asarray``, or some rows."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+        self.shape = tuple(file.get_slice(name).get_shape())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        array: NDArray[Any] = self._file.get_tensor(self._name)
+        return array if dtype is None else array.astype(dtype)
+
+    def __getitem__(self, rows: slice) -> NDArray[Any]:
+        """Read some rows alone: ``[first:end]``, along the first dimension."""
+        first, end, _ = rows.indices(self.shape[0])
+        if first >= end:
+            return np.asarray(self)[:0] if not self.shape[0] else self[:1][:0]
+        found: NDArray[Any] = self._file.get_slice(self._name)[first:end]
+        return found
+
+
+def stored(path: Path) -> dict[str, Stored]:
+    """Return the tensors in the file by name, unread.
+
+    Raises:
+        safetensors.SafetensorError: it is no such file.
+        OSError: it cannot be read.
+    """
+    file = safetensors.safe_open(path, framework="numpy")
+    return {name: Stored(file, name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a regular file, of which little is in memory at once.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    if not is_regular(path):
+        raise OSError(f"{path} is no regular file")
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(CHUNK):
+            digest.update(data)
+    return digest.hexdigest()
