@@ -60,6 +60,22 @@ def in_buckets(
     return groups
 
 
+def in_parts(sizes: Sequence[int], number: int) -> list[int]:
+    """Give each of ``sizes`` to one of ``number`` ranks so that their totals are about the same.
+
+    The largest first, each to the rank that has least so far (Graham, "Bounds on Multiprocessing
+    Timing Anomalies", 1969: at most 4/3 of the best).
+
+    Returns:
+        The rank of each.
+    """
+    totals, owners = [0] * number, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owners[place] = min(range(number), key=totals.__getitem__)
+        totals[owners[place]] += sizes[place]
+    return owners
+
+
 class GradientSums(Protocol):
     """What sums the gradients of one optimizer over the ranks."""
 
@@ -86,6 +102,8 @@ class CommonAdapter(StateAdapter):
     has_gpu = False
     threads = 0  # that compute on a CPU, since `pin_device`
     needs_empty_forward = False  # also a part without samples takes a forward and a backward pass
+    evaluates_together = False  # all ranks make the same number of forward passes to evaluate, too
+    shards_state = False  # ranks hold parts of the state, and each writes a file of a checkpoint
     ranks: list[RankFacts]  # what all ranks told of themselves in step 1, by rank
 
     def __init__(self) -> None:
@@ -124,6 +142,13 @@ class CommonAdapter(StateAdapter):
         different numbers of passes within.
         """
         return nullcontext()
+
+    def sum_shards(self, values: Any) -> Any:
+        """Sum a tensor of what each rank found in its part of parameters or gradients.
+
+        Where no strategy shards them, a rank has found all, and ``values`` are returned.
+        """
+        return values
 
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Return both so that gradients are summed over the ranks; there are two or more."""
@@ -295,7 +320,7 @@ class CommonAdapter(StateAdapter):
         if optimizer in self._distributed:
             raise UsageError("distribute_optimizer: this optimizer is distributed already")
         self._distributed.add(optimizer)
-        if self.world.size > 1:
+        if self.world.devices > 1:
             return self.distribute(model, optimizer)
         return model, optimizer
 
@@ -303,7 +328,7 @@ class CommonAdapter(StateAdapter):
     def scale_learning_rate(
         self, base: float, *, scaling: str = "linear", **schedule: Any
     ) -> LearningRate:
-        return LearningRate(base, scale_factor(scaling, self.world.data_size), **schedule)
+        return LearningRate(base, scale_factor(scaling, self.world.devices), **schedule)
 
     @together
     @override

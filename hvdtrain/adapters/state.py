@@ -21,11 +21,15 @@ from hvdtrain.adapters.base import Adapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.checkpoint import Arrays, Checkpoint, Tensors
 from hvdtrain.steps.integrity import places
 from hvdtrain.system.runtime.exit import agreed, outlived, process_status
 from hvdtrain.system.runtime.waits import Waits, together
 
+DIFFERENT = (
+    "nothing was saved. The ranks have made different updates, from gradients that were changed on "
+    "some of them, or without broadcast_state at the start"
+)
 FILES = {".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".safetensors"}  # one model each
 
 
@@ -83,6 +87,20 @@ class StateAdapter(Adapter):
     @override
     def broadcast_state(self, model: Any, optimizer: Any = None) -> str:
         self.check_trained(model, optimizer)
+        digest = self.send_state(model, optimizer)
+        ranks = self.communicator.broadcast_arrays(self._rank_buffers)
+        own = buffers.own_row(ranks, self.world.rank, self.world.size)
+        if own:
+            self.set_local_buffers(model, own[0])
+            self._seen = own[1]
+        return digest
+
+    def send_state(self, model: Any, optimizer: Any) -> str:
+        """Send rank 0's state to all ranks, and compare it; a strategy that shards it has its own.
+
+        Returns:
+            The common SHA-256.
+        """
         if self.world.size > 1:
             mine = self.export_state(model, optimizer)
             # Names and shapes first: what rank 0 has, an optimizer state for one, others may lack.
@@ -91,22 +109,17 @@ class StateAdapter(Adapter):
                 training=self.communicator.broadcast_arrays(mine.training),
             )
             self.communicator.together(lambda: self.import_state(model, optimizer, state))
-        digest = self._compare(
+        return self._compare(
             self.export_state(model, optimizer),
             "this is so right after the broadcast: report it, training on would be wrong",
         )
-        ranks = self.communicator.broadcast_arrays(self._rank_buffers)
-        own = buffers.own_row(ranks, self.world.rank, self.world.size)
-        if own:
-            self.set_local_buffers(model, own[0])
-            self._seen = own[1]
-        return digest
 
     @together
     def check_replicas(self, model: Any, optimizer: Any = None, *, step: int | None = None) -> str:
         """Compare trained parameters and optimizer state of all ranks, bit for bit.
 
-        Running statistics are not compared: while it trains, each rank has its own.
+        Running statistics are not compared: while it trains, each rank has its own. Nor is what a
+        strategy shards, of which each rank has another part.
 
         Args:
             model: that is trained.
@@ -120,16 +133,18 @@ class StateAdapter(Adapter):
             HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
                 tensor.
         """
-        state = self._trained(model, self.export_state(model, optimizer))
         return self._compare(
-            state,
+            self.replicated(model, optimizer),
             "the ranks have made different updates, or the memory of a host has changed by itself. "
             f"{process_status.how_to_go_on()}; leave out a host that is named twice",
             when="" if step is None else f"after step {step} ",
         )
 
+    def replicated(self, model: Any, optimizer: Any) -> Checkpoint:
+        """Return what of the state is the same on all ranks after each update."""
+        return self._trained(model, self.export_state(model, optimizer))
+
     def _trained(self, model: Any, state: Checkpoint) -> Checkpoint:
-        """Return what of ``state`` is the same on all ranks after each update."""
         names = self.trained_names(model)
         return Checkpoint({name: state.model[name] for name in names}, state.training)
 
@@ -175,31 +190,52 @@ class StateAdapter(Adapter):
         _check_saved(Path(directory), state)
         own = self.local_buffers(model)
         ranks = buffers.gather(self.communicator, own, self._seen) if own else {}
+        kept = {**state, "world_size": self.world.size}
         with self.averaged_buffers(model):
-            arrays = self.export_state(model, optimizer)
-            self._compare(
-                self._trained(model, arrays),
-                "nothing was saved. The ranks have made different updates, from gradients that "
-                "were changed on some of them, or without broadcast_state at the start",
-            )
-            kept = {**state, "world_size": self.world.size}
-            checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, kept)
-
-            def save() -> Path:
-                return checkpoints.save(Path(directory), checkpoint, keep)
-
-            def write() -> str:
-                self._refuse_nan(model, checkpoint)
-                with outlived(save):
-                    # Known at once: if a rank is lost now, nobody learns more than this.
-                    process_status.checkpoint = str(save())
-                return process_status.checkpoint
-
-            written = self.communicator.on_root(write)
+            written = self.write_state(Path(directory), model, optimizer, kept, ranks, keep)
         process_status.checkpoint = os.fsdecode(
             self.communicator.broadcast_bytes(os.fsencode(str(written)))
         )
         return Path(process_status.checkpoint)
+
+    def write_state(
+        self,
+        directory: Path,
+        model: Any,
+        optimizer: Any,
+        state: dict[str, Any],
+        ranks: Arrays,
+        keep: int,
+    ) -> Path | None:
+        """Write a checkpoint: by rank 0 alone, unless a strategy shards the state.
+
+        Args:
+            directory: where checkpoints live.
+            model: with the mean of the ranks' buffers.
+            optimizer: or None.
+            state: JSON values.
+            ranks: all ranks' own buffers.
+            keep: how many stay.
+
+        Returns:
+            The checkpoint, on rank 0.
+        """
+        arrays = self.export_state(model, optimizer)
+        self._compare(self._trained(model, arrays), DIFFERENT)
+        checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
+
+        def save() -> Path:
+            return checkpoints.save(directory, checkpoint, keep)
+
+        def write() -> Path:
+            self._refuse_nan(model, checkpoint)
+            with outlived(save):
+                path = save()
+                # Known at once: if a rank is lost now, nobody learns more than this.
+                process_status.checkpoint = str(path)
+            return path
+
+        return self.communicator.on_root(write)
 
     def _refuse_nan(self, model: Any, checkpoint: Checkpoint) -> None:
         try:
@@ -236,13 +272,9 @@ class StateAdapter(Adapter):
         """Load as ``resume`` does; rank 0 alone has the state until ``broadcast_state``."""
 
         def load() -> dict[str, Any] | None:
-            found = checkpoints.load_newest(
-                Path(directory), lambda found: self._check_finite(model, found)
-            )
+            found = self.find_checkpoint(Path(directory), model, origin)
             if found is None:
                 return None
-            if origin is not None:
-                checkpoints.check_origin(found, origin)
             training, self._rank_buffers = buffers.take_out(found.training)
             self.import_state(model, optimizer, Checkpoint(found.model, training, path=found.path))
             return {**found.state, "path": str(found.path)}
@@ -250,6 +282,15 @@ class StateAdapter(Adapter):
         loaded = self._on_root(load)
         process_status.checkpoint = loaded["path"] if loaded else ""
         return loaded
+
+    def find_checkpoint(
+        self, directory: Path, model: Any, origin: dict[str, Any] | None
+    ) -> Checkpoint | None:
+        """Return the newest intact checkpoint, of this ``origin``, to one rank; see ``resume``."""
+        found = checkpoints.load_newest(directory, lambda found: self._check_finite(model, found))
+        if found and origin is not None:
+            checkpoints.check_origin(found, origin)
+        return found
 
     @together
     def load_weights(
@@ -339,7 +380,7 @@ def _digest(name: str, array: np.ndarray[Any, Any]) -> bytes:
     return digest.digest()
 
 
-def check_names(own: Mapping[str, Any], arrays: Arrays, trouble: str) -> None:
+def check_names(own: Mapping[str, Any], arrays: Tensors, trouble: str) -> None:
     """Raise ``UsageError``, which begins with ``trouble``, where names or shapes differ."""
     wrong = [
         name

@@ -53,17 +53,20 @@ class TorchDistributed(Communicator):
                 backend, init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=timeout
             )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # Where one rank sums gradients and another gathers bytes, by a mistake in a program, both
+        # are to wait until that is told: in one group Gloo would end the process.
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]))
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._control)
         longest = max(int(length) for length in lengths)
         if not longest:
             return [b""] * self.size
         padded = torch.from_numpy(np.frombuffer(bytearray(data.ljust(longest)), np.uint8))
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(everyone, padded)
+        dist.all_gather(everyone, padded, group=self._control)
         return [
             one[: int(length)].numpy().tobytes()
             for one, length in zip(everyone, lengths, strict=True)
@@ -72,14 +75,14 @@ class TorchDistributed(Communicator):
     @override
     def broadcast(self, data: Bytes) -> Bytes:
         received = torch.from_numpy(data.copy())
-        dist.broadcast(received, src=0)
+        dist.broadcast(received, src=0, group=self._control)
         result: Bytes = received.numpy()
         return result
 
     @override
     def sum(self, values: Vector) -> Vector:
         total = torch.from_numpy(values.copy())
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._control)
         result: Vector = total.numpy()
         return result
 

@@ -6,7 +6,7 @@ No other file compares a strategy's name; a strategy that is not built has no re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hvdtrain.system.runtime.detect import LAUNCHERS, SPAWN, TORCHRUN
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES
@@ -58,6 +58,17 @@ class Strategy:
     """Whether Horovod's timeline shows its collectives."""
 
 
+DDP = Strategy(
+    "ddp",
+    {"pytorch": "hvdtrain.adapters.pytorch.ddp:DdpAdapter"},
+    launchers=WITH_TORCHRUN,
+    library="torch.distributed",
+    oldest={"pytorch": "2.4"},
+    environment=MPI_VARIABLES,
+    gradient_libraries=("nccl", "gloo"),
+    compressions=("fp16", "bf16"),
+    levers=("fusion_threshold_mb",),
+)
 STRATEGIES = {
     one.name: one
     for one in (
@@ -89,16 +100,17 @@ STRATEGIES = {
             variables=HOROVOD_VARIABLES,
             has_timeline=True,
         ),
-        Strategy(
-            "ddp",
-            {"pytorch": "hvdtrain.adapters.pytorch.ddp:DdpAdapter"},
-            launchers=WITH_TORCHRUN,
-            library="torch.distributed",
-            oldest={"pytorch": "2.4"},
-            environment=MPI_VARIABLES,
-            gradient_libraries=("nccl", "gloo"),
-            compressions=("fp16", "bf16"),
-            levers=("fusion_threshold_mb",),
+        DDP,
+        replace(
+            DDP, name="zero", adapters={"pytorch": "hvdtrain.adapters.pytorch.zero:ZeroAdapter"}
+        ),
+        replace(
+            DDP,
+            name="fsdp",
+            adapters={"pytorch": "hvdtrain.adapters.pytorch.fsdp:FsdpAdapter"},
+            oldest={"pytorch": "2.9"},
+            compressions=(),
+            levers=(),
         ),
         Strategy(
             "mpi",
@@ -116,6 +128,10 @@ STRATEGIES = {
             levers=("fusion_threshold_mb",),
         ),
         Strategy(
+            "data-parallel",
+            {"pytorch": "hvdtrain.adapters.pytorch.data_parallel:DataParallelAdapter"},
+        ),
+        Strategy(
             "single",
             {
                 "pytorch": "hvdtrain.adapters.pytorch.single:SingleAdapter",
@@ -127,4 +143,4 @@ STRATEGIES = {
 HOROVOD = STRATEGIES["horovod"]
 DEFAULT = HOROVOD
 ONE_PROCESS = STRATEGIES["single"]  # in place of the default where that is not installed
-LATER = ("zero", "fsdp", "data-parallel", "pipeline")  # not built yet
+LATER = ("pipeline",)  # not built yet

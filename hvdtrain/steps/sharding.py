@@ -238,14 +238,19 @@ def after(position: Position, samples: int) -> Position:
     return position
 
 
-def evaluation_parts(samples: int, batch: int, rank: int, size: int) -> Iterator[Indices]:
+def evaluation_parts(
+    samples: int, batch: int, rank: int, size: int, *, alike: bool = False
+) -> Iterator[Indices]:
     """Yield batches of this rank's slice of an evaluation set: each sample on one rank, once.
 
     Nothing is padded and nothing dropped, so ranks may get different numbers of batches: do no
-    collective inside the loop over them.
+    collective inside the loop over them, unless all are to get as many (``alike``: some of none).
     """
     low, high = bounds(samples, rank, size)
-    for start in range(low, high, batch):
+    longest = max(
+        high - low for low, high in (bounds(samples, other, size) for other in range(size))
+    )
+    for start in range(low, low + longest if alike else high, batch):
         yield np.arange(start, min(start + batch, high), dtype=np.int64)
 
 

@@ -65,6 +65,8 @@ class Summary:
     strategy: str | None = None
     model: str | None = None
     world_size: int | None = None
+    devices: int | None = None
+    """Over all ranks; more than ranks with ``data-parallel`` alone."""
     hosts: int | None = None
     precision: str | None = None
     compression: str | None = None

@@ -15,7 +15,8 @@ from hvdtrain.system.runtime.detect import BY_HAND, LAUNCHERS, LaunchInfo, detec
 class World:
     """The processes that train together, seen from one of them.
 
-    ``hosts`` is how many hosts take part; ``local_rank`` counts from 0 on each host.
+    ``hosts`` is how many hosts take part; ``local_rank`` counts from 0 on each host;
+    ``gpus_per_rank`` is more than 1 where one process computes on several.
     """
 
     rank: int
@@ -24,6 +25,7 @@ class World:
     local_size: int
     host: str
     hosts: int
+    gpus_per_rank: int = 1
 
     @property
     def data_rank(self) -> int:
@@ -34,6 +36,11 @@ class World:
     def data_size(self) -> int:
         """Into how many shares the data are cut; the world size unless the model is split."""
         return self.size
+
+    @property
+    def devices(self) -> int:
+        """How many devices share a global batch, each with a part of its own."""
+        return self.data_size * self.gpus_per_rank
 
     @property
     def is_writer(self) -> bool:

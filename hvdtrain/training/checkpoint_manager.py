@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ class CheckpointManager:
             return TrainState()
         root = self.adapter.communicator.on_root
         root(lambda: self._occupy(directory))
+        if self.adapter.shards_state:
+            self._check_shared(directory)
         if mode == "never":
             root(lambda: checkpoints.set_aside(directory))
             return TrainState()
@@ -105,6 +108,26 @@ class CheckpointManager:
         process_status.at_exit.append(lambda _: lock.release())
         checkpoints.remove_partial(directory)
         self._lock = lock
+
+    def _check_shared(self, directory: Path) -> None:
+        """Raise ``UsageError`` on every rank where some do not see what rank 0 writes."""
+        collectives = self.adapter.communicator
+        name = collectives.broadcast_bytes(f".shared-{uuid.uuid4().hex}".encode()).decode()
+        collectives.on_root((directory / name).touch)
+
+        def look() -> None:
+            if not (directory / name).exists():
+                raise UsageError(
+                    f"--checkpoint-dir {directory} is another directory than rank 0's: with "
+                    f"--strategy {self.adapter.name} each rank writes a part of a checkpoint, so "
+                    "give a directory on a file system that all hosts share"
+                )
+
+        try:
+            collectives.together(look)
+        finally:
+            if self.adapter.world.is_writer:
+                (directory / name).unlink(missing_ok=True)
 
     def _check_lock(self) -> None:
         if self._lock:

@@ -7,6 +7,8 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.sharding import bounds, evaluation_parts
@@ -48,11 +50,14 @@ def evaluate(
     batch = max(1, EVALUATION_BATCH * global_batch // world.size)
     metrics = copy.deepcopy(list(task.metrics))
     loss, count = 0.0, 0
+    alike = adapter.evaluates_together
+    parts = evaluation_parts(total, batch, world.rank, world.size, alike=alike)
     with adapter.averaged_buffers(task.model):
-        for loaded in test.evaluation(evaluation_parts(total, batch, world.rank, world.size)):
+        for loaded in test.evaluation(parts):
             loss += task.evaluate(loaded, [*metrics, *also])
             count += loaded.count
-            if stops():
+            stopped = stops()
+            if adapter.communicator.sum(np.array([float(stopped)]))[0] if alike else stopped:
                 break
     means, seen = adapter.average_metrics(count, loss=loss)
     if seen < total:

@@ -165,11 +165,11 @@ class Run:
         )
         self.clock.resume()
         for part, batch in self.clock.times.fetching(self.task.train.training(parts)):
+            self._check_replicas()
             self._update(part, batch)
             if self._wants_stop():
                 self._look()
                 return Stopped.PREEMPTED
-            self._check_replicas()
             if reason := self._finished():
                 if reason is Stopped.FINISHED or self.now.position.epoch > epoch:
                     break
@@ -189,9 +189,12 @@ class Run:
         return self._finished()
 
     def _check_replicas(self) -> None:
-        """Compare the ranks' models where ``--check-replicas`` says so; all ranks call it."""
+        """Compare the ranks' models where ``--check-replicas`` says so; all ranks call it.
+
+        That is before the update, since with some strategies it overwrites what one rank had.
+        """
         every = self.options.check_replicas
-        if every and self.now.step % every == 0 and self.adapter.world.size > 1:
+        if every and (self.now.step + 1) % every == 0 and self.adapter.world.size > 1:
             self.adapter.check_replicas(self.task.model, self.task.optimizer, step=self.now.step)
             self.clock.resume()
 

@@ -59,7 +59,7 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         model=model,
         global_batch=given(
             options.global_batch_size,
-            given(options.batch_size, recipe.batch_size) * world.size * options.accumulate_steps,
+            given(options.batch_size, recipe.batch_size) * world.devices * options.accumulate_steps,
         ),
         epochs=epochs,
         num_steps=given(options.num_steps, workload.default_steps(options)),

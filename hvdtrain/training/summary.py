@@ -54,6 +54,7 @@ def described(
         "strategy": adapter.name,
         "model": model,
         "world_size": world.size,
+        "devices": world.devices,
         "hosts": world.hosts,
         "precision": precision,
         "compression": adapter.levers.compression,

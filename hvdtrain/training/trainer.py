@@ -101,7 +101,7 @@ def train(workload: Workload, options: Options) -> int:
     task.model, task.optimizer = adapter.distribute_optimizer(  # step 5
         task.model, task.optimizer
     )
-    task.no_sync = adapter.no_sync
+    task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
     run = Run(workload, options, plan, adapter, task, shards, rate)
     run.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6

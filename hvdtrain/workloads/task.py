@@ -43,6 +43,8 @@ class Task(ABC):
             other ranks wait in it.
         no_sync: within it a backward pass of PyTorch adds to this process's gradients alone; the
             next one outside of it sums them over the ranks.
+        sum_shards: sums a tensor of what this process found in its part of the parameters or their
+            gradients; where it has all of them, as alone, it returns the tensor.
         not_finite: why the last ``update`` changed nothing; None: it did.
     """
 
@@ -56,6 +58,7 @@ class Task(ABC):
     notes: tuple[str, ...] = ()
     needs_empty_forward = False
     no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    sum_shards: Callable[[Any], Any] = staticmethod(lambda values: values)
     not_finite: NotFinite | None = None
 
     @property

@@ -164,13 +164,13 @@ class TorchTask(Task):
     @torch.no_grad()
     def _not_finite(self) -> str:
         """Return the name of the first parameter whose gradient is not finite; empty: none."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         # In one pass: a sum with such a term is not finite, nor is one that overflows.
-        sums = [(p, p.grad.sum()) for p in parameters if p.grad is not None]
-        if not sums or torch.stack([total for _, total in sums]).isfinite().all():
+        named = [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
+        if not named:
             return ""
-        first = next(p for p, total in sums if not total.isfinite())
-        return next(name for name, p in self.model.named_parameters() if p is first)
+        sums = self.sum_shards(torch.stack([_own(p.grad).sum() for _, p in named]))
+        bad = (~sums.isfinite()).nonzero()
+        return named[int(bad[0])][0] if len(bad) else ""
 
     def _own_trouble(self, batch: Batch, loss: torch.Tensor, seed: int) -> str:
         """Tell what this rank contributed; its own gradients are gone, so they are made again."""
@@ -200,12 +200,18 @@ class TorchTask(Task):
     @torch.no_grad()
     @override
     def parameter_norm(self) -> float:
-        squares = [p.double().square().sum() for p in self.model.parameters() if p.requires_grad]
-        return float(torch.stack(squares).sum().sqrt())
+        trained = [_own(p) for p in self.model.parameters() if p.requires_grad]
+        squares = torch.stack([p.double().square().sum() for p in trained])
+        return float(self.sum_shards(squares).sum().sqrt())
 
     @override
     def loss_values(self, losses: list[Any]) -> list[float]:
         return torch.stack(losses).tolist() if losses else []
+
+
+def _own(value: Any) -> Any:
+    """Return what this process has of a tensor that may be in parts (a ``DTensor``)."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def make_optimizer(model: torch.nn.Module, options: Options) -> torch.optim.Optimizer:

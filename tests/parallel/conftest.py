@@ -111,8 +111,14 @@ class Training:
         return sorted((self.folder / "checkpoints").glob("step-*"))[-1]
 
     def tensors(self, name: str = "model") -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays in a file of the newest checkpoint."""
-        return safetensors.numpy.load_file(self.newest / f"{name}.safetensors")
+        """The arrays of a kind in the newest checkpoint, found by its index if it has one."""
+        index = self.newest / f"{name}.safetensors.index.json"
+        if not index.exists():
+            return safetensors.numpy.load_file(self.newest / f"{name}.safetensors")
+        places = json.loads(index.read_text())["weight_map"]
+        files = {file: safetensors.numpy.load_file(self.newest / file) for file in places.values()}
+        assert sum(map(len, files.values())) == len(places)  # each is in one file
+        return {tensor: files[file][tensor] for tensor, file in places.items()}
 
 
 def train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -66,23 +67,31 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        weights = {name: _array(value) for name, value in unwrapped(model).state_dict().items()}
-        return Checkpoint(weights, {} if optimizer is None else _optimizer_arrays(optimizer))
+        tensors = {} if optimizer is None else optimizer_tensors(optimizer)
+        return Checkpoint(
+            {name: array_of(value) for name, value in self.named_state(model).items()},
+            {name: array_of(value) for name, value in tensors.items()},
+        )
+
+    def named_state(self, model: Any) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers themselves, by their names in a checkpoint."""
+        return dict(unwrapped(model).state_dict(keep_vars=True))
 
     @override
     def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        own = unwrapped(model).state_dict()
+        own = self.named_state(model)
         check_names(own, state.model, f"{state.path or 'the state of rank 0'} is not of this model")
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(torch.from_numpy(np.array(state.model[name])))
         if optimizer is not None:
-            _load_optimizer(optimizer, state.training)
+            arrays = {name: np.array(value) for name, value in state.training.items()}
+            load_optimizer(optimizer, {k: torch.from_numpy(value) for k, value in arrays.items()})
 
     @override
     def local_buffers(self, model: Any) -> Arrays:
         return {
-            name: _array(value).copy()
+            name: array_of(value).copy()
             for name, value in unwrapped(model).named_buffers()
             if value.is_floating_point()
         }
@@ -100,25 +109,30 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, wrappers) else model
 
 
-def _array(value: torch.Tensor) -> np.ndarray[Any, Any]:
+def array_of(value: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the tensor as an array, which may share its memory."""
     return value.detach().cpu().contiguous().numpy()
 
 
-def _optimizer_arrays(optimizer: torch.optim.Optimizer) -> Arrays:
-    # "3/momentum_buffer": the state of the fourth parameter, numbered as state_dict does.
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the optimizer state by name.
+
+    ``3/momentum_buffer`` is of the fourth parameter, numbered as ``state_dict`` does.
+    """
     return {
-        f"{index}/{key}": _array(torch.as_tensor(value))
+        f"{index}/{key}": torch.as_tensor(value)
         for index, entries in sorted(optimizer.state_dict()["state"].items())
         for key, value in entries.items()
         if value is not None
     }
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, arrays: Arrays) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put back what ``optimizer_tensors`` gave."""
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for name, value in arrays.items():
+    for name, value in tensors.items():
         index, _, key = name.partition("/")
-        state.setdefault(int(index), {})[key] = torch.from_numpy(np.array(value))
+        state.setdefault(int(index), {})[key] = value
     # Learning rate, momentum and the rest are options of this run, not of the one that saved.
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

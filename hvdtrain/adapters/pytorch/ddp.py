@@ -38,7 +38,7 @@ class DdpAdapter(PyTorchAdapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._replicas: list[Replica] = []
+        self._replicas: list[Any] = []  # of each model what sums its gradients
         self._pass_due = False  # the current part is empty, and no pass was made yet
 
     @override
@@ -122,26 +122,24 @@ class Replica(DistributedDataParallel):
         return bool(self.stops > 0)
 
     def _start_sum(self, gradients: torch.Tensor) -> Any:
-        """Start summing a bucket over all ranks; the wish to stop travels with it."""
+        """Start summing a bucket over all ranks, in place; before the first, the wish to stop."""
         try:
             weight = self.adapter.part_weight
         except UsageError as error:  # raised here it would lose its type
             self._trouble, weight = error, 0.0
-        kind = TYPES.get(self.adapter.levers.compression, gradients.dtype)
-        message = gradients.new_empty(gradients.numel() + 1, dtype=kind)
-        if weight:
-            torch.mul(gradients, weight, out=message[:-1])
-        else:  # a mean over nothing is nan: 0 times it would be too
-            message[:-1].zero_()
-        message[-1] = float(self.adapter.stop_wanted)
+        weigh(gradients, weight)
         if not self._sums:
             self.adapter.note_pass()
+            self._start_future(gradients.new_tensor([self.adapter.stop_wanted]), gradients.dtype)
             # At the end of the pass, before DDP's own; there is no public name for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        kind = TYPES.get(self.adapter.levers.compression, gradients.dtype)
+        return self._start_future(gradients.to(kind), gradients.dtype)
+
+    def _start_future(self, message: torch.Tensor, kind: torch.dtype) -> Any:
         devices: Any = [message.device] if message.is_cuda else None
         future: Any = torch.futures.Future(devices=devices)
-        work = dist.all_reduce(message, async_op=True)
-        self._sums.append((work, future, message, gradients.dtype))
+        self._sums.append((dist.all_reduce(message, async_op=True), future, message, kind))
         return future
 
     def _finish(self) -> None:
@@ -151,10 +149,18 @@ class Replica(DistributedDataParallel):
         with self.adapter.waits.during(SUM):
             for work, future, message, kind in sums:
                 work.wait()
-                future.set_result(message[:-1].to(kind))
+                future.set_result(message.to(kind))
         self.blocked_seconds += time.perf_counter() - started
-        self.stops = sums[-1][2][-1]
-        nbytes = sum(message.numel() * message.element_size() for _, _, message, _ in sums)
-        self.messages = {"count": len(sums), "bytes": nbytes}
+        self.stops = sums[0][2]
+        sizes = [message.numel() * message.element_size() for _, _, message, _ in sums[1:]]
+        self.messages = {"count": len(sizes), "bytes": sum(sizes)}
         if self._trouble:
             raise self._trouble
+
+
+def weigh(gradients: torch.Tensor, weight: float) -> None:
+    """Multiply in place by the share of the part that they are the mean over."""
+    if weight:
+        gradients.mul_(weight)
+    else:  # a mean over nothing is nan: 0 times it would be too
+        gradients.zero_()

@@ -109,10 +109,10 @@ def shares(size: int) -> list[list[int]]:
 def measure_gradient(bench: Bench) -> Facts:
     """Make updates with the distributed optimizer, and compute one rank's gradient by hand.
 
-    At rate 1 an update takes away the gradient that was applied; each starts from equal weights.
+    At rate 1 an update takes away the gradient that was applied. By hand it is computed on a model
+    of the same weights that is not distributed.
     """
-    model = bench.kit.network(seed=1)
-    start = bench.kit.parameters(model)
+    plain, model = bench.kit.network(seed=1), bench.kit.network(seed=1)
     model, optimizer = bench.adapter.distribute_optimizer(model, bench.kit.sgd(model))
     shards = Shards(1, 1, on_begin=bench.adapter.begin_part)  # step 3 has a row of its own
     applied, whole = [], []
@@ -120,11 +120,12 @@ def measure_gradient(bench: Bench) -> Facts:
         x, y = samples(step, sum(counts))
         low = sum(counts[: bench.rank])
         mine = np.arange(low, low + counts[bench.rank])
-        bench.kit.set_parameters(model, start)
-        whole.append(bench.kit.gradient(model, x, y).tolist())
+        before = bench.kit.parameters(model)
+        bench.kit.set_parameters(plain, before)
+        whole.append(bench.kit.gradient(plain, x, y).tolist())
         with shards.step(Part(mine, sum(counts), Position(), Position())):
             bench.kit.update(model, optimizer, x[mine], y[mine])
-        applied.append((start - bench.kit.parameters(model)).tolist())
+        applied.append((before - bench.kit.parameters(model)).tolist())
     return {"applied": applied, "whole": whole, "tensors": TENSORS}
 
 

@@ -91,4 +91,6 @@ class FrameworkKit(Kit):
 
 
 def _flat(tensors: Any) -> Array:
-    return np.concatenate([tensor.detach().cpu().numpy().ravel() for tensor in tensors])
+    # A strategy may hold a parameter in parts (a DTensor): all ranks look at the same time.
+    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in tensors]
+    return np.concatenate([tensor.detach().cpu().numpy().ravel() for tensor in whole])

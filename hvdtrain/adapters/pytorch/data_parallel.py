@@ -1,0 +1,47 @@
+"""The eight steps for PyTorch in one process that computes on all GPUs of its host.
+
+``torch.nn.DataParallel`` copies the model to each GPU for each pass, cuts the batch in parts, and
+adds up the gradients on the first GPU. It needs no launcher, and is the slowest way: one Python
+process serves all GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from hvdtrain.adapters.pytorch.single import SingleAdapter
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.world import World
+from hvdtrain.system.output.text import plural
+
+
+class DataParallelAdapter(SingleAdapter):
+    """One process, two GPUs or more."""
+
+    name = "data-parallel"
+    runtime = "the data-parallel strategy"
+
+    @override
+    def initialize(self, *, short_steps: bool = False) -> World:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count < 2:
+            raise UsageError(
+                f"--strategy data-parallel is for two GPUs or more, here {plural(count, 'GPU')} "
+                "can be seen: leave the option out (CUDA_VISIBLE_DEVICES tells which are seen)"
+            )
+        super().initialize(short_steps=short_steps)
+        self.world = replace(self.world, gpus_per_rank=count)
+        return self.world
+
+    @override
+    def pin_device(self) -> str:
+        super().pin_device()
+        return f"{plural(self.world.devices, 'GPU')} ({torch.cuda.get_device_name(0)} first)"
+
+    @override
+    def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        return torch.nn.DataParallel(model), optimizer

@@ -1,0 +1,294 @@
+"""The eight steps for PyTorch over FSDP2: parameters, gradients and optimizer state in parts.
+
+``fully_shard`` cuts each parameter along its first dimension (Zhao et al., "PyTorch FSDP", VLDB
+2023; ZeRO, stage 3). A unit of the model is gathered for its forward and its backward pass, and
+its gradients are summed and scattered. They are multiplied by the share of the rank's part in the
+global batch before, so that uneven parts, and empty ones, are right too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from hvdtrain.adapters.common import in_parts
+from hvdtrain.adapters.pytorch.common import array_of, load_optimizer, optimizer_tensors
+from hvdtrain.adapters.pytorch.ddp import weigh
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter
+from hvdtrain.adapters.state import check_names
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.checkpoint import MODEL_FILE, TRAINING_FILE, Checkpoint
+from hvdtrain.steps.tensor_file import Layout
+from hvdtrain.system.runtime.waits import SUM
+
+GATHERING = "the gathering of the parameters"
+# As they are called from PyTorch 2.13 on, and before.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+UNIT_BYTES = 2**20  # a block of less is not worth a gathering of its own
+
+
+class FsdpAdapter(ShardedAdapter):
+    """Each rank holds its rows of each parameter, and their gradients and optimizer state."""
+
+    name = "fsdp"
+    evaluates_together = True
+
+    @override
+    def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        names = {id(value): name for name, value in model.named_parameters()}
+        given = [one for group in optimizer.param_groups for one in group["params"]]
+        if optimizer.state or any(id(one) not in names for one in given):
+            raise UsageError(
+                "distribute_optimizer: --strategy fsdp cuts the parameters in parts, so give it "
+                "an optimizer of this model's parameters that has no state yet; resume loads one"
+            )
+        super().send_state(model, None)  # afterwards, no rank has them whole
+        mesh = init_device_mesh(self.device.type, (self.world.size,))
+        for unit in (*units(model), model):
+            fully_shard(unit, mesh=mesh)
+        now = dict(model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [now[names[id(one)]] for one in group["params"]]
+        communication = Communication(model, self)
+        self._replicas.append(communication)
+        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
+        optimizer.register_step_pre_hook(lambda *_: communication.end_update())
+        return model, optimizer
+
+    @override
+    def sum_shards(self, values: Any) -> Any:
+        if self._replicas:
+            with self.waits.during(SUM):
+                dist.all_reduce(values)
+        return values
+
+    @override
+    def is_sharded(self, model: Any, optimizer: Any) -> bool:
+        return isinstance(model, FSDPModule)
+
+    @override
+    def send_state(self, model: Any, optimizer: Any) -> str:
+        if not self.is_sharded(model, optimizer):
+            return super().send_state(model, optimizer)
+        own = {name: array_of(value) for name, value in model.named_buffers()}
+        sent = self.communicator.broadcast_arrays(own)
+        for name, value in model.named_buffers():
+            value.copy_(torch.from_numpy(np.array(sent[name])))
+        return self._compare(Checkpoint(sent, {}), "report it: this is right after the broadcast")
+
+    @override
+    def replicated(self, model: Any, optimizer: Any) -> Checkpoint:
+        if not self.is_sharded(model, optimizer):
+            return super().replicated(model, optimizer)
+        return Checkpoint({}, {})  # each rank has other rows
+
+    @override
+    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
+        if not self.is_sharded(model, optimizer):
+            super().import_state(model, optimizer, state)
+            return
+        own = self.named_state(model)
+        check_names(own, state.model, f"{state.path or 'the state of rank 0'} is not of this model")
+        with torch.no_grad():
+            for name, value in own.items():
+                _local(value).copy_(self._own(value, state.model[name]))
+            if optimizer is not None:
+                parameters = [one for group in optimizer.param_groups for one in group["params"]]
+                load_optimizer(
+                    optimizer,
+                    {
+                        name: self._state_of(parameters[int(name.partition("/")[0])], value)
+                        for name, value in state.training.items()
+                    },
+                )
+
+    @override
+    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
+        """Return the whole state on every rank; to look at a small one, not to save it."""
+        tensors = {} if optimizer is None else optimizer_tensors(optimizer)
+        return Checkpoint(
+            {name: array_of(_whole(value)) for name, value in self.named_state(model).items()},
+            {name: array_of(_whole(value)) for name, value in tensors.items()},
+        )
+
+    @override
+    def pieces(self, model: Any, optimizer: Any) -> Iterator[Piece]:
+        state, trained = self.named_state(model), self.trained_names(model)
+        sizes = [value.numel() * value.element_size() for value in state.values()]
+        owners = dict(zip(map(id, state.values()), in_parts(sizes, self.world.size), strict=True))
+        for name, value in state.items():
+            piece = self._piece(MODEL_FILE, name, value, owners[id(value)])
+            yield replace(piece, infinite=name not in trained)
+        if optimizer is not None:
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            for name, value in optimizer_tensors(optimizer).items():
+                owner = owners[id(parameters[int(name.partition("/")[0])])]
+                yield self._piece(TRAINING_FILE, name, value, owner)
+
+    def _piece(self, kind: str, name: str, value: torch.Tensor, owner: int) -> Piece:
+        dtype = array_of(_local(value)).dtype
+        layout = Layout(dtype, tuple(value.shape))
+        return Piece(kind, name, layout, owner, lambda: self._gather(value, owner))
+
+    def _gather(self, value: torch.Tensor, owner: int) -> NDArray[Any] | None:
+        """Return the whole tensor on its owner; all ranks call it, also where each has it whole."""
+        local = _local(value).detach().cpu()
+        if not isinstance(value, DTensor):
+            return array_of(local) if owner == self.world.rank else None
+        most = -(-value.shape[0] // self.world.size)
+        padded = local.new_zeros(most, *value.shape[1:])
+        padded[: len(local)] = local
+        here = owner == self.world.rank
+        parts = [torch.empty_like(padded) for _ in range(self.world.size)] if here else None
+        dist.gather(padded, parts, dst=owner)
+        return array_of(torch.cat(parts)[: value.shape[0]]) if parts else None
+
+    def _own(self, like: torch.Tensor, stored: Any) -> torch.Tensor:
+        """Return this rank's rows of what is stored, which is of the whole tensor ``like``."""
+        if isinstance(like, DTensor) and stored.shape == tuple(like.shape):
+            most = -(-stored.shape[0] // self.world.size)
+            first = min(self.world.rank * most, stored.shape[0])
+            stored = stored[first : min(first + most, stored.shape[0])]
+        return torch.from_numpy(np.array(stored))
+
+    def _state_of(self, parameter: torch.Tensor, stored: Any) -> torch.Tensor:
+        """Return optimizer state of ``parameter``: in parts where it has its shape."""
+        own = self._own(parameter, stored)
+        if not isinstance(parameter, DTensor) or stored.shape != tuple(parameter.shape):
+            return own
+        made = torch.empty_like(parameter, dtype=own.dtype, requires_grad=False)
+        _local(made).copy_(own)
+        return made
+
+
+class Communication:
+    """What gathers the parameters of a model and sums its gradients, in the place of FSDP's own.
+
+    FSDP2 calls ``gather`` and ``scatter`` for each unit: its ``AllGather`` and ``ReduceScatter``.
+    """
+
+    def __init__(self, model: Any, adapter: FsdpAdapter) -> None:
+        self.model, self.adapter = model, adapter
+        self.blocked_seconds = 0.0
+        self.messages: dict[str, int] | None = None  # of the sums of an update
+        self._counted = {"count": 0, "bytes": 0}
+        self._stops: Any = 0.0  # how many ranks wanted to stop before the last update
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_gradient_divide_factor(1.0)  # the weights of the parts sum to 1
+                unit.set_custom_all_gather(Collective(self.gather))  # type: ignore[arg-type]
+                unit.set_custom_reduce_scatter(Collective(self.scatter))  # type: ignore[arg-type]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes add up on each rank, in whole gradients; see ``CommonAdapter``."""
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
+        """Put together the parameters of a unit."""
+        with self._blocked(GATHERING):
+            return all_gather(whole, part, group=group, async_op=async_op)
+
+    def scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool) -> Any:
+        """Sum the gradients of a unit, weighted; each rank gets its rows."""
+        self.adapter.note_pass()
+        weigh(whole, self.adapter.part_weight)
+        self._counted["count"] += 1
+        self._counted["bytes"] += whole.numel() * whole.element_size()
+        with self._blocked(SUM):
+            return reduce_scatter(part, whole, group=group, async_op=async_op)
+
+    @contextmanager
+    def _blocked(self, call: str) -> Iterator[None]:
+        started = time.perf_counter()
+        with self.adapter.waits.during(call):
+            yield
+        self.blocked_seconds += time.perf_counter() - started
+
+    def end_update(self) -> None:
+        """Send the wish to stop, and note what was sent; before an update, on all ranks."""
+        self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
+        self._stops = torch.tensor([float(self.adapter.stop_wanted)], device=self.adapter.device)
+        with self._blocked(SUM):
+            dist.all_reduce(self._stops)
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank wanted to stop before the last update."""
+        return bool(self._stops > 0)
+
+
+class Collective:
+    """A collective in the form that FSDP2 calls."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory for one call."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Run it; the sum is the only operation."""
+        return self._run(output_tensor, input_tensor, group, async_op)
+
+
+def units(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return what is gathered by itself: blocks in a row of some size, none within another.
+
+    Elements of a ``Sequential`` or ``ModuleList`` are called as modules, so gathering before each
+    call suffices; of others that is not known. Parameters that a block shares with the rest of
+    the model keep it out.
+    """
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict)  # these are not called
+    uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+
+    def alone(block: torch.nn.Module) -> bool:
+        here = Counter(id(one) for _, one in block.named_parameters(remove_duplicate=False))
+        return all(uses[one] == number for one, number in here.items())
+
+    def search(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        row = isinstance(module, (torch.nn.Sequential, torch.nn.ModuleList))
+        for block in module.children():
+            size = sum(one.numel() * one.element_size() for one in block.parameters())
+            if row and not isinstance(block, lists) and size >= UNIT_BYTES and alone(block):
+                yield block
+            else:
+                yield from search(block)
+
+    return list(search(model))
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,218 @@
+"""Steps 6 and 7 where a strategy shards the state: no rank ever holds all of it.
+
+A checkpoint has a file of each kind per rank. A tensor is whole in one of them: the rank whose file
+it is gathers it, writes it, and forgets it before the next one. To resume, each rank reads its
+own part of each tensor, whatever strategy wrote it, on however many ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from hvdtrain.adapters import buffers
+from hvdtrain.adapters.pytorch.common import array_of
+from hvdtrain.adapters.pytorch.ddp import DdpAdapter
+from hvdtrain.adapters.state import DIFFERENT
+from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
+from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps.checkpoint import DAMAGE, TRAINING_FILE, Arrays, Written
+from hvdtrain.steps.tensor_file import Layout, TensorFile
+from hvdtrain.system.runtime.exit import process_status
+from hvdtrain.system.runtime.waits import together
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the state, as it goes into a checkpoint.
+
+    Attributes:
+        kind: ``MODEL_FILE`` or ``TRAINING_FILE``.
+        name: in that file.
+        layout: of the whole tensor.
+        owner: the rank that writes it.
+        fetch: returns it, whole, on that rank, and None on the others, which call it together.
+        infinite: whether it may hold infinities.
+    """
+
+    kind: str
+    name: str
+    layout: Layout
+    owner: int
+    fetch: Callable[[], NDArray[Any] | None]
+    infinite: bool = False
+
+    @property
+    def order(self) -> tuple[str, int, str]:
+        """What pieces are sorted by: large elements first, so that all are aligned in the file."""
+        return self.kind, -self.layout.dtype.itemsize, self.name
+
+
+class ShardedAdapter(DdpAdapter):
+    """The state of a training in parts; a strategy tells what they are."""
+
+    shards_state = True
+
+    @abstractmethod
+    def is_sharded(self, model: Any, optimizer: Any) -> bool:
+        """Return whether step 5 has sharded them."""
+
+    @abstractmethod
+    def pieces(self, model: Any, optimizer: Any) -> Iterator[Piece]:
+        """Yield the tensors of the state: all those that this rank writes, or helps to gather."""
+
+    @override
+    def write_state(
+        self,
+        directory: Path,
+        model: Any,
+        optimizer: Any,
+        state: dict[str, Any],
+        ranks: Arrays,
+        keep: int,
+    ) -> Path | None:
+        if not self.is_sharded(model, optimizer):
+            return super().write_state(directory, model, optimizer, state, ranks, keep)
+        self._compare(self.replicated(model, optimizer), DIFFERENT)
+        root, step = self.communicator.on_root, state["step"]
+        begun = root(lambda: checkpoints.begin(directory, step))
+        partial = Path(self.communicator.broadcast_bytes(str(begun).encode()).decode())
+        pieces = list(self.pieces(model, optimizer))
+        if begun:
+            pieces += (
+                Piece(TRAINING_FILE, name, Layout.of(value), 0, lambda value=value: value, True)  # type: ignore[misc]
+                for name, value in ranks.items()
+            )
+        try:
+            mine = self.communicator.together(lambda: self._write(partial, step, pieces))
+        except HvdtrainError:
+            root(lambda: checkpoints.remove_partial(directory))
+            raise
+        told = self.communicator.gather(json.dumps([asdict(one) for one in mine]).encode())
+        files = [Written(**one) for own in told for one in json.loads(own)]
+        return root(lambda: checkpoints.commit(partial, files, state, keep))
+
+    def _write(self, folder: Path, step: int, pieces: Sequence[Piece]) -> list[Written]:
+        """Write this rank's files, in the order in which all ranks gather the pieces."""
+        pieces = sorted(pieces, key=lambda one: one.order)
+        mine = [one for one in pieces if one.owner == self.world.rank]
+        files = {
+            kind: checkpoints.file_of(kind, self.world.rank, self.world.size)
+            for kind in dict.fromkeys(one.kind for one in mine)
+        }
+        writer = Writer(folder, step, files, mine)
+        for piece in pieces:
+            array = piece.fetch()
+            if array is not None:
+                writer.write(piece, array)
+        return writer.close()
+
+    @together
+    @override
+    def load_checkpoint(
+        self,
+        directory: Path | str,
+        model: Any,
+        optimizer: Any,
+        *,
+        origin: dict[str, Any] | None = None,
+    ) -> dict[str, Any] | None:
+        if not self.is_sharded(model, optimizer):
+            return super().load_checkpoint(directory, model, optimizer, origin=origin)
+
+        def find() -> dict[str, Any] | None:
+            found = self.find_checkpoint(Path(directory), model, origin)
+            return {**found.state, "path": str(found.path)} if found else None
+
+        state = self._on_root(find)
+        if state:
+            self.communicator.together(lambda: self._read(state, model, optimizer))
+        process_status.checkpoint = state["path"] if state else ""
+        return state
+
+    def _read(self, state: dict[str, Any], model: Any, optimizer: Any) -> None:
+        """Read this rank's part of the checkpoint that rank 0 has found and checked."""
+        path = Path(state["path"])
+        try:
+            found = checkpoints.unchecked(path, state)
+            training, self._rank_buffers = buffers.take_out(found.training)
+            self.import_state(model, optimizer, replace(found, training=training))
+        except DAMAGE as error:
+            raise UsageError(
+                f"{path}, which rank 0 has found, cannot be read here ({error}): --strategy "
+                f"{self.name} needs a directory for checkpoints that all hosts share"
+            ) from error
+
+
+def own_piece(kind: str, name: str, value: torch.Tensor, rank: int) -> Piece:
+    """Return a tensor that this ``rank`` has whole, and writes."""
+    array = array_of(value)
+    return Piece(kind, name, Layout.of(array), rank, lambda: array)
+
+
+class Writer:
+    """The files of a checkpoint that one rank writes.
+
+    After an error it writes no more, but the rank goes on, since others wait for it to gather
+    their tensors; ``close`` raises the error.
+
+    Args:
+        folder: of the new checkpoint.
+        step: of the training.
+        files: name of the file of each kind.
+        pieces: what will be written, in order.
+    """
+
+    def __init__(
+        self, folder: Path, step: int, files: dict[str, str], pieces: Sequence[Piece]
+    ) -> None:
+        self._folder, self._step = folder, step
+        self._trouble: HvdtrainError | None = None
+        self._files: dict[str, TensorFile] = {}
+        self._layouts: dict[str, dict[str, Layout]] = {kind: {} for kind in files}
+        for one in pieces:
+            self._layouts[one.kind][one.name] = one.layout
+        with self._noted():
+            for kind, name in files.items():
+                self._files[kind] = TensorFile(folder / name, self._layouts[kind])
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._trouble = checkpoints.not_written(self._folder.parent, self._step, error)
+        except HvdtrainError as error:
+            self._trouble = error
+
+    def write(self, piece: Piece, array: NDArray[Any]) -> None:
+        """Append a tensor to the file of its kind."""
+        if self._trouble:
+            return
+        with self._noted():
+            if checkpoints.not_finite({piece.name: array}, infinite=piece.infinite):
+                raise TrainingError(
+                    f"{piece.name} is not finite after step {self._step}: nothing was saved; the "
+                    "checkpoints on disk are of before"
+                )
+            self._files[piece.kind].write(piece.name, array)
+
+    def close(self) -> list[Written]:
+        """Bring the files to disk, and tell what is in them."""
+        written = []
+        for kind, file in self._files.items():
+            with self._noted():
+                sizes = {name: one.nbytes for name, one in self._layouts[kind].items()}
+                written.append(Written(file.path.name, file.close(), sizes))
+        if self._trouble:
+            raise self._trouble
+        return written

@@ -1,0 +1,142 @@
+"""The eight steps for PyTorch over DDP, the optimizer state in parts: ZeRO, stage 1.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+Each rank updates the parameters that are its own, whole tensors of about the same total size, and
+sends them to the others; so it has optimizer state of those alone. The optimizer stays the user's:
+torch's ZeroRedundancyOptimizer would be another one, of which only that of a rank has the state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from hvdtrain.adapters.common import in_buckets, in_parts
+from hvdtrain.adapters.pytorch.common import load_optimizer, optimizer_tensors
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, own_piece
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.checkpoint import MODEL_FILE, TRAINING_FILE, Checkpoint
+from hvdtrain.system.runtime.waits import SUM
+
+
+class ZeroAdapter(ShardedAdapter):
+    """Each rank holds the whole model, and the optimizer state of its own parameters."""
+
+    name = "zero"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shares: weakref.WeakKeyDictionary[Any, Share] = weakref.WeakKeyDictionary()
+
+    @override
+    def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        model, optimizer = super().distribute(model, optimizer)
+        self._shares[optimizer] = Share(optimizer, self)
+        return model, optimizer
+
+    @override
+    def is_sharded(self, model: Any, optimizer: Any) -> bool:
+        return optimizer in self._shares
+
+    @override
+    def send_state(self, model: Any, optimizer: Any) -> str:
+        return super().send_state(model, None if optimizer in self._shares else optimizer)
+
+    @override
+    def replicated(self, model: Any, optimizer: Any) -> Checkpoint:
+        return super().replicated(model, None if optimizer in self._shares else optimizer)
+
+    @override
+    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
+        share = self._shares.get(optimizer) if optimizer is not None else None
+        super().import_state(model, None if share else optimizer, state)
+        if share:
+            load_optimizer(
+                optimizer,
+                {
+                    name: torch.from_numpy(np.array(value))
+                    for name, value in state.training.items()
+                    if int(name.partition("/")[0]) in share.own
+                },
+            )
+
+    @override
+    def pieces(self, model: Any, optimizer: Any) -> Iterator[Piece]:
+        share, trained = self._shares[optimizer], self.trained_names(model)
+        owners = dict(zip(map(id, share.parameters), share.owners, strict=True))
+        for name, value in self.named_state(model).items():
+            owner = owners.get(id(value), 0)
+            if owner == self.world.rank:
+                yield replace(
+                    own_piece(MODEL_FILE, name, value, owner), infinite=name not in trained
+                )
+        for name, value in optimizer_tensors(optimizer).items():  # of what this rank updates
+            yield own_piece(TRAINING_FILE, name, value, self.world.rank)
+
+
+class Share:
+    """What a rank does of an optimizer's step: it updates its own parameters, and sends them.
+
+    The gradients of the others are out of sight of the optimizer, which makes no state for them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter) -> None:
+        if optimizer.state:
+            raise UsageError(
+                "distribute_optimizer: with --strategy zero each rank has a part of the optimizer "
+                "state, so give it an optimizer that has none yet; resume loads one"
+            )
+        self.adapter, rank = adapter, adapter.world.rank
+        self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        sizes = [one.numel() * one.element_size() for one in self.parameters]
+        self.owners = in_parts(sizes, adapter.world.size)
+        self.own = frozenset(place for place, owner in enumerate(self.owners) if owner == rank)
+        by_owner = sorted(range(len(sizes)), key=lambda place: self.owners[place])
+        kinds = [
+            ((self.owners[place], self.parameters[place].dtype), sizes[place]) for place in by_owner
+        ]
+        self._buckets = [[by_owner[place] for place in bucket] for bucket in in_buckets(kinds)]
+        self._hidden: list[torch.Tensor | None] = []
+        optimizer.register_step_pre_hook(self._hide)
+        optimizer.register_step_post_hook(lambda *_: self._send())
+
+    def _hide(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if any(arguments[1:]) or named.get("closure"):
+            raise UsageError("--strategy zero takes no closure: call backward() before step()")
+        self._hidden = [one.grad for one in self.parameters]
+        for place, one in enumerate(self.parameters):
+            if place not in self.own:
+                one.grad = None
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Send each bucket from its owner to the others, the next one while the last arrives."""
+        for one, gradient in zip(self.parameters, self._hidden, strict=True):
+            one.grad = gradient
+        self._hidden = []
+        before: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
+        with self.adapter.waits.during(SUM):
+            for bucket in self._buckets:
+                parameters = [self.parameters[place] for place in bucket]
+                message = torch.cat([one.flatten() for one in parameters])
+                work = dist.broadcast(message, src=self.owners[bucket[0]], async_op=True)
+                if before:
+                    _receive(*before)
+                before = parameters, message, work
+            if before:
+                _receive(*before)
+
+
+def _receive(parameters: list[torch.Tensor], message: torch.Tensor, work: Any) -> None:
+    work.wait()
+    for one, part in zip(
+        parameters, message.split([one.numel() for one in parameters]), strict=True
+    ):
+        one.copy_(part.view_as(one))
