@@ -230,12 +230,12 @@ def figures(rows: Sequence[Row]) -> Table:
         "precision": cells(lambda row: row.precision if "precision" in told else None, str),
         "ranks": [str(row.ranks) for row in some],
         "images/s": cells(lambda row: row.images_per_second, number),
-        "lowest ... highest": [
+        "range": [
             f"{number(low or 0)} ... {number(high or 0)}" if several else "-"
             for low, high in spread
         ],
         "speed-up": cells(lambda row: row.speedup, "{:.2f}".format),
-        "epoch": cells(lambda row: row.epoch_seconds, duration),
+        "epoch": cells(lambda row: row.epoch_seconds, _epoch),
         "memory": cells(lambda row: row.peak_memory_bytes, size),
         "busy": cells(lambda row: row.utilisation, percent),
         "node-h": cells(lambda row: row.node_hours_per_epoch, "{:.2g}".format),
@@ -255,8 +255,13 @@ def figures(rows: Sequence[Row]) -> Table:
     return known(columns)
 
 
+def _epoch(seconds: float) -> str:
+    """Return the time of an epoch: of ImageNet it may be a day."""
+    return f"{seconds / HOUR:.1f} h" if seconds >= 2 * HOUR else duration(seconds)
+
+
 NOTES = {
-    "lowest ... highest": "over the repeats; images/s is the median",
+    "range": "lowest ... highest of the repeats; images/s is their median",
     "speed-up": "over one process of the same framework and precision",
     "epoch": "training on all samples once, without evaluation",
     "memory": "the most of any rank: of its GPU, else resident, libraries included",

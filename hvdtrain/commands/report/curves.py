@@ -26,8 +26,17 @@ def curves(courses: Sequence[Course]) -> list[tuple[str, str]]:
 
 
 def first(courses: Sequence[Course]) -> list[Course]:
-    """Return as many runs as one plot holds; of a study the first of each size come first."""
-    return sorted(courses, key=lambda one: _measured(one.path)[::-1])[:MOST]
+    """Return as many runs as one plot holds; of a study the first of each size come first.
+
+    Of a comparison the first of each method.
+    """
+    return sorted(courses, key=lambda one: (_repeat(one.path), _measured(one.path)))[:MOST]
+
+
+def _repeat(path: Path) -> int:
+    """Return the repeat from the file name of a run of a study; zero for any other."""
+    number = re.fullmatch(r"runs/.*-(\d{1,9})", f"{path.parent.name}/{path.stem}")
+    return int(number[1]) if number else 0
 
 
 def _measured(path: Path) -> tuple[int, int]:

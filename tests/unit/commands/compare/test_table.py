@@ -94,7 +94,7 @@ def test_a_row_that_has_no_figures() -> None:
 def test_the_table_has_the_columns_that_are_known() -> None:
     header, cells = figures(make_rows(THREE))
     assert header == [
-        *("strategy", "ranks", "images/s", "lowest ... highest", "speed-up", "epoch", "memory"),
+        *("strategy", "ranks", "images/s", "range", "speed-up", "epoch", "memory"),
         *("busy", "node-h", "sent", "set-up"),
     ]
     assert cells[1][:6] == ("ddp", "2", "250.00", "150.00 ... 500.00", "2.50", "6.00 s")
@@ -102,6 +102,8 @@ def test_the_table_has_the_columns_that_are_known() -> None:
     assert headline(THREE) == (
         "mnist small pytorch fp32, global batch 64 in every row, 1 thread per rank, a machine"
     )
+    slow = make_rows([trial(SINGLE, rate=0.1)])  # 15,000 s
+    assert figures(slow)[1][0][4] == "4.2 h"
     mixed = [trial(SINGLE), trial(replace(SINGLE, framework="tensorflow"))]
     assert figures(make_rows(mixed))[0][:2] == ["strategy", "framework"]
 

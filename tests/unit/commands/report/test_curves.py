@@ -116,3 +116,13 @@ def test_any_name_can_be_drawn() -> None:
 def test_long_courses_keep_a_few_markers() -> None:
     (line,) = drawn([course("m.jsonl", points=100 * FEW)])["Learning rate"]
     assert line["line"].get_markevery() == 100
+
+
+def test_of_a_comparison_the_first_run_of_each_method_is_drawn() -> None:
+    paths = [
+        Path(f"runs/{name}-pytorch-n2-{repeat}.jsonl")
+        for name in ("ddp", "horovod", "mpi")
+        for repeat in (1, 2, 3)
+    ]
+    found = [course.path for course in first([Course(path, [], []) for path in paths])]
+    assert found == [*paths[::3], *paths[1::3]]
