@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.config.levers import BUCKET_BYTES, Levers
+from hvdtrain.config.levers import BUCKET_BYTES, Levers, check_adasum
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import integrity, metrics
@@ -316,6 +316,10 @@ class CommonAdapter(StateAdapter):
                 "distribute_optimizer takes the model and the optimizer, and returns both: "
                 "model, optimizer = hvd.distribute_optimizer(model, optimizer)"
             )
+        try:
+            check_adasum(self.levers, self.world.size, gpu=self.has_gpu)
+        except UsageError as error:
+            raise agreed(error) from None  # every rank sees the same
         self.check_trained(model, optimizer)
         if optimizer in self._distributed:
             raise UsageError("distribute_optimizer: this optimizer is distributed already")

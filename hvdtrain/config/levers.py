@@ -15,8 +15,15 @@ from hvdtrain.errors import UsageError
 
 NONE = "none"
 COMPRESSIONS = (NONE, "fp16", "bf16")
+AVERAGE, ADASUM = REDUCTIONS = ("average", "adasum")
 MIB = 2**20
 BUCKET_BYTES = 25 * MIB  # from which on a bucket is full
+
+CONTRADICTIONS = (
+    ("autotune", "fusion_threshold_mb"),  # it chooses both of these
+    ("autotune", "cycle_time_ms"),
+    ("reduction", "fusion_threshold_mb"),  # Adasum is of one parameter's gradient
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,8 @@ class Levers:
 
     compression: str = NONE
     """The type in which gradients are sent and summed; ``none``: their own."""
+    reduction: str = AVERAGE
+    """The mean over the samples of the global batch, or Adasum of the ranks' own means."""
     fusion_threshold_mb: float | None = None
     """MiB from which on a bucket of gradients is full; 0: each is one."""
     cycle_time_ms: float | None = None
@@ -37,10 +46,14 @@ class Levers:
     @property
     def bucket_bytes(self) -> int:
         """Bytes from which on a bucket of gradients is full."""
-        if self.autotune:
+        if self.autotune or self.reduction == ADASUM:
             return 0  # it is Horovod that puts gradients together
         asked = self.fusion_threshold_mb
         return BUCKET_BYTES if asked is None else int(asked * MIB)
+
+    def weight(self, share: float) -> float:
+        """Return the factor of a rank's gradients whose part has this share in the global batch."""
+        return float(share > 0) if self.reduction == ADASUM else share
 
     @property
     def given(self) -> dict[str, Any]:
@@ -89,9 +102,11 @@ def check_levers(
         if name != "compression" and name not in record.levers:
             others = [one for one in _others(framework) if name in one.levers]
             raise _not_for(_option(name), record, others)
-    for name in ("fusion_threshold_mb", "cycle_time_ms"):
-        if levers.autotune and name in levers.given:
-            raise UsageError(f"--autotune and {_option(name)} contradict each other: give one")
+    if levers.reduction not in REDUCTIONS:
+        raise UsageError(f"--reduction {levers.reduction}: choose one of {', '.join(REDUCTIONS)}")
+    for one, other in CONTRADICTIONS:
+        if one in levers.given and other in levers.given:
+            raise UsageError(f"{_option(one)} and {_option(other)} contradict each other: give one")
     for variable, value in levers.variables(record).items():
         if variable in environ and _number(environ[variable]) != float(value):
             (name,) = [name for name, one in record.variables.items() if one == variable]
@@ -111,6 +126,24 @@ def check_nccl(levers: Levers, *, used: bool) -> None:
         raise UsageError(
             "--hierarchical-allreduce is not available: it takes GPUs, and a Horovod that sums by "
             "NCCL (`hvdtrain install-horovod --gpu nccl`); leave it out"
+        )
+
+
+def check_adasum(levers: Levers, size: int, *, gpu: bool) -> None:
+    """Refuse Adasum where Horovod, or we, cannot compute it.
+
+    Raises:
+        UsageError: naming the number of ranks to start instead, or the device.
+    """
+    if levers.reduction != ADASUM:
+        return
+    if gpu:
+        raise UsageError("--reduction adasum is for CPUs: leave it out, or hide the GPUs")
+    if size & (size - 1):
+        below = 1 << (size.bit_length() - 1)
+        raise UsageError(
+            f"--reduction adasum takes a power of two of ranks, not {size}: start {below} or "
+            f"{2 * below}"
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hvdtrain.config.levers import COMPRESSIONS, NONE, Levers
+from hvdtrain.config.levers import ADASUM, AVERAGE, COMPRESSIONS, NONE, REDUCTIONS, Levers
 from hvdtrain.config.strategies import LATER, STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
@@ -97,7 +97,7 @@ def option(
 NOT_BUILT = frozenset(
     {
         *("compile", "micro-batches"),
-        *("reduction", "stages", "tf32"),
+        *("stages", "tf32"),
     }
 )
 
@@ -151,6 +151,9 @@ class Options:
     )
     compression: str = option(
         NONE, "the type in which gradients are sent and summed", choices=COMPRESSIONS
+    )
+    reduction: str = option(
+        AVERAGE, "how the ranks' gradients become one; adasum: Horovod's", choices=REDUCTIONS
     )
     fusion_threshold_mb: float | None = option(
         None, "MiB of gradients that are summed at once (25; 0: each by itself)", non_negative
@@ -437,6 +440,11 @@ def check(options: Options) -> Options:
         raise UsageError(
             "--sync-batchnorm computes over a global batch at once, --accumulate-steps in several "
             "passes: give one"
+        )
+    if options.reduction == ADASUM and options.sync_batchnorm:
+        raise UsageError(
+            "--reduction adasum takes the gradients of each rank's part, --sync-batchnorm makes "
+            "them the global batch's: give one"
         )
     if options.autotune and options.deterministic:
         raise UsageError(

@@ -96,7 +96,7 @@ STRATEGIES = {
             short_steps={"HOROVOD_CYCLE_TIME": "0.1"},
             gradient_libraries=("horovod",),
             compressions=("fp16",),  # Horovod 0.28.1 knows no bfloat16, over NCCL neither
-            levers=tuple(HOROVOD_VARIABLES),
+            levers=("reduction", *HOROVOD_VARIABLES),
             variables=HOROVOD_VARIABLES,
             has_timeline=True,
         ),

@@ -70,6 +70,7 @@ class Summary:
     hosts: int | None = None
     precision: str | None = None
     compression: str | None = None
+    reduction: str | None = None
     global_batch_size: int | None = None
     epochs_completed: int | None = None
     steps_completed: int | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config.levers import ADASUM
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
@@ -63,8 +64,12 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         ),
         epochs=epochs,
         num_steps=given(options.num_steps, workload.default_steps(options)),
-        # Whoever fixes the global batch wants the same training at any world size.
-        lr_scaling=given(options.lr_scaling, "none" if options.global_batch_size else "linear"),
+        # Whoever fixes the global batch wants the same training at any world size, and Adasum
+        # chooses the length of a step between the mean of the gradients and their sum.
+        lr_scaling=given(
+            options.lr_scaling,
+            "none" if options.global_batch_size or options.reduction == ADASUM else "linear",
+        ),
         lr=given(options.lr, recipe.lr),
         schedule={
             "epochs": epochs,

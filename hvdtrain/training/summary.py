@@ -58,6 +58,7 @@ def described(
         "hosts": world.hosts,
         "precision": precision,
         "compression": adapter.levers.compression,
+        "reduction": adapter.levers.reduction,
         "options": given(options),
         "environment": environment(world),
     }

@@ -84,3 +84,29 @@ def test_a_lever_that_is_not_there_is_told() -> None:
     assert outcome.code == 2
     (line,) = outcome.said
     assert line.startswith("hvdtrain: error: --hierarchical-allreduce is not available: ")
+
+
+ADASUM = Path(__file__).parent / "scripts" / "adasum.py"
+
+
+@pytest.mark.parametrize(
+    ("framework", "number"), [("pytorch", 4), ("tensorflow", 2), *([("tensorflow", 4)] * LONG)]
+)
+def test_adasum(framework: str, number: int, tmp_path: Path) -> None:
+    words = (str(ADASUM), framework, str(tmp_path))
+    outcome = resident.ranks(number, *words, framework=framework)
+    assert outcome.code == 0, outcome.err[-3000:]
+    done = sorted(path.name for path in tmp_path.iterdir())
+    assert done == [f"{rank}-of-{number}" for rank in range(number)]
+
+
+def test_a_training_with_adasum(tmp_path: Path) -> None:
+    options = ("--model=small", "--num-steps=100", "--reduction=adasum", "--check-replicas=20")
+    done = train(2, tmp_path, "mnist", *options).summary
+    assert (done["reduction"], done["gradient_messages"]["count"]) == ("adasum", 8)
+    assert done["eval_accuracy"] > 0.8  # of ten classes
+    outcome = resident.ranks(3, "-m", "hvdtrain.mnist", *options)
+    assert outcome.code == 2
+    assert outcome.said == [
+        "hvdtrain: error: --reduction adasum takes a power of two of ranks, not 3: start 2 or 4"
+    ]

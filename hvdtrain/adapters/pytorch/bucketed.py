@@ -35,7 +35,8 @@ class BucketedAdapter(PyTorchAdapter):
         sums, kind = self.open_sums(), TYPES.get(self.levers.compression)
         sums = Compressed(sums, kind) if kind else sums
         full = self.levers.bucket_bytes
-        buckets = Buckets(name, optimizer, sums, lambda: self.part_weight, full)
+        weight = self.levers.weight
+        buckets = Buckets(name, optimizer, sums, lambda: weight(self.part_weight), full)
         buckets.stop_wanted = lambda: self.stop_wanted
         buckets.waiting = self.waits.during
         buckets.may_skip = lambda: len(self.gradient_sums) == 1

@@ -12,7 +12,9 @@ from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
 from hvdtrain.adapters.pytorch.buckets import Sums
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_torch import HorovodTorch
-from hvdtrain.config.levers import check_nccl
+from hvdtrain.config.levers import ADASUM, check_nccl
+
+FLAGS = 2  # of a bucket of one parameter: see Bucket
 
 
 class HorovodAdapter(BucketedAdapter):
@@ -28,7 +30,7 @@ class HorovodAdapter(BucketedAdapter):
 
     @override
     def open_sums(self) -> Sums:
-        return HorovodSums()
+        return AdasumSums() if self.levers.reduction == ADASUM else HorovodSums()
 
     @override
     def start_timeline(self, file: str) -> None:
@@ -49,3 +51,21 @@ class HorovodSums(Sums):
     @override
     def wait(self, handle: Any) -> None:
         hvd.synchronize(handle)
+
+
+class AdasumSums(Sums):
+    """Combines buckets of one gradient each by Adasum; the flags behind it are summed.
+
+    Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
+    """
+
+    @override
+    def start(self, bucket: torch.Tensor, name: str) -> Any:
+        gradient = hvd.allreduce_async_(bucket[:-FLAGS], name=name, op=hvd.Adasum)
+        flags = hvd.allreduce_async_(bucket[-FLAGS:], name=f"{name}.flags", op=hvd.Sum)
+        return gradient, flags
+
+    @override
+    def wait(self, handle: Any) -> None:
+        for one in handle:
+            hvd.synchronize(one)

@@ -13,6 +13,7 @@ from hvdtrain.adapters.common import GradientSums
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
 from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute
+from hvdtrain.config.levers import ADASUM
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM
 
@@ -28,6 +29,10 @@ class BucketedAdapter(TensorFlowAdapter):
         self._told: tuple[float, bool] | None = None  # weight and wish to stop in the variables
         self._sums = 0  # made when the current part began
 
+    def combine(self, values: Any, name: str) -> Any:
+        """Return Adasum of the ranks' ``values``, a gradient (source: PyTorch's adapter)."""
+        raise NotImplementedError(f"{self.name} has no Adasum")
+
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         number = len(self._buckets)
@@ -35,10 +40,12 @@ class BucketedAdapter(TensorFlowAdapter):
         with tf.device("/CPU:0"):
             kind = TYPES.get(self.levers.compression)
             buckets = Buckets(name, self.sum_tensor, kind, self.levers.bucket_bytes)
+        if self.levers.reduction == ADASUM:
+            buckets.combine = self.combine
         self._buckets.append(buckets)
         self._told = None
         if self._shards is None:  # without shards all ranks weigh the same
-            buckets.weight.assign(self.part_weight)
+            buckets.weight.assign(self.levers.weight(self.part_weight))
         distribute(optimizer, PartSum(self, buckets))
         return model, optimizer
 
@@ -51,11 +58,11 @@ class BucketedAdapter(TensorFlowAdapter):
         if sums > self._sums and shards.current:
             shards.use()  # a trace has used it
         self._sums = sums
-        told = (part.weight, self.stop_wanted)
+        told = (self.levers.weight(part.weight), self.stop_wanted)
         if told != self._told:  # most parts of an epoch weigh the same
             self._told = told
             for buckets in self._buckets:
-                buckets.weight.assign(part.weight)
+                buckets.weight.assign(told[0])
                 buckets.stop.assign(float(self.stop_wanted))
 
     @property

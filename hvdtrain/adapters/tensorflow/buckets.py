@@ -36,6 +36,7 @@ class Buckets:
         self, name: str, reduce: Reduce, kind: Any = None, full: int = BUCKET_BYTES
     ) -> None:
         self.name, self.reduce, self.kind, self.full = name, reduce, kind, full
+        self.combine: Reduce | None = None  # a bucket's gradients, in place of their sum
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         # They travel with the last bucket: this rank's wish to stop, and whether anyone has it.
@@ -81,8 +82,8 @@ class Buckets:
             # Every bucket has this element, from a variable: a bucket of constants alone would be
             # summed once, when TensorFlow folds constants, and never again.
             flat = tf.concat([*parts, tf.cast(self.stop, parts[0].dtype)[None]], 0)
-            summed = self.reduce(tf.cast(flat, self.kind or flat.dtype), f"{self.name}.{number}")
-            total = tf.cast(summed, flat.dtype)
+            sent = tf.cast(flat, self.kind or flat.dtype)
+            total = tf.cast(self._reduced(sent, f"{self.name}.{number}"), flat.dtype)
             ready.append(flat)
             done.append(total)
             lengths = [dense[index].shape.num_elements() for index in group]
@@ -96,6 +97,13 @@ class Buckets:
         if tf.inside_function() and _has_clock():
             self._watch(ready, done)
         return result
+
+    def _reduced(self, flat: Any, name: str) -> Any:
+        """Return the sum of ``flat``, or what ``combine`` makes of it without its last element."""
+        if self.combine is None:
+            return self.reduce(flat, name)
+        whole, stop = self.combine(flat[:-1], name), self.reduce(flat[-1:], f"{name}.stop")
+        return tf.concat([whole, stop], 0)
 
     def _watch(self, ready: list[Any], done: list[Any]) -> None:
         """Add up, whenever the trace runs, how long the sums take once all gradients are there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import horovod.tensorflow as hvd
 from typing_extensions import override
@@ -26,6 +27,10 @@ class HorovodAdapter(BucketedAdapter):
         communicator = HorovodTensorFlow()
         self.claim_device(hvd.local_rank(), hvd.local_size())
         return communicator
+
+    @override
+    def combine(self, values: Any, name: str) -> Any:
+        return hvd.mpi_ops._allreduce(values, name=name, op=hvd.Adasum, ignore_name_scope=True)
 
     @override
     def start_timeline(self, file: str) -> None:

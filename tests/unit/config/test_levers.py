@@ -13,6 +13,7 @@ from hvdtrain.config.levers import (
     COMPRESSIONS,
     NONE,
     Levers,
+    check_adasum,
     check_levers,
     check_nccl,
 )
@@ -21,6 +22,7 @@ from hvdtrain.config.strategies import HOROVOD, STRATEGIES
 from hvdtrain.errors import UsageError
 
 SOME: dict[str, Any] = {  # a value of each lever that is not its default, besides --compression
+    "reduction": "adasum",
     "fusion_threshold_mb": 0.5,
     "cycle_time_ms": 3.0,
     "hierarchical_allreduce": True,
@@ -129,6 +131,26 @@ def test_a_hierarchical_allreduce_is_nccls() -> None:
     check_nccl(Levers(hierarchical_allreduce=True), used=True)
     with pytest.raises(UsageError, match=r"^--hierarchical-allreduce is not available: "):
         check_nccl(Levers(hierarchical_allreduce=True), used=False)
+
+
+def test_adasum_is_for_powers_of_two() -> None:
+    adasum = Levers(reduction="adasum")
+    for size in (1, 2, 4, 8):
+        check_adasum(adasum, size, gpu=False)
+    check_adasum(Levers(), 3, gpu=True)
+    for size, gpu, text in (
+        (3, False, "a power of two of ranks, not 3: start 2 or 4"),
+        (12, False, "a power of two of ranks, not 12: start 8 or 16"),
+        (2, True, "--reduction adasum is for CPUs"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            check_adasum(adasum, size, gpu=gpu)
+    assert [adasum.weight(share) for share in (0.0, 0.25, 1.0)] == [0.0, 1.0, 1.0]
+    assert Levers().weight(0.25) == 0.25
+    assert refusal(Levers(reduction="adasum", fusion_threshold_mb=1.0), "horovod") == (
+        "--reduction and --fusion-threshold-mb contradict each other: give one"
+    )
+    assert "choose one of average, adasum" in refusal(Levers(reduction="sum"), "horovod")
 
 
 def test_the_levers_are_options_of_a_training() -> None:

@@ -81,6 +81,7 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("accumulate-steps", "4", 4),
     ("clip-norm", "0.5", 0.5),
     *(("compression", name, name) for name in ("none", "fp16", "bf16")),
+    *(("reduction", name, name) for name in ("average", "adasum")),
     ("fusion-threshold-mb", "0.5", 0.5),
     ("fusion-threshold-mb", "0", 0.0),
     ("cycle-time-ms", "2.5", 2.5),
@@ -220,7 +221,7 @@ def test_what_is_not_built_is_not_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert f"--strategy {'|'.join(STRATEGIES)}" in shown
     assert not [option for option in NOT_BUILT if f"--{option} " in shown]
     assert "not built" not in shown
-    assert "--reduction" not in refusal("--reductio", "adasum")
+    assert "--stages" not in refusal("--stage", "2")
 
 
 WRONG = [
@@ -325,6 +326,7 @@ def test_a_wrong_line_is_told(line: list[str], words: list[str]) -> None:
         (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),
         (["--sync-batchnorm", "--accumulate-steps=2"], ["--sync-batchnorm", "give one"]),
+        (["--reduction=adasum", "--sync-batchnorm"], ["--reduction", "--sync-batchnorm"]),
         (["--autotune", "--deterministic"], ["--autotune", "--deterministic", "give one"]),
         (["--on-nan=rollback"], ["--on-nan rollback", "--checkpoint-dir"]),
         (["--evaluate-only"], ["--evaluate-only", "--checkpoint ", "--checkpoint-dir"]),

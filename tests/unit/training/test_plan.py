@@ -71,6 +71,8 @@ def test_a_fixed_global_batch_scales_no_learning_rate_unless_asked_to() -> None:
     assert plan(global_batch_size=96).lr_scaling == "none"
     assert plan(global_batch_size=96, lr_scaling="sqrt").lr_scaling == "sqrt"
     assert plan(batch_size=96).lr_scaling == "linear"
+    assert plan(reduction="adasum").lr_scaling == "none"
+    assert plan(reduction="adasum", lr_scaling="sqrt").lr_scaling == "sqrt"
 
 
 @pytest.mark.parametrize(
