@@ -10,10 +10,11 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
-from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, detect
+from hvdtrain.system.runtime.detect import BY_HAND, RESTARTS_DONE, SPAWN, TORCHRUN, detect
 
 OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
 FOREVER = timedelta(days=365)  # a rank that is late is waited for; one that is dead, detected
@@ -38,7 +39,14 @@ class TorchDistributed(Communicator):
         if dist.is_initialized():
             pass
         elif launch.launcher in OWN_RENDEZVOUS:
-            dist.init_process_group(backend, timeout=timeout)
+            # The store of torchrun's agent outlives a restart of its ranks, and in it the addresses
+            # of those that are no more, which a new rank would try to reach.
+            attempt = os.environ.get(RESTARTS_DONE, "0")
+            store, rank, size = next(rendezvous("env://"))
+            store = dist.PrefixStore(f"hvdtrain/{attempt}", store)  # type: ignore[attr-defined]
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout
+            )
         else:
             rank, size, address = 0, 1, _free_address(alone=True)
             if launch.size > 1:

@@ -15,9 +15,10 @@ from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.adapters.select import choose_strategy
 from hvdtrain.config.options import Options, parse
 from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.errors import UsageError
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime import spawn, terminal
-from hvdtrain.system.runtime.detect import SPAWN, check_local_rank, detect
+from hvdtrain.system.runtime.detect import SPAWN, check_local_rank, detect, is_restarted
 from hvdtrain.system.runtime.exit import leave_nothing_behind
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.training import timeline_window
@@ -53,6 +54,11 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
     saves_to = None if options.evaluates_only else options.checkpoint_dir
     if options.spawn and detect(os.environ).launcher != SPAWN:
         return _spawn(options, options.spawn)
+    if is_restarted(os.environ) and not options.evaluates_only and saves_to is None:
+        raise UsageError(
+            "torchrun --max-restarts starts the ranks anew where one fails, and without "
+            "--checkpoint-dir the training too: give both or neither"
+        )
     leave_on_signal(saves_to, resumes=options.resume != "never")
     spawn.join()
     level = logging.ERROR if options.quiet else logging.WARNING

@@ -66,6 +66,9 @@ MARKS = {
     BY_HAND: "MASTER_ADDR",
 }
 
+# How often torchrun has started the ranks anew, and how often it may.
+RESTARTS_DONE, RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+
 JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")  # in which a batch job has its number
 
 
@@ -130,6 +133,11 @@ def check_local_rank(given: int | None, environ: Mapping[str, str]) -> None:
         f"--local-rank {given}, but {says}: leave the option out, which torch.distributed.launch "
         "passes by itself"
     )
+
+
+def is_restarted(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun starts the ranks anew where one fails (``--max-restarts``)."""
+    return detect(environ).launcher == TORCHRUN and bool(_number(environ, RESTARTS))
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

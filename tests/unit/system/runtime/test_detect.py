@@ -15,6 +15,7 @@ from hvdtrain.system.runtime.detect import (
     LaunchInfo,
     check_local_rank,
     detect,
+    is_restarted,
 )
 
 OPEN_MPI = {
@@ -212,3 +213,10 @@ def test_a_local_rank_that_the_launcher_sets_too_or_leaves_open() -> None:
     check_local_rank(0, {})
     open_ones = {key: value for key, value in KUBERNETES.items() if not key.startswith("LOCAL")}
     check_local_rank(3, open_ones)  # detect() can only guess
+
+
+def test_torchrun_says_whether_it_starts_ranks_anew() -> None:
+    assert is_restarted({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"})
+    for environ in (TORCHRUN, {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"}, {}):
+        assert not is_restarted(environ)
+    assert not is_restarted({**OPEN_MPI, "TORCHELASTIC_MAX_RESTARTS": "3"})
