@@ -102,13 +102,17 @@ STRATEGIES = {
         ),
         DDP,
         replace(
-            DDP, name="zero", adapters={"pytorch": "hvdtrain.adapters.pytorch.zero:ZeroAdapter"}
+            DDP,
+            name="zero",
+            adapters={"pytorch": "hvdtrain.adapters.pytorch.zero:ZeroAdapter"},
+            traffic=3.0,  # an allreduce, and each owner broadcasts what it has updated
         ),
         replace(
             DDP,
             name="fsdp",
             adapters={"pytorch": "hvdtrain.adapters.pytorch.fsdp:FsdpAdapter"},
             oldest={"pytorch": "2.9"},
+            traffic=3.0,  # gathered before forward and backward pass, gradients reduce-scattered
             compressions=(),
             levers=(),
         ),

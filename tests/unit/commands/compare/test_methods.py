@@ -137,5 +137,8 @@ def test_the_bytes_of_an_allreduce(ranks: int) -> None:
     # A ring passes 1/p of the gradients on 2 (p - 1) times.
     sent = sent_bytes(Method("horovod", "pytorch", ranks=ranks), summary)
     assert sent == 2 * (ranks - 1) * 1200 // ranks
+    for sharded in ("zero", "fsdp"):  # the parameters are passed on, too
+        sent = sent_bytes(Method(sharded, "pytorch", ranks=ranks), summary)
+        assert sent == 3 * (ranks - 1) * 1200 // ranks
     assert sent_bytes(Method("ddp", "pytorch", ranks=ranks), Summary()) is None
     assert sent_bytes(Method("single", "pytorch"), Summary()) == 0
