@@ -128,12 +128,13 @@ class Replica(DistributedDataParallel):
         except UsageError as error:  # raised here it would lose its type
             self._trouble, weight = error, 0.0
         weigh(gradients, weight)
+        kind = TYPES.get(self.adapter.levers.compression, gradients.dtype)
         if not self._sums:
             self.adapter.note_pass()
-            self._start_future(gradients.new_tensor([self.adapter.stop_wanted]), gradients.dtype)
+            wish = torch.full((1,), self.adapter.stop_wanted, dtype=kind, device=gradients.device)
+            self._start_future(wish, kind)
             # At the end of the pass, before DDP's own; there is no public name for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        kind = TYPES.get(self.adapter.levers.compression, gradients.dtype)
         return self._start_future(gradients.to(kind), gradients.dtype)
 
     def _start_future(self, message: torch.Tensor, kind: torch.dtype) -> Any:

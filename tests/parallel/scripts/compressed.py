@@ -41,12 +41,13 @@ def watch_pytorch() -> None:
     def noting(call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(tensor: Any, **options: Any) -> Any:
             kind = str(tensor.dtype).removeprefix("torch.")
-            sent.append((kind, tensor.numel() * tensor.element_size()))
+            if tensor.numel() > 1:  # the wish to stop is one
+                sent.append((kind, tensor.numel() * tensor.element_size()))
             return call(tensor, **options)
 
         return noted
 
-    if strategy == "ddp":
+    if strategy in ("ddp", "zero"):
         dist.all_reduce = noting(dist.all_reduce)
     else:
         import horovod.torch
