@@ -15,4 +15,5 @@ def test_each_adapter_can_be_made(framework: str, strategy: str) -> None:
         return
     made = select.adapter(framework, strategy, environ={})
     assert made.name == strategy
-    assert type(made).__module__ == f"hvdtrain.adapters.{framework}.{strategy}"
+    file = strategy.replace("-", "_")
+    assert type(made).__module__ == f"hvdtrain.adapters.{framework}.{file}"
