@@ -23,7 +23,6 @@ from hvdtrain.config.levers import BUCKET_BYTES, Levers, check_adasum
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import integrity, metrics
-from hvdtrain.steps.checkpoint import Checkpoint
 from hvdtrain.steps.integrity import Device, RankFacts
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
@@ -290,9 +289,7 @@ class CommonAdapter(StateAdapter):
         Raises:
             HvdtrainError: on every rank: names those that differ, and says ``text``.
         """
-        arrays = self.export_state(model, optimizer)
-        trained = {name: arrays.model[name] for name in self.trained_names(model)}
-        self._compare(Checkpoint(trained, arrays.training), text)
+        self._compare(self.replicated(model, optimizer), text)
 
     @property
     def current_part(self) -> Part | None:

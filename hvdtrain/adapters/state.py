@@ -313,14 +313,19 @@ class StateAdapter(Adapter):
         """
 
         def load() -> dict[str, Any]:
-            found = checkpoints.load(Path(path), lambda found: self._check_finite(model, found))
-            checkpoints.check_origin(found, origin, "checkpoint")
+            found = self.find_weights(Path(path), model, origin)
             self.import_state(model, None, Checkpoint(found.model, {}, path=found.path))
             return {**found.state, "path": str(found.path)}
 
         loaded = self._on_root(load)
         assert loaded is not None
         return loaded
+
+    def find_weights(self, path: Path, model: Any, origin: dict[str, Any]) -> Checkpoint:
+        """Return the checkpoint that ``load_weights`` loads, to one rank."""
+        found = checkpoints.load(path, lambda found: self._check_finite(model, found))
+        checkpoints.check_origin(found, origin, "checkpoint")
+        return found
 
     def _on_root(self, load: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
         """Return on every rank what ``load`` returns on rank 0."""

@@ -42,7 +42,8 @@ class TorchDistributed(Communicator):
             # The store of torchrun's agent outlives a restart of its ranks, and in it the addresses
             # of those that are no more, which a new rank would try to reach.
             attempt = os.environ.get(RESTARTS_DONE, "0")
-            store, rank, size = next(rendezvous("env://"))
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
             store = dist.PrefixStore(f"hvdtrain/{attempt}", store)  # type: ignore[attr-defined]
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timeout

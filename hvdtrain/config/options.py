@@ -180,8 +180,8 @@ class Options:
     )
     check_replicas: int = option(
         1000,
-        "compare parameters and optimizer state of all ranks whenever this many updates are done, "
-        "and end where they differ (0: only at each save)",
+        "compare parameters and optimizer state of all ranks before every update of which the "
+        "number is a multiple of this, and end where they differ (0: only at each save)",
         count,
     )
     workers: int = option(1, "processes per rank that read images (0: the rank itself)", count)
@@ -215,7 +215,9 @@ class Options:
         None, "A:B: only from when A updates are done until B are (default: all)", steps
     )
     spawn: int | None = option(
-        None, "start N ranks on this host, without a launcher (--strategy ddp)", positive
+        None,
+        "start N ranks on this host, without a launcher (--strategy ddp, zero, fsdp)",
+        positive,
     )
     local_rank: int | None = option(
         None, "as torch.distributed.launch passes it: checked against LOCAL_RANK", count

@@ -75,8 +75,7 @@ class TensorFile:
         try:
             self._file.write(data)
         except OSError:
-            with suppress(OSError):
-                self._file.close()  # while it is open, its space is not free
+            self.abandon()
             raise
 
     def write(self, name: str, array: NDArray[Any]) -> None:
@@ -85,6 +84,11 @@ class TensorFile:
         if (name, Layout.of(array)) != (due, self._due.pop(due)):
             raise ValueError(f"{name}, {Layout.of(array)}, is written where {due} is due")
         self._put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def abandon(self) -> None:
+        """Close it as it is: while it is open, its space is not free."""
+        with suppress(OSError):
+            self._file.close()
 
     def close(self) -> str:
         """Bring the file to disk; return its SHA-256."""

@@ -165,11 +165,11 @@ class Run:
         )
         self.clock.resume()
         for part, batch in self.clock.times.fetching(self.task.train.training(parts)):
-            self._check_replicas()
             self._update(part, batch)
             if self._wants_stop():
                 self._look()
                 return Stopped.PREEMPTED
+            self._check_replicas()
             if reason := self._finished():
                 if reason is Stopped.FINISHED or self.now.position.epoch > epoch:
                     break
@@ -191,7 +191,8 @@ class Run:
     def _check_replicas(self) -> None:
         """Compare the ranks' models where ``--check-replicas`` says so; all ranks call it.
 
-        That is before the update, since with some strategies it overwrites what one rank had.
+        That is right before the update that is due: with some strategies it would overwrite what
+        one rank had.
         """
         every = self.options.check_replicas
         if every and (self.now.step + 1) % every == 0 and self.adapter.world.size > 1:
@@ -388,7 +389,9 @@ class Run:
             peak_memory_bytes=usage.peak_memory_bytes,
             utilisation_mean=usage.utilisation_mean,
             utilisation_lowest=usage.utilisation_lowest,
-            parameter_norm=self.task.parameter_norm(),
+            parameter_norm=None
+            if alone and self.adapter.shards_state
+            else self.task.parameter_norm(),
             steps_skipped=self.now.skipped or None,
             rollbacks=len(self.now.left_out) or None,
             stopped=stopped,

@@ -107,7 +107,6 @@ def train(workload: Workload, options: Options) -> int:
     task.model, task.optimizer = adapter.distribute_optimizer(  # step 5
         task.model, task.optimizer
     )
-    task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
     run = Run(workload, options, plan, adapter, task, shards, rate)
     run.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
@@ -159,6 +158,7 @@ def _build(
     task = adapter.communicator.together(lambda: workload.build(filled_in))
     check_data(adapter, task)
     task.needs_empty_forward = adapter.needs_empty_forward
+    task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
     if options.sync_batchnorm:
         adapter.synchronize_batchnorm(task)
     return task

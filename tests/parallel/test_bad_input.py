@@ -212,7 +212,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert "is damaged" not in again.outcome.err  # --quiet
 
 
-def test_a_full_disk_while_saving(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["horovod", "fsdp"])
+def test_a_full_disk_while_saving(strategy: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -223,7 +224,7 @@ def test_a_full_disk_while_saving(tmp_path: Path) -> None:
     try:
         # A checkpoint of the tutorial net with its momenta takes 9.6 MB: the second is too many.
         line = ("-m", "hvdtrain.mnist", "--checkpoint-every=1", f"--checkpoint-dir={disk}")
-        outcome = resident.ranks(2, *line, "--num-steps=3", "--quiet")
+        outcome = resident.ranks(2, *line, "--num-steps=3", "--quiet", f"--strategy={strategy}")
         assert_one_line(outcome, 1, "No space left", "step-000000001 is intact")
         assert [path.name for path in disk.iterdir()] == ["step-000000001"]
         shutil.copytree(disk / "step-000000001", tmp_path / "checkpoints" / "step-000000001")

@@ -55,9 +55,13 @@ def test_digits_at_1_2_and_3_ranks(framework: str, tmp_path: Path) -> None:
     assert received == [text.encode()]
     assert (tmp_path / "three.csv").read_text() == text
     if framework == "pytorch":
-        ddp = (*line, "--strategy=ddp", f"--predict={tmp_path / 'ddp.csv'}")
-        evaluate(2, "hvdtrain.mnist", *ddp, where)
-        assert (tmp_path / "ddp.csv").read_text() == text
+        for strategy in ("ddp", "fsdp"):  # one that wraps the model, and one that cuts it in parts
+            file, told = tmp_path / f"{strategy}.csv", tmp_path / f"{strategy}.json"
+            other = (*line, f"--strategy={strategy}", f"--predict={file}", f"--summary={told}")
+            evaluate(2, "hvdtrain.mnist", *other, where)
+            assert file.read_text() == text
+            norm = Summary.read(told).parameter_norm
+            assert norm == pytest.approx(trained["parameter_norm"], rel=1e-12)
 
     header, *lines = text.splitlines()
     assert header == "sample,label,prediction,probability"

@@ -18,7 +18,9 @@ from tests.parallel.conftest import WAYS, Training, assert_bit_equal, train
 
 # What differs from run to run also where both are fresh: timings, and where the files are.
 TIMINGS = ("images_per_second_mean", "images_per_second_std", "step_seconds_median", "step_split")
-OWN = {*TIMINGS, "seconds_total", "seconds_to_first_step", "checkpoint", "options", "environment"}
+USAGE = ("peak_memory_bytes", "utilisation_mean", "utilisation_lowest")
+OTHERS = ("seconds_total", "seconds_to_first_step", "checkpoint", "options", "environment")
+OWN = {*TIMINGS, *USAGE, *OTHERS}
 
 
 def compared(training: Training) -> list[dict[str, Any]]:

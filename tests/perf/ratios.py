@@ -2,6 +2,7 @@
 
 python -m tests.perf.ratios resnet --framework pytorch --repeats 7
 python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist [--only "by hand"]
+python -m tests.perf.ratios strategies --repeats 7 [--only "ddp" "plain DDP"]
 python -m tests.perf.ratios pi --repeats 5
 python -m tests.perf.ratios start --repeats 9 --data ../shared/data/mnist [--framework tensorflow]
 """
@@ -24,8 +25,10 @@ SCRIPTS = Path(__file__).parent / "scripts"
 Measure = Callable[[], float]
 
 
-def command(ranks: int, *arguments: str) -> list[str]:
-    """Plain ``mpirun -n RANKS python ...``, or python alone for one rank."""
+def command(ranks: int, *arguments: str, launcher: str = "mpirun") -> list[str]:
+    """Plain ``mpirun -n RANKS python ...``, the like of torchrun, or python alone for one rank."""
+    if launcher == "torchrun":
+        return [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}", *arguments]
     python = [sys.executable, *arguments]
     return python if ranks == 1 else [str(BIN / "mpirun"), "-n", str(ranks), *python]
 
@@ -44,12 +47,15 @@ def printed(process: subprocess.Popen[str], key: str = "images_per_second") -> f
     return float(line.split()[1])
 
 
-def script(name: str, ranks: int, *arguments: str) -> Measure:
+def script(name: str, ranks: int, *arguments: str, launcher: str = "mpirun") -> Measure:
     """Images/s of a script in ``scripts``."""
-    return lambda: printed(start(command(ranks, str(SCRIPTS / name), *arguments)))
+    line = command(ranks, str(SCRIPTS / name), *arguments, launcher=launcher)
+    return lambda: printed(start(line))
 
 
-def trainer(workload: str, ranks: int, copies: int, *arguments: str) -> Measure:
+def trainer(
+    workload: str, ranks: int, copies: int, *arguments: str, launcher: str = "mpirun"
+) -> Measure:
     """Images/s of a trainer; of several copies at once, their sum."""
 
     def measure() -> float:
@@ -57,9 +63,8 @@ def trainer(workload: str, ranks: int, copies: int, *arguments: str) -> Measure:
             files = [Path(folder, f"{number}.json") for number in range(copies)]
             running = []
             for number, file in enumerate(files):
-                line = command(
-                    ranks, "-m", f"hvdtrain.{workload}", *arguments, "--quiet", f"--summary={file}"
-                )
+                words = ("-m", f"hvdtrain.{workload}", *arguments, "--quiet", f"--summary={file}")
+                line = command(ranks, *words, launcher=launcher)
                 if copies > 1:  # as mpirun does it: a core each
                     line = ["taskset", "-c", str(number), *line]
                 running.append(start(line))
@@ -100,6 +105,22 @@ def resnet(options: argparse.Namespace) -> None:
     wanted = {k: v for k, v in candidates.items() if k in options.only or not options.only}
     first = next(name for name in ("bf16", "fp32") if name in wanted)
     alternate(wanted, options.repeats, first)
+
+
+def strategies(options: argparse.Namespace) -> None:
+    """ResNet-18, batch 8 per rank, bf16, two ranks: each strategy, and DDP without hvdtrain."""
+    line = ("--model=resnet18", "--batch-size=8", "--precision=bf16", "--synthetic")
+    steps = f"--num-steps={options.steps + 5}"
+    candidates = {
+        name: trainer("resnet", 2, 1, *line, steps, f"--strategy={name}")
+        for name in ("ddp", "horovod", "mpi", "zero", "fsdp")
+    }
+    by_torchrun = (*line, steps, "--strategy=ddp")
+    candidates["ddp by torchrun"] = trainer("resnet", 2, 1, *by_torchrun, launcher="torchrun")
+    plain = script("plain_ddp.py", 2, str(options.steps), launcher="torchrun")
+    candidates["plain DDP"] = plain
+    wanted = {k: v for k, v in candidates.items() if k in options.only or not options.only}
+    alternate(wanted, options.repeats, next(iter(wanted)))
 
 
 def pi(options: argparse.Namespace) -> None:
@@ -175,7 +196,13 @@ def first_step(options: argparse.Namespace) -> None:
         alternate(candidates, options.repeats, f"hvdtrain, {ranks}")
 
 
-STUDIES = {"resnet": resnet, "mnist": mnist, "pi": pi, "start": first_step}
+STUDIES = {
+    "resnet": resnet,
+    "strategies": strategies,
+    "mnist": mnist,
+    "pi": pi,
+    "start": first_step,
+}
 
 
 def main() -> None:

@@ -44,4 +44,21 @@ class DataParallelAdapter(SingleAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        return torch.nn.DataParallel(model), optimizer
+        return Replicas(model), optimizer
+
+    @override
+    def synchronize_batchnorm(self, task: Any) -> None:
+        raise UsageError("--sync-batchnorm: --strategy data-parallel has no sum for it; use ddp")
+
+
+class Replicas(torch.nn.DataParallel[Any]):
+    """Copies of a model, which compute in the type that autocast has in the calling thread.
+
+    PyTorch's own lets its threads know whether autocast is on, and not of which type.
+    """
+
+    @override
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        kind, casts = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        cast = [torch.autocast("cuda", kind, enabled=casts)(replica) for replica in replicas]
+        return super().parallel_apply(cast, inputs, kwargs)

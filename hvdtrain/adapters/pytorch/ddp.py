@@ -70,8 +70,9 @@ class DdpAdapter(PyTorchAdapter):
         """Raise where the pass of an empty part was left out: the next sums would be mixed up."""
         if self._pass_due:
             raise UsageError(
-                "no backward pass was made on a part without samples: with --strategy ddp every "
-                "rank makes them all (its loss may be nan, it counts for nothing)"
+                "no backward pass was made on a part without samples: with --strategy "
+                f"{self.name} every rank makes them all (its loss may be nan, it counts for "
+                "nothing)"
             )
 
     def note_pass(self) -> None:

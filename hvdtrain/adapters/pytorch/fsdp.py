@@ -27,11 +27,10 @@ from typing_extensions import override
 from hvdtrain.adapters.common import in_parts
 from hvdtrain.adapters.pytorch.common import array_of, load_optimizer, optimizer_tensors
 from hvdtrain.adapters.pytorch.ddp import weigh
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, layout_of
 from hvdtrain.adapters.state import check_names
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint import MODEL_FILE, TRAINING_FILE, Checkpoint
-from hvdtrain.steps.tensor_file import Layout
 from hvdtrain.system.runtime.waits import SUM
 
 GATHERING = "the gathering of the parameters"
@@ -56,10 +55,13 @@ class FsdpAdapter(ShardedAdapter):
                 "distribute_optimizer: --strategy fsdp cuts the parameters in parts, so give it "
                 "an optimizer of this model's parameters that has no state yet; resume loads one"
             )
-        super().send_state(model, None)  # afterwards, no rank has them whole
+        check_parameters(model)
+        for value in self.named_state(model).values():  # later no rank has them whole
+            dist.broadcast(value.detach(), src=0)
         mesh = init_device_mesh(self.device.type, (self.world.size,))
         for unit in (*units(model), model):
             fully_shard(unit, mesh=mesh)
+        model.register_forward_hook(_reshard)
         now = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [now[names[id(one)]] for one in group["params"]]
@@ -108,13 +110,16 @@ class FsdpAdapter(ShardedAdapter):
                 _local(value).copy_(self._own(value, state.model[name]))
             if optimizer is not None:
                 parameters = [one for group in optimizer.param_groups for one in group["params"]]
-                load_optimizer(
-                    optimizer,
-                    {
-                        name: self._state_of(parameters[int(name.partition("/")[0])], value)
-                        for name, value in state.training.items()
-                    },
-                )
+                places = {name: int(name.partition("/")[0]) for name in state.training}
+                if any(place >= len(parameters) for place in places.values()):
+                    raise UsageError(
+                        f"{state.path} is not of this optimizer: it has fewer parameters"
+                    )
+                tensors = {
+                    name: self._state_of(parameters[places[name]], value)
+                    for name, value in state.training.items()
+                }
+                load_optimizer(optimizer, tensors)
 
     @override
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
@@ -140,9 +145,7 @@ class FsdpAdapter(ShardedAdapter):
                 yield self._piece(TRAINING_FILE, name, value, owner)
 
     def _piece(self, kind: str, name: str, value: torch.Tensor, owner: int) -> Piece:
-        dtype = array_of(_local(value)).dtype
-        layout = Layout(dtype, tuple(value.shape))
-        return Piece(kind, name, layout, owner, lambda: self._gather(value, owner))
+        return Piece(kind, name, layout_of(value), owner, lambda: self._gather(value, owner))
 
     def _gather(self, value: torch.Tensor, owner: int) -> NDArray[Any] | None:
         """Return the whole tensor on its owner; all ranks call it, also where each has it whole."""
@@ -284,6 +287,28 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
                 yield from search(block)
 
     return list(search(model))
+
+
+def check_parameters(model: torch.nn.Module) -> None:
+    """Raise ``UsageError``, naming a parameter, where FSDP2 cannot cut the model in parts."""
+    kinds = {name: one.dtype for name, one in model.named_parameters()}
+    for name, one in model.named_parameters():
+        if one.ndim == 0:
+            trouble = "is a single number: give it the shape (1,)"
+        elif one.dtype != next(iter(kinds.values())):
+            trouble = f"is {one.dtype}, others are {next(iter(kinds.values()))}: give them one type"
+        else:
+            continue
+        raise UsageError(
+            f"distribute_optimizer: --strategy fsdp cannot cut the parameter {name}, which "
+            f"{trouble}"
+        )
+
+
+def _reshard(model: Any, *_: Any) -> None:
+    """Give the parameters that were gathered last free, where no backward pass will do it."""
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ own part of each tensor, whatever strategy wrote it, on however many ranks.
 from __future__ import annotations
 
 import json
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,7 @@ class ShardedAdapter(DdpAdapter):
         self._compare(self.replicated(model, optimizer), DIFFERENT)
         root, step = self.communicator.on_root, state["step"]
         begun = root(lambda: checkpoints.begin(directory, step))
-        partial = Path(self.communicator.broadcast_bytes(str(begun).encode()).decode())
+        partial = Path(os.fsdecode(self.communicator.broadcast_bytes(os.fsencode(str(begun)))))
         pieces = list(self.pieces(model, optimizer))
         if begun:
             pieces += (
@@ -144,19 +145,42 @@ class ShardedAdapter(DdpAdapter):
         path = Path(state["path"])
         try:
             found = checkpoints.unchecked(path, state)
-            training, self._rank_buffers = buffers.take_out(found.training)
-            self.import_state(model, optimizer, replace(found, training=training))
+            training, ranks = buffers.take_out(found.training)
         except DAMAGE as error:
             raise UsageError(
                 f"{path}, which rank 0 has found, cannot be read here ({error}): --strategy "
                 f"{self.name} needs a directory for checkpoints that all hosts share"
             ) from error
+        self.import_state(model, optimizer, replace(found, training=training))
+        if optimizer is not None:
+            self._rank_buffers = ranks
+
+    @together
+    @override
+    def load_weights(
+        self, path: Path | str, model: Any, *, origin: dict[str, Any]
+    ) -> dict[str, Any]:
+        if not self.is_sharded(model, None):
+            return super().load_weights(path, model, origin=origin)
+
+        def find() -> dict[str, Any]:
+            found = self.find_weights(Path(path), model, origin)
+            return {**found.state, "path": str(found.path)}
+
+        state = self._on_root(find)
+        assert state is not None
+        self.communicator.together(lambda: self._read(state, model, None))
+        return state
 
 
 def own_piece(kind: str, name: str, value: torch.Tensor, rank: int) -> Piece:
     """Return a tensor that this ``rank`` has whole, and writes."""
-    array = array_of(value)
-    return Piece(kind, name, Layout.of(array), rank, lambda: array)
+    return Piece(kind, name, layout_of(value), rank, lambda: array_of(value))
+
+
+def layout_of(value: torch.Tensor) -> Layout:
+    """Return the layout of the whole tensor, of which this rank may have a part; copies nothing."""
+    return Layout(torch.empty(0, dtype=value.dtype).numpy().dtype, tuple(value.shape))
 
 
 class Writer:
@@ -210,6 +234,9 @@ class Writer:
         """Bring the files to disk, and tell what is in them."""
         written = []
         for kind, file in self._files.items():
+            if self._trouble:
+                file.abandon()
+                continue
             with self._noted():
                 sizes = {name: one.nbytes for name, one in self._layouts[kind].items()}
                 written.append(Written(file.path.name, file.close(), sizes))

@@ -8,6 +8,7 @@ torch's ZeroRedundancyOptimizer would be another one, of which only that of a ra
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common import in_buckets, in_parts
 from hvdtrain.adapters.pytorch.common import load_optimizer, optimizer_tensors
+from hvdtrain.adapters.pytorch.ddp import Replica
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, own_piece
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint import MODEL_FILE, TRAINING_FILE, Checkpoint
@@ -38,7 +40,7 @@ class ZeroAdapter(ShardedAdapter):
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         model, optimizer = super().distribute(model, optimizer)
-        self._shares[optimizer] = Share(optimizer, self)
+        self._shares[optimizer] = Share(optimizer, self, model)
         return model, optimizer
 
     @override
@@ -87,13 +89,15 @@ class Share:
     The gradients of the others are out of sight of the optimizer, which makes no state for them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter, replica: Replica
+    ) -> None:
         if optimizer.state:
             raise UsageError(
                 "distribute_optimizer: with --strategy zero each rank has a part of the optimizer "
                 "state, so give it an optimizer that has none yet; resume loads one"
             )
-        self.adapter, rank = adapter, adapter.world.rank
+        self.adapter, self.replica, rank = adapter, replica, adapter.world.rank
         self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
         sizes = [one.numel() * one.element_size() for one in self.parameters]
         self.owners = in_parts(sizes, adapter.world.size)
@@ -121,6 +125,7 @@ class Share:
         for one, gradient in zip(self.parameters, self._hidden, strict=True):
             one.grad = gradient
         self._hidden = []
+        started = time.perf_counter()
         before: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
         with self.adapter.waits.during(SUM):
             for bucket in self._buckets:
@@ -132,6 +137,7 @@ class Share:
                 before = parameters, message, work
             if before:
                 _receive(*before)
+        self.replica.blocked_seconds += time.perf_counter() - started
 
 
 def _receive(parameters: list[torch.Tensor], message: torch.Tensor, work: Any) -> None:

@@ -27,7 +27,7 @@ OUT = Path("compare")
 SHOWN = 12  # last lines of a failed run's output
 SPEAKS = re.compile(r"^hvdtrain: (?:rank \d+ on [^:]*: )?(?:error: )?(.+)$", re.MULTILINE)
 NO_MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|ResourceExhausted|can't allocate memory|std::bad_alloc"
+    r"out of memory(?!\?)|OutOfMemoryError|ResourceExhausted|can't allocate memory|std::bad_alloc"
 )
 
 
