@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +63,15 @@ def train(strategy: str, layers: int) -> None:
 
 def measure(strategy: str, ranks: int, layers: int) -> int:
     """Return the peak in bytes."""
-    line = [str(BIN / "mpirun"), "-n", str(ranks), sys.executable, "-m", "tests.perf.memory"]
+    line = [
+        str(BIN / "mpirun"),
+        "--oversubscribe",
+        "-n",
+        str(ranks),
+        sys.executable,
+        "-m",
+        "tests.perf.memory",
+    ]
     done = subprocess.run(
         [*line, "--train", strategy, "--layers", str(layers)],
         env=environment(OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1"),
@@ -88,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.train:
         train(options.train, options.layers)
-        os._exit(0)  # what the libraries do at their end is not measured
+        return
     layers = round(options.megabytes * 1e6 / BLOCK)
     whole = layers * BLOCK
     print(f"AdamW, {whole / 1e6:.0f} MB of parameters; per rank, in MB")
