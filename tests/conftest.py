@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -59,6 +60,20 @@ def end_session(leader: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(pid) == leader:
                 os.kill(pid, signal.SIGKILL)
+
+
+def begin(command: list[str], **more: Any) -> subprocess.Popen[str]:
+    """Start ``command`` to do something to it; what it says comes in one stream."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **more,
+    )
 
 
 def run(command: list[str], *, cwd: Path = ROOT, timeout: float = 240, **extra: str) -> Outcome:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import BIN, LONG, ROOT, end_session, environment, run
+from tests.conftest import BIN, LONG, begin, end_session, run
 from tests.parallel.test_launch import until
 
 TORCHRUN = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m")
@@ -23,16 +22,8 @@ STEPS = 60  # five epochs of 1,500 samples
 def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     saved, summary = tmp_path / "checkpoints", tmp_path / "summary.json"
     files = (f"--checkpoint-dir={saved}", "--checkpoint-every=5", f"--summary={summary}")
-    process = subprocess.Popen(
-        [*TORCHRUN, *TRAIN, f"--num-steps={STEPS}", *files],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    line = [*TORCHRUN, *TRAIN, f"--num-steps={STEPS}", *files]
+    process = begin(line, start_new_session=True)
     try:
         until(lambda: list(saved.glob("step-*")), process)
         chance = random.Random(number)

@@ -21,7 +21,7 @@ from hvdtrain.commands.launch.hosts import Allocation
 from hvdtrain.commands.launch.layout import lay_out
 from hvdtrain.commands.launch.mpirun import Mpi
 from hvdtrain.steps import checkpoint
-from tests.conftest import BIN, ROOT, Outcome, environment, ranks, run
+from tests.conftest import BIN, ROOT, Outcome, begin, environment, ranks, run
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
 PLACE = """
@@ -77,15 +77,7 @@ def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     processes: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*LAUNCH, *words],
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        process = begin([*LAUNCH, *words])
         processes.append(process)
         return process
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT, environment, run
+from tests.conftest import begin, run
 from tests.parallel.conftest import Training, assert_bit_equal, train
 from tests.parallel.test_launch import assert_gone, family, until
 from tests.terminal import record, screen
@@ -65,16 +65,7 @@ def started(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
     options = ("--quiet", "--epochs=10000", "--checkpoint-every=5", f"--checkpoint-dir={tmp_path}")
 
     def start() -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*SPAWN, *options],
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            process_group=0,  # as a shell starts it
-        )
+        process = begin([*SPAWN, *options], process_group=0)  # as a shell starts it
         processes.append(process)
         return process
 

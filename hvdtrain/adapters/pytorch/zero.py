@@ -2,8 +2,8 @@
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 Each rank updates the parameters that are its own, whole tensors of about the same total size, and
-sends them to the others; so it has optimizer state of those alone. The optimizer stays the user's:
-torch's ZeroRedundancyOptimizer would be another one, of which only that of a rank has the state.
+sends them to the others; so it has optimizer state of those alone. The optimizer stays the user's,
+of any class; torch's ZeroRedundancyOptimizer is another one, which would have to be built anew.
 """
 
 from __future__ import annotations
