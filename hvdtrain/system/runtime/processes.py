@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
-from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL = 0.05  # seconds between two looks at the processes
@@ -37,6 +37,7 @@ class Processes:
         self._before: dict[int, Any] = {}  # handlers
         self._deadline = float("inf")  # when those that are left are killed
         self._code = EXIT_OK  # of the first that did not end with 0
+        self._killed = False
 
     def __enter__(self) -> Self:
         for number in STOP_SIGNALS:
@@ -60,6 +61,7 @@ class Processes:
 
     def kill(self) -> None:
         """End all, for certain."""
+        self._killed = True
         for process in self.running:
             process.kill()
         for process in self.running:
@@ -85,8 +87,13 @@ class Processes:
     def _have_ended(self) -> bool:
         """Return whether all have; note the first that failed."""
         codes = [process.poll() for process in self.running]
-        place = next((place for place, code in enumerate(codes) if code), None)
-        if place is not None and self._code == EXIT_OK:
+        # Those that lost one to a signal may be gone before it is: its code counts.
+        failed = sorted(
+            (not _is_of_a_signal(code), place) for place, code in enumerate(codes) if code
+        )
+        lost = bool(failed) and not failed[0][0] and not self._killed
+        if failed and (self._code == EXIT_OK or (lost and self._code == EXIT_FAILURE)):
+            place = failed[0][1]
             code = codes[place] or EXIT_OK
             self._code = exit_code(code)
             if code < 0 and not self.asked:
@@ -99,6 +106,10 @@ class Processes:
 
     def _end_within(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+
+def _is_of_a_signal(code: int) -> bool:
+    return 128 < exit_code(code) <= 128 + signal.SIGRTMAX
 
 
 def exit_code(code: int) -> int:

@@ -49,6 +49,13 @@ def test_a_rank_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]) -> No
     assert capfd.readouterr().err == "hvdtrain: rank 1 was ended by SIGKILL\n"
 
 
+def test_its_code_counts_though_another_was_gone_before(capfd: pytest.CaptureFixture[str]) -> None:
+    """As when a rank sees that one is lost whose memory the kernel has not yet freed."""
+    later = "time.sleep(0.3), os.kill(os.getpid(), 9)"
+    assert run(2, f"({later}) if rank == 0 else sys.exit(1)") == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == "hvdtrain: rank 0 was ended by SIGKILL\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_is_handed_on(number: signal.Signals) -> None:
     before = signal.getsignal(number)
