@@ -21,7 +21,7 @@ from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
 from tests.conftest import BIN, Outcome
 from tests.conftest import LONG as ALL_CASES
-from tests.parallel.conftest import Training, assert_bit_equal, assert_close, train
+from tests.parallel.conftest import STRATEGIES, Training, assert_bit_equal, assert_close, train
 
 CONTRACT = 30.0  # seconds in which a job has to be over after a host or a link is lost
 START = 120.0  # seconds for a training to come to its first steps on a busy machine
@@ -207,6 +207,26 @@ def test_a_host_is_lost_and_the_training_goes_on_later(
     end = int(step.removeprefix("step-")) + 6
     resumed = train_on(two, tmp_path, *LONG, f"--num-steps={end}", "--resume=must")
     assert_bit_equal(At(uncut, end), At(resumed, end))
+
+
+@pytest.mark.skipif(not ALL_CASES, reason="HVDTRAIN_LONG=1 runs it")
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "horovod"])
+def test_a_host_is_lost_under_another_strategy(
+    strategy: str, two: TwoHosts, tmp_path: Path
+) -> None:
+    options = (*LONG, f"--strategy={strategy}")
+    with two.running(two.mpirun(*trainer(tmp_path, *options))) as process:
+        wait_for_checkpoints(3, process, tmp_path)
+        two.power_off()
+        outcome = wait_until_over(two, process, strategy)
+    newest = Training(outcome, tmp_path).newest
+    assert outcome.code == 1
+    (said,) = outcome.said
+    assert f"host {two.name(2)} (ranks 2-3) has not answered for 15 s" in said
+    assert said.endswith(f"again: it goes on from {newest}")
+    end = int(newest.name.partition("+")[0].removeprefix("step-")) + 6
+    resumed = train_on(two, tmp_path, *options, f"--num-steps={end}", "--resume=must")
+    assert resumed.summary["steps_completed"] == end
 
 
 def test_all_that_runs_on_a_host_is_killed(two: TwoHosts, tmp_path: Path) -> None:

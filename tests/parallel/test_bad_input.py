@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -167,31 +168,48 @@ def test_a_loss_that_is_nan_on_one_rank(tmp_path: Path) -> None:
     assert_one_line(outcome, 1, "rank 1", "step 4", "nan")
 
 
+CRASH = """
+import os, signal, sys, time
+from hvdtrain import mnist
+from hvdtrain.system.runtime.exit import run_and_exit
+from hvdtrain.training.loop import Run
+update = Run._update
+def crash(run, part, batch):
+    update(run, part, batch)
+    if run.now.step == 3 and run.adapter.world.rank == 1:
+        print("crashing", time.time(), file=sys.stderr, flush=True)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise MemoryError("no memory left")
+Run._update = crash
+strategy, how = sys.argv[1:]
+sys.argv[1:] = ["--quiet", f"--strategy={strategy}"]
+run_and_exit(mnist.main)
+"""
+
+
+def seconds_to_the_end(outcome: Outcome) -> float:
+    """From the crash, as the rank told it, to now."""
+    crashed = next(line for line in outcome.err.splitlines() if line.startswith("crashing"))
+    return time.time() - float(crashed.split()[1])
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_crash_on_one_rank_ends_the_job(strategy: str, tmp_path: Path) -> None:
-    script = tmp_path / "crash.py"
-    script.write_text(
-        "import os, time, sys\n"
-        "from hvdtrain import mnist\n"
-        "from hvdtrain.system.runtime.exit import run_and_exit\n"
-        "from hvdtrain.training.loop import Run\n"
-        "update = Run._update\n"
-        "def crash(run, part, batch):\n"
-        "    update(run, part, batch)\n"
-        "    if run.now.step == 3 and run.adapter.world.rank == 1:\n"
-        "        print('crashing', time.time(), file=sys.stderr, flush=True)\n"
-        "        raise MemoryError('no memory left')\n"
-        "Run._update = crash\n"
-        f"sys.argv += ['--quiet', '--strategy={strategy}']\n"
-        "run_and_exit(mnist.main)\n"
-    )
-    outcome = resident.ranks(2, str(script))
-    ended = time.time()
-    crashed = next(line for line in outcome.err.splitlines() if line.startswith("crashing"))
+    (script := tmp_path / "crash.py").write_text(CRASH)
+    outcome = resident.ranks(2, str(script), strategy, "raises")
+    assert seconds_to_the_end(outcome) < 10  # the contract: the whole job within 10 s
     assert outcome.code == 1
     assert "rank 1" in outcome.said[0] and "step 3" in outcome.said[0]
     assert "no memory left" in outcome.err
-    assert ended - float(crashed.split()[1]) < 10  # the contract: the whole job within 10 s
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES if LONG else ["fsdp"])
+def test_a_rank_that_is_killed_ends_the_job(strategy: str, tmp_path: Path) -> None:
+    (script := tmp_path / "crash.py").write_text(CRASH)
+    outcome = ranks(3, str(script), strategy, "killed")
+    assert seconds_to_the_end(outcome) < 10
+    assert outcome.code == 128 + signal.SIGKILL
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
