@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from datetime import timedelta
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
+from hvdtrain.errors import UsageError
+from hvdtrain.system.machine.network import address_for_all, addresses, card_towards
 from hvdtrain.system.runtime.detect import BY_HAND, RESTARTS_DONE, SPAWN, TORCHRUN, detect
 
 OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
+CARD = "GLOO_SOCKET_IFNAME"
 FOREVER = timedelta(days=365)  # a rank that is late is waited for; one that is dead, detected
 
 
@@ -49,17 +52,19 @@ class TorchDistributed(Communicator):
                 backend, store=store, rank=rank, world_size=size, timeout=timeout
             )
         else:
-            rank, size, address = 0, 1, _free_address(alone=True)
+            rank, size, host, port = 0, 1, "127.0.0.1", _free_port()
             if launch.size > 1:
                 from hvdtrain.collectives.mpi4py import Mpi4py
 
                 mpi = Mpi4py()
-                hosts = set(mpi.gather(socket.gethostname().encode()))
-                mine = _free_address(alone=len(hosts) == 1)
-                rank, size = mpi.rank, mpi.size
-                address = mpi.broadcast_bytes(mine.encode()).decode()
+                rank, size, host = mpi.rank, mpi.size, _host_of_rank_0(mpi)
+                port = int(mpi.broadcast_bytes(b"%d" % port))
             dist.init_process_group(
-                backend, init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=timeout
+                backend,
+                init_method=f"tcp://{host}:{port}",
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
             )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Where one rank sums gradients and another gathers bytes, by a mistake in a program, both
@@ -145,16 +150,32 @@ class TorchDistributed(Communicator):
         dist.destroy_process_group()
 
 
-def _free_address(*, alone: bool) -> str:
-    """Return a host and port of this rank where the others can meet it.
-
-    ``alone``: all ranks are here. ``GLOO_SOCKET_IFNAME`` names the interface that they share.
-    """
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    if alone:
-        return f"127.0.0.1:{port}"
-    interface = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
-    addresses = [one.address for one in interface if one.family == socket.AF_INET]
-    return f"{addresses[0] if addresses else socket.gethostname()}:{port}"
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _host_of_rank_0(mpi: Communicator) -> str:
+    """Return where all ranks reach rank 0, and let Gloo use that network; all ranks call it.
+
+    Left alone Gloo takes the address that this host's name has, which may be that of another
+    network, of loopback (Debian), or none. ``GLOO_SOCKET_IFNAME`` names another interface.
+
+    Raises:
+        UsageError: on a rank that finds no way to rank 0.
+    """
+    card = os.environ.get(CARD)
+    mine = json.dumps([socket.gethostname(), addresses(card)]).encode()
+    hosts: dict[str, list[str]] = dict(json.loads(told) for told in mpi.gather(mine))
+    if len(hosts) == 1:
+        return "127.0.0.1"
+    found = address_for_all(hosts) or next(iter(hosts))
+    if not (card or (card := card_towards(found))):
+        raise UsageError(
+            f"{socket.gethostname()} does not reach {found}, where rank 0 is: name the interface "
+            f"that connects the hosts, as in {CARD}=eth0"
+        )
+    os.environ[CARD] = card
+    return found

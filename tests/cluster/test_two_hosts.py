@@ -99,8 +99,8 @@ def test_launch_by_a_nodefile_trains_as_one_rank_does(two: TwoHosts, tmp_path: P
     assert four.summary["eval_samples"] == 297
 
 
-def test_torchrun_by_launch_and_by_hand(two: TwoHosts, tmp_path: Path) -> None:
-    """One training: launch starts an agent per host; torchrun by hand goes on; launch again."""
+def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) -> None:
+    """One training: launch starts an agent per host; torchrun and mpirun go on; launch again."""
     options = ("--strategy=ddp", "--model=small", "--checkpoint-every=2", "--keep=1000", *EXACT)
     launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--launcher=torchrun")
     command = two.on(1, *launch, "--", *trainer(tmp_path, *options, "--epochs=1000"))
@@ -128,6 +128,10 @@ def test_torchrun_by_launch_and_by_hand(two: TwoHosts, tmp_path: Path) -> None:
     assert (four.summary["world_size"], four.summary["hosts"]) == (4, 2)
     assert four.summary["steps_completed"] == end
     assert_close(train(1, tmp_path / "one", "mnist", *more), four, 1e-9)
+
+    # The names of these hosts lead nowhere: the ranks find the network that both are in.
+    on = train_on(two, tmp_path, *options, "--epochs=1000", f"--num-steps={end + 2}")
+    assert (on.summary["steps_completed"], on.summary["hosts"]) == (end + 2, 2)
 
     there = len(list(tmp_path.glob("checkpoints/step-*")))
     with two.running(command, **variables) as process:

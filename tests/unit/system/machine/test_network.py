@@ -1,0 +1,34 @@
+"""Which address of the first host all others reach."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.system.machine.network import address_for_all, addresses, card_towards
+
+DOCKER = "172.17.0.1/16"  # the same on each host that has it
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ((["10.0.0.1/24"], ["10.0.0.2/24"], ["10.0.0.3/24"]), "10.0.0.1"),
+        ((["10.0.0.1/24", "10.9.0.1/16"], ["10.9.7.2/16"]), "10.9.0.1"),
+        (([DOCKER, "10.0.0.1/24"], [DOCKER, "10.0.0.2/24"]), "10.0.0.1"),
+        ((["10.0.0.1/24"], ["10.0.0.2/24"], ["10.0.1.3/24"]), None),  # a router between them
+        ((["10.0.0.1/24"], []), None),
+        (([], ["10.0.0.2/24"]), None),
+        (([DOCKER], [DOCKER]), None),
+    ],
+)
+def test_the_first_network_that_all_are_in(
+    hosts: tuple[list[str], ...], expected: str | None
+) -> None:
+    assert address_for_all({f"host{n}": ours for n, ours in enumerate(hosts)}) == expected
+
+
+def test_this_host() -> None:
+    assert card_towards("127.0.0.1") == "lo"
+    assert addresses("lo") == ["127.0.0.1/8"]
+    assert not any(one.startswith("127.") for one in addresses())
+    assert card_towards("no-such-host.invalid") is None
