@@ -74,6 +74,14 @@ class Server:
 _servers: dict[str, Server] = {}
 
 
+def address(framework: str) -> str:
+    """Where a process listens that has ``framework`` loaded; starts it the first time."""
+    server = _servers.get(framework)
+    if server is None or server.process.poll() is not None:
+        server = _servers[framework] = Server(framework)
+    return server.address
+
+
 def ranks(number: int, *words: str, framework: str = "", **more: Any) -> Outcome:
     """Run ``python WORDS`` as ``tests.conftest.ranks`` does, forked where a framework is loaded.
 
@@ -81,11 +89,8 @@ def ranks(number: int, *words: str, framework: str = "", **more: Any) -> Outcome
     """
     named = {"tensorflow", "--framework=tensorflow"} & set(words)
     framework = framework or ("tensorflow" if named else "pytorch")
-    server = _servers.get(framework)
-    if server is None or server.process.poll() is not None:
-        server = _servers[framework] = Server(framework)
     mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number)]
-    return run([*mpirun, sys.executable, "-SE", str(RANK), server.address, *words], **more)
+    return run([*mpirun, sys.executable, "-SE", str(RANK), address(framework), *words], **more)
 
 
 def end_all() -> None:
@@ -107,6 +112,8 @@ def load(framework: str) -> None:
                 importlib.import_module(strategy.adapters[framework].partition(":")[0])
     for module in (FRAMEWORKS[framework], f"mnist.{framework}", f"resnet.{framework}"):
         importlib.import_module(f"hvdtrain.workloads.{module}")
+    if framework == "pytorch":
+        importlib.import_module("torch._dynamo")  # a second; the first optimizer imports it
     with contextlib.suppress(ImportError):
         importlib.import_module("sklearn.datasets")
     gc.freeze()  # what is here already is no garbage of a run
