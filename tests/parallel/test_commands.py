@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ from PIL import Image
 
 from tests.commands import Shown, shown
 from tests.conftest import BIN, LONG, ROOT, run
+from tests.parallel import resident
+from tests.parallel.conftest import FRAMEWORKS
 from tests.parallel.test_homework import write_idx
 
 # What is not started here: it would install, submit, run all tests, or needs a GPU.
@@ -50,6 +54,16 @@ SHORTER = (
     (re.compile(r"-n 4 (?=python train_resnet34_hvd.py)"), "-n 2 "),
     (re.compile(r"^DATA=\S+"), r"\g<0> RANKS=2 WARMUPS=0 EPOCHS=1 FRAMEWORKS=pytorch"),
 )
+# The python of the commands: as a rank, a resident process.
+PYTHON = """\
+#!/bin/sh
+[ -n "$OMPI_COMM_WORLD_RANK" ] || exec {python} "$@"
+case "$*" in
+    *tensorflow* | *resnet34*) address={tensorflow} ;;
+    *) address={pytorch} ;;
+esac
+exec {python} -SE {rank} "$address" "$@"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +82,11 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "examples", home / "examples")
     (home / "jobs").mkdir()  # where jobs/README.md writes
     (home / ".venv").symlink_to(BIN.parent)
+    (home / "bin").mkdir()
+    addresses = {framework: resident.address(framework) for framework in FRAMEWORKS}
+    text = PYTHON.format(python=sys.executable, rank=resident.RANK, **addresses)
+    (home / "bin" / "python").write_text(text)
+    (home / "bin" / "python").chmod(0o755)
     shutil.copy(home / "pytorch_mnist_hvd.py", home / "my_mnist_hvd.py")
     plain = ROOT / "tests/parallel/scripts/plain_torch.py"
     (home / "train.py").write_text(
@@ -99,5 +118,6 @@ def test_a_command_of_the_pages_starts(command: Shown, desk: Path) -> None:
         pytest.skip("HVDTRAIN_LONG=1 starts it; it has a test of its own")
     for pattern, words in (*DRY, *SHORTER):
         text = pattern.sub(words, text, count=1)
-    outcome = run(["bash", "-euc", text], cwd=desk, HOME=str(desk))
+    path = os.pathsep.join([str(desk / "bin"), str(BIN), os.environ["PATH"]])
+    outcome = run(["bash", "-euc", text], cwd=desk, HOME=str(desk), PATH=path)
     assert outcome.code == 0, f"{text}\n{outcome.out}\n{outcome.err}"
