@@ -194,10 +194,10 @@ def test_a_job_that_never_ran(user: User) -> None:
     assert "--after 9999: slurm knows no such job" in refused.err
 
 
-# Enough steps for half a minute; a checkpoint only where the training is stopped.
+# Some seconds of steps; a checkpoint only where the training is stopped.
 TRAINING = (
     *("python", "-m", "hvdtrain.mnist", "--epochs", "80", "--batch-size", "48", "--seed", "3"),
-    *("--num-steps", "900", "--checkpoint-every", "100000", "--checkpoint-dir", "checkpoints"),
+    *("--num-steps", "100", "--checkpoint-every", "100000", "--checkpoint-dir", "checkpoints"),
     *("--summary", "summary.json"),
 )
 
@@ -213,9 +213,10 @@ def newest_checkpoint(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_job_cut_by_its_walltime_ends_as_an_uncut_one(user: User, tmp_path: Path) -> None:
-    """Slurm counts in minutes, and the first job sleeps most of its own away.
+    """Slurm counts in minutes, and the first job sleeps away all but what a save is given.
 
-    How many jobs it takes depends on how busy the machine is: two where it is not.
+    So it is cut at its first step, and the next one has half a minute: for all the other steps
+    where the machine is not busy.
     """
     uncut = User(user.cluster, tmp_path / "uncut")
     uncut.directory.mkdir()
@@ -283,7 +284,7 @@ def test_as_real_pbs_would_run_it(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_taken_away_saves(user: User) -> None:
-    steps = tuple("1000000" if word in ("900", "80") else word for word in TRAINING)
+    steps = tuple("1000000" if word in ("100", "80") else word for word in TRAINING)
     number = user.submits("--walltime", "0:10:00", "--", *steps).out.strip()
     end = time.monotonic() + PATIENCE
     while "loss" not in (Path(user.job(number)["StdOut"]).read_text() if started(user) else ""):
