@@ -92,8 +92,8 @@ def test_digits_at_1_2_and_3_ranks(framework: str, tmp_path: Path) -> None:
 def test_images_at_1_2_and_3_ranks(framework: str, few_images: Path, tmp_path: Path) -> None:
     """Ten real JPEGs, then two, fewer than ranks; the newest checkpoint of a directory."""
     line = (
-        *("--model=resnet18", "--image-size=64", f"--framework={framework}", "--precision=fp64"),
-        "--batch-size=1",
+        *("--model=resnet18", "--image-size=32", f"--framework={framework}", "--precision=fp64"),
+        *("--batch-size=1", "--workers=0"),
     )
     train(
         2, tmp_path, "resnet", *line, f"--data={few_images}", "--num-steps=3", "--check-replicas=1"
