@@ -22,7 +22,8 @@ def _named_gather(name: str, dtype: Any) -> Any:
     def gather(values: Any) -> Any:
         return hvd.allgather(values, name=name, ignore_name_scope=True)
 
-    return tf.function(gather, input_signature=[tf.TensorSpec([None], dtype)])
+    # Nothing here depends on a value; AutoGraph would take half a second to find that out.
+    return tf.function(gather, [tf.TensorSpec([None], dtype)], autograph=False)
 
 
 _gather_lengths = _named_gather("allgather.hvdtrain.lengths", tf.int64)
