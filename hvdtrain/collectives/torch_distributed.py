@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import secrets
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +21,11 @@ from typing_extensions import override
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.network import address_for_all, addresses, card_towards
-from hvdtrain.system.runtime.detect import BY_HAND, RESTARTS_DONE, SPAWN, TORCHRUN, detect
+from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, detect
 
 OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
+POLL = 0.05  # seconds between two looks at what the other ranks have written
+Store = Any  # of torch.distributed, which does not tell mypy of its stores
 CARD = "GLOO_SOCKET_IFNAME"
 FOREVER = timedelta(days=365)  # a rank that is late is waited for; one that is dead, detected
 
@@ -42,12 +49,7 @@ class TorchDistributed(Communicator):
         if dist.is_initialized():
             pass
         elif launch.launcher in OWN_RENDEZVOUS:
-            # The store of torchrun's agent outlives a restart of its ranks, and in it the addresses
-            # of those that are no more, which a new rank would try to reach.
-            attempt = os.environ.get(RESTARTS_DONE, "0")
-            store, rank, size = next(rendezvous("env://", timeout=timeout))
-            store.set_timeout(timeout)
-            store = dist.PrefixStore(f"hvdtrain/{attempt}", store)  # type: ignore[attr-defined]
+            store, rank, size = _open_store(timeout)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timeout
             )
@@ -148,6 +150,45 @@ class TorchDistributed(Communicator):
     @override
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return a store for the ranks that were started together, and rank and size; all call it.
+
+    torchrun asks its ranks to end where the world changes, so they have to hear signals meanwhile.
+    """
+    # Where rank 0 is late, or gone, this waits in C++, where the main thread would hear nothing.
+    waiting = ThreadPoolExecutor(1).submit(next, rendezvous("env://", timeout=timeout))
+    store, rank, size = waiting.result()
+    store.set_timeout(timeout)
+    prefix = f"hvdtrain/{meet(store, rank, size, timeout)}"
+    return dist.PrefixStore(prefix, store), rank, size  # type: ignore[attr-defined]
+
+
+def meet(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a name for the ranks that were started together, the same on all of them.
+
+    The store of torchrun's agent outlives the ranks, and in it the addresses of those that are no
+    more. How often each agent has restarted its own ranks, which is all that torchrun tells, does
+    not tell them apart: agents that join later begin at 0, and not every new start is counted. So
+    each rank draws a name, and shows which names it sees; where all show the same ones, each of
+    them has seen a name drawn in this start.
+
+    Raises:
+        TimeoutError: a rank has not come.
+    """
+    store.set(f"hvdtrain/name/{rank}", secrets.token_hex(8))
+    names = [f"hvdtrain/name/{one}" for one in range(size)]
+    shown = [f"hvdtrain/seen/{one}" for one in range(size)]
+    end = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < end:
+        if store.check(names):
+            seen = hashlib.sha256(b"".join(store.multi_get(names))).hexdigest()
+            store.set(f"hvdtrain/seen/{rank}", seen)
+            if store.check(shown) and set(store.multi_get(shown)) == {seen.encode()}:
+                return seen
+        time.sleep(POLL)
+    raise TimeoutError(f"not all of {size} ranks came within {timeout.total_seconds():g} s")
 
 
 def _free_port() -> int:

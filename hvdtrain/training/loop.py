@@ -21,7 +21,7 @@ from hvdtrain.system.runtime.walltime import ends_at
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.plan import TrainingPlan
-from hvdtrain.training.preemption import AGAIN, ENDING, Walltime, on_stop_signal
+from hvdtrain.training.preemption import AGAIN, ENDING, Walltime, on_stop_signal, wait_for_agent
 from hvdtrain.training.progress import Silent
 from hvdtrain.training.summary import described, evaluated, measured, rows
 from hvdtrain.training.throughput import Clock
@@ -33,6 +33,7 @@ from hvdtrain.workloads.task import NotFinite, Task, Workload
 LINES_PER_EPOCH = 20  # log intervals
 MOST_SKIPPED = 10  # updates in a row that --on-nan skip leaves out
 MOST_ROLLBACKS = 3
+ANOTHER = "another rank was asked to stop"  # and this one was not
 
 
 class _LeftOutError(Exception):
@@ -61,7 +62,7 @@ class Run:
         self.timeline = TimelineWindow(options, adapter)
         self.pending: list[tuple[Part, Any]] = []  # losses that have not been read yet
         self.train_loss: float | None = None
-        self.why = "another rank was asked to stop"  # where this one was not
+        self.why = ANOTHER
         self.in_a_row = 0  # updates left out, up to here
         origin = {
             "framework": options.framework,
@@ -126,7 +127,10 @@ class Run:
                 self._end(Stopped.DIVERGED)
             raise
         self._end(stopped)
-        return EXIT_PREEMPTED if stopped is Stopped.PREEMPTED else EXIT_OK
+        if stopped is not Stopped.PREEMPTED:
+            return EXIT_OK
+        wait_for_agent(lambda: self.why != ANOTHER)
+        return EXIT_PREEMPTED
 
     def _train(self) -> Stopped:
         if self.options.on_nan == "rollback" and self.checkpoints.path is None:

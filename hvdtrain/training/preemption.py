@@ -16,7 +16,7 @@ from types import FrameType
 
 from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.system.runtime.detect import detect
+from hvdtrain.system.runtime.detect import TORCHRUN, detect, is_restarted
 from hvdtrain.system.runtime.exit import WAIT_FAILURE, announce, leave, process_status
 
 ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it hands the others on
@@ -70,6 +70,21 @@ def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
         leave(EXIT_PREEMPTED if found else 128 + signal.Signals[name])
 
     on_stop_signal(end)
+
+
+AGENT, POLL = 10.0, 0.05  # seconds for the agent to ask, and between two looks
+
+
+def wait_for_agent(was_asked: Callable[[], bool]) -> None:
+    """Wait, where torchrun starts ranks anew, until its agent has asked this rank to stop, too.
+
+    Where the world changes each agent learns it in its own time, and all ranks stop when the first
+    of them is asked. To its agent a rank that leaves unasked has failed, and uses up a restart.
+    """
+    end = time.monotonic() + AGENT
+    by_torchrun = detect(os.environ).launcher == TORCHRUN and is_restarted(os.environ)
+    while by_torchrun and not was_asked() and time.monotonic() < end:
+        time.sleep(POLL)
 
 
 RESERVE = 10.0  # seconds for the job's own last lines, and for a clock that is a little off

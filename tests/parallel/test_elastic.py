@@ -1,45 +1,149 @@
-"""torchrun starts its ranks anew: a killed one costs what was done since the last checkpoint."""
+"""torchrun starts its ranks anew: a killed one costs what was done since the last checkpoint.
+
+Hosts are agents here, which is all that torchrun knows of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import re
+import signal
+import socket
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from hvdtrain.steps.checkpoint import newest_name
 from tests.conftest import BIN, LONG, begin, end_session, run
 from tests.parallel.test_launch import until
 
-TORCHRUN = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m")
-TRAIN = ("hvdtrain.mnist", "--strategy=ddp", "--model=small", "--quiet", "--epochs=400")
-STEPS = 60  # five epochs of 1,500 samples
+TRAIN = ("hvdtrain.mnist", "--strategy=ddp", "--model=small")
+SAMPLES = 1500
+# A host that is silent for 3 s is lost, and who comes first waits 1 s for the others.
+QUICK = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1"
+
+
+class Torchrun:
+    """Agents of torchrun that train together."""
+
+    def __init__(self, *training: str, hosts: str, restarts: int, ranks: int = 1) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1", QUICK)
+        world = (f"--nnodes={hosts}", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}")
+        place = ("--local-addr=127.0.0.1", "-m")
+        # As docs/elastic.md says: otherwise an agent that joins waits for an address in vain.
+        alone = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") if ":" in hosts else ()
+        torchrun = str(BIN / "torchrun")
+        self.line = [*alone, torchrun, *meeting, *world, *place, *TRAIN, *training]
+        self.agents: list[subprocess.Popen[str]] = []
+
+    def start(self) -> None:
+        """Start one more agent."""
+        self.agents.append(begin(self.line, start_new_session=True))
+
+    def ranks(self, agent: int = 0) -> list[psutil.Process]:
+        """The ranks of ``agent`` that there are now."""
+        return psutil.Process(self.agents[agent].pid).children()
+
+    def world(self) -> int:
+        """How many ranks the first agent's rank was told of; 0 while it has none."""
+        with contextlib.suppress(psutil.Error, LookupError):
+            return int(self.ranks()[0].environ()["WORLD_SIZE"])
+        return 0
+
+    def kill(self, agent: int) -> None:
+        """Do what the loss of a host does."""
+        with self.agents[agent] as process:
+            ranks = self.ranks(agent) if process.poll() is None else []
+            end_session(process.pid)
+            for rank in ranks:
+                rank.kill()
+
+
+@contextlib.contextmanager
+def torchrun(*training: str, **how: Any) -> Iterator[Torchrun]:
+    """``Torchrun``, of which nothing stays."""
+    running = Torchrun(*training, **how)
+    try:
+        yield running
+    finally:
+        for agent in range(len(running.agents)):
+            running.kill(agent)
+
+
+def newest(saved: Path) -> str:
+    """The name of the newest checkpoint; empty: there is none."""
+    return newest_name(saved) or ""
+
+
+def is_asked(process: psutil.Process) -> bool:
+    """Whether TERM waits for ``process``, which is suspended."""
+    waits = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(waits and int(waits[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("hosts", (1, 2) if LONG else (1,))
+def test_a_host_that_joins_and_one_that_is_lost(hosts: int, tmp_path: Path) -> None:
+    saved, summary = tmp_path / "checkpoints", tmp_path / "summary.json"
+    files = (f"--checkpoint-dir={saved}", "--checkpoint-every=20", f"--summary={summary}")
+    with torchrun("--epochs=16", *files, hosts="1:4", restarts=1) as job:
+        for _ in range(hosts):
+            job.start()
+        first = job.agents[0]
+        until(lambda: job.world() == hosts and newest(saved), first)
+        (rank,) = job.ranks()
+        rank.suspend()  # the others wait for it, and there is something left to do
+        job.start()
+        until(lambda: is_asked(rank), first)
+        rank.resume()
+        until(lambda: job.world() == hosts + 1, first)
+        before = newest(saved)
+        until(lambda: newest(saved) > before, first)
+        kept = newest(saved)
+        job.kill(hosts)
+        said, _ = first.communicate(timeout=120)
+    assert first.returncode == 0, said
+    result = json.loads(summary.read_text())
+    assert (result["stopped"], result["world_size"]) == ("finished", hosts)
+    assert result["samples_trained"] == 16 * SAMPLES  # each sample of each epoch once
+    if hosts == 1:  # else any of them may be rank 0, which speaks
+        worlds = re.findall(r"(\d) ranks? on.*\n.* x (\d) =", said)
+        assert worlds == [("1", "1"), ("2", "2"), ("1", "1")]  # and so the learning rate
+        (step,) = re.findall(r"resumed from .*: step (\d+)", said)[1:]
+        assert int(step) >= int(kept.removeprefix("step-"))  # nothing that was saved is lost
 
 
 @pytest.mark.parametrize("number", range(10 if LONG else 1))
 def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     saved, summary = tmp_path / "checkpoints", tmp_path / "summary.json"
     files = (f"--checkpoint-dir={saved}", "--checkpoint-every=5", f"--summary={summary}")
-    line = [*TORCHRUN, *TRAIN, f"--num-steps={STEPS}", *files]
-    process = begin(line, start_new_session=True)
-    try:
-        until(lambda: list(saved.glob("step-*")), process)
+    hosts = 2 if LONG else 1  # each with a count of its own
+    with torchrun(
+        "--quiet", "--epochs=16", *files, hosts=str(hosts), restarts=3, ranks=2 // hosts
+    ) as job:
+        for _ in range(hosts):
+            job.start()
+        first = job.agents[0]
+        until(lambda: job.world() == 2 and newest(saved), first)
         chance = random.Random(number)
         time.sleep(chance.random() / 2)
-        ranks = {rank.environ()["RANK"]: rank for rank in psutil.Process(process.pid).children()}
+        ranks = {rank.environ()["RANK"]: rank for one in range(hosts) for rank in job.ranks(one)}
         # Rank 0 is the one that all others meet.
         ranks[str(chance.randrange(2) if LONG else 0)].kill()
-        said, _ = process.communicate(timeout=120)
-    finally:
-        for rank in psutil.Process(process.pid).children() if process.poll() is None else ():
-            rank.kill()
-        end_session(process.pid)
-    assert process.returncode == 0, said
+        said, _ = first.communicate(timeout=120)
+    assert first.returncode == 0, said
     result = json.loads(summary.read_text())
-    assert (result["stopped"], result["steps_completed"]) == ("steps", STEPS)
-    assert result["samples_trained"] == 5 * 1500  # each sample of each epoch once
+    assert (result["stopped"], result["world_size"]) == ("finished", 2)
+    assert result["samples_trained"] == 16 * SAMPLES  # each sample of each epoch once
 
 
 def test_without_a_checkpoint_it_would_begin_anew() -> None:

@@ -66,8 +66,7 @@ MARKS = {
     BY_HAND: "MASTER_ADDR",
 }
 
-# How often torchrun has started the ranks anew, and how often it may.
-RESTARTS_DONE, RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # how often torchrun may start the ranks anew
 
 JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")  # in which a batch job has its number
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.preemption import FIRST_SAVE, RESERVE, Walltime
+from hvdtrain.training.preemption import FIRST_SAVE, RESERVE, Walltime, wait_for_agent
 
 PROGRAM = """
 import time
@@ -97,3 +97,16 @@ def test_a_training_stops_two_steps_and_two_saves_before_the_end(step: float, sa
         walltime = Walltime(ends=time.time() + needed + spare)
         walltime.saved(save)
         assert walltime.is_near(step) is near
+
+
+def test_a_rank_waits_to_be_asked_where_it_would_be_started_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = iter((False, False, True))
+    wait_for_agent(lambda: pytest.fail("nobody starts it anew"))
+    for name, value in (("RUN_ID", "1"), ("MAX_RESTARTS", "1")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    wait_for_agent(lambda: next(told))
+    assert list(told) == []
