@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from hvdtrain.system.runtime.detect import LAUNCHERS, SPAWN, TORCHRUN
+from hvdtrain.system.runtime.detect import HOROVODRUN, LAUNCHERS, SPAWN, TORCHRUN
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES
 
 PACKAGES = {"pytorch": "torch", "tensorflow": "tensorflow"}  # of each framework
-WITH_TORCHRUN = frozenset(one.name for one in LAUNCHERS)
+WITH_TORCHRUN = frozenset(one.name for one in LAUNCHERS) - {HOROVODRUN}
 WITHOUT_TORCHRUN = WITH_TORCHRUN - {TORCHRUN, SPAWN}
 HOROVOD_VARIABLES = {
     "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
@@ -78,7 +78,7 @@ STRATEGIES = {
                 "pytorch": "hvdtrain.adapters.pytorch.horovod:HorovodAdapter",
                 "tensorflow": "hvdtrain.adapters.tensorflow.horovod:HorovodAdapter",
             },
-            launchers=WITHOUT_TORCHRUN,
+            launchers=WITHOUT_TORCHRUN | {HOROVODRUN},
             library="Horovod",
             requires={
                 "pytorch": "horovod.torch.mpi_lib_v2",

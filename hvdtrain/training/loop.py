@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from typing import Any, NoReturn
 
@@ -16,7 +17,15 @@ from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped, Summary
 from hvdtrain.system.output.text import plural
-from hvdtrain.system.runtime.exit import agreed, announce, is_agreed, process_status
+from hvdtrain.system.runtime import elastic
+from hvdtrain.system.runtime.detect import is_elastic
+from hvdtrain.system.runtime.exit import (
+    agreed,
+    announce,
+    is_agreed,
+    process_status,
+    start_anew,
+)
 from hvdtrain.system.runtime.walltime import ends_at
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
@@ -34,6 +43,7 @@ LINES_PER_EPOCH = 20  # log intervals
 MOST_SKIPPED = 10  # updates in a row that --on-nan skip leaves out
 MOST_ROLLBACKS = 3
 ANOTHER = "another rank was asked to stop"  # and this one was not
+HOSTS_CHANGED = "the hosts have changed"
 
 
 class _LeftOutError(Exception):
@@ -120,6 +130,8 @@ class Run:
             on_stop_signal(self._want_stop)
             if self.adapter.world.is_writer:  # its wish reaches the others with the gradients
                 self.walltime = Walltime(ends_at())
+                if is_elastic(os.environ):
+                    elastic.watch_hosts(lambda: self._want_stop(HOSTS_CHANGED))
         try:
             stopped = self._train()
         except TrainingError as error:
@@ -144,10 +156,20 @@ class Run:
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
         self._save()
-        if stopped is Stopped.PREEMPTED and self.adapter.world.is_writer:
+        if stopped is Stopped.PREEMPTED:
+            anew = is_elastic(os.environ) and self._only_hosts_changed()
             done = f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
-            announce(f"{self.why}: {done}: {AGAIN}", mpirun_ends=self.why in ENDING)
+            what = "the ranks start anew" if anew else AGAIN
+            if self.adapter.world.is_writer:
+                announce(f"{self.why}: {done}: {what}", mpirun_ends=self.why in ENDING)
+            if anew:
+                start_anew()
         return stopped
+
+    def _only_hosts_changed(self) -> bool:
+        """Return whether no rank was asked to stop for another reason; all ranks call it."""
+        asked = self.why if self.adapter.stop_wanted else HOSTS_CHANGED
+        return set(self.adapter.communicator.gather(asked.encode())) == {HOSTS_CHANGED.encode()}
 
     def _end(self, stopped: Stopped) -> None:
         self.task.train.close()
@@ -213,7 +235,7 @@ class Run:
             self._want_stop("the walltime is near")
 
     def _want_stop(self, why: str) -> None:
-        if not self.adapter.stop_wanted:
+        if not self.adapter.stop_wanted or self.why == HOSTS_CHANGED:
             self.adapter.stop_wanted, self.why = True, why
 
     def _update(self, part: Part, batch: Batch) -> None:

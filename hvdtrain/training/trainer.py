@@ -56,8 +56,8 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
         return _spawn(options, options.spawn)
     if is_restarted(os.environ) and not options.evaluates_only and saves_to is None:
         raise UsageError(
-            "torchrun --max-restarts starts the ranks anew where one fails, and without "
-            "--checkpoint-dir the training too: give both or neither"
+            "torchrun --max-restarts and hvdtrain launch --elastic start the ranks anew where one "
+            "fails, and without --checkpoint-dir the training too: give both or neither"
         )
     leave_on_signal(saves_to, resumes=options.resume != "never")
     spawn.join()

@@ -19,7 +19,7 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -32,8 +32,8 @@ STANDARD_INPUT = 0
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks of this host as torchrun's ``arguments`` say; return the exit code."""
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: _ask())
-    _watch_input()
+        signal.signal(number, lambda *_: ask())
+    watch_input(lambda _: ask())
     if "LOGLEVEL" not in os.environ:  # of torchrun
         logging.disable(logging.ERROR)  # ranks that fail tell so themselves, or are told of below
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -62,7 +62,7 @@ def _ranks() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
-def _ask() -> None:
+def ask() -> None:
     """Ask the ranks of this host to save and stop; end at once where there are none yet."""
     ranks = _ranks()
     for rank in ranks:
@@ -71,22 +71,27 @@ def _ask() -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def _watch_input() -> None:
-    """Keep standard input from the ranks, and obey it where it is a pipe."""
+def kill() -> None:
+    """End the ranks of this host, for certain."""
+    for rank in _ranks():
+        rank.kill()
+
+
+def watch_input(obey: Callable[[bytes], None]) -> None:
+    """Keep standard input from the ranks; where it is a pipe, ``obey`` each byte, and its end."""
     kind = os.fstat(STANDARD_INPUT).st_mode
     leash = os.dup(STANDARD_INPUT)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, STANDARD_INPUT)
     os.close(nothing)
     if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
-        threading.Thread(target=_obey, args=(leash,), name="leash", daemon=True).start()
+        threading.Thread(target=_listen, args=(leash, obey), name="leash", daemon=True).start()
 
 
-def _obey(leash: int) -> None:
-    while os.read(leash, 1):
-        _ask()
-    for rank in _ranks():
-        rank.kill()
+def _listen(leash: int, obey: Callable[[bytes], None]) -> None:
+    while order := os.read(leash, 1):
+        obey(order)
+    kill()
     os._exit(EXIT_FAILURE)
 
 

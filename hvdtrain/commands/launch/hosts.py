@@ -83,6 +83,18 @@ def read_hostfile(path: Path, named_by: str) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UsageError(f"{named_by}: {path}: {reason}; name the hosts by --hosts") from error
+    found = parse_lines(lines, f"{named_by}: {path}")
+    if not found:
+        raise UsageError(f"{named_by}: {path} names no host; name them by --hosts")
+    return found
+
+
+def parse_lines(lines: Iterable[str], source: str) -> tuple[Host, ...]:
+    """Return the hosts in ``lines``, which may name none; see ``read_hostfile``.
+
+    Raises:
+        UsageError: a line of ``source``, which the message names, is none of those.
+    """
     found = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -92,12 +104,10 @@ def read_hostfile(path: Path, named_by: str) -> tuple[Host, ...]:
         name, slots = _split(words[0], options.get("slots"))
         if not name or not slots or set(options) - {"slots", "max_slots", "max-slots"}:
             raise UsageError(
-                f"{named_by}: {path}, line {number}: {line.strip()!r} is none of "
+                f"{source}, line {number}: {line.strip()!r} is none of "
                 "`host`, `host:4`, `host slots=4`"
             )
         found.append(Host(name, slots))
-    if not found:
-        raise UsageError(f"{named_by}: {path} names no host; name them by --hosts")
     return merge(found)
 
 

@@ -122,7 +122,7 @@ def place(request: Request, environ: Mapping[str, str]) -> tuple[Allocation, Lay
     for option, value in (("--threads", request.threads), ("--room-for", request.ranks_per_host)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: give a number of at least 1")
-    _check_program(request.words, environ)
+    check_program(request.words, environ)
     allocation = choose_hosts(request.hosts, request.hostfile, environ)
     return allocation, lay_out(request.ranks, allocation, request.ppn)
 
@@ -150,7 +150,7 @@ def choose_hosts(
     return find_allocation(environ)
 
 
-def _check_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
+def check_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise UsageError where there is no program to start."""
     if not words:
         raise UsageError("no program to start: put it after --, as in `-- python train.py`")

@@ -67,14 +67,39 @@ def agents(
     for number, host in enumerate(hosts):
         place = [f"--node-rank={number}"] if len(hosts) > 1 else []
         argv = [*AGENT, *meeting, *place, f"--nproc-per-node={host.slots}", "--no-python", *words]
-        if not host.name or host.name in here or host.name.partition(".")[0] in here:
-            found.append(Agent(host.name, Command(tuple(argv), own)))
-            continue
-        variables = {name: environ[name] for name in forwarded(environ)} | own
-        there = Command(tuple(argv), variables, folder)
-        ssh = (SSH, "-oBatchMode=yes", host.name, f"exec {there.show()}")
-        found.append(Agent(host.name, Command(ssh)))
+        command = on_host(host.name, Command(tuple(argv), own), environ, folder, here)
+        found.append(Agent(host.name, command))
     return found
+
+
+def on_host(
+    host: str,
+    command: Command,
+    environ: Mapping[str, str],
+    folder: Path,
+    here: Collection[str],
+    *options: str,
+) -> Command:
+    """Return what runs ``command`` on ``host``, by ssh where that is another machine.
+
+    Args:
+        host: its name; empty: this machine.
+        command: with the variables that are set for it.
+        environ: the user's environment, of which other hosts get what they need.
+        folder: the working directory, on all hosts.
+        here: names and addresses of this machine.
+        *options: of ssh.
+    """
+    if is_here(host, here):
+        return command
+    variables = {name: environ[name] for name in forwarded(environ)} | dict(command.env)
+    there = Command(command.argv, variables, folder)
+    return Command((SSH, "-oBatchMode=yes", *options, host, f"exec {there.show()}"))
+
+
+def is_here(host: str, here: Collection[str]) -> bool:
+    """Return whether ``host`` is this machine, by the names that it has."""
+    return not host or host in here or host.partition(".")[0] in here
 
 
 def names_here() -> set[str]:

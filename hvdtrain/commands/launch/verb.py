@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 from pathlib import Path
 
+from hvdtrain.commands.launch.elastic import check_gloo, make_pool
 from hvdtrain.commands.launch.prepare import (
     Request,
     add_host_options,
     checkpoint_dir,
+    count,
     notes,
     prepare,
     prepare_agents,
@@ -34,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.usage = "hvdtrain launch -n N [options] -- COMMAND..."
     parser.epilog = EPILOG
-    parser.add_argument("-n", type=int, required=True, metavar="N", help="ranks over all hosts")
+    parser.add_argument("-n", type=int, metavar="N", help="ranks over all hosts")
     add_host_options(parser)
     parser.add_argument(
         "--launcher",
@@ -42,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="mpi",
         help="what starts the ranks: that of the MPI here, or torchrun, an agent per host (mpi)",
     )
+    _add_elastic_options(parser)
     parser.add_argument(
         "--threads", type=int, metavar="T", help="OMP_NUM_THREADS of each rank (default: unset)"
     )
@@ -64,6 +68,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
+def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a world that changes (docs/elastic.md)")
+    group.add_argument(
+        "--elastic",
+        action="store_true",
+        help="go on when ranks are lost or hosts come and go, by Horovod's elastic driver; "
+        "instead of -n",
+    )
+    group.add_argument("--min", type=count, metavar="N", help="ranks that it waits for")
+    group.add_argument("--max", type=count, metavar="M", help="ranks, whatever slots there are")
+    group.add_argument(
+        "--discovery",
+        type=Path,
+        metavar="SCRIPT",
+        help="a program that prints lines `host:slots`, asked every second",
+    )
+
+
 def run_verb(arguments: argparse.Namespace) -> Report:
     """Start the ranks, wait for them, and pass on the launcher's exit code.
 
@@ -74,8 +96,12 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     words, timeout = arguments.command, arguments.timeout
     if timeout is not None and not timeout > 0:
         raise UsageError(f"--timeout {timeout:g}: give seconds, more than 0")
+    if arguments.elastic is (arguments.n is not None):
+        raise UsageError("give the number of ranks by -n N, or by --elastic --min N --max M")
+    if not arguments.elastic and (arguments.min or arguments.max or arguments.discovery):
+        raise UsageError("--min, --max and --discovery are for --elastic: give it too")
     request = Request(
-        arguments.n,
+        arguments.max or 1 if arguments.n is None else arguments.n,
         words[1:] if words[:1] == ["--"] else words,
         ppn=arguments.ppn,
         threads=arguments.threads,
@@ -84,6 +110,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         tag=arguments.tag or timeout is not None,
         ranks_per_host=arguments.room_for,
     )
+    if arguments.elastic:
+        return _elastic(arguments, request)
     if arguments.launcher == "torchrun":
         return _by_torchrun(request, dry_run=arguments.dry_run)
     with StopSignals() as signals:  # a job may be stopped while mpirun is asked for its version
@@ -101,6 +129,28 @@ def run_verb(arguments: argparse.Namespace) -> Report:
 def _checkpoints(request: Request) -> Path | None:
     kept = checkpoint_dir(request.words)
     return Path(kept) if kept else None
+
+
+def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
+    """Start Horovod's elastic driver, and wait for its ranks.
+
+    Raises:
+        UsageError: see ``make_pool``; an option is for other launchers, or Horovod is not there.
+        HvdtrainError: there were too few slots for too long.
+    """
+    if request.tag or arguments.launcher != "mpi":
+        raise UsageError("--tag, --timeout and --launcher are not for --elastic: leave them out")
+    pool = make_pool(request, arguments.min, arguments.max, arguments.discovery)
+    check_gloo()
+    from hvdtrain.commands.launch.elastic_driver import ElasticJob, show
+
+    if arguments.dry_run:
+        return Report(show(pool, request.words, os.environ))
+    with StopSignals() as signals:
+        job = ElasticJob(pool, request.words, signals)
+        log.info("hvdtrain: Horovod's elastic driver, at %s:%d", job.address, job.port)
+        code = job.run()
+    return Report("", exit_code=code_after_stop(code, job.asked, _checkpoints(request)))
 
 
 def _by_torchrun(request: Request, *, dry_run: bool) -> Report:

@@ -16,7 +16,7 @@ class Launcher:
     """One launcher and the variables in which it tells a process its rank.
 
     Sources: the manual pages of mpirun (Open MPI), mpiexec.hydra (MPICH, Intel MPI), PALS mpiexec,
-    srun, jsrun and torchrun.
+    srun, jsrun and torchrun; Horovod's gloo_run.py.
     """
 
     name: str
@@ -28,11 +28,15 @@ class Launcher:
 
 TORCHRUN = "torchrun"
 SPAWN = "--spawn"  # of a trainer
+HOROVODRUN = "horovodrun"  # over Gloo, as `hvdtrain launch --elastic` starts ranks too
 BY_HAND = "RANK and WORLD_SIZE"  # what job scripts and Kubernetes set where torchrun is not used
 
 LAUNCHERS = (
     Launcher(SPAWN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Launcher(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher(
+        HOROVODRUN, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    ),
     Launcher(
         "mpirun (Open MPI)",
         "OMPI_COMM_WORLD_RANK",
@@ -62,11 +66,13 @@ SPAWNED_BY = "HVDTRAIN_SPAWNED_BY"  # the process id of the parent
 MARKS = {
     SPAWN: SPAWNED_BY,
     TORCHRUN: TORCHRUN_MARK,
+    HOROVODRUN: "HOROVOD_GLOO_RENDEZVOUS_ADDR",
     "srun": "SLURM_STEP_ID",
     BY_HAND: "MASTER_ADDR",
 }
 
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # how often torchrun may start the ranks anew
+SLOT = "HVDTRAIN_SLOT"  # what the driver of `hvdtrain launch --elastic` calls this process
 
 JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")  # in which a batch job has its number
 
@@ -135,8 +141,14 @@ def check_local_rank(given: int | None, environ: Mapping[str, str]) -> None:
 
 
 def is_restarted(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun starts the ranks anew where one fails (``--max-restarts``)."""
-    return detect(environ).launcher == TORCHRUN and bool(_number(environ, RESTARTS))
+    """Whether the ranks are started anew where one fails."""
+    by_torchrun = detect(environ).launcher == TORCHRUN and bool(_number(environ, RESTARTS))
+    return by_torchrun or is_elastic(environ)
+
+
+def is_elastic(environ: Mapping[str, str]) -> bool:
+    """Whether this process, where it loses another rank, is started anew (``elastic.py``)."""
+    return detect(environ).launcher == HOROVODRUN and SLOT in environ
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

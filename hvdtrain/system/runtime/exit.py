@@ -32,9 +32,9 @@ from hvdtrain.errors import (
     HvdtrainError,
     UsageError,
 )
+from hvdtrain.system.runtime import elastic, terminal
 from hvdtrain.system.runtime import mpirun_daemon as daemon
-from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.detect import detect
+from hvdtrain.system.runtime.detect import detect, is_elastic
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 # all ranks; a failure is most often one rank's own, and the job must be over within 10 s.
 WAIT_USAGE = 5.0
 WAIT_FAILURE = 1.0
+WAIT_LOSS = 5.0  # for the failure detector to say which rank it is that a collective has lost
 WAIT_PREEMPTED = 5.0  # for rank 0 to sum up, after which all leave together
 MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))  # not on other hosts
 LONGEST_FOLDER = 50  # characters; sockets in it have names of at most 108
@@ -57,7 +58,9 @@ class ProcessStatus:
     disconnect: list[Callable[[], None]] = field(default_factory=list)  # ends the runtime in order
 
     def how_to_go_on(self) -> str:
-        """Say what to do after a failure that is not the training's own."""
+        """Say what to do after a failure that is not the training's own, or what is done."""
+        if is_elastic(os.environ):
+            return f"The others go on from {self.checkpoint or 'the start: nothing is saved yet'}"
         if self.checkpoint:
             return f"Run the same command again: it goes on from {self.checkpoint}"
         return (
@@ -89,11 +92,36 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
             _disconnect(WAIT_FAILURE)
         fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=common)
     except Exception as error:
+        if is_elastic(os.environ):
+            _outlive_loss()
         detail = "".join(traceback.format_exception(error))
         fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
     if code == EXIT_PREEMPTED:
         _disconnect(WAIT_PREEMPTED)
     leave(code)
+
+
+def _outlive_loss() -> None:
+    """Start anew where another rank is lost, which an error of a collective comes of.
+
+    The failure detector does so meanwhile; while the ranks are still connecting there is none.
+    """
+    time.sleep(WAIT_LOSS)
+    if elastic.another_is_lost():
+        start_anew()
+
+
+def end_after_loss() -> NoReturn:
+    """End this process because another rank is lost; it is started anew where that is the way."""
+    if is_elastic(os.environ):
+        start_anew()
+    leave(EXIT_FAILURE)
+
+
+def start_anew() -> NoReturn:
+    """End this rank to be started anew, from the newest checkpoint (``elastic.py``)."""
+    terminal.clear()
+    leave(elastic.EXIT_ANEW)
 
 
 def agreed(error: HvdtrainError) -> HvdtrainError:

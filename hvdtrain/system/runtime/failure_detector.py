@@ -37,7 +37,9 @@ from typing import NoReturn
 import psutil
 
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
-from hvdtrain.system.runtime.exit import leave, process_status, speak
+from hvdtrain.system.runtime.detect import is_elastic
+from hvdtrain.system.runtime.elastic import EXIT_ANEW
+from hvdtrain.system.runtime.exit import end_after_loss, process_status, speak
 from hvdtrain.system.runtime.mpirun_daemon import end_daemon
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,9 @@ KEY = 16  # bytes of each half of the secret: the connecting side's, and the acc
 RANK = 4  # bytes of a rank
 CONFIRM = b"+"  # ends the handshake
 
-DONE, FAILED = b".", b"!"  # a rank's last message: it ends in order; it fails, and has told why
+# A rank's last message: it ends in order; it fails, and has told why; it has lost another one, and
+# starts anew.
+DONE, FAILED, LOST = b".", b"!", b"?"
 REPORT = b"w"  # before a report to rank 0, and its length
 LENGTH = 2  # bytes of it
 
@@ -156,10 +160,13 @@ class FailureDetector:
 
     def send_last(self, code: int) -> None:
         """Tell the others that this rank is about to end with ``code``."""
+        self._tell(DONE if code in (EXIT_OK, EXIT_PREEMPTED, EXIT_ANEW) else FAILED)
+
+    def _tell(self, last: bytes) -> None:
         if self.last is None:
-            self.last = DONE if code in (EXIT_OK, EXIT_PREEMPTED) else FAILED
+            self.last = last
             for connection in list(self.connections):
-                _send(connection, self.last)
+                _send(connection, last)
 
     def report(self, report: bytes) -> None:
         """Send ``report`` to rank 0, by the first rank of this host."""
@@ -268,10 +275,11 @@ class FailureDetector:
         except OSError as error:
             message, silent = b"", not isinstance(error, ConnectionResetError)
         # It stays open: the other end may live on, and would take the closing for a death.
-        if message == FAILED:
-            self.send_last(EXIT_FAILURE)
-            time.sleep(PATIENCE)
-            leave(EXIT_FAILURE)
+        if message in (FAILED, LOST):
+            self._tell(message)
+            # What all fail of together ends them together meanwhile.
+            time.sleep(PATIENCE if message == FAILED else 0.0)
+            end_after_loss()
         if message != DONE:
             self._end(connection.rank, silent=silent)
         return False
@@ -288,12 +296,17 @@ class FailureDetector:
                 f"rank {lost} on {self._host(lost)} has ended without a word: it crashed, or was "
                 "killed (out of memory?)"
             )
-        wait = 0.0 if lost else STAGGER * min(self.rank, LAST)
-        speak(f"{what}. {process_status.how_to_go_on()}", wait=wait)
+        said = f"{what}. {process_status.how_to_go_on()}"
+        if is_elastic(os.environ):
+            if lost or self.rank == 1:  # one of those that have lost rank 0 is enough
+                speak(said, wait=0.0)
+            self._tell(LOST)
+            end_after_loss()
+        speak(said, wait=0.0 if lost else STAGGER * min(self.rank, LAST))
         self.send_last(EXIT_FAILURE)
         if silent and end_daemon():
             time.sleep(PATIENCE)
-        leave(EXIT_FAILURE)
+        end_after_loss()
 
     def _host(self, rank: int) -> str:
         return self.hosts[rank][0]

@@ -19,7 +19,15 @@ from collections.abc import Mapping, Sequence
 from typing_extensions import override
 
 from hvdtrain.errors import EXIT_FAILURE, UsageError
-from hvdtrain.system.runtime.detect import ALONE, SPAWN, SPAWNED_BY, TORCHRUN, LaunchInfo, detect
+from hvdtrain.system.runtime.detect import (
+    ALONE,
+    HOROVODRUN,
+    SPAWN,
+    SPAWNED_BY,
+    TORCHRUN,
+    LaunchInfo,
+    detect,
+)
 from hvdtrain.system.runtime.processes import STOP_SIGNALS, Processes
 
 # A terminal gives Ctrl-C to the ranks too, where a second INT ends them; HUP they do not hear.
@@ -95,7 +103,7 @@ def join(environ: Mapping[str, str] = os.environ) -> None:
     To be called once, when its handlers of signals are in place.
     """
     launcher = detect(environ).launcher
-    if launcher in (SPAWN, TORCHRUN):  # other launchers see to it themselves
+    if launcher in (SPAWN, TORCHRUN, HOROVODRUN):  # other launchers see to it themselves
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if launcher == SPAWN:
         if os.getppid() != int(environ[SPAWNED_BY]):  # it has ended already

@@ -10,11 +10,13 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import (
     ALONE,
     BY_HAND,
+    HOROVODRUN,
     LAUNCHERS,
     SPAWN,
     LaunchInfo,
     check_local_rank,
     detect,
+    is_elastic,
     is_restarted,
 )
 
@@ -32,6 +34,13 @@ TORCHRUN = {
     "WORLD_SIZE": "8",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "4",
+}
+HOROVOD = {
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_RANK": "5",
+    "HOROVOD_SIZE": "8",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "4",
 }
 KUBERNETES = {
     "MASTER_ADDR": "job-master-0",
@@ -67,6 +76,7 @@ TABLE = {
     "mpiexec (Hydra)": HYDRA,
     "mpiexec (Cray PALS)": PALS,
     "torchrun": TORCHRUN,
+    HOROVODRUN: HOROVOD,
     SPAWN: {**KUBERNETES, "HVDTRAIN_SPAWNED_BY": "4711"},
     "srun": SRUN,
     BY_HAND: KUBERNETES,
@@ -213,6 +223,15 @@ def test_a_local_rank_that_the_launcher_sets_too_or_leaves_open() -> None:
     check_local_rank(0, {})
     open_ones = {key: value for key, value in KUBERNETES.items() if not key.startswith("LOCAL")}
     check_local_rank(3, open_ones)  # detect() can only guess
+
+
+def test_only_the_elastic_launch_starts_horovods_ranks_anew() -> None:
+    elastic = {**HOROVOD, "HVDTRAIN_SLOT": "node1+0:0"}
+    assert is_elastic(elastic)
+    assert is_restarted(elastic)
+    for environ in (HOROVOD, {**OPEN_MPI, "HVDTRAIN_SLOT": "node1+0:0"}, TORCHRUN, {}):
+        assert not is_elastic(environ)
+    assert not is_restarted(HOROVOD)
 
 
 def test_torchrun_says_whether_it_starts_ranks_anew() -> None:

@@ -1,0 +1,118 @@
+"""``hvdtrain launch --elastic``: what is asked for, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.commands.launch.elastic import GLOO, Pool, check_gloo, make_pool
+from hvdtrain.commands.launch.hosts import Host
+from hvdtrain.commands.launch.prepare import Request
+from hvdtrain.commands.launch.worker import interface, own_address, variables
+from hvdtrain.errors import HvdtrainError, UsageError
+
+ENVIRON = {"PATH": "/bin:/usr/bin"}
+WORDS = ["sh", "-c", "true"]
+
+
+def request(**more: object) -> Request:
+    return Request(1, WORDS, **more)  # type: ignore[arg-type]
+
+
+def program(file: Path, text: str) -> Path:
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_where_nobody_names_hosts_this_machine_has_the_slots() -> None:
+    pool = make_pool(request(), 1, 3, None, ENVIRON)
+    assert pool.find() == (Host("localhost", 3),)
+
+
+def test_hosts_as_launch_finds_them(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("a\na\nb\n")
+    environ = {**ENVIRON, "PBS_NODEFILE": str(tmp_path / "nodes")}
+    pool = make_pool(request(), 2, 8, None, environ)
+    assert (pool.find(), pool.source) == ((Host("a", 2), Host("b", 1)), "PBS")
+    assert make_pool(request(hosts="c:2"), 2, 8, None, environ).find() == (Host("c", 2),)
+    assert make_pool(request(ppn=4), 8, 8, None, environ).find() == (Host("a", 4), Host("b", 4))
+
+
+def test_a_script_is_asked_each_time(tmp_path: Path) -> None:
+    script = program(tmp_path / "hosts.sh", f"cat {tmp_path}/hosts")
+    (tmp_path / "hosts").write_text("")
+    pool = make_pool(request(), 1, 4, script, ENVIRON)
+    assert pool.find() == ()  # none yet, which is waited for
+    (tmp_path / "hosts").write_text("a:2\nb\nc slots=3\n")
+    assert pool.find() == (Host("a", 2), Host("b", 1), Host("c", 3))
+    (tmp_path / "hosts").unlink()
+    with pytest.raises(HvdtrainError, match=r"ended with code 1: .*No such file"):
+        pool.find()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--elastic --max 2", "--elastic: how many ranks may run? Give --min N and --max M"),
+        ("--elastic --min 3 --max 2", "--min 3 is more than --max 2"),
+        ("--elastic --min 0 --max 2", "'0' is not a whole number of 1 or more"),
+        ("-n 2 --elastic --min 1 --max 2", "by -n N, or by --elastic"),
+        ("", "by -n N, or by --elastic"),
+        ("-n 2 --max 2", "--min, --max and --discovery are for --elastic"),
+        ("--elastic --min 1 --max 2 --tag", "--tag, --timeout and --launcher are not for"),
+        ("--elastic --min 1 --max 2 --launcher torchrun", "are not for --elastic"),
+        ("--elastic --min 3 --max 4 --hosts a:1,b:1", "--min 3: --hosts gives 2 slots"),
+        ("--elastic --min 1 --max 2 --discovery no.sh", "--discovery no.sh: no such file"),
+        ("--elastic --min 1 --max 2 --discovery LICENSE", "cannot be executed: chmod +x LICENSE"),
+        ("--elastic --min 1 --max 2 --discovery x --hosts a", "names the hosts: leave --hosts"),
+    ],
+)
+def test_wrong_use(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["launch", *words.split(), "--", "sh", "-c", "true"]
+    try:
+        code = cli.main(line)
+    except SystemExit as stop:  # of argparse
+        code = stop.code if isinstance(stop.code, int) else 1
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_that_fails_or_names_no_hosts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="ended with code 3: broken"):
+        make_pool(request(), 1, 2, program(tmp_path / "a.sh", "echo broken; exit 3"), ENVIRON)
+    with pytest.raises(UsageError, match="line 1: 'a:b:c' is none of"):
+        make_pool(request(), 1, 2, program(tmp_path / "b.sh", "echo a:b:c"), ENVIRON)
+
+
+def test_horovod_has_to_be_there_with_gloo(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="run `hvdtrain install-horovod`"):
+        check_gloo([None, None])
+    library = tmp_path / "mpi_lib_v2.so"
+    library.write_bytes(b"\0HOROVOD_CONTROLLER\0")
+    with pytest.raises(UsageError, match=f"{library} is built without"):
+        check_gloo([None, library])
+    library.write_bytes(b"\0" + GLOO + b"\0")
+    check_gloo([library, None])
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface(own_address("127.0.0.1")) == "lo"
+    assert interface("198.51.100.7") == "lo"  # nobody's
+
+
+def test_what_a_rank_is_told() -> None:
+    assert variables(["5", "8", "1", "4", "1", "2"]) == {
+        "HOROVOD_RANK": "5",
+        "HOROVOD_SIZE": "8",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "4",
+        "HOROVOD_CROSS_RANK": "1",
+        "HOROVOD_CROSS_SIZE": "2",
+    }
+
+
+def test_a_pool_may_have_more_slots_than_are_used() -> None:
+    assert Pool(1, 2, (Host("a", 4),), "--hosts").find() == (Host("a", 4),)
