@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hvdtrain.commands.runs.course import Course
 
-FALLS = ("loss",)  # better the lower; every other metric the higher
+LOSS = "loss"  # better the lower; every other metric the higher, unless it is said
 
 
 class Evaluation(NamedTuple):
@@ -30,28 +30,32 @@ class Target:
 
     metric: str
     value: float
+    falls: bool = False  # better the lower
 
     def __str__(self) -> str:
         return f"{self.metric} {self.value:g}"
 
     def is_reached(self, value: float) -> bool:
         """Whether ``value`` is as good, or better."""
-        return value <= self.value if self.metric in FALLS else value >= self.value
+        return value <= self.value if self.falls else value >= self.value
 
 
 def read_target(text: str) -> Target:
-    """Return the target that ``NAME=VALUE`` spells.
+    """Return the target that ``NAME=VALUE`` spells; with ``NAME<=VALUE`` lower is better.
 
     Raises:
         argparse.ArgumentTypeError: it spells none.
     """
-    name, _, value = text.partition("=")
+    left, _, value = text.partition("=")
+    name = left.removesuffix("<").strip().removeprefix("eval_")
     try:
-        target = Target(name.strip().removeprefix("eval_"), float(value))
+        target = Target(name, float(value), falls=left.endswith("<") or name == LOSS)
     except ValueError:
         target = Target("", 0.0)
     if not target.metric:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as accuracy=0.985")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE, such as accuracy=0.985, or NAME<=VALUE"
+        )
     return target
 
 

@@ -34,14 +34,15 @@ def test_the_first_evaluation_that_is_good_enough() -> None:
     assert seconds_to(Target("accuracy", 0.8), []) is None
 
 
-def test_a_loss_falls() -> None:
+@pytest.mark.parametrize("text", ["loss=1.5", "error<=1.5", "eval_error <= 1.5"])
+def test_what_falls(text: str) -> None:
     found = [Evaluation(1, 3.0, 2.0), Evaluation(2, 6.0, 1.0)]
-    assert seconds_to(Target("loss", 1.5), found) == 6.0
+    assert seconds_to(read_target(text), found) == 6.0
 
 
 def test_how_it_is_spelled() -> None:
     assert read_target("accuracy=0.985") == read_target("eval_accuracy = .985")
     assert str(read_target("map50=0.4")) == "map50 0.4"
-    for text in ("accuracy", "=1", "accuracy=", "accuracy=high"):
+    for text in ("accuracy", "=1", "<=1", "accuracy<1", "accuracy=", "accuracy=high"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=VALUE"):
             read_target(text)
