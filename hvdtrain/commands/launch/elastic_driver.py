@@ -36,8 +36,9 @@ from typing_extensions import override
 from hvdtrain.commands.launch.elastic import Pool
 from hvdtrain.commands.launch.torchrun import is_here, names_here, on_host
 from hvdtrain.commands.launch.watch import StopSignals
-from hvdtrain.commands.launch.worker import ANEW, ASK, INTERFACE, own_address, variables
+from hvdtrain.commands.launch.worker import ANEW, ASK, INTERFACE, variables
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, HvdtrainError
+from hvdtrain.system.machine.network import address_towards
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.command import NOT_FOUND, Command, start
@@ -263,10 +264,8 @@ def driver_address(pool: Pool, environ: Mapping[str, str]) -> str:
         return str(get_driver_ip([name]))
     here = names_here()
     others = [host.name for host in pool.find() if not is_here(host.name, here)]
-    with contextlib.suppress(OSError):
-        if others or pool.script:
-            return own_address(others[0] if others else ELSEWHERE)
-    return "127.0.0.1"
+    towards = address_towards(others[0] if others else ELSEWHERE) if others or pool.script else None
+    return towards or "127.0.0.1"
 
 
 class ElasticJob:

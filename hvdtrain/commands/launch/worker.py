@@ -16,10 +16,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-import psutil
-
 from hvdtrain.commands.launch.agent import ask, kill, watch_input
 from hvdtrain.errors import EXIT_OK
+from hvdtrain.system.machine.network import card_towards
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.processes import STOP_SIGNALS, exit_code, say
@@ -27,7 +26,6 @@ from hvdtrain.system.runtime.processes import STOP_SIGNALS, exit_code, say
 ASK, ANEW = b"\n", b"r"
 PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")  # of HOROVOD_*
 INTERFACE = "HOROVOD_GLOO_IFACE"
-DISCARD = 9  # a port; nothing is sent there
 # By these Horovod's own threads end a rank that has lost another one.
 OF_LIBRARIES = (128 + signal.SIGABRT, 128 + signal.SIGSEGV)
 PATIENCE = 3.0  # seconds for the driver to know who was lost before
@@ -49,7 +47,7 @@ def main(words: Sequence[str]) -> int:
     watch_input(obey)
     own: dict[str, str] = {}
     if INTERFACE not in os.environ:
-        own[INTERFACE] = interface(own_address(os.environ[elastic.ADDRESS]))
+        own[INTERFACE] = card_towards(os.environ[elastic.ADDRESS]) or "lo"
     while True:
         told.clear()
         code = exit_code(start(Command(tuple(words), own)).wait())
@@ -77,25 +75,6 @@ def _comes_of_a_loss(code: int) -> bool:
             return True
         time.sleep(PATIENCE / 10)
     return False
-
-
-def own_address(other: str) -> str:
-    """Return the address of this machine that packets for the host ``other`` leave from.
-
-    Raises:
-        OSError: there is no way to it.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, DISCARD))
-        address: str = probe.getsockname()[0]
-        return address
-
-
-def interface(address: str) -> str:
-    """Return the name of this machine's interface with ``address``; ``lo`` where none has it."""
-    cards = psutil.net_if_addrs().items()
-    has = (name for name, entries in cards if address in (entry.address for entry in entries))
-    return next(has, "lo")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from ipaddress import IPv4Interface
 
 import psutil
 
+DISCARD = 9  # a port
+
 
 def addresses(card: str | None = None) -> list[str]:
     """Return the IPv4 addresses of this host as ``10.0.0.7/24``, without loopback.
@@ -43,13 +45,19 @@ def address_for_all(hosts: Mapping[str, Sequence[str]]) -> str | None:
     return None
 
 
-def card_towards(host: str) -> str | None:
-    """Return the name of the interface by which packets to ``host`` leave, None if none do."""
+def address_towards(host: str) -> str | None:
+    """Return the address from which packets to ``host`` leave, None if there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # of a datagram: looks up the route
+            probe.connect((host, DISCARD))  # of a datagram: looks up the route
         except OSError:
             return None
-        mine = probe.getsockname()[0]
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def card_towards(host: str) -> str | None:
+    """Return the interface by which packets to ``host`` leave, None if there is none."""
+    mine = address_towards(host)
     cards = psutil.net_if_addrs().items()
     return next((name for name, ours in cards if any(one.address == mine for one in ours)), None)

@@ -10,7 +10,7 @@ from hvdtrain import cli
 from hvdtrain.commands.launch.elastic import GLOO, Pool, check_gloo, make_pool
 from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.prepare import Request
-from hvdtrain.commands.launch.worker import interface, own_address, variables
+from hvdtrain.commands.launch.worker import variables
 from hvdtrain.errors import HvdtrainError, UsageError
 
 ENVIRON = {"PATH": "/bin:/usr/bin"}
@@ -96,11 +96,6 @@ def test_horovod_has_to_be_there_with_gloo(tmp_path: Path) -> None:
         check_gloo([None, library])
     library.write_bytes(b"\0" + GLOO + b"\0")
     check_gloo([library, None])
-
-
-def test_the_interface_of_an_address() -> None:
-    assert interface(own_address("127.0.0.1")) == "lo"
-    assert interface("198.51.100.7") == "lo"  # nobody's
 
 
 def test_what_a_rank_is_told() -> None:
