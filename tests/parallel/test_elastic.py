@@ -30,20 +30,25 @@ SAMPLES = 1500
 QUICK = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1"
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 class Torchrun:
     """Agents of torchrun that train together."""
 
-    def __init__(self, *training: str, hosts: str, restarts: int, ranks: int = 1) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1", QUICK)
-        world = (f"--nnodes={hosts}", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}")
-        place = ("--local-addr=127.0.0.1", "-m")
+    def __init__(self, *training: str, hosts: str, restarts: int) -> None:
+        place = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+        meeting = ("--rdzv-backend=c10d", place, "--rdzv-id=1", QUICK)
+        world = (f"--nnodes={hosts}", "--nproc-per-node=1", f"--max-restarts={restarts}")
+        local = ("--local-addr=127.0.0.1", "-m")
         # As docs/elastic.md says: otherwise an agent that joins waits for an address in vain.
         alone = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") if ":" in hosts else ()
         torchrun = str(BIN / "torchrun")
-        self.line = [*alone, torchrun, *meeting, *world, *place, *TRAIN, *training]
+        self.line = [*alone, torchrun, *meeting, *world, *local, *TRAIN, *training]
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self) -> None:
@@ -122,28 +127,56 @@ def test_a_host_that_joins_and_one_that_is_lost(hosts: int, tmp_path: Path) -> N
         assert int(step) >= int(kept.removeprefix("step-"))  # nothing that was saved is lost
 
 
-@pytest.mark.parametrize("number", range(10 if LONG else 1))
+@pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 kills ten, each after another time")
+@pytest.mark.parametrize("number", range(10))
 def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     saved, summary = tmp_path / "checkpoints", tmp_path / "summary.json"
     files = (f"--checkpoint-dir={saved}", "--checkpoint-every=5", f"--summary={summary}")
-    hosts = 2 if LONG else 1  # each with a count of its own
-    with torchrun(
-        "--quiet", "--epochs=16", *files, hosts=str(hosts), restarts=3, ranks=2 // hosts
-    ) as job:
-        for _ in range(hosts):
-            job.start()
+    with torchrun("--quiet", "--epochs=16", *files, hosts="2", restarts=3) as job:
+        job.start()
+        job.start()
         first = job.agents[0]
         until(lambda: job.world() == 2 and newest(saved), first)
         chance = random.Random(number)
         time.sleep(chance.random() / 2)
-        ranks = {rank.environ()["RANK"]: rank for one in range(hosts) for rank in job.ranks(one)}
-        # Rank 0 is the one that all others meet.
-        ranks[str(chance.randrange(2) if LONG else 0)].kill()
+        ranks = {rank.environ()["RANK"]: rank for one in (0, 1) for rank in job.ranks(one)}
+        ranks[str(chance.randrange(2))].kill()
         said, _ = first.communicate(timeout=120)
     assert first.returncode == 0, said
     result = json.loads(summary.read_text())
     assert (result["stopped"], result["world_size"]) == ("finished", 2)
     assert result["samples_trained"] == 16 * SAMPLES  # each sample of each epoch once
+
+
+def test_launch_goes_on_after_a_loss_and_stops_when_asked(tmp_path: Path) -> None:
+    hosts = ("--min=1", "--max=2", "--hosts=localhost:1,127.0.0.1:1")
+    launch = (str(BIN / "hvdtrain"), "launch", "--launcher=torchrun", "--elastic", *hosts, "--")
+    files = (f"--checkpoint-dir={tmp_path}", "--checkpoint-every=5")
+    train = ("python", "-m", *TRAIN, "--quiet", "--epochs=10000", *files)
+    line = ["env", f"MASTER_PORT={free_port()}", *launch, *train]
+    process = begin(line, start_new_session=True)
+
+    def ranks() -> dict[str, psutil.Process]:
+        agents = psutil.Process(process.pid).children()
+        with contextlib.suppress(psutil.Error, KeyError):
+            return {one.environ()["RANK"]: one for agent in agents for one in agent.children()}
+        return {}
+
+    try:
+        until(lambda: len(ranks()) == 2 and newest(tmp_path), process)
+        lost = ranks()["0"]  # the one that all others meet
+        lost.kill()
+        until(lambda: len(ranks()) == 2 and lost not in ranks().values(), process)
+        kept = newest(tmp_path)
+        until(lambda: newest(tmp_path) > kept, process)
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+    finally:
+        for rank in ranks().values() if process.poll() is None else ():
+            rank.kill()
+        end_session(process.pid)
+    assert process.returncode == 75, said
+    assert said.count("stopped after step") == 1  # and was not started anew
 
 
 def test_without_a_checkpoint_it_would_begin_anew() -> None:

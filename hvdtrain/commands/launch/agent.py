@@ -7,7 +7,9 @@ Besides,
 - a signal reaches its ranks as SIGUSR1, on which they save and stop; torchrun would end them;
 - where standard input is a pipe, a byte on it asks the ranks to stop too, also through ssh; and
   when the pipe closes, because whoever started the agent is gone, it ends with all of its ranks;
-- each rank has its share of the host's cores; torchrun gives it one thread.
+- each rank has its share of the host's cores; torchrun gives it one thread;
+- with ``--max-restarts``, ranks that saved and stopped, or that were used wrongly, are not started
+  anew.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 import psutil
+from typing_extensions import override
 
-from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 from hvdtrain.system.runtime.processes import STOP_SIGNALS, exit_code, say
 
 STANDARD_INPUT = 0
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    _restart_only_after_loss()
     parsed = parse_args(list(arguments))
     if hasattr(parsed, "signals_to_handle"):  # else TERM ends the ranks, as torchrun does it
         parsed.signals_to_handle = "SIGQUIT"
@@ -56,6 +60,24 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as stop:
         return 128 + int(stop.sigval)
     return EXIT_OK
+
+
+def _restart_only_after_loss() -> None:
+    """Let an agent give up where its ranks end in a way that a new start would only repeat."""
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.launcher import api
+
+    class Agent(LocalElasticAgent):
+        @override
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            codes = {failure.exitcode for failure in result.failures.values()}
+            if codes and codes <= {EXIT_USAGE, EXIT_PREEMPTED}:
+                self._remaining_restarts = 0
+            return result
+
+    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # which starts it
 
 
 def _ranks() -> list[psutil.Process]:

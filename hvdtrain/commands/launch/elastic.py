@@ -51,8 +51,8 @@ class Pool:
 
 def make_pool(
     request: Request,
-    fewest: int | None,
-    most: int | None,
+    fewest: int,
+    most: int,
     script: Path | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Pool:
@@ -61,8 +61,6 @@ def make_pool(
     Raises:
         UsageError: something does not fit, or is no program.
     """
-    if fewest is None or most is None:
-        raise UsageError("--elastic: how many ranks may run? Give --min N and --max M")
     if fewest > most:
         raise UsageError(f"--min {fewest} is more than --max {most}")
     check_program(request.words, environ)

@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.commands.launch.argv import Placement, build
@@ -40,6 +40,7 @@ class Request:
     tag: bool = False  # mark each line of output with its rank, as the launcher spells it
     bind: bool = True  # whether each rank gets cores of its own, where that is known to be right
     ranks_per_host: int | None = None  # to share cores and threads out among; None: those that run
+    fewest: int | None = None  # ranks to go on with where others are lost; None: with all or none
 
 
 def add_host_options(parser: argparse._ActionsContainer) -> None:
@@ -133,10 +134,26 @@ def prepare_agents(request: Request, environ: Mapping[str, str] = os.environ) ->
     Raises:
         UsageError: no such program, or the ranks do not fit on the hosts.
     """
+    if request.fewest:
+        request = replace(request, ranks=_ranks_there(request, request.fewest, environ))
     _, layout = place(request, environ)
     devices = count_gpus(environ)
     threads = request.threads or choose_threads(request, layout, physical_cores(), devices, environ)
-    return agents(layout, request.words, threads, environ, Path.cwd(), names_here())
+    where = (environ, Path.cwd(), names_here())
+    return agents(layout, request.words, threads, *where, request.fewest)
+
+
+def _ranks_there(request: Request, fewest: int, environ: Mapping[str, str]) -> int:
+    """Return how many of the ranks there are slots for: a host may be lost before the start.
+
+    Raises:
+        UsageError: fewer than the job goes on with.
+    """
+    hosts = choose_hosts(request.hosts, request.hostfile, environ).hosts
+    slots = sum(request.ppn or host.slots for host in hosts) or request.ranks
+    if fewest > min(slots, request.ranks):
+        raise UsageError(f"--min {fewest}: --max is {request.ranks}, and the slots are {slots}")
+    return min(slots, request.ranks)
 
 
 def choose_hosts(

@@ -22,11 +22,14 @@ from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.layout import Layout
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import Command, start
-from hvdtrain.system.runtime.processes import Processes
+from hvdtrain.system.runtime.processes import AFTER_STOP, Processes, exit_code
 
 AGENT = (sys.executable, "-m", "hvdtrain.commands.launch.agent")
 SSH = str(Path(__file__).with_name("ssh"))  # deaf to TERM
 PORT = "29500"  # torchrun's own, where the agents of several hosts meet; MASTER_PORT is another
+RESTARTS = "--max-restarts=10"  # losses of a rank or a host that a job goes on after
+# By itself torchrun 2.13 tells an agent that joins the address of a store that is not made anew.
+OWN_ADDRESS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 PATIENCE = 3.0  # seconds for an agent to end its ranks when it is told to
 
 
@@ -45,6 +48,7 @@ def agents(
     environ: Mapping[str, str],
     folder: Path,
     here: Collection[str],
+    fewest: int | None = None,
 ) -> list[Agent]:
     """Return the agents that start ``words`` as ``layout`` says.
 
@@ -55,17 +59,24 @@ def agents(
         environ: the user's environment, of which other hosts get what they need.
         folder: the working directory, on all hosts.
         here: names and addresses of this machine.
+        fewest: ranks to go on with where others are lost; None: with all or none.
     """
     own = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     hosts = layout.hosts or (Host("", layout.ranks),)
+    port = environ.get("MASTER_PORT", PORT)
     meeting = ["--standalone"]
-    if len(hosts) > 1:
-        port = environ.get("MASTER_PORT", PORT)
+    if fewest:
+        own |= OWN_ADDRESS
+        meeting = [*meeting, RESTARTS] if len(hosts) == 1 else _elastic(hosts, fewest, port)
+    elif len(hosts) > 1:
         meeting = [f"--nnodes={len(hosts)}", f"--master-addr={hosts[0].name}"]
         meeting += [f"--master-port={port}"]
     found = []
     for number, host in enumerate(hosts):
-        place = [f"--node-rank={number}"] if len(hosts) > 1 else []
+        place = []
+        if len(hosts) > 1:
+            leads = f"--rdzv-conf=is_host={int(number == 0)}"
+            place = [leads if fewest else f"--node-rank={number}"]
         argv = [*AGENT, *meeting, *place, f"--nproc-per-node={host.slots}", "--no-python", *words]
         command = on_host(host.name, Command(tuple(argv), own), environ, folder, here)
         found.append(Agent(host.name, command))
@@ -100,6 +111,18 @@ def on_host(
 def is_here(host: str, here: Collection[str]) -> bool:
     """Return whether ``host`` is this machine, by the names that it has."""
     return not host or host in here or host.partition(".")[0] in here
+
+
+def _elastic(hosts: Sequence[Host], fewest: int, port: str) -> list[str]:
+    """Return torchrun's options for agents that may be lost, and come later."""
+    needed = -(-fewest // min(host.slots for host in hosts))  # whichever they are
+    return [
+        f"--nnodes={needed}:{len(hosts)}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={hosts[0].name}:{port}",
+        f"--rdzv-id={port}",
+        RESTARTS,
+    ]
 
 
 def names_here() -> set[str]:
@@ -149,6 +172,18 @@ class Agents(Processes):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
         super().kill()
+
+
+class ElasticAgents(Agents):
+    """Agents of which all but the first, where they meet, may be lost."""
+
+    @override
+    def _have_ended(self) -> bool:
+        codes = [process.poll() for process in self.running]
+        if codes[0] is not None:
+            self._code = exit_code(codes[0])
+            self._end_within(AFTER_STOP)
+        return None not in codes
 
 
 def _input(process: subprocess.Popen[bytes]) -> Any:

@@ -18,7 +18,7 @@ from hvdtrain.commands.launch.prepare import (
     prepare,
     prepare_agents,
 )
-from hvdtrain.commands.launch.torchrun import Agents, show
+from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents, show
 from hvdtrain.commands.launch.watch import StopSignals, code_after_stop, watch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
@@ -73,8 +73,8 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--elastic",
         action="store_true",
-        help="go on when ranks are lost or hosts come and go, by Horovod's elastic driver; "
-        "instead of -n",
+        help="go on when ranks are lost or hosts come and go, by Horovod's elastic driver or "
+        "torchrun; instead of -n",
     )
     group.add_argument("--min", type=count, metavar="N", help="ranks that it waits for")
     group.add_argument("--max", type=count, metavar="M", help="ranks, whatever slots there are")
@@ -109,11 +109,14 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         hostfile=arguments.hostfile,
         tag=arguments.tag or timeout is not None,
         ranks_per_host=arguments.room_for,
+        fewest=arguments.min,
     )
+    if arguments.elastic and None in (arguments.min, arguments.max):
+        raise UsageError("--elastic: how many ranks may run? Give --min N and --max M")
+    if arguments.launcher == "torchrun" and not arguments.discovery:
+        return _by_torchrun(request, dry_run=arguments.dry_run)
     if arguments.elastic:
         return _elastic(arguments, request)
-    if arguments.launcher == "torchrun":
-        return _by_torchrun(request, dry_run=arguments.dry_run)
     with StopSignals() as signals:  # a job may be stopped while mpirun is asked for its version
         launch = prepare(request)
         if arguments.dry_run:
@@ -139,7 +142,10 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
         HvdtrainError: there were too few slots for too long.
     """
     if request.tag or arguments.launcher != "mpi":
-        raise UsageError("--tag, --timeout and --launcher are not for --elastic: leave them out")
+        raise UsageError(
+            "--tag and --timeout are not for --elastic, nor is --launcher for --discovery: leave "
+            "them out"
+        )
     pool = make_pool(request, arguments.min, arguments.max, arguments.discovery)
     check_gloo()
     from hvdtrain.commands.launch.elastic_driver import ElasticJob, show
@@ -167,7 +173,7 @@ def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
         if dry_run:
             return Report(show(wanted))
         log.info("%s", show(wanted))
-        with Agents(signals.came) as running:
+        with (ElasticAgents if request.fewest else Agents)(signals.came) as running:
             running.start(wanted)
             code = running.wait()
     asked = signal.Signals(running.asked[0]).name if running.asked else ""

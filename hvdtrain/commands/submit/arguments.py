@@ -67,6 +67,7 @@ class Request:
     array: str | None = _option(JOB, "a task for each number; $TASK tells which", "A-B")
     after: str | None = _option(JOB, "start when this job has ended well", "ID")
     requeue: bool = _switch(JOB, "start again if a node dies")
+    tolerate_node_failures: bool = _switch(JOB, "go on if a node dies that is not the first")
 
     module: tuple[str, ...] = _repeated("to load", "NAME")
     env: str | None = _option(SCRIPT, "Python environment (this one), or none", "DIR")
@@ -138,6 +139,7 @@ def make_job(given: Request, site: Site, dialect: Dialect) -> Job:
         array=given.array,
         after=given.after,
         requeue=given.requeue,
+        tolerate_node_failures=given.tolerate_node_failures,
         modules=given.module,
         setup=given.setup,
         environment=None if given.env == "none" else given.env or sys.prefix,

@@ -49,6 +49,7 @@ class Job:
     array: str | None = None  # range of tasks ``A-B`` or ``A-B:STEP``
     after: str | None = None  # job that has to end well before this one starts
     requeue: bool = False  # start again if a node dies
+    tolerate_node_failures: bool = False  # go on if a node dies
     modules: tuple[str, ...] = ()  # what ``module load`` is given
     setup: tuple[str, ...] = ()  # lines of shell that run before the command
     environment: str | None = None  # of Python; None: as the setup leaves it

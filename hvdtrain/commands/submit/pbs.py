@@ -89,6 +89,7 @@ class Pbs(Dialect):
         lines += [f"-J {job.array}"] if job.array else []
         lines += [f"-W depend=afterok:{job.after}"] if job.after else []
         lines += ["-r y"] if job.requeue else []
+        lines += ["-W tolerate_node_failures=all"] if job.tolerate_node_failures else []
         lines += site.directives
         # One file for both streams, written while the job runs and not only at its end.
         return [f"#PBS {line}" for line in [*lines, "-j oe", "-k oed"]]

@@ -55,6 +55,7 @@ class Slurm(Dialect):
         if job.after:  # else it would wait for ever where that job ends badly
             lines += [f"--dependency=afterok:{job.after}", "--kill-on-invalid-dep=yes"]
         lines += ["--requeue"] if job.requeue else []
+        lines += ["--no-kill"] if job.tolerate_node_failures else []
         return [f"#SBATCH {line}" for line in [*lines, *site.directives]]
 
     @override

@@ -11,7 +11,17 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.layout import Layout
-from hvdtrain.commands.launch.torchrun import AGENT, SSH, Agent, Agents, agents, names_here, show
+from hvdtrain.commands.launch.torchrun import (
+    AGENT,
+    OWN_ADDRESS,
+    SSH,
+    Agent,
+    Agents,
+    ElasticAgents,
+    agents,
+    names_here,
+    show,
+)
 from hvdtrain.system.runtime.command import Command
 
 WORDS = ("python", "-m", "hvdtrain.resnet", "--data", "my images")
@@ -42,6 +52,25 @@ def test_two_hosts_of_which_this_is_one() -> None:
     ]
 
 
+def test_hosts_that_may_be_lost() -> None:
+    layout = Layout(8, tuple(Host(name, 2) for name in ("node1", "node2", "node3", "node4")))
+    found = agents(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"}, 3)
+    meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1:4711", "--rdzv-id=4711")
+    first = (*AGENT, "--nnodes=2:4", *meeting, "--max-restarts=10", "--rdzv-conf=is_host=1")
+    words = ("--nproc-per-node=2", "--no-python", *WORDS)
+    assert found[0].command == Command((*first, *words), OWN_ADDRESS)
+    for other in found[1:]:
+        line = shlex.split(other.command.argv[3])
+        assert {"--rdzv-conf=is_host=0", "--nnodes=2:4", *meeting} < set(line)
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line
+
+
+def test_ranks_that_may_be_lost_on_one_host() -> None:
+    (one,) = agents(Layout(2), WORDS, None, {}, Path("/work"), (), 1)
+    own = ("--standalone", "--max-restarts=10", "--nproc-per-node=2", "--no-python")
+    assert one.command == Command((*AGENT, *own, *WORDS), OWN_ADDRESS)
+
+
 def test_the_port_is_torchruns() -> None:
     assert "--master-port=29500" in show(agents(TWO, WORDS, None, {}, Path("/"), ()))
 
@@ -67,9 +96,9 @@ def test_output_that_is_not_read_has_no_marks(
     assert "--tag and --timeout are for an MPI's launcher" in capsys.readouterr().err
 
 
-def started(*programs: str) -> Agents:
+def started(*programs: str, kind: type[Agents] = Agents) -> Agents:
     """Agents that are these programs of Python."""
-    running = Agents()
+    running = kind()
     commands = [Command((sys.executable, "-c", program)) for program in programs]
     running.start([Agent(f"node{place}", one) for place, one in enumerate(commands)])
     return running
@@ -80,6 +109,12 @@ def test_an_agent_that_fails_ends_the_others_by_closing_their_input() -> None:
     with started(waits, "import sys; sys.exit(5)") as running:
         assert running.wait() == 5
     assert [process.returncode for process in running.running] == [9, 5]
+
+
+def test_of_agents_that_may_be_lost_the_first_counts() -> None:
+    lost, last = "import sys; sys.exit(9)", "import sys, time; time.sleep(1); sys.exit(5)"
+    with started(last, lost, lost, kind=ElasticAgents) as running:
+        assert running.wait() == 5
 
 
 def test_an_agent_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]) -> None:

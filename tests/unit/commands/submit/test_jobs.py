@@ -38,7 +38,15 @@ def defined(name: str) -> frozenset[str]:
 
 def test_they_are_all_here() -> None:
     assert [
-        *("local.sh", "mnist_1node.pbs", "mnist_scaling.pbs", "pi.pbs", "resnet.slurm"),
+        *(
+            "elastic_horovod.pbs",
+            "elastic_torchrun.pbs",
+            "local.sh",
+            "mnist_1node.pbs",
+            "mnist_scaling.pbs",
+            "pi.pbs",
+            "resnet.slurm",
+        ),
         *("resnet_1node.pbs", "resnet_polaris.pbs", "resnet_scaling.pbs", "timeline_capture.pbs"),
     ] == SCRIPTS
     readme = (JOBS / "README.md").read_text()
@@ -80,7 +88,9 @@ def test_real_pbs_takes_them(name: str) -> None:
     request = read_script(text, defined(name))
     chunk = request.chunk
     assert request.options["j"] == "oe"
-    assert int(chunk["count"]) == (16 if "scaling" in name else 2 if "polaris" in name else 1)
+    counts = {"scaling": 16, "polaris": 2, "elastic": 4}
+    nodes = next((count for word, count in counts.items() if word in name), 1)
+    assert int(chunk["count"]) == nodes
     if int(chunk["count"]) > 1:
         assert request.resources["place"] == "scatter"
     if "polaris" not in name:
@@ -88,6 +98,18 @@ def test_real_pbs_takes_them(name: str) -> None:
         ranks = ladder if "scaling" in name else "4"
         assert chunk["mpiprocs"] == "4"
         assert f" --ppn {ranks} -- " in text
+
+
+@pytest.mark.parametrize("by", ["torchrun", "horovod"])
+def test_a_job_outlives_a_node(by: str, node: Node) -> None:
+    text = (JOBS / f"elastic_{by}.pbs").read_text()
+    assert "\n#PBS -W tolerate_node_failures=all\n" in text
+    assert run_as_pbs(node, text) == 0
+    ((_, _, _, *words),) = told(node)
+    launcher = ["--launcher", "torchrun"] if by == "torchrun" else []
+    ranks = ["--elastic", "--min", "4", "--max", "16", "--ppn", "4"]
+    assert words[: words.index("--")] == ["launch", *launcher, *ranks]
+    assert "--checkpoint-dir=results/elastic_" + by + "/checkpoints" in words
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ FULL = Job(
     array="1-9:2",
     after="7.server",
     requeue=True,
+    tolerate_node_failures=True,
     modules=("cray-mpich", "cuda/12"),
     setup=("export NCCL_DEBUG=WARN",),
     environment="/opt/my env",
@@ -54,6 +55,7 @@ FULL_PBS = r"""#!/bin/bash -l
 #PBS -J 1-9:2
 #PBS -W depend=afterok:7.server
 #PBS -r y
+#PBS -W tolerate_node_failures=all
 #PBS -m n
 #PBS -j oe
 #PBS -k oed
@@ -107,6 +109,7 @@ FULL_SLURM_HEAD = """#!/bin/bash -l
 #SBATCH --dependency=afterok:7.server
 #SBATCH --kill-on-invalid-dep=yes
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --constraint=gpu
 
 # To change a value: sbatch --export=ALL,NAME=VALUE SCRIPT
