@@ -43,16 +43,16 @@ from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.command import NOT_FOUND, Command, start
 from hvdtrain.system.runtime.detect import SLOT
-from hvdtrain.system.runtime.processes import AFTER_STOP, exit_code
+from hvdtrain.system.runtime.processes import AFTER_STOP, exit_code, is_of_a_signal
 
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "hvdtrain.commands.launch.worker")
 COOLDOWN = (1, 3600)  # seconds: half of the shortest time that a slot is barred, and the longest
 LONG = "86400"  # seconds
-# Seconds in which ranks that have lost one have to ask for another rank; their workers start them
-# anew then. Those that were still connecting do not learn of it.
-AFTER_LOSS = 10.0
+# Seconds in which the other ranks have to ask for a new rank when one is lost or has asked; after
+# ``AFTER_LOSS`` their workers start them anew, after ``GIVEN_UP`` they count as lost, too.
+AFTER_LOSS, GIVEN_UP = 10.0, 30.0
 MOMENT = 4.5  # seconds in which a slot is used again that has failed for the first time
 POLL = 0.1  # seconds between two looks at processes and signals
 ASK_AGAIN = 1.0  # seconds; a rank that just started anew has not heard it
@@ -122,7 +122,6 @@ class Driver(ElasticDriver):
         self.running: dict[str, subprocess.Popen[bytes]] = {}  # workers, by slot
         self.codes: dict[int, int] = {}  # exit codes of this world, by rank
         self.ready: set[str] = set()  # slots that wait for the next one
-        self.lost_at = 0.0  # when a rank failed last, or the others were told
         self.trouble = ""  # why there is no next world
         super().__init__(server, self.discovery, pool.fewest, pool.most, cooldown_range=COOLDOWN)
 
@@ -288,6 +287,9 @@ class ElasticJob:
         self.words, self.signals, self.environ = words, signals, environ
         self.asked = ""  # the signal by which the ranks have been asked to stop
         self.over = False
+        self.well_at = time.monotonic()  # when no slot was waited for
+        self.told = False  # the slots that are waited for
+        self.given_up: set[str] = set()  # of them
         # Horovod's runner logs by the root logger itself, and what it says is said here.
         logging.getLogger().addFilter(lambda record: False)
         self.server = RendezvousServer()
@@ -350,12 +352,15 @@ class ElasticJob:
             time.sleep(POLL)
         code, rank = exit_code(process.returncode), self.driver.rank_of(slot.hostname)
         if rank is not None:
-            self.driver.lost_at = time.monotonic()
             self.driver.codes[rank] = code
             self.over = self.over or code == EXIT_USAGE
-            if code > 128 and not (self.asked or self.over):
-                name, host = signal.Signals(code - 128).name, host_of(slot.hostname)
-                log.info("hvdtrain: rank %d on %s was ended by %s", rank, _shown(host), name)
+            if code and not (self.asked or self.over or slot.hostname in self.given_up):
+                # ssh itself ends with 255, which is no signal's.
+                by = signal.Signals(code - 128).name if is_of_a_signal(code) else f"code {code}"
+                log.info(
+                    "hvdtrain: rank %d on %s was ended by %s",
+                    *(rank, _shown(host_of(slot.hostname)), by),
+                )
         del self.driver.running[slot.hostname]
         return code, time.time()
 
@@ -370,10 +375,23 @@ class ElasticJob:
                 log.info("hvdtrain: %s: the ranks are asked to save and stop", self.asked)
 
     def _hurry(self) -> None:
-        """Have the ranks started anew that have not learned that another one is lost."""
-        late = self.driver.running.keys() - self.driver.ready
-        if self.driver.failed and late and time.monotonic() > self.driver.lost_at + AFTER_LOSS:
-            self.driver.lost_at = time.monotonic()
+        """Start the ranks anew that others wait for, and in the end give them up.
+
+        A rank that is still connecting does not learn that another one is lost; and where a host is
+        out of reach, ssh may wait for it.
+        """
+        driver, now = self.driver, time.monotonic()
+        late = driver.running.keys() & driver.host_assignments.keys() - driver.ready
+        if self.asked or not late or not (driver.failed or driver.ready):
+            self.well_at, self.told = now, False
+            self.given_up.clear()
+        elif now > self.well_at + GIVEN_UP:
+            for slot in late - self.given_up:
+                log.info("hvdtrain: %s does not answer: its rank counts as lost", host_of(slot))
+                self.given_up.add(slot)
+                driver.running[slot].kill()
+        elif now > self.well_at + AFTER_LOSS and not self.told:
+            self.told = True
             self._order(ANEW, late)
 
     def _order(self, order: bytes, slots: Iterable[str]) -> None:

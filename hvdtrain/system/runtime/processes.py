@@ -89,7 +89,7 @@ class Processes:
         codes = [process.poll() for process in self.running]
         # Those that lost one to a signal may be gone before it is: its code counts.
         failed = sorted(
-            (not _is_of_a_signal(code), place) for place, code in enumerate(codes) if code
+            (not is_of_a_signal(code), place) for place, code in enumerate(codes) if code
         )
         lost = bool(failed) and not failed[0][0] and not self._killed
         if failed and (self._code == EXIT_OK or (lost and self._code == EXIT_FAILURE)):
@@ -108,7 +108,8 @@ class Processes:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
 
-def _is_of_a_signal(code: int) -> bool:
+def is_of_a_signal(code: int) -> bool:
+    """Return whether a process that ended with ``code`` was ended by a signal."""
     return 128 < exit_code(code) <= 128 + signal.SIGRTMAX
 
 
