@@ -320,10 +320,10 @@ class CommonAdapter(StateAdapter):
         self.check_trained(model, optimizer)
         if optimizer in self._distributed:
             raise UsageError("distribute_optimizer: this optimizer is distributed already")
-        self._distributed.add(optimizer)
-        if self.world.devices > 1:
-            return self.distribute(model, optimizer)
-        return model, optimizer
+        several = self.world.devices > 1
+        distributed = self.distribute(model, optimizer) if several else (model, optimizer)
+        self._distributed.add(optimizer)  # what was refused may be given again
+        return distributed
 
     @override
     def scale_learning_rate(

@@ -39,6 +39,11 @@ class ZeroAdapter(ShardedAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        if optimizer.state:
+            raise UsageError(
+                "distribute_optimizer: with --strategy zero each rank has a part of the optimizer "
+                "state, so give it an optimizer that has none yet; resume loads one"
+            )
         model, optimizer = super().distribute(model, optimizer)
         self._shares[optimizer] = Share(optimizer, self, model)
         return model, optimizer
@@ -92,11 +97,6 @@ class Share:
     def __init__(
         self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter, replica: Replica
     ) -> None:
-        if optimizer.state:
-            raise UsageError(
-                "distribute_optimizer: with --strategy zero each rank has a part of the optimizer "
-                "state, so give it an optimizer that has none yet; resume loads one"
-            )
         self.adapter, self.replica, rank = adapter, replica, adapter.world.rank
         self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
         sizes = [one.numel() * one.element_size() for one in self.parameters]

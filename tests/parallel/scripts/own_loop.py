@@ -289,6 +289,21 @@ def without_its_empty_pass() -> None:
         expect_error(optimizer.step, "a part without samples", "every rank makes them all")
 
 
+def refused_with_state() -> None:
+    """An optimizer that has state cannot be cut in parts; both are left as they were."""
+    net = Net()
+    optimizer = sgd(net)
+    loss_of(net, x, y).backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    expect_error(lambda: hvd.distribute_optimizer(net, optimizer), "resume loads one")
+    after = net.state_dict()
+    assert before.keys() == after.keys() and optimizer.state
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    optimizer.state.clear()
+    hvd.distribute_optimizer(net, optimizer)
+
+
 def save_on_rank_zero_alone(folder: Path) -> None:
     """Never returns: the other ranks go on to the next sum of gradients."""
     net = Net()
@@ -320,4 +335,6 @@ elif __name__ == "__main__":
         read_ahead()
     if size > 1 and hvd.needs_empty_forward:
         without_its_empty_pass()
+    if size > 1 and strategy in ("zero", "fsdp"):
+        refused_with_state()
     Path(folder, f"{rank}-of-{size}").touch()
