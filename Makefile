@@ -36,7 +36,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: help setup demo check test test-all docs format requirements clean
+.PHONY: help setup demo check test test-all soak docs format requirements clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
@@ -93,6 +93,10 @@ test-all: setup  ## all tests, as the continuous integration runs them
 	@$(MAKE) --no-print-directory docs
 	python -m pytest $(wildcard tests/parallel tests/cluster tests/browser) \
 	    -m 'not contract' --durations=0 | tee --append .durations.txt
+
+soak: setup  ## what takes too long for test-all: ranks killed again and again, peak memory
+	HVDTRAIN_LONG=1 $(PYTEST) tests/parallel/test_elastic.py
+	python -m tests.perf.memory
 
 docs: setup  ## make site/ of the pages and the API reference; a dead link or name fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
