@@ -26,7 +26,8 @@ COMMON = {
     7: (r"if hvd\.rank\(\) == 0:", "if True:"),
     8: (r"hvd\.allreduce\(((torch|tf)\.stack\(.*\)), op=hvd\.Sum\)", r"\1"),
 }
-STEPS = range(1, 9) if LONG else (3, 5, 6)
+# That each fails alone test_verify.py tells, of the same judge.
+STEPS = range(1, 9) if LONG else (5,)
 BROKEN = {
     "pytorch": COMMON | {5: (r"^optimizer = hvd\.DistributedOptimizer\(.*$", "")},
     "tensorflow2": COMMON | {5: (r"^    tape = hvd\.DistributedGradientTape\(.*$", "")},

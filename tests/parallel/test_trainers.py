@@ -52,7 +52,7 @@ def test_resnet_on_real_images(
         *("--model=resnet18", f"--image-size={128 if LONG else 64}", "--epochs=1"),
         f"--batch-size={trained // 20}",
     )
-    first = train(2, tmp_path, "resnet", *line, "--num-steps=4", timeout=400)
+    first = train(2, tmp_path, "resnet", *line, "--num-steps=4", "--workers=0", timeout=400)
     assert first.summary["stopped"] == "steps"
     done = train(2, tmp_path, "resnet", *line, "--resume=must", timeout=400)
     assert done.summary["samples_trained"] == trained
