@@ -113,7 +113,6 @@ STRATEGIES = {
             adapters={"pytorch": "hvdtrain.adapters.pytorch.fsdp:FsdpAdapter"},
             oldest={"pytorch": "2.9"},
             traffic=3.0,  # gathered before forward and backward pass, gradients reduce-scattered
-            compressions=(),
             levers=(),
         ),
         Strategy(

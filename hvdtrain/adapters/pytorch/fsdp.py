@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common import in_parts
 from hvdtrain.adapters.pytorch.common import array_of, load_optimizer, optimizer_tensors
+from hvdtrain.adapters.pytorch.compression import TYPES
 from hvdtrain.adapters.pytorch.ddp import weigh
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, layout_of
 from hvdtrain.adapters.state import check_names
@@ -214,10 +215,17 @@ class Communication:
         """Sum the gradients of a unit, weighted; each rank gets its rows."""
         self.adapter.note_pass()
         weigh(whole, self.adapter.part_weight)
+        kind = TYPES.get(self.adapter.levers.compression, whole.dtype)
+        sent, received = whole.to(kind), part.to(kind)  # themselves, where they are of that type
         self._counted["count"] += 1
-        self._counted["bytes"] += whole.numel() * whole.element_size()
+        self._counted["bytes"] += sent.numel() * sent.element_size()
         with self._blocked(SUM):
-            return reduce_scatter(part, whole, group=group, async_op=async_op)
+            work = reduce_scatter(received, sent, group=group, async_op=async_op)
+        if received is not part:
+            if async_op:
+                work.wait()
+            part.copy_(received)
+        return work
 
     @contextmanager
     def _blocked(self, call: str) -> Iterator[None]:

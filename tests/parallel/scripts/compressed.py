@@ -39,15 +39,22 @@ def watch_pytorch() -> None:
     import torch.distributed as dist
 
     def noting(call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(tensor: Any, **options: Any) -> Any:
+        def noted(*tensors: Any, **options: Any) -> Any:
+            tensor = tensors[
+                -1
+            ]  # what goes in; before it, where that is another one, what comes out
             kind = str(tensor.dtype).removeprefix("torch.")
             if tensor.numel() > 1:  # the wish to stop is one
                 sent.append((kind, tensor.numel() * tensor.element_size()))
-            return call(tensor, **options)
+            return call(*tensors, **options)
 
         return noted
 
-    if strategy in ("ddp", "zero"):
+    if strategy == "fsdp":
+        from hvdtrain.adapters.pytorch import fsdp
+
+        fsdp.reduce_scatter = noting(fsdp.reduce_scatter)
+    elif strategy in ("ddp", "zero"):
         dist.all_reduce = noting(dist.all_reduce)
     else:
         import horovod.torch
@@ -116,10 +123,16 @@ def gradients_pytorch(x: Array, shards: Shards) -> tuple[list[Array], str]:
         model(torch.from_numpy(x[part.indices])).backward()
         assert net.weights.grad is not None and net.weights.grad.dtype == torch.float64
         assert net.unused.grad is None  # of what no rank has used
-        found.append(net.weights.grad.numpy().copy())
+        found.append(whole(net.weights.grad))
         optimizer.step()
     check_messages()
-    return found, digest(net.weights.detach().numpy())
+    return found, digest(whole(net.weights.detach()))
+
+
+def whole(tensor: Any) -> Array:
+    """The values, put together from all ranks where each has a part of them."""
+    values: Array = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).numpy()
+    return values.copy()
 
 
 def gradients_tensorflow(x: Array, shards: Shards) -> tuple[list[Array], str]:
@@ -151,7 +164,7 @@ def gradients_tensorflow(x: Array, shards: Shards) -> tuple[list[Array], str]:
 def check_messages() -> None:
     """Compare the bytes that the library was handed, and those that are told."""
     size = 8 if hvd.levers.compression == NONE else 2
-    assert all(size * COLUMNS < nbytes < size * ELEMENTS for _, nbytes in sent)
+    assert all(size * COLUMNS <= nbytes < size * ELEMENTS for _, nbytes in sent)
     told = hvd.gradient_sums[-1].messages
     assert size * COLUMNS <= told["bytes"] / told["count"] < size * ELEMENTS
 
