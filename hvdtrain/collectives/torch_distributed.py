@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from hvdtrain.system.machine.network import address_for_all, addresses, card_tow
 from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, detect
 
 OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
+GIVES_BACK = 0.05  # seconds
 POLL = 0.05  # seconds between two looks at what the other ranks have written
 Store = Any  # of torch.distributed, which does not tell mypy of its stores
 CARD = "GLOO_SOCKET_IFNAME"
@@ -72,6 +74,9 @@ class TorchDistributed(Communicator):
         # Where one rank sums gradients and another gathers bytes, by a mistake in a program, both
         # are to wait until that is told: in one group Gloo would end the process.
         self._control = dist.new_group(backend="gloo", timeout=timeout)
+        # A thread of Gloo gives the tensors of the last call back to Python, some time after that
+        # has returned; once Python is ending it aborts the process (before 3.13).
+        atexit.register(time.sleep, GIVES_BACK)
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
