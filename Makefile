@@ -95,7 +95,7 @@ test-all: setup  ## all tests, as the continuous integration runs them
 	    -m 'not contract' --durations=0 | tee --append .durations.txt
 
 soak: setup  ## what takes too long for test-all: ranks killed again and again, peak memory
-	HVDTRAIN_LONG=1 $(PYTEST) tests/parallel/test_elastic.py
+	HVDTRAIN_LONG=1 $(PYTEST) $(wildcard tests/parallel/test_elastic*.py)
 	python -m tests.perf.memory
 
 docs: setup  ## make site/ of the pages and the API reference; a dead link or name fails
