@@ -18,7 +18,7 @@ from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped, Summary
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import elastic
-from hvdtrain.system.runtime.detect import is_elastic
+from hvdtrain.system.runtime.detect import is_elastic, is_restarted
 from hvdtrain.system.runtime.exit import (
     agreed,
     announce,
@@ -30,7 +30,15 @@ from hvdtrain.system.runtime.walltime import ends_at
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.plan import TrainingPlan
-from hvdtrain.training.preemption import AGAIN, ENDING, Walltime, on_stop_signal, wait_for_agent
+from hvdtrain.training.preemption import (
+    AGAIN,
+    ANEW,
+    ENDING,
+    PERHAPS,
+    Walltime,
+    on_stop_signal,
+    wait_for_agent,
+)
 from hvdtrain.training.progress import Silent
 from hvdtrain.training.summary import described, evaluated, measured, rows
 from hvdtrain.training.throughput import Clock
@@ -159,7 +167,7 @@ class Run:
         if stopped is Stopped.PREEMPTED:
             anew = is_elastic(os.environ) and self._only_hosts_changed()
             done = f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
-            what = "the ranks start anew" if anew else AGAIN
+            what = ANEW if anew else PERHAPS if is_restarted(os.environ) else AGAIN
             if self.adapter.world.is_writer:
                 announce(f"{self.why}: {done}: {what}", mpirun_ends=self.why in ENDING)
             if anew:

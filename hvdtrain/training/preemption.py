@@ -21,6 +21,8 @@ from hvdtrain.system.runtime.exit import WAIT_FAILURE, announce, leave, process_
 
 ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it hands the others on
 AGAIN = "run the same command again to go on"
+ANEW = "the ranks start anew"
+PERHAPS = "the ranks go on from there when torchrun starts them anew, or the same command does"
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 

@@ -54,7 +54,13 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
     saves_to = None if options.evaluates_only else options.checkpoint_dir
     if options.spawn and detect(os.environ).launcher != SPAWN:
         return _spawn(options, options.spawn)
-    if is_restarted(os.environ) and not options.evaluates_only and saves_to is None:
+    restarts = is_restarted(os.environ) and not options.evaluates_only
+    if restarts and options.resume == "never":
+        raise UsageError(
+            "--resume never: ranks that are started anew go on from --checkpoint-dir; leave the "
+            "option out, or give a directory without checkpoints"
+        )
+    if restarts and saves_to is None:
         raise UsageError(
             "torchrun --max-restarts and hvdtrain launch --elastic start the ranks anew where one "
             "fails, and without --checkpoint-dir the training too: give both or neither"

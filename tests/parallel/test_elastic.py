@@ -124,7 +124,8 @@ def test_a_host_that_joins_and_one_that_is_lost(hosts: int, tmp_path: Path) -> N
         worlds = re.findall(r"(\d) ranks? on.*\n.* x (\d) =", said)
         assert worlds == [("1", "1"), ("2", "2"), ("1", "1")]  # and so the learning rate
         (step,) = re.findall(r"resumed from .*: step (\d+)", said)[1:]
-        assert int(step) >= int(kept.removeprefix("step-"))  # nothing that was saved is lost
+        # Nothing that was saved is lost.
+        assert int(step) >= int(kept.removeprefix("step-").partition("+")[0])
 
 
 @pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 kills ten, each after another time")

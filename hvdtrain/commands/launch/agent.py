@@ -14,6 +14,7 @@ Besides,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -27,7 +28,7 @@ import psutil
 from typing_extensions import override
 
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
-from hvdtrain.system.runtime.processes import STOP_SIGNALS, exit_code, say
+from hvdtrain.system.runtime.processes import STOP_SIGNALS, exit_code, say, signal_of
 
 STANDARD_INPUT = 0
 
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         logging.disable(logging.ERROR)  # ranks that fail tell so themselves, or are told of below
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     _restart_only_after_loss()
@@ -54,11 +56,14 @@ def main(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            say(f"rank {rank} on {socket.gethostname()} was ended by {name}")
+            by = signal_of(failure.exitcode) or f"signal {-failure.exitcode}"
+            say(f"rank {rank} on {socket.gethostname()} was ended by {by}")
         return exit_code(failure.exitcode)
     except SignalException as stop:
         return 128 + int(stop.sigval)
+    except RendezvousError as error:
+        say(f"{socket.gethostname()}: the agents do not meet any more: {error}")
+        return EXIT_FAILURE
     return EXIT_OK
 
 
@@ -88,7 +93,8 @@ def ask() -> None:
     """Ask the ranks of this host to save and stop; end at once where there are none yet."""
     ranks = _ranks()
     for rank in ranks:
-        rank.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(signal.SIGUSR1)
     if not ranks:
         os._exit(128 + signal.SIGTERM)
 
@@ -96,7 +102,8 @@ def ask() -> None:
 def kill() -> None:
     """End the ranks of this host, for certain."""
     for rank in _ranks():
-        rank.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()
 
 
 def watch_input(obey: Callable[[bytes], None]) -> None:

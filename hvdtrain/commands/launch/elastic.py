@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.commands.launch.hosts import Host, parse_lines
-from hvdtrain.commands.launch.prepare import Request, check_program, choose_hosts
+from hvdtrain.commands.launch.layout import Layout
+from hvdtrain.commands.launch.prepare import Request, check_request, choose_hosts, choose_threads
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.machine.frameworks import find_module
+from hvdtrain.system.machine.gpus import count_gpus
+from hvdtrain.system.machine.limits import physical_cores
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.command import Command, run
 
@@ -63,18 +66,23 @@ def make_pool(
     """
     if fewest > most:
         raise UsageError(f"--min {fewest} is more than --max {most}")
-    check_program(request.words, environ)
+    if request.ranks_per_host:
+        raise UsageError("--room-for is for ranks that stay: leave it out, or give --threads")
+    check_request(request, environ)
     if script is None:
         given = choose_hosts(request.hosts, request.hostfile, environ)
         hosts, source = given.hosts, given.source
         if not hosts:
             hosts, source = (Host(HERE, most),), "this machine"
-        pool = Pool(fewest, most, hosts, source, ppn=request.ppn, threads=request.threads)
+        pool = Pool(fewest, most, hosts, source, ppn=request.ppn)
         slots = sum(host.slots for host in pool.find())
         if slots < fewest:
             has = f"{source} gives {plural(slots, 'slot')}"
             raise UsageError(f"--min {fewest}: {has}, and no other can come without --discovery")
-        return pool
+        full = Layout(slots, tuple(Host(one.name, min(one.slots, most)) for one in pool.find()))
+        cores, gpus = physical_cores(), count_gpus(environ)
+        threads = request.threads or choose_threads(request, full, cores, gpus, environ)
+        return replace(pool, threads=threads)
     named = f"--discovery {script}"
     if request.hosts or request.hostfile:
         raise UsageError(f"{named} names the hosts: leave --hosts and --hostfile out")

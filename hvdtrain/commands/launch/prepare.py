@@ -120,10 +120,7 @@ def place(request: Request, environ: Mapping[str, str]) -> tuple[Allocation, Lay
     Raises:
         UsageError: no such program, or the ranks do not fit on the hosts.
     """
-    for option, value in (("--threads", request.threads), ("--room-for", request.ranks_per_host)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: give a number of at least 1")
-    check_program(request.words, environ)
+    check_request(request, environ)
     allocation = choose_hosts(request.hosts, request.hostfile, environ)
     return allocation, lay_out(request.ranks, allocation, request.ppn)
 
@@ -167,11 +164,14 @@ def choose_hosts(
     return find_allocation(environ)
 
 
-def check_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise UsageError where there is no program to start."""
-    if not words:
+def check_request(request: Request, environ: Mapping[str, str]) -> None:
+    """Raise UsageError where a number is none, or there is no program to start."""
+    for option, value in (("--threads", request.threads), ("--room-for", request.ranks_per_host)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: give a number of at least 1")
+    if not request.words:
         raise UsageError("no program to start: put it after --, as in `-- python train.py`")
-    program = words[0]
+    program = request.words[0]
     if shutil.which(program, path=environ.get("PATH")) is None:
         script = program.endswith(".py") and Path(program).exists()
         remedy = f"; start the script by `python {program}`" if script else " on the PATH"

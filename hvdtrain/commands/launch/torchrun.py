@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.layout import Layout
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import Command, start
+from hvdtrain.system.runtime.detect import JOB_VARIABLES
 from hvdtrain.system.runtime.processes import AFTER_STOP, Processes, exit_code
 
 AGENT = (sys.executable, "-m", "hvdtrain.commands.launch.agent")
@@ -67,7 +69,9 @@ def agents(
     meeting = ["--standalone"]
     if fewest:
         own |= OWN_ADDRESS
-        meeting = [*meeting, RESTARTS] if len(hosts) == 1 else _elastic(hosts, fewest, port)
+        job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), port)
+        alone = len(hosts) == 1
+        meeting = [*meeting, RESTARTS] if alone else _elastic(hosts, fewest, port, job)
     elif len(hosts) > 1:
         meeting = [f"--nnodes={len(hosts)}", f"--master-addr={hosts[0].name}"]
         meeting += [f"--master-port={port}"]
@@ -76,7 +80,9 @@ def agents(
         place = []
         if len(hosts) > 1:
             leads = f"--rdzv-conf=is_host={int(number == 0)}"
-            place = [leads if fewest else f"--node-rank={number}"]
+            # Its ranks may have to meet there, and its own name may lead elsewhere.
+            joins = [leads, f"--local-addr={host.name}"]
+            place = joins if fewest else [f"--node-rank={number}"]
         argv = [*AGENT, *meeting, *place, f"--nproc-per-node={host.slots}", "--no-python", *words]
         command = on_host(host.name, Command(tuple(argv), own), environ, folder, here)
         found.append(Agent(host.name, command))
@@ -113,14 +119,15 @@ def is_here(host: str, here: Collection[str]) -> bool:
     return not host or host in here or host.partition(".")[0] in here
 
 
-def _elastic(hosts: Sequence[Host], fewest: int, port: str) -> list[str]:
+def _elastic(hosts: Sequence[Host], fewest: int, port: str, job: str) -> list[str]:
     """Return torchrun's options for agents that may be lost, and come later."""
-    needed = -(-fewest // min(host.slots for host in hosts))  # whichever they are
+    slots = list(accumulate(sorted(host.slots for host in hosts)))
+    needed = 1 + sum(total < fewest for total in slots)  # hosts, whichever they are
     return [
         f"--nnodes={needed}:{len(hosts)}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={hosts[0].name}:{port}",
-        f"--rdzv-id={port}",
+        f"--rdzv-id={job}",
         RESTARTS,
     ]
 

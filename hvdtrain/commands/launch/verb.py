@@ -148,7 +148,7 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
         )
     pool = make_pool(request, arguments.min, arguments.max, arguments.discovery)
     check_gloo()
-    from hvdtrain.commands.launch.elastic_driver import ElasticJob, show
+    from hvdtrain.commands.launch.elastic_job import ElasticJob, show
 
     if arguments.dry_run:
         return Report(show(pool, request.words, os.environ))

@@ -78,4 +78,4 @@ def _comes_of_a_loss(code: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    os._exit(main(sys.argv[1:]))  # an order that comes now has nobody to go to

@@ -34,7 +34,7 @@ from hvdtrain.errors import (
 )
 from hvdtrain.system.runtime import elastic, terminal
 from hvdtrain.system.runtime import mpirun_daemon as daemon
-from hvdtrain.system.runtime.detect import detect, is_elastic
+from hvdtrain.system.runtime.detect import detect, is_elastic, is_restarted
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 WAIT_USAGE = 5.0
 WAIT_FAILURE = 1.0
 WAIT_LOSS = 5.0  # for the failure detector to say which rank it is that a collective has lost
+LOOK, LOOKS = 0.3, 5  # seconds before each look for a lost rank, and how many
 WAIT_PREEMPTED = 5.0  # for rank 0 to sum up, after which all leave together
 MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))  # not on other hosts
 LONGEST_FOLDER = 50  # characters; sockets in it have names of at most 108
@@ -59,8 +60,9 @@ class ProcessStatus:
 
     def how_to_go_on(self) -> str:
         """Say what to do after a failure that is not the training's own, or what is done."""
-        if is_elastic(os.environ):
-            return f"The others go on from {self.checkpoint or 'the start: nothing is saved yet'}"
+        if is_restarted(os.environ):
+            where = self.checkpoint or "the start: nothing is saved yet"
+            return f"Ranks that are started anew go on from {where}"
         if self.checkpoint:
             return f"Run the same command again: it goes on from {self.checkpoint}"
         return (
@@ -105,10 +107,13 @@ def _outlive_loss() -> None:
     """Start anew where another rank is lost, which an error of a collective comes of.
 
     The failure detector does so meanwhile; while the ranks are still connecting there is none.
+    What all ranks fail of is no loss: each asks before the first of them has left.
     """
-    time.sleep(WAIT_LOSS)
-    if elastic.another_is_lost():
-        start_anew()
+    for _ in range(LOOKS):
+        time.sleep(LOOK)
+        if elastic.another_is_lost():
+            start_anew()
+    time.sleep(WAIT_LOSS - LOOKS * LOOK)
 
 
 def end_after_loss() -> NoReturn:

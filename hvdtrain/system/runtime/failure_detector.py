@@ -298,7 +298,9 @@ class FailureDetector:
             )
         said = f"{what}. {process_status.how_to_go_on()}"
         if is_elastic(os.environ):
-            if lost or self.rank == 1:  # one of those that have lost rank 0 is enough
+            gone = self._host(lost) if silent else None
+            left = [r for r in range(len(self.hosts)) if r != lost and self._host(r) != gone]
+            if lost or self.rank == left[0]:  # one of those that have lost rank 0 is enough
                 speak(said, wait=0.0)
             self._tell(LOST)
             end_after_loss()

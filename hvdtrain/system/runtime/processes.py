@@ -89,7 +89,7 @@ class Processes:
         codes = [process.poll() for process in self.running]
         # Those that lost one to a signal may be gone before it is: its code counts.
         failed = sorted(
-            (not is_of_a_signal(code), place) for place, code in enumerate(codes) if code
+            (signal_of(code) is None, place) for place, code in enumerate(codes) if code
         )
         lost = bool(failed) and not failed[0][0] and not self._killed
         if failed and (self._code == EXIT_OK or (lost and self._code == EXIT_FAILURE)):
@@ -97,7 +97,7 @@ class Processes:
             code = codes[place] or EXIT_OK
             self._code = exit_code(code)
             if code < 0 and not self.asked:
-                say(f"{self.name(place)} was ended by {signal.Signals(-code).name}")
+                say(f"{self.name(place)} was ended by {signal_of(code) or f'signal {-code}'}")
             if code == EXIT_PREEMPTED:
                 self._end_within(AFTER_STOP)
             else:
@@ -108,9 +108,10 @@ class Processes:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
 
-def is_of_a_signal(code: int) -> bool:
-    """Return whether a process that ended with ``code`` was ended by a signal."""
-    return 128 < exit_code(code) <= 128 + signal.SIGRTMAX
+def signal_of(code: int) -> str | None:
+    """Return the name of the signal that ended a process with ``code``, None if none did."""
+    names = {128 + one: one.name for one in signal.Signals}
+    return names.get(exit_code(code))
 
 
 def exit_code(code: int) -> int:

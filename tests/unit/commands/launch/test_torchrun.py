@@ -57,12 +57,26 @@ def test_hosts_that_may_be_lost() -> None:
     found = agents(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"}, 3)
     meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1:4711", "--rdzv-id=4711")
     first = (*AGENT, "--nnodes=2:4", *meeting, "--max-restarts=10", "--rdzv-conf=is_host=1")
-    words = ("--nproc-per-node=2", "--no-python", *WORDS)
+    words = ("--local-addr=node1", "--nproc-per-node=2", "--no-python", *WORDS)
     assert found[0].command == Command((*first, *words), OWN_ADDRESS)
     for other in found[1:]:
         line = shlex.split(other.command.argv[3])
+        assert f"--local-addr={other.host}" in line
         assert {"--rdzv-conf=is_host=0", "--nnodes=2:4", *meeting} < set(line)
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line
+
+
+@pytest.mark.parametrize(
+    ("slots", "fewest", "expected"),
+    [((4, 1), 4, 2), ((4, 1), 1, 1), ((4, 4, 2), 8, 3), ((4, 4, 2), 6, 2), ((2, 2), 4, 2)],
+)
+def test_hosts_of_unequal_slots(slots: tuple[int, ...], fewest: int, expected: int) -> None:
+    """As many as have the ranks, whichever they are."""
+    layout = Layout(sum(slots), tuple(Host(f"node{n}", one) for n, one in enumerate(slots)))
+    job = {"PBS_JOBID": "7.server"}
+    for agent in agents(layout, WORDS, None, job, Path("/work"), {"node0"}, fewest):
+        assert f"--nnodes={expected}:{len(slots)}" in agent.command.show()
+        assert "--rdzv-id=7.server" in agent.command.show()
 
 
 def test_ranks_that_may_be_lost_on_one_host() -> None:
