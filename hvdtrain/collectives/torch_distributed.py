@@ -21,14 +21,14 @@ from typing_extensions import override
 
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
 from hvdtrain.errors import UsageError
-from hvdtrain.system.machine.network import address_for_all, addresses, card_towards
+from hvdtrain.system.machine.network import address_for_all, addresses, interface_towards
 from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, detect
 
 OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
 GIVES_BACK = 0.05  # seconds
 POLL = 0.05  # seconds between two looks at what the other ranks have written
 Store = Any  # of torch.distributed, which does not tell mypy of its stores
-CARD = "GLOO_SOCKET_IFNAME"
+INTERFACE = "GLOO_SOCKET_IFNAME"
 FOREVER = timedelta(days=365)  # a rank that is late is waited for; one that is dead, detected
 
 
@@ -212,16 +212,16 @@ def _host_of_rank_0(mpi: Communicator) -> str:
     Raises:
         UsageError: on a rank that finds no way to rank 0.
     """
-    card = os.environ.get(CARD)
-    mine = json.dumps([socket.gethostname(), addresses(card)]).encode()
+    interface = os.environ.get(INTERFACE)
+    mine = json.dumps([socket.gethostname(), addresses(interface)]).encode()
     hosts: dict[str, list[str]] = dict(json.loads(told) for told in mpi.gather(mine))
     if len(hosts) == 1:
         return "127.0.0.1"
     found = address_for_all(hosts) or next(iter(hosts))
-    if not (card or (card := card_towards(found))):
+    if not (interface or (interface := interface_towards(found))):
         raise UsageError(
             f"{socket.gethostname()} does not reach {found}, where rank 0 is: name the interface "
-            f"that connects the hosts, as in {CARD}=eth0"
+            f"that connects the hosts, as in {INTERFACE}=eth0"
         )
-    os.environ[CARD] = card
+    os.environ[INTERFACE] = interface
     return found

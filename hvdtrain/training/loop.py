@@ -18,7 +18,7 @@ from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped, Summary
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import elastic
-from hvdtrain.system.runtime.detect import is_elastic, is_restarted
+from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import (
     agreed,
     announce,
@@ -31,13 +31,11 @@ from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.plan import TrainingPlan
 from hvdtrain.training.preemption import (
-    AGAIN,
-    ANEW,
     ENDING,
-    PERHAPS,
     Walltime,
     on_stop_signal,
     wait_for_agent,
+    what_goes_on,
 )
 from hvdtrain.training.progress import Silent
 from hvdtrain.training.summary import described, evaluated, measured, rows
@@ -167,9 +165,9 @@ class Run:
         if stopped is Stopped.PREEMPTED:
             anew = is_elastic(os.environ) and self._only_hosts_changed()
             done = f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
-            what = ANEW if anew else PERHAPS if is_restarted(os.environ) else AGAIN
             if self.adapter.world.is_writer:
-                announce(f"{self.why}: {done}: {what}", mpirun_ends=self.why in ENDING)
+                text = f"{self.why}: {done}: {what_goes_on(anew=anew)}"
+                announce(text, mpirun_ends=self.why in ENDING)
             if anew:
                 start_anew()
         return stopped

@@ -21,8 +21,6 @@ from hvdtrain.system.runtime.exit import WAIT_FAILURE, announce, leave, process_
 
 ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it hands the others on
 AGAIN = "run the same command again to go on"
-ANEW = "the ranks start anew"
-PERHAPS = "the ranks go on from there when torchrun starts them anew, or the same command does"
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -41,6 +39,15 @@ def on_stop_signal(want_stop: Callable[[str], None]) -> None:
 
     for number in SIGNALS:
         signal.signal(number, handle)
+
+
+def what_goes_on(*, anew: bool) -> str:
+    """Return what comes after a stop; ``anew``: the ranks leave to be started anew at once."""
+    if anew:
+        return "the ranks start anew"
+    if detect(os.environ).launcher == TORCHRUN and is_restarted(os.environ):
+        return "the ranks go on from there when torchrun starts them anew, or the same command does"
+    return AGAIN
 
 
 def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:

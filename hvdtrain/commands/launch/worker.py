@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from hvdtrain.commands.launch.agent import ask, kill, watch_input
 from hvdtrain.errors import EXIT_OK
-from hvdtrain.system.machine.network import card_towards
+from hvdtrain.system.machine.network import interface_towards
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.processes import STOP_SIGNALS, exit_code, say
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
     watch_input(obey)
     own: dict[str, str] = {}
     if INTERFACE not in os.environ:
-        own[INTERFACE] = card_towards(os.environ[elastic.ADDRESS]) or "lo"
+        own[INTERFACE] = interface_towards(os.environ[elastic.ADDRESS]) or "lo"
     while True:
         told.clear()
         code = exit_code(start(Command(tuple(words), own)).wait())

@@ -11,21 +11,21 @@ import psutil
 DISCARD = 9  # a port
 
 
-def addresses(card: str | None = None) -> list[str]:
+def addresses(interface: str | None = None) -> list[str]:
     """Return the IPv4 addresses of this host as ``10.0.0.7/24``, without loopback.
 
     Args:
-        card: name of the interface; None: all that are up.
+        interface: name of the interface; None: all that are up.
     """
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
     found = [
         IPv4Interface(f"{one.address}/{one.netmask}")
         for name, ours in psutil.net_if_addrs().items()
-        if name in ([card] if card else up)
+        if name in ([interface] if interface else up)
         for one in ours
         if one.family == socket.AF_INET
     ]
-    return [str(one) for one in found if card or not one.is_loopback]
+    return [str(one) for one in found if interface or not one.is_loopback]
 
 
 def address_for_all(hosts: Mapping[str, Sequence[str]]) -> str | None:
@@ -56,8 +56,10 @@ def address_towards(host: str) -> str | None:
         return address
 
 
-def card_towards(host: str) -> str | None:
+def interface_towards(host: str) -> str | None:
     """Return the interface by which packets to ``host`` leave, None if there is none."""
     mine = address_towards(host)
-    cards = psutil.net_if_addrs().items()
-    return next((name for name, ours in cards if any(one.address == mine for one in ours)), None)
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (name for name, ours in interfaces if any(one.address == mine for one in ours)), None
+    )

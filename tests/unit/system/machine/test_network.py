@@ -8,7 +8,7 @@ from hvdtrain.system.machine.network import (
     address_for_all,
     address_towards,
     addresses,
-    card_towards,
+    interface_towards,
 )
 
 DOCKER = "172.17.0.1/16"  # the same on each host that has it
@@ -33,7 +33,7 @@ def test_the_first_network_that_all_are_in(
 
 
 def test_this_host() -> None:
-    assert (address_towards("127.0.0.1"), card_towards("127.0.0.1")) == ("127.0.0.1", "lo")
+    assert (address_towards("127.0.0.1"), interface_towards("127.0.0.1")) == ("127.0.0.1", "lo")
     assert addresses("lo") == ["127.0.0.1/8"]
     assert not any(one.startswith("127.") for one in addresses())
-    assert card_towards("no-such-host.invalid") is None
+    assert interface_towards("no-such-host.invalid") is None
