@@ -94,8 +94,9 @@ test-all: setup  ## all tests, as the continuous integration runs them
 	python -m pytest $(wildcard tests/parallel tests/cluster tests/browser) \
 	    -m 'not contract' --durations=0 | tee --append .durations.txt
 
-soak: setup  ## what takes too long for test-all: ranks killed again and again, peak memory
-	HVDTRAIN_LONG=1 $(PYTEST) $(wildcard tests/parallel/test_elastic*.py)
+soak: setup  ## what takes too long for test-all: ranks and hosts lost again and again, peak memory
+	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/parallel/test_elastic*.py)
+	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/cluster/test_two_hosts.py) -k elastic
 	python -m tests.perf.memory
 
 docs: setup  ## make site/ of the pages and the API reference; a dead link or name fails

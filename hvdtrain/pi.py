@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.config.options import count, positive, reader
+from hvdtrain.config.command_line import Parser, reader
+from hvdtrain.config.options import count, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import bounds
 from hvdtrain.system.output.text import plural
@@ -121,13 +122,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         UsageError: an unknown option or a wrong value.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m hvdtrain.pi",
-        description="Estimate pi with random points, on all ranks of an MPI job.",
-        epilog=EXAMPLE,
-        exit_on_error=False,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        "pi", "Estimate pi with random points, on all ranks of an MPI job.", EXAMPLE, usage=None
     )
     parser.add_argument(
         "--samples", type=reader(positive), default=10**9, help="over all ranks (1e9)"
@@ -135,13 +131,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=reader(count), default=0, help="of the darts (0)")
     parser.add_argument("--naive", action="store_true", help="a scalar loop, for comparison")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    try:
-        options, unknown = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UsageError(f"{error.argument_name}: {error.message}") from error
-    if unknown:
-        raise UsageError(f"{unknown[0]}: no such option; see {parser.prog} --help")
-    return options
+    return parser.read(arguments)
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ if __name__ == "__main__" and not {"-h", "--help", "--quiet"} & set(sys.argv):
 
 from pathlib import Path
 
-from hvdtrain.config.options import build_parser
+from hvdtrain.config.command_line import build_parser
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.training import trainer

@@ -126,18 +126,19 @@ def _resident_processes() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def mnist() -> Path:
     """The directory of the real MNIST."""
-    directory = SHARED / "data" / "mnist"
-    if not directory.is_dir():
-        pytest.skip("the real MNIST is not beside this clone (../shared/data/mnist)")
-    return directory
+    return _shared("mnist")
 
 
 @pytest.fixture(scope="session")
 def imagenette() -> Path:
     """The directory of 520 real JPEGs."""
-    directory = SHARED / "data" / "imagenette-mini"
+    return _shared("imagenette-mini")
+
+
+def _shared(name: str) -> Path:
+    directory = SHARED / "data" / name
     if not directory.is_dir():
-        pytest.skip("the real JPEGs are not beside this clone (../shared/data/imagenette-mini)")
+        pytest.skip(f"../shared/data/{name} is not beside this clone")
     return directory
 
 

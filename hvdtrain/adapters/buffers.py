@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.steps.checkpoint import Arrays, Tensors
+from hvdtrain.steps.checkpoint_files import Arrays, Tensors
 
 PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
 SEEN = "rank_samples"  # int64, shape (world size,)

@@ -1,7 +1,4 @@
-"""What all adapters share: steps 1, 3, 4, 5 and 8 over a communicator, without a framework.
-
-Step 1 finds out what ``steps/integrity.py`` and ``steps/world.py`` judge.
-"""
+"""What all adapters share: steps 1, 3, 4, 5 and 8 over a communicator, without a framework."""
 
 from __future__ import annotations
 
@@ -10,28 +7,29 @@ import logging
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from typing_extensions import override
 
+from hvdtrain.adapters import preflight
+from hvdtrain.adapters.replicas import compare
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.config.levers import BUCKET_BYTES, Levers, check_adasum
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
-from hvdtrain.steps import integrity, metrics
+from hvdtrain.steps import metrics
 from hvdtrain.steps.integrity import Device, RankFacts
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
-from hvdtrain.steps.world import Evidence, World, asked_threads, check_launch, threads_per_rank
-from hvdtrain.system.machine import gpus, mpi_library
+from hvdtrain.steps.world import World, asked_threads, threads_per_rank
+from hvdtrain.system.machine import gpus, network
 from hvdtrain.system.machine.limits import peak_resident_bytes
 from hvdtrain.system.output.text import rank_list
 from hvdtrain.system.runtime import failure_detector
-from hvdtrain.system.runtime.detect import BY_HAND, LaunchInfo, detect
+from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.system.runtime.tuning import set_defaults
 from hvdtrain.system.runtime.waits import Waits, together
@@ -206,11 +204,11 @@ class CommonAdapter(StateAdapter):
         strategy = STRATEGIES[self.name]
         if launch.size > 1:
             set_defaults(self.levers.environment(strategy, short_steps=short_steps))
-        check_libraries()
+        preflight.check_libraries()
         self.communicator = self.connect()
         process_status.disconnect.append(self.communicator.close)
-        check_world(launch, self.communicator.size, self.runtime)
-        self.ranks = exchange(self.communicator)
+        preflight.check_world(launch, self.communicator.size, self.runtime)
+        self.ranks = preflight.exchange(self.communicator)
         rank, hosts = self.communicator.rank, [facts.place for facts in self.ranks]
         self.world = World(
             rank=rank,
@@ -224,7 +222,9 @@ class CommonAdapter(StateAdapter):
             said = "--autotune: Horovod chooses by timings, so no run is bit-equal to another"
             self.communicator.on_root(lambda: log.warning(said))
         if self._detector is None:
-            self._detector = failure_detector.start(rank, hosts, self.communicator.gather)
+            self._detector = failure_detector.start(
+                rank, hosts, network.addresses(), self.communicator.gather
+            )
             self.waits = Waits(rank, [name for name, _ in hosts], self._detector.report)
             self._detector.on_report = self.waits.take
             if self.world.size > 1:
@@ -247,7 +247,7 @@ class CommonAdapter(StateAdapter):
             visible: how many it sees; 0: this rank computes on the CPU.
         """
         identity = gpus.identities(visible, os.environ)[place] if visible else ""
-        check_devices(self.communicator, Device(name, identity, visible), self.ranks)
+        preflight.check_devices(self.communicator, Device(name, identity, visible), self.ranks)
 
     @together
     @override
@@ -271,7 +271,7 @@ class CommonAdapter(StateAdapter):
     def begin_part(self, shards: Shards, part: Part) -> None:
         """Note that ``part`` of ``shards`` is what the next gradients are computed on."""
         self._shards = shards
-        self._seen += part.count
+        self.samples_seen += part.count
 
     @property
     def samples_seen(self) -> int:
@@ -280,6 +280,8 @@ class CommonAdapter(StateAdapter):
 
     @samples_seen.setter
     def samples_seen(self, count: int) -> None:
+        if count != self._seen:  # this rank has trained on: its statistics are not those loaded
+            self._rank_buffers = {}
         self._seen = count
 
     @together
@@ -289,7 +291,7 @@ class CommonAdapter(StateAdapter):
         Raises:
             HvdtrainError: on every rank: names those that differ, and says ``text``.
         """
-        self._compare(self.replicated(model, optimizer), text)
+        compare(self.communicator, self.replicated(model, optimizer), text)
 
     @property
     def current_part(self) -> Part | None:
@@ -336,83 +338,3 @@ class CommonAdapter(StateAdapter):
     def average_metrics(self, count: float, **sums: float) -> tuple[dict[str, float], int]:
         total = self.communicator.sum(metrics.pack(sums, count))
         return metrics.unpack(total, list(sums))
-
-
-def check_libraries() -> None:
-    """Refuse a process that holds two MPI libraries, before MPI starts.
-
-    Raises:
-        UsageError: on each rank that holds two, naming both.
-    """
-    libraries = mpi_library.loaded()
-    if len(libraries) > 1:
-        raise UsageError(
-            f"two MPI libraries are loaded in this process ({'; '.join(map(str, libraries))}): "
-            "Horovod and mpi4py belong to different ones. Build Horovod for the MPI that you start "
-            "with (`hvdtrain install-horovod --rebuild`) and mpi4py too (`pip install "
-            "--force-reinstall --no-binary mpi4py mpi4py`); `hvdtrain doctor` shows who uses which"
-        )
-
-
-def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
-    """Compare the world of the runtime, which has started, with the launcher's.
-
-    Raises:
-        UsageError: on every rank, where they differ.
-    """
-    evidence = Evidence()
-    if launch.size != size:
-        libraries = mpi_library.loaded()
-        evidence = Evidence(
-            mpi="; ".join(map(str, libraries)),
-            own_mpirun=mpi_library.own_mpirun(libraries[0]) if libraries else "",
-            started_by=mpi_library.started_by(),
-        )
-    try:
-        check_launch(launch, size, runtime, evidence)
-    except UsageError as error:
-        if launch.launcher == BY_HAND:  # each has its own standard error, so each speaks
-            raise
-        raise agreed(error) from None  # every rank sees the same two numbers
-
-
-def exchange(communicator: Communicator) -> list[RankFacts]:
-    """Tell all ranks what this one is, in one collective; all must run the same software.
-
-    Returns:
-        The facts of all ranks, by rank.
-
-    Raises:
-        UsageError: on every rank, telling who runs what.
-    """
-    identities = sorted({library.identity for library in mpi_library.loaded()})
-    mine = integrity.rank_facts(os.environ, ", ".join(identities))
-    everyone = [RankFacts.decode(data) for data in communicator.gather(mine.encode())]
-    known = integrity.MIXED_VERSIONS
-    _judge(communicator, everyone, known, lambda: integrity.check_software(everyone))
-    return everyone
-
-
-def check_devices(communicator: Communicator, device: Device, everyone: list[RankFacts]) -> None:
-    """Tell all ranks which device this one took, in one collective; each has one of its own.
-
-    Raises:
-        UsageError: on every rank, naming those that share one.
-    """
-    told = communicator.gather(json.dumps(asdict(device)).encode())
-    devices = [Device(**json.loads(data)) for data in told]
-    known = integrity.SHARED_GPU
-    _judge(communicator, everyone, known, lambda: integrity.check_devices(devices, everyone))
-
-
-def _judge(
-    communicator: Communicator, everyone: list[RankFacts], known: str, rule: Callable[[], None]
-) -> None:
-    """Raise what ``rule`` raises, as agreed by all; only say it where ``known`` is let pass."""
-    try:
-        rule()
-    except UsageError as error:
-        if known not in everyone[0].allow:
-            raise agreed(error) from None
-        message = str(error)
-        communicator.on_root(lambda: log.warning("%s", message))

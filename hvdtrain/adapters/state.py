@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import socket
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from typing_extensions import override
 
 from hvdtrain.adapters import buffers
 from hvdtrain.adapters.base import Adapter
+from hvdtrain.adapters.replicas import compare
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps.checkpoint import Arrays, Checkpoint, Tensors
-from hvdtrain.steps.integrity import places
-from hvdtrain.system.runtime.exit import agreed, outlived, process_status
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
+from hvdtrain.system.runtime.exit import outlived, process_status
 from hvdtrain.system.runtime.waits import Waits, together
 
 DIFFERENT = (
@@ -42,7 +39,7 @@ class StateAdapter(Adapter):
     def __init__(self) -> None:
         self._seen = 0  # samples that this rank has trained on, with those before a resume
         self.waits = Waits(0, [])  # until the world is known
-        self._rank_buffers: Arrays = {}  # of a loaded checkpoint, until the broadcast
+        self._rank_buffers: Arrays = {}  # of a loaded checkpoint, until this rank trains on
 
     # What a framework has to add
 
@@ -109,7 +106,8 @@ class StateAdapter(Adapter):
                 training=self.communicator.broadcast_arrays(mine.training),
             )
             self.communicator.together(lambda: self.import_state(model, optimizer, state))
-        return self._compare(
+        return compare(
+            self.communicator,
             self.export_state(model, optimizer),
             "this is so right after the broadcast: report it, training on would be wrong",
         )
@@ -133,7 +131,8 @@ class StateAdapter(Adapter):
             HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
                 tensor.
         """
-        return self._compare(
+        return compare(
+            self.communicator,
             self.replicated(model, optimizer),
             "the ranks have made different updates, or the memory of a host has changed by itself. "
             f"{process_status.how_to_go_on()}; leave out a host that is named twice",
@@ -147,33 +146,6 @@ class StateAdapter(Adapter):
     def _trained(self, model: Any, state: Checkpoint) -> Checkpoint:
         names = self.trained_names(model)
         return Checkpoint({name: state.model[name] for name in names}, state.training)
-
-    def _compare(self, state: Checkpoint, why: str, *, when: str = "") -> str:
-        """Return the SHA-256 of ``state``; raise on every rank where those of the ranks differ."""
-        digests = {
-            **{name: _digest(name, state.model[name]) for name in sorted(state.model)},
-            **{
-                f"{name} of the optimizer": _digest(name, state.training[name])
-                for name in sorted(state.training)
-            },
-        }
-        whole = hashlib.sha256(b"".join(digests.values())).digest()
-        everyone = self.communicator.gather(whole)
-        right = Counter(everyone).most_common(1)[0][0]  # most ranks have it; else rank 0 has
-        if different := [rank for rank, other in enumerate(everyone) if other != right]:
-            told = {name: digest.hex() for name, digest in digests.items()}
-            mine = json.dumps([socket.gethostname(), told]).encode()
-            hosts, tensors = zip(*map(json.loads, self.communicator.gather(mine)), strict=True)
-            one, other = tensors[everyone.index(right)], tensors[different[0]]
-            first = next(name for name in {**one, **other} if one.get(name) != other.get(name))
-            others = "the other ranks'" if 0 in different else "rank 0's"
-            raise agreed(
-                HvdtrainError(
-                    f"{when}the model of {places(different, hosts)} differs from {others}, first "
-                    f"in {first}: {why}"
-                )
-            )
-        return whole.hex()
 
     @together
     @override
@@ -221,7 +193,7 @@ class StateAdapter(Adapter):
             The checkpoint, on rank 0.
         """
         arrays = self.export_state(model, optimizer)
-        self._compare(self._trained(model, arrays), DIFFERENT)
+        compare(self.communicator, self._trained(model, arrays), DIFFERENT)
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
 
         def save() -> Path:
@@ -271,26 +243,17 @@ class StateAdapter(Adapter):
     ) -> dict[str, Any] | None:
         """Load as ``resume`` does; rank 0 alone has the state until ``broadcast_state``."""
 
-        def load() -> dict[str, Any] | None:
-            found = self.find_checkpoint(Path(directory), model, origin)
-            if found is None:
-                return None
-            training, self._rank_buffers = buffers.take_out(found.training)
-            self.import_state(model, optimizer, Checkpoint(found.model, training, path=found.path))
-            return {**found.state, "path": str(found.path)}
+        def find() -> Checkpoint | None:
+            found = checkpoints.load_newest(
+                Path(directory), lambda found: self._check_finite(model, found)
+            )
+            if found and origin is not None:
+                checkpoints.check_origin(found, origin)
+            return found
 
-        loaded = self._on_root(load)
+        loaded = self.load_state(find, model, optimizer)
         process_status.checkpoint = loaded["path"] if loaded else ""
         return loaded
-
-    def find_checkpoint(
-        self, directory: Path, model: Any, origin: dict[str, Any] | None
-    ) -> Checkpoint | None:
-        """Return the newest intact checkpoint, of this ``origin``, to one rank; see ``resume``."""
-        found = checkpoints.load_newest(directory, lambda found: self._check_finite(model, found))
-        if found and origin is not None:
-            checkpoints.check_origin(found, origin)
-        return found
 
     @together
     def load_weights(
@@ -312,26 +275,39 @@ class StateAdapter(Adapter):
             UsageError: on every rank: none can be read, or it is another model's.
         """
 
-        def load() -> dict[str, Any]:
-            found = self.find_weights(Path(path), model, origin)
-            self.import_state(model, None, Checkpoint(found.model, {}, path=found.path))
-            return {**found.state, "path": str(found.path)}
+        def find() -> Checkpoint:
+            found = checkpoints.load(Path(path), lambda found: self._check_finite(model, found))
+            checkpoints.check_origin(found, origin, "checkpoint")
+            return replace(found, training={})
 
-        loaded = self._on_root(load)
+        loaded = self.load_state(find, model, None)
         assert loaded is not None
         return loaded
 
-    def find_weights(self, path: Path, model: Any, origin: dict[str, Any]) -> Checkpoint:
-        """Return the checkpoint that ``load_weights`` loads, to one rank."""
-        found = checkpoints.load(path, lambda found: self._check_finite(model, found))
-        checkpoints.check_origin(found, origin, "checkpoint")
-        return found
+    def load_state(
+        self, find: Callable[[], Checkpoint | None], model: Any, optimizer: Any
+    ) -> dict[str, Any] | None:
+        """Load, on rank 0 alone, the checkpoint that ``find`` returns to it; all ranks call it.
 
-    def _on_root(self, load: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-        """Return on every rank what ``load`` returns on rank 0."""
-        state = json.dumps(self.communicator.on_root(load)).encode()
-        loaded: dict[str, Any] | None = json.loads(self.communicator.broadcast_bytes(state))
-        return loaded
+        Returns:
+            The ``state`` that was saved, with the checkpoint's ``path``, on every rank.
+        """
+
+        def load() -> Checkpoint | None:
+            found = find()
+            if found:
+                training, self._rank_buffers = buffers.take_out(found.training)
+                self.import_state(model, optimizer, replace(found, training=training))
+            return found
+
+        return self.tell_state(load)
+
+    def tell_state(self, load: Callable[[], Checkpoint | None]) -> dict[str, Any] | None:
+        """Return on every rank the state and the path of what ``load`` returns on rank 0."""
+        found = self.communicator.on_root(load)
+        state = json.dumps(found and {**found.state, "path": str(found.path)}).encode()
+        told: dict[str, Any] | None = json.loads(self.communicator.broadcast_bytes(state))
+        return told
 
     @together
     def resume(
@@ -376,13 +352,6 @@ class StateAdapter(Adapter):
         finally:
             if own and self.world.size > 1:
                 self.set_local_buffers(model, own)
-
-
-def _digest(name: str, array: np.ndarray[Any, Any]) -> bytes:
-    """Return the SHA-256 of a tensor's name and bytes, which are not copied."""
-    digest = hashlib.sha256(name.encode())
-    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.digest()
 
 
 def check_names(own: Mapping[str, Any], arrays: Tensors, trouble: str) -> None:

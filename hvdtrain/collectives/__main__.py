@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.config.options import positive, reader
+from hvdtrain.config.command_line import Parser, reader
+from hvdtrain.config.options import positive
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.files import check_writable
@@ -62,15 +63,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         UsageError: an unknown option or a wrong value.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m hvdtrain.collectives",
-        usage=USAGE,
-        description="Show what each collective does: what every rank holds before and after it.\n"
+    parser = Parser(
+        "collectives",
+        "Show what each collective does: what every rank holds before and after it.\n"
         "With --time measure how long each takes, with --study which way to allreduce is best.",
-        epilog=EXAMPLE,
-        exit_on_error=False,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EXAMPLE,
+        USAGE,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
@@ -97,16 +95,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         ("--plot", Path, "STEM", "write the plot as STEM.png and STEM.pdf"),
     ):
         add(name, type=kind, metavar=metavar, help=told)
-    try:
-        options, unknown = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UsageError(f"{error.argument_name}: {error.message}") from error
-    if unknown:
-        raise UsageError(f"{unknown[0]}: no such option; see {parser.prog} --help")
+    return _checked(parser.read(arguments))
+
+
+def _checked(options: argparse.Namespace) -> argparse.Namespace:
     for name, switches in BELONGS.items():
-        if getattr(options, name) is not None and not any(
-            getattr(options, one) for one in switches
-        ):
+        if getattr(options, name) and not any(getattr(options, one) for one in switches):
             option, needed = name.replace("_", "-"), " or --".join(switches)
             raise UsageError(f"--{option} goes with --{needed}")
     return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -12,7 +13,7 @@ from typing_extensions import override
 from hvdtrain.collectives.base import Bytes, Communicator, Tensor, Vector, split
 
 
-def _named_gather(name: str, dtype: Any) -> Any:
+def _named_gather(name: str, dtype: Any, process_set: Any) -> Any:
     """Return Horovod's allgather of a vector under the name that ``horovod_torch`` uses.
 
     A rank that trains with the other framework is then told so in step 1, instead of waiting for
@@ -20,42 +21,51 @@ def _named_gather(name: str, dtype: Any) -> Any:
     """
 
     def gather(values: Any) -> Any:
-        return hvd.allgather(values, name=name, ignore_name_scope=True)
+        return hvd.allgather(values, name=name, ignore_name_scope=True, process_set=process_set)
 
     # Nothing here depends on a value; AutoGraph would take half a second to find that out.
     return tf.function(gather, [tf.TensorSpec([None], dtype)], autograph=False)
 
 
-_gather_lengths = _named_gather("allgather.hvdtrain.lengths", tf.int64)
-_gather_data = _named_gather("allgather.hvdtrain.data", tf.uint8)
-
-
 class HorovodTensorFlow(Communicator):
-    """All ranks of Horovod, which starting this one starts; bytes and vectors stay on the CPU."""
+    """The ranks of Horovod, which starting this one starts; bytes and vectors stay on the CPU.
 
-    def __init__(self) -> None:
-        hvd.init()
-        self.rank: int = hvd.rank()
-        self.size: int = hvd.size()
+    Args:
+        process_set: of these ranks alone, this one among them; None: of all.
+        process_sets: that Horovod is to know when it starts.
+    """
+
+    def __init__(self, process_set: Any = None, process_sets: Sequence[Any] | str = ()) -> None:
+        if process_set is None:  # it registers its end with each call
+            hvd.init(process_sets=process_sets)
+        self.process_set = process_set or hvd.global_process_set
+        self.rank: int = process_set.rank() if process_set else hvd.rank()
+        self.size: int = process_set.size() if process_set else hvd.size()
+        self._root: int = process_set.ranks[0] if process_set else 0  # among all ranks
+        names = "allgather.hvdtrain.lengths", "allgather.hvdtrain.data"
+        self._gather_lengths = _named_gather(names[0], tf.int64, self.process_set)
+        self._gather_data = _named_gather(names[1], tf.uint8, self.process_set)
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
         with tf.device("/CPU:0"):
-            lengths = _gather_lengths(tf.constant([len(data)], tf.int64)).numpy()
+            lengths = self._gather_lengths(tf.constant([len(data)], tf.int64)).numpy()
             mine = tf.constant(np.frombuffer(data, np.uint8))
-            joined = _gather_data(mine).numpy().tobytes() if lengths.sum() else b""
+            joined = self._gather_data(mine).numpy().tobytes() if lengths.sum() else b""
         return split(joined, lengths)
 
     @override
     def broadcast(self, data: Bytes) -> Bytes:
         with tf.device("/CPU:0"):
-            result: Bytes = hvd.broadcast(tf.constant(data), root_rank=0).numpy()
+            sent = hvd.broadcast(tf.constant(data), self._root, process_set=self.process_set)
+        result: Bytes = sent.numpy()
         return result
 
     @override
     def sum(self, values: Vector) -> Vector:
         with tf.device("/CPU:0"):
-            result: Vector = hvd.allreduce(tf.constant(values), op=hvd.Sum).numpy()
+            total = hvd.allreduce(tf.constant(values), op=hvd.Sum, process_set=self.process_set)
+        result: Vector = total.numpy()
         return result
 
     @override
@@ -65,7 +75,9 @@ class HorovodTensorFlow(Communicator):
     @override
     def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
         # A bare name is the same whatever function the operation was traced into.
-        return hvd.mpi_ops._allreduce(tensor, name=name, op=hvd.Sum, ignore_name_scope=True)
+        return hvd.mpi_ops._allreduce(
+            tensor, name=name, op=hvd.Sum, ignore_name_scope=True, process_set=self.process_set
+        )
 
     @override
     def close(self) -> None:

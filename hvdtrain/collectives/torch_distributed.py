@@ -24,7 +24,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.network import address_for_all, addresses, interface_towards
 from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, detect
 
-OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that say where the ranks meet
+OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that say where it is
 GIVES_BACK = 0.05  # seconds
 POLL = 0.05  # seconds between two looks at what the other ranks have written
 Store = Any  # of torch.distributed, which does not tell mypy of its stores
@@ -35,7 +35,7 @@ FOREVER = timedelta(days=365)  # a rank that is late is waited for; one that is 
 class TorchDistributed(Communicator):
     """The default process group, which starting this one makes.
 
-    torchrun tells the ranks where they meet; otherwise rank 0 picks a port, and MPI broadcasts it.
+    torchrun tells the ranks of a rendezvous; otherwise rank 0 picks a port, and MPI broadcasts it.
 
     Args:
         gpu: tensors are on GPUs, and NCCL sums them; bytes and vectors stay with Gloo.
@@ -166,11 +166,11 @@ def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
     waiting = ThreadPoolExecutor(1).submit(next, rendezvous("env://", timeout=timeout))
     store, rank, size = waiting.result()
     store.set_timeout(timeout)
-    prefix = f"hvdtrain/{meet(store, rank, size, timeout)}"
+    prefix = f"hvdtrain/{agree_on_rendezvous(store, rank, size, timeout)}"
     return dist.PrefixStore(prefix, store), rank, size  # type: ignore[attr-defined]
 
 
-def meet(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+def agree_on_rendezvous(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return a name for the ranks that were started together, the same on all of them.
 
     The store of torchrun's agent outlives the ranks, and in it the addresses of those that are no

@@ -1,11 +1,9 @@
-"""The options of the trainers: one frozen dataclass, and the command line made from it."""
+"""The options of the trainers: one frozen dataclass; ``command_line`` reads it."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +12,10 @@ from hvdtrain.config.levers import ADASUM, AVERAGE, COMPRESSIONS, NONE, REDUCTIO
 from hvdtrain.config.strategies import LATER, STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
-from hvdtrain.system.files import read_yaml
 
 
-def _float(value: str | float) -> float:
+def number(value: str | float) -> float:
+    """Read a number."""
     try:
         return float(value)
     except ValueError:
@@ -31,12 +29,12 @@ def count(value: str | int | float) -> int:
     """Read a whole number of 0 or more; ``5e9`` is taken."""
     if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
         return int(value)  # exact where a float is not
-    number = _float(value)
-    if number < 0 or not number.is_integer():
+    found = number(value)
+    if found < 0 or not found.is_integer():
         raise ValueError(f"{value} is not a whole number of 0 or more")
-    if number >= 10**MOST_DIGITS:
+    if found >= 10**MOST_DIGITS:
         raise ValueError(f"{value} is larger than any count")
-    return int(number)
+    return int(found)
 
 
 def positive(value: str | int | float) -> int:
@@ -48,14 +46,14 @@ def positive(value: str | int | float) -> int:
 
 def fraction(value: str | float) -> float:
     """Read a number from 0 up to, not including, 1."""
-    if not 0 <= _float(value) < 1:
+    if not 0 <= number(value) < 1:
         raise ValueError(f"{value} is not a fraction from 0 up to 1")
     return float(value)
 
 
 def non_negative(value: str | float) -> float:
     """Read a finite number of 0 or more."""
-    if not 0 <= _float(value) < float("inf"):
+    if not 0 <= number(value) < float("inf"):
         raise ValueError(f"{value} is not a number of 0 or more")
     return float(value)
 
@@ -94,19 +92,14 @@ def option(
 
 
 # Names of the contract whose parts are not built yet: giving one is an error that says so.
-NOT_BUILT = frozenset(
-    {
-        *("compile", "micro-batches"),
-        *("stages", "tf32"),
-    }
-)
+NOT_BUILT = frozenset({"compile", "micro-batches", "stages", "tf32"})
 
 
 @dataclass(frozen=True)
 class Options:
     """What a user can say about a training; None means that workload or machine decide.
 
-    A workload adds options of its own in a subclass, or by ``joined``.
+    A workload adds options of its own in a subclass; so does a file for ``hvdtrain.train``.
     """
 
     EITHER: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -239,193 +232,9 @@ class Options:
         return Levers(**{one.name: getattr(self, one.name) for one in dataclasses.fields(Levers)})
 
 
-def _whole(value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is not a whole number") from None
-
-
-TYPES: dict[str, Callable[[Any], Any]] = {  # of an option that a user declares by its type alone
-    "bool": bool,
-    "int": _whole,
-    "float": _float,
-    "str": str,
-    "Path": Path,
-}
-SHOWN = 200  # characters of a wrong value
-METAVARS: dict[Any, str] = {
-    Path: "PATH",
-    str: "NAME",
-    numbers: "N,N",
-    steps: "A:B",
-    strategy_name: "|".join(STRATEGIES),
-}
-
-
 def declared(kind: type[Options]) -> list[dataclasses.Field[Any]]:
     """Return the fields that are options."""
     return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
-
-
-def build_parser(
-    workload: str, description: str, epilog: str, kind: type[Options] = Options
-) -> argparse.ArgumentParser:
-    """Make the command line of a trainer from the fields of ``kind``."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m hvdtrain.{workload}",
-        usage="%(prog)s [options]",
-        description=description,
-        epilog=epilog,
-        exit_on_error=False,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; the line wins")
-    for field in declared(kind):
-        dashed = "--" + field.name.replace("_", "-")
-        text, read = field.metadata["help"], field.metadata["kind"]
-        if read is bool:
-            parser.add_argument(dashed, action="store_true", default=None, help=text)
-            continue
-        if field.default not in (None, ""):
-            text += f" ({field.default})"
-        choices = field.metadata["choices"]
-        metavar = "|".join(choices) or METAVARS.get(read, "N")
-        parser.add_argument(dashed, type=reader(read, choices), metavar=metavar, help=text)
-    return parser
-
-
-def reader(kind: Callable[[Any], Any], choices: Sequence[str] = ()) -> Callable[[str], Any]:
-    """Return a type for argparse whose errors tell what is wrong."""
-
-    def read(value: str) -> Any:
-        if choices and value not in choices:
-            raise argparse.ArgumentTypeError(
-                f"{value[:SHOWN]!r}: choose one of {', '.join(choices)}"
-            )
-        try:
-            return kind(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).replace(value, value[:SHOWN])) from error
-
-    return read
-
-
-def parse(
-    workload: str,
-    arguments: Sequence[str],
-    *,
-    description: str,
-    epilog: str,
-    kind: type[Options] = Options,
-) -> Options:
-    """Read the command line of a trainer, and the YAML file that ``--config`` names, as a ``kind``.
-
-    Raises:
-        UsageError: naming the option, the wrong value and the valid ones.
-    """
-    parser = build_parser(workload, description, epilog, kind)
-    line = [_dashed(argument) for argument in arguments]
-    given = _values(parser, line)
-    if path := given.pop("config", None):
-        from_file = _values(parser, _read_config(Path(path)))
-        for one, other in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
-            if one in given:  # the line wins over what it contradicts, too
-                from_file.pop(other, None)
-        given = {**from_file, **given}
-    return check(kind(**given))
-
-
-def _dashed(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
-
-
-def _values(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:
-    for name in (argument.partition("=")[0] for argument in arguments):
-        if name.startswith("--") and name[2:] in NOT_BUILT:
-            raise UsageError(f"{name} is not built yet: leave it out")
-    try:
-        namespace, unknown = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UsageError(f"{error.argument_name}: {error.message}") from error
-    if unknown:
-        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-        known = [name for action in shown for name in action.option_strings]
-        name = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
-        raise UsageError(f"{name}: no such option; {hint}")
-    return {name: value for name, value in vars(namespace).items() if value is not None}
-
-
-def _read_config(path: Path) -> list[str]:
-    # The file becomes arguments, so that its values are read and checked in the same one way.
-    try:
-        content = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"--config {path}: it must hold lines such as `batch-size: 64`")
-    arguments = []
-    if "config" in content:
-        raise UsageError(f"--config {path}: a file of options cannot name another one")
-    for name, value in content.items():
-        option_name = "--" + str(name).replace("_", "-")
-        if isinstance(value, list):
-            value = ",".join(map(str, value))
-        if value is True:
-            arguments.append(option_name)
-        elif value is not False and value is not None:
-            arguments.append(f"{option_name}={value}")
-    return arguments
-
-
-def joined(own: Any, source: str) -> type[Options]:
-    """Return ``Options`` with the fields of a user's dataclass.
-
-    A field made by ``option`` is read and explained by that; any other one by its type. A subclass
-    of ``Options`` stays as it is.
-
-    Args:
-        own: the dataclass.
-        source: the file that it is from, for the errors.
-
-    Raises:
-        UsageError: it is no dataclass, or a field is an option already, has no default or no type
-            that can be read.
-    """
-    if isinstance(own, type) and issubclass(own, Options):
-        return own
-    if not (isinstance(own, type) and dataclasses.is_dataclass(own)):
-        raise UsageError(f"{source}: Options is no dataclass")
-    taken = {field.name for field in dataclasses.fields(Options)} | {"config", "help"}
-    taken |= {name.replace("-", "_") for name in NOT_BUILT}
-    fields: list[tuple[str, Any, Any]] = []
-    for field in dataclasses.fields(own):
-        where = f"{source}: {field.name} of Options"
-        if field.name in taken:
-            raise UsageError(f"{where}: --{field.name.replace('_', '-')} is an option already")
-        if field.default is dataclasses.MISSING:
-            raise UsageError(f"{where} has no default, or one that is no single value")
-        metadata = field.metadata if "help" in field.metadata else _by_type(field, source, where)
-        copied = dataclasses.field(default=field.default, metadata=metadata)
-        fields.append((field.name, field.type, copied))
-    whole = dataclasses.make_dataclass("Options", fields, bases=(Options,), frozen=True)
-    whole.__module__ = own.__module__
-    return whole
-
-
-def _by_type(field: dataclasses.Field[Any], source: str, where: str) -> Mapping[str, Any]:
-    """Return what ``option`` would say of a field, from its type alone."""
-    name = getattr(field.type, "__name__", str(field.type))  # a string, where it is not evaluated
-    kind = TYPES.get(name.removesuffix(" | None").rpartition(".")[2])
-    if kind is None or field.default is True:
-        raise UsageError(
-            f"{where}: an option is a bool that is False, or an int, float, str or Path"
-        )
-    return {"help": f"of {source}", "kind": kind, "choices": ()}
 
 
 def check(options: Options) -> Options:
@@ -456,8 +265,13 @@ def check(options: Options) -> Options:
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")
     if options.evaluates_only:
-        _check_evaluation(options)
-        return options  # what concerns updates may be what it was in the training
+        _check_evaluation(options)  # what concerns updates may be what it was in the training
+    else:
+        _check_training(options)
+    return options
+
+
+def _check_training(options: Options) -> None:
     if options.checkpoint:
         raise UsageError(
             "--checkpoint is for --evaluate-only and --predict: a training goes on from what is in "
@@ -469,7 +283,6 @@ def check(options: Options) -> Options:
                 raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
         if options.on_nan == "rollback":
             raise UsageError("--on-nan rollback needs --checkpoint-dir")
-    return options
 
 
 def _check_evaluation(options: Options) -> None:

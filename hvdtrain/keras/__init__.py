@@ -24,7 +24,10 @@ from hvdtrain.system.machine.frameworks import is_installed
 
 _MODULES = {
     **dict.fromkeys(
-        ("init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"),
+        (
+            *("init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"),
+            *("add_process_set", "remove_process_set"),
+        ),
         "hvdtrain.keras.session",
     ),
     **dict.fromkeys(
@@ -42,7 +45,7 @@ _MODULES = {
         (
             *("Adasum", "Average", "Compression", "Sum"),
             *("allgather", "allreduce", "broadcast", "reducescatter"),
-            *("cross_rank", "cross_size", "global_process_set"),
+            *("cross_rank", "cross_size", "ProcessSet", "global_process_set"),
             *("start_timeline", "stop_timeline"),
             *("ccl_built", "cuda_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built"),
             *("gloo_enabled", "mpi_enabled", "mpi_threads_supported", "rocm_built"),
@@ -50,12 +53,12 @@ _MODULES = {
         "horovod.tensorflow",
     ),
 }
-__all__ = sorted(["callbacks", *_MODULES])
+__all__ = sorted(["callbacks", "elastic", *_MODULES])
 
 
 def __getattr__(name: str) -> object:
-    if name == "callbacks":
-        return importlib.import_module("hvdtrain.keras.callbacks")
+    if name in ("callbacks", "elastic"):
+        return importlib.import_module(f"hvdtrain.keras.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULES[name]

@@ -16,9 +16,10 @@ import tensorflow as tf
 from typing_extensions import override
 
 from hvdtrain.errors import UsageError
+from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
-from hvdtrain.keras.model import ModelCallback, note_samples, step_sum
+from hvdtrain.keras.model import ModelCallback, note_samples, rate_of, step_sum
 from hvdtrain.keras.optimizer import broadcast_variables, check_root
 
 __all__ = [
@@ -41,11 +42,13 @@ REMEDY = (
 class BroadcastGlobalVariablesCallback(ModelCallback):
     """Send rank 0's model and optimizer to all ranks before the first update, and watch over them.
 
+    A model of a process set is sent from the first rank of the set to the others.
+
     After the first update and at the end of each epoch all ranks compare what they have trained:
     replicas that went apart end the training, instead of N models that nobody asked for.
 
     Args:
-        root_rank: 0.
+        root_rank: 0, or the first rank of the process set.
         device: not used: the state goes through the host's memory.
         local_variables: variables, or one, that each rank keeps as its own. Where there are any,
             the ranks do differ, and nothing is compared.
@@ -53,7 +56,7 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
-        check_root(root_rank)
+        self.root_rank = root_rank
         single = isinstance(local_variables, (tf.Variable, keras.Variable))
         self.local_variables = [local_variables] if single else list(local_variables or ())
         self._compared = False
@@ -65,9 +68,10 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
         self._compared = False
-        if session.size() == 1:
+        reduction = step_sum(self.model.optimizer)
+        check_root(self.root_rank, reduction and reduction.process_set)
+        if self.adapter.world.size == 1:
             return
-        reduction = step_sum(self.model)
         if self.model.built:
             self._broadcast()
         elif reduction is None:
@@ -81,10 +85,11 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
     def _broadcast(self) -> None:
         own = [(variable, variable.numpy()) for variable in self.local_variables]
         optimizer = self.model.optimizer
-        session.adapter().broadcast_state(self.model, optimizer)
-        rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
-        if isinstance(rate, keras.Variable):  # of the checkpoint that rank 0 alone may have read
-            broadcast_variables([rate])
+        note_samples(optimizer)
+        self.adapter.broadcast_state(self.model, optimizer)
+        rate = rate_of(optimizer)
+        if rate is not None:  # of the checkpoint that rank 0 alone may have read
+            broadcast_variables([rate], self.adapter)
         for variable, value in own:
             variable.assign(value)
 
@@ -99,10 +104,13 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
         self._compare(f"after epoch {epoch + 1}")
 
     def _compare(self, when: str) -> None:
-        reduction = step_sum(self.model)
-        if session.size() > 1 and not self.local_variables and not (reduction and reduction.local):
+        reduction = step_sum(self.model.optimizer)
+        local = self.local_variables or (reduction and reduction.local)
+        if self.adapter.world.size > 1 and not local:
             text = f"{when}: the ranks have made different updates. {REMEDY}"
-            session.adapter().check_updates(self.model, self.model.optimizer, text)
+            if reduction and session.number_of(reduction.process_set):
+                text += f" (ranks as counted within {reduction.process_set.ranks})"
+            self.adapter.check_updates(self.model, self.model.optimizer, text)
 
 
 class MetricAverageCallback(ModelCallback):
@@ -126,7 +134,7 @@ class MetricAverageCallback(ModelCallback):
 
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
-        if session.size() > 1:
+        if self.adapter.world.size > 1:
             self.model.get_metrics_result = self._over_all_ranks
         self._in_step = False
 
@@ -146,11 +154,10 @@ class MetricAverageCallback(ModelCallback):
 
     @override
     def on_test_begin(self, logs: Logs = None) -> None:
-        reduction = step_sum(self.model)
-        if session.size() > 1 and reduction is not None:
-            adapter = session.adapter()
-            note_samples(self.model)
-            self._statistics.enter_context(adapter.averaged_buffers(self.model))
+        reduction = step_sum(self.model.optimizer)
+        if self.adapter.world.size > 1 and reduction is not None:
+            note_samples(self.model.optimizer)
+            self._statistics.enter_context(self.adapter.averaged_buffers(self.model))
 
     @override
     def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -174,9 +181,8 @@ class MetricAverageCallback(ModelCallback):
         variables = [one for metric in self.model.metrics for one in metric.variables]
         kept = [np.asarray(one.numpy()) for one in variables]
         flat = [value.astype(np.float64).ravel() for value in kept]
-        adapter = session.adapter()
-        with adapter.waits.during("MetricAverageCallback"):
-            total = adapter.communicator.sum(np.concatenate([*flat, np.zeros(1)]))
+        with self.adapter.waits.during("MetricAverageCallback"):
+            total = self.adapter.communicator.sum(np.concatenate([*flat, np.zeros(1)]))
         start = 0
         for variable, value in zip(variables, kept, strict=True):
             part = total[start : start + value.size].reshape(value.shape)
@@ -196,8 +202,20 @@ class MetricAverageCallback(ModelCallback):
             for name in sorted(self._told & set(logs or {}))
             if logs and name.removeprefix("val_") not in self._counted
         }
-        if session.size() > 1 and others and logs is not None:
-            logs.update(session.adapter().average_metrics(1, **others)[0])
+        if self.adapter.world.size > 1 and others and logs is not None:
+            logs.update(self.adapter.average_metrics(1, **others)[0])
+
+
+def set_learning_rate(optimizer: Any, new: float, *, correct: bool = True) -> None:
+    """Set the learning rate; ``correct`` scales the velocity with it."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    old = float(optimizer.learning_rate)
+    optimizer.learning_rate = new
+    # Keras's velocity holds the learning rate: it is scaled once, which is what a momentum
+    # scaled for this one update would do. (The momentum itself is a constant of the trace.)
+    if correct and getattr(optimizer, "momentum", None) and old and new != old:
+        for velocity in getattr(optimizer, "momentums", ()):
+            velocity.assign(velocity.value * tf.constant(new / old, velocity.dtype))
 
 
 class LearningRateScheduleCallback(ModelCallback):
@@ -255,26 +273,19 @@ class LearningRateScheduleCallback(ModelCallback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if self._epoch < self.start_epoch:
+        epoch, first = self._epoch + shards.place.epochs, shards.place.left_out
+        if epoch < self.start_epoch or batch < first:
             return
-        if self.end_epoch is not None and self._epoch >= self.end_epoch:
+        if self.end_epoch is not None and epoch >= self.end_epoch:
             return
         if not self.staircase:
-            self._set(self._epoch + batch / (self.steps_per_epoch or 1))
-        elif batch == 0:
-            self._set(self._epoch)
+            self._set(epoch + batch / (self.steps_per_epoch or 1))
+        elif batch == first:
+            self._set(epoch)
 
     def _set(self, epoch: float) -> None:
-        optimizer = self.model.optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        old = float(optimizer.learning_rate)
         new = self.initial_lr * self.multiplier(epoch)
-        optimizer.learning_rate = new
-        # Keras's velocity holds the learning rate: it is scaled once, which is what a momentum
-        # scaled for this one update would do. (The momentum itself is a constant of the trace.)
-        if self.momentum_correction and getattr(optimizer, "momentum", None) and old and new != old:
-            for velocity in getattr(optimizer, "momentums", ()):
-                velocity.assign(velocity.value * tf.cast(new / old, velocity.dtype))
+        set_learning_rate(self.model.optimizer, new, correct=self.momentum_correction)
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -306,7 +317,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             # The last batch of the warm-up has the whole learning rate, not the one after it.
             done = (epoch + 1 / (self.steps_per_epoch or 1)) / warmup_epochs
-            return (1 + done * (session.size() - 1)) / session.size()
+            size = self.adapter.world.size
+            return (1 + done * (size - 1)) / size
 
         super().__init__(
             initial_lr,
@@ -321,6 +333,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.verbose and epoch + 1 == self.end_epoch and session.rank() == 0:
+        done = shards.place.epochs + epoch + 1
+        if self.verbose and done == self.end_epoch and self.adapter.world.rank == 0:
             rate = float(self.model.optimizer.learning_rate)
-            print(f"\nEpoch {epoch + 1}: the warm-up has arrived at {rate:g}.")  # noqa: T201 (as Keras)
+            print(f"\nEpoch {done}: the warm-up has arrived at {rate:g}.")  # noqa: T201 (as Keras)

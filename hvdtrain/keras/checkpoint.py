@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import keras
 import numpy as np
 from typing_extensions import override
 
-from hvdtrain.errors import CheckpointError, HvdtrainError
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
-from hvdtrain.keras.model import ModelCallback, note_samples, step_sum
+from hvdtrain.keras.model import ModelCallback, note_samples, rate_of, step_sum
+
+MARK = ".process-set-"  # and what tells it from others: of a directory of checkpoints
 
 
 class WholeFiles:
@@ -55,14 +59,11 @@ class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
     in batches rank 0 saves its own, and nobody waits.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._writes = session.rank() == 0
-
     @override
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         self._trained, self._model = model, WholeFiles(model)
+        self._writes = self.adapter.world.is_writer
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -71,8 +72,8 @@ class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        adapter, save = session.adapter(), super().on_epoch_end
-        note_samples(self._trained)
+        adapter, save = self.adapter, super().on_epoch_end
+        note_samples(self._trained.optimizer)
 
         def write() -> None:
             try:
@@ -129,6 +130,9 @@ class BackupAndRestore(ModelCallback):
     Args:
         backup_dir: where the checkpoints live, on a file system that rank 0 sees again.
         keep: how many of the newest stay.
+
+    Raises:
+        UsageError: another process set has its checkpoints there.
     """
 
     def __init__(self, backup_dir: str | Path, keep: int = 3) -> None:
@@ -139,24 +143,16 @@ class BackupAndRestore(ModelCallback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        model, adapter = self.model, session.adapter()
+        model, adapter = self.model, self.adapter
         if not model.built:
             raise HvdtrainError(
                 "BackupAndRestore: the model has no weights yet to restore: begin it with "
                 "keras.Input(shape), or call model.build(shape)"
             )
-        state = adapter.resume(self.backup_dir, model, model.optimizer)
+        state = restore(adapter, self.backup_dir, model, model.optimizer)
         self._done = self._saved = int(state["step"]) if state else 0
-        if not state:
-            return
-        model._initial_epoch = self._done  # where fit looks for it after this call
-        if state["learning_rate"] is not None:
-            model.optimizer.learning_rate = state["learning_rate"]
-        if len(state["seeds"]) == session.size():
-            for variable, value in zip(_seeds(model), state["seeds"][session.rank()], strict=True):
-                variable.assign(np.asarray(value, variable.dtype))
-        if reduction := step_sum(model):
-            reduction.samples.assign(adapter.samples_seen)
+        if state:
+            model._initial_epoch = self._done  # where fit looks for it after this call
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -171,24 +167,89 @@ class BackupAndRestore(ModelCallback):
     @override
     def on_train_end(self, logs: Any = None) -> None:
         self._save()
+        self.model._initial_epoch = None  # else a later fit would begin there, too
 
     def _save(self) -> None:
         if self._done == self._saved:
             return
         self._saved = self._done
-        model, adapter = self.model, session.adapter()
-        note_samples(model)
-        mine = json.dumps([one.numpy().tolist() for one in _seeds(model)]).encode()
-        with adapter.waits.during("BackupAndRestore"):
-            seeds = [json.loads(told) for told in adapter.communicator.gather(mine)]
-        rate = getattr(model.optimizer, "_learning_rate", None)
-        state = {
-            "step": self._done,
-            "learning_rate": float(rate) if isinstance(rate, keras.Variable) else None,
-            "seeds": seeds,
-        }
-        adapter.save_checkpoint(
-            self.backup_dir, model, model.optimizer, state=state, keep=self.keep
+        with self.adapter.waits.during("BackupAndRestore"):
+            save(
+                *(self.adapter, self.backup_dir, self.model, self.model.optimizer),
+                keep=self.keep,
+                step=self._done,
+            )
+
+
+def save(
+    adapter: CommonAdapter, directory: Path, model: Any, optimizer: Any, *, keep: int, **state: Any
+) -> None:
+    """Write a checkpoint of the training; all ranks of the adapter call it.
+
+    Args:
+        adapter: of the ranks that train together.
+        directory: where the checkpoints live.
+        model: built.
+        optimizer: its own.
+        keep: how many of the newest stay.
+        state: JSON values; ``step``, a number that grows, is one of them.
+    """
+    note_samples(optimizer)
+    mine = json.dumps([one.numpy().tolist() for one in _seeds(model)]).encode()
+    seeds = [json.loads(told) for told in adapter.communicator.gather(mine)]
+    rate = rate_of(optimizer)
+    state["learning_rate"] = None if rate is None else float(rate)
+    adapter.save_checkpoint(directory, model, optimizer, state={**state, "seeds": seeds}, keep=keep)
+
+
+def restore(
+    adapter: CommonAdapter, directory: Path, model: Any, optimizer: Any
+) -> dict[str, Any] | None:
+    """Load the newest checkpoint, or send what the first rank has; all ranks call it.
+
+    Returns:
+        The ``state`` that was saved; None where there is no checkpoint.
+
+    Raises:
+        UsageError: on every rank: it is another training's, or another process set's directory.
+    """
+    reduction = step_sum(optimizer)
+    if reduction and session.number_of(reduction.process_set):
+        adapter.communicator.on_root(lambda: _occupy(directory, reduction.process_set.ranks))
+    state = adapter.resume(directory, model, optimizer)
+    if state is None:
+        return None
+    if state["learning_rate"] is not None:
+        optimizer.learning_rate = state["learning_rate"]
+    if len(state["seeds"]) == adapter.world.size:
+        mine = state["seeds"][adapter.world.rank]
+        for variable, value in zip(_seeds(model), mine, strict=True):
+            variable.assign(np.asarray(value, variable.dtype))
+    if reduction:
+        reduction.samples.assign(adapter.samples_seen)
+    return state
+
+
+def _occupy(directory: Path, ranks: Sequence[int]) -> None:
+    """Let no other process set use ``directory`` from now on; the one writer calls it.
+
+    Two sets that begin at once may both be refused: each leaves its mark before it looks.
+    """
+    mark = directory / f"{MARK}{sha256(str(list(ranks)).encode()).hexdigest()[:16]}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        new = not mark.exists()
+        mark.touch()
+        others = [one for one in directory.glob(f"{MARK}*") if one != mark]
+        if others and new:
+            mark.unlink()
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be written: {error.strerror}") from error
+    if others:
+        raise UsageError(
+            f"the process set of the ranks {list(ranks)}: {directory} is another process set's "
+            f"(if there is none any more, remove {others[0].name}): give each set a directory of "
+            "its own"
         )
 
 

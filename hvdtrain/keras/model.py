@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
+from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.tensorflow.distributed import distribute, reduction_of, undistribute
 from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
@@ -25,16 +26,16 @@ def prepare(model: Any) -> None:
     would look for an overflow in one rank's gradients; it is to look at their sum, so it becomes
     the distributed one.
     """
-    if session.size() == 1:
-        return
     optimizer = model.optimizer
+    if adapter_of(optimizer).world.size == 1:
+        return
     inner = getattr(optimizer, "inner_optimizer", None)
-    reduction = None if inner is None else reduction_of(inner)
+    reduction = reduction_of(inner)
     if isinstance(reduction, StepSum):
         undistribute(inner)
         distribute(optimizer, reduction)
         reduction.optimizer = optimizer
-    if step_sum(model) is None:
+    if step_sum(optimizer) is None:
         return
     if model.jit_compile:
         model.jit_compile = False
@@ -44,10 +45,26 @@ def prepare(model: Any) -> None:
         model.train_function = None
 
 
-def step_sum(model: Any) -> StepSum | None:
-    """Return what sums the gradients of the model; None where its optimizer is a plain one."""
-    found = reduction_of(model.optimizer)
+def step_sum(optimizer: Any) -> StepSum | None:
+    """Return what sums the gradients of a model's optimizer; None where it is a plain one."""
+    # Until ``prepare`` a loss scale may stand around the distributed one.
+    found = reduction_of(optimizer) or reduction_of(getattr(optimizer, "inner_optimizer", None))
     return found if isinstance(found, StepSum) else None
+
+
+def adapter_of(optimizer: Any) -> CommonAdapter:
+    """Return the adapter of the ranks that train a model together, all or a process set."""
+    found = step_sum(optimizer)
+    return found.adapter if found else session.adapter()
+
+
+def rate_of(optimizer: Any) -> Any:
+    """Return the variable of the learning rate; None where a schedule gives it.
+
+    A loss scale has one, too, which is 0 and not used.
+    """
+    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
 
 
 class ModelCallback(keras.callbacks.Callback):
@@ -56,6 +73,7 @@ class ModelCallback(keras.callbacks.Callback):
     @override
     def set_model(self, model: Any) -> None:
         super().set_model(model)
+        self.adapter = adapter_of(model.optimizer)
         prepare(model)
 
     @override
@@ -64,10 +82,10 @@ class ModelCallback(keras.callbacks.Callback):
         shards.begin_epoch(epoch)
 
 
-def note_samples(model: Any) -> None:
+def note_samples(optimizer: Any) -> None:
     """Tell the adapter how many samples this rank has trained on, the weight of its statistics."""
-    if reduction := step_sum(model):
-        session.adapter().samples_seen = int(reduction.samples.numpy())
+    if reduction := step_sum(optimizer):
+        reduction.adapter.samples_seen = int(reduction.samples.numpy())
 
 
 def _counting(model: Any, own: Any) -> Any:
@@ -75,7 +93,7 @@ def _counting(model: Any, own: Any) -> Any:
 
     @functools.wraps(own)
     def train_step(data: Any) -> Any:
-        reduction = step_sum(model)
+        reduction = step_sum(model.optimizer)
         if reduction is None:  # compiled anew
             return own(data)
         x = keras.utils.unpack_x_y_sample_weight(data)[0]

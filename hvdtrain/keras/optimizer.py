@@ -17,17 +17,18 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute, reduction_of
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
 from hvdtrain.system.runtime.waits import SUM
 
-_made: list[StepSum] = []  # in the order of their optimizers, the same on all ranks
+_made: list[StepSum] = []  # in the order of their optimizers, the same on all ranks of a set
 
 
 class StepSum(Reduction):
-    """Sums the gradients of one optimizer over all ranks.
+    """Sums the gradients of one optimizer over the ranks that train together.
 
     Args:
         optimizer: whose gradients.
@@ -39,6 +40,7 @@ class StepSum(Reduction):
         device: where they are summed.
         local: variables that each rank updates by its own gradients.
         local_factor: of those gradients.
+        process_set: whose ranks bring gradients; None: all.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class StepSum(Reduction):
         device: str = "",
         local: Collection[Any] = (),
         local_factor: float = 1.0,
+        process_set: Any = None,
     ) -> None:
-        self.optimizer, self.name = optimizer, name
+        self.optimizer, self.name, self.process_set = optimizer, name, process_set
         self.average, self.factor, self.predivide = average, factor, predivide
         self.compression, self.device = compression, device
         self.local, self.local_factor = {id(variable) for variable in local}, local_factor
@@ -65,6 +68,11 @@ class StepSum(Reduction):
             self._nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
         self._weight: Any = None  # of this rank in the step at hand
 
+    @property
+    def adapter(self) -> CommonAdapter:
+        """The adapter of the ranks that train together."""
+        return session.adapter(self.process_set)
+
     @contextmanager
     def step(self, count: Any) -> Iterator[None]:
         """Count what is summed within as of ``count`` samples of this rank, a tensor."""
@@ -73,7 +81,7 @@ class StepSum(Reduction):
             # It depends on the update before, so that no two of them are under way at once, and on
             # a variable, so that TensorFlow does not take it for a constant.
             mine = tf.cast(count, tf.float64) + self._nothing
-            total = session.adapter().sum_tensor(mine[None], f"{self.name}.samples")[0]
+            total = self.adapter.sum_tensor(mine[None], f"{self.name}.samples")[0]
             self._weight = tf.math.divide_no_nan(mine, total)
         try:
             yield
@@ -93,7 +101,7 @@ class StepSum(Reduction):
         if not shared:
             return result
         weight = self._weight if self._weight is not None else self._fixed_weight()
-        waits = session.adapter().waits
+        waits = self.adapter.waits
         # A trace, which is made once, tells nothing of the updates.
         with waits.during(SUM) if tf.executing_eagerly() else nullcontext():
             totals = self.buckets.sum(
@@ -109,7 +117,7 @@ class StepSum(Reduction):
         return result
 
     def _fixed_weight(self) -> float:
-        return 1.0 / session.size() if self.average else 1.0
+        return 1.0 / self.adapter.world.size if self.average else 1.0
 
     def _own(self, gradient: Any, variable: Any) -> Any:
         if gradient is None or id(variable) not in self.local or self.local_factor == 1:
@@ -117,7 +125,7 @@ class StepSum(Reduction):
         return tf.convert_to_tensor(gradient) * tf.cast(self.local_factor, gradient.dtype)
 
     def _reduce(self, flat: Any, name: str) -> Any:
-        sum_tensor = session.adapter().sum_tensor
+        sum_tensor = self.adapter.sum_tensor
         with tf.device(self.device) if self.device else nullcontext():
             if self.compression is None:
                 return sum_tensor(flat, name)
@@ -140,17 +148,17 @@ class StepSum(Reduction):
             self.begin()
 
     def broadcast(self) -> None:
-        """Send what the optimizer trains, and its state, from rank 0 to all ranks, once there."""
+        """Send what the optimizer trains, and its state, from the first rank, once there."""
         if not self.optimizer.built:
             self.before_first = self.broadcast
             return
         everything = [*self.optimizer._trainable_variables, *self.optimizer.variables]
-        broadcast_variables(everything)
+        broadcast_variables(everything, self.adapter)
 
 
-def broadcast_variables(variables: Sequence[Any]) -> None:
-    """Assign rank 0's values to Keras variables, in an order that is the same on all ranks."""
-    communicator = session.adapter().communicator
+def broadcast_variables(variables: Sequence[Any], adapter: CommonAdapter) -> None:
+    """Assign the values of the adapter's first rank, in an order that is the same on its ranks."""
+    communicator = adapter.communicator
     mine = {str(place): np.asarray(one.numpy()) for place, one in enumerate(variables)}
     for place, value in communicator.broadcast_arrays(mine).items():
         variables[int(place)].assign(value)
@@ -159,19 +167,24 @@ def broadcast_variables(variables: Sequence[Any]) -> None:
 def broadcast_global_variables(root_rank: int = 0) -> None:
     """Send what each distributed optimizer trains, and its state, from rank 0 to all ranks.
 
+    With process sets: from the first rank of its set to the others.
+
     TensorFlow 2 keeps no list of all variables. Where a model is not built yet it is done just
     before its first update. ``callbacks.BroadcastGlobalVariablesCallback`` sends the whole model.
     """
-    check_root(root_rank)
-    if session.size() > 1:
-        for one in _made:
+    for one in _made:
+        if session.number_of(one.process_set) is None:  # removed
+            continue
+        check_root(root_rank, one.process_set)
+        if one.adapter.world.size > 1:
             one.broadcast()
 
 
-def check_root(root_rank: int) -> None:
-    """Raise ``UsageError`` where another rank than 0 is to give its state."""
-    if root_rank != 0:
-        raise UsageError(f"root_rank is {root_rank}: it is rank 0 whose state all ranks get")
+def check_root(root_rank: int, process_set: Any = None) -> None:
+    """Raise ``UsageError`` where another rank than the first is to give its state."""
+    ranks = getattr(process_set, "ranks", None) or [0]
+    if root_rank not in (0, ranks[0]):
+        raise UsageError(f"root_rank is {root_rank}: it is rank {ranks[0]} whose state all get")
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -212,7 +225,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         average_aggregated_gradients: from their mean instead.
         num_groups: see above.
         groups: see above.
-        process_set: all ranks, Horovod's ``global_process_set``.
+        process_set: the ranks that train this model together, this one among them; all by default.
         scale_local_gradients: see above.
 
     Returns:
@@ -222,16 +235,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         UsageError: it is no optimizer of Keras 3, or distributed already; a value not known here.
     """
     _check(optimizer, process_set)
-    name = name or f"gradients.{len(_made)}"
     average = _is_average(op)
     factor = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     made = StepSum(
-        *(optimizer, name),
+        *(optimizer, name or _next_name(process_set)),
         average=average,
         factor=factor,
         predivide=gradient_predivide_factor,
         compression=compression,
         device=device_dense,
+        process_set=process_set,
     )
     return _distribute(optimizer, made)
 
@@ -264,13 +277,16 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
     if strange := [one for one in layers if not (isinstance(one, keras.Layer) and one.built)]:
         raise UsageError(f"local_layers: {strange[0]!r} is not a layer that is built")
     made = StepSum(
-        *(optimizer, name or f"gradients.{len(_made)}"),
+        *(optimizer, name or _next_name(process_set)),
         average=_is_average(op),
         predivide=gradient_predivide_factor,
         compression=compression,
         device=device_dense,
         local=[variable for layer in layers for variable in layer.trainable_weights],
-        local_factor=1.0 / session.size() if scale_local_gradients else 1.0,
+        local_factor=1.0 / session.adapter(process_set).world.size
+        if scale_local_gradients
+        else 1.0,
+        process_set=process_set,
     )
     return _distribute(optimizer, made)
 
@@ -281,6 +297,7 @@ def load_model(
     custom_objects: Any = None,
     compression: Any = None,
     legacy_opts: bool = False,
+    process_set: Any = None,
 ) -> Any:
     """Load a compiled model, and distribute its optimizer, which keeps its state.
 
@@ -292,6 +309,7 @@ def load_model(
         custom_objects: other classes and functions by name.
         compression: of ``DistributedOptimizer``.
         legacy_opts: not known to Keras 3.
+        process_set: of ``DistributedOptimizer``.
 
     Raises:
         UsageError: ``legacy_opts`` was set; the model has no optimizer.
@@ -302,7 +320,7 @@ def load_model(
     model = keras.models.load_model(filepath, custom_objects={**classes, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is None:
         raise UsageError(f"load_model: {filepath} was saved without an optimizer; compile it first")
-    DistributedOptimizer(model.optimizer, compression=compression)
+    DistributedOptimizer(model.optimizer, compression=compression, process_set=process_set)
     return model
 
 
@@ -313,8 +331,13 @@ def _check(optimizer: Any, process_set: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     if reduction_of(optimizer) or (inner is not None and reduction_of(inner)):
         raise UsageError("DistributedOptimizer: this optimizer is distributed already")
-    if getattr(process_set, "process_set_id", 0) not in (0, None):
-        raise UsageError("process_set: only all ranks together, the global one, are known here")
+    session.adapter(process_set)  # raises where this rank is none of the set's
+
+
+def _next_name(process_set: Any) -> str:
+    """Return a name that is the same on all ranks of the set, whatever else each of them trains."""
+    number = session.number_of(process_set)
+    return f"gradients.{sum(session.number_of(one.process_set) == number for one in _made)}"
 
 
 def _is_average(op: Any) -> bool:

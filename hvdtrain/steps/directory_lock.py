@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -48,7 +47,7 @@ class Owner:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @staticmethod
-    def this_process(environ: Mapping[str, str] = os.environ) -> Owner:
+    def this_process() -> Owner:
         """Return this process as an owner."""
         try:
             user = getpass.getuser()
@@ -57,7 +56,7 @@ class Owner:
         boot = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else socket.gethostname()
         with contextlib.suppress(OSError):
             boot += str(Path("/proc/self/ns/pid").readlink())
-        job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), "")
+        job = next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), "")
         born = psutil.Process().create_time()
         return Owner(user, socket.gethostname(), os.getpid(), born, boot, job)
 

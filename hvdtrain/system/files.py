@@ -68,6 +68,26 @@ def read_regular(path: Path, most: int = sys.maxsize - 1) -> bytes:
     return path.read_bytes()
 
 
+def read_settings(path: Path, given: str, line: str) -> dict[Any, Any]:
+    """Read a small file of settings, as ``read_yaml`` does.
+
+    Args:
+        path: of the file.
+        given: what a user knows it by.
+        line: an example of what it may hold.
+
+    Raises:
+        UsageError: it cannot be read, or is no mapping.
+    """
+    try:
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{given} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{given}: it must hold lines such as `{line}`")
+    return content
+
+
 def read_yaml(path: Path) -> Any:
     """Read a small file of settings; an empty mapping where it is empty.
 

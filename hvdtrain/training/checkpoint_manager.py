@@ -11,6 +11,7 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps.checkpoint_files import STATE_FILE
 from hvdtrain.steps.directory_lock import DirectoryLock
 from hvdtrain.steps.sharding import Position
 from hvdtrain.system.files import check_writable
@@ -102,7 +103,7 @@ class CheckpointManager:
         return now
 
     def _occupy(self, directory: Path) -> None:
-        check_writable(directory / checkpoints.STATE_FILE, "--checkpoint-dir")
+        check_writable(directory / STATE_FILE, "--checkpoint-dir")
         lock = DirectoryLock(directory)
         lock.take()
         process_status.at_exit.append(lambda _: lock.release())

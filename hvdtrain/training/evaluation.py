@@ -14,7 +14,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.sharding import bounds, evaluation_parts
 from hvdtrain.steps.world import World
 from hvdtrain.workloads.columns import Columns
-from hvdtrain.workloads.data.dataset import Batch, Dataset
+from hvdtrain.workloads.data.dataset import Batch
 from hvdtrain.workloads.metrics import Array, Consumer
 from hvdtrain.workloads.task import Task
 
@@ -25,7 +25,6 @@ PIECE = 2**20  # bytes of other ranks' lines that a rank holds at once
 def evaluate(
     adapter: CommonAdapter,
     task: Task,
-    test: Dataset,
     global_batch: int,
     *,
     stops: Callable[[], bool] = lambda: False,
@@ -37,8 +36,7 @@ def evaluate(
 
     Args:
         adapter: of this rank.
-        task: whose model and metrics they are.
-        test: the samples.
+        task: whose model, metrics and test samples they are.
         global_batch: of the training, by which the batches are measured.
         stops: asked after each batch; one rank that says yes ends the evaluation on all.
         also: what takes in the outputs besides the metrics.
@@ -46,26 +44,31 @@ def evaluate(
     Returns:
         ``loss``, the metrics and ``samples``, by name, on every rank; None where it was stopped.
     """
-    world, total = adapter.world, test.samples
+    test, world, metrics = task.test, adapter.world, copy.deepcopy(list(task.metrics))
+    assert test is not None
     batch = max(1, EVALUATION_BATCH * global_batch // world.size)
-    metrics = copy.deepcopy(list(task.metrics))
     loss, count = 0.0, 0
     alike = adapter.evaluates_together
-    parts = evaluation_parts(total, batch, world.rank, world.size, alike=alike)
+    parts = evaluation_parts(test.samples, batch, world.rank, world.size, alike=alike)
     with adapter.averaged_buffers(task.model):
         for loaded in test.evaluation(parts):
             loss += task.evaluate(loaded, [*metrics, *also])
             count += loaded.count
-            stopped = stops()
-            if adapter.communicator.sum(np.array([float(stopped)]))[0] if alike else stopped:
+            if _anyone(adapter, stops()):
                 break
     means, seen = adapter.average_metrics(count, loss=loss)
-    if seen < total:
+    if seen < test.samples:
         return None
     for metric in metrics:
         metric.gather(adapter.communicator)
         means |= metric.result()
     return {**means, "samples": seen}
+
+
+def _anyone(adapter: CommonAdapter, stops: bool) -> bool:
+    """Return whether this rank stops; where all make the same passes, whether any does."""
+    alike = adapter.evaluates_together
+    return bool(adapter.communicator.sum(np.array([float(stops)]))[0]) if alike else stops
 
 
 class Lines:

@@ -9,12 +9,11 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.steps.summary import Stopped
-from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.training.evaluation import Lines, evaluate
 from hvdtrain.training.plan import TrainingPlan
 from hvdtrain.training.progress import Progress, Silent
-from hvdtrain.training.summary import described, evaluated, evaluation_rows, measured
+from hvdtrain.training.summary import described, evaluated, evaluation_rows, headline, measured
 from hvdtrain.training.throughput import Clock
 from hvdtrain.workloads.task import Task, Workload
 
@@ -56,7 +55,7 @@ class EvaluationRun:
         process_status.stage = "evaluation"
         lines = Lines(task.columns, test.samples, adapter.world)
         also = [lines] if self.options.predict else []
-        metrics = evaluate(adapter, task, test, self.plan.global_batch, also=also)
+        metrics = evaluate(adapter, task, self.plan.global_batch, also=also)
         assert metrics is not None
         if self.options.predict:
             show.predictions(lines.pieces(adapter.communicator))
@@ -83,9 +82,7 @@ class EvaluationRun:
             lambda: Progress(options, self.workload.unit) if world.is_writer else Silent()
         )
         lines = [
-            f"hvdtrain {self.workload.name}: {self.plan.model}, {options.framework} over "
-            f"{self.adapter.name}, {plural(world.size, 'rank')} on {plural(world.hosts, 'host')}, "
-            f"{device} per rank, {self.task.options.precision}",
+            headline(self.workload, self.adapter, self.task, device),
             f"evaluating {state['path']}, step {state['step']}, on {samples:,} "
             f"{self.workload.unit}",
             *self.task.notes,
@@ -96,13 +93,7 @@ class EvaluationRun:
     def _sum_up(self, show: Silent, state: dict[str, Any], metrics: dict[str, Any]) -> None:
         summary = dataclasses.replace(
             self.clock.figures(),
-            **described(
-                self.workload,
-                self.plan.model,
-                self.options,
-                self.adapter,
-                self.task.options.precision,
-            ),
+            **described(self.workload, self.options, self.adapter, self.task),
             **evaluated(metrics),
             epochs_completed=state.get("position", {}).get("epoch"),
             steps_completed=state["step"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import time
 from typing import Any, NoReturn
 
@@ -15,41 +14,23 @@ from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
 from hvdtrain.steps.integrity import places
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
-from hvdtrain.steps.summary import GradientMessages, Stopped, Summary
+from hvdtrain.steps.summary import GradientMessages, Stopped
 from hvdtrain.system.output.text import plural
-from hvdtrain.system.runtime import elastic
-from hvdtrain.system.runtime.detect import is_elastic
-from hvdtrain.system.runtime.exit import (
-    agreed,
-    announce,
-    is_agreed,
-    process_status,
-    start_anew,
-)
-from hvdtrain.system.runtime.walltime import ends_at
+from hvdtrain.system.runtime.exit import agreed, is_agreed, process_status
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.plan import TrainingPlan
-from hvdtrain.training.preemption import (
-    ENDING,
-    Walltime,
-    on_stop_signal,
-    wait_for_agent,
-    what_goes_on,
-)
+from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.progress import Silent
-from hvdtrain.training.summary import described, evaluated, measured, rows
+from hvdtrain.training.summary import described, evaluated, headline, measured, rows, used
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
-from hvdtrain.training.usage import measure
 from hvdtrain.workloads.data.dataset import Batch
 from hvdtrain.workloads.task import NotFinite, Task, Workload
 
 LINES_PER_EPOCH = 20  # log intervals
 MOST_SKIPPED = 10  # updates in a row that --on-nan skip leaves out
 MOST_ROLLBACKS = 3
-ANOTHER = "another rank was asked to stop"  # and this one was not
-HOSTS_CHANGED = "the hosts have changed"
 
 
 class _LeftOutError(Exception):
@@ -74,11 +55,10 @@ class Run:
         self.show = Silent()
         self.clock = Clock()
         self.now = TrainState()
-        self.walltime = Walltime(ends=None)
+        self.preemption = Preemption(adapter)
         self.timeline = TimelineWindow(options, adapter)
         self.pending: list[tuple[Part, Any]] = []  # losses that have not been read yet
         self.train_loss: float | None = None
-        self.why = ANOTHER
         self.in_a_row = 0  # updates left out, up to here
         origin = {
             "framework": options.framework,
@@ -107,11 +87,9 @@ class Run:
 
     def announce(self, device: str) -> None:
         """Say what is about to be trained, and how."""
-        world, plan, rate = self.adapter.world, self.plan, self.rate
+        plan, rate = self.plan, self.rate
         lines = [
-            f"hvdtrain {self.workload.name}: {plan.model}, {self.options.framework} over "
-            f"{self.adapter.name}, {plural(world.size, 'rank')} on {plural(world.hosts, 'host')}, "
-            f"{device} per rank, {self.task.options.precision}",
+            headline(self.workload, self.adapter, self.task, device),
             f"{self.task.train.samples:,} {self.workload.unit}, global batch {plan.global_batch}, "
             f"{plural(self.shards.steps_per_epoch, 'step')} per epoch, "
             f"{plural(plan.epochs, 'epoch')}, "
@@ -133,11 +111,7 @@ class Run:
             The exit code.
         """
         if self.options.checkpoint_dir:
-            on_stop_signal(self._want_stop)
-            if self.adapter.world.is_writer:  # its wish reaches the others with the gradients
-                self.walltime = Walltime(ends_at())
-                if is_elastic(os.environ):
-                    elastic.watch_hosts(lambda: self._want_stop(HOSTS_CHANGED))
+            self.preemption.listen()
         try:
             stopped = self._train()
         except TrainingError as error:
@@ -147,7 +121,7 @@ class Run:
         self._end(stopped)
         if stopped is not Stopped.PREEMPTED:
             return EXIT_OK
-        wait_for_agent(lambda: self.why != ANOTHER)
+        self.preemption.wait_for_agent()
         return EXIT_PREEMPTED
 
     def _train(self) -> Stopped:
@@ -163,19 +137,10 @@ class Run:
             stopped = Stopped.PREEMPTED
         self._save()
         if stopped is Stopped.PREEMPTED:
-            anew = is_elastic(os.environ) and self._only_hosts_changed()
-            done = f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
-            if self.adapter.world.is_writer:
-                text = f"{self.why}: {done}: {what_goes_on(anew=anew)}"
-                announce(text, mpirun_ends=self.why in ENDING)
-            if anew:
-                start_anew()
+            self.preemption.announce(
+                f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
+            )
         return stopped
-
-    def _only_hosts_changed(self) -> bool:
-        """Return whether no rank was asked to stop for another reason; all ranks call it."""
-        asked = self.why if self.adapter.stop_wanted else HOSTS_CHANGED
-        return set(self.adapter.communicator.gather(asked.encode())) == {HOSTS_CHANGED.encode()}
 
     def _end(self, stopped: Stopped) -> None:
         self.task.train.close()
@@ -237,12 +202,7 @@ class Run:
         return self.now.step % self.look_every == 0 and self.adapter.stop_agreed
 
     def _watch_walltime(self) -> None:
-        if self.walltime.is_near(self.look_every * self.clock.longest_recent()):
-            self._want_stop("the walltime is near")
-
-    def _want_stop(self, why: str) -> None:
-        if not self.adapter.stop_wanted or self.why == HOSTS_CHANGED:
-            self.adapter.stop_wanted, self.why = True, why
+        self.preemption.watch_walltime(self.look_every * self.clock.longest_recent())
 
     def _update(self, part: Part, batch: Batch) -> None:
         process_status.stage = f"step {self.now.step + 1}"
@@ -364,9 +324,7 @@ class Run:
             self._watch_walltime()
             return self.adapter.stop_wanted
 
-        self.now.metrics = evaluate(
-            self.adapter, self.task, self.task.test, self.plan.global_batch, stops=stops
-        )
+        self.now.metrics = evaluate(self.adapter, self.task, self.plan.global_batch, stops=stops)
         return self.now.metrics is not None
 
     def _measured(self) -> dict[str, str]:
@@ -393,23 +351,17 @@ class Run:
         self._look()
         started = time.monotonic()
         self.checkpoints.save(self.now)  # step 7
-        self.walltime.saved(time.monotonic() - started)
+        self.preemption.walltime.saved(time.monotonic() - started)
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages
         # Ranks that were told to end must not wait for one another any more.
         alone = stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
-        usage = Summary() if alone else measure(self.adapter, self.clock)
         summary = dataclasses.replace(
             self.clock.figures(),
-            **described(
-                self.workload,
-                self.plan.model,
-                self.options,
-                self.adapter,
-                self.task.options.precision,
-            ),
+            **described(self.workload, self.options, self.adapter, self.task),
             **evaluated(self.now.metrics),
+            **({} if alone else used(self.adapter, self.clock)),
             global_batch_size=self.plan.global_batch,
             epochs_completed=self.now.position.epoch,
             steps_completed=self.now.step,
@@ -418,9 +370,6 @@ class Run:
             train_loss=self.train_loss,
             step_split=None if alone else self.clock.step_split(self.adapter.communicator),
             gradient_messages=GradientMessages(**messages) if messages else None,
-            peak_memory_bytes=usage.peak_memory_bytes,
-            utilisation_mean=usage.utilisation_mean,
-            utilisation_lowest=usage.utilisation_lowest,
             parameter_norm=None
             if alone and self.adapter.shards_state
             else self.task.parameter_norm(),

@@ -47,39 +47,41 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     """
     model = choose_model(workload, options)
     recipe = workload.recipe(options)
-
-    def given(value: Any, default: Any) -> Any:
-        return default if value is None else value
-
-    epochs = given(options.epochs, recipe.epochs)
+    epochs = _given(options.epochs, recipe.epochs)
     # A run shorter than the recipe's gets a warm-up shorter in proportion, but the first updates
     # of a fresh network need one: an epoch, or half of what there is.
     share = recipe.warmup_epochs * epochs / recipe.epochs
     warmup = min(recipe.warmup_epochs, max(share, min(1.0, epochs / 2)))
     return TrainingPlan(
         model=model,
-        global_batch=given(
+        global_batch=_given(
             options.global_batch_size,
-            given(options.batch_size, recipe.batch_size) * world.devices * options.accumulate_steps,
+            _given(options.batch_size, recipe.batch_size)
+            * world.devices
+            * options.accumulate_steps,
         ),
         epochs=epochs,
-        num_steps=given(options.num_steps, workload.default_steps(options)),
+        num_steps=_given(options.num_steps, workload.default_steps(options)),
         # Whoever fixes the global batch wants the same training at any world size, and Adasum
         # chooses the length of a step between the mean of the gradients and their sum.
-        lr_scaling=given(
+        lr_scaling=_given(
             options.lr_scaling,
             "none" if options.global_batch_size or options.reduction == ADASUM else "linear",
         ),
-        lr=given(options.lr, recipe.lr),
+        lr=_given(options.lr, recipe.lr),
         schedule={
             "epochs": epochs,
-            "warmup_epochs": given(options.warmup_epochs, warmup),
-            "schedule": given(options.lr_schedule, recipe.lr_schedule),
-            "milestones": given(options.lr_milestones, ()),
+            "warmup_epochs": _given(options.warmup_epochs, warmup),
+            "schedule": _given(options.lr_schedule, recipe.lr_schedule),
+            "milestones": _given(options.lr_milestones, ()),
             "decay": options.lr_decay,
         },
-        weight_decay=given(options.weight_decay, recipe.weight_decay),
+        weight_decay=_given(options.weight_decay, recipe.weight_decay),
     )
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def choose_model(workload: Workload, options: Options) -> str:

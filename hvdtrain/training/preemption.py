@@ -10,17 +10,21 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.system.runtime.detect import TORCHRUN, detect, is_restarted
-from hvdtrain.system.runtime.exit import WAIT_FAILURE, announce, leave, process_status
+from hvdtrain.system.runtime import elastic
+from hvdtrain.system.runtime.detect import TORCHRUN, detect, is_elastic, is_restarted
+from hvdtrain.system.runtime.exit import WAIT_FAILURE, announce, leave, process_status, start_anew
+from hvdtrain.system.runtime.walltime import Walltime, ends_at
 
 ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it hands the others on
 AGAIN = "run the same command again to go on"
+ANOTHER = "another rank was asked to stop"  # and this one was not
+HOSTS_CHANGED = "the hosts have changed"
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -96,23 +100,51 @@ def wait_for_agent(was_asked: Callable[[], bool]) -> None:
         time.sleep(POLL)
 
 
-RESERVE = 10.0  # seconds for the job's own last lines, and for a clock that is a little off
-FIRST_SAVE = 10.0  # seconds that a save is taken to need until one was timed
+class Preemption:
+    """What asks a training to stop before its end, and what comes after that.
 
+    What one rank is asked reaches the others with the gradients, by ``adapter.stop_wanted``.
+    """
 
-@dataclass
-class Walltime:
-    """When the job of this process ends, and how long before that a training has to stop."""
+    def __init__(self, adapter: CommonAdapter) -> None:
+        self.adapter = adapter
+        self.walltime = Walltime(ends=None)
+        self._why = ANOTHER
 
-    ends: float | None  # seconds since 1970; None: it has no end, or another rank watches it
-    longest_save: float = FIRST_SAVE  # seconds of the slowest save so far
+    def listen(self) -> None:
+        """Stop on a signal from now on; on rank 0 also before the walltime, and for new slots."""
+        on_stop_signal(self._want_stop)
+        if self.adapter.world.is_writer:
+            self.walltime = Walltime(ends_at())
+            if is_elastic(os.environ):
+                elastic.watch_hosts(lambda: self._want_stop(HOSTS_CHANGED))
 
-    def saved(self, seconds: float) -> None:
-        """Take note that a save took ``seconds``."""
-        self.longest_save = max(self.longest_save, seconds)
+    def watch_walltime(self, longest_step: float) -> None:
+        """Ask for a stop where the walltime is near; ``longest_step``: seconds to the next look."""
+        if self.walltime.is_near(longest_step):
+            self._want_stop("the walltime is near")
 
-    def is_near(self, longest_step: float) -> bool:
-        """Return whether there is time for little more than a step and a save, twice over."""
-        if self.ends is None:
-            return False
-        return time.time() + 2 * (longest_step + self.longest_save) + RESERVE > self.ends
+    def _want_stop(self, why: str) -> None:
+        if not self.adapter.stop_wanted or self._why == HOSTS_CHANGED:
+            self.adapter.stop_wanted, self._why = True, why
+
+    def announce(self, done: str) -> None:
+        """Say why the training stops, and what is ``done``; all ranks call it.
+
+        Where nothing but the slots of an elastic job has changed, each leaves to be started anew.
+        """
+        anew = is_elastic(os.environ) and self._only_hosts_changed()
+        if self.adapter.world.is_writer:
+            text = f"{self._why}: {done}: {what_goes_on(anew=anew)}"
+            announce(text, mpirun_ends=self._why in ENDING)
+        if anew:
+            start_anew()
+
+    def _only_hosts_changed(self) -> bool:
+        """Return whether no rank was asked to stop for another reason; all ranks call it."""
+        asked = self._why if self.adapter.stop_wanted else HOSTS_CHANGED
+        return set(self.adapter.communicator.gather(asked.encode())) == {HOSTS_CHANGED.encode()}
+
+    def wait_for_agent(self) -> None:
+        """Wait for the agent of torchrun to ask this rank, as ``wait_for_agent`` says."""
+        wait_for_agent(lambda: self._why != ANOTHER)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvdtrain import __version__
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.options import Options
@@ -21,8 +23,9 @@ from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.detect import detect
+from hvdtrain.training.throughput import Clock
 from hvdtrain.workloads.metrics import Metric
-from hvdtrain.workloads.task import Workload
+from hvdtrain.workloads.task import Task, Workload
 
 STOPPED = {
     Stopped.PREEMPTED: "preempted and saved: run the same command again to go on",
@@ -43,24 +46,53 @@ def given(options: Options) -> dict[str, Any]:
     }
 
 
+def headline(workload: Workload, adapter: CommonAdapter, task: Task, device: str) -> str:
+    """Return the line that tells what is computed, by whom, and how; ``device``: of this rank."""
+    world, options = adapter.world, task.options
+    return (
+        f"hvdtrain {workload.name}: {options.model}, {options.framework} over {adapter.name}, "
+        f"{plural(world.size, 'rank')} on {plural(world.hosts, 'host')}, {device} per rank, "
+        f"{options.precision}"
+    )
+
+
 def described(
-    workload: Workload, model: str, options: Options, adapter: CommonAdapter, precision: str
+    workload: Workload, options: Options, adapter: CommonAdapter, task: Task
 ) -> dict[str, Any]:
-    """Return the fields of a summary that tell what was computed, by whom, and how."""
+    """Return the fields of a summary that tell the same; ``options``: as the user gave them."""
     world = adapter.world
     return {
         "workload": workload.name,
         "framework": options.framework,
         "strategy": adapter.name,
-        "model": model,
+        "model": task.options.model,
         "world_size": world.size,
         "devices": world.devices,
         "hosts": world.hosts,
-        "precision": precision,
+        "precision": task.options.precision,
         "compression": adapter.levers.compression,
         "reduction": adapter.levers.reduction,
         "options": given(options),
         "environment": environment(world),
+    }
+
+
+def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
+    """Return the fields of a summary that tell what devices gave; all ranks call it.
+
+    Memory is the largest over the ranks. Utilisation is known where CPUs compute: processor time
+    of a rank over the time of the steps that count times its threads; mean and lowest over ranks.
+    """
+    busy, seconds = clock.processor_seconds(), clock.counted_seconds()
+    share = busy / (seconds * adapter.threads) if seconds and adapter.threads else np.nan
+    mine = np.array([adapter.peak_memory_bytes, share], np.float64)
+    ranks = [np.frombuffer(one) for one in adapter.communicator.gather(mine.tobytes())]
+    memory, shares = (list(map(float, column)) for column in zip(*ranks, strict=True))
+    known = not np.isnan(shares).any()
+    return {
+        "peak_memory_bytes": int(max(memory)) or None,
+        "utilisation_mean": statistics.fmean(shares) if known else None,
+        "utilisation_lowest": min(shares) if known else None,
     }
 
 

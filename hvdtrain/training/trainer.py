@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.adapters.select import choose_strategy
-from hvdtrain.config.options import Options, parse
+from hvdtrain.config.command_line import parse
+from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import check_writable

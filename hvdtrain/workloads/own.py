@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.config.options import Options, joined
+from hvdtrain.config.options import NOT_BUILT, Options, number
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.workloads.task import Recipe, Task, Workload
 
@@ -21,6 +22,22 @@ LONGEST = 500  # characters of what is wrong in a file
 RECIPE = Recipe(
     batch_size=32, lr=0.01, epochs=10, warmup_epochs=0.0, lr_schedule="constant", weight_decay=0.0
 )
+
+
+def _whole(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not a whole number") from None
+
+
+TYPES: dict[str, Callable[[Any], Any]] = {  # of an option that a user declares by its type alone
+    "bool": bool,
+    "int": _whole,
+    "float": number,
+    "str": str,
+    "Path": Path,
+}
 
 
 def workload(path: Path, *, description: str, epilog: str) -> Workload:
@@ -89,3 +106,49 @@ def _told(path: Path) -> Iterator[None]:
         where = f"{path}, line {lines[-1]}" if lines else f"{path}"
         what = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
         raise UsageError(f"{where}: {what}") from error
+
+
+def joined(own: Any, source: str) -> type[Options]:
+    """Return ``Options`` with the fields of a user's dataclass.
+
+    A field made by ``option`` is read and explained by that; any other one by its type. A subclass
+    of ``Options`` stays as it is.
+
+    Args:
+        own: the dataclass.
+        source: the file that it is from, for the errors.
+
+    Raises:
+        UsageError: it is no dataclass, or a field is an option already, has no default or no type
+            that can be read.
+    """
+    if isinstance(own, type) and issubclass(own, Options):
+        return own
+    if not (isinstance(own, type) and dataclasses.is_dataclass(own)):
+        raise UsageError(f"{source}: Options is no dataclass")
+    taken = {field.name for field in dataclasses.fields(Options)} | {"config", "help"}
+    taken |= {name.replace("-", "_") for name in NOT_BUILT}
+    fields: list[tuple[str, Any, Any]] = []
+    for field in dataclasses.fields(own):
+        where = f"{source}: {field.name} of Options"
+        if field.name in taken:
+            raise UsageError(f"{where}: --{field.name.replace('_', '-')} is an option already")
+        if field.default is dataclasses.MISSING:
+            raise UsageError(f"{where} has no default, or one that is no single value")
+        metadata = field.metadata if "help" in field.metadata else _by_type(field, source, where)
+        copied = dataclasses.field(default=field.default, metadata=metadata)
+        fields.append((field.name, field.type, copied))
+    whole = dataclasses.make_dataclass("Options", fields, bases=(Options,), frozen=True)
+    whole.__module__ = own.__module__
+    return whole
+
+
+def _by_type(field: dataclasses.Field[Any], source: str, where: str) -> Mapping[str, Any]:
+    """Return what ``option`` would say of a field, from its type alone."""
+    name = getattr(field.type, "__name__", str(field.type))  # a string, where it is not evaluated
+    kind = TYPES.get(name.removesuffix(" | None").rpartition(".")[2])
+    if kind is None or field.default is True:
+        raise UsageError(
+            f"{where}: an option is a bool that is False, or an int, float, str or Path"
+        )
+    return {"help": f"of {source}", "kind": kind, "choices": ()}

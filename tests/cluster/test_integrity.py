@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.cluster import slurm
 from tests.cluster.slurm import Cluster
 from tests.conftest import BIN, ROOT
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A private Slurm, stopped at the end."""
-    if reason := slurm.lacks():
-        pytest.skip(reason)
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 def test_worlds_of_one_under_srun(cluster: Cluster) -> None:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,19 +162,6 @@ def test_term_is_handed_on_and_waited_for(stack: Stack) -> None:
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 75, said
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
-    """A private Slurm."""
-    if reason := slurm.lacks():
-        pytest.skip(reason)
-    cluster = slurm.Cluster(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 def test_srun_where_no_mpi_is_on_the_path(cluster: slurm.Cluster, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from tests.cluster.test_slurm import PATIENCE, User, cluster, user  # noqa: F401 (fixtures)
+from tests.cluster.test_slurm import PATIENCE, User, user  # noqa: F401 (fixtures)
 from tests.conftest import BIN
 
 TRAIN = ("python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "10")

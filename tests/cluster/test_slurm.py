@@ -8,7 +8,6 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import safetensors.numpy
 
 from hvdtrain.commands.submit import chain
-from tests.cluster import slurm
 from tests.cluster.slurm import Cluster
 from tests.conftest import BIN, ROOT, Outcome
 from tests.unit.commands.submit.pbs_reader import Node, read_script
@@ -24,24 +22,11 @@ from tests.unit.commands.submit.pbs_reader import Node, read_script
 PATIENCE = 240.0  # seconds for a job to end
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A private Slurm, stopped at the end with all that it started."""
-    if not (BIN / "mpirun").exists() or importlib.util.find_spec("horovod") is None:
-        pytest.skip("no mpirun or no Horovod in this environment: make setup")
-    if reason := slurm.lacks():
-        pytest.skip(reason)
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
-
-
 @pytest.fixture
 def user(cluster: Cluster, tmp_path: Path) -> User:
     """Someone in a directory of their own, with .venv and jobs/ in it."""
+    if not (BIN / "mpirun").exists() or importlib.util.find_spec("horovod") is None:
+        pytest.skip("no mpirun or no Horovod in this environment: make setup")
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
     (tmp_path / ".venv").symlink_to(BIN.parent)
     return User(cluster, tmp_path)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -116,15 +116,7 @@ def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) 
 
     end = four.summary["steps_completed"] + 4
     more = (*options, "--epochs=1000", f"--num-steps={end}")
-    static = ("--nnodes=2", f"--master_addr={two.address(1)}", "--nproc-per-node=2", "-m")
-    first, second = (
-        two.on(number, str(BIN / "torchrun"), f"--node_rank={number - 1}", *static)
-        + trainer(tmp_path, *more)[2:]
-        for number in (1, 2)
-    )
-    with two.running(first, **variables) as one, two.running(second, **variables) as other:
-        said = [process.communicate(timeout=START)[0] for process in (one, other)]
-    assert (one.returncode, other.returncode) == (0, 0), said
+    _by_torchrun(two, trainer(tmp_path, *more)[2:], variables)
     assert (four.summary["world_size"], four.summary["hosts"]) == (4, 2)
     assert four.summary["steps_completed"] == end
     assert_close(train(1, tmp_path / "one", "mnist", *more), four, 1e-9)
@@ -147,6 +139,18 @@ def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) 
         os.kill(agent, signal.SIGKILL)
         outcome = wait_until_over(two, process, "an agent killed")
     assert outcome.code not in (0, 75), outcome.err
+
+
+def _by_torchrun(two: TwoHosts, words: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Run ``words`` as a user does without ``launch``: one torchrun on each host."""
+    static = ("--nnodes=2", f"--master_addr={two.address(1)}", "--nproc-per-node=2", "-m")
+    first, second = (
+        two.on(number, str(BIN / "torchrun"), f"--node_rank={number - 1}", *static, *words)
+        for number in (1, 2)
+    )
+    with two.running(first, **variables) as one, two.running(second, **variables) as other:
+        said = [process.communicate(timeout=START)[0] for process in (one, other)]
+    assert (one.returncode, other.returncode) == (0, 0), said
 
 
 def _runs(pid: int, word: str) -> bool:
@@ -200,7 +204,7 @@ def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], what: str) ->
     return Outcome(process.returncode, "", output)
 
 
-@pytest.mark.parametrize("accident", ["power_off", "cut"])
+@pytest.mark.parametrize("accident", ["power_off", *(["cut"] if ALL_CASES else [])])
 def test_a_host_is_lost_and_the_training_goes_on_later(
     accident: str, two: TwoHosts, uncut: Training, tmp_path: Path
 ) -> None:
@@ -238,6 +242,30 @@ def test_a_host_is_lost_under_another_strategy(
     end = int(newest.name.partition("+")[0].removeprefix("step-")) + 6
     resumed = train_on(two, tmp_path, *options, f"--num-steps={end}", "--resume=must")
     assert resumed.summary["steps_completed"] == end
+
+
+@pytest.mark.skipif(not ALL_CASES, reason="HVDTRAIN_LONG=1 runs it")
+def test_horovod_elastic_goes_on_without_a_lost_host(two: TwoHosts, tmp_path: Path) -> None:
+    """The names of these hosts lead nowhere: the ranks talk over the interface to the launcher."""
+    there, script = tmp_path / "hosts", tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\ncat {there}\n")
+    script.chmod(0o755)
+    there.write_text("".join(f"{two.address(number)}:2\n" for number in (1, 2)))
+    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "--elastic", "--min=2", "--max=4")
+    options = ("--model=small", "--epochs=100", "--checkpoint-every=5", *EXACT, "--num-steps=400")
+    command = two.on(1, *launch, f"--discovery={script}", "--", *trainer(tmp_path, *options))
+    with two.running(command) as process:
+        wait_for_checkpoints(1, process, tmp_path)
+        two.power_off()
+        began = time.monotonic()
+        there.write_text(f"{two.address(1)}:2\n")
+        output, _ = process.communicate(timeout=START)
+    print(f"\na host lost: {time.monotonic() - began:.1f} s to the end\n{output}")
+    assert process.returncode == 0, output
+    two_ranks = Training(Outcome(0, "", output), tmp_path)
+    assert two_ranks.summary["world_size"] == 2
+    assert two_ranks.summary["samples_trained"] == 25 * 1500  # 16 steps each
+    assert_close(train(1, tmp_path / "one", "mnist", *options), two_ranks, 1e-9)
 
 
 def test_all_that_runs_on_a_host_is_killed(two: TwoHosts, tmp_path: Path) -> None:

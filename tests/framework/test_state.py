@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.select import adapter
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint import Checkpoint
+from hvdtrain.steps.checkpoint_files import Checkpoint
 
 
 def pytorch(width: int) -> tuple[Any, Any]:

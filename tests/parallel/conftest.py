@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.numpy
 
 from hvdtrain.config import strategies
-from tests.conftest import BIN, LONG, Outcome, Ranks
+from hvdtrain.steps.checkpoint import newest_name
+from tests.conftest import BIN, LONG, Outcome, Ranks, begin
 from tests.parallel import resident
 
 FRAMEWORKS = ("pytorch", "tensorflow")
@@ -79,6 +84,54 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "parallel" in item.path.parts or "perf" in item.path.parts:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def started() -> Iterator[Start]:
+    """Start a command that runs ranks, to send it signals; nothing of it may be left at the end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*words: str, **how: Any) -> subprocess.Popen[str]:
+        processes.append(begin(list(words), **how))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        for left in family(process):
+            left.kill()
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The launcher and all ranks."""
+    try:
+        whole = psutil.Process(process.pid)
+        return [*whole.children(recursive=True), whole]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def until(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Wait for something that a run does."""
+    end = time.monotonic() + 120
+    while not happened():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def show_seconds_lost(what: str, saved: Path, process: subprocess.Popen[str]) -> None:
+    """Wait from an accident on until something is saved again, and say after how long."""
+    before, began = newest_name(saved) or "", time.monotonic()
+    until(lambda: (newest_name(saved) or "") > before, process)
+    print(f"\n{what}: {time.monotonic() - began:.1f} s from {before} to the next checkpoint")
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="session")

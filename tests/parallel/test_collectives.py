@@ -121,7 +121,11 @@ def test_the_study(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--frobnicate"], "--frobnicate: no such option"),
+        (
+            ["--frobnicate"],
+            "--frobnicate: no such option; see ",
+        ),
+        (["--library=gloo"], "--library: no such option; did you mean --libraries?"),
         (["--sizes=4"], "--sizes goes with --time or --study"),
         (["--time", "--sizes=2"], "--sizes: 2 bytes are less than a float32"),
         (["--time", "--gradient-mb=5"], "--gradient-mb goes with --study"),

@@ -22,7 +22,7 @@ import pytest
 
 from hvdtrain.steps.checkpoint import newest_name
 from tests.conftest import BIN, LONG, begin, end_session, run
-from tests.parallel.test_launch import until
+from tests.parallel.conftest import show_seconds_lost, until
 
 TRAIN = ("hvdtrain.mnist", "--strategy=ddp", "--model=small")
 SAMPLES = 1500
@@ -42,13 +42,13 @@ class Torchrun:
 
     def __init__(self, *training: str, hosts: str, restarts: int) -> None:
         place = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-        meeting = ("--rdzv-backend=c10d", place, "--rdzv-id=1", QUICK)
+        rendezvous = ("--rdzv-backend=c10d", place, "--rdzv-id=1", QUICK)
         world = (f"--nnodes={hosts}", "--nproc-per-node=1", f"--max-restarts={restarts}")
         local = ("--local-addr=127.0.0.1", "-m")
         # As docs/elastic.md says: otherwise an agent that joins waits for an address in vain.
         alone = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") if ":" in hosts else ()
         torchrun = str(BIN / "torchrun")
-        self.line = [*alone, torchrun, *meeting, *world, *local, *TRAIN, *training]
+        self.line = [*alone, torchrun, *rendezvous, *world, *local, *TRAIN, *training]
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self) -> None:
@@ -96,11 +96,18 @@ def is_asked(process: psutil.Process) -> bool:
     return bool(waits and int(waits[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.mark.parametrize("hosts", (1, 2) if LONG else (1,))
-def test_a_host_that_joins_and_one_that_is_lost(hosts: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "hosts"),
+    [
+        ("ddp", 1),
+        *([("ddp", 2), ("zero", 1), ("zero", 2), ("fsdp", 1), ("fsdp", 2)] if LONG else []),
+    ],
+)
+def test_a_host_that_joins_and_one_that_is_lost(strategy: str, hosts: int, tmp_path: Path) -> None:
     saved, summary = tmp_path / "checkpoints", tmp_path / "summary.json"
     files = (f"--checkpoint-dir={saved}", "--checkpoint-every=20", f"--summary={summary}")
-    with torchrun("--epochs=16", *files, hosts="1:4", restarts=1) as job:
+    line = (f"--strategy={strategy}", "--epochs=16", *files)
+    with torchrun(*line, hosts="1:4", restarts=1) as job:
         for _ in range(hosts):
             job.start()
         first = job.agents[0]
@@ -115,6 +122,7 @@ def test_a_host_that_joins_and_one_that_is_lost(hosts: int, tmp_path: Path) -> N
         until(lambda: newest(saved) > before, first)
         kept = newest(saved)
         job.kill(hosts)
+        show_seconds_lost("torchrun, a host lost", saved, first)
         said, _ = first.communicate(timeout=120)
     assert first.returncode == 0, said
     result = json.loads(summary.read_text())
@@ -128,12 +136,13 @@ def test_a_host_that_joins_and_one_that_is_lost(hosts: int, tmp_path: Path) -> N
         assert int(step) >= int(kept.removeprefix("step-").partition("+")[0])
 
 
-@pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 kills ten, each after another time")
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 kills twelve, each after another time")
+@pytest.mark.parametrize("number", range(12))
 def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     saved, summary = tmp_path / "checkpoints", tmp_path / "summary.json"
     files = (f"--checkpoint-dir={saved}", "--checkpoint-every=5", f"--summary={summary}")
-    with torchrun("--quiet", "--epochs=16", *files, hosts="2", restarts=3) as job:
+    strategy = f"--strategy={('ddp', 'zero', 'fsdp')[number % 3]}"
+    with torchrun("--quiet", strategy, "--epochs=16", *files, hosts="2", restarts=3) as job:
         job.start()
         job.start()
         first = job.agents[0]
@@ -142,6 +151,7 @@ def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
         time.sleep(chance.random() / 2)
         ranks = {rank.environ()["RANK"]: rank for one in (0, 1) for rank in job.ranks(one)}
         ranks[str(chance.randrange(2))].kill()
+        show_seconds_lost("torchrun, a rank killed", saved, first)
         said, _ = first.communicate(timeout=120)
     assert first.returncode == 0, said
     result = json.loads(summary.read_text())
@@ -165,7 +175,7 @@ def test_launch_goes_on_after_a_loss_and_stops_when_asked(tmp_path: Path) -> Non
 
     try:
         until(lambda: len(ranks()) == 2 and newest(tmp_path), process)
-        lost = ranks()["0"]  # the one that all others meet
+        lost = ranks()["0"]  # the one with the rendezvous of all
         lost.kill()
         until(lambda: len(ranks()) == 2 and lost not in ranks().values(), process)
         kept = newest(tmp_path)

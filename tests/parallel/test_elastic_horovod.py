@@ -17,7 +17,7 @@ import pytest
 
 from hvdtrain.commands.launch.elastic_driver import choose_slots, place_ranks
 from tests.conftest import BIN, LONG, begin, end_session, run
-from tests.parallel.test_launch import until
+from tests.parallel.conftest import show_seconds_lost, until
 
 LAUNCH = [str(BIN / "hvdtrain"), "launch", "--elastic"]
 TRAIN = ["--", sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--epochs=400"]
@@ -90,6 +90,7 @@ def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
         job.has_saved()
         time.sleep(LONG * chance.random() / 2)
         job.ranks()[str(chance.randrange(size))].kill()
+        show_seconds_lost(f"Horovod, {framework[12:]}, a rank killed", job.saved, job.process)
         code, said = job.end()
     assert code == 0, said
     lost = re.search(r", step (\d+): rank \d on .* go on from \S*/step-(\d+)", said)
@@ -160,6 +161,15 @@ def test_a_program_that_fails_ends(code: int, ranks: str) -> None:
     program = f"import os; raise SystemExit({code} * (os.environ['HOROVOD_RANK'] in '{ranks}'))"
     outcome = run([*LAUNCH, "--min=2", "--max=2", "--", sys.executable, "-c", program])
     assert outcome.code == code, outcome.err
+
+
+def test_ranks_that_stopped_in_order_are_not_told_of_as_lost() -> None:
+    """As near the walltime, which each rank is told of by itself."""
+    outcome = run(
+        [*LAUNCH, "--min=2", "--max=2", "--", sys.executable, "-c", "raise SystemExit(75)"]
+    )
+    assert outcome.code == 75, outcome.err
+    assert "was ended by" not in outcome.err
 
 
 def test_what_would_be_run(tmp_path: Path) -> None:

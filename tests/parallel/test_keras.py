@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.parallel import resident
 FIT = Path(__file__).parent / "scripts" / "keras_fit.py"
 # Ways to train (functions of the script): all of them over two ranks, those that depend on the
 # number of ranks over three, too.
-SOME = {1: "plain,rates", 2: "all", 3: "plain,datasets,overflow,resumed"}
+SOME = {1: "plain,rates", 2: "all", 3: "plain,datasets,overflow,resumed,elastic"}
 
 
 @pytest.mark.parametrize("number", SOME)
@@ -46,3 +47,19 @@ def test_the_homework_with_fit(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert float(rows[1]["train_loss"]) < float(rows[0]["train_loss"])
     assert (tmp_path / "model.weights.h5").is_file()
+
+
+@pytest.mark.parametrize(
+    ("sets", "when"),
+    [([[0, 1], [2]], "start"), ([[0, 2], [1, 3]], "dynamic")][: None if LONG else 1],
+)
+def test_process_sets_train_a_model_each(sets: list[list[int]], when: str, tmp_path: Path) -> None:
+    """Each as one process on the data of the set; one rank fails at the end, and so the job."""
+    number = sum(map(len, sets))
+    script = str(FIT.with_name("keras_sets.py"))
+    outcome = resident.ranks(
+        number, script, str(tmp_path), json.dumps(sets), when, framework="tensorflow"
+    )
+    done = sorted(path.name for path in tmp_path.glob("*-of-*"))
+    assert done == [f"{rank}-of-{number}" for rank in range(number)], outcome.err[-3000:]
+    assert outcome.code != 0

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,8 @@ from hvdtrain.commands.launch.hosts import Allocation
 from hvdtrain.commands.launch.layout import lay_out
 from hvdtrain.commands.launch.mpirun import Mpi
 from hvdtrain.steps import checkpoint
-from tests.conftest import BIN, ROOT, Outcome, begin, environment, ranks, run
+from tests.conftest import BIN, ROOT, Outcome, environment, ranks, run
+from tests.parallel.conftest import Start, assert_gone, family, until
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
 PLACE = """
@@ -69,45 +69,6 @@ time.sleep(300)
 
 def launch(*words: str, timeout: float = 120, **extra: str) -> Outcome:
     return run([*LAUNCH, *words], timeout=timeout, **extra)
-
-
-@pytest.fixture
-def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start `hvdtrain launch` to send it signals; nothing of it may be left at the end."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(*words: str) -> subprocess.Popen[str]:
-        process = begin([*LAUNCH, *words])
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        for left in family(process):
-            left.kill()
-
-
-def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The launcher and all ranks."""
-    try:
-        whole = psutil.Process(process.pid)
-        return [*whole.children(recursive=True), whole]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def until(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Wait for something that a run does."""
-    end = time.monotonic() + 120
-    while not happened():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
-
-
-def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_the_exit_code_is_the_jobs() -> None:
@@ -194,11 +155,10 @@ def test_silence_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize("moment", ["training", "evaluation", "save"])
-def test_term_saves_and_leaves_nothing(
-    moment: str, tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_term_saves_and_leaves_nothing(moment: str, tmp_path: Path, started: Start) -> None:
     summary, saved, mark = tmp_path / "summary.json", tmp_path / "checkpoints", tmp_path / "mark"
     process = started(
+        *LAUNCH,
         *("-n", "2", "--", sys.executable, "-c", SLOW, str(mark), moment, *ENDLESS),
         *(f"--checkpoint-dir={saved}", f"--summary={summary}"),
     )
@@ -235,12 +195,12 @@ def test_what_mpirun_says_of_a_failure_is_shown() -> None:
 
 @pytest.mark.parametrize("moment", ["of mpirun", "of the ranks", "of the framework"])
 def test_term_during_the_start_names_the_checkpoint_that_is_there(
-    moment: str, tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+    moment: str, tmp_path: Path, started: Start
 ) -> None:
     there = tmp_path / "step-000000012"
     there.mkdir()
     trainer = (sys.executable, "-m", "hvdtrain.mnist", *ENDLESS, f"--checkpoint-dir={tmp_path}")
-    process = started("-n", "2", "--", *trainer)
+    process = started(*LAUNCH, "-n", "2", "--", *trainer)
 
     def has_come() -> bool:
         ranks = [one for one in family(process) if started_by_mpirun(one)]
@@ -302,11 +262,9 @@ def test_a_save_that_mpirun_cuts_short_is_finished(tmp_path: Path) -> None:
     assert checkpoint.load_newest(saved) is not None
 
 
-def test_a_second_interrupt_ends_ranks_that_do_not_listen(
-    tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path, started: Start) -> None:
     deaf = tmp_path / "deaf"
-    process = started("-n", "2", "--", sys.executable, "-c", DEAF, str(deaf))
+    process = started(*LAUNCH, "-n", "2", "--", sys.executable, "-c", DEAF, str(deaf))
     until(deaf.exists, process)
     everyone = family(process)
     process.send_signal(signal.SIGINT)

@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,24 @@ def evaluate(number: int, *words: str, code: int = 0) -> Outcome:
 
 def without_probability(file: Path) -> list[str]:
     return [line.rpartition(",")[0] for line in file.read_text().splitlines()]
+
+
+def assert_evaluation(text: str, found: Summary, trained: dict[str, Any]) -> None:
+    """The file has a line per digit; file and summary tell what the training found at its end."""
+    header, *lines = text.splitlines()
+    assert header == "sample,label,prediction,probability"
+    assert all(re.fullmatch(r"\d+,\d,\d,(0\.\d{9,}|1\.0{8})", one) for one in lines)
+    rows = [one.split(",") for one in lines]
+    assert [int(row[0]) for row in rows] == list(range(297))
+    assert [int(row[1]) for row in rows] == embedded_digits()[1].labels.tolist()
+    right = sum(row[1] == row[2] for row in rows)
+    assert found.eval_accuracy == right / 297
+    for key in EVALUATION:  # on as many ranks, the batches are those of the evaluation in training
+        assert getattr(found, key) == trained[key]
+    assert (found.steps_completed, found.samples_trained) == (8, trained["samples_trained"])
+    assert (found.stopped, found.train_loss, found.images_per_second_mean) == (
+        *("finished", None, None),
+    )
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -63,21 +82,7 @@ def test_digits_at_1_2_and_3_ranks(framework: str, tmp_path: Path) -> None:
             norm = Summary.read(told).parameter_norm
             assert norm == pytest.approx(trained["parameter_norm"], rel=1e-12)
 
-    header, *lines = text.splitlines()
-    assert header == "sample,label,prediction,probability"
-    assert all(re.fullmatch(r"\d+,\d,\d,(0\.\d{9,}|1\.0{8})", one) for one in lines)
-    rows = [one.split(",") for one in lines]
-    assert [int(row[0]) for row in rows] == list(range(297))
-    assert [int(row[1]) for row in rows] == embedded_digits()[1].labels.tolist()
-    found = Summary.read(summary)
-    right = sum(row[1] == row[2] for row in rows)
-    assert found.eval_accuracy == right / 297
-    for key in EVALUATION:  # on as many ranks, the batches are those of the evaluation in training
-        assert getattr(found, key) == trained[key]
-    assert (found.steps_completed, found.samples_trained) == (8, trained["samples_trained"])
-    assert (found.stopped, found.train_loss, found.images_per_second_mean) == (
-        *("finished", None, None),
-    )
+    assert_evaluation(text, Summary.read(summary), trained)
 
     # The weights of fp64 in fp32: the last digits may differ, the classes do not.
     for number in (2, 3) if LONG else (3,):

@@ -7,15 +7,22 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import begin, run
-from tests.parallel.conftest import Training, assert_bit_equal, train
-from tests.parallel.test_launch import assert_gone, family, until
+from tests.conftest import run
+from tests.parallel.conftest import (
+    Start,
+    Training,
+    assert_bit_equal,
+    assert_gone,
+    family,
+    train,
+    until,
+)
 from tests.terminal import record, screen
 
 SPAWN = (sys.executable, "-m", "hvdtrain.mnist", "--spawn=2", "--strategy=ddp", "--model=small")
@@ -58,21 +65,10 @@ def test_wrong_use_is_one_line(
     assert told in said
 
 
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+def endless(started: Start, folder: Path) -> subprocess.Popen[str]:
     """Start a training that goes on until it is stopped; each start resumes the one before."""
-    processes: list[subprocess.Popen[str]] = []
-    options = ("--quiet", "--epochs=10000", "--checkpoint-every=5", f"--checkpoint-dir={tmp_path}")
-
-    def start() -> subprocess.Popen[str]:
-        process = begin([*SPAWN, *options], process_group=0)  # as a shell starts it
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        for left in family(process):
-            left.kill()
+    options = ("--quiet", "--epochs=10000", "--checkpoint-every=5", f"--checkpoint-dir={folder}")
+    return started(*SPAWN, *options, process_group=0)  # as a shell starts it
 
 
 def steps(folder: Path) -> set[str]:
@@ -80,12 +76,10 @@ def steps(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("step-*")}
 
 
-def test_however_it_ends_nothing_is_left(
-    started: Callable[[], subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_however_it_ends_nothing_is_left(started: Start, tmp_path: Path) -> None:
     def ended(stop: Callable[[subprocess.Popen[str]], object]) -> tuple[int, str]:
         """Return code and output of a run that is stopped in the middle of its training."""
-        before, process = steps(tmp_path), started()
+        before, process = steps(tmp_path), endless(started, tmp_path)
         until(lambda: steps(tmp_path) - before, process)
         everyone = family(process)
         assert len(everyone) > 2
@@ -111,10 +105,8 @@ def test_however_it_ends_nothing_is_left(
     assert (code, said) == (-signal.SIGKILL, "")
 
 
-def test_ctrl_c_while_it_starts_is_heard(
-    started: Callable[[], subprocess.Popen[str]],
-) -> None:
-    process = started()
+def test_ctrl_c_while_it_starts_is_heard(started: Start, tmp_path: Path) -> None:
+    process = endless(started, tmp_path)
     until(lambda: rank_of(process, 1), process)
     everyone = family(process)
     os.killpg(process.pid, signal.SIGINT)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, configuration, settings
 
+from hvdtrain import cli
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.system.runtime.detect import LAUNCHERS, TORCHRUN_MARK
 
@@ -40,6 +41,19 @@ LAUNCHER_VARIABLES = {
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCHER_VARIABLES & set(os.environ):
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Give ``hvdtrain`` words that it refuses: exit code 2, and one line, which is returned."""
+
+    def refuse(*words: str) -> str:
+        assert cli.main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, len(err.splitlines())) == ("", 1), err
+        return err
+
+    return refuse
 
 
 class Meeting:

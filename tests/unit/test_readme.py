@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.config import options
+from hvdtrain.config import command_line
 from tests.commands import Shown, shown
 from tests.conftest import ROOT
 
@@ -48,7 +48,7 @@ def test_every_command_of_the_pages_is_understood(command: Shown) -> None:
         rest = words[words.index(module) + 1 :]
         if "$" not in command.text:  # what a job script puts in
             kind = importlib.import_module(module).WORKLOAD.options
-            options.parse("", rest, description="", epilog="", kind=kind)
+            command_line.parse("", rest, description="", epilog="", kind=kind)
 
 
 def test_the_pages_show_commands() -> None:

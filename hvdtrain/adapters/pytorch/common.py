@@ -13,7 +13,7 @@ from typing_extensions import override
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.adapters.state import check_names
-from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
 from hvdtrain.system.output.text import plural
 
 

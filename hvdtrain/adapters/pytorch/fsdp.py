@@ -29,9 +29,10 @@ from hvdtrain.adapters.pytorch.common import array_of, load_optimizer, optimizer
 from hvdtrain.adapters.pytorch.compression import TYPES
 from hvdtrain.adapters.pytorch.ddp import weigh
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, layout_of
+from hvdtrain.adapters.replicas import compare
 from hvdtrain.adapters.state import check_names
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint import MODEL_FILE, TRAINING_FILE, Checkpoint
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
 
 GATHERING = "the gathering of the parameters"
@@ -91,7 +92,9 @@ class FsdpAdapter(ShardedAdapter):
         sent = self.communicator.broadcast_arrays(own)
         for name, value in model.named_buffers():
             value.copy_(torch.from_numpy(np.array(sent[name])))
-        return self._compare(Checkpoint(sent, {}), "report it: this is right after the broadcast")
+        return compare(
+            self.communicator, Checkpoint(sent, {}), "report it: this is right after the broadcast"
+        )
 
     @override
     def replicated(self, model: Any, optimizer: Any) -> Checkpoint:

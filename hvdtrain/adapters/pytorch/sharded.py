@@ -23,13 +23,20 @@ from typing_extensions import override
 from hvdtrain.adapters import buffers
 from hvdtrain.adapters.pytorch.common import array_of
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter
+from hvdtrain.adapters.replicas import compare
 from hvdtrain.adapters.state import DIFFERENT
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps.checkpoint import DAMAGE, TRAINING_FILE, Arrays, Written
+from hvdtrain.steps.checkpoint_files import (
+    DAMAGE,
+    TRAINING_FILE,
+    Arrays,
+    Checkpoint,
+    Written,
+    file_of,
+    unchecked,
+)
 from hvdtrain.steps.tensor_file import Layout, TensorFile
-from hvdtrain.system.runtime.exit import process_status
-from hvdtrain.system.runtime.waits import together
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class ShardedAdapter(DdpAdapter):
     ) -> Path | None:
         if not self.is_sharded(model, optimizer):
             return super().write_state(directory, model, optimizer, state, ranks, keep)
-        self._compare(self.replicated(model, optimizer), DIFFERENT)
+        compare(self.communicator, self.replicated(model, optimizer), DIFFERENT)
         root, step = self.communicator.on_root, state["step"]
         begun = root(lambda: checkpoints.begin(directory, step))
         partial = Path(os.fsdecode(self.communicator.broadcast_bytes(os.fsencode(str(begun)))))
@@ -107,7 +114,7 @@ class ShardedAdapter(DdpAdapter):
         pieces = sorted(pieces, key=lambda one: one.order)
         mine = [one for one in pieces if one.owner == self.world.rank]
         files = {
-            kind: checkpoints.file_of(kind, self.world.rank, self.world.size)
+            kind: file_of(kind, self.world.rank, self.world.size)
             for kind in dict.fromkeys(one.kind for one in mine)
         }
         writer = Writer(folder, step, files, mine)
@@ -117,34 +124,22 @@ class ShardedAdapter(DdpAdapter):
                 writer.write(piece, array)
         return writer.close()
 
-    @together
     @override
-    def load_checkpoint(
-        self,
-        directory: Path | str,
-        model: Any,
-        optimizer: Any,
-        *,
-        origin: dict[str, Any] | None = None,
+    def load_state(
+        self, find: Callable[[], Checkpoint | None], model: Any, optimizer: Any
     ) -> dict[str, Any] | None:
         if not self.is_sharded(model, optimizer):
-            return super().load_checkpoint(directory, model, optimizer, origin=origin)
-
-        def find() -> dict[str, Any] | None:
-            found = self.find_checkpoint(Path(directory), model, origin)
-            return {**found.state, "path": str(found.path)} if found else None
-
-        state = self._on_root(find)
+            return super().load_state(find, model, optimizer)
+        state = self.tell_state(find)
         if state:
             self.communicator.together(lambda: self._read(state, model, optimizer))
-        process_status.checkpoint = state["path"] if state else ""
         return state
 
     def _read(self, state: dict[str, Any], model: Any, optimizer: Any) -> None:
         """Read this rank's part of the checkpoint that rank 0 has found and checked."""
         path = Path(state["path"])
         try:
-            found = checkpoints.unchecked(path, state)
+            found = unchecked(path, state)
             training, ranks = buffers.take_out(found.training)
         except DAMAGE as error:
             raise UsageError(
@@ -154,23 +149,6 @@ class ShardedAdapter(DdpAdapter):
         self.import_state(model, optimizer, replace(found, training=training))
         if optimizer is not None:
             self._rank_buffers = ranks
-
-    @together
-    @override
-    def load_weights(
-        self, path: Path | str, model: Any, *, origin: dict[str, Any]
-    ) -> dict[str, Any]:
-        if not self.is_sharded(model, None):
-            return super().load_weights(path, model, origin=origin)
-
-        def find() -> dict[str, Any]:
-            found = self.find_weights(Path(path), model, origin)
-            return {**found.state, "path": str(found.path)}
-
-        state = self._on_root(find)
-        assert state is not None
-        self.communicator.together(lambda: self._read(state, model, None))
-        return state
 
 
 def own_piece(kind: str, name: str, value: torch.Tensor, rank: int) -> Piece:

@@ -24,7 +24,7 @@ from hvdtrain.adapters.pytorch.common import load_optimizer, optimizer_tensors
 from hvdtrain.adapters.pytorch.ddp import Replica
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, own_piece
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint import MODEL_FILE, TRAINING_FILE, Checkpoint
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
 
 

@@ -63,31 +63,18 @@ class Buckets:
                 zeros of whatever they are: the mean over no samples is not a number.
             weight: of this rank, a number or a tensor; None: the variable of that name.
         """
-        if weighted:
-            weight = None
-        elif weight is None:
-            weight = self.weight
+        weight = None if weighted else self.weight if weight is None else weight
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
-        sizes = [one.shape.num_elements() * one.dtype.size for one in dense]
-        kinds = [(one.dtype, size) for one, size in zip(dense, sizes, strict=True)]
-        groups = in_buckets(kinds, self.full)
-        sent = sum(sizes)
-        if self.kind:
-            sent = sum(self.kind.size * one.shape.num_elements() for one in dense)
-        self.messages = {"count": len(groups), "bytes": sent}
         result: list[Any] = [None] * len(dense)
         ready, done = [], []
-        for number, group in enumerate(groups):
+        for number, group in enumerate(groups := self._groups(dense)):
             parts = [_weighed(tf.reshape(dense[index], [-1]), weight) for index in group]
             # Every bucket has this element, from a variable: a bucket of constants alone would be
             # summed once, when TensorFlow folds constants, and never again.
-            flat = tf.concat([*parts, tf.cast(self.stop, parts[0].dtype)[None]], 0)
-            sent = tf.cast(flat, self.kind or flat.dtype)
-            total = tf.cast(self._reduced(sent, f"{self.name}.{number}"), flat.dtype)
-            ready.append(flat)
-            done.append(total)
+            ready.append(tf.concat([*parts, tf.cast(self.stop, parts[0].dtype)[None]], 0))
+            done.append(self._reduced(ready[-1], f"{self.name}.{number}"))
             lengths = [dense[index].shape.num_elements() for index in group]
-            *pieces, stop = tf.split(total, [*lengths, 1])
+            *pieces, stop = tf.split(done[-1], [*lengths, 1])
             for index, piece in zip(group, pieces, strict=True):
                 result[index] = tf.reshape(piece, dense[index].shape)
             if number == len(groups) - 1:
@@ -98,12 +85,25 @@ class Buckets:
             self._watch(ready, done)
         return result
 
+    def _groups(self, dense: Sequence[Any]) -> list[list[int]]:
+        """Return which gradients share a bucket, by place; note what that makes of a step."""
+        lengths = [one.shape.num_elements() for one in dense]
+        sizes = [length * one.dtype.size for length, one in zip(lengths, dense, strict=True)]
+        kinds = [(one.dtype, size) for one, size in zip(dense, sizes, strict=True)]
+        groups = in_buckets(kinds, self.full)
+        sent = self.kind.size * sum(lengths) if self.kind else sum(sizes)
+        self.messages = {"count": len(groups), "bytes": sent}
+        return groups
+
     def _reduced(self, flat: Any, name: str) -> Any:
         """Return the sum of ``flat``, or what ``combine`` makes of it without its last element."""
+        sent = tf.cast(flat, self.kind or flat.dtype)
         if self.combine is None:
-            return self.reduce(flat, name)
-        whole, stop = self.combine(flat[:-1], name), self.reduce(flat[-1:], f"{name}.stop")
-        return tf.concat([whole, stop], 0)
+            total = self.reduce(sent, name)
+        else:
+            whole, stop = self.combine(sent[:-1], name), self.reduce(sent[-1:], f"{name}.stop")
+            total = tf.concat([whole, stop], 0)
+        return tf.cast(total, flat.dtype)
 
     def _watch(self, ready: list[Any], done: list[Any]) -> None:
         """Add up, whenever the trace runs, how long the sums take once all gradients are there."""

@@ -14,7 +14,7 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.state import check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint import Arrays, Checkpoint, Tensors
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
 from hvdtrain.steps.world import local_threads
 from hvdtrain.system.output.text import plural
 

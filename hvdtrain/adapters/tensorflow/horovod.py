@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -20,11 +21,12 @@ class HorovodAdapter(BucketedAdapter):
 
     name = "horovod"
     runtime = "Horovod"
+    process_sets: Sequence[Any] | str = ()  # that Horovod is to know from the start
 
     @override
     def connect(self) -> Communicator:
         check_nccl(self.levers, used=bool(hvd.nccl_built()) and gpus.count_gpus(os.environ) > 0)
-        communicator = HorovodTensorFlow()
+        communicator = HorovodTensorFlow(process_sets=self.process_sets)
         self.claim_device(hvd.local_rank(), hvd.local_size())
         return communicator
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.adapters.select import check_version
-from hvdtrain.commands.runs.words import batches, given, without
-from hvdtrain.config.options import parse
+from hvdtrain.commands.runs.words import REFUSED, batches, given, value_of, without
+from hvdtrain.config.command_line import parse
 from hvdtrain.config.strategies import LATER, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
@@ -23,6 +25,11 @@ AUTO = "auto"  # as --precision: workload and device decide
 NONE = "none"  # as --compression
 PLAIN = (AUTO, NONE)
 COMPRESSION = "--compression"
+# What the methods of a comparison differ or agree in, and so no option of a single one.
+SHARED = (
+    *("--strategy", "--framework", "--precision", "--batch-size", "--global-batch-size"),
+    "--config",  # it may hold any of these
+)
 
 
 @dataclass(frozen=True)
@@ -34,29 +41,31 @@ class Method:
     precision: str = AUTO
     compression: str = NONE
     ranks: int = 1
+    options: str = ""  # more of its own, as on a command line
 
     @property
     def name(self) -> str:
         """Return what its files are called: ``ddp-pytorch-bf16-n2``, defaults left out."""
         packed = "" if self.compression == NONE else f"packed-{self.compression}"
-        parts = [part for part in (self.precision, packed) if part not in (AUTO, "")]
+        own = re.sub(r"[^\w.]+", "-", self.options).strip("-")
+        parts = [part for part in (self.precision, packed, own) if part not in (AUTO, "")]
         return "-".join([self.strategy, self.framework, *parts, f"n{self.ranks}"])
 
     @property
     def label(self) -> str:
         """Return what a person calls it among others of its framework and precision."""
         packed = "" if self.compression == NONE else f" + {self.compression} gradients"
-        return f"{self.strategy}{packed}"
+        return f"{self.strategy} {self.options}".strip() + packed
 
     @property
     def is_baseline(self) -> bool:
         """Whether it is the one process that the others are compared with."""
-        return self.strategy == ONE_PROCESS.name
+        return self.strategy == ONE_PROCESS.name and not self.options
 
     @property
     def takes_the_host(self) -> bool:
         """Whether it is one process with all devices of its host: ``nn.DataParallel``."""
-        return not self.is_baseline and self.ranks == 1
+        return self.strategy != ONE_PROCESS.name and self.ranks == 1
 
     def shares_baseline(self, other: Method) -> bool:
         """Whether both are measured against the same one process."""
@@ -67,7 +76,7 @@ class Method:
 class Choice:
     """What was asked for; None: as the command has it."""
 
-    strategies: tuple[str, ...] = (ALL,)
+    strategies: tuple[str, ...] = (ALL,)  # each a name, which options of its own may follow
     frameworks: tuple[str, ...] | None = None
     precisions: tuple[str, ...] | None = None
     ranks: int = 2
@@ -77,7 +86,8 @@ def choose(choice: Choice, words: Sequence[str]) -> list[Method]:
     """Return the methods in the order of the table: by framework, precision, strategy.
 
     Raises:
-        UsageError: a strategy or framework that there is not.
+        UsageError: a strategy or framework that there is not, or an option that is not one
+            method's own.
     """
     frameworks = choice.frameworks or (given(words, "--framework") or next(iter(PACKAGES)),)
     precisions = choice.precisions or (given(words, "--precision") or AUTO,)
@@ -86,32 +96,45 @@ def choose(choice: Choice, words: Sequence[str]) -> list[Method]:
         if framework not in PACKAGES:
             raise UsageError(f"--frameworks {framework}: choose of {', '.join(PACKAGES)}")
     methods = [
-        Method(name, framework, precision, packed, _ranks(name, choice.ranks))
+        Method(name, framework, precision, packed, _ranks(name, choice.ranks), more)
         for framework in frameworks
         for precision in precisions
-        for name in _strategies(choice.strategies)
-        for packed in _compressions(name, compression)
+        for name, options in _strategies(choice.strategies)
+        for packed, more in _compressions(name, options, compression)
     ]
     return list(dict.fromkeys(methods))
 
 
-def _strategies(asked: Sequence[str]) -> list[str]:
-    """Return names, the one process first: the others are told as multiples of it."""
-    found: list[str] = []
-    for name in asked:
+def _strategies(asked: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return names and options, the one process first: the others are told as multiples of it."""
+    found: list[tuple[str, list[str]]] = []
+    for text in asked:
+        try:
+            name, *options = shlex.split(text)
+        except ValueError as error:
+            raise UsageError(f"--strategies {text!r}: {error}") from error
         if name not in {ALL, *STRATEGIES, *LATER}:
             raise UsageError(f"--strategies {name}: choose of {', '.join([ALL, *STRATEGIES])}")
-        found += STRATEGIES if name == ALL else [name]
-    return sorted(dict.fromkeys(found), key=lambda name: name != ONE_PROCESS.name)
+        for option in (*SHARED, *REFUSED):
+            if value_of(options, option) is not None:
+                raise UsageError(f"--strategies {text!r}: {option} is not of one strategy alone")
+        found += [(one, options) for one in (STRATEGIES if name == ALL else [name])]
+    return sorted(found, key=lambda one: one != (ONE_PROCESS.name, []))
 
 
-def _compressions(name: str, asked: str | None) -> list[str]:
-    """Return how a strategy sends gradients: as the command says, else as they are and packed."""
-    record = STRATEGIES.get(name)
+def _compressions(name: str, options: Sequence[str], asked: str | None) -> list[tuple[str, str]]:
+    """Return how a strategy sends gradients, and its other options.
+
+    As the options say, or the command; else as they are and packed, where it has no options.
+    """
+    record, own = STRATEGIES.get(name), value_of(options, COMPRESSION)
     types = record.compressions if record else ()
+    rest = shlex.join(without(options, COMPRESSION))
+    if own is not None:
+        return [(own, rest)]
     if asked is not None:
-        return [asked if types else NONE]
-    return [NONE, *types[:1]]
+        return [(asked if types else NONE, rest)]
+    return [(packed, rest) for packed in (NONE, *(() if rest else types[:1]))]
 
 
 def _ranks(name: str, ranks: int) -> int:
@@ -202,7 +225,7 @@ def method_words(words: Sequence[str], method: Method, batch: int) -> list[str]:
         if value not in PLAIN or given(words, option) not in (None, value)
         for word in (option, value)
     ]
-    return [*kept, *added]
+    return [*kept, *added, *shlex.split(method.options)]  # the last one counts
 
 
 def sent_bytes(method: Method, summary: Summary) -> int | None:
@@ -214,7 +237,7 @@ def sent_bytes(method: Method, summary: Summary) -> int | None:
     """
     record, ranks = STRATEGIES.get(method.strategy), method.ranks
     messages = summary.gradient_messages
-    if method.is_baseline:
+    if method.strategy == ONE_PROCESS.name:
         return 0
     if record is None or messages is None or ranks == 1:
         return None
@@ -247,4 +270,5 @@ def as_method(content: Mapping[str, object]) -> Method:
         precision=str(content["precision"]),
         compression=str(content["compression"]),
         ranks=ranks,
+        options=str(content.get("options", "")),
     )

@@ -10,6 +10,7 @@ from typing import Any
 from hvdtrain.commands.compare import plot
 from hvdtrain.commands.compare.methods import Method
 from hvdtrain.commands.compare.table import (
+    Row,
     csv_text,
     evaluated,
     figures,
@@ -62,16 +63,18 @@ def report(
             out.write(csv_text(rows).encode())
     lines = evaluated(trials, folder, target) if target else []
     files += plot.draw(rows, folder / STEM, lines, target)
+    told = [nan_to_null(asdict(row)) for row in rows]
+    data = {"ok": True, "rows": told, "files": list(map(str, files))}
+    head = headline(trials) + (f", target {target}" if target else "")
+    return data, _text(head, rows, files)
+
+
+def _text(head: str, rows: Sequence[Row], files: Sequence[Path]) -> str:
     header, cells = figures(rows)
-    parts = [headline(trials) + (f", target {target}" if target else "")]
+    parts = [head]
     if cells:
         parts.append(table(header, cells))
         parts.append("\n".join(f"  {name}: {text}" for name, text in notes(header)))
-    parts += ["\n".join(unavailable(rows))]
+    parts.append("\n".join(unavailable(rows)))
     parts.append("written: " + ", ".join(map(str, files)))
-    data = {
-        "ok": True,
-        "rows": [nan_to_null(asdict(row)) for row in rows],
-        "files": [str(file) for file in files],
-    }
-    return data, "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in parts if part)

@@ -67,12 +67,14 @@ class Row:
     setup_seconds: float | None = None  # until the first update was done
     largest_batch: int | None = None  # per rank, that fits
     largest_batch_predicted: bool | None = None  # by a line from small batches
+    options: str = ""  # of this strategy alone
     repeats: int = 0
 
     @property
     def label(self) -> str:
         """Return what a person calls it among others of its framework and precision."""
-        return Method(self.strategy, self.framework, compression=self.compression).label
+        own = (self.compression, self.ranks, self.options)
+        return Method(self.strategy, self.framework, AUTO, *own).label
 
 
 def make_rows(
@@ -100,6 +102,19 @@ def make_rows(
         for method, row in rows.items():
             mine = [course for (other, _), course in courses.items() if other == method]
             rows[method] = replace(row, target_seconds=target_seconds(target, mine))
+    _set_beside_baseline(rows, curves)
+    for found in read_largest(folder) if folder is not None else ():
+        if found.method in rows:
+            rows[found.method] = replace(
+                rows[found.method],
+                largest_batch=found.batch,
+                largest_batch_predicted=found.predicted,
+            )
+    return list(rows.values())
+
+
+def _set_beside_baseline(rows: dict[Method, Row], curves: dict[tuple[Method, int], Curve]) -> None:
+    """Fill in what one process of the same framework and precision makes of each row."""
     for method, row in rows.items():
         base = next((one for one in rows if one.is_baseline and one.shares_baseline(method)), None)
         if base is None or not row.available:
@@ -114,23 +129,19 @@ def make_rows(
             loss_distance=_median(distances),
             target_speedup=_ratio(rows[base].target_seconds, row.target_seconds),
         )
-    for found in read_largest(folder) if folder is not None else ():
-        if found.method in rows:
-            rows[found.method] = replace(
-                rows[found.method],
-                largest_batch=found.batch,
-                largest_batch_predicted=found.predicted,
-            )
-    return list(rows.values())
 
 
 def _row(method: Method, trials: Sequence[Trial], price: float | None) -> Row:
     done = [trial.summary for trial in trials if trial.summary]
     asked = None if method.precision == AUTO else method.precision
-    own = (method.strategy, method.framework)
+    row = Row(
+        *(method.strategy, method.framework, asked, method.compression, method.ranks),
+        available=bool(done),
+        options=method.options,
+    )
     if not done:
         reason = said(trials[-1]).removeprefix("not available: ") if trials else "not run yet"
-        return Row(*own, asked, method.compression, method.ranks, available=False, reason=reason)
+        return replace(row, reason=reason)
 
     def median(of: Callable[[Summary], float | None]) -> float | None:
         return _median(of(summary) for summary in done)
@@ -139,12 +150,10 @@ def _row(method: Method, trials: Sequence[Trial], price: float | None) -> Row:
     rate, samples = statistics.median(rates), done[0].training_samples
     seconds = samples / rate if samples else None
     hours = seconds * (done[0].hosts or 1) / HOUR if seconds else None
-    return Row(
-        *own,
-        done[0].precision or asked,
-        method.compression,
-        done[0].world_size or method.ranks,
-        available=True,
+    return replace(
+        row,
+        precision=done[0].precision or asked,
+        ranks=done[0].world_size or method.ranks,
         images_per_second=rate,
         images_per_second_lowest=min(rates),
         images_per_second_highest=max(rates),

@@ -236,7 +236,10 @@ def _run(plan: Comparison, method: Method, repeat: int) -> Trial:
     if not result.ok:
         reason, failed = why_no_result(result, plan.batch)
         if method.is_baseline and result.exit_code == EXIT_USAGE and method.precision == AUTO:
-            raise UsageError(f"the command cannot be run, not even in one process: {reason}")
+            raise UsageError(
+                f"the command cannot be run, not even in one process: {reason}. What only some "
+                "strategies take stands behind their names, as in --strategies 'horovod --autotune'"
+            )
         if failed:
             for line in result.output.splitlines()[-SHOWN:]:
                 log.info("  %s", line)

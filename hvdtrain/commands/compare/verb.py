@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,14 @@ RUNS = ("strategies", "precision", "frameworks", "ranks", "repeat", "batch_size"
 EPILOG = """example:
   hvdtrain compare -- python -m hvdtrain.resnet --num-steps 30
   hvdtrain compare --strategies single,ddp --precision fp32,bf16 -- python -m hvdtrain.mnist
+  hvdtrain compare --strategies 'horovod,horovod --autotune' -- python -m hvdtrain.resnet
   hvdtrain compare --out compare
 
 An interrupted comparison continues where it stopped: type the same command again. Without a command
 what is in --out is reported again. docs/compare.md explains the figures."""
 
 HELP = {
-    "--strategies": "which, or all (all)",
+    "--strategies": "which, or all (all); options of one stand behind it, in quotes",
     "--precision": "in each of these (the command's)",
     "--frameworks": "by each of these (the command's)",
     "--ranks": "of each strategy that takes several (2)",
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is run")
     kind: Callable[[str], Any]
     for name, kind, metavar in (
-        ("--strategies", _names, "S,S,..."),
+        ("--strategies", _entries, "S,S,..."),
         ("--precision", _names, "P,P,..."),
         ("--frameworks", _names, "F,F,..."),
         ("--ranks", count, "N"),
@@ -81,6 +83,11 @@ def _names(text: str) -> tuple[str, ...]:
     if "" in names:
         raise argparse.ArgumentTypeError(f"{text!r}: an empty name")
     return names
+
+
+def _entries(text: str) -> tuple[str, ...]:
+    """Return ``a --x 1,2,b`` as strategies with their options: a comma within a value stays."""
+    return tuple(dict.fromkeys(part.strip() for part in re.split(r",(?=\s*[a-z])", text)))
 
 
 def _positive(text: str) -> float:

@@ -139,8 +139,10 @@ class Build:
         for path in (workshop.scratch, workshop.nothing, workshop.wheels, workshop.nccl):
             path.mkdir(parents=True)
         assert compiler is not None
-        text = recipe.compiler_wrapper(compiler.argv, recipe.relative_rpaths(self.toolchain))
+        rpaths = recipe.relative_rpaths(self.toolchain)
+        text = recipe.compiler_wrapper(compiler.argv, rpaths, workshop.header)
         workshop.compiler.write_text(text)
+        workshop.header.write_text(recipe.DEVICE_HEADER)
         workshop.compiler.chmod(0o755)
         workshop.requirement.write_text(recipe.requirement_text())
         if self.toolchain.nccl:

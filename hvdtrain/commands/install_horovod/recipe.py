@@ -23,7 +23,7 @@ HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67e
 # The hashes of their files, which `make requirements` writes, are for all platforms and Pythons.
 TOOLS_FILE = Path(__file__).with_name("build-tools.txt")
 BUILD_TOOLS = tuple(re.findall(r"^\S+==\S+", TOOLS_FILE.read_text(), re.MULTILINE))
-RECIPE = 1  # raise it when a change here changes the binary
+RECIPE = 2  # raise it when a change here changes the binary
 
 # The variables of Horovod's build that a user may set. Any other HOROVOD_ variable is a setting of
 # a training (or would undo what this recipe does) and is kept away from the build.
@@ -45,6 +45,21 @@ CUDA_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDACXX", "CUDAToolkit_ROOT")
 CXX_STANDARD = "-std=c++20"
 NO_XLA_FILE = "*/horovod/tensorflow/xla_mpi_ops.cc"
 NO_XLA = "-UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=0"
+DEVICE_FILE = "*/horovod/common/gloo/gloo_context.cc"
+# Included before that file. For its process sets, the one of all ranks among them, Horovod forgets
+# the interface, and Gloo takes the address that the host's own name leads to, often 127.0.1.1.
+DEVICE_HEADER = """\
+#include <cstdlib>
+#include "gloo/transport/tcp/device.h"
+namespace gloo { namespace transport { namespace tcp {
+inline auto CreateDeviceOf(attr which) {
+  const char* interface = std::getenv("HOROVOD_GLOO_IFACE");
+  if (which.iface.empty() && interface != nullptr) which.iface = interface;
+  return CreateDevice(which);
+}
+} } }
+#define CreateDevice CreateDeviceOf
+"""
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,7 @@ class Workshop:
         self.tools = root / "tools"  # where the build tools are installed
         self.cmake = self.tools / "cmake" / "data" / "bin" / "cmake"
         self.compiler = root / "c++"  # the wrapper around the C++ compiler
+        self.header = root / "device.h"  # DEVICE_HEADER
         self.nccl = root / "nccl"  # holds libnccl.so, the name that a linker looks for
         self.nothing = root / "nothing"  # empty: where CUDA is looked for when it must not be found
         self.scratch = root / "tmp"
@@ -176,28 +192,30 @@ def relative_rpaths(toolchain: Toolchain) -> tuple[str, ...]:
     return tuple(f"$ORIGIN/{os.path.relpath(path, module)}" for path in inside)
 
 
-def compiler_wrapper(compiler: Sequence[str], rpaths: Sequence[str]) -> str:
+def compiler_wrapper(compiler: Sequence[str], rpaths: Sequence[str], header: Path) -> str:
     """Return the shell script that stands in for the C++ compiler.
 
     Horovod fixes C++14 and C++17 and strips ``-std`` from CXXFLAGS, while PyTorch's headers need
     C++20; the last ``-std`` wins, so it is appended. Not where nvcc calls: it parses what the
     compiler preprocesses by its own idea of the language. ``xla_mpi_ops.cc`` includes headers that
-    TensorFlow has moved; as for an ancient TensorFlow the file compiles to nothing. ``-g0`` drops
-    120 MB of debugging symbols.
+    TensorFlow has moved; as for an ancient TensorFlow the file compiles to nothing.
+    ``gloo_context.cc`` gets ``header``. ``-g0`` drops 120 MB of debugging symbols.
     """
     call = shlex.join(compiler)
     links = " ".join(f"-Wl,-rpath,{shlex.quote(path)}" for path in rpaths)
     return f"""#!/bin/sh
 # Made by hvdtrain install-horovod.
-standard='{CXX_STANDARD} -g0' links=yes version=
+standard='{CXX_STANDARD} -g0' links=yes version= header=
 for argument do
     case $argument in
         -c|-E|-S|-M|-MM) links= ;;
         -D__CUDACC__*|-D__NVCC__*|*.cudafe1.cpp) standard= ;;
         {NO_XLA_FILE}) version='{NO_XLA}' ;;
+        {DEVICE_FILE}) header=yes ;;
     esac
 done
 [ -z "$links" ] || set -- {links} "$@"
+[ -z "$header" ] || set -- -include {shlex.quote(str(header))} "$@"
 exec {call} "$@" $standard $version
 """
 

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as stop:
         return 128 + int(stop.sigval)
     except RendezvousError as error:
-        say(f"{socket.gethostname()}: the agents do not meet any more: {error}")
+        say(f"{socket.gethostname()}: the rendezvous of the agents failed: {error}")
         return EXIT_FAILURE
     return EXIT_OK
 

@@ -1,9 +1,9 @@
 """Horovod's elastic driver: which slot has which rank, and what ranks ask.
 
-Horovod bars a whole host when a rank on it fails, and ends the other ranks there. So each slot is a
-host to it, named ``node1+0``: a rank that is killed costs its own slot, on one machine too. A
-barred slot comes back after 2 to 3 s, the next time 4 to 5, and so on, at most an hour. The ranks
-themselves are told of hosts as they are.
+Horovod blacklists a whole host when a rank on it fails, and ends the other ranks there. So each
+slot is a host to it, named ``node1+0``: a rank that is killed costs its own slot, on one machine
+too. A blacklisted slot comes back after 2 to 3 s, the next time 4 to 5, and so on, at most an hour.
+The ranks themselves are told of hosts as they are.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from horovod.runner.http.http_server import RendezvousServer
 from typing_extensions import override
 
 from hvdtrain.commands.launch.elastic import Pool
+from hvdtrain.commands.launch.remote import Reachable
 from hvdtrain.errors import (
     EXIT_OK,
     EXIT_PREEMPTED,
@@ -36,7 +37,7 @@ from hvdtrain.system.runtime import elastic
 
 log = logging.getLogger(__name__)
 
-COOLDOWN = (1, 3600)  # seconds: half of the shortest time that a slot is barred, and the longest
+COOLDOWN = (1, 3600)  # seconds that a slot is blacklisted: half of the shortest, and the longest
 MOMENT = 4.5  # seconds in which a slot is used again that has failed for the first time
 POLL = 0.1  # seconds between two looks at processes and signals
 
@@ -79,10 +80,10 @@ def _place(slot: str, hosts: Sequence[str]) -> tuple[int, int]:
 
 
 class Discovery(HostDiscovery):
-    """The slots of a pool, as the driver asks for them every second."""
+    """The slots of a pool on hosts that answer, as the driver asks for them every second."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self, pool: Pool, reachable: Reachable) -> None:
+        self.pool, self.reachable = pool, reachable
         self.hosts: list[str] = []  # all that were ever there, in order
         self.asked = threading.Event()
 
@@ -90,17 +91,19 @@ class Discovery(HostDiscovery):
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         try:
             found = self.pool.find()
+            answer = self.reachable.among(host.name for host in found)
         finally:
             self.asked.set()
         self.hosts += [host.name for host in found if host.name not in self.hosts]
-        return {f"{host.name}+{number}": 1 for host in found for number in range(host.slots)}
+        there = [host for host in found if host.name in answer]
+        return {f"{host.name}+{number}": 1 for host in there for number in range(host.slots)}
 
 
 class Driver(ElasticDriver):
     """Horovod's driver for a ``pool``; ``server`` is where ranks ask it."""
 
     def __init__(self, pool: Pool, server: RendezvousServer) -> None:
-        self.pool, self.discovery = pool, Discovery(pool)
+        self.pool, self.discovery = pool, Discovery(pool, Reachable())
         self.running: dict[str, subprocess.Popen[bytes]] = {}  # workers, by slot
         self.codes: dict[int, int] = {}  # exit codes of this world, by rank
         self.ready: set[str] = set()  # slots that wait for the next one
@@ -152,7 +155,7 @@ class Driver(ElasticDriver):
         return str(error)
 
     def _slots(self) -> int:
-        """Return how many slots are there and not barred."""
+        """Return how many slots are there and not blacklisted."""
         with self._wait_hosts_cond:
             return int(self._host_manager.current_hosts.count_available_slots())
 

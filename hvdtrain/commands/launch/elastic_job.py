@@ -29,7 +29,7 @@ from hvdtrain.commands.launch.elastic_driver import (
     make_handler,
     place_ranks,
 )
-from hvdtrain.commands.launch.torchrun import is_here, names_here, on_host
+from hvdtrain.commands.launch.remote import NO_SSH, Reachable, is_here, names_here, on_host
 from hvdtrain.commands.launch.watch import StopSignals
 from hvdtrain.commands.launch.worker import ANEW, ASK, INTERFACE, variables
 from hvdtrain.errors import (
@@ -97,7 +97,7 @@ def worker(
 
 def show(pool: Pool, words: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return a line per rank that would be started now, but for the driver's address."""
-    discovery = Discovery(pool)
+    discovery = Discovery(pool, Reachable(lambda host: None))  # nobody is asked
     chosen = choose_slots(discovery.find_available_hosts_and_slots(), (), pool.most)
     slots = place_ranks(chosen, discovery.hosts)
     return "\n".join(
@@ -220,11 +220,13 @@ class ElasticJob:
                 _release(process)
             time.sleep(POLL)
         code, rank = exit_code(process.returncode), self.driver.rank_of(slot.hostname)
+        if code == NO_SSH:
+            self.driver.discovery.reachable.doubt(host_of(slot.hostname))
         if rank is not None:
             self.driver.codes[rank] = code
             self.over = self.over or code == EXIT_USAGE
-            if code and not (self.asked or self.over or slot.hostname in self.given_up):
-                # ssh itself ends with 255, which is no signal's.
+            well = code in (EXIT_OK, EXIT_PREEMPTED)
+            if not (well or self.asked or self.over or slot.hostname in self.given_up):
                 log.info(
                     "hvdtrain: rank %d on %s was ended by %s",
                     *(rank, _shown(host_of(slot.hostname)), signal_of(code) or f"code {code}"),
@@ -257,6 +259,7 @@ class ElasticJob:
             for slot in late - self.given_up:
                 log.info("hvdtrain: %s does not answer: its rank counts as lost", host_of(slot))
                 self.given_up.add(slot)
+                driver.discovery.reachable.doubt(host_of(slot))
                 self._give_up(slot)
         elif now > self.well_at + AFTER_LOSS and not self.told:
             self.told = True

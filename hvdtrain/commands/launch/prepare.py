@@ -20,7 +20,8 @@ from hvdtrain.commands.launch.layout import (
     own_cores,
 )
 from hvdtrain.commands.launch.mpirun import Mpi, find_mpi, ssh_agent
-from hvdtrain.commands.launch.torchrun import Agent, agents, names_here
+from hvdtrain.commands.launch.remote import names_here
+from hvdtrain.commands.launch.torchrun import Agent, agents
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import packages, physical_cores

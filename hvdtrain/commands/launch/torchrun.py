@@ -15,20 +15,18 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import psutil
 from typing_extensions import override
 
-from hvdtrain.commands.launch.argv import forwarded
 from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.layout import Layout
+from hvdtrain.commands.launch.remote import on_host
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 from hvdtrain.system.runtime.processes import AFTER_STOP, Processes, exit_code
 
 AGENT = (sys.executable, "-m", "hvdtrain.commands.launch.agent")
-SSH = str(Path(__file__).with_name("ssh"))  # deaf to TERM
-PORT = "29500"  # torchrun's own, where the agents of several hosts meet; MASTER_PORT is another
+PORT = "29500"  # torchrun's own, of the rendezvous of several hosts; MASTER_PORT is another
 RESTARTS = "--max-restarts=10"  # losses of a rank or a host that a job goes on after
 # By itself torchrun 2.13 tells an agent that joins the address of a store that is not made anew.
 OWN_ADDRESS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -66,57 +64,26 @@ def agents(
     own = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     hosts = layout.hosts or (Host("", layout.ranks),)
     port = environ.get("MASTER_PORT", PORT)
-    meeting = ["--standalone"]
+    rendezvous = ["--standalone"]
     if fewest:
         own |= OWN_ADDRESS
         job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), port)
         alone = len(hosts) == 1
-        meeting = [*meeting, RESTARTS] if alone else _elastic(hosts, fewest, port, job)
+        rendezvous = [*rendezvous, RESTARTS] if alone else _elastic(hosts, fewest, port, job)
     elif len(hosts) > 1:
-        meeting = [f"--nnodes={len(hosts)}", f"--master-addr={hosts[0].name}"]
-        meeting += [f"--master-port={port}"]
+        rendezvous = [f"--nnodes={len(hosts)}", f"--master-addr={hosts[0].name}"]
+        rendezvous += [f"--master-port={port}"]
     found = []
     for number, host in enumerate(hosts):
-        place = []
+        own_words = [f"--nproc-per-node={host.slots}", "--no-python", *words]
         if len(hosts) > 1:
             leads = f"--rdzv-conf=is_host={int(number == 0)}"
-            # Its ranks may have to meet there, and its own name may lead elsewhere.
+            # The rendezvous of its ranks may be there, and its own name may lead elsewhere.
             joins = [leads, f"--local-addr={host.name}"]
-            place = joins if fewest else [f"--node-rank={number}"]
-        argv = [*AGENT, *meeting, *place, f"--nproc-per-node={host.slots}", "--no-python", *words]
-        command = on_host(host.name, Command(tuple(argv), own), environ, folder, here)
-        found.append(Agent(host.name, command))
+            own_words = [*(joins if fewest else [f"--node-rank={number}"]), *own_words]
+        command = Command((*AGENT, *rendezvous, *own_words), own)
+        found.append(Agent(host.name, on_host(host.name, command, environ, folder, here)))
     return found
-
-
-def on_host(
-    host: str,
-    command: Command,
-    environ: Mapping[str, str],
-    folder: Path,
-    here: Collection[str],
-    *options: str,
-) -> Command:
-    """Return what runs ``command`` on ``host``, by ssh where that is another machine.
-
-    Args:
-        host: its name; empty: this machine.
-        command: with the variables that are set for it.
-        environ: the user's environment, of which other hosts get what they need.
-        folder: the working directory, on all hosts.
-        here: names and addresses of this machine.
-        *options: of ssh.
-    """
-    if is_here(host, here):
-        return command
-    variables = {name: environ[name] for name in forwarded(environ)} | dict(command.env)
-    there = Command(command.argv, variables, folder)
-    return Command((SSH, "-oBatchMode=yes", *options, host, f"exec {there.show()}"))
-
-
-def is_here(host: str, here: Collection[str]) -> bool:
-    """Return whether ``host`` is this machine, by the names that it has."""
-    return not host or host in here or host.partition(".")[0] in here
 
 
 def _elastic(hosts: Sequence[Host], fewest: int, port: str, job: str) -> list[str]:
@@ -130,13 +97,6 @@ def _elastic(hosts: Sequence[Host], fewest: int, port: str, job: str) -> list[st
         f"--rdzv-id={job}",
         RESTARTS,
     ]
-
-
-def names_here() -> set[str]:
-    """Return the names and the addresses of this machine; nothing is resolved."""
-    name = socket.gethostname()
-    cards = psutil.net_if_addrs().values()
-    return {name, name.partition(".")[0], "localhost"} | {one.address for c in cards for one in c}
 
 
 def show(wanted: Sequence[Agent]) -> str:
@@ -182,7 +142,7 @@ class Agents(Processes):
 
 
 class ElasticAgents(Agents):
-    """Agents of which all but the first, where they meet, may be lost."""
+    """Agents of which all may be lost but the first, which has the rendezvous."""
 
     @override
     def _have_ended(self) -> bool:

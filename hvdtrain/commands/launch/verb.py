@@ -22,6 +22,7 @@ from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents, show
 from hvdtrain.commands.launch.watch import StopSignals, code_after_stop, watch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.runtime.walltime import ENDS, ends_at
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +130,13 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     return Report("", exit_code=code)
 
 
+def _know_the_end() -> None:
+    """Ask when the batch job ends: rank 0 may be on a host where it cannot ask."""
+    end = ends_at()
+    if end is not None:
+        os.environ[ENDS] = f"{end:.0f}"
+
+
 def _checkpoints(request: Request) -> Path | None:
     kept = checkpoint_dir(request.words)
     return Path(kept) if kept else None
@@ -153,6 +161,7 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
     if arguments.dry_run:
         return Report(show(pool, request.words, os.environ))
     with StopSignals() as signals:
+        _know_the_end()
         job = ElasticJob(pool, request.words, signals)
         log.info("hvdtrain: Horovod's elastic driver, at %s:%d", job.address, job.port)
         code = job.run()
@@ -169,6 +178,8 @@ def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
     if request.tag:
         raise UsageError("--tag and --timeout are for an MPI's launcher: leave them out")
     with StopSignals() as signals:
+        if not dry_run:
+            _know_the_end()
         wanted = prepare_agents(request)
         if dry_run:
             return Report(show(wanted))

@@ -34,10 +34,10 @@ from hvdtrain.commands.launch.mpirun import OPEN_MPI
 from hvdtrain.commands.launch.prepare import Launch
 from hvdtrain.errors import EXIT_PREEMPTED, HvdtrainError
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, start
+from hvdtrain.system.runtime.processes import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The signals that make a launcher end its ranks, and the seconds that it has before the next one.
 # Hydra and srun hand on a first INT, and obey a second one soon after it.
 END_SIGNALS = dict.fromkeys(OPEN_MPI, ((signal.SIGINT, 10.0),))

@@ -16,7 +16,8 @@ from hvdtrain.commands.runs.records import LINES, TABLE, WEAK, read_folder, read
 from hvdtrain.commands.scaling.study import Study, make_study
 from hvdtrain.commands.timeline.facts import analyse
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.steps.checkpoint import PREFIX, STATE_FILE
+from hvdtrain.steps.checkpoint import PREFIX
+from hvdtrain.steps.checkpoint_files import STATE_FILE
 from hvdtrain.steps.summary import MOST, Summary, typed
 from hvdtrain.system.files import is_regular
 

@@ -93,20 +93,17 @@ def with_batch(words: Sequence[str], scaling: str, smallest: int) -> list[str]:
     return [*without(words, "--batch-size"), "--global-batch-size", str(total)]
 
 
-def complete(
-    ladder: Ladder, *, here: bool = True, environ: Mapping[str, str] = os.environ
-) -> Ladder:
+def complete(ladder: Ladder, *, here: bool) -> Ladder:
     """Return ``ladder`` with the batch, threads and share of a host that its runs need.
 
     Args:
         ladder: as the user asks for it; its words are the command as given.
         here: whether the runs are started from here; else each size is a job that sees its nodes.
-        environ: where hosts and threads are given.
 
     Raises:
         UsageError: the command cannot be measured, or the ranks do not fit.
     """
-    check_words(ladder.words, ladder.scaling, environ)
+    check_words(ladder.words, ladder.scaling, os.environ)
     if not ladder.sizes:
         raise UsageError("--ranks: on how many ranks? Such as --ranks 1,2,4")
     if ladder.timeout is not None and ladder.timeout <= 0:
@@ -114,9 +111,9 @@ def complete(
     ladder = replace(ladder, words=tuple(with_batch(ladder.words, ladder.scaling, ladder.sizes[0])))
     if not here:
         return ladder
-    hosts = choose_hosts(ladder.hosts, ladder.hostfile, environ)
+    hosts = choose_hosts(ladder.hosts, ladder.hostfile, os.environ)
     ranks = fullest_host(ladder.sizes, ladder.ppn, hosts)
-    threads = ladder.threads or equal_threads(ranks, environ)
+    threads = ladder.threads or equal_threads(ranks, os.environ)
     return replace(ladder, ranks_per_host=ranks, threads=threads)
 
 
@@ -160,11 +157,9 @@ def command(
     return prepare(request(ladder, ranks, repeat), environ).command
 
 
-def outline(
-    ladder: Ladder, ranks: int, repeat: int, environ: Mapping[str, str] = os.environ
-) -> Run:
+def outline(ladder: Ladder, ranks: int, repeat: int) -> Run:
     """Return a run as far as it is known before it has begun: without a summary."""
-    machine, cores = describe_machine(environ)
+    machine, cores = describe_machine(os.environ)
     return Run(
         ranks,
         repeat,

@@ -52,12 +52,12 @@ class Point:
     """Of the efficiency, 95 %; None where it is not known, and of the base, which is 1."""
 
 
-def student(degrees: float, confidence: float = CONFIDENCE) -> float:
-    """Return the factor t of a two-sided interval mean ± t standard errors.
+def student(degrees: float) -> float:
+    """Return the factor t of a two-sided interval of 95 %, mean ± t standard errors.
 
     Source: Student, "The probable error of a mean", Biometrika 6 (1908).
     """
-    return float(stdtrit(degrees, (1 + confidence) / 2))
+    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.commands.submit.job import LONGEST_NAME, PLAIN, Job
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import read_yaml
+from hvdtrain.system.files import read_settings
 from hvdtrain.system.runtime.walltime import parse_clock, show_clock
 
 EXAMPLES = Path(__file__).parent / "sites"
@@ -81,12 +81,7 @@ def read_site(path: Path) -> Site:
     Raises:
         UsageError: naming the file and the key.
     """
-    try:
-        content = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: it must hold lines such as `queue: debug`")
+    content = read_settings(path, str(path), "queue: debug")
     fields = {field.name: field for field in dataclasses.fields(Site)}
     for key in content:
         if key not in fields:

@@ -34,9 +34,10 @@ class Resources:
         return self.cores if self.quota is None else min(self.cores, self.quota)
 
 
-def find_resources(root: Path = Path("/")) -> Resources:
-    """Find them; ``root`` is where ``proc`` and ``sys`` are."""
+def find_resources() -> Resources:
+    """Find them."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    root = Path("/")
     limit = memory_limit(root)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return Resources(
@@ -134,9 +135,9 @@ def _topology(system: Path, cpu: int, file: str) -> str:
     return ""
 
 
-def processor(cpuinfo: Path = CPUINFO) -> str:
+def processor() -> str:
     """Return the processor's name, such as ``AMD EPYC 7763 64-Core Processor``."""
-    return _first_line(cpuinfo, "model name") or os.uname().machine
+    return _first_line(CPUINFO, "model name") or os.uname().machine
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:

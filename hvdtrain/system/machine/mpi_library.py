@@ -35,9 +35,11 @@ class MpiLibrary:
         return f"{self.identity}, {self.path}"
 
 
-def loaded(maps: Path = Path("/proc/self/maps")) -> tuple[MpiLibrary, ...]:
+def loaded() -> tuple[MpiLibrary, ...]:
     """Return the MPI libraries in this process's memory, by path; more than one is trouble."""
-    return tuple(MpiLibrary(path, identity(path)) for path in mapped(maps.read_text()))
+    return tuple(
+        MpiLibrary(path, identity(path)) for path in mapped(Path("/proc/self/maps").read_text())
+    )
 
 
 def mapped(text: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def addresses(interface: str | None = None) -> list[str]:
     """
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
     found = [
-        IPv4Interface(f"{one.address}/{one.netmask}")
+        IPv4Interface(f"{one.address}/{one.netmask or 32}")  # some tunnels tell none
         for name, ours in psutil.net_if_addrs().items()
         if name in ([interface] if interface else up)
         for one in ours

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import shlex
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 GRACE = 10.0
 NOT_FOUND = 127  # what a shell answers for a program that does not exist
 TIMED_OUT = 124  # what timeout(1) answers
+LOOK = 1.0  # seconds after which a signal is heard at the latest
 
 
 @dataclass(frozen=True)
@@ -83,20 +86,14 @@ def run(
             )
         except OSError as error:
             return Result(command, NOT_FOUND, f"{command.argv[0]}: {error.strerror}")
-        late = threading.Event()
-        timer = threading.Timer(timeout or 0, _end_late, (process, late))
-        if timeout:
-            timer.start()
         try:
             held.release()
-            lines = _read(process, on_line)
+            lines, late = _read(process, on_line, timeout)
         except BaseException:
             _end_group(process)
             raise
-        finally:
-            timer.cancel()
     code = process.wait()
-    return Result(command, TIMED_OUT if late.is_set() else code, "".join(lines))
+    return Result(command, TIMED_OUT if late else code, "".join(lines))
 
 
 def _open(command: Command, **how: Any) -> subprocess.Popen[Any]:
@@ -201,21 +198,40 @@ def termination_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-def _read(process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> list[str]:
-    """Collect the output of ``process`` until it is closed."""
-    assert process.stdout is not None
-    lines = []
-    with process.stdout:
-        for line in process.stdout:
+def _read(
+    process: subprocess.Popen[str], on_line: Callable[[str], None] | None, timeout: float | None
+) -> tuple[list[str], bool]:
+    """Collect the output of ``process`` until it is closed; tell whether it ran out of time.
+
+    Another thread reads: a signal that comes just before a read is heard after it, which may be
+    much later.
+    """
+    arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_hand_on, args=(process, arrived), daemon=True).start()
+    end = float("inf") if timeout is None else time.monotonic() + timeout
+    lines: list[str] = []
+    late = False
+    while True:
+        if time.monotonic() >= end:
+            late, end = True, float("inf")
+            _end_group(process)
+        with contextlib.suppress(queue.Empty):
+            line = arrived.get(timeout=max(0.0, min(LOOK, end - time.monotonic())))
+            if line is None:
+                return lines, late
             lines.append(line)
             if on_line:
                 on_line(line.rstrip("\n"))
-    return lines
 
 
-def _end_late(process: subprocess.Popen[str], late: threading.Event) -> None:
-    late.set()
-    _end_group(process)
+def _hand_on(process: subprocess.Popen[str], arrived: queue.SimpleQueue[str | None]) -> None:
+    assert process.stdout is not None
+    try:
+        with process.stdout:
+            for line in process.stdout:
+                arrived.put(line)
+    finally:
+        arrived.put(None)
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:

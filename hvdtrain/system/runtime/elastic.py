@@ -44,10 +44,10 @@ def ask(question: str, environ: Mapping[str, str] = os.environ) -> str:
         line.close()
 
 
-def another_is_lost(environ: Mapping[str, str] = os.environ) -> bool:
+def another_is_lost() -> bool:
     """Return whether the driver knows of another rank that has failed in this world."""
     with contextlib.suppress(OSError):
-        return ask(LOST, environ) == YES
+        return ask(LOST) == YES
     return False
 
 

@@ -95,7 +95,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=common)
     except Exception as error:
         if is_elastic(os.environ):
-            _outlive_loss()
+            outlive_loss()
         detail = "".join(traceback.format_exception(error))
         fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
     if code == EXIT_PREEMPTED:
@@ -103,7 +103,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     leave(code)
 
 
-def _outlive_loss() -> None:
+def outlive_loss() -> None:
     """Start anew where another rank is lost, which an error of a collective comes of.
 
     The failure detector does so meanwhile; while the ranks are still connecting there is none.

@@ -9,19 +9,12 @@ calls that a rank waits in (``waits``). Between hosts TCP keep-alive probes are 
 kernels, so a process is not mistaken for a dead one while it computes, waits for a disk, or is
 suspended. Threads of their own sleep until a connection breaks, and then act by themselves: the
 main thread may be waiting in a collective.
-
-A connection begins with a handshake: each side proves that it is of this job by a half of a common
-secret, and the connecting side confirms that it has read the answer. Before that its end is
-nobody's death: whoever has given up, or is no rank at all, just closes it. The accepting side waits
-for the confirmation as long as it takes, so that the other one can rely on the connection as soon
-as it has confirmed.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import hmac
 import json
 import logging
 import os
@@ -30,16 +23,16 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
-import psutil
-
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
+from hvdtrain.system.runtime import handshake
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.elastic import EXIT_ANEW
 from hvdtrain.system.runtime.exit import end_after_loss, process_status, speak
+from hvdtrain.system.runtime.handshake import Address, Handshake, receive
 from hvdtrain.system.runtime.mpirun_daemon import end_daemon
 
 log = logging.getLogger(__name__)
@@ -55,13 +48,7 @@ PATIENCE = 5.0  # seconds for mpirun to end this process once a rank has told wh
 STAGGER, LAST = 0.5, 6
 RETRY = 0.1  # seconds before the next connection is accepted, where one could not be
 
-CONNECT = 3.0  # seconds for an address to answer; a host may have some that lead nowhere
-ANSWER = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
-HELLO = 10.0  # seconds for a connecting process to say which rank it is; it may be none
 BACKLOG = 4096  # pending connections: one per host, or one per rank of this host
-KEY = 16  # bytes of each half of the secret: the connecting side's, and the accepting side's
-RANK = 4  # bytes of a rank
-CONFIRM = b"+"  # ends the handshake
 
 # A rank's last message: it ends in order; it fails, and has told why; it has lost another one, and
 # starts anew.
@@ -71,7 +58,6 @@ LENGTH = 2  # bytes of it
 
 Gather = Callable[[bytes], list[bytes]]
 HostId = tuple[str, str]  # the name of a host, and what tells it apart from another of that name
-Address = tuple[str, int] | bytes  # IPv4 address and port, or the name of a socket on this host
 
 
 @dataclass(frozen=True)
@@ -82,7 +68,9 @@ class Connection:
     rank: int  # the rank at the other end
 
 
-def start(rank: int, hosts: Sequence[HostId], gather: Gather) -> FailureDetector:
+def start(
+    rank: int, hosts: Sequence[HostId], addresses: Sequence[str], gather: Gather
+) -> FailureDetector:
     """Connect the ranks, and watch from now on; all ranks call it together.
 
     Where a rank or a host is lost, this process says so and leaves with code 1.
@@ -90,9 +78,10 @@ def start(rank: int, hosts: Sequence[HostId], gather: Gather) -> FailureDetector
     Args:
         rank: of this process.
         hosts: the host of each rank, by rank.
+        addresses: of this host, as ``10.0.0.7/24``.
         gather: the collective that gives the bytes of every rank, by rank.
     """
-    detector = FailureDetector(rank, hosts)
+    detector = FailureDetector(rank, hosts, addresses)
     if len(hosts) > 1:
         detector.connect(gather(detector.endpoint()))
         process_status.at_exit.append(detector.send_last)
@@ -109,20 +98,21 @@ class FailureDetector:
     Args:
         rank: of this process.
         hosts: the host of each rank, by rank.
+        addresses: of this host, as ``10.0.0.7/24``.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[HostId]) -> None:
-        self.rank, self.hosts = rank, hosts
+    def __init__(self, rank: int, hosts: Sequence[HostId], addresses: Sequence[str]) -> None:
+        self.rank, self.hosts, self.addresses = rank, hosts, addresses
         first = hosts.index(hosts[rank])  # the first rank of this host
         self.parent = first if rank != first else 0  # in the tree; rank 0 is its root
         self.connections: list[Connection] = []
         self.on_report: Callable[[bytes], None] = lambda report: None  # what rank 0 does with one
         self.last: bytes | None = None  # this rank's last message
-        self.secret = secrets.token_bytes(2 * KEY)  # rank 0's is everyone's
+        self.secret = secrets.token_bytes(2 * handshake.KEY)  # rank 0's is everyone's
         self.selector = selectors.DefaultSelector()
         self.listeners: dict[str, socket.socket] = {}
         self.absent = 0  # ranks that have yet to connect
-        self.handshakes: list[Handshake] = []  # not confirmed yet
+        self.pending: list[Handshake] = []  # not confirmed yet
         if rank == self.parent and len(set(hosts)) > 1:
             self.listeners["tcp"] = socket.create_server(("", 0), backlog=BACKLOG)
             self.absent += len(set(hosts)) - 1
@@ -137,7 +127,9 @@ class FailureDetector:
         endpoint: dict[str, object] = {"secret": self.secret.hex()}
         if "tcp" in self.listeners:
             endpoint["port"] = self.listeners["tcp"].getsockname()[1]
-            endpoint["addresses"] = _addresses()
+            # Loopback last: where two "hosts" are containers of one, it may be all that they share.
+            addresses = [*self.addresses, "127.0.0.1"]
+            endpoint["addresses"] = [one.partition("/")[0] for one in addresses]
         if "unix" in self.listeners:
             endpoint["name"] = self.listeners["unix"].getsockname().hex()
         return json.dumps(endpoint).encode()
@@ -175,7 +167,7 @@ class FailureDetector:
 
     def close(self) -> None:
         """Close this process's end of all connections."""
-        pending = [handshake.socket for handshake in self.handshakes]
+        pending = [one.socket for one in self.pending]
         open_ones = [connection.socket for connection in self.connections]
         for one in (*self.listeners.values(), *pending, *open_ones):
             one.close()
@@ -183,7 +175,7 @@ class FailureDetector:
 
     def _watch_parent(self, targets: Sequence[Address]) -> None:
         """Connect to the parent at one of ``targets``, and read from it: a thread's work."""
-        connected = _connect(targets, self.rank, self.secret)
+        connected = handshake.connect(targets, self.rank, self.secret)
         if connected:
             connection = self._register(connected, self.parent)
             while self._read(connection):
@@ -200,7 +192,7 @@ class FailureDetector:
         for listener in self.listeners.values():
             self.selector.register(listener, selectors.EVENT_READ)
         while True:
-            for key, _ in self.selector.select(HELLO if self.handshakes else None):
+            for key, _ in self.selector.select(handshake.HELLO if self.pending else None):
                 if isinstance(key.data, Connection):
                     if not self._read(key.data):
                         self.selector.unregister(key.data.socket)
@@ -208,9 +200,9 @@ class FailureDetector:
                     self._continue(key.data)
                 else:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
-            for handshake in [one for one in self.handshakes if one.is_late()]:
-                self._remove(handshake)
-                handshake.socket.close()
+            for late in [one for one in self.pending if one.is_late()]:
+                self._remove(late)
+                late.socket.close()
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -220,29 +212,29 @@ class FailureDetector:
             log.debug("a connection that cannot be accepted: %s", error)
             time.sleep(RETRY)
         else:
-            handshake = Handshake(accepted, self.secret)
-            self.handshakes.append(handshake)
-            self.selector.register(accepted, selectors.EVENT_READ, handshake)
+            begun = Handshake(accepted, self.secret)
+            self.pending.append(begun)
+            self.selector.register(accepted, selectors.EVENT_READ, begun)
 
-    def _continue(self, handshake: Handshake) -> None:
+    def _continue(self, begun: Handshake) -> None:
         """Read what has come; keep the connection once it is confirmed."""
         try:
-            confirmed = handshake.read()
+            confirmed = begun.read()
         except OSError as error:
             log.debug("a handshake that failed: %s", error)
-            self._remove(handshake)
-            handshake.socket.close()
+            self._remove(begun)
+            begun.socket.close()
             return
-        if confirmed and handshake.rank is not None:
-            self._remove(handshake)
-            handshake.socket.setblocking(True)
-            connection = self._register(handshake.socket, handshake.rank)
+        if confirmed and begun.rank is not None:
+            self._remove(begun)
+            begun.socket.setblocking(True)
+            connection = self._register(begun.socket, begun.rank)
             self.selector.register(connection.socket, selectors.EVENT_READ, connection)
             self._close_listeners()
 
-    def _remove(self, handshake: Handshake) -> None:
-        self.handshakes.remove(handshake)
-        self.selector.unregister(handshake.socket)
+    def _remove(self, begun: Handshake) -> None:
+        self.pending.remove(begun)
+        self.selector.unregister(begun.socket)
 
     def _close_listeners(self) -> None:
         """Listen no more once all ranks have connected that should."""
@@ -321,77 +313,6 @@ class FailureDetector:
         return f"rank{'s' if len(here) > 1 else ''} {','.join(map(str, here))}"
 
 
-@dataclass
-class Handshake:
-    """An accepted connection that the other side has not confirmed yet."""
-
-    socket: socket.socket  # non-blocking
-    secret: bytes  # of the job, 2 x ``KEY`` bytes
-    since: float = field(default_factory=time.monotonic)  # when it was accepted
-    rank: int | None = None  # the rank at the other end, once it has said so
-    _received: bytes = b""
-
-    def read(self) -> bool:
-        """Read what has come; return whether the connection is confirmed.
-
-        Raises:
-            OSError: the other side has closed it, or is no rank of this job.
-        """
-        wanted = KEY + RANK if self.rank is None else len(CONFIRM)
-        try:
-            more = self.socket.recv(wanted - len(self._received))
-        except BlockingIOError:
-            return False
-        if not more:
-            raise ConnectionError("closed before it was confirmed")
-        self._received += more
-        if len(self._received) < wanted:
-            return False
-        message, self._received = self._received, b""
-        if self.rank is not None:
-            return message == CONFIRM
-        if not hmac.compare_digest(message[:KEY], self.secret[:KEY]):
-            raise ConnectionError("not a rank of this job")
-        self.rank = int.from_bytes(message[KEY:], "big")
-        self.socket.sendall(self.secret[KEY:])
-        return False
-
-    def is_late(self) -> bool:
-        """Return whether it should have said long ago which rank it is."""
-        return self.rank is None and time.monotonic() - self.since > HELLO
-
-
-def _connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.socket | None:
-    """Connect to the first of ``targets`` where a rank of this job answers; None: nobody did."""
-    for target in targets:
-        line = socket.socket(socket.AF_UNIX if isinstance(target, bytes) else socket.AF_INET)
-        try:
-            line.settimeout(CONNECT)
-            line.connect(target)
-            line.settimeout(ANSWER)
-            line.sendall(secret[:KEY] + rank.to_bytes(RANK, "big"))
-            if hmac.compare_digest(receive(line, KEY), secret[KEY:]):
-                line.sendall(CONFIRM)
-                line.settimeout(None)
-                return line
-        except OSError as error:
-            log.debug("no connection by %s: %s", target, error)
-        line.close()
-    return None
-
-
-def _addresses() -> list[str]:
-    """Return the IPv4 addresses of this host's interfaces that are up; loopback ones last."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = [
-        entry.address
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in up and entry.family == socket.AF_INET
-    ]
-    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
-
-
 def _keep_alive(connection: socket.socket, idle: int, silence: int) -> None:
     """Let the kernel break ``connection`` when the other host has not answered for a time.
 
@@ -412,11 +333,3 @@ def _keep_alive(connection: socket.socket, idle: int, silence: int) -> None:
 def _send(connection: Connection, message: bytes) -> None:
     with contextlib.suppress(OSError):  # the other end has gone already
         connection.socket.send(message)
-
-
-def receive(line: socket.socket, length: int) -> bytes:
-    """Return exactly ``length`` bytes; fewer where the other end has closed."""
-    data = b""
-    while len(data) < length and (more := line.recv(length - len(data))):
-        data += more
-    return data

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 NAMES = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")
@@ -26,7 +25,7 @@ TIMES = 3  # the first SIGINT asks for an orderly end, the second warns, the thi
 APART = 0.3  # seconds between them
 
 
-def end_daemon(environ: Mapping[str, str] = os.environ) -> bool:
+def end_daemon() -> bool:
     """End the mpirun or the daemon that started this rank, ``FORWARD`` seconds from now.
 
     The ranks below it should not leave before: where mpirun runs on a third host it learns of the
@@ -39,7 +38,7 @@ def end_daemon(environ: Mapping[str, str] = os.environ) -> bool:
 
     from hvdtrain.system.runtime.command import Command, leave_behind
 
-    if environ.get("PMIX_NAMESPACE", "").startswith(SHARED):
+    if os.environ.get("PMIX_NAMESPACE", "").startswith(SHARED):
         return False
     try:
         above = [process for process in psutil.Process().parents() if process.name() in NAMES]

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from hvdtrain.system.runtime.command import Command, run
 
@@ -18,6 +19,9 @@ ENDS = "HVDTRAIN_WALLTIME_ENDS"
 """Seconds since 1970 at which the job ends; empty: nobody knows, and nobody need ask again."""
 
 PATIENCE = 10.0  # seconds that a batch system has to answer; a busy one must not stop a training
+
+RESERVE = 10.0  # seconds for the job's own last lines, and for a clock that is a little off
+FIRST_SAVE = 10.0  # seconds that a save is taken to need until one was timed
 
 _CLOCK = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d{1,2}):(\d{2})")
 
@@ -39,6 +43,24 @@ def show_clock(seconds: int) -> str:
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02d}:{minutes:02d}:{seconds:02d}"
+
+
+@dataclass
+class Walltime:
+    """When the job of this process ends, and how long before that a training has to stop."""
+
+    ends: float | None  # seconds since 1970; None: it has no end, or another rank watches it
+    longest_save: float = FIRST_SAVE  # seconds of the slowest save so far
+
+    def saved(self, seconds: float) -> None:
+        """Take note that a save took ``seconds``."""
+        self.longest_save = max(self.longest_save, seconds)
+
+    def is_near(self, longest_step: float) -> bool:
+        """Return whether there is time for little more than a step and a save, twice over."""
+        if self.ends is None:
+            return False
+        return time.time() + 2 * (longest_step + self.longest_save) + RESERVE > self.ends
 
 
 def ends_at(environ: Mapping[str, str] = os.environ) -> float | None:

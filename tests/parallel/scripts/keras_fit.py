@@ -8,8 +8,11 @@ leave, at the tail, one rank with one sample and the others with none.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,24 +22,18 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.adapters.tensorflow.distributed import reduction_of
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.steps.sharding import permutation
+from tests.parallel.expect import expect_error
 
 SAMPLES, BATCH, EPOCHS, SEED = 17, 8, 3, 5
 STEPS = -(-SAMPLES // BATCH)
 DONE, WANTED = Path(sys.argv[1]), set(sys.argv[2].split(","))
 keras.config.set_floatx("float64")
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def expect_error(action: Callable[[], Any], *words: str, kind: type = UsageError) -> None:
-    try:
-        action()
-    except kind as error:
-        assert all(word in str(error) for word in words), error
-    else:
-        raise AssertionError(f"no error with {words}")
 
 
 expect_error(hvd.rank, "hvd.init()")
@@ -294,6 +291,11 @@ def rates() -> None:
     after = [0.2 * SIZE] * STEPS + [0.02 * SIZE] * STEPS
     np.testing.assert_allclose(seen, climb + after, rtol=1e-6)
     np.testing.assert_allclose(history["lr"], (climb + after)[STEPS - 1 :: STEPS], rtol=1e-6)
+    warm.verbose, shards.place.epochs, said = 1, 1, io.StringIO()
+    with contextlib.redirect_stdout(said):  # where the first epoch was another process's
+        warm.on_epoch_end(0)
+    shards.place.epochs = 0
+    assert said.getvalue().startswith("\nEpoch 2: the warm-up" if RANK == 0 else "")
 
     weight = keras.Variable(np.zeros(1))
     optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
@@ -331,7 +333,8 @@ def resumed() -> None:
 
     def train(folder: str, epochs: int) -> keras.Model:
         model = net(RANK, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.3))
-        model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
+        optimizer = keras.optimizers.LossScaleOptimizer(sgd()) if SIZE == 2 else sgd()
+        model.compile(hvd.DistributedOptimizer(optimizer), LOSS, metrics=["accuracy"])
         callbacks = [
             hvd.callbacks.BackupAndRestore(DONE / folder),
             hvd.callbacks.MetricAverageCallback(),
@@ -345,11 +348,125 @@ def resumed() -> None:
     again = train("cut", 4)
     for value, other in zip(again.get_weights(), whole.get_weights(), strict=True):
         assert value.tobytes() == other.tobytes()
-    assert float(again.optimizer.learning_rate) == float(whole.optimizer.learning_rate)
+    assert float(again.optimizer.learning_rate) == float(whole.optimizer.learning_rate) > 0
+    # A later fit begins anew, with rank 0's statistics of now, not with those of the checkpoint.
+    mean = again.layers[1].moving_mean
+    before, seen = mean.numpy().tobytes(), []
+
+    def look(batch: int, logs: Any = None) -> None:
+        seen.append(mean.numpy().tobytes())
+
+    fit(again, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_begin=look)], epochs=1)
+    assert len(seen) == STEPS
+    assert RANK or seen[0] == before
+
+
+def elastic() -> None:
+    """An epoch goes on after what is done of it, in samples or, of other data, in batches."""
+    some = SAMPLES - 2
+    train = hvd.shard((X[:some], Y[:some]), global_batch=4, seed=SEED)
+    shards.begin_epoch(1)
+    assert shards.begin_at(some, BATCH) == 2  # batches of 4 that are left out
+    assert shards.begin_at(some + 1, BATCH) is None
+    for epoch, left_out in ((1, BATCH), (2, 0)):
+        parts = [x for x, _ in train.as_numpy_iterator()]
+        assert len(parts) == -(-some // 4)
+        told = session.adapter().communicator.gather(np.concatenate(parts).tobytes())
+        rows = sorted(np.frombuffer(b"".join(told)).reshape(-1, 5).tolist())
+        assert rows == sorted(X[permutation(some, SEED, epoch)[left_out:]].tolist())
+    goes_on(1, batch=2, before=2 * STEPS, left_out=1)  # batches that grow with the ranks
+    commits = goes_on(2, batch=1, before=STEPS, left_out=1)  # that do not
+    assert commits == [2, 0, 2, 0]
+    goes_on(1, batch=2 * STEPS, before=None, left_out=4 * STEPS)  # not known: more than there are
+    for number, wrap in enumerate((lambda one: one, keras.optimizers.LossScaleOptimizer)):
+        commits_follow_the_ranks(DONE / f"commits-{number}", wrap)
+    expect_error(lambda: hvd.elastic.KerasState(net(0, begin=False)), "keras.Input(shape)")
+    expect_error(lambda: hvd.elastic.run(lambda state: None)(net(0)), "a Sequential, not a state")
+
+
+def goes_on(execution: int, *, batch: int, before: int | None, left_out: int) -> list[int]:
+    """Go on after a commit by twice as many ranks, in the second of three epochs.
+
+    Args:
+        execution: steps of an execution.
+        batch: batches of the epoch that the commit has had.
+        before: steps that the epoch had; None: not known.
+        left_out: batches that are not trained on.
+
+    Returns:
+        ``state.batch`` at each commit; there is to be one after two batches.
+    """
+    model = net(RANK)
+    model.compile(hvd.DistributedOptimizer(sgd()), LOSS, steps_per_execution=execution)
+    state = hvd.elastic.KerasState(model, batch=batch, epoch=1)
+    state.restored = {"world_size": 2 * SIZE}
+    state.of_epoch = {"steps": before, "logs": {"loss": 7.0}}
+    commits: list[int] = []
+    trained: list[float] = []  # losses; the other batches have the commit's
+    state.commit = lambda: commits.append(state.batch)
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            trained.extend({logs["loss"]} - {7.0})
+            if state.epoch == 1:
+                updates = int(model.optimizer.iterations)
+                assert updates == state.batch - left_out
+                assert (updates == 0) == (not trained)
+
+    follow = [hvd.elastic.UpdateBatchStateCallback, hvd.elastic.UpdateEpochStateCallback]
+    callbacks = [hvd.elastic.CommitStateCallback(state, 2), *(one(state) for one in follow)]
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    if before is None:
+        data = data.filter(lambda *_: tf.constant(True))
+
+    @hvd.elastic.run
+    def train_on(state: Any) -> None:
+        options = {"callbacks": [*callbacks, Count()], "verbose": 0}
+        state.model.fit(data, epochs=3 - state.epoch, **options)
+
+    train_on(state)
+    assert (state.epoch, state.batch) == (3, 0)
+    # Where the end of the data comes as a surprise, Keras counts an update more.
+    assert (int(model.optimizer.iterations) if before else len(trained)) == 2 * STEPS - min(
+        left_out, STEPS
+    )
+    same_everywhere(model)
+    return commits
+
+
+def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
+    """A schedule had halved the rate; the script now begins with three times that of the commit."""
+    for rate, restored in ((0.2, None), (0.6, 0.3)):
+        model = net(RANK, keras.layers.BatchNormalization)
+        inner = hvd.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9))
+        samples = reduction_of(inner).samples
+        model.compile(wrap(inner), LOSS)
+        model.optimizer.build(model.trainable_variables)
+        state = hvd.elastic.KerasState(model, epoch=0, losses=[])
+        state.directory = folder  # as in an elastic job
+        state.sync()
+        if restored is None:
+            model.optimizer.learning_rate = 0.1
+            samples.assign(5 + RANK)
+            for velocity in inner.momentums:
+                velocity.assign(np.full(velocity.shape, 1.0))
+            state.epoch, state.losses = np.int64(7), np.arange(3.0)
+            state.commit()
+            state.epoch = model
+            expect_error(state.save, "epoch is a Sequential")
+            continue
+        assert (state.epoch, state.losses, int(samples)) == (7, [0.0, 1.0, 2.0], 5 + RANK)
+        np.testing.assert_allclose(float(model.optimizer.learning_rate), restored, rtol=1e-6)
+        for velocity in inner.momentums:
+            np.testing.assert_allclose(velocity.numpy(), 3.0, rtol=1e-6)
+        assert state._agreed() == ""
+        if RANK == 0:
+            state._walltime.ends = time.time() + 20  # too few for a step, a save and a reserve
+        assert state._agreed() == "the walltime is near"
 
 
 WAYS = [plain, datasets, settings, callbacks, overflow, statistics, own_loop, local_layers, guard]
-WAYS += [rates, saved, resumed]
+WAYS += [rates, saved, resumed, elastic]
 for way in WAYS:
     if {way.__name__, "all"} & WANTED:
         way()

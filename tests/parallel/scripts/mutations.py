@@ -21,6 +21,7 @@ import numpy as np
 
 from hvdtrain.commands.verify.ranks import verify
 from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps.checkpoint_files import MODEL_FILE
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.detect import detect
 
@@ -148,7 +149,7 @@ def nobody_writes(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def half_written(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     folder = original(self, *args, **kwargs)
     if self.world.rank == 0:
-        file = folder / checkpoints.MODEL_FILE
+        file = folder / MODEL_FILE
         file.write_bytes(file.read_bytes()[:-8])
     return folder
 

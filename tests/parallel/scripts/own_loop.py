@@ -18,21 +18,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain.adapters.select import adapter
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.sharding import Shards
+from tests.parallel.expect import expect_error
 
 SAMPLES, BATCH, EPOCHS = 13, 4, 3
 strategy = sys.argv.pop(1)
 hvd = adapter("pytorch", strategy)
-
-
-def expect_error(action: Callable[[], Any], *words: str, kind: type = UsageError) -> None:
-    try:
-        action()
-    except kind as error:
-        assert all(word in str(error) for word in words), error
-    else:
-        raise AssertionError(f"no error with {words}")
 
 
 for early in ("world", "communicator"):
@@ -65,12 +57,6 @@ class Net(torch.nn.Module):
 
 def sgd(net: torch.nn.Module, *, decay: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, weight_decay=decay)
-
-
-def norm_of(net: torch.nn.Module) -> float:
-    vector = torch.nn.utils.parameters_to_vector(net.parameters())
-    assert bool(torch.isfinite(vector).all())
-    return float(vector.norm())
 
 
 def train(step: Callable[..., None], *, skips: bool = False, loader: bool = False) -> None:

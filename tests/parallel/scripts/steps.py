@@ -8,19 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.adapters.common import CommonAdapter, check_devices
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.preflight import check_devices
 from hvdtrain.adapters.select import adapter
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import Device
-
-
-def expect_error(action: Any, *words: str) -> None:
-    try:
-        action()
-    except UsageError as error:
-        assert all(word in str(error) for word in words), error
-    else:
-        raise AssertionError(f"no error with {words}")
+from tests.parallel.expect import expect_error
 
 
 def common(hvd: CommonAdapter) -> None:

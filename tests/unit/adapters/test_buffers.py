@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.adapters import buffers
 from hvdtrain.collectives.base import Alone, Communicator
-from hvdtrain.steps.checkpoint import Arrays
+from hvdtrain.steps.checkpoint_files import Arrays
 
 SEEN = [3, 0, 1]  # samples of the ranks; one has seen none
 

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.adapters.common import BUCKET_BYTES, CommonAdapter, exchange, in_buckets, in_parts
+from hvdtrain.adapters.common import BUCKET_BYTES, CommonAdapter, in_buckets, in_parts
+from hvdtrain.adapters.preflight import exchange
 from hvdtrain.collectives.base import Alone, Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import integrity
-from hvdtrain.steps.checkpoint import Arrays, Checkpoint
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
 from hvdtrain.steps.integrity import RankFacts
 from hvdtrain.steps.world import World
 
@@ -214,16 +215,21 @@ def test_a_checkpoint_resumes_with_the_own_statistics_or_on_other_ranks_with_the
         adapter, model = ArrayAdapter(communicator), model_of(7)
         momenta: Arrays = {}
         state = adapter.load_checkpoint(tmp_path, model, momenta, origin={"model": "array"})
-        adapter.broadcast_state(model, momenta)
-        return state, model, momenta
+        for _ in range(2):  # so that the order of those who do it does not count
+            adapter.broadcast_state(model, momenta)
+        later = {**model, "running": {"mean": model["running"]["mean"] + 1}}
+        adapter.samples_seen += 1
+        adapter.broadcast_state(later, momenta)
+        return state, model, momenta, later
 
-    for rank, (state, model, momenta) in enumerate(on_ranks(size, resume)):
+    for rank, (state, model, momenta, later) in enumerate(on_ranks(size, resume)):
         assert state["step"] == 1
         assert state["world_size"] == 3
         assert model["weights"]["w"].tolist() == [1.0, 2.0]
         assert model["weights"]["steps"].shape == ()
         assert {name: value.tolist() for name, value in momenta.items()} == {"m": [3.0]}
         assert model["running"]["mean"].tolist() == [statistics[rank]]
+        assert later["running"]["mean"].tolist() == [statistics[0] + 1]  # the checkpoint's are over
 
 
 def test_a_foreign_checkpoint_is_refused_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:

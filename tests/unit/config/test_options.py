@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hvdtrain.config.command_line import parse
 from hvdtrain.config.options import (
     NOT_BUILT,
     Options,
@@ -24,7 +25,6 @@ from hvdtrain.config.options import (
     fraction,
     non_negative,
     numbers,
-    parse,
     positive,
 )
 from hvdtrain.config.strategies import STRATEGIES

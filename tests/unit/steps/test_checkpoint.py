@@ -23,18 +23,15 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import CheckpointError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps.checkpoint import (
+from hvdtrain.steps.checkpoint import check_origin, load_newest, newest_name, save, set_aside
+from hvdtrain.steps.checkpoint_files import (
     MODEL_FILE,
     STATE_FILE,
     TRAINING_FILE,
     Arrays,
     Checkpoint,
     Tensors,
-    check_origin,
-    load_newest,
-    newest_name,
-    save,
-    set_aside,
+    read,
 )
 
 FILES = (MODEL_FILE, TRAINING_FILE, STATE_FILE)
@@ -86,7 +83,7 @@ def is_intact(found: Checkpoint | None, step: int) -> bool:
 
 
 def steps_in(directory: Path) -> list[int]:
-    return [checkpoints.read(directory / name).state["step"] for name in sorted_names(directory)]
+    return [read(directory / name).state["step"] for name in sorted_names(directory)]
 
 
 def sorted_names(directory: Path) -> list[str]:
@@ -652,7 +649,8 @@ import resource
 from pathlib import Path
 import numpy as np
 from hvdtrain.errors import CheckpointError
-from hvdtrain.steps.checkpoint import Checkpoint, save
+from hvdtrain.steps.checkpoint import save
+from hvdtrain.steps.checkpoint_files import Checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
     save(Path({str(tmp_path)!r}), Checkpoint({{"w": np.zeros(9000)}}, {{}}, {{"step": 2}}), keep=3)

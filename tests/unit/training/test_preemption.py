@@ -5,12 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.preemption import FIRST_SAVE, RESERVE, Walltime, wait_for_agent
+from hvdtrain.training.preemption import wait_for_agent
 
 PROGRAM = """
 import time
@@ -83,20 +82,6 @@ def test_a_signal_before_the_first_step(number: signal.Signals, case: str, tmp_p
         there = "there is no checkpoint yet"
         assert said == f"hvdtrain: {number.name}: stopped before its first step: {there}\n"
         assert process.returncode == 128 + number
-
-
-def test_without_a_walltime_nothing_ends() -> None:
-    assert not Walltime(ends=None).is_near(longest_step=1e9)
-
-
-@pytest.mark.parametrize("step", [0.0, 3.0, 500.0])
-@pytest.mark.parametrize("save", [0.5, FIRST_SAVE, 90.0])
-def test_a_training_stops_two_steps_and_two_saves_before_the_end(step: float, save: float) -> None:
-    needed = RESERVE + 2 * step + 2 * max(save, FIRST_SAVE)
-    for spare, near in ((5.0, False), (-5.0, True)):
-        walltime = Walltime(ends=time.time() + needed + spare)
-        walltime.saved(save)
-        assert walltime.is_near(step) is near
 
 
 def test_a_rank_waits_to_be_asked_where_it_would_be_started_anew(

@@ -1,12 +1,18 @@
-"""The table that ends a training."""
+"""The end of a training: its table, and what it took of its devices."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.summary import Stopped, Summary
-from hvdtrain.training.summary import evaluated, evaluation_rows, rows
+from hvdtrain.training.summary import evaluated, evaluation_rows, rows, used
+from hvdtrain.training.throughput import Clock
+from tests.unit.conftest import OnRanks
 
 SUMMARY = Summary(
     samples_trained=12_345,
@@ -76,3 +82,34 @@ def test_the_table_of_a_run_that_trained_nothing() -> None:
         ("seconds", "2.0"),
         ("predictions", "p.csv"),
     ]
+
+
+class Ranked:
+    """What is asked of an adapter, with figures that tell the ranks apart."""
+
+    def __init__(self, communicator: Communicator, threads: int) -> None:
+        self.communicator, self.threads = communicator, threads
+        self.peak_memory_bytes = 1000 + communicator.rank
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_largest_memory_and_the_mean_utilisation(on_ranks: OnRanks, size: int) -> None:
+    def action(communicator: Communicator) -> Any:
+        # Ten steps, of which two are dropped: rank r is busy (r + 1) / 4 of its two threads.
+        busy = 0.5 * (communicator.rank + 1)
+        clock = Clock(seconds=[9.0] * 2 + [1.0] * 8, processor=[0.0] * 2 + [busy] * 8)
+        return used(Ranked(communicator, threads=2), clock)  # type: ignore[arg-type]
+
+    for found in on_ranks(size, action):
+        assert found["peak_memory_bytes"] == 1000 + size - 1
+        assert found["utilisation_mean"] == pytest.approx((size + 1) / 8)
+        assert found["utilisation_lowest"] == 0.25
+
+
+def test_what_is_not_known_is_none(on_ranks: OnRanks) -> None:
+    def on_a_gpu(communicator: Communicator) -> Any:
+        clock = Clock(seconds=[1.0], processor=[1.0])
+        return used(Ranked(communicator, threads=0), clock)  # type: ignore[arg-type]
+
+    for found in on_ranks(2, on_a_gpu):
+        assert (found["utilisation_mean"], found["utilisation_lowest"]) == (None, None)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.config.options import Options, parse
+from hvdtrain.config.command_line import parse
+from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads import own
 from hvdtrain.workloads.task import Workload

@@ -58,7 +58,7 @@ def find_places(environ: Mapping[str, str], current: Path) -> Iterator[Place]:
             yield find_place(name, path)
 
 
-def find_place(name: str, path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Place:
+def find_place(name: str, path: Path) -> Place:
     """Look at one directory; writes a small file and removes it."""
     room = os.statvfs(path)
     ahead, trouble = None, ""
@@ -75,7 +75,7 @@ def find_place(name: str, path: Path, mounts: Path = Path("/proc/self/mountinfo"
     return Place(
         name=name,
         path=path,
-        kind=kind_of(path.resolve(), mounts.read_text()),
+        kind=kind_of(path.resolve(), Path("/proc/self/mountinfo").read_text()),
         free=room.f_bavail * room.f_frsize,
         files_free=room.f_favail if room.f_files else None,
         trouble=trouble,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.commands.compare import methods
+from hvdtrain.commands.compare import methods, verb
 from hvdtrain.commands.compare.methods import (
     Choice,
     Method,
+    as_method,
     choose,
     global_batch,
     method_words,
@@ -58,10 +61,33 @@ def test_unless_told_more_it_is_as_the_command_has_it(tmp_path: Path) -> None:
     ]
 
 
+def test_options_of_one_strategy() -> None:
+    asked = ("ddp --fusion-threshold-mb 0.5", "ddp --compression bf16 --lr=1", "ddp", "single")
+    single, slow, packed, ddp, _ = choose(Choice(asked), PROGRAM)
+    assert [one.label for one in (single, slow, ddp)] == ["single", asked[0], "ddp"]
+    assert slow.name == "ddp-pytorch-fusion-threshold-mb-0.5-n2"
+    assert method_words([*PROGRAM, "--fusion-threshold-mb=9"], slow, 8)[-2:] == asked[0].split()[1:]
+    assert (packed.compression, packed.options) == ("bf16", "--lr=1")
+    assert as_method(asdict(slow)) == slow
+    first, other = choose(Choice(("single --lr=1", "single")), PROGRAM)
+    assert (first.is_baseline, other.is_baseline) == (True, False)  # whatever the order
+
+
+def test_options_are_read_off_the_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    asked = parser.parse_args(["--strategies", "single, ddp --lr-milestones 1,2,mpi", "--", "x"])
+    assert asked.strategies == ("single", "ddp --lr-milestones 1,2", "mpi")
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
         (Choice(("dpd",)), "--strategies dpd: choose of all, "),
+        (Choice(("ddp 'x",)), "--strategies .*: No closing quotation"),
+        (Choice(("ddp --batch-size=3",)), "--batch-size is not of one strategy alone"),
+        (Choice(("ddp --config x",)), "--config is not of one strategy alone"),
+        (Choice(("ddp --summary x",)), "--summary is not of one strategy alone"),
         (Choice(frameworks=("jax",)), "--frameworks jax: choose of pytorch, tensorflow"),
     ],
 )

@@ -120,7 +120,7 @@ def wrapped(tmp_path: Path, *arguments: str, rpaths: tuple[str, ...] = ()) -> li
     echo.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     echo.chmod(0o755)
     script = tmp_path / "wrapper"
-    script.write_text(compiler_wrapper([str(echo)], rpaths))
+    script.write_text(compiler_wrapper([str(echo)], rpaths, tmp_path / "a header.h"))
     script.chmod(0o755)
     result = subprocess.run(
         [script, *arguments], capture_output=True, text=True, check=True, timeout=20
@@ -137,6 +137,12 @@ def test_wrapper_turns_xla_off_for_one_file(tmp_path: Path) -> None:
     off = ["-UTENSORFLOW_VERSION", "-DTENSORFLOW_VERSION=0"]
     assert wrapped(tmp_path, "-c", "/s/horovod/tensorflow/xla_mpi_ops.cc")[-2:] == off
     assert off[0] not in wrapped(tmp_path, "-c", "/s/horovod/tensorflow/mpi_ops.cc")
+
+
+def test_wrapper_names_the_interface_for_one_file(tmp_path: Path) -> None:
+    seen = wrapped(tmp_path, "-c", "/s/horovod/common/gloo/gloo_context.cc")
+    assert seen[:2] == ["-include", str(tmp_path / "a header.h")]
+    assert "-include" not in wrapped(tmp_path, "-c", "/s/third_party/gloo/gloo/context.cc")
 
 
 def test_wrapper_leaves_nvcc_its_own_standard(tmp_path: Path) -> None:

@@ -11,15 +11,14 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.layout import Layout
+from hvdtrain.commands.launch.remote import SSH, names_here
 from hvdtrain.commands.launch.torchrun import (
     AGENT,
     OWN_ADDRESS,
-    SSH,
     Agent,
     Agents,
     ElasticAgents,
     agents,
-    names_here,
     show,
 )
 from hvdtrain.system.runtime.command import Command
@@ -29,7 +28,7 @@ ENVIRON = {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "ib0", "HOME": "/root", "MASTER
 TWO = Layout(3, (Host("node1.cluster", 2), Host("node2", 1)))
 
 
-def test_one_host_needs_no_meeting_point() -> None:
+def test_one_host_needs_no_rendezvous() -> None:
     for layout in (Layout(2), Layout(2, (Host("node1", 2),))):
         (one,) = agents(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"})
         assert one.command == Command(
@@ -39,15 +38,15 @@ def test_one_host_needs_no_meeting_point() -> None:
 
 def test_two_hosts_of_which_this_is_one() -> None:
     here, there = agents(TWO, WORDS, 4, ENVIRON, Path("/my work"), {"node1"})
-    meeting = ("--nnodes=2", "--master-addr=node1.cluster", "--master-port=4711")
-    first = (*AGENT, *meeting, "--node-rank=0", "--nproc-per-node=2", "--no-python", *WORDS)
+    rendezvous = ("--nnodes=2", "--master-addr=node1.cluster", "--master-port=4711")
+    first = (*AGENT, *rendezvous, "--node-rank=0", "--nproc-per-node=2", "--no-python", *WORDS)
     assert here == Agent("node1.cluster", Command(first, {"OMP_NUM_THREADS": "4"}))
     assert there.host == "node2"
-    assert there.command.argv[:3] == (SSH, "-oBatchMode=yes", "node2")
+    assert there.command.argv[:3] == (*SSH, "node2")
     # What the shell on the other host makes of it.
     assert shlex.split(there.command.argv[3]) == [
         *("exec", "env", "--chdir=/my work", "GLOO_SOCKET_IFNAME=ib0", "OMP_NUM_THREADS=4"),
-        *("PATH=/bin", *AGENT, *meeting, "--node-rank=1", "--nproc-per-node=1"),
+        *("PATH=/bin", *AGENT, *rendezvous, "--node-rank=1", "--nproc-per-node=1"),
         *("--no-python", *WORDS),
     ]
 
@@ -55,14 +54,14 @@ def test_two_hosts_of_which_this_is_one() -> None:
 def test_hosts_that_may_be_lost() -> None:
     layout = Layout(8, tuple(Host(name, 2) for name in ("node1", "node2", "node3", "node4")))
     found = agents(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"}, 3)
-    meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1:4711", "--rdzv-id=4711")
-    first = (*AGENT, "--nnodes=2:4", *meeting, "--max-restarts=10", "--rdzv-conf=is_host=1")
+    rendezvous = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1:4711", "--rdzv-id=4711")
+    first = (*AGENT, "--nnodes=2:4", *rendezvous, "--max-restarts=10", "--rdzv-conf=is_host=1")
     words = ("--local-addr=node1", "--nproc-per-node=2", "--no-python", *WORDS)
     assert found[0].command == Command((*first, *words), OWN_ADDRESS)
     for other in found[1:]:
         line = shlex.split(other.command.argv[3])
         assert f"--local-addr={other.host}" in line
-        assert {"--rdzv-conf=is_host=0", "--nnodes=2:4", *meeting} < set(line)
+        assert {"--rdzv-conf=is_host=0", "--nnodes=2:4", *rendezvous} < set(line)
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line
 
 
@@ -97,9 +96,7 @@ def test_a_dry_run_prints_a_line_per_host(capsys: pytest.CaptureFixture[str]) ->
     words = "launch -n 4 --hosts a:2,b:2 --launcher torchrun --dry-run -- true --epochs 3"
     assert cli.main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [shlex.split(line)[:3] for line in lines] == [
-        [SSH, "-oBatchMode=yes", one] for one in "ab"
-    ]
+    assert [shlex.split(line)[:3] for line in lines] == [[*SSH, one] for one in "ab"]
 
 
 @pytest.mark.parametrize("words", ["--tag", "--timeout 5"])

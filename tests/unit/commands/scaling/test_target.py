@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,6 @@ def test_the_time_at_each_size(study: Path, capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_what_cannot_be_told(
-    words: list[str], message: str, study: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, study: Path, refused: Callable[..., str]
 ) -> None:
-    assert cli.main(["scaling", "--out", str(study), *words]) == 2
-    assert message.format(study) in capsys.readouterr().err
+    assert message.format(study) in refused("scaling", "--out", str(study), *words)

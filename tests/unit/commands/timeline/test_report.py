@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[..., str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     straggling(3).write(tmp_path, "good.json")
@@ -156,11 +157,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     (tmp_path / "trace.json").write_text(
         json.dumps([{"ph": "X", "name": "aten::add", "ts": 5, "dur": 7, "pid": 3, "tid": 3}])
     )
-    assert cli.main(["timeline", *words]) == 2
-    streams = capsys.readouterr()
-    assert message in streams.err
-    assert len(streams.err.splitlines()) == 1
-    assert streams.out == ""
+    assert message in refused("timeline", *words)
     assert {path.name for path in tmp_path.iterdir()} == {"good.json", "empty.json", "trace.json"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,21 +44,18 @@ def test_how_many(tmp_path: Path) -> None:
         (["--script", __file__, "--updates", "some"], "--updates some: give a number"),
     ],
 )
-def test_wrong_use(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", *words]) == 2
-    streams = capsys.readouterr()
-    assert message in streams.err
-    assert len(streams.err.splitlines()) == 1
-    assert streams.out == ""
+def test_wrong_use(words: list[str], message: str, refused: Callable[..., str]) -> None:
+    assert message in refused("verify", *words)
 
 
 def test_a_script_is_not_watched_by_ranks_of_a_launcher(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     for name, value in MPIRUN.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["verify", "--script", __file__]) == 2
-    assert "give -n N instead of starting hvdtrain by mpirun" in capsys.readouterr().err
+    assert "give -n N instead of starting hvdtrain by mpirun" in refused(
+        "verify", "--script", __file__
+    )
 
 
 def test_dry_run_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,11 @@ from tests.conftest import environment
 # Three ranks, each on a host of its own, in one process: what one of them sees is the same.
 HEAD = """
 import logging, os, socket, threading, time
-from hvdtrain.system.runtime import failure_detector as module
+from hvdtrain.system.runtime import handshake
 from hvdtrain.system.runtime.failure_detector import FailureDetector
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 hosts = [(f"h{number}", "") for number in range(3)]
-ranks = [FailureDetector(number, hosts) for number in range(3)]
+ranks = [FailureDetector(number, hosts, []) for number in range(3)]
 endpoints = [one.endpoint() for one in ranks]
 port = ranks[0].listeners["tcp"].getsockname()[1]
 def until(happened):
@@ -44,10 +44,10 @@ def run(body: str) -> tuple[int, str, str]:
 
 def test_who_gave_up_before_rank_0_came_is_not_dead() -> None:
     code, out, err = run("""
-module.ANSWER = 0.2
+handshake.ANSWER = 0.2
 ranks[1].connect(endpoints)
 until(lambda: not [one for one in threading.enumerate() if one.name == "failure detector"])
-module.ANSWER = 30.0
+handshake.ANSWER = 30.0
 ranks[0].connect(endpoints)
 ranks[2].connect(endpoints)
 connected(2)
@@ -63,8 +63,8 @@ def test_who_is_answered_and_then_gives_up_is_not_dead() -> None:
     code, out, err = run("""
 ranks[0].connect(endpoints)
 line = socket.create_connection(("127.0.0.1", port))
-line.sendall(ranks[0].secret[:module.KEY] + (1).to_bytes(module.RANK, "big"))
-assert module.receive(line, module.KEY) == ranks[0].secret[module.KEY:]
+line.sendall(ranks[0].secret[:handshake.KEY] + (1).to_bytes(handshake.RANK, "big"))
+assert handshake.receive(line, handshake.KEY) == ranks[0].secret[handshake.KEY:]
 line.close()
 ranks[2].connect(endpoints)
 connected(2)
@@ -74,7 +74,7 @@ connected(2)
 
 def test_silent_and_foreign_processes_hold_nobody_up() -> None:
     code, out, err = run("""
-module.ANSWER = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
+handshake.ANSWER = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
 silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
 for line in silent[:5]:
     line.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n" + bytes(100))
@@ -87,7 +87,7 @@ connected(1, 2)
 
 def test_silent_connections_are_closed() -> None:
     code, out, err = run("""
-module.HELLO = 0.2
+handshake.HELLO = 0.2
 ranks[0].connect(endpoints)
 with socket.create_connection(("127.0.0.1", port)) as line:
     assert line.recv(1) == b""

@@ -13,6 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.system.runtime.walltime import (
+    FIRST_SAVE,
+    RESERVE,
+    Walltime,
     ends_at,
     parse_clock,
     question,
@@ -122,3 +125,17 @@ def test_without_an_answer_the_walltime_counts_from_now(tmp_path: Path) -> None:
     told = float(ask(tmp_path, "slurm_load_jobs error", 1, "2:00:00"))
     assert before + 7199 < told < time.time() + 7201
     assert ask(tmp_path, "UNLIMITED", 0) == "\n"
+
+
+def test_without_a_walltime_nothing_ends() -> None:
+    assert not Walltime(ends=None).is_near(longest_step=1e9)
+
+
+@pytest.mark.parametrize("step", [0.0, 3.0, 500.0])
+@pytest.mark.parametrize("save", [0.5, FIRST_SAVE, 90.0])
+def test_a_training_stops_two_steps_and_two_saves_before_the_end(step: float, save: float) -> None:
+    needed = RESERVE + 2 * step + 2 * max(save, FIRST_SAVE)
+    for spare, near in ((5.0, False), (-5.0, True)):
+        walltime = Walltime(ends=time.time() + needed + spare)
+        walltime.saved(save)
+        assert walltime.is_near(step) is near

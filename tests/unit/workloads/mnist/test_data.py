@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.mnist.data import embedded_digits, find, load, read_idx
 
-SHARED = Path(__file__).resolve().parents[5] / "shared"
 U8 = NDArray[np.uint8]
 NAMES = {
     ("train", "images"): "train-images-idx3-ubyte",
@@ -264,11 +263,8 @@ def test_without_a_directory_it_is_the_embedded_digits() -> None:
     assert (len(train.labels), len(test.labels)) == (1500, 297)
 
 
-def test_the_real_one() -> None:
-    directory = SHARED / "data" / "mnist"
-    if not directory.is_dir():
-        pytest.skip("../shared/data/mnist is not beside this clone")
-    train, test = load(directory)
+def test_the_real_one(mnist: Path) -> None:
+    train, test = load(mnist)
     assert (len(train.labels), len(test.labels)) == (60_000, 10_000)
     # From LeCun's page and the literature: mean and deviation of the training pixels.
     assert train.images.mean() / 255 == pytest.approx(0.1307, abs=1e-4)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hvdtrain.collectives.torch_distributed import meet
+from hvdtrain.collectives.torch_distributed import agree_on_rendezvous
 
 SOON = timedelta(seconds=0.5)
 
@@ -16,7 +16,9 @@ SOON = timedelta(seconds=0.5)
 def together(store: dist.Store, size: int) -> str:
     """What ``size`` ranks agree on."""
     with ThreadPoolExecutor(size) as pool:
-        ranks = [pool.submit(meet, store, rank, size, 60 * SOON) for rank in range(size)]
+        ranks = [
+            pool.submit(agree_on_rendezvous, store, rank, size, 60 * SOON) for rank in range(size)
+        ]
     (agreed,) = {rank.result() for rank in ranks}
     return agreed
 
@@ -32,5 +34,5 @@ def test_those_that_are_gone_are_not_taken_for_others() -> None:
     together(store, 3)
     for rank in range(3):  # each alone, where the two others have been before
         with pytest.raises(TimeoutError, match="3 ranks"):
-            meet(store, rank, 3, SOON)
+            agree_on_rendezvous(store, rank, 3, SOON)
     assert together(store, 3)

@@ -1,0 +1,181 @@
+"""The files of one checkpoint: written, read, and checked.
+
+    model.safetensors       parameters and buffers, names as in the model: the weights to ship
+    training.safetensors    what only a resume needs: optimizer state, the ranks' own buffers
+    state.json              position, counters, origin, metrics, and the SHA-256 of the two files
+
+Where a strategy shards the state, each rank writes a file of each kind, with whole tensors in it,
+in the convention of safetensors: ``model-00002-of-00003.safetensors``, and an index of all.
+Loading them executes nothing (safetensors holds numbers alone).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from hvdtrain.steps.tensor_file import Layout, Stored, TensorFile, digest_of, stored
+from hvdtrain.system.files import read_regular
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+Tensors = Mapping[str, Any]  # arrays, or what becomes one by np.asarray: Stored
+
+FORMAT = 1
+MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
+# What reading a file can raise that anybody may have written or damaged.
+DAMAGE = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, MemoryError, safetensors.SafetensorError),
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds.
+
+    Attributes:
+        model: parameters and buffers by name; of one that was found, not read yet.
+        training: optimizer state and other tensors that a resume needs, by name; likewise.
+        state: JSON values: ``step``, ``origin`` (what made it: framework, model, dataset size),
+            position and counters, and ``metrics`` of the last evaluation (or null).
+        path: the directory, when it was read from one.
+    """
+
+    model: Tensors
+    training: Tensors
+    state: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of tensors in a checkpoint that is being written.
+
+    Attributes:
+        name: of the file.
+        sha256: of its content.
+        tensors: size in bytes of each tensor in it, by name.
+    """
+
+    name: str
+    sha256: str
+    tensors: dict[str, int]
+
+
+def file_of(kind: str, place: int, number: int) -> str:
+    """Return the name of one of ``number`` files of a kind, such as ``MODEL_FILE``, from 0."""
+    stem, _, suffix = kind.partition(".")
+    return f"{stem}-{place + 1:05d}-of-{number:05d}.{suffix}"
+
+
+def kind_of(name: str) -> str:
+    """Return ``MODEL_FILE`` or ``TRAINING_FILE``, of which ``name`` is one of several, or it."""
+    return re.sub(r"-[0-9]{5}-of-[0-9]{5}(?=\.)", "", name)
+
+
+def _index(files: list[Written]) -> bytes:
+    places = {name: file.name for file in files for name in file.tensors}
+    total = sum(size for file in files for size in file.tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(index, indent=1).encode()
+
+
+def write(path: Path, arrays: Arrays) -> Written:
+    """Write ``arrays`` to the file ``path``, large elements first, so that all are aligned."""
+    ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    file = TensorFile(path, {name: Layout.of(value) for name, value in ordered.items()})
+    for name, value in ordered.items():
+        file.write(name, value)
+    return Written(path.name, file.close(), {name: one.nbytes for name, one in arrays.items()})
+
+
+def _digest_of_state(state: Mapping[str, Any]) -> str:
+    # Of everything in it but this digest itself.
+    digests = {name: value for name, value in state["sha256"].items() if name != STATE_FILE}
+    text = json.dumps({**state, "sha256": digests}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush(folder: Path) -> None:
+    """Bring the entries of ``folder`` to disk, which flushing its files does not."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def seal(folder: Path, files: list[Written], state: Mapping[str, Any]) -> None:
+    """Write what makes ``files`` a whole checkpoint: the index of each kind, and ``STATE_FILE``."""
+    for kind in (MODEL_FILE, TRAINING_FILE):
+        here = [file for file in files if kind_of(file.name) == kind]
+        if [file.name for file in here] != [kind]:
+            _write_file(folder / f"{kind}.index.json", _index(here))
+    digests = {file.name: file.sha256 for file in files}
+    whole = {"format": FORMAT, **state, "sha256": digests}
+    digests[STATE_FILE] = _digest_of_state(whole)
+    _write_file(folder / STATE_FILE, json.dumps(whole, indent=1).encode())
+    flush(folder)
+
+
+def read(folder: Path) -> Checkpoint:
+    """Find the checkpoint in ``folder`` and check it; its tensors are read when they are used.
+
+    Raises:
+        ValueError: a checksum or the format number is wrong.
+        OSError, KeyError: a file or an entry is missing.
+        DAMAGE: anything else is wrong with it.
+    """
+    state = json.loads(read_regular(folder / STATE_FILE))
+    if state["format"] != FORMAT:
+        raise ValueError(f"format {state['format']}, this hvdtrain reads {FORMAT}")
+    if _digest_of_state(state) != state["sha256"][STATE_FILE]:
+        raise ValueError(f"the checksum of {STATE_FILE} is wrong")
+    if not isinstance(state["step"], int):
+        raise ValueError(f"step {state['step']!r} is no number")
+    for name, digest in state["sha256"].items():
+        if name != STATE_FILE and digest_of(folder / Path(name).name) != digest:
+            raise ValueError(f"the checksum of {name} is wrong")
+    return unchecked(folder, state)
+
+
+def unchecked(folder: Path, state: dict[str, Any]) -> Checkpoint:
+    """Return the checkpoint in ``folder``, which another rank has read and checked.
+
+    Raises:
+        LookupError, OSError, SafetensorError: a file is not there, or it is another one.
+    """
+    tensors: dict[str, dict[str, Stored]] = {MODEL_FILE: {}, TRAINING_FILE: {}}
+    for name in state["sha256"]:
+        if name != STATE_FILE:
+            tensors[kind_of(name)] |= stored(folder / name)
+    return Checkpoint(tensors[MODEL_FILE], tensors[TRAINING_FILE], state, folder)
+
+
+def score(folder: Path) -> float | None:
+    """Return the metric of the checkpoint in ``folder``, so that more is better; None: unknown."""
+    try:
+        state = json.loads(read_regular(folder / STATE_FILE))
+        name, higher_is_better = state.get("best", ("accuracy", True))
+        value = (state["metrics"] or {})[name]
+        good = type(value) in (int, float) and math.isfinite(value)
+        return float(value if higher_is_better else -value) if good else None
+    except DAMAGE:
+        return None

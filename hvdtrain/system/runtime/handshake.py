@@ -1,0 +1,94 @@
+"""How a connection between two ranks begins: each side proves that it is of this job.
+
+It does so by a half of a common secret, and the connecting side confirms that it has read the
+answer. Before that its end is nobody's death: whoever has given up, or is no rank at all, just
+closes it. The accepting side waits for the confirmation as long as it takes, so that the other one
+can rely on the connection as soon as it has confirmed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+
+CONNECT = 3.0  # seconds for an address to answer; a host may have some that lead nowhere
+ANSWER = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
+HELLO = 10.0  # seconds for a connecting process to say which rank it is; it may be none
+KEY = 16  # bytes of each half of the secret: the connecting side's, and the accepting side's
+RANK = 4  # bytes of a rank
+CONFIRM = b"+"
+
+Address = tuple[str, int] | bytes  # IPv4 address and port, or the name of a socket on this host
+
+
+@dataclass
+class Handshake:
+    """An accepted connection that the other side has not confirmed yet."""
+
+    socket: socket.socket  # non-blocking
+    secret: bytes  # of the job, 2 x ``KEY`` bytes
+    since: float = field(default_factory=time.monotonic)  # when it was accepted
+    rank: int | None = None  # the rank at the other end, once it has said so
+    _received: bytes = b""
+
+    def read(self) -> bool:
+        """Read what has come; return whether the connection is confirmed.
+
+        Raises:
+            OSError: the other side has closed it, or is no rank of this job.
+        """
+        wanted = KEY + RANK if self.rank is None else len(CONFIRM)
+        try:
+            more = self.socket.recv(wanted - len(self._received))
+        except BlockingIOError:
+            return False
+        if not more:
+            raise ConnectionError("closed before it was confirmed")
+        self._received += more
+        if len(self._received) < wanted:
+            return False
+        message, self._received = self._received, b""
+        if self.rank is not None:
+            return message == CONFIRM
+        if not hmac.compare_digest(message[:KEY], self.secret[:KEY]):
+            raise ConnectionError("not a rank of this job")
+        self.rank = int.from_bytes(message[KEY:], "big")
+        self.socket.sendall(self.secret[KEY:])
+        return False
+
+    def is_late(self) -> bool:
+        """Return whether it should have said long ago which rank it is."""
+        return self.rank is None and time.monotonic() - self.since > HELLO
+
+
+def connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.socket | None:
+    """Connect to the first of ``targets`` where a rank of this job answers; None: nobody did."""
+    for target in targets:
+        line = socket.socket(socket.AF_UNIX if isinstance(target, bytes) else socket.AF_INET)
+        try:
+            line.settimeout(CONNECT)
+            line.connect(target)
+            line.settimeout(ANSWER)
+            line.sendall(secret[:KEY] + rank.to_bytes(RANK, "big"))
+            if hmac.compare_digest(receive(line, KEY), secret[KEY:]):
+                line.sendall(CONFIRM)
+                line.settimeout(None)
+                return line
+        except OSError as error:
+            log.debug("no connection by %s: %s", target, error)
+        line.close()
+    return None
+
+
+def receive(line: socket.socket, length: int) -> bytes:
+    """Return exactly ``length`` bytes; fewer where the other end has closed."""
+    data = b""
+    while len(data) < length and (more := line.recv(length - len(data))):
+        data += more
+    return data

@@ -1,0 +1,121 @@
+"""Started by test_elastic_keras.py under ``hvdtrain launch --elastic``, mpirun, or alone.
+
+However many ranks are lost, and whatever the number of ranks, the weights at the end are those of
+one process that has trained on each batch once (fp64, to 1e-9). ``--relative`` counts the epochs as
+Horovod's examples do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain.keras import session
+from hvdtrain.steps.sharding import permutation
+
+SAMPLES, BATCH, SEED, RATE = 50, 8, 3, 0.05
+parser = argparse.ArgumentParser()
+parser.add_argument("--directory", type=Path)
+parser.add_argument("--done", type=Path, required=True)
+parser.add_argument("--epochs", type=int, default=4)
+parser.add_argument("--pause", type=float, default=0.0, help="seconds before each batch")
+parser.add_argument("--every", type=int, default=2, help="batches between two commits")
+parser.add_argument("--relative", action="store_true")
+options = parser.parse_args()
+keras.config.set_floatx("float64")
+hvd.init()
+draw = np.random.default_rng(0)
+X, Y = draw.standard_normal((SAMPLES, 5)), draw.integers(0, 3, SAMPLES)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def net(seed: int) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.Input((5,)), keras.layers.Dense(7, "tanh"), keras.layers.Dense(3)]
+    return keras.Sequential(layers)
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(RATE, momentum=0.9)
+
+
+def falling(epoch: float) -> float:
+    return float(0.9 ** int(epoch))
+
+
+class Slow(keras.callbacks.Callback):
+    """Time to be killed in."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        time.sleep(options.pause)
+
+
+class OneProcess(keras.callbacks.Callback):
+    """The learning rates of the whole training, for one process."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        hvd.callbacks.set_learning_rate(self.model.optimizer, RATE * falling(epoch))
+
+
+def one_process() -> keras.Model:
+    epochs = itertools.count()
+
+    def batches() -> Iterator[Any]:
+        order = permutation(SAMPLES, SEED, next(epochs))
+        for start in range(0, SAMPLES, BATCH):
+            yield X[order[start : start + BATCH]], Y[order[start : start + BATCH]]
+
+    kinds = (tf.TensorSpec([None, 5], tf.float64), tf.TensorSpec([None], tf.int64))
+    data = tf.data.Dataset.from_generator(batches, output_signature=kinds)
+    model = net(0)
+    model.compile(sgd(), LOSS)
+    model.fit(data, epochs=options.epochs, callbacks=[OneProcess()], verbose=0)
+    return model
+
+
+@hvd.elastic.run
+def train(state: Any) -> None:
+    print(f"begin at epoch {state.epoch}, batch {state.batch}, {hvd.size()} ranks", flush=True)
+    left = {"epochs": options.epochs - state.epoch}
+    if not options.relative:
+        left = {"epochs": options.epochs, "initial_epoch": state.epoch}
+    callbacks = [
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=options.every),
+        hvd.callbacks.LearningRateScheduleCallback(RATE, falling),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+        hvd.callbacks.MetricAverageCallback(),
+        Slow(),
+    ]
+    data = hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
+    state.model.fit(data, callbacks=callbacks, verbose=0, **left)
+
+
+by_default = [signal.getsignal(number) for number in hvd.elastic.SIGNALS]
+model = net(hvd.rank())
+model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
+where = {"directory": options.directory} if options.directory else {}
+state = hvd.elastic.KerasState(model, batch=0, epoch=0, **where)
+if options.directory:  # a signal is heard before the training has begun
+    signal.raise_signal(signal.SIGUSR1)
+    assert state._why == "SIGUSR1"
+    state._why = ""
+train(state)
+assert [signal.getsignal(number) for number in hvd.elastic.SIGNALS] == by_default
+assert (state.epoch, state.batch) == (options.epochs, 0)
+flat = np.concatenate([value.ravel() for value in model.get_weights()])
+assert len(set(session.adapter().communicator.gather(flat.tobytes()))) == 1
+if hvd.rank() == 0:
+    for value, other in zip(model.get_weights(), one_process().get_weights(), strict=True):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-9)
+    options.done.touch()
