@@ -21,6 +21,7 @@ SHARED = ROOT.parent / "shared"
 BIN = Path(sys.executable).parent
 LONG = os.environ.get("HVDTRAIN_LONG") == "1"
 """All cases with all networks; otherwise what two slow cores do in half an hour."""
+on_demand = pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 runs it")
 
 # Users have it off; with it, output that is lost when a process ends at once would not be missed.
 os.environ.pop("PYTHONUNBUFFERED", None)

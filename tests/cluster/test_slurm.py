@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from hvdtrain.commands.submit import chain
 from tests.cluster.slurm import Cluster
-from tests.conftest import BIN, ROOT, Outcome
+from tests.conftest import BIN, ROOT, Outcome, on_demand
 from tests.unit.commands.submit.pbs_reader import Node, read_script
 
 PATIENCE = 240.0  # seconds for a job to end
@@ -113,6 +113,7 @@ def test_resnet_on_one_node(user: User) -> None:
     assert (summary["world_size"], summary["model"]) == (4, "resnet18")
 
 
+@on_demand
 def test_resnet_on_more_and_more_ranks(user: User) -> None:
     user.runs("qsub", "-l", ONE_NODE, "-v", f"{SMALL},STEPS=1,RESULTS=r", "jobs/resnet_scaling.pbs")
     assert [user.summary(f"r/{size}.json")["world_size"] for size in (1, 2, 4)] == [1, 2, 4]

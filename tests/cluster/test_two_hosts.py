@@ -19,7 +19,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
-from tests.conftest import BIN, Outcome
+from tests.conftest import BIN, Outcome, on_demand
 from tests.conftest import LONG as ALL_CASES
 from tests.parallel.conftest import STRATEGIES, Training, assert_bit_equal, assert_close, train
 
@@ -224,7 +224,7 @@ def test_a_host_is_lost_and_the_training_goes_on_later(
     assert_bit_equal(At(uncut, end), At(resumed, end))
 
 
-@pytest.mark.skipif(not ALL_CASES, reason="HVDTRAIN_LONG=1 runs it")
+@on_demand
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "horovod"])
 def test_a_host_is_lost_under_another_strategy(
     strategy: str, two: TwoHosts, tmp_path: Path
@@ -244,7 +244,7 @@ def test_a_host_is_lost_under_another_strategy(
     assert resumed.summary["steps_completed"] == end
 
 
-@pytest.mark.skipif(not ALL_CASES, reason="HVDTRAIN_LONG=1 runs it")
+@on_demand
 def test_horovod_elastic_goes_on_without_a_lost_host(two: TwoHosts, tmp_path: Path) -> None:
     """The names of these hosts lead nowhere: the ranks talk over the interface to the launcher."""
     there, script = tmp_path / "hosts", tmp_path / "discover.sh"
@@ -277,6 +277,7 @@ def test_all_that_runs_on_a_host_is_killed(two: TwoHosts, tmp_path: Path) -> Non
     assert two.name(2) in outcome.err
 
 
+@on_demand
 def test_a_slow_link_is_no_cut_link(two: TwoHosts, tmp_path: Path) -> None:
     """Queues of 400 ms, and nothing at all for five seconds: late, but right."""
     options = ("--model=small", "--num-steps=20", "--checkpoint-every=5", *EXACT)

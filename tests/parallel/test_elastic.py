@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from hvdtrain.steps.checkpoint import newest_name
-from tests.conftest import BIN, LONG, begin, end_session, run
+from tests.conftest import BIN, LONG, begin, end_session, on_demand, run
 from tests.parallel.conftest import show_seconds_lost, until
 
 TRAIN = ("hvdtrain.mnist", "--strategy=ddp", "--model=small")
@@ -136,7 +136,7 @@ def test_a_host_that_joins_and_one_that_is_lost(strategy: str, hosts: int, tmp_p
         assert int(step) >= int(kept.removeprefix("step-").partition("+")[0])
 
 
-@pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 kills twelve, each after another time")
+@on_demand  # twelve, each after another time
 @pytest.mark.parametrize("number", range(12))
 def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     saved, summary = tmp_path / "checkpoints", tmp_path / "summary.json"
@@ -188,6 +188,7 @@ def test_launch_goes_on_after_a_loss_and_stops_when_asked(tmp_path: Path) -> Non
         end_session(process.pid)
     assert process.returncode == 75, said
     assert said.count("stopped after step") == 1  # and was not started anew
+    assert "frame #" not in said and "rendezvous" not in said  # of the agent that ended last
 
 
 def test_without_a_checkpoint_it_would_begin_anew() -> None:

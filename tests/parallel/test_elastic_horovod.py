@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hvdtrain.commands.launch.elastic_driver import choose_slots, place_ranks
-from tests.conftest import BIN, LONG, begin, end_session, run
+from tests.conftest import BIN, LONG, begin, end_session, on_demand, run
 from tests.parallel.conftest import show_seconds_lost, until
 
 LAUNCH = [str(BIN / "hvdtrain"), "launch", "--elastic"]
@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     assert job.summary["samples_trained"] == STEPS * BATCH == 5 * 1500  # each of each epoch once
 
 
-@pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 runs it")
+@on_demand
 def test_a_rank_that_is_killed_while_all_connect(tmp_path: Path) -> None:
     """The others wait for it within Horovod, where they hear nothing; their workers start them."""
     with Job(tmp_path, "--min=2", "--max=2", *TRAIN, f"--num-steps={STEPS}") as job:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import BIN, LONG, begin, end_session, run
+from tests.conftest import BIN, LONG, begin, end_session, on_demand, run
 from tests.parallel import resident
 from tests.parallel.test_launch import until
 
@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     assert job.done.exists()
 
 
-@pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 runs it")
+@on_demand
 def test_a_slot_that_joins_and_a_stop(tmp_path: Path) -> None:
     """Two ranks go on within the epoch of one, and nothing is lost; so does the same command."""
     there, script = tmp_path / "hosts", tmp_path / "discover.sh"
@@ -128,7 +128,7 @@ def test_without_an_elastic_job_it_is_a_plain_training(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["done"]
 
 
-@pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 runs it")
+@on_demand
 def test_without_a_directory_one_line_says_so(tmp_path: Path) -> None:
     words = ["--min=2", "--max=2", "--", sys.executable, SCRIPT, f"--done={tmp_path / 'done'}"]
     outcome = run([*LAUNCH, *words])

@@ -14,7 +14,7 @@ from tests.parallel import resident
 FIT = Path(__file__).parent / "scripts" / "keras_fit.py"
 # Ways to train (functions of the script): all of them over two ranks, those that depend on the
 # number of ranks over three, too.
-SOME = {1: "plain,rates", 2: "all", 3: "plain,datasets,overflow,resumed,elastic"}
+SOME = {1: "plain,rates", 2: "all", 3: "plain,datasets,resumed"}
 
 
 @pytest.mark.parametrize("number", SOME)

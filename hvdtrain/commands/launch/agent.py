@@ -40,12 +40,17 @@ def main(arguments: Sequence[str]) -> int:
     watch_input(lambda _: ask())
     if "LOGLEVEL" not in os.environ:  # of torchrun
         logging.disable(logging.ERROR)  # ranks that fail tell so themselves, or are told of below
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if quiet:  # the store of an agent that ended first is gone: 20 lines for each question to it
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
-    _restart_only_after_loss()
+    if quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks have their own
+    codes = _restart_only_after_loss()
     parsed = parse_args(list(arguments))
     if hasattr(parsed, "signals_to_handle"):  # else TERM ends the ranks, as torchrun does it
         parsed.signals_to_handle = "SIGQUIT"
@@ -62,27 +67,39 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as stop:
         return 128 + int(stop.sigval)
     except RendezvousError as error:
+        if codes == {EXIT_PREEMPTED}:  # of no concern to ranks that have saved
+            return EXIT_PREEMPTED
         say(f"{socket.gethostname()}: the rendezvous of the agents failed: {error}")
         return EXIT_FAILURE
     return EXIT_OK
 
 
-def _restart_only_after_loss() -> None:
-    """Let an agent give up where its ranks end in a way that a new start would only repeat."""
+def _restart_only_after_loss() -> set[int]:
+    """Let an agent give up where its ranks end in a way that a new start would only repeat.
+
+    Returns:
+        The exit codes of the ranks that have failed last; changes when others do.
+    """
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.launcher import api
+
+    codes: set[int] = set()
 
     class Agent(LocalElasticAgent):
         @override
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
-            codes = {failure.exitcode for failure in result.failures.values()}
-            if codes and codes <= {EXIT_USAGE, EXIT_PREEMPTED}:
-                self._remaining_restarts = 0
+            failed = {failure.exitcode for failure in result.failures.values()}
+            if failed:
+                codes.clear()
+                codes.update(failed)
+                if failed <= {EXIT_USAGE, EXIT_PREEMPTED}:
+                    self._remaining_restarts = 0
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # which starts it
+    return codes
 
 
 def _ranks() -> list[psutil.Process]:

@@ -152,12 +152,12 @@ def datasets() -> None:
 
 
 def settings() -> None:
-    both(lambda: sgd(clipnorm=0.05))
-    both(lambda: sgd(global_clipnorm=0.1, weight_decay=0.01, use_ema=True))
-    both(lambda: sgd(gradient_accumulation_steps=2))
-    both(steps_per_execution=2)
-    both(optimizer=lambda: sgd(gradient_accumulation_steps=3), steps_per_execution=3)
-    both(distribute={"gradient_predivide_factor": 4.0, "device_dense": "/CPU:0", "name": "own"})
+    both(lambda: sgd(clipnorm=0.05), steps_per_execution=2)
+    both(lambda: sgd(gradient_accumulation_steps=2), steps_per_execution=3)
+    both(
+        lambda: sgd(global_clipnorm=0.1, weight_decay=0.01, use_ema=True),
+        distribute={"gradient_predivide_factor": 4.0, "device_dense": "/CPU:0", "name": "own"},
+    )
     # An update after two batches, from the mean of their gradients.
     one, mine = net(0), net(RANK)
     one.compile(sgd(gradient_accumulation_steps=2), LOSS)
