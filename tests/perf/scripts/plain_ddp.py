@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hvdtrain.workloads.resnet.pytorch import torchvision  # noqa: E402
 
-batch, steps = 8, int(sys.argv[1])
+batch, precision, steps = 8, sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -32,7 +32,7 @@ for step in range(steps + 5):
     index = torch.randint(0, 32, (batch,))
     x, y = pool[index].contiguous(memory_format=torch.channels_last), labels[index]
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         loss = torch.nn.functional.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
