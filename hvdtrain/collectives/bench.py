@@ -59,8 +59,10 @@ def missing(name: str) -> str:
             return f"Horovod for PyTorch is not there: {error}"
     if name == "gloo" and not torch.distributed.is_gloo_available():
         return "this PyTorch has no Gloo"
-    if name == "nccl" and not (torch.cuda.device_count() and torch.distributed.is_nccl_available()):
-        return "no GPU, or no NCCL in this PyTorch"
+    if name == "nccl":
+        from hvdtrain.system.machine import accelerator
+
+        return "" if accelerator.backend() == name else "no GPU, or no NCCL in this PyTorch"
     return ""
 
 

@@ -15,6 +15,15 @@ from hvdtrain.collectives.base import (
     Vector,
     split,
 )
+from hvdtrain.system.machine import accelerator
+
+
+def summable(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or a copy in host memory where this Horovod sums none on a GPU.
+
+    One that is built without CUDA waits for ever when it is given a tensor on a GPU.
+    """
+    return tensor if hvd.nccl_built() else tensor.cpu()
 
 
 class HorovodTorch(Communicator):
@@ -48,13 +57,14 @@ class HorovodTorch(Communicator):
 
     @override
     def tensor(self, length: int, value: float) -> Tensor:
-        gpus = torch.cuda.device_count() if hvd.nccl_built() else 0
-        device = f"cuda:{hvd.local_rank() % gpus}" if gpus else "cpu"
+        gpus = accelerator.count() if hvd.nccl_built() else 0
+        device = f"{accelerator.kind()}:{hvd.local_rank() % gpus}" if gpus else "cpu"
         return torch.full((length,), value, dtype=torch.float32, device=device)
 
     @override
     def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
-        return hvd.allreduce_(tensor, name=name, op=hvd.Sum)
+        total = hvd.allreduce_(summable(tensor), name=name, op=hvd.Sum)
+        return total if total.device == tensor.device else tensor.copy_(total)
 
     @override
     def operations(self, count: int) -> Operations:
@@ -73,8 +83,7 @@ class HorovodTorch(Communicator):
 
     @override
     def synchronize(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        accelerator.synchronize()
 
     @override
     def close(self) -> None:

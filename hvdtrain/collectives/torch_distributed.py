@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed: Gloo in host memory, NCCL on GPUs."""
+"""The collectives of torch.distributed: Gloo in host memory, NCCL or its like on GPUs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
 from hvdtrain.errors import UsageError
+from hvdtrain.system.machine import accelerator
 from hvdtrain.system.machine.network import address_for_all, addresses, interface_towards
 from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, detect
 
@@ -38,7 +39,8 @@ class TorchDistributed(Communicator):
     torchrun tells the ranks of a rendezvous; otherwise rank 0 picks a port, and MPI broadcasts it.
 
     Args:
-        gpu: tensors are on GPUs, and NCCL sums them; bytes and vectors stay with Gloo.
+        gpu: tensors are on GPUs, and their own back end sums them (NCCL, Intel's XCCL); bytes and
+            vectors stay with Gloo.
         timeout: for the ranks to find one another, and for each collective.
     """
 
@@ -46,8 +48,9 @@ class TorchDistributed(Communicator):
         self.gpu = gpu
         launch = detect(os.environ)
         if gpu:
-            torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+            accelerator.take(launch.local_rank % accelerator.count())
+        own = f"{accelerator.kind()}:{accelerator.backend()}"
+        backend = f"cpu:gloo,{own}" if gpu else "gloo"
         if dist.is_initialized():
             pass
         elif launch.launcher in OWN_RENDEZVOUS:
@@ -109,7 +112,7 @@ class TorchDistributed(Communicator):
 
     @override
     def tensor(self, length: int, value: float) -> Tensor:
-        device = "cuda" if self.gpu else "cpu"
+        device = accelerator.kind() if self.gpu else "cpu"
         return torch.full((length,), value, dtype=torch.float32, device=device)
 
     @override
@@ -150,7 +153,7 @@ class TorchDistributed(Communicator):
     @override
     def synchronize(self) -> None:
         if self.gpu:
-            torch.cuda.synchronize()
+            accelerator.synchronize()
 
     @override
     def close(self) -> None:

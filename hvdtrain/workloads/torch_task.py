@@ -15,6 +15,7 @@ from typing_extensions import override
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, bounds
+from hvdtrain.system.machine import accelerator
 from hvdtrain.workloads.columns import CLASSES, Columns
 from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed, digest_of
 from hvdtrain.workloads.metrics import Accuracy, Consumer, Metric
@@ -85,9 +86,9 @@ class TorchTask(Task):
             torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale
         )
         self.low_precision = LOW_PRECISION.get(options.precision)
-        self.scaler = torch.amp.GradScaler(
-            self.device.type, enabled=options.precision == "fp16" and self.device.type == "cuda"
-        )
+        on_gpu = self.device.type != accelerator.CPU
+        scaled = options.precision == "fp16" and on_gpu
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
 
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
         x = pixels.to(self.device, self.dtype, non_blocking=True) * self.scale[0] + self.scale[1]
@@ -138,8 +139,8 @@ class TorchTask(Task):
         # torch.manual_seed would also note the seed, with the text of the stack, for each kind of
         # device that is not in use: a millisecond per step, of 35 on MNIST.
         torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed_all(seed)  # of all that this process computes on
+        if self.device.type != accelerator.CPU:
+            accelerator.seed(seed)  # of all that this process computes on
 
     def _loss(self, batch: Batch, count: int) -> torch.Tensor:
         """Return the sum of the losses of ``batch`` over ``count``, the samples of an update."""

@@ -14,6 +14,7 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.adapters.state import check_names
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
+from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output.text import plural
 
 
@@ -25,13 +26,12 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def pin_device(self) -> str:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = accelerator.count()
         place = self.world.local_rank % max(1, count)
-        name = torch.cuda.get_device_name(place) if count else "cpu"
+        name = accelerator.name(place) if count else "cpu"
         self.check_devices(name, place, count)
         if count:
-            self.device = torch.device("cuda", place)
-            torch.cuda.set_device(self.device)
+            self.device = accelerator.take(place)
             self.has_gpu = True
             return f"{self.device} ({name})"
         self.threads = self.cpu_threads()
@@ -43,7 +43,7 @@ class PyTorchAdapter(CommonAdapter):
     def peak_memory_bytes(self) -> int:
         if not self.has_gpu:
             return super().peak_memory_bytes
-        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+        return accelerator.peak_memory()
 
     @override
     def trained_names(self, model: Any) -> set[str]:

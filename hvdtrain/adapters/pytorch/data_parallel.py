@@ -16,6 +16,7 @@ from typing_extensions import override
 from hvdtrain.adapters.pytorch.single import SingleAdapter
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
+from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output.text import plural
 
 
@@ -27,7 +28,7 @@ class DataParallelAdapter(SingleAdapter):
 
     @override
     def initialize(self, *, short_steps: bool = False) -> World:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = accelerator.count()
         if count < 2:
             raise UsageError(
                 f"--strategy data-parallel is for two GPUs or more, here {plural(count, 'GPU')} "
@@ -40,7 +41,7 @@ class DataParallelAdapter(SingleAdapter):
     @override
     def pin_device(self) -> str:
         super().pin_device()
-        return f"{plural(self.world.devices, 'GPU')} ({torch.cuda.get_device_name(0)} first)"
+        return f"{plural(self.world.devices, 'GPU')} ({accelerator.name(0)} first)"
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -59,6 +60,7 @@ class Replicas(torch.nn.DataParallel[Any]):
 
     @override
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-        kind, casts = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        cast = [torch.autocast("cuda", kind, enabled=casts)(replica) for replica in replicas]
+        device = accelerator.kind()
+        kind, casts = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        cast = [torch.autocast(device, kind, enabled=casts)(replica) for replica in replicas]
         return super().parallel_apply(cast, inputs, kwargs)

@@ -26,6 +26,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import TorchDistributed
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Part, Shards
+from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.waits import SUM
 
 
@@ -43,7 +44,13 @@ class DdpAdapter(PyTorchAdapter):
 
     @override
     def connect(self) -> Communicator:
-        return TorchDistributed(gpu=torch.cuda.is_available() and dist.is_nccl_available())
+        kind, backend = accelerator.kind(), accelerator.backend()
+        if kind != accelerator.CPU and not backend:
+            raise UsageError(
+                f"--strategy {self.name}: this PyTorch has no back end for tensors on {kind}; "
+                "--strategy horovod and mpi sum them in host memory"
+            )
+        return TorchDistributed(gpu=bool(backend))
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -139,7 +146,7 @@ class Replica(DistributedDataParallel):
         return self._start_future(gradients.to(kind), gradients.dtype)
 
     def _start_future(self, message: torch.Tensor, kind: torch.dtype) -> Any:
-        devices: Any = [message.device] if message.is_cuda else None
+        devices: Any = [message.device] if message.device.type != accelerator.CPU else None
         future: Any = torch.futures.Future(devices=devices)
         self._sums.append((dist.all_reduce(message, async_op=True), future, message, kind))
         return future

@@ -11,8 +11,9 @@ from typing_extensions import override
 from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
 from hvdtrain.adapters.pytorch.buckets import Sums
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.collectives.horovod_torch import HorovodTorch
+from hvdtrain.collectives.horovod_torch import HorovodTorch, summable
 from hvdtrain.config.levers import ADASUM, check_nccl
+from hvdtrain.system.machine import accelerator
 
 FLAGS = 2  # of a bucket of one parameter: see Bucket
 
@@ -25,7 +26,7 @@ class HorovodAdapter(BucketedAdapter):
 
     @override
     def connect(self) -> Communicator:
-        check_nccl(self.levers, used=bool(hvd.nccl_built()) and torch.cuda.is_available())
+        check_nccl(self.levers, used=bool(hvd.nccl_built()) and accelerator.count() > 0)
         return HorovodTorch()
 
     @override
@@ -46,11 +47,15 @@ class HorovodSums(Sums):
 
     @override
     def start(self, bucket: torch.Tensor, name: str) -> Any:
-        return hvd.allreduce_async_(bucket, name=name, op=hvd.Sum)
+        own = summable(bucket)
+        return hvd.allreduce_async_(own, name=name, op=hvd.Sum), own, bucket
 
     @override
     def wait(self, handle: Any) -> None:
-        hvd.synchronize(handle)
+        request, own, bucket = handle
+        hvd.synchronize(request)
+        if own is not bucket:
+            bucket.copy_(own)
 
 
 class AdasumSums(Sums):

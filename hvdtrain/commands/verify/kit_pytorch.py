@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from hvdtrain.commands.verify.harness import WIDTHS, Array, Kit, Processor, weights
 from hvdtrain.config.options import Options
+from hvdtrain.system.machine import accelerator
 from hvdtrain.workloads.torch_task import InMemory, TorchTask
 
 
@@ -19,9 +20,10 @@ class FrameworkKit(Kit):
     @override
     def processor(self) -> Processor:
         device = torch.device(self.device)
-        if device.type != "cuda":
+        if device.type == accelerator.CPU:
             return Processor(None, torch.get_num_threads())
-        return Processor(str(getattr(torch.cuda.get_device_properties(device), "uuid", device)), 0)
+        properties = accelerator.module(device.type).get_device_properties(device)
+        return Processor(str(getattr(properties, "uuid", device)), 0)
 
     @override
     def network(self, seed: int, *, buffers: bool = False) -> torch.nn.Module:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, seed_of
+from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.exit import end_with_parent
 from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed
 from hvdtrain.workloads.data.image_folder import (
@@ -100,7 +101,7 @@ class Folder(Dataset):
         self.samples, self.digest = len(images.paths), images.digest
         self._images = _Images(images, crop, options.image_size, options.seed)
         self._workers = options.workers
-        self._pin = torch.device(options.device).type == "cuda"
+        self._pin = torch.device(options.device).type != accelerator.CPU
         self._batches: list[Wanted] = []
         self._loader: torch_data.DataLoader[Batch | UsageError] | None = None
 

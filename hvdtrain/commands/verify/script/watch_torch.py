@@ -221,9 +221,10 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 def _processor(torch: Any, parameters: list[Any]) -> dict[str, Any]:
     device = parameters[0].device
-    if device.type != "cuda":
+    module = getattr(torch, device.type, None)
+    if device.type == "cpu" or module is None:
         return {"gpu": None, "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(device)
+    properties = module.get_device_properties(device)
     return {"gpu": str(getattr(properties, "uuid", device)), "threads": 0}
 
 
