@@ -100,10 +100,14 @@ def look(environ: Mapping[str, str], wanted: Request | None = None) -> Iterator[
         mended = mend_file(found.site_packages).is_file()
         yield software.torchvision_finding(version, torchvision, mended=mended)
     wheels = cache_root(environ) / "wheels"
-    yield from software.horovod_findings(software.find_horovod(found, wheels, loaded))
+    horovod, driver = software.find_horovod(found, wheels, loaded), gpus.find_driver()
+    yield from software.horovod_findings(horovod)
+    yield from software.gpu_tensor_findings(
+        horovod, found, has_nccl=loading.has_nccl(), gpus=len(driver.gpus) if driver else 0
+    )
     yield from mpi.mpi_findings(_mpi_facts(environ, mpi4py, loaded))
     yield from machine.tool_findings(found)
-    yield machine.gpu_finding(gpus.find_driver(), found, loading.has_nccl())
+    yield machine.gpu_finding(driver, found)
     alone = wanted.ranks if wanted else 1
     local = hosts.slots_here(batch.allocation, here) if batch.allocation.hosts else alone
     yield from machine.resource_findings(find_resources(), local, environ, machine.has_fabric())

@@ -65,7 +65,7 @@ _REMEDIES = (
     (r"Python\.h", "apt-get install python3-dev (or python3-devel)"),
     (r"#error C\+\+\d\d|-std=c\+\+20", "use a newer compiler: module load gcc, or set CXX"),
     (r"\bMPI(_|\b)", "check that mpicxx compiles a program, or load another MPI module"),
-    (r"Unsupported gpu architecture", "name your GPU's: HOROVOD_BUILD_CUDA_CC_LIST=80,90"),
+    (r"Unsupported gpu architecture", "name your GPU's: --cuda-arch 80,90"),
     (r"nccl", "set HOROVOD_NCCL_HOME to a directory with include/nccl.h and lib/libnccl.so"),
     (r"cuda|nvcc", "load the CUDA toolkit that PyTorch was built for, or set CUDA_HOME"),
     (r"HASHES|sha256", "the archive is not the released one; check the package index"),
@@ -147,6 +147,12 @@ class Build:
         workshop.requirement.write_text(recipe.requirement_text())
         if self.toolchain.nccl:
             (workshop.nccl / "libnccl.so").symlink_to(self.toolchain.nccl.library.absolute())
+        cuda = self.toolchain.cuda
+        if self.target.gpu == "none":
+            workshop.start.mkdir()
+            (workshop.start / "sitecustomize.py").write_text(recipe.NO_GPU)
+        elif cuda and cuda.is_package:
+            complete_toolkit(cuda.home, workshop.cuda)
 
     def _run_step(
         self, stage: str, command: Command, on_line: Callable[[str], None], log_file: Path
@@ -168,6 +174,19 @@ class Build:
         if file_hash(fetched) != recipe.HOROVOD_SHA256:
             raise HvdtrainError(f"{fetched.name} is not the released archive: its hash differs")
         copy_atomically(fetched, self.cache.archive)
+
+
+def complete_toolkit(home: Path, folder: Path) -> None:
+    """Make ``folder`` the toolkit ``home`` with a name for each library that a linker looks for."""
+    (folder / "lib64").mkdir(parents=True)
+    for path in home.iterdir():
+        if path.name != "lib":
+            (folder / path.name).symlink_to(path.absolute())
+    for library in sorted((home / "lib").iterdir()):  # libX.so, where there is one, comes first
+        for name in {library.name, re.sub(r"\.so\..*", ".so", library.name)}:
+            if not (folder / "lib64" / name).is_symlink():
+                (folder / "lib64" / name).symlink_to(library.absolute())
+    (folder / "lib").symlink_to("lib64")
 
 
 def _line_sink(stream: TextIO, display: Display) -> Callable[[str], None]:

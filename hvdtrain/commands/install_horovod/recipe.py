@@ -29,7 +29,6 @@ RECIPE = 2  # raise it when a change here changes the binary
 # a training (or would undo what this recipe does) and is kept away from the build.
 USER_VARIABLES = (
     "HOROVOD_BUILD_ARCH_FLAGS",
-    "HOROVOD_BUILD_CUDA_CC_LIST",
     "HOROVOD_WITHOUT_GLOO",
     "HOROVOD_WITHOUT_NVTX",
     "HOROVOD_WITH_NVTX",
@@ -62,6 +61,19 @@ inline auto CreateDeviceOf(attr which) {
 """
 
 
+# Horovod asks PyTorch, in `python -c` with this beside it, whether there is CUDA or ROCm, and then
+# compiles for it, operations or none. PyTorch takes any toolkit, also one of another version, or a
+# /usr/local/cuda without a compiler.
+NO_GPU = """\
+import contextlib
+import sys
+if sys.orig_argv[1:2] == ["-c"] and "torch" in sys.orig_argv[2]:
+    with contextlib.suppress(Exception):
+        from torch.utils import cpp_extension
+        cpp_extension.CUDA_HOME = cpp_extension.ROCM_HOME = None
+"""
+
+
 @dataclass(frozen=True)
 class Target:
     """What is to be built."""
@@ -69,6 +81,7 @@ class Target:
     frameworks: tuple[str, ...]  # ``pytorch``, ``tensorflow`` or both
     gpu: str  # ``none`` or ``nccl``
     jobs: int  # compilers that run at the same time
+    cuda_arches: tuple[int, ...] = ()  # compute capabilities; empty: all that nvcc knows
 
 
 class Workshop:
@@ -80,6 +93,8 @@ class Workshop:
         self.cmake = self.tools / "cmake" / "data" / "bin" / "cmake"
         self.compiler = root / "c++"  # the wrapper around the C++ compiler
         self.header = root / "device.h"  # DEVICE_HEADER
+        self.start = root / "start"  # holds NO_GPU, which each Python of the build runs first
+        self.cuda = root / "cuda"  # stands for a toolkit of PyPI's packages
         self.nccl = root / "nccl"  # holds libnccl.so, the name that a linker looks for
         self.nothing = root / "nothing"  # empty: where CUDA is looked for when it must not be found
         self.scratch = root / "tmp"
@@ -103,10 +118,15 @@ def build_environment(
     }
     assert toolchain.mpi is not None
     first = dict.fromkeys([str(toolchain.mpi.mpicxx.parent), str(toolchain.python.parent)])
+    if target.gpu == "nccl":  # Horovod asks the nvcc on PATH what it compiles for
+        first = {str(cuda_home(toolchain, workshop) / "bin"): None, **first}
     changes |= {
         # The MPI that was found is the one that CMake finds; mpicc must be found as well.
         "PATH": os.pathsep.join([*first, environ.get("PATH", os.defpath)]),
-        "PYTHONPATH": _before([workshop.tools], environ.get("PYTHONPATH")),
+        "PYTHONPATH": _before(
+            [workshop.tools, *([workshop.start] if target.gpu == "none" else [])],
+            environ.get("PYTHONPATH"),
+        ),
         "TMPDIR": str(workshop.scratch),
         "CXX": str(workshop.compiler),
         "CPLUS_INCLUDE_PATH": _before(
@@ -139,16 +159,10 @@ def _include_paths(target: Target, toolchain: Toolchain) -> list[Path]:
     return paths
 
 
-def uses_cuda(target: Target, toolchain: Toolchain) -> bool:
-    """Tell whether the binary gets CUDA code.
-
-    Horovod adds it for the GPU operations, and also as soon as a CUDA build of PyTorch and a
-    toolkit are both there: then GPU tensors are reduced through host memory.
-    Source: ``cmake/Modules/FindPytorch.cmake`` and ``horovod/torch/CMakeLists.txt``.
-    """
-    torch = toolchain.torch if "pytorch" in target.frameworks else None
-    wanted = target.gpu == "nccl" or (torch is not None and torch.cuda is not None)
-    return wanted and toolchain.cuda is not None
+def cuda_home(toolchain: Toolchain, workshop: Workshop) -> Path:
+    """Return the root of the toolkit that is compiled with."""
+    assert toolchain.cuda is not None
+    return workshop.cuda if toolchain.cuda.is_package else toolchain.cuda.home
 
 
 def cuda_environment(
@@ -156,7 +170,7 @@ def cuda_environment(
 ) -> dict[str, str | None]:
     """Return the variables that lead Horovod's build to CUDA and NCCL, or away from them."""
     changes: dict[str, str | None] = dict.fromkeys(CUDA_VARIABLES)
-    if not uses_cuda(target, toolchain):
+    if target.gpu == "none":
         # Horovod looks for a CUDA compiler even so, and one that does not fit the C++ compiler
         # would stop a build that does not need it. So it is led away; a nvcc on PATH it finds all
         # the same, and that one is told not to mind.
@@ -165,10 +179,11 @@ def cuda_environment(
             "CUDAToolkit_ROOT": str(workshop.nothing),
             "NVCC_APPEND_FLAGS": "-allow-unsupported-compiler",
         }
-    assert toolchain.cuda is not None
-    home = str(toolchain.cuda.home)
+    home = str(cuda_home(toolchain, workshop))
     changes |= {"HOROVOD_CUDA_HOME": home, "CUDA_HOME": home, "CUDAToolkit_ROOT": home}
-    if target.gpu == "nccl" and toolchain.nccl:
+    if target.cuda_arches:
+        changes["HOROVOD_BUILD_CUDA_CC_LIST"] = ",".join(map(str, target.cuda_arches))
+    if toolchain.nccl:
         changes |= {
             "HOROVOD_GPU_OPERATIONS": "NCCL",
             "HOROVOD_NCCL_INCLUDE": str(toolchain.nccl.include),
@@ -189,6 +204,8 @@ def relative_rpaths(toolchain: Toolchain) -> tuple[str, ...]:
     module = toolchain.site_packages / "horovod" / "torch"
     inside = [p for p in toolchain.mpi.libraries if p.is_relative_to(toolchain.prefix)]
     inside.append(toolchain.site_packages / "nvidia" / "nccl" / "lib")
+    if toolchain.cuda and toolchain.cuda.is_package:
+        inside.append(toolchain.cuda.home / "lib")
     return tuple(f"$ORIGIN/{os.path.relpath(path, module)}" for path in inside)
 
 

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 EPILOG = """example:
   hvdtrain install-horovod                          for the frameworks that are installed
-  hvdtrain install-horovod --frameworks pytorch --gpu nccl
+  hvdtrain install-horovod --gpu nccl --cuda-arch 80,90   on a login node without a GPU
   hvdtrain install-horovod --dry-run                only print what would be run
 """
 
@@ -63,9 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu",
-        default="none",
+        default="auto",
         choices=GPU_CHOICES,
-        help="GPU operations: none builds CPU operations only (default), nccl needs CUDA and NCCL",
+        help="GPU operations: auto builds them with NCCL where all that they need is there "
+        "(default), none builds CPU operations only",
+    )
+    parser.add_argument(
+        "--cuda-arch",
+        default="",
+        metavar="LIST",
+        help="compute capabilities to compile for, such as 80,90 (default: of the GPUs that are "
+        "here; without any, all that nvcc knows)",
     )
     parser.add_argument(
         "--jobs",
@@ -90,7 +98,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     """
     environ = dict(os.environ)
     toolchain = find(environ)
-    plan = make_plan(toolchain, arguments.frameworks, arguments.gpu, arguments.jobs)
+    arches = arguments.cuda_arch or environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "")
+    plan = make_plan(toolchain, arguments.frameworks, arguments.gpu, arguments.jobs, arches)
     if plan.problems:
         return _refusal(plan)
     cache = WheelCache(cache_root(environ))

@@ -34,11 +34,10 @@ from hvdtrain.commands.install_horovod.recipe import (
     RECIPE,
     USER_VARIABLES,
     Target,
-    uses_cuda,
 )
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.files import FULL
-from hvdtrain.system.machine.toolchain import Toolchain
+from hvdtrain.system.machine.toolchain import Cuda, Toolchain
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def identity(target: Target, toolchain: Toolchain, environ: Mapping[str, str]) -
     mpi, compiler = toolchain.mpi, toolchain.compiler
     torch = toolchain.torch if "pytorch" in target.frameworks else None
     tensorflow = toolchain.tensorflow if "tensorflow" in target.frameworks else None
-    cuda = toolchain.cuda if uses_cuda(target, toolchain) else None
+    cuda = toolchain.cuda if target.gpu == "nccl" else None
     nccl = toolchain.nccl if target.gpu == "nccl" else None
     return {
         "recipe": RECIPE,
@@ -58,16 +57,24 @@ def identity(target: Target, toolchain: Toolchain, environ: Mapping[str, str]) -
         "frameworks": sorted(target.frameworks),
         "gpu": target.gpu,
         "torch": f"{torch.version} {torch.identity}" if torch else None,
-        "tensorflow": f"{tensorflow.version} cuda={tensorflow.cuda}" if tensorflow else None,
+        "tensorflow": f"{tensorflow.version} cuda={tensorflow.cuda is not None}"
+        if tensorflow
+        else None,
         "mpi": mpi.identity if mpi else None,
         # Inside the environment the place is found relatively, outside it is part of the binary.
         "mpi_place": _mpi_place(toolchain),
         "compiler": compiler.identity if compiler else None,
-        "cuda": cuda.version if cuda else None,
+        "cuda": _cuda(cuda, target) if cuda else None,
         "nccl": nccl.version if nccl else None,
         "cpu": toolchain.cpu_flags,
         "flags": {n: environ[n] for n in (*FLAG_VARIABLES, *USER_VARIABLES) if n in environ},
     }
+
+
+def _cuda(cuda: Cuda, target: Target) -> str:
+    """Return the toolkit, whether its library is found relatively, and what is compiled for."""
+    kind = ["package"] if cuda.is_package else []
+    return " ".join([cuda.version, *kind, *map(str, target.cuda_arches)])
 
 
 def _mpi_place(toolchain: Toolchain) -> list[str]:

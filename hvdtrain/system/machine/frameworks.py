@@ -38,7 +38,7 @@ class TensorFlow:
     """An installed TensorFlow."""
 
     version: str  # version of the distribution
-    cuda: bool  # whether it was built for CUDA
+    cuda: str | None  # the CUDA version it was built for; None for a CPU build
     root: Path  # directory of the package
 
     def extra_includes(self) -> tuple[Path, ...]:
@@ -94,8 +94,9 @@ def find_tensorflow() -> TensorFlow | None:
         return None
     info = root / "python" / "platform" / "build_info.py"
     text = info.read_text() if info.is_file() else ""
-    cuda = re.search(r"'is_cuda_build',\s*True|'is_cuda_build':\s*True", text) is not None
-    return TensorFlow(version, cuda, root)
+    built = re.search(r"'is_cuda_build'[,:]\s*True", text)
+    cuda = re.search(r"'cuda_version'[,:]\s*'([\d.]+)'", text)
+    return TensorFlow(version, (cuda[1] if cuda else "unknown") if built else None, root)
 
 
 def versions(*names: str) -> dict[str, str]:

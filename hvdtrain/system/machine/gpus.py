@@ -17,7 +17,13 @@ from typing import Any
 DRIVER = "libcuda.so.1"
 DEVICES = Path("/dev")
 NAME_LENGTH = 256
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+VISIBLE = (  # what a user or a launcher leaves of them; Intel's tiles count as GPUs
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Gpu:
     name: str  # as its maker calls it
     uuid: str  # the same for every process that uses it
     memory: int  # bytes
+    capability: int  # compute capability, such as 90
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,12 @@ class Driver:
 
 
 def count_gpus(environ: Mapping[str, str], devices: Path = DEVICES) -> int:
-    """Count the GPUs that a rank here may use: CUDA_VISIBLE_DEVICES, else what is there."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    """Count the GPUs that a rank here may use: as CUDA_VISIBLE_DEVICES or its like say, else all.
+
+    AMD's and Intel's are counted only where their variable names them: the graphics unit of a
+    processor looks the same.
+    """
+    chosen = next((environ[name] for name in VISIBLE if name in environ), None)
     if chosen is not None:
         return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
     return len(list(devices.glob("nvidia[0-9]*")))
@@ -69,8 +80,15 @@ def _describe(cuda: ctypes.CDLL, place: int) -> Gpu:
     # The second form tells the parts of a partitioned GPU apart; drivers before 11.4 lack it.
     ask = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     ask(identity, device)
+    major, minor = (_attribute(cuda, device, number) for number in CAPABILITY)
     spelled = f"GPU-{uuid.UUID(bytes=identity.raw)}"
-    return Gpu(name.value.decode(errors="replace"), spelled, memory.value)
+    return Gpu(name.value.decode(errors="replace"), spelled, memory.value, 10 * major + minor)
+
+
+def _attribute(cuda: ctypes.CDLL, device: ctypes.c_int, number: int) -> int:
+    value = ctypes.c_int()
+    cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+    return value.value
 
 
 def identities(count: int, environ: Mapping[str, str]) -> list[str]:

@@ -9,10 +9,11 @@ import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.system.machine import gpus
 from hvdtrain.system.machine.frameworks import (
     TensorFlow,
     Torch,
@@ -23,7 +24,8 @@ from hvdtrain.system.machine.frameworks import (
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.system.runtime.command import Command, run
 
-SYSTEM_CUDA = Path("/usr/local/cuda")  # where PyTorch looks last, compiler or not
+SYSTEM_CUDA = Path("/usr/local/cuda")
+CUDA_HOMES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")  # variables, most particular first
 SYSTEM_LIBRARIES = tuple(
     f"/usr/{name}" for name in ("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "lib64", "lib")
 )
@@ -59,6 +61,18 @@ class Cuda:
 
     home: Path  # its root: ``bin/nvcc`` and ``include/cuda_runtime.h`` are under it
     version: str  # its release, such as 13.0
+    arches: tuple[int, ...] = ()  # compute capabilities that it compiles for, rising
+
+    @property
+    def major(self) -> str:
+        """Return 13 for 13.0."""
+        return self.version.partition(".")[0]
+
+    @property
+    def is_package(self) -> bool:
+        """Whether it is PyPI's, whose libraries lack the name that a linker looks for."""
+        libraries = self.home / "lib"
+        return any(libraries.glob("libcudart.so.*")) and not (libraries / "libcudart.so").exists()
 
 
 @dataclass(frozen=True)
@@ -87,9 +101,9 @@ class Toolchain:
     torch: Torch | None  # PyTorch
     tensorflow: TensorFlow | None  # TensorFlow
     cuda: Cuda | None  # the CUDA toolkit with its compiler
-    cuda_remains: Path | None  # what PyTorch would take for a toolkit: it has no compiler
     nccl: Nccl | None  # NVIDIA's collective library
     cpu_flags: tuple[str, ...]  # which of Horovod's vector instructions this processor has
+    gpu_arches: tuple[int, ...] = ()  # compute capabilities of the GPUs that are here, rising
 
     def installed_frameworks(self) -> tuple[str, ...]:
         """Return the names of the frameworks that are installed."""
@@ -101,7 +115,9 @@ def find(environ: Mapping[str, str]) -> Toolchain:
     """Look at this environment and this machine; changes nothing."""
     site_packages = Path(sysconfig.get_path("platlib"))
     headers = Path(sysconfig.get_path("include"))
-    cuda, remains = find_cuda(environ)
+    torch, tensorflow = find_torch(), find_tensorflow()
+    wanted = (torch and torch.cuda) or (tensorflow and tensorflow.cuda) or ""
+    cuda = find_cuda(environ, site_packages, wanted)
     make = shutil.which("make", path=environ.get("PATH"))
     return Toolchain(
         python=Path(sys.executable),
@@ -114,13 +130,18 @@ def find(environ: Mapping[str, str]) -> Toolchain:
         make=Path(make) if make else None,
         compiler=find_compiler(environ),
         mpi=find_mpi(environ, Path(sys.executable).parent),
-        torch=find_torch(),
-        tensorflow=find_tensorflow(),
+        torch=torch,
+        tensorflow=tensorflow,
         cuda=cuda,
-        cuda_remains=remains,
         nccl=find_nccl(environ, cuda, site_packages),
         cpu_flags=find_cpu_flags(CPUINFO),
+        gpu_arches=find_gpu_arches(gpus.find_driver()),
     )
+
+
+def find_gpu_arches(driver: gpus.Driver | None) -> tuple[int, ...]:
+    """Return the compute capabilities of the GPUs that ``driver`` tells of, such as (80, 90)."""
+    return tuple(sorted({gpu.capability for gpu in driver.gpus})) if driver else ()
 
 
 def find_compiler(environ: Mapping[str, str]) -> Compiler | None:
@@ -204,33 +225,39 @@ def find_cpu_flags(cpuinfo: Path) -> tuple[str, ...]:
 
 
 def find_cuda(
-    environ: Mapping[str, str], system: Path = SYSTEM_CUDA
-) -> tuple[Cuda | None, Path | None]:
-    """Return the first complete toolkit, and a directory that only looks like one.
+    environ: Mapping[str, str], site_packages: Path, wanted: str = "", system: Path = SYSTEM_CUDA
+) -> Cuda | None:
+    """Return the toolkit to compile with: what the user names, else the first of the right version.
 
-    PyTorch takes ``/usr/local/cuda`` for a toolkit as soon as the directory exists, and Horovod
-    then stops inside CMake for want of a compiler: the second value is that directory.
-
-    Source: ``torch/utils/cpp_extension.py`` (``_find_cuda_home``).
+    Args:
+        environ: for CUDA_HOME and PATH.
+        site_packages: where PyPI's packages of CUDA 13 and later put one.
+        wanted: the CUDA version of the frameworks, such as 13.0; empty: any.
+        system: where it is by custom.
     """
-    for home in _cuda_homes(environ, system):
-        nvcc = home / "bin" / "nvcc"
-        if nvcc.is_file() and (home / "include" / "cuda_runtime.h").is_file():
-            result = run(Command((str(nvcc), "--version")), timeout=30)
-            if result.ok:
-                return Cuda(home, nvcc_release(result.output)), None
-    return None, system if system.exists() else None
-
-
-def _cuda_homes(environ: Mapping[str, str], system: Path) -> Iterator[Path]:
-    """Yield where a toolkit may be, most particular first."""
-    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
-        if environ.get(name):
-            yield Path(environ[name])
+    named = [environ[name] for name in CUDA_HOMES if environ.get(name)]
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))
-    if nvcc:
-        yield Path(nvcc).resolve().parent.parent
-    yield system
+    places = [Path(home) for home in named] or [
+        *([Path(nvcc).resolve().parent.parent] if nvcc else []),
+        system,
+        *sorted(site_packages.glob("nvidia/cu[0-9]*"), reverse=True),
+    ]
+    found = [cuda for home in places if (cuda := describe_cuda(home))]
+    major = wanted.partition(".")[0]
+    return next((cuda for cuda in found if cuda.major == major), found[0] if found else None)
+
+
+def describe_cuda(home: Path) -> Cuda | None:
+    """Return the toolkit in ``home``; None where it lacks its compiler, or its headers."""
+    nvcc = home / "bin" / "nvcc"
+    if not nvcc.is_file() or not (home / "include" / "cuda_runtime.h").is_file():
+        return None
+    told = run(Command((str(nvcc), "--version")), timeout=30)
+    known = run(Command((str(nvcc), "--list-gpu-arch")), timeout=30)
+    if not told.ok:
+        return None
+    arches = {int(number) for number in re.findall(r"compute_(\d+)\b", known.output)}
+    return Cuda(home, nvcc_release(told.output), tuple(sorted(arches)))
 
 
 def nvcc_release(text: str) -> str:

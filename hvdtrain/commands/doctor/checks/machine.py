@@ -39,16 +39,15 @@ def tool_findings(toolchain: Toolchain) -> Iterator[Finding]:
         yield Finding(check, OK, found) if found else Finding(check, ABSENT, absent)
 
 
-def gpu_finding(driver: Driver | None, toolchain: Toolchain, nccl_built: bool) -> Finding:
+def gpu_finding(driver: Driver | None, toolchain: Toolchain) -> Finding:
     """Judge the GPUs, and whether what is installed can use them.
 
     Args:
         driver: what NVIDIA's driver tells; None: no driver, or no GPU.
         toolchain: for the frameworks.
-        nccl_built: whether Horovod has GPU operations.
     """
     if driver is None or not driver.gpus:
-        return Finding("GPUs", ABSENT, "none that this process can use")
+        return Finding("GPUs", ABSENT, "none of NVIDIA's that this process can use")
     count, first = len(driver.gpus), driver.gpus[0]
     found = f"{count} x {first.name}, {first.memory / GIB:.0f} GiB, driver for CUDA {driver.cuda}"
     torch, tensorflow = toolchain.torch, toolchain.tensorflow
@@ -58,9 +57,6 @@ def gpu_finding(driver: Driver | None, toolchain: Toolchain, nccl_built: bool) -
     if not (torch and torch.cuda) and not (tensorflow and tensorflow.cuda):
         evidence = f"{found}; what is installed is built for the CPU"
         return Finding("GPUs", WARNING, evidence, "install a CUDA build of PyTorch or TensorFlow")
-    if not nccl_built:
-        evidence = f"{found}; Horovod has no GPU operations: tensors go through host memory"
-        return Finding("GPUs", WARNING, evidence, "hvdtrain install-horovod --gpu nccl")
     return Finding("GPUs", OK, found)
 
 

@@ -13,6 +13,7 @@ import hvdtrain
 from hvdtrain.commands.doctor.checks.loading import Loaded, extension
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.install_horovod.installed import find_installed, wheel_hash
+from hvdtrain.commands.install_horovod.plan import nccl_problems
 from hvdtrain.commands.install_horovod.wheel_cache import read_json
 from hvdtrain.config.strategies import HOROVOD
 from hvdtrain.system.machine.frameworks import versions
@@ -44,7 +45,7 @@ def framework_findings(toolchain: Toolchain) -> Iterator[Finding]:
     else:
         yield Finding("PyTorch", missing, "not installed", remedy)
     if tensorflow:
-        built = "for CUDA" if tensorflow.cuda else "for the CPU"
+        built = f"for CUDA {tensorflow.cuda}" if tensorflow.cuda else "for the CPU"
         yield Finding("TensorFlow", OK, f"{tensorflow.version}, built {built}")
     else:
         yield Finding("TensorFlow", missing, "not installed", remedy)
@@ -134,6 +135,35 @@ def horovod_findings(facts: HorovodFacts) -> Iterator[Finding]:
             f"Horovod was not built for {PACKAGES[framework]}, which is installed",
             f"hvdtrain install-horovod, to train with --framework {framework} on several ranks",
         )
+
+
+def gpu_tensor_findings(
+    facts: HorovodFacts, toolchain: Toolchain, *, has_nccl: bool, gpus: int
+) -> Iterator[Finding]:
+    """Tell what Horovod does with tensors on a GPU, and what keeps it from doing better.
+
+    Nothing is told where no framework has such tensors.
+
+    Args:
+        facts: the installed Horovod.
+        toolchain: what there is to build another one with.
+        has_nccl: whether it has GPU operations.
+        gpus: how many GPUs are here; a login node often has none.
+    """
+    frameworks = [one for one in (toolchain.torch, toolchain.tensorflow) if one and one.cuda]
+    if not facts.version or not frameworks:
+        return
+    check = "Horovod, GPU tensors"
+    if has_nccl:
+        yield Finding(check, OK, "summed on the GPU, by NCCL")
+        return
+    missing = nccl_problems(tuple(facts.loaded), toolchain)
+    evidence = "hvdtrain sums them in host memory; other scripts hang or crash with them"
+    if missing:
+        evidence, remedy = f"{evidence} (no NCCL: {missing[0].what})", missing[0].remedy
+    else:
+        remedy = f"{REBUILD} builds it with NCCL"
+    yield Finding(check, WARNING if gpus else ABSENT, evidence, remedy)
 
 
 def _processor(facts: HorovodFacts) -> Finding:

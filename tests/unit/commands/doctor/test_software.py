@@ -12,12 +12,12 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.doctor.checks import loading, machine, mpi, software
 from hvdtrain.commands.doctor.checks.loading import Loaded
-from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING
+from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.launch.mpirun import Mpi
 from hvdtrain.system.machine.frameworks import TensorFlow, Torch
 from hvdtrain.system.machine.gpus import Driver, Gpu
 from hvdtrain.system.machine.limits import GIB
-from hvdtrain.system.machine.toolchain import Toolchain
+from hvdtrain.system.machine.toolchain import Cuda, Nccl, Toolchain
 from hvdtrain.system.runtime.command import Result
 from tests.unit.commands.doctor.doctor import by_check
 
@@ -121,7 +121,7 @@ def test_what_a_cached_wheel_was_built_from(tmp_path: Path) -> None:
 
 
 def tools(**changes: Any) -> Toolchain:
-    nothing = dict.fromkeys(("make", "compiler", "mpi", "cuda", "cuda_remains", "nccl"))
+    nothing = dict.fromkeys(("make", "compiler", "mpi", "cuda", "nccl"))
     usual: dict[str, Any] = {
         **nothing,
         "python": Path("/env/bin/python"),
@@ -143,7 +143,7 @@ def test_one_framework_is_enough_and_none_is_an_error() -> None:
     assert [finding.state for finding in found.values()] == [OK, ABSENT]
     found = by_check(software.framework_findings(tools(torch=None)))
     assert [finding.state for finding in found.values()] == [ERROR, ERROR]
-    tensorflow = TensorFlow("2.21.0", True, Path("/env/tensorflow"))
+    tensorflow = TensorFlow("2.21.0", "12.5.1", Path("/env/tensorflow"))
     found = by_check(software.framework_findings(tools(torch=None, tensorflow=tensorflow)))
     assert [finding.state for finding in found.values()] == [ABSENT, OK]
 
@@ -165,27 +165,49 @@ def test_what_only_a_build_needs_may_be_absent() -> None:
     assert {finding.state for finding in machine.tool_findings(tools())} == {ABSENT}
 
 
-CARD = Gpu("H200", "GPU-1", 141 * GIB)
+CARD = Gpu("H200", "GPU-1", 141 * GIB, 90)
 CUDA_TORCH = Torch("2.13.0", "13.0", "", Path("/env/torch"))
 
 
 @pytest.mark.parametrize(
-    ("driver", "torch", "nccl", "state", "words"),
+    ("driver", "torch", "state", "words"),
     [
-        (None, CUDA_TORCH, False, ABSENT, "none"),
-        (Driver("13.0", ()), CUDA_TORCH, False, ABSENT, "none"),
-        (Driver("13.2", (CARD,) * 4), CUDA_TORCH, True, OK, "4 x H200, 141 GiB"),
-        (Driver("12.8", (CARD,)), CUDA_TORCH, True, ERROR, "PyTorch is for CUDA 13.0"),
-        (Driver("13.0", (CARD,)), CUDA_TORCH, False, WARNING, "through host memory"),
-        (Driver("13.0", (CARD,)), None, True, WARNING, "built for the CPU"),
+        (None, CUDA_TORCH, ABSENT, "none"),
+        (Driver("13.0", ()), CUDA_TORCH, ABSENT, "none"),
+        (Driver("13.2", (CARD,) * 4), CUDA_TORCH, OK, "4 x H200, 141 GiB"),
+        (Driver("12.8", (CARD,)), CUDA_TORCH, ERROR, "PyTorch is for CUDA 13.0"),
+        (Driver("13.0", (CARD,)), None, WARNING, "built for the CPU"),
     ],
 )
-def test_gpus(
-    driver: Driver | None, torch: Torch | None, nccl: bool, state: str, words: str
-) -> None:
-    finding = machine.gpu_finding(driver, tools(torch=torch), nccl)
+def test_gpus(driver: Driver | None, torch: Torch | None, state: str, words: str) -> None:
+    finding = machine.gpu_finding(driver, tools(torch=torch))
     assert finding.state == state
     assert words in finding.evidence
+
+
+def test_what_becomes_of_gpu_tensors() -> None:
+    facts = software.HorovodFacts("0.28.1", {}, {}, {"pytorch": Loaded("")})
+    cuda = tools(torch=CUDA_TORCH)
+
+    def told(toolchain: Toolchain, gpus: int = 0, *, has_nccl: bool = False) -> list[Finding]:
+        found = software.gpu_tensor_findings(facts, toolchain, has_nccl=has_nccl, gpus=gpus)
+        return list(found)
+
+    (nccl,) = told(cuda, has_nccl=True)
+    assert (nccl.state, nccl.evidence) == (OK, "summed on the GPU, by NCCL")
+    (host,) = told(cuda)
+    assert host.state == ABSENT
+    assert host.evidence.endswith("(no NCCL: nvcc and the CUDA headers are not there)")
+    assert "module load cuda" in host.remedy
+    whole = dataclasses.replace(
+        cuda, cuda=Cuda(Path("/cuda"), "13.0"), nccl=Nccl(Path("/n"), Path("/n.so"), "2.28.9")
+    )
+    (host,) = told(whole, gpus=4)
+    assert host.state == WARNING
+    assert host.remedy == "hvdtrain install-horovod --rebuild builds it with NCCL"
+    assert told(tools()) == []
+    facts = software.HorovodFacts("", {}, {}, {})
+    assert told(cuda) == []
 
 
 def test_a_library_that_ends_the_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

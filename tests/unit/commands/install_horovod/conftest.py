@@ -29,9 +29,8 @@ def found(tmp_path: Path) -> Toolchain:
         compiler=Compiler(("/usr/bin/g++",), "g++ (Debian 12.2.0-14) 12.2.0", 12),
         mpi=Mpi(env / "bin" / "mpicxx", "Open MPI 5.0.11", (env / "lib",), env / "bin" / "mpirun"),
         torch=frameworks.Torch("2.13.0+cpu", None, "cuda=None commit=abc", site / "torch"),
-        tensorflow=frameworks.TensorFlow("2.21.0", False, site / "tensorflow"),
+        tensorflow=frameworks.TensorFlow("2.21.0", None, site / "tensorflow"),
         cuda=None,
-        cuda_remains=None,
         nccl=None,
         cpu_flags=("-mavx", "-mfma"),
     )

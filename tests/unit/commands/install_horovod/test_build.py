@@ -83,7 +83,7 @@ def test_decisive_line_of_other_failures(lines: list[str], expected: str | int |
         ("g++: fatal error: Killed signal terminated program cc1plus", "--jobs 1"),
         ("a.h:1:2: fatal error: Python.h: No such file", "python3-dev"),
         ("CMake Error: Could NOT find MPI (missing: MPI_CXX_FOUND)", "mpicxx"),
-        ("nvcc fatal   : Unsupported gpu architecture 'compute_70'", "HOROVOD_BUILD_CUDA_CC_LIST"),
+        ("nvcc fatal   : Unsupported gpu architecture 'compute_70'", "--cuda-arch"),
         ("ERROR: No matching distribution found for horovod", "login node"),
         ("CMake Error at x (message): The C++ compiler is not able to compile", "log holds"),
         ("something new", "log holds"),

@@ -10,7 +10,8 @@ import pytest
 
 from hvdtrain.commands.install_horovod.plan import make_plan, parse_frameworks
 from hvdtrain.errors import UsageError
-from hvdtrain.system.machine.toolchain import Compiler, Toolchain
+from hvdtrain.system.machine import frameworks
+from hvdtrain.system.machine.toolchain import Compiler, Cuda, Toolchain
 from tests.unit.commands.install_horovod.machines import on_gpu
 
 
@@ -51,7 +52,10 @@ def test_framework_asked_for_but_not_installed(found: Toolchain) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"frameworks": "mxnet"}, {"gpu": "mpi"}, {"jobs": -1}],
+    [
+        *({"frameworks": "mxnet"}, {"gpu": "mpi"}, {"jobs": -1}),
+        *({"cuda_arch": word} for word in ("sm_90", "9", "9.0a", "80;90")),
+    ],
 )
 def test_wrong_values_are_wrong_use(found: Toolchain, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
@@ -66,13 +70,48 @@ def test_frameworks_are_put_in_a_fixed_order() -> None:
 def test_nccl_on_a_cpu_machine_is_refused_before_the_start(found: Toolchain) -> None:
     problems = make_plan(found, gpu="nccl").problems
     text = "\n".join(map(str, problems))
-    for word in ("nvcc", "nccl.h", "PyTorch 2.13.0+cpu is a CPU build", "TensorFlow 2.21.0"):
+    for word in ("nvcc", "nccl.h", "PyTorch 2.13.0+cpu is not built for CUDA", "TensorFlow 2.21.0"):
         assert word in text
 
 
-def test_cuda_torch_without_a_compiler(found: Toolchain) -> None:
-    gpu = dataclasses.replace(on_gpu(found), cuda=None)
-    assert make_plan(gpu).problems == ()
-    remains = dataclasses.replace(gpu, cuda_remains=Path("/usr/local/cuda"))
-    (problem,) = make_plan(remains).problems
-    assert "bin/nvcc" in problem.what
+def test_auto_takes_nccl_where_nothing_stands_in_its_way(found: Toolchain) -> None:
+    gpu = on_gpu(found)
+    alone = make_plan(gpu, frameworks="pytorch")
+    assert (alone.target.gpu, alone.problems) == ("nccl", ())
+    assert alone.rows[-1][1] == "NCCL operations, for compute capability all that nvcc supports"
+    for plan, why in (
+        (make_plan(found), "PyTorch 2.13.0+cpu is not built for CUDA"),
+        (make_plan(gpu), "TensorFlow 2.21.0 is not built for CUDA"),
+        (make_plan(dataclasses.replace(gpu, cuda=None), "pytorch"), "nvcc and the CUDA headers"),
+        (make_plan(dataclasses.replace(gpu, nccl=None), "pytorch"), "nccl.h and libnccl.so"),
+    ):
+        assert (plan.target.gpu, plan.problems) == ("none", ())
+        assert f"(no NCCL: {why}" in plan.rows[-1][1]
+    assert "no NCCL" not in make_plan(gpu, gpu="none").rows[-1][1]  # nobody asked
+
+
+def test_nvcc_of_another_cuda_version(found: Toolchain) -> None:
+    other = dataclasses.replace(on_gpu(found), cuda=Cuda(Path("/opt/cuda"), "12.9"))
+    plan = make_plan(other, "pytorch")
+    assert (plan.target.gpu, plan.problems) == ("none", ())
+    (problem,) = make_plan(other, "pytorch", "nccl").problems
+    assert problem.what == "nvcc is of CUDA 12.9, a framework is for CUDA 13.0"
+    assert "pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.0.*'" in problem.remedy
+    old = frameworks.TensorFlow("2.19.0", "12.5.1", Path("/tf"))
+    both = dataclasses.replace(on_gpu(found), tensorflow=old)
+    (problem,) = make_plan(both, gpu="nccl").problems
+    assert problem.what == "nvcc is of CUDA 13.0, a framework is for CUDA 12.5.1"
+    assert "pip" not in problem.remedy  # CUDA 12's packages have no nvcc
+
+
+def test_compute_capabilities_are_those_asked_for_or_those_that_are_here(found: Toolchain) -> None:
+    toolkit = Cuda(Path("/opt/cuda"), "13.0", (75, 80, 86, 90, 100))
+    gpu = dataclasses.replace(on_gpu(found), gpu_arches=(80, 90), cuda=toolkit)
+    assert make_plan(gpu, "pytorch").target.cuda_arches == (80, 90)
+    plan = make_plan(gpu, "pytorch", cuda_arch="10.0, 90,8.6,90")
+    assert plan.target.cuda_arches == (86, 90, 100)
+    assert plan.rows[-1][1].endswith("for compute capability 86, 90, 100")
+    (problem,) = make_plan(gpu, "pytorch", cuda_arch="70,80").problems
+    assert (problem.what[-2:], problem.remedy) == ("70", "choose of 75, 80, 86, 90, 100")
+    older = dataclasses.replace(gpu, gpu_arches=(61, 90))  # an old card for the screen
+    assert make_plan(older, "pytorch").target.cuda_arches == ()

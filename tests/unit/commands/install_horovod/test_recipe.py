@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+import sys
 from pathlib import Path
 
 from hvdtrain.commands.install_horovod import recipe
+from hvdtrain.commands.install_horovod.build import complete_toolkit
 from hvdtrain.commands.install_horovod.recipe import (
     Target,
     compiler_wrapper,
     relative_rpaths,
 )
-from hvdtrain.system.machine.toolchain import Mpi, Toolchain
+from hvdtrain.commands.install_horovod.wheel_cache import identity
+from hvdtrain.system.machine.toolchain import Cuda, Mpi, Toolchain
 from hvdtrain.system.runtime.command import Command
 from tests.unit.commands.install_horovod.machines import BOTH, NCCL, SHOP, on_gpu
 
@@ -23,7 +26,7 @@ def test_build_environment_on_cpu(found: Toolchain) -> None:
     external = found.site_packages / "tensorflow" / "include" / "external"
     assert changes == {
         "PATH": f"{found.prefix}/bin:/usr/bin",
-        "PYTHONPATH": "/cache/build/k/tools:/mine",
+        "PYTHONPATH": "/cache/build/k/tools:/cache/build/k/start:/mine",
         "TMPDIR": "/cache/build/k/tmp",
         "CXX": "/cache/build/k/c++",
         "CPLUS_INCLUDE_PATH": "/usr/include/python3.11:"
@@ -86,12 +89,55 @@ def test_nccl_environment(found: Toolchain) -> None:
     assert changes["HOROVOD_NCCL_LIB"] == "/cache/build/k/nccl"
     assert changes["HOROVOD_NCCL_LINK"] == "SHARED"
     assert "CUDACXX" not in changes
+    assert "HOROVOD_BUILD_CUDA_CC_LIST" not in changes
+    two = dataclasses.replace(NCCL, cuda_arches=(80, 90))
+    changes = recipe.build_environment(two, machine, SHOP, {})
+    assert changes["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
+    assert identity(two, machine, {})["cuda"] == "13.0 80 90"
 
 
-def test_cuda_torch_with_toolkit_and_no_gpu_operations(found: Toolchain) -> None:
+def test_a_toolkit_of_packages_gets_the_names_that_a_linker_looks_for(
+    found: Toolchain, tmp_path: Path
+) -> None:
+    home = found.site_packages / "nvidia" / "cu13"
+    for name in ("bin/nvcc", "lib/libcudart.so.13", "lib/libcudart_static.a"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(name)
+    machine = dataclasses.replace(on_gpu(found), cuda=Cuda(home, "13.0"))
+    changes = recipe.build_environment(NCCL, machine, SHOP, {})
+    assert changes["HOROVOD_CUDA_HOME"] == "/cache/build/k/cuda"
+    assert str(changes["PATH"]).startswith("/cache/build/k/cuda/bin:")  # else another is asked
+    assert relative_rpaths(machine)[-1] == "$ORIGIN/../../nvidia/cu13/lib"
+    assert identity(NCCL, machine, {})["cuda"] == "13.0 package"
+    folder = tmp_path / "cuda"
+    complete_toolkit(home, folder)
+    assert (folder / "bin" / "nvcc").read_text() == "bin/nvcc"
+    assert (folder / "lib" / "libcudart.so").read_text() == "lib/libcudart.so.13"
+    assert {path.name for path in (folder / "lib64").iterdir()} == {
+        *("libcudart.so", "libcudart.so.13", "libcudart_static.a")
+    }
+
+
+def test_without_gpu_operations_pytorch_is_not_asked_for_cuda(
+    found: Toolchain, tmp_path: Path
+) -> None:
     changes = recipe.build_environment(BOTH, on_gpu(found), SHOP, {})
-    assert changes["HOROVOD_CUDA_HOME"] == "/opt/cuda"
-    assert "HOROVOD_GPU_OPERATIONS" not in changes
+    assert not [name for name in changes if name.startswith("HOROVOD_") and "CUDA" in name]
+    folder = tmp_path / "torch" / "utils"
+    folder.mkdir(parents=True)
+    for module in (folder.parent / "__init__.py", folder / "__init__.py"):
+        module.touch()
+    (folder / "cpp_extension.py").write_text("CUDA_HOME = ROCM_HOME = '/usr/local/cuda'")
+    asked = "from torch.utils import cpp_extension as c; print(c.CUDA_HOME, c.ROCM_HOME)"
+
+    def answer() -> str:
+        where = {"PYTHONPATH": str(tmp_path)}
+        told = subprocess.run([sys.executable, "-c", asked], env=where, capture_output=True)
+        return told.stdout.decode().strip()
+
+    assert answer() == "/usr/local/cuda /usr/local/cuda"
+    (tmp_path / "sitecustomize.py").write_text(recipe.NO_GPU)
+    assert answer() == "None None"
 
 
 def test_archive_is_pinned_by_version_and_hash() -> None:

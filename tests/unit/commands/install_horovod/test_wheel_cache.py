@@ -41,7 +41,7 @@ def test_key_changes_with_all_that_the_binary_depends_on(found: Toolchain) -> No
         change(found, torch=change(found.torch, version="2.12.0+cpu")),
         change(found, torch=change(found.torch, identity="cuda=None commit=def")),
         change(found, tensorflow=change(found.tensorflow, version="2.20.0")),
-        change(found, tensorflow=change(found.tensorflow, cuda=True)),
+        change(found, tensorflow=change(found.tensorflow, cuda="12.5.1")),
         change(found, mpi=change(found.mpi, identity="Open MPI 5.0.10")),
         change(found, mpi=change(found.mpi, libraries=(Path("/opt/lib"),))),
         change(found, compiler=change(found.compiler, identity="g++ 13.1.0")),

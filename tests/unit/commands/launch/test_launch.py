@@ -323,3 +323,5 @@ def test_gpus(tmp_path: Path) -> None:
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1a,GPU-2b,"}, tmp_path) == 2
     assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+    assert count_gpus({"ROCR_VISIBLE_DEVICES": "0,1,2"}, tmp_path) == 3
+    assert count_gpus({"ZE_AFFINITY_MASK": "0.0,0.1"}, tmp_path) == 2

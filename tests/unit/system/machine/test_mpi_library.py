@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.system.machine import gpus, mpi_library
 from hvdtrain.system.machine.mpi_library import MpiLibrary, mapped, own_mpirun
-from hvdtrain.system.machine.toolchain import mpi_identity
+from hvdtrain.system.machine.toolchain import find_gpu_arches, mpi_identity
 
 ROW = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 1234                       {}"
 
@@ -94,6 +94,10 @@ int cuDeviceGetCount(int *count) { *count = 2; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = 10 + ordinal; return 0; }
 int cuDeviceGetName(char *to, int length, int device) { strncpy(to, "Test GPU", length); return 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 80ul << 30; return 0; }
+int cuDeviceGetAttribute(int *to, int which, int device) {
+  *to = which == 75 ? 9 : device - 10;
+  return 0;
+}
 int UUID(CUuuid *uuid, int device) { memset(uuid->bytes, device, 16); return 0; }
 """
 
@@ -119,6 +123,8 @@ def test_the_gpus_that_a_driver_tells(tmp_path: Path, function: str) -> None:
         "GPU-0b0b0b0b-0b0b-0b0b-0b0b-0b0b0b0b0b0b",
     ]
     assert {(gpu.name, gpu.memory) for gpu in driver.gpus} == {("Test GPU", 80 << 30)}
+    assert find_gpu_arches(driver) == (90, 91)
+    assert find_gpu_arches(None) == ()
 
 
 def test_a_driver_that_finds_no_gpu(tmp_path: Path) -> None:

@@ -83,17 +83,31 @@ def test_cpu_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toolchain.find_cpu_flags(info) == ()
 
 
-def test_cuda_without_a_compiler_is_remains(tmp_path: Path) -> None:
-    system = tmp_path / "cuda"
+def toolkit(home: Path, release: str) -> None:
+    says = f"Cuda compilation tools, release {release}, V{release}.88\ncompute_80\ncompute_75"
+    fake_program(home / "bin" / "nvcc", says)
+    (home / "include").mkdir()
+    (home / "include" / "cuda_runtime.h").touch()
+
+
+def test_the_toolkit_of_the_version_that_is_wanted(tmp_path: Path) -> None:
+    system, site, own = tmp_path / "cuda", tmp_path / "site-packages", tmp_path / "own"
     nowhere = {"PATH": "/nowhere"}
-    assert find_cuda(nowhere, system) == (None, None)
+    assert find_cuda(nowhere, site, "13.0", system) is None
     system.mkdir()
-    assert find_cuda(nowhere, system) == (None, system)
-    fake_program(system / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
-    assert find_cuda(nowhere, system) == (None, system)  # no headers yet
-    (system / "include").mkdir()
-    (system / "include" / "cuda_runtime.h").touch()
-    assert find_cuda(nowhere, system) == (Cuda(system, "13.0"), None)
+    fake_program(system / "bin" / "nvcc", "release 12.9")
+    assert find_cuda(nowhere, site, "13.0", system) is None  # no headers
+    (system / "bin" / "nvcc").unlink()
+    (system / "bin").rmdir()
+    toolkit(system, "12.9")
+    assert find_cuda(nowhere, site, "13.0", system) == Cuda(system, "12.9", (75, 80))
+    package = site / "nvidia" / "cu13"
+    toolkit(package, "13.1")
+    assert find_cuda(nowhere, site, "13.0", system) == Cuda(package, "13.1", (75, 80))
+    assert find_cuda(nowhere, site, "", system) == Cuda(system, "12.9", (75, 80))
+    toolkit(own, "12.8")
+    found = find_cuda({**nowhere, "CUDA_HOME": str(own)}, site, "13.0", system)
+    assert found == Cuda(own, "12.8", (75, 80))  # what the user names stays
     assert nvcc_release("nothing") == "unknown"
 
 
