@@ -8,20 +8,17 @@ Horovod's examples do.
 from __future__ import annotations
 
 import argparse
-import itertools
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.keras import session
-from hvdtrain.steps.sharding import permutation
+from tests.parallel.global_batches import global_batches
 
 SAMPLES, BATCH, SEED, RATE = 50, 8, 3, 0.05
 parser = argparse.ArgumentParser()
@@ -68,15 +65,7 @@ class OneProcess(keras.callbacks.Callback):
 
 
 def one_process() -> keras.Model:
-    epochs = itertools.count()
-
-    def batches() -> Iterator[Any]:
-        order = permutation(SAMPLES, SEED, next(epochs))
-        for start in range(0, SAMPLES, BATCH):
-            yield X[order[start : start + BATCH]], Y[order[start : start + BATCH]]
-
-    kinds = (tf.TensorSpec([None, 5], tf.float64), tf.TensorSpec([None], tf.int64))
-    data = tf.data.Dataset.from_generator(batches, output_signature=kinds)
+    data = global_batches(X, Y, BATCH, SEED)
     model = net(0)
     model.compile(sgd(), LOSS)
     model.fit(data, epochs=options.epochs, callbacks=[OneProcess()], verbose=0)

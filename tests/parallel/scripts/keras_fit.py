@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.steps.sharding import permutation
 from tests.parallel.expect import expect_error
+from tests.parallel.global_batches import global_batches
 
 SAMPLES, BATCH, EPOCHS, SEED = 17, 8, 3, 5
 STEPS = -(-SAMPLES // BATCH)
@@ -57,21 +57,6 @@ def sgd(**options: Any) -> Any:
     return keras.optimizers.SGD(0.2, momentum=0.9, **options)
 
 
-def union() -> tf.data.Dataset:
-    """The global batches for one process, an epoch each time it is iterated over."""
-    epochs = itertools.count()
-
-    def batches() -> Iterator[Any]:
-        order = permutation(SAMPLES, SEED, next(epochs))
-        for start in range(0, SAMPLES, BATCH):
-            picked = order[start : start + BATCH]
-            yield X[picked], Y[picked]
-
-    kinds = (tf.TensorSpec([None, 5], tf.float64), tf.TensorSpec([None], tf.int64))
-    data = tf.data.Dataset.from_generator(batches, output_signature=kinds)
-    return data.apply(tf.data.experimental.assert_cardinality(STEPS))
-
-
 def both(
     optimizer: Callable[[], Any] = sgd,
     callbacks: Callable[[], list[Any]] = list,
@@ -85,7 +70,7 @@ def both(
     one = model(0)
     one.compile(optimizer(), **options)
     expected = one.fit(
-        union(),
+        global_batches(X, Y, BATCH, SEED),
         epochs=EPOCHS,
         validation_data=(VAL_X, VAL_Y),
         callbacks=callbacks(),
@@ -163,7 +148,7 @@ def settings() -> None:
     one.compile(sgd(gradient_accumulation_steps=2), LOSS)
     passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
     mine.compile(hvd.DistributedOptimizer(sgd(), **passes), LOSS)
-    one.fit(union(), epochs=EPOCHS, verbose=0)
+    one.fit(global_batches(X, Y, BATCH, SEED), epochs=EPOCHS, verbose=0)
     fit(mine)
     close(mine, one)
 

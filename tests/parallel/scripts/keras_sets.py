@@ -7,11 +7,9 @@ process on the data of the set, to 1e-9, and the model is equal on its ranks to 
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.keras import session
-from hvdtrain.steps.sharding import permutation
 from tests.parallel.expect import expect_error
+from tests.parallel.global_batches import global_batches
 
 DONE, RANKS, WHEN = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 SAMPLES, BATCH = 17, 8  # at the tail one rank has a sample, the others have none
@@ -86,16 +84,7 @@ def sgd() -> Any:
 
 
 def one_process() -> tuple[keras.Model, list[float]]:
-    epochs = itertools.count()
-
-    def batches() -> Iterator[Any]:
-        order = permutation(SAMPLES, SEED, next(epochs))
-        for start in range(0, SAMPLES, BATCH):
-            yield X[order[start : start + BATCH]], Y[order[start : start + BATCH]]
-
-    kinds = (tf.TensorSpec([None, 5], tf.float64), tf.TensorSpec([None], tf.int64))
-    data = tf.data.Dataset.from_generator(batches, output_signature=kinds)
-    data = data.apply(tf.data.experimental.assert_cardinality(STEPS))
+    data = global_batches(X, Y, BATCH, SEED)
     model = net(100 * NUMBER)
     model.compile(sgd(), LOSS, metrics=["accuracy"])
     model.optimizer.build(model.trainable_variables)
