@@ -31,7 +31,8 @@ def command(ranks: int, *arguments: str, launcher: str = "mpirun") -> list[str]:
     if launcher == "torchrun":
         return [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}", *arguments]
     python = [sys.executable, *arguments]
-    return python if ranks == 1 else [str(BIN / "mpirun"), "-n", str(ranks), *python]
+    mpirun, *flags = launcher.split()
+    return python if ranks == 1 else [str(BIN / mpirun), *flags, "-n", str(ranks), *python]
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
@@ -120,8 +121,9 @@ def strategies(options: argparse.Namespace) -> None:
         name: trainer("resnet", 2, 1, *line, steps, f"--strategy={name}")
         for name in ("ddp", "horovod", "mpi", "zero", "fsdp")
     }
-    by_torchrun = (*line, steps, "--strategy=ddp")
-    candidates["ddp by torchrun"] = trainer("resnet", 2, 1, *by_torchrun, launcher="torchrun")
+    ddp = (*line, steps, "--strategy=ddp")
+    for launcher in ("torchrun", "mpirun --bind-to none"):  # mpirun gives each rank a core
+        candidates[f"ddp by {launcher}"] = trainer("resnet", 2, 1, *ddp, launcher=launcher)
     plain = script("plain_ddp.py", 2, precision, str(options.steps), launcher="torchrun")
     candidates["plain DDP"] = plain
     wanted = {k: v for k, v in candidates.items() if k in options.only or not options.only}
