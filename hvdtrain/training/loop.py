@@ -33,8 +33,8 @@ MOST_SKIPPED = 10  # updates in a row that --on-nan skip leaves out
 MOST_ROLLBACKS = 3
 
 
-class _LeftOutError(Exception):
-    """A global batch is left out: the epoch goes on after ``Run.now``."""
+class _AgainError(Exception):
+    """The epoch is begun again where ``Run.now`` stands."""
 
 
 class Run:
@@ -68,9 +68,10 @@ class Run:
             "training_samples": task.train.samples,
             "seed": options.seed,
         }
+        self.may_defer = task.may_defer
         self.checkpoints = CheckpointManager(options, adapter, task, origin)
         # Reading a loss waits for a GPU; a CPU has it already.
-        self.look_every = 20 if adapter.has_gpu else 1
+        self.look_every = 20 if adapter.has_gpu or task.deferred else 1
         self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
         if plan.num_steps is not None:
             self.log_every = max(1, min(self.log_every, plan.num_steps // LINES_PER_EPOCH))
@@ -131,7 +132,7 @@ class Run:
         while stopped is None:
             try:
                 stopped = self._epoch()
-            except _LeftOutError:
+            except _AgainError:
                 continue
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
@@ -209,10 +210,11 @@ class Run:
         self.timeline.enter(self.now.step)
         place = part.start.epoch + part.start.consumed / self.shards.samples
         seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
-        restores = self.options.on_nan == "skip"
+        restores = self.options.on_nan == "skip" and not self.task.deferred
         before = self.adapter.local_buffers(self.task.model) if restores else {}
         with self.shards.step(part):
             loss = self.task.update(batch, learning_rate=self.rate(place), seed=seed)
+        self.task.may_defer = self.may_defer
         if self.task.not_finite:
             self.adapter.set_local_buffers(self.task.model, before)
             self._leave_out(part, self.task.not_finite)
@@ -236,7 +238,7 @@ class Run:
         """Do what ``--on-nan`` says where an update was not made; on all ranks alike.
 
         Raises:
-            _LeftOutError: the training goes on, without this global batch.
+            _AgainError: the training goes on, without this global batch.
             TrainingError: on every rank: it does not.
         """
         what = self._tell(part, trouble)
@@ -247,14 +249,14 @@ class Run:
             self.now.position = Position(begin.epoch, begin.consumed + part.global_count)
             self.now.metrics = None
             self.show.say(f"{what}: the update is left out")
-            raise _LeftOutError
+            raise _AgainError
         left_out = [*self.now.left_out, [part.start.epoch, part.start.consumed]]
         if self.options.on_nan == "rollback" and len(left_out) <= MOST_ROLLBACKS:
             self.pending.clear()
             self.now = self.checkpoints.roll_back()
             self.now.left_out = left_out
             self.show.say(f"{what}: back to step {self.now.step}, and without that global batch")
-            raise _LeftOutError
+            raise _AgainError
         with contextlib.suppress(TrainingError):  # the weights are those of before
             self._save()
         tried = {
@@ -280,7 +282,14 @@ class Run:
         )
 
     def _look(self) -> None:
-        """Read the losses that are pending; stop where one is not finite."""
+        """Read the losses that are pending; stop where one is not finite.
+
+        Raises:
+            _AgainError: some of those updates were not made.
+        """
+        left_out = self.task.updates_left_out() if self.task.deferred else 0
+        made = len(self.pending) - left_out
+        unmade, self.pending = self.pending[made:], self.pending[:made]
         values = self.task.loss_values([loss for _, loss in self.pending])
         for back, ((part, _), value) in enumerate(zip(self.pending, values, strict=True)):
             if not math.isfinite(value):
@@ -292,6 +301,21 @@ class Run:
             self.now.loss_sum += value * part.count
             self.now.loss_count += part.count
         self.pending.clear()
+        if unmade:
+            self._go_back([part for part, _ in unmade])
+
+    def _go_back(self, parts: list[Part]) -> NoReturn:
+        """Make the updates of ``parts`` anew; the first tells what is not finite, at once.
+
+        Raises:
+            _AgainError: always.
+        """
+        self.now.step -= len(parts)
+        self.now.samples -= sum(part.global_count for part in parts)
+        self.now.position = parts[0].start
+        self.adapter.samples_seen -= sum(part.count for part in parts)
+        self.task.may_defer = False
+        raise _AgainError
 
     def _log(self, part: Part, place: float) -> None:
         self._look()

@@ -45,7 +45,9 @@ class Task(ABC):
             next one outside of it sums them over the ranks.
         sum_shards: sums a tensor of what this process found in its part of the parameters or their
             gradients; where it has all of them, as alone, it returns the tensor.
-        not_finite: why the last ``update`` changed nothing; None: it did.
+        not_finite: why the last ``update`` changed nothing; None: it did, or it is ``deferred``.
+        may_defer: an update whose gradients are not finite need not be told of at once, since the
+            host would wait for the device.
     """
 
     model: Any
@@ -60,12 +62,18 @@ class Task(ABC):
     no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     sum_shards: Callable[[Any], Any] = staticmethod(lambda values: values)
     not_finite: NotFinite | None = None
+    may_defer = False
 
     @property
     def best(self) -> tuple[str, bool]:
         """What the best checkpoint is chosen by, and whether higher is better."""
         first = next(iter(self.metrics), None)
         return (first.names[0], first.higher_is_better) if first else ("loss", False)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether ``updates_left_out`` tells of an update that was not made, not ``not_finite``."""
+        return False
 
     @abstractmethod
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> Any:
@@ -83,6 +91,14 @@ class Task(ABC):
         changed its weights. (Loss scaling, of fp16, has its own way: it leaves such steps out and
         scales by less.)
         """
+
+    def updates_left_out(self) -> int:
+        """Return how many of the last updates were not made; waits for the device.
+
+        These are the first since the last call whose gradients are not finite, and all after it.
+        Weights, optimizer state and running statistics are those of before it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defers nothing")
 
     @abstractmethod
     def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:

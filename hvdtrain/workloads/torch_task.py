@@ -37,7 +37,7 @@ class InMemory(Indexed):
 
     @override
     def fetch(self, indices: Indices) -> Batch:
-        index = torch.from_numpy(indices).to(self.labels.device)
+        index = accelerator.send(torch.from_numpy(indices), self.labels.device)
         return Batch(self.images[index], self.labels[index])
 
 
@@ -77,28 +77,36 @@ class TorchTask(Task):
         self.columns = columns
         self.device = torch.device(options.device)
         self.dtype = torch.float64 if options.precision == "fp64" else torch.float32
-        # Parameters stay contiguous: Horovod reduces no other layout. The input alone in
-        # channels_last makes the convolutions take that faster path.
         self.model = model.to(self.device, self.dtype)
-        self.optimizer = make_optimizer(self.model, options)
+        if _prefers_channels_last(*(one.shape for one in model.parameters() if one.ndim == 4)):
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        on_gpu = self.device.type != accelerator.CPU
+        self.optimizer = make_optimizer(self.model, options, fused=on_gpu)
         self.train, self.test = train, test
         self.scale = tuple(
             torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale
         )
         self.low_precision = LOW_PRECISION.get(options.precision)
-        on_gpu = self.device.type != accelerator.CPU
         scaled = options.precision == "fp16" and on_gpu
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
+        self._copy = accelerator.Copies(self.device)
+        self.may_defer = on_gpu  # on a CPU nothing is to be waited for
+        self._guard: Guard | None = None
 
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
-        x = pixels.to(self.device, self.dtype, non_blocking=True) * self.scale[0] + self.scale[1]
-        return (
-            x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 and x.shape[1] > 1 else x
-        )
+        x = self._copy(pixels).to(self.dtype) * self.scale[0] + self.scale[1]
+        if x.ndim == 4 and _prefers_channels_last(x.shape):
+            return x.contiguous(memory_format=torch.channels_last)
+        return x
 
     @override
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> torch.Tensor:
         self._seed(seed)
+        batch = Batch(self._copy(batch.x), self._copy(batch.y))
+        if self._guard is None:
+            self._guard = Guard(self.model, self.optimizer)
+        if self.deferred:
+            self._guard.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.zero_grad(set_to_none=True)
@@ -109,16 +117,31 @@ class TorchTask(Task):
                 loss += self._backward(piece, batch.count)
         if last.count or self.needs_empty_forward:
             loss += self._backward(last, batch.count)
-        self.not_finite = None
-        if not self.scaler.is_enabled() and (bad := self._not_finite()):
-            self.not_finite = NotFinite(bad, self._own_trouble(batch, loss, seed))
-        else:
-            if self.options.clip_norm:
-                self.scaler.unscale_(self.optimizer)
-                clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self._step(batch, loss, seed)
         return loss
+
+    @property
+    @override
+    def deferred(self) -> bool:
+        return self.may_defer and not self.scaler.is_enabled() and is_fused(self.optimizer)
+
+    def _step(self, batch: Batch, loss: torch.Tensor, seed: int) -> None:
+        """Let the optimizer take its step, unless the gradients of ``batch`` are not finite."""
+        self.not_finite = None
+        if self.deferred and self._guard:
+            self._guard.end(self._sums())
+        elif not self.scaler.is_enabled() and (bad := self._not_finite()):
+            self.not_finite = NotFinite(bad, self._own_trouble(batch, loss, seed))
+            return
+        if self.options.clip_norm:
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    @override
+    def updates_left_out(self) -> int:
+        return self._guard.left_out() if self._guard else 0
 
     def _pieces(self, batch: Batch) -> list[Batch]:
         """Cut ``batch`` into what one pass is over: ``--accumulate-steps`` pieces, or fewer."""
@@ -144,14 +167,13 @@ class TorchTask(Task):
 
     def _loss(self, batch: Batch, count: int) -> torch.Tensor:
         """Return the sum of the losses of ``batch`` over ``count``, the samples of an update."""
-        y = batch.y.to(self.device, non_blocking=True)
         self.model.train()
         with torch.autocast(
             self.device.type, self.low_precision, enabled=self.low_precision is not None
         ):
             output = self.model(self._input(batch.x))
         # As a sum over a count the loss of no sample is 0, and so are its gradients.
-        return self._each(output.to(self.dtype), y).sum() / max(1, count)
+        return self._each(output.to(self.dtype), batch.y).sum() / max(1, count)
 
     def _each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         losses = self.losses(output, y)
@@ -163,15 +185,20 @@ class TorchTask(Task):
         return losses
 
     @torch.no_grad()
+    def _sums(self) -> torch.Tensor:
+        """Return the sum of each gradient, in the order of the parameters that have one.
+
+        One pass finds what is not finite: a sum with such a term is not, nor one that overflows.
+        """
+        own = [_own(p.grad).sum() for p in self.model.parameters() if p.grad is not None]
+        sums: torch.Tensor = self.sum_shards(torch.stack(own or [self.scale[0].new_zeros(())]))
+        return sums
+
     def _not_finite(self) -> str:
         """Return the name of the first parameter whose gradient is not finite; empty: none."""
-        # In one pass: a sum with such a term is not finite, nor is one that overflows.
-        named = [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
-        if not named:
-            return ""
-        sums = self.sum_shards(torch.stack([_own(p.grad).sum() for _, p in named]))
-        bad = (~sums.isfinite()).nonzero()
-        return named[int(bad[0])][0] if len(bad) else ""
+        bad = (~self._sums().isfinite()).nonzero()
+        named = [name for name, p in self.model.named_parameters() if p.grad is not None]
+        return named[int(bad[0])] if len(bad) else ""
 
     def _own_trouble(self, batch: Batch, loss: torch.Tensor, seed: int) -> str:
         """Tell what this rank contributed; its own gradients are gone, so they are made again."""
@@ -192,7 +219,7 @@ class TorchTask(Task):
     @override
     def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         self.model.eval()
-        y = batch.y.to(self.device)
+        y = self._copy(batch.y)
         output = self.model(self._input(batch.x)).to(torch.float64)
         for metric in metrics:
             metric.update(Batch(batch.x, y.cpu().numpy()), output.cpu().numpy())
@@ -210,16 +237,83 @@ class TorchTask(Task):
         return torch.stack(losses).tolist() if losses else []
 
 
+def _prefers_channels_last(first: torch.Size | None = None, *_: torch.Size) -> bool:
+    """Whether convolutions are faster in channels_last: where the first one has several channels.
+
+    Its input and its weight tell alike. What is drawn in a dropout depends on the layout, so all
+    strategies take the same one.
+    """
+    return first is not None and first[1] > 1
+
+
 def _own(value: Any) -> Any:
     """Return what this process has of a tensor that may be in parts (a ``DTensor``)."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def make_optimizer(model: torch.nn.Module, options: Options) -> torch.optim.Optimizer:
+class Guard:
+    """Leaves out updates whose gradients are not finite, without waiting for the device.
+
+    A fused optimizer makes no update where its ``found_inf`` is 1 (for ``GradScaler``). Here that
+    stays so after the first one that is left out, until somebody asks how many were.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._left_out: Any = 0  # a number on the device, since the first update
+        self._before: list[list[torch.Tensor]] = []  # running statistics, before each update
+        self._updates = 0
+        if is_fused(optimizer):
+            optimizer.register_step_pre_hook(_begin_momentum)  # after those of a strategy
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [one for one in self._model.buffers() if one.is_floating_point()]
+
+    def begin(self) -> None:
+        """Begin an update: keep aside the running statistics, which its forward pass changes."""
+        buffers = self._buffers()
+        if self._updates == len(self._before):
+            self._before.append([torch.empty_like(one) for one in buffers])
+        if buffers:
+            torch._foreach_copy_(self._before[self._updates], buffers)
+        self._updates += 1
+
+    def end(self, sums: torch.Tensor) -> None:
+        """Tell the optimizer whether to make an update whose gradients have these sums."""
+        bad = (~sums.isfinite()).any().float()
+        before = getattr(self._optimizer, "found_inf", None)
+        self._optimizer.found_inf = bad if before is None else torch.maximum(before, bad)
+        self._left_out = self._left_out + self._optimizer.found_inf
+
+    def left_out(self) -> int:
+        """Return how many of the last updates were left out; take back what they changed."""
+        number, updates = int(self._left_out), self._updates
+        if number and (buffers := self._buffers()):
+            torch._foreach_copy_(buffers, self._before[updates - number])
+        self._left_out, self._updates, self._optimizer.found_inf = 0, 0, None
+        return number
+
+
+def _begin_momentum(optimizer: Any, *_: Any) -> None:
+    """Begin momentum with zeros; a fused SGD begins with whatever is there, if it is left out."""
+    for group in optimizer.param_groups:
+        for one in group["params"] if group.get("momentum") else ():
+            if one.grad is not None:
+                optimizer.state[one].setdefault("momentum_buffer", torch.zeros_like(one))
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one kernel makes the update, and leaves it out where ``found_inf`` says so."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def make_optimizer(
+    model: torch.nn.Module, options: Options, *, fused: bool = False
+) -> torch.optim.Optimizer:
     """Return the optimizer that ``options`` name; its learning rate is set before each step."""
+    common: Any = {"lr": 1.0, "weight_decay": options.weight_decay or 0.0, "fused": fused}
     parameters = [p for p in model.parameters() if p.requires_grad]
-    decay = options.weight_decay or 0.0
     if options.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=1.0, momentum=options.momentum, weight_decay=decay)
+        return torch.optim.SGD(parameters, momentum=options.momentum, **common)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.optimizer]
-    return kind(parameters, lr=1.0, weight_decay=decay)
+    return kind(parameters, **common)

@@ -70,3 +70,40 @@ def test_gradients_are_clipped_by_their_norm_over_all_parameters(framework: str)
     assert parameters_after_a_step(framework, 2.0) == pytest.approx(whole, abs=1e-12)
     clipped = parameters_after_a_step(framework, 0.1)
     assert clipped == pytest.approx(whole * 0.1 / np.linalg.norm(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, bad: int) -> None:
+    """Everything is as before the first bad batch, running statistics and momentum too."""
+    torch = pytest.importorskip("torch")
+    from hvdtrain.workloads.data.dataset import Batch
+    from hvdtrain.workloads.torch_task import InMemory, TorchTask, make_optimizer
+
+    recipe = {"precision": "fp64", "device": "cpu", "weight_decay": 0.1, "clip_norm": 0.5}
+    options = replace(Options(), **recipe, optimizer=optimizer)
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randn(5, 8, 4, generator=generator, dtype=torch.float64)
+
+    def trained(later: bool, *places: int) -> tuple[Any, int]:
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+        data = InMemory(np.zeros((8, 4)), np.zeros(8, np.int64), "cpu")
+        task = TorchTask(torch.nn.Sequential(*layers), options, data, None)
+        task.optimizer = make_optimizer(task.model, options, fused=True)
+        task.may_defer = later
+        for place in places:
+            x = batches[place] * float("nan") if place == bad and later else batches[place]
+            task.update(Batch(x, torch.zeros(8, dtype=torch.int64)), learning_rate=0.1, seed=0)
+        left_out = task.updates_left_out() if later else 0
+        task.may_defer = False
+        task.update(Batch(batches[4], torch.zeros(8, dtype=torch.int64)), learning_rate=0.1, seed=0)
+        return task, left_out
+
+    task, left_out = trained(True, 0, 1, 2, 3)
+    assert left_out == 4 - bad
+    expected, _ = trained(False, *range(bad))
+    for name, value in expected.model.state_dict().items():
+        if value.is_floating_point():
+            assert torch.equal(value, task.model.state_dict()[name]), name
+    assert trained(True, 4, 4)[1] == 0

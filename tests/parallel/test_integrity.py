@@ -181,13 +181,16 @@ NAN = (
 )
 
 
-def train_on_a_bad_sample(number: int, folder: Path, *options: str, code: int = 0) -> Training:
+def train_on_a_bad_sample(
+    number: int, folder: Path, *options: str, code: int = 0, **variables: str
+) -> Training:
     """Two updates an epoch, of 1,499 samples and of one; in the first epoch that one is bad."""
     script = Path(__file__).parent / "scripts" / "one_bad_sample.py"
     outcome = (ranks if code else resident.ranks)(
         number,
         *(str(script), *NAN, *options, "--quiet", f"--summary={folder / 'summary.json'}"),
         f"--checkpoint-dir={folder / 'checkpoints'}",
+        **variables,
     )
     assert outcome.code == code, outcome.err[-3000:]
     return Training(outcome, folder)
@@ -226,6 +229,42 @@ def test_gradients_that_are_not_finite(framework: str, tmp_path: Path) -> None:
         alone = train_on_a_bad_sample(1, tmp_path / "one", line, "--on-nan=skip")
         assert alone.summary["steps_skipped"] == 3
         assert_close(alone, again, 1e-9)
+
+
+MANY_STEPS = ("--global-batch-size=100", "--momentum=0.9")
+
+
+@pytest.mark.parametrize("place", ["0", "750"])
+def test_an_update_that_is_found_later_not_to_be_made(place: str, tmp_path: Path) -> None:
+    """As on a GPU, looked at every 20 steps: the same bits as where each step is looked at."""
+
+    def train(folder: str, fused: str, *options: str, code: int = 0) -> Training:
+        line, more = (*MANY_STEPS, *options), {"FUSED": fused, "BAD": place}
+        return train_on_a_bad_sample(2, tmp_path / folder, *line, code=code, **more)
+
+    once = train("at-once", "at-once", "--on-nan=skip")
+    later = train("deferred", "deferred", "--on-nan=skip")
+    for one in (once, later):
+        assert one.summary["steps_skipped"] == 3  # one per epoch
+        assert one.summary["steps_completed"] == 3 * 15 - 3
+        assert one.summary["samples_trained"] == 3 * 1400
+    assert_bit_equal(once, later)
+    assert once.summary["train_loss"] == later.summary["train_loss"]
+
+    stopped = train("stopped", "deferred", code=1)
+    step = int(place) // 100 + 1
+    assert f"step {step} (epoch 1)" in stopped.outcome.said[0]
+    assert ": its loss is nan" in stopped.outcome.said[0]
+    assert stopped.summary["steps_completed"] == step - 1
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if str(way.id).startswith("pytorch")])
+def test_a_step_asks_no_tensor_for_a_number(way: tuple[str, ...]) -> None:
+    """On a GPU the host would wait for it; FSDP has no fused SGD."""
+    script = Path(__file__).parent / "scripts" / "no_host_synchronization.py"
+    line = ("--model=small", "--num-steps=12", "--optimizer=adamw", "--clip-norm=1", "--quiet")
+    outcome = resident.ranks(2, str(script), *line, *way)
+    assert outcome.code == 0, outcome.err[-3000:]
 
 
 def flip(number: int, rank: int, *options: str) -> Outcome:

@@ -76,9 +76,11 @@ class Bucket:
         size = length + len(parameters) + 1
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.found = self.flat[length:-1]
+        # Laid out as the parameters are (contiguous, channels_last): fused optimizers want that.
+        layouts = [torch.empty_like(one, device="meta") for one in parameters]
         self.views = [
-            self.flat[start : start + parameter.numel()].view(parameter.shape)
-            for start, parameter in zip(starts, parameters, strict=True)
+            self.flat.as_strided(layout.shape, layout.stride(), start)
+            for start, layout in zip(starts, layouts, strict=True)
         ]
         self.handle: Any = None
         self.missing: set[int] | None = None  # gradients yet to come; None between the passes

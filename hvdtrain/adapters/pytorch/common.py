@@ -130,8 +130,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Put back what ``optimizer_tensors`` gave."""
     state: dict[int, dict[str, torch.Tensor]] = {}
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
     for name, value in tensors.items():
         index, _, key = name.partition("/")
+        own = parameters[int(index)]
+        if value.shape == own.shape and not own.is_contiguous():
+            value = torch.empty_like(own, dtype=value.dtype).copy_(value)  # for fused kernels
         state.setdefault(int(index), {})[key] = value
     # Learning rate, momentum and the rest are options of this run, not of the one that saved.
     groups = optimizer.state_dict()["param_groups"]

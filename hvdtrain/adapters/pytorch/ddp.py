@@ -8,6 +8,9 @@ right too. Every rank makes each forward and backward pass, also on a part witho
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -96,9 +99,7 @@ class Replica(DistributedDataParallel):
     """A model whose gradients are those of the global batch when ``backward`` returns."""
 
     def __init__(self, model: torch.nn.Module, adapter: DdpAdapter) -> None:
-        first = next(model.parameters())
-        # DDP warns where it finds no unused parameter: it finds this one. The model loses it again.
-        model.register_parameter("_unused", torch.nn.Parameter(first.new_zeros(1)))
+        _find_none_quietly(adapter.device)
         with warnings.catch_warnings():
             # What takes the place of broadcast_buffers still sends them once.
             warnings.simplefilter("ignore", FutureWarning)
@@ -112,7 +113,6 @@ class Replica(DistributedDataParallel):
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=adapter.levers.fusion_threshold_mb,  # None: DDP's own
             )
-        del model._unused
         # Convolutions of channels_last input give such gradients; each is copied into its bucket.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self.adapter = adapter
@@ -165,6 +165,26 @@ class Replica(DistributedDataParallel):
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}
         if self._trouble:
             raise self._trouble
+
+
+@functools.cache
+def _find_none_quietly(device: torch.device) -> None:
+    """Let DDP say once, unheard, that it has found no unused parameter: it is no trouble here.
+
+    It writes that to the standard error itself. (A parameter made for it to find, which is unused,
+    would let the host wait for a GPU in each pass.)
+    """
+    layer = torch.nn.Linear(1, 1, device=device)
+    replica = DistributedDataParallel(layer, find_unused_parameters=True, init_sync=False)
+    sys.stderr.flush()
+    heard, unheard = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(unheard, 2)
+        replica(torch.zeros(1, 1, device=device))
+    finally:
+        os.dup2(heard, 2)
+        os.close(heard)
+        os.close(unheard)
 
 
 def weigh(gradients: torch.Tensor, weight: float) -> None:

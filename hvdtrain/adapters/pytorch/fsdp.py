@@ -59,7 +59,13 @@ class FsdpAdapter(ShardedAdapter):
             )
         check_parameters(model)
         for value in self.named_state(model).values():  # later no rank has them whole
+            if not value.is_contiguous():  # fully_shard takes no other
+                value.data = value.data.contiguous()
             dist.broadcast(value.detach(), src=0)
+        if isinstance(optimizer, torch.optim.SGD):  # no fused kernel of it takes a DTensor
+            optimizer._step_supports_amp_scaling = False
+            for group in optimizer.param_groups:
+                group["fused"] = None
         mesh = init_device_mesh(self.device.type, (self.world.size,))
         for unit in (*units(model), model):
             fully_shard(unit, mesh=mesh)
@@ -240,7 +246,8 @@ class Communication:
     def end_update(self) -> None:
         """Send the wish to stop, and note what was sent; before an update, on all ranks."""
         self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
-        self._stops = torch.tensor([float(self.adapter.stop_wanted)], device=self.adapter.device)
+        # Not by torch.tensor(..., device=): it would wait for a GPU.
+        self._stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
         with self._blocked(SUM):
             dist.all_reduce(self._stops)
 

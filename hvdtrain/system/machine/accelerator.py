@@ -69,6 +69,40 @@ def seed(number: int) -> None:
         module(found).manual_seed_all(number)
 
 
+def use_tf32(wanted: bool) -> None:
+    """Let products and convolutions of fp32 take TF32, 10 bits of mantissa, or not."""
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
+    torch.backends.cudnn.allow_tf32 = wanted
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``tensor``, of the host, on ``device``; a copy to an accelerator is not waited for."""
+    return tensor if device.type == CPU else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Copies:
+    """Copies from the host on a stream of their own, while ``device`` computes what came before.
+
+    What lies in pinned memory is not waited for. On a CPU a copy is the tensor itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = None if device.type == CPU else module(device.type)
+        self._own = self._streams.Stream(device) if self._streams else None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` on the device."""
+        if self._streams is None or tensor.device.type != CPU:
+            return tensor.to(self.device)
+        with self._streams.stream(self._own):
+            copied = tensor.to(self.device, non_blocking=True)
+        computing = self._streams.current_stream()
+        computing.wait_stream(self._own)
+        copied.record_stream(computing)  # or its memory would be taken for the next copy too early
+        return copied
+
+
 def backend() -> str:
     """Return what torch.distributed sums the accelerator's tensors with; empty: it cannot."""
     found = kind()

@@ -159,5 +159,5 @@ class Synthetic(Indexed):
 
     @override
     def fetch(self, indices: Indices) -> Batch:
-        index = torch.from_numpy(indices % SYNTHETIC_POOL).to(self.labels.device)
+        index = accelerator.send(torch.from_numpy(indices % SYNTHETIC_POOL), self.labels.device)
         return Batch(self.images[index], self.labels[index])

@@ -1,8 +1,13 @@
-"""``hvdtrain.mnist`` on digits of which one is not a number: the last one of the first epoch."""
+"""``hvdtrain.mnist`` on digits of which one is not a number: the last one of the first epoch.
+
+``BAD`` names another place. ``FUSED`` makes the optimizer a fused one, as on a GPU; by ``deferred``
+it also learns later that an update was left out.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -15,7 +20,7 @@ from hvdtrain.workloads.data.dataset import Batch
 
 SAMPLES = 1500
 TASK = {"pytorch": "torch_task", "tensorflow": "tf_task"}
-BAD = permutation(SAMPLES, 0, 0)[-1]
+BAD = permutation(SAMPLES, 0, 0)[int(os.environ.get("BAD", -1))]
 
 if __name__ == "__main__":
     framework = "tensorflow" if "--framework=tensorflow" in sys.argv else "pytorch"
@@ -33,4 +38,13 @@ if __name__ == "__main__":
         return Batch(tasks.torch.from_numpy(pixels), batch.y)
 
     tasks.InMemory.fetch = spoilt
+    if fused := os.environ.get("FUSED"):
+        start = tasks.TorchTask.__init__
+
+        def start_fused(task: Any, *arguments: Any, **named: Any) -> None:
+            start(task, *arguments, **named)
+            task.optimizer = tasks.make_optimizer(task.model, task.options, fused=True)
+            task.may_defer = fused == "deferred"
+
+        tasks.TorchTask.__init__ = start_fused
     run_and_exit(mnist.main)
