@@ -127,6 +127,9 @@ class CommonAdapter(StateAdapter):
     def make_deterministic(self) -> None:
         """Choose algorithms that give the same bits from run to run, even if slower."""
 
+    def use_tf32(self, wanted: bool) -> None:
+        """Let a GPU multiply fp32 in TF32, or not, whatever its framework does by default."""
+
     @property
     def gradient_sums(self) -> Sequence[GradientSums]:
         """One per optimizer that is distributed over several ranks."""

@@ -92,7 +92,7 @@ def option(
 
 
 # Names of the contract whose parts are not built yet: giving one is an error that says so.
-NOT_BUILT = frozenset({"compile", "micro-batches", "stages", "tf32"})
+NOT_BUILT = frozenset({"micro-batches", "stages"})
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,10 @@ class Options:
     precision: str = option(
         "auto", "of the forward pass", choices=("auto", "fp64", "fp32", "bf16", "fp16")
     )
+    tf32: bool = option(
+        False, "on a GPU, multiply fp32 in TF32: faster, with 10 bits of mantissa", bool
+    )
+    compile: bool = option(False, "let torch.compile make the model's kernels", bool)
     sync_batchnorm: bool = option(False, "BatchNorm over the global batch", bool)
     on_nan: str = option(
         "stop",
@@ -262,6 +266,8 @@ def check(options: Options) -> Options:
             "--autotune chooses by timings, so no run is bit-equal to another, and --deterministic "
             "asks for that: give one"
         )
+    if options.compile and options.framework != "pytorch":
+        raise UsageError("--compile is PyTorch's: leave it out with --framework tensorflow")
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")
     if options.evaluates_only:

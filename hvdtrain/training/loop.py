@@ -69,6 +69,7 @@ class Run:
             "seed": options.seed,
         }
         self.may_defer = task.may_defer
+        self.compiled: set[int] = set()  # sizes of global batches
         self.checkpoints = CheckpointManager(options, adapter, task, origin)
         # Reading a loss waits for a GPU; a CPU has it already.
         self.look_every = 20 if adapter.has_gpu or task.deferred else 1
@@ -228,11 +229,18 @@ class Run:
             self._look()
         self.clock.step(
             part.global_count,
-            counts=not self.timeline.leave(self.now.step),
+            counts=not self.timeline.leave(self.now.step) and not self._compiles(part),
             blocked=self.adapter.blocked_seconds,
         )
         if self.now.step % self.log_every == 0:
             self._log(part, place)
+
+    def _compiles(self, part: Part) -> bool:
+        """Whether the update of ``part`` had the model compiled, by some rank: it was the first."""
+        size = part.global_count  # by which each rank has a size of its own
+        new = self.options.compile and size not in self.compiled
+        self.compiled.add(size)
+        return new
 
     def _leave_out(self, part: Part, trouble: NotFinite) -> NoReturn:
         """Do what ``--on-nan`` says where an update was not made; on all ranks alike.

@@ -104,6 +104,16 @@ def processor_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
     return bool(BF16_FLAGS & cpu_flags(cpuinfo))
 
 
+def check_tf32(asked: bool, *, gpu: bool) -> None:
+    """Refuse ``--tf32`` on a CPU.
+
+    Raises:
+        UsageError: there is no GPU.
+    """
+    if asked and not gpu:
+        raise UsageError("--tf32 is for GPUs, and this run computes on a CPU: leave it out")
+
+
 def choose_precision(asked: str, *, prefers_bf16: bool, gpu: bool, has_bf16: bool) -> str:
     """Choose the precision of the forward pass.
 

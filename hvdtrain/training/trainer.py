@@ -28,6 +28,7 @@ from hvdtrain.training.evaluation_run import EvaluationRun
 from hvdtrain.training.loop import Run
 from hvdtrain.training.plan import (
     TrainingPlan,
+    check_tf32,
     choose_model,
     choose_precision,
     make_plan,
@@ -152,6 +153,8 @@ def _build(
     )
     if options.evaluates_only and precision != "fp64":
         precision = "fp32"
+    check_tf32(options.tf32, gpu=adapter.has_gpu)
+    adapter.use_tf32(options.tf32)
     if options.deterministic:
         adapter.make_deterministic()
     terminal.status(f"reading the data, building {plan.model}")
@@ -168,6 +171,9 @@ def _build(
     task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
     if options.sync_batchnorm:
         adapter.synchronize_batchnorm(task)
+    if options.compile and not options.evaluates_only:
+        terminal.status("compiling")
+        adapter.communicator.together(task.compile)
     return task
 
 

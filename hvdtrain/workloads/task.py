@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.config.options import Options
+from hvdtrain.errors import UsageError
 from hvdtrain.workloads.columns import CLASSES, Columns
 from hvdtrain.workloads.data.dataset import Batch, Dataset
 from hvdtrain.workloads.metrics import Consumer, Metric
@@ -69,6 +70,10 @@ class Task(ABC):
         """What the best checkpoint is chosen by, and whether higher is better."""
         first = next(iter(self.metrics), None)
         return (first.names[0], first.higher_is_better) if first else ("loss", False)
+
+    def compile(self) -> None:
+        """Let the framework make kernels for the model; it does so when it first runs."""
+        raise UsageError("--compile: this task has nothing to compile; leave it out")
 
     @property
     def deferred(self) -> bool:

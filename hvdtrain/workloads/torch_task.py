@@ -120,6 +120,15 @@ class TorchTask(Task):
         self._step(batch, loss, seed)
         return loss
 
+    @override
+    def compile(self) -> None:
+        try:  # a first look, at a small function: is there a compiler?
+            torch.compile(torch.square)(torch.ones(2, device=self.device))
+        except Exception as error:  # of many kinds
+            told = str(error).strip().partition("\n")[0]
+            raise UsageError(f"--compile: torch.compile does not work here: {told}") from error
+        self.model.compile()
+
     @property
     @override
     def deferred(self) -> bool:

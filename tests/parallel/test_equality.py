@@ -160,3 +160,16 @@ def test_torchrun_with_horovod_is_told(tmp_path: Path) -> None:
             "mpirun, or --strategy ddp"
         )
     assert len(by_launch.err.splitlines()) == 2  # and what was run
+
+
+@pytest.mark.parametrize("way", WAYS if LONG else [("--strategy=ddp",)])
+def test_a_compiled_model_is_the_same_model(way: tuple[str, ...], tmp_path: Path) -> None:
+    """Uneven parts, an epoch's tail of one sample, and a checkpoint that goes on uncompiled."""
+    if "--framework=tensorflow" in way:
+        pytest.skip("torch.compile is PyTorch's")
+    options = (*way, "--global-batch-size=1499", "--dropout=0", "--lr=0.01", *SMALL, *EXACT)
+    plain = train(2, tmp_path / "plain", "mnist", *options, "--num-steps=3")
+    half = train(2, tmp_path / "half", "mnist", *options, "--num-steps=2", "--compile")
+    assert half.summary["steps_completed"] == 2
+    whole = train(2, tmp_path / "half", "mnist", *options, "--num-steps=3")
+    assert_close(plain, whole, 1e-9)

@@ -66,6 +66,10 @@ class PyTorchAdapter(CommonAdapter):
         torch.backends.cudnn.benchmark = False
 
     @override
+    def use_tf32(self, wanted: bool) -> None:
+        accelerator.use_tf32(wanted)
+
+    @override
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
         tensors = {} if optimizer is None else optimizer_tensors(optimizer)
         return Checkpoint(

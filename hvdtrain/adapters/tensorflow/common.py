@@ -97,6 +97,10 @@ class TensorFlowAdapter(CommonAdapter):
             task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
 
     @override
+    def use_tf32(self, wanted: bool) -> None:
+        tf.config.experimental.enable_tensor_float_32_execution(wanted)
+
+    @override
     def make_deterministic(self) -> None:
         tf.config.experimental.enable_op_determinism()
 
