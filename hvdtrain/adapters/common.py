@@ -26,6 +26,7 @@ from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.steps.world import World, asked_threads, threads_per_rank
 from hvdtrain.system.machine import gpus, network
+from hvdtrain.system.machine.gpu_meter import GpuMeter
 from hvdtrain.system.machine.limits import peak_resident_bytes
 from hvdtrain.system.output.text import rank_list
 from hvdtrain.system.runtime import failure_detector
@@ -97,6 +98,7 @@ class CommonAdapter(StateAdapter):
     levers = Levers()
     device: Any = "cpu"
     has_gpu = False
+    meter: GpuMeter | None = None  # of this rank's GPU, since `pin_device`
     threads = 0  # that compute on a CPU, since `pin_device`
     needs_empty_forward = False  # also a part without samples takes a forward and a backward pass
     evaluates_together = False  # all ranks make the same number of forward passes to evaluate, too
@@ -250,6 +252,7 @@ class CommonAdapter(StateAdapter):
             visible: how many it sees; 0: this rank computes on the CPU.
         """
         identity = gpus.identities(visible, os.environ)[place] if visible else ""
+        self.meter = GpuMeter(identity) if visible else None
         preflight.check_devices(self.communicator, Device(name, identity, visible), self.ranks)
 
     @together

@@ -22,6 +22,7 @@ from hvdtrain.system.files import read_regular
 
 MOST = 2**20  # bytes of a file; a summary is far smaller
 LARGEST = 2**63  # of whole numbers: a larger one is no measurement, and too large for a float
+MAY_LACK = ("joules_per_image", "steps_skipped", "rollbacks")  # keys that most runs do not have
 SHOWN = 40  # characters of a wrong value
 
 
@@ -97,8 +98,10 @@ class Summary:
     peak_memory_bytes: int | None = None
     """Of the rank that took most: on its GPU, else resident."""
     utilisation_mean: float | None = None
-    """Of the cores of a rank, a fraction; over the ranks."""
+    """Of the cores of a rank, or of its GPU, a fraction; over the ranks."""
     utilisation_lowest: float | None = None
+    joules_per_image: float | None = None
+    """Energy of all GPUs since they were pinned; None where it is not known."""
     parameter_norm: float | None = None
     steps_skipped: int | None = None
     """Updates that ``--on-nan skip`` left out; None where there was none."""
@@ -117,7 +120,7 @@ class Summary:
         content = {
             name: value
             for name, value in dataclasses.asdict(self).items()
-            if value is not None or name not in ("steps_skipped", "rollbacks")
+            if value is not None or name not in MAY_LACK
         }
         return nan_to_null(content)
 

@@ -309,6 +309,8 @@ class Run:
             self.now.loss_sum += value * part.count
             self.now.loss_count += part.count
         self.pending.clear()
+        if self.adapter.meter:
+            self.adapter.meter.look()
         if unmade:
             self._go_back([part for part, _ in unmade])
 
@@ -338,6 +340,8 @@ class Run:
             "images_per_second": rate,
             "seconds_per_step": self.plan.global_batch / rate if rate else 0.0,
         }
+        if self.adapter.meter and self.adapter.meter.recent is not None:
+            record["gpu_busy"] = self.adapter.meter.recent
         self.show.step(record)
 
     def _end_of_epoch_loss(self, *, reset: bool) -> None:

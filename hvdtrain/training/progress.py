@@ -137,20 +137,23 @@ class Progress(Silent):
                 TextColumn("epoch {task.fields[epoch]}"),
                 BarColumn(),
                 TextColumn("step {task.completed}/{task.total}  loss {task.fields[loss]}"),
-                TextColumn(f"{{task.fields[rate]}} {self.unit}/s"),
+                TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(),
                 console=self.console,
                 refresh_per_second=2,  # each refresh takes time from the core that trains
             )
             self._task = self._bar.add_task(
-                "", total=total, completed=done, epoch="-", loss="-", rate="-"
+                "", total=total, completed=done, epoch="-", loss="-", rate=f"- {self.unit}/s"
             )
             self._bar.start()
 
     @override
     def step(self, record: dict[str, Any]) -> None:
         self._record("step", record)
-        loss, rate = f"{record['loss']:.4f}", f"{record['images_per_second']:,.0f}"
+        loss = f"{record['loss']:.4f}"
+        rate = f"{record['images_per_second']:,.0f} {self.unit}/s"
+        if "gpu_busy" in record:
+            rate += f"  GPU {100 * record['gpu_busy']:.0f} %"
         if self._bar:
             self._bar.update(
                 self._task,
@@ -164,7 +167,7 @@ class Progress(Silent):
             left = (self._total - record["step"]) * record["seconds_per_step"]
             self.console.print(
                 f"epoch {record['epoch'] + 1}  step {record['step']}/{self._total}  loss {loss}  "
-                f"{rate} {self.unit}/s  {_clock(left)} left"
+                f"{rate}  {_clock(left)} left"
             )
 
     @override

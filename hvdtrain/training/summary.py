@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 import statistics
@@ -10,8 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hvdtrain import __version__
 from hvdtrain.adapters.common import CommonAdapter
@@ -80,19 +79,27 @@ def described(
 def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
     """Return the fields of a summary that tell what devices gave; all ranks call it.
 
-    Memory is the largest over the ranks. Utilisation is known where CPUs compute: processor time
-    of a rank over the time of the steps that count times its threads; mean and lowest over ranks.
+    Memory is the largest over the ranks. Utilisation of a CPU is processor time of a rank over the
+    time of the steps that count times its threads, that of a GPU what NVML says; mean and lowest
+    over ranks. Energy is that of all GPUs, over the images that they were trained on.
     """
     busy, seconds = clock.processor_seconds(), clock.counted_seconds()
-    share = busy / (seconds * adapter.threads) if seconds and adapter.threads else np.nan
-    mine = np.array([adapter.peak_memory_bytes, share], np.float64)
-    ranks = [np.frombuffer(one) for one in adapter.communicator.gather(mine.tobytes())]
-    memory, shares = (list(map(float, column)) for column in zip(*ranks, strict=True))
-    known = not np.isnan(shares).any()
+    share = busy / (seconds * adapter.threads) if seconds and adapter.threads else None
+    meter, joules = adapter.meter, None
+    if meter:
+        share, joules = meter.busy, {meter.identity: meter.joules}
+    mine = json.dumps([adapter.peak_memory_bytes, share, joules])
+    ranks = [json.loads(one) for one in adapter.communicator.gather(mine.encode())]
+    memory, shares, energies = zip(*ranks, strict=True)
+    of_gpus = {gpu: value for one in energies for gpu, value in (one or {}).items()}
+    measured, images = [*of_gpus.values()], sum(clock.images)
     return {
-        "peak_memory_bytes": int(max(memory)) or None,
-        "utilisation_mean": statistics.fmean(shares) if known else None,
-        "utilisation_lowest": min(shares) if known else None,
+        "peak_memory_bytes": max(memory) or None,
+        "utilisation_mean": None if None in shares else statistics.fmean(shares),
+        "utilisation_lowest": None if None in shares else min(shares),
+        "joules_per_image": sum(measured) / images
+        if measured and images and None not in measured
+        else None,
     }
 
 
@@ -161,11 +168,21 @@ def rows(
         ("training loss", _number(summary.train_loss, ".4f")),
         *_test_rows(summary, measured),
         (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
+        *_gpu_rows(summary, unit),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
         ("stopped", STOPPED.get(stopped, stopped)),
     ]
     files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
     return table + [(name, path) for name, path in files.items() if path]
+
+
+def _gpu_rows(summary: Summary, unit: str) -> list[tuple[str, str]]:
+    """Return what NVML tells, if it does; without energy it is of CPUs."""
+    if summary.joules_per_image is None or summary.utilisation_mean is None:
+        return []
+    memory = (summary.peak_memory_bytes or 0) / 2**30
+    busy = f"{100 * summary.utilisation_mean:.0f} % busy, at most {memory:.1f} GiB each"
+    return [("GPUs", f"{busy}, {summary.joules_per_image:.3g} J for each of the {unit}")]
 
 
 def evaluation_rows(

@@ -16,6 +16,8 @@ def test_a_machine_without_one() -> None:
     assert (accelerator.kind(), accelerator.count(), accelerator.backend()) == ("cpu", 0, "")
     accelerator.synchronize()
     accelerator.seed(1)
+    here, ones = torch.device("cpu"), torch.ones(2)
+    assert accelerator.send(ones, here) is accelerator.Copies(here)(ones) is ones
 
 
 @pytest.fixture
@@ -61,3 +63,14 @@ def test_two_gpus_of_intel(
     assert accelerator.backend() == ""
     there |= {"xccl", "ccl"}
     assert accelerator.backend() == ("ccl" if old else "xccl")
+
+
+def test_tf32_is_taken_where_it_is_asked_for() -> None:
+    """PyTorch's own default is TF32 for convolutions, and not for products."""
+    try:
+        for wanted in (True, False):
+            accelerator.use_tf32(wanted)
+            assert torch.backends.cuda.matmul.allow_tf32 is wanted
+            assert torch.backends.cudnn.allow_tf32 is wanted
+    finally:
+        accelerator.use_tf32(False)

@@ -14,6 +14,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 from hvdtrain.training.plan import (
     TrainingPlan,
+    check_tf32,
     choose_model,
     choose_precision,
     make_plan,
@@ -146,6 +147,13 @@ def test_auto_is_bf16_where_wanted_and_there() -> None:
         assert choose_precision("auto", prefers_bf16=True, gpu=gpu, has_bf16=True) == "bf16"
         assert choose_precision("auto", prefers_bf16=True, gpu=gpu, has_bf16=False) == "fp32"
         assert choose_precision("auto", prefers_bf16=False, gpu=gpu, has_bf16=True) == "fp32"
+
+
+def test_tf32_wants_a_gpu() -> None:
+    check_tf32(True, gpu=True)
+    check_tf32(False, gpu=False)
+    with pytest.raises(UsageError, match="--tf32 is for GPUs"):
+        check_tf32(True, gpu=False)
 
 
 def test_fp16_wants_a_gpu() -> None:

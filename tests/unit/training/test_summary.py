@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.summary import Stopped, Summary
+from hvdtrain.system.machine.gpu_meter import GpuMeter
 from hvdtrain.training.summary import evaluated, evaluation_rows, rows, used
 from hvdtrain.training.throughput import Clock
 from tests.unit.conftest import OnRanks
@@ -90,6 +93,7 @@ class Ranked:
     def __init__(self, communicator: Communicator, threads: int) -> None:
         self.communicator, self.threads = communicator, threads
         self.peak_memory_bytes = 1000 + communicator.rank
+        self.meter: GpuMeter | None = None
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -113,3 +117,57 @@ def test_what_is_not_known_is_none(on_ranks: OnRanks) -> None:
 
     for found in on_ranks(2, on_a_gpu):
         assert (found["utilisation_mean"], found["utilisation_lowest"]) == (None, None)
+
+
+class NvidiaLibrary:
+    """What ``pynvml`` says of one GPU: 300 J more at each question."""
+
+    def __init__(self) -> None:
+        self.energy = 5_000_000  # mJ, before this program
+
+    def nvmlInit(self) -> None:  # noqa: N802 (its names)
+        """Do nothing."""
+
+    def nvmlDeviceGetHandleByUUID(self, identity: str) -> str:  # noqa: N802
+        """Know the GPUs of a host by name."""
+        if not identity.startswith("GPU-"):
+            raise RuntimeError("Not Found")
+        return identity
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: str) -> Any:  # noqa: N802
+        """Say how busy each one is."""
+        return SimpleNamespace(gpu=90 if gpu.endswith("0") else 70)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, gpu: str) -> int:  # noqa: N802
+        """Go on counting."""
+        self.energy += 300_000
+        return self.energy
+
+
+@pytest.mark.parametrize("gpus", [("GPU-0", "GPU-1"), ("GPU-0", "GPU-0"), ("GPU-0", "part 1")])
+def test_what_nvml_tells_of_gpus(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, str]
+) -> None:
+    def on_a_gpu(communicator: Communicator) -> Any:
+        monkeypatch.setitem(sys.modules, "pynvml", NvidiaLibrary())
+        adapter = Ranked(communicator, threads=0)
+        adapter.meter = GpuMeter(gpus[communicator.rank])
+        adapter.meter.look()
+        clock = Clock(seconds=[1.0, 1.0], images=[8, 16])
+        return used(adapter, clock)  # type: ignore[arg-type]
+
+    for found in on_ranks(2, on_a_gpu):
+        if gpus[1] == "part 1":  # one that is not known, and so is the whole
+            assert found["joules_per_image"] is found["utilisation_mean"] is None
+            continue
+        number = len(set(gpus))  # ranks may share one, whose energy counts once
+        assert found["joules_per_image"] == pytest.approx(number * 300 / 24)
+        assert found["utilisation_lowest"] == (0.7 if number == 2 else 0.9)
+
+
+def test_the_table_of_gpus() -> None:
+    gpus = replace(
+        SUMMARY, utilisation_mean=0.93, peak_memory_bytes=3 * 2**29, joules_per_image=0.1234
+    )
+    shown = dict(rows(gpus, RATES, SHOWN))["GPUs"]
+    assert shown == "93 % busy, at most 1.5 GiB each, 0.123 J for each of the images"
