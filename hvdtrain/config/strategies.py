@@ -91,6 +91,8 @@ STRATEGIES = {
                 # costs two copies, and makes the order of summation, so the last bit, a matter of
                 # timing.
                 "HOROVOD_FUSION_THRESHOLD": "0",
+                # On a GPU: a sum is waited for by the device's stream, not by the host.
+                "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",
             },
             # Horovod looks for work once per cycle (ms); with short steps one waits for the cycle.
             short_steps={"HOROVOD_CYCLE_TIME": "0.1"},
