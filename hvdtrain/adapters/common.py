@@ -278,6 +278,7 @@ class CommonAdapter(StateAdapter):
         """Note that ``part`` of ``shards`` is what the next gradients are computed on."""
         self._shards = shards
         self.samples_seen += part.count
+        self._rank_buffers = {}  # also where this rank's part is empty: the others' are not
 
     @property
     def samples_seen(self) -> int:
