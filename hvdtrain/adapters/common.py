@@ -129,6 +129,10 @@ class CommonAdapter(StateAdapter):
     def make_deterministic(self) -> None:
         """Choose algorithms that give the same bits from run to run, even if slower."""
 
+    def compile(self, task: Any) -> None:
+        """Let the framework make kernels for the task's model, for the passes to come."""
+        task.compile()
+
     def use_tf32(self, wanted: bool) -> None:
         """Let a GPU multiply fp32 in TF32, or not, whatever its framework does by default."""
 

@@ -8,7 +8,9 @@ import io
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.select import adapter as select_adapter
@@ -132,6 +134,9 @@ def _prepare(options: Options) -> CommonAdapter:
     for name in ("summary", "metrics", "timeline", "predict"):
         check_writable(getattr(options, name), f"--{name}")
     keep_freed_memory()
+    if options.compile:  # in the usual place for temporary files, for the next run
+        kernels = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     leave_nothing_behind()  # before a framework notes where temporary files go
     terminal.status(f"importing {options.framework} and its libraries")
     with _hidden("matplotlib", "sklearn"):  # Keras imports them where they are, in 1.5 s
@@ -173,7 +178,7 @@ def _build(
         adapter.synchronize_batchnorm(task)
     if options.compile and not options.evaluates_only:
         terminal.status("compiling")
-        adapter.communicator.together(task.compile)
+        adapter.communicator.together(lambda: adapter.compile(task))
     return task
 
 

@@ -127,7 +127,10 @@ class TorchTask(Task):
         except Exception as error:  # of many kinds
             told = str(error).strip().partition("\n")[0]
             raise UsageError(f"--compile: torch.compile does not work here: {told}") from error
-        self.model.compile()
+        # Not by model.compile(): it leaves a Sequential as it is, code of PyTorch itself. And a
+        # compiled convolution fails in the backward pass over no sample.
+        plain, compiled = self.model.forward, torch.compile(self.model.forward)
+        self.model.forward = lambda x: (compiled if len(x) else plain)(x)
 
     @property
     @override

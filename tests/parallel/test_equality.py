@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import BIN, LONG, ranks, run
+from tests.parallel import resident
 from tests.parallel.conftest import SOME, WAYS, Training, assert_bit_equal, assert_close, train
 
 EXACT = ("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--seed=1")
@@ -169,7 +171,11 @@ def test_a_compiled_model_is_the_same_model(way: tuple[str, ...], tmp_path: Path
         pytest.skip("torch.compile is PyTorch's")
     options = (*way, "--global-batch-size=1499", "--dropout=0", "--lr=0.01", *SMALL, *EXACT)
     plain = train(2, tmp_path / "plain", "mnist", *options, "--num-steps=3")
-    half = train(2, tmp_path / "half", "mnist", *options, "--num-steps=2", "--compile")
+    kernels = tmp_path / "kernels"
+    start = functools.partial(resident.ranks, TORCHINDUCTOR_CACHE_DIR=str(kernels))
+    line = (*options, "--num-steps=2", "--compile")
+    half = train(2, tmp_path / "half", "mnist", *line, start=start)
     assert half.summary["steps_completed"] == 2
+    assert len(list(kernels.glob("*/*.py"))) > 1  # of the first look's small function, and more
     whole = train(2, tmp_path / "half", "mnist", *options, "--num-steps=3")
     assert_close(plain, whole, 1e-9)

@@ -51,6 +51,11 @@ class DataParallelAdapter(SingleAdapter):
     def synchronize_batchnorm(self, task: Any) -> None:
         raise UsageError("--sync-batchnorm: --strategy data-parallel has no sum for it; use ddp")
 
+    @override
+    def compile(self, task: Any) -> None:
+        # The copies of a compiled model would compute with its parameters, not with their own.
+        raise UsageError("--compile is not for --strategy data-parallel; use ddp")
+
 
 class Replicas(torch.nn.DataParallel[Any]):
     """Copies of a model, which compute in the type that autocast has in the calling thread.
