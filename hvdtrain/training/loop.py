@@ -68,7 +68,7 @@ class Run:
             "training_samples": task.train.samples,
             "seed": options.seed,
         }
-        self.may_defer = task.may_defer
+        self.may_defer = task.may_defer = task.may_defer or adapter.has_gpu
         self.compiled: set[int] = set()  # sizes of global batches
         self.checkpoints = CheckpointManager(options, adapter, task, origin)
         # Reading a loss waits for a GPU; a CPU has it already.
@@ -204,32 +204,39 @@ class Run:
         return self.now.step % self.look_every == 0 and self.adapter.stop_agreed
 
     def _watch_walltime(self) -> None:
-        self.preemption.watch_walltime(self.look_every * self.clock.longest_recent())
+        self.preemption.watch_walltime(self.clock.longest_recent(self.look_every))
 
     def _update(self, part: Part, batch: Batch) -> None:
         process_status.stage = f"step {self.now.step + 1}"
         self.timeline.enter(self.now.step)
         place = part.start.epoch + part.start.consumed / self.shards.samples
         seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
-        restores = self.options.on_nan == "skip" and not self.task.deferred
+        # On a GPU that takes time: what is deferred puts them back by itself, fp16 leaves nothing
+        # out, and to end only the update counts that is made once more.
+        again = self.may_defer and not self.task.may_defer
+        restores = again or (
+            self.options.on_nan == "skip"
+            and not self.task.deferred
+            and self.task.options.precision != "fp16"
+        )
         before = self.adapter.local_buffers(self.task.model) if restores else {}
         with self.shards.step(part):
             loss = self.task.update(batch, learning_rate=self.rate(place), seed=seed)
-        self.task.may_defer = self.may_defer
         if self.task.not_finite:
             self.adapter.set_local_buffers(self.task.model, before)
             self._leave_out(part, self.task.not_finite)
         self.in_a_row = 0
+        self.task.may_defer = self.may_defer
         self.now.step += 1
         self.now.samples += part.global_count
         self.now.position = part.end
         self.now.metrics = None
         self.pending.append((part, loss))
-        if self.now.step % self.look_every == 0:
-            self._look()
+        if self.now.step % self.look_every == 0 or self.now.step % self.log_every == 0:
+            self._look(in_step=True)
         self.clock.step(
             part.global_count,
-            counts=not self.timeline.leave(self.now.step) and not self._compiles(part),
+            counts=not (self._compiles(part) | self.timeline.leave(self.now.step)),
             blocked=self.adapter.blocked_seconds,
         )
         if self.now.step % self.log_every == 0:
@@ -289,8 +296,10 @@ class Run:
             f"finite, {trouble.parameter} first ({owners or 'of no single rank for sure'})"
         )
 
-    def _look(self) -> None:
+    def _look(self, *, in_step: bool = False) -> None:
         """Read the losses that are pending; stop where one is not finite.
+
+        That waits for a GPU: ``in_step`` the time is the step's, else it is added to the last one.
 
         Raises:
             _AgainError: some of those updates were not made.
@@ -308,6 +317,8 @@ class Run:
                 )
             self.now.loss_sum += value * part.count
             self.now.loss_count += part.count
+        if self.pending and not in_step:
+            self.clock.extend()
         self.pending.clear()
         if self.adapter.meter:
             self.adapter.meter.look()
@@ -328,7 +339,6 @@ class Run:
         raise _AgainError
 
     def _log(self, part: Part, place: float) -> None:
-        self._look()
         with self.clock.times.meeting():
             means, _ = self.adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
         rate = self.clock.recent_rate(self.log_every)

@@ -171,9 +171,21 @@ class Clock:
         seconds = sum(self.seconds[-steps:])
         return sum(self.images[-steps:]) / seconds if seconds else 0.0
 
-    def longest_recent(self) -> float:
-        """Return the seconds of the slowest of the last hundred steps."""
-        return max(self.seconds[-100:], default=0.0)
+    def extend(self) -> None:
+        """Let the last step end now: there was more of it to wait for."""
+        now = time.perf_counter()
+        if self.seconds:
+            self.seconds[-1] += now - self._last
+        self._last = now
+
+    def longest_recent(self, steps: int) -> float:
+        """Return what ``steps`` steps take at most, in seconds, by the last hundred.
+
+        Where a GPU is waited for once in so many, it is that step which takes the time of all.
+        """
+        recent = self.seconds[-100:]
+        single = steps * statistics.median(recent) if recent else 0.0
+        return max(max(recent, default=0.0), single)
 
     def rates(self) -> list[float]:
         """Return images per second of each step that counts."""

@@ -79,7 +79,7 @@ class TimelineWindow:
 
     def enter(self, step: int) -> None:
         """Start the timeline before the window's first step; ``step`` of them are done."""
-        if self._horovods is None or self._open or not self.first <= step < self.end:
+        if self._horovods is None or self.recorded or not self.first <= step < self.end:
             return
         self.adapter.start_timeline(self._horovods)
         self._open, self.recorded = True, self.file

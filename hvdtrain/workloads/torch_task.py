@@ -90,7 +90,6 @@ class TorchTask(Task):
         scaled = options.precision == "fp16" and on_gpu
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self._copy = accelerator.Copies(self.device)
-        self.may_defer = on_gpu  # on a CPU nothing is to be waited for
         self._guard: Guard | None = None
 
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -208,9 +207,9 @@ class TorchTask(Task):
 
     def _not_finite(self) -> str:
         """Return the name of the first parameter whose gradient is not finite; empty: none."""
-        bad = (~self._sums().isfinite()).nonzero()
+        finite = self._sums().isfinite().tolist()
         named = [name for name, p in self.model.named_parameters() if p.grad is not None]
-        return named[int(bad[0])] if len(bad) else ""
+        return "" if all(finite) else named[finite.index(False)]
 
     def _own_trouble(self, batch: Batch, loss: torch.Tensor, seed: int) -> str:
         """Tell what this rank contributed; its own gradients are gone, so they are made again."""
@@ -278,16 +277,11 @@ class Guard:
         if is_fused(optimizer):
             optimizer.register_step_pre_hook(_begin_momentum)  # after those of a strategy
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [one for one in self._model.buffers() if one.is_floating_point()]
-
     def begin(self) -> None:
         """Begin an update: keep aside the running statistics, which its forward pass changes."""
-        buffers = self._buffers()
         if self._updates == len(self._before):
-            self._before.append([torch.empty_like(one) for one in buffers])
-        if buffers:
-            torch._foreach_copy_(self._before[self._updates], buffers)
+            self._before.append([torch.empty_like(one) for one in self._model.buffers()])
+        _copy(self._before[self._updates], list(self._model.buffers()))
         self._updates += 1
 
     def end(self, sums: torch.Tensor) -> None:
@@ -300,18 +294,26 @@ class Guard:
     def left_out(self) -> int:
         """Return how many of the last updates were left out; take back what they changed."""
         number, updates = int(self._left_out), self._updates
-        if number and (buffers := self._buffers()):
-            torch._foreach_copy_(buffers, self._before[updates - number])
+        if number:
+            _copy(list(self._model.buffers()), self._before[updates - number])
         self._left_out, self._updates, self._optimizer.found_inf = 0, 0, None
         return number
+
+
+@torch.no_grad()
+def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy tensors, those of a type by one kernel."""
+    for kind in {one.dtype for one in tensors}:
+        places = [place for place, one in enumerate(tensors) if one.dtype == kind]
+        torch._foreach_copy_([to[p] for p in places], [tensors[p] for p in places])
 
 
 def _begin_momentum(optimizer: Any, *_: Any) -> None:
     """Begin momentum with zeros; a fused SGD begins with whatever is there, if it is left out."""
     for group in optimizer.param_groups:
         for one in group["params"] if group.get("momentum") else ():
-            if one.grad is not None:
-                optimizer.state[one].setdefault("momentum_buffer", torch.zeros_like(one))
+            if one.grad is not None and "momentum_buffer" not in optimizer.state[one]:
+                optimizer.state[one]["momentum_buffer"] = torch.zeros_like(one)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -258,6 +258,15 @@ def test_an_update_that_is_found_later_not_to_be_made(place: str, tmp_path: Path
     assert stopped.summary["steps_completed"] == step - 1
 
 
+def test_updates_that_are_found_later_are_not_left_out_for_ever(tmp_path: Path) -> None:
+    line = (*MANY_STEPS, "--on-nan=skip")
+    all_but_two = {"FUSED": "deferred", "BAD": "200:1500"}
+    stopped = train_on_a_bad_sample(1, tmp_path, *line, code=1, **all_but_two)
+    assert "step 3 (epoch 1)" in stopped.outcome.said[0]
+    assert "10 updates before it were left out" in stopped.outcome.said[0]
+    assert stopped.summary["steps_skipped"] == 10
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if str(way.id).startswith("pytorch")])
 def test_a_step_asks_no_tensor_for_a_number(way: tuple[str, ...]) -> None:
     """On a GPU the host would wait for it; FSDP has no fused SGD."""

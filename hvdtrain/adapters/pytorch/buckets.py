@@ -117,7 +117,7 @@ class Bucket:
         else:
             torch.mul(gradient.detach(), factor, out=view)
         if gradient is None:
-            self.found[index] = 0.0
+            self.found[index : index + 1].zero_()  # a number of the host would be waited for
         self.parameters[index].grad = view
         self.missing.discard(index)
 
@@ -219,7 +219,7 @@ class Buckets:
 
     def _start(self, bucket: Bucket) -> None:
         if bucket is self.buckets[-1]:
-            bucket.flat[-1] = float(self.stop_wanted())
+            bucket.flat[-1:].fill_(float(self.stop_wanted()))
         bucket.handle = self.sums.start(bucket.flat, bucket.name)
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ from typing_extensions import override
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.adapters.state import check_names
+from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output.text import plural
@@ -64,6 +65,13 @@ class PyTorchAdapter(CommonAdapter):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch's notes ask for
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+    @override
+    def compile(self, task: Any) -> None:
+        for module in task.model.modules():
+            if isinstance(module, batchnorm.SyncBatchNorm2d):  # its sum over the ranks is no kernel
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        super().compile(task)
 
     @override
     def use_tf32(self, wanted: bool) -> None:
@@ -137,6 +145,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     for name, value in tensors.items():
         index, _, key = name.partition("/")
+        if int(index) >= len(parameters):
+            raise UsageError("the checkpoint is not of this optimizer: it has fewer parameters")
         own = parameters[int(index)]
         if value.shape == own.shape and not own.is_contiguous():
             value = torch.empty_like(own, dtype=value.dtype).copy_(value)  # for fused kernels

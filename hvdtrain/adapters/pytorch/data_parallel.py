@@ -41,6 +41,7 @@ class DataParallelAdapter(SingleAdapter):
     @override
     def pin_device(self) -> str:
         super().pin_device()
+        self.meter = None  # of one GPU
         return f"{plural(self.world.devices, 'GPU')} ({accelerator.name(0)} first)"
 
     @override

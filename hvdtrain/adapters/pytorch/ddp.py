@@ -113,7 +113,7 @@ class Replica(DistributedDataParallel):
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=adapter.levers.fusion_threshold_mb,  # None: DDP's own
             )
-        # Convolutions of channels_last input give such gradients; each is copied into its bucket.
+        # Convolutions give such gradients; each is copied into its bucket.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self.adapter = adapter
         self.blocked_seconds = 0.0
@@ -174,7 +174,7 @@ def _find_none_quietly(device: torch.device) -> None:
     It writes that to the standard error itself. (A parameter made for it to find, which is unused,
     would let the host wait for a GPU in each pass.)
     """
-    layer = torch.nn.Linear(1, 1, device=device)
+    layer = torch.nn.PReLU(device=device)  # one parameter, not drawn by chance
     replica = DistributedDataParallel(layer, find_unused_parameters=True, init_sync=False)
     sys.stderr.flush()
     heard, unheard = os.dup(2), os.open(os.devnull, os.O_WRONLY)

@@ -7,6 +7,7 @@ device alone, that one is number 0 on all ranks.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -71,8 +72,10 @@ def seed(number: int) -> None:
 
 def use_tf32(wanted: bool) -> None:
     """Let products and convolutions of fp32 take TF32, 10 bits of mantissa, or not."""
-    torch.set_float32_matmul_precision("high" if wanted else "highest")
-    torch.backends.cudnn.allow_tf32 = wanted
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of 2.9: there is a newer way, too
+        torch.set_float32_matmul_precision("high" if wanted else "highest")
+        torch.backends.cudnn.allow_tf32 = wanted
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

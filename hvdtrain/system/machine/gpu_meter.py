@@ -31,10 +31,19 @@ class GpuMeter:
         except Exception:  # its errors are of a class of its own, which may not be there
             return
 
+    def _ask(self, question: str) -> Any:
+        """Return the answer; after a question without one, nothing is known any more."""
+        try:
+            return getattr(self._library, question)(self._gpu) if self._library else None
+        except Exception:  # a training does not end for it
+            self._library = None
+            self._busy.clear()
+            return None
+
     def look(self) -> None:
         """Note how busy the GPU is now: a call of about a millisecond, to be made now and then."""
-        if self._library:
-            self._busy.append(self._library.nvmlDeviceGetUtilizationRates(self._gpu).gpu / 100)
+        if rates := self._ask("nvmlDeviceGetUtilizationRates"):
+            self._busy.append(rates.gpu / 100)
 
     @property
     def recent(self) -> float | None:
@@ -49,7 +58,5 @@ class GpuMeter:
     @property
     def joules(self) -> float | None:
         """The energy that the GPU has taken so far."""
-        if not self._library:
-            return None
-        now = self._library.nvmlDeviceGetTotalEnergyConsumption(self._gpu)
-        return float(now - self._begun) / 1000  # from mJ
+        now = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        return None if now is None else float(now - self._begun) / 1000  # from mJ

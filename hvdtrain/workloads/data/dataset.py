@@ -32,6 +32,10 @@ class Batch:
         """How many samples there are."""
         return len(self.y)
 
+    def pin_memory(self) -> Batch:
+        """Return it where a GPU copies it from by itself; PyTorch's loaders call this."""
+        return Batch(self.x.pin_memory(), self.y.pin_memory())
+
     def __getitem__(self, samples: slice) -> Batch:
         """Return a batch of some of the samples."""
         return Batch(self.x[samples], self.y[samples])

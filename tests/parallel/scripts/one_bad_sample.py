@@ -1,7 +1,7 @@
 """``hvdtrain.mnist`` on digits of which one is not a number: the last one of the first epoch.
 
-``BAD`` names another place. ``FUSED`` makes the optimizer a fused one, as on a GPU; by ``deferred``
-it also learns later that an update was left out.
+``BAD`` names another place, or several, such as ``0:1000``. ``FUSED`` makes the optimizer a fused
+one, as on a GPU; by ``deferred`` it also learns later that an update was left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hvdtrain.workloads.data.dataset import Batch
 
 SAMPLES = 1500
 TASK = {"pytorch": "torch_task", "tensorflow": "tf_task"}
-BAD = permutation(SAMPLES, 0, 0)[int(os.environ.get("BAD", -1))]
+first, _, end = os.environ.get("BAD", "-1").partition(":")
+BAD = permutation(SAMPLES, 0, 0)[int(first) : int(end) if end else int(first) + 1 or None]
 
 if __name__ == "__main__":
     framework = "tensorflow" if "--framework=tensorflow" in sys.argv else "pytorch"
@@ -31,7 +32,7 @@ if __name__ == "__main__":
         batch = fetch(data, indices)
         if data.samples != SAMPLES:
             return batch  # of the test set
-        factor = np.where(indices == BAD, np.nan, 1.0).reshape(-1, 1, 1, 1)
+        factor = np.where(np.isin(indices, BAD), np.nan, 1.0).reshape(-1, 1, 1, 1)
         pixels = np.asarray(batch.x) * factor
         if framework == "tensorflow":
             return Batch(tasks.tf.constant(pixels), batch.y)
