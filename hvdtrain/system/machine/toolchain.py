@@ -117,7 +117,10 @@ def find(environ: Mapping[str, str]) -> Toolchain:
     headers = Path(sysconfig.get_path("include"))
     torch, tensorflow = find_torch(), find_tensorflow()
     wanted = (torch and torch.cuda) or (tensorflow and tensorflow.cuda) or ""
-    cuda = find_cuda(environ, site_packages, wanted)
+    # A virtual environment may take the framework, and what that brings, from the system's Python.
+    roots = [one.root.parent for one in (torch, tensorflow) if one]
+    packages = next((place for place in roots if (place / "nvidia").is_dir()), site_packages)
+    cuda = find_cuda(environ, site_packages, wanted) or find_cuda(environ, packages, wanted)
     make = shutil.which("make", path=environ.get("PATH"))
     return Toolchain(
         python=Path(sys.executable),
@@ -133,7 +136,7 @@ def find(environ: Mapping[str, str]) -> Toolchain:
         torch=torch,
         tensorflow=tensorflow,
         cuda=cuda,
-        nccl=find_nccl(environ, cuda, site_packages),
+        nccl=find_nccl(environ, cuda, packages),
         cpu_flags=find_cpu_flags(CPUINFO),
         gpu_arches=find_gpu_arches(gpus.find_driver()),
     )
