@@ -105,6 +105,13 @@ class Toolchain:
     cpu_flags: tuple[str, ...]  # which of Horovod's vector instructions this processor has
     gpu_arches: tuple[int, ...] = ()  # compute capabilities of the GPUs that are here, rising
 
+    @property
+    def foreign_nccl(self) -> Path | None:
+        """Return the folder of the NCCL that a framework outside this environment has brought."""
+        folder = self.nccl.library.parent if self.nccl else Path()
+        is_package = folder.parts[-3:] == ("nvidia", "nccl", "lib")
+        return folder if is_package and not folder.is_relative_to(self.prefix) else None
+
     def installed_frameworks(self) -> tuple[str, ...]:
         """Return the names of the frameworks that are installed."""
         pairs = (("pytorch", self.torch), ("tensorflow", self.tensorflow))
