@@ -3,7 +3,7 @@
     python -m tests.gpu.parts --out OUT [PART...]        run them
     python -m tests.gpu.parts --write OUT/results.json   put the tables into docs/gpus.md
 
-OUT gets gpu.md, the tables; results.json, what they are made of; and PART.log. A part
+OUT gets gpu.md, the tables; results.json, what they are made of; and run.log. A part
 is a list of commands. What came of each is written down as soon as it is known, so that a call that
 is ended at its limit has told what it could.
 """
@@ -48,19 +48,24 @@ class Session:
     end: float  # of time.monotonic()
     results: dict[str, Any]
 
+    @property
+    def log(self) -> Path:
+        """Return where all that the commands say is kept: one file, as few may be brought back."""
+        return self.out / "run.log"
+
     def save(self) -> None:
         """Write down what is known up to here."""
         write_atomically(self.out / "results.json", json.dumps(self.results, indent=1))
         write_atomically(self.out / "gpu.md", tables(self.results) + "\n")
 
     def command(self, part: str, name: str, argv: Sequence[str]) -> bool:
-        """Run a command of ``part`` into its log; note seconds and outcome, return whether well."""
+        """Run a command of ``part``; note seconds and outcome, return whether well."""
         began = time.monotonic()
         left = self.end - began
         said: list[str] = []
         code = 0
         if left > ENOUGH:
-            with (self.out / f"{part}.log").open("a") as log:
+            with self.log.open("a") as log:
                 log.write(f"$ {' '.join(argv)}\n")
 
                 def take(line: str) -> None:
@@ -190,13 +195,13 @@ def main(arguments: Sequence[str]) -> int:
     if asked.out is None:
         parser.error("--out DIR says where the results go")
     end = time.monotonic() + asked.seconds
-    results = {"machine": machine(), "commands": [], "rates": []}
+    results: dict[str, Any] = {"machine": machine(), "commands": [], "rates": []}
     session = Session(asked.out, asked.work, asked.images, end, results)
     wrong = 0
     for part in asked.parts or known:
         if part == "bench":
             results["scale"] = bench.describe(bench.scale())
-            where = (session.images, session.work, session.out / "bench.log")
+            where = (session.images, session.work, session.log)
             wrong += bench.measure(results["rates"], *where, session.end, session.save)
             continue
         for name, argv in PARTS[part](session):

@@ -80,7 +80,7 @@ run() {
     export PIP_ROOT_USER_ACTION=ignore HVDTRAIN_CACHE=$work/cache PATH=$work/env/bin:$PATH:$dir/bin
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl=^ofi
     if [ ! -f "$work/ready" ]; then
-        environment "$dir" "$work/env" 2>&1 | tee "$out/environment.log"
+        environment "$dir" "$work/env" 2>&1 | tee -a "$out/run.log"
         touch "$work/ready"
     fi
     echo "environment: $SECONDS s"

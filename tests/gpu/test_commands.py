@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
+from hvdtrain.commands.doctor.checks.loading import has_nccl
 from hvdtrain.commands.timeline.facts import analyse
 from tests.conftest import run
 from tests.gpu.conftest import (
@@ -109,10 +110,7 @@ def test_the_timeline_tells_the_gradients_of_each_step(tmp_path: Path) -> None:
     gradients = [row for row in facts["tensors"] if "gradients." in row["name"]]
     assert gradients
     assert {row["times"] for row in gradients} == {4}
-    from hvdtrain.system.machine.toolchain import find_torch
-
-    torch = find_torch()
-    if DEVICE == "cuda" and torch and torch.cuda:
+    if DEVICE == "cuda" and has_nccl():
         assert b"NCCL_ALLREDUCE" in path.read_bytes()
 
 
