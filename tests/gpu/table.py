@@ -55,8 +55,13 @@ def rate_table(rates: Sequence[Mapping[str, Any]], scale: str | None) -> str:
 
 
 def bullets(lines: set[str]) -> list[str]:
-    """Return the lines as a list of Markdown, none of which can end a table or a code span."""
-    return [f"- {line.replace('|', '/')}" for line in sorted(lines)]
+    """Return the lines as a list of Markdown."""
+    return [f"- {plain(line)}" for line in sorted(lines)]
+
+
+def plain(line: str) -> str:
+    """Return the line without what would end a table's cell or a code span."""
+    return line.replace("|", "/").replace("`", "'")
 
 
 def median(
@@ -86,7 +91,7 @@ def command_table(commands: Sequence[Mapping[str, Any]]) -> str:
         return ""
     lines = ["| part | command | | |", "|---|---|--:|---|"]
     for row in commands:
-        came = f"`{row['trouble'].replace('|', '/')}`" if row["trouble"] else "well"
+        came = f"`{plain(row['trouble'])}`" if row["trouble"] else "well"
         if row["part"] == "tests":
             came = row["said"].strip("= ")
         lines.append(f"| {row['part']} | {row['name']} | {row['seconds']:.0f} s | {came} |")
