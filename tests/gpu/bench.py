@@ -58,7 +58,7 @@ def scale() -> Scale:
 
 def describe(scale: Scale) -> str:
     """Say what is measured."""
-    ranks = f", {scale.ranks} ranks" if scale.ranks > 1 else ""
+    ranks = f", {scale.ranks} ranks" if scale.ranks > 1 else ", one rank: it has none to sum with"
     return f"{scale.model}, {scale.size} pixels, batch {scale.batch} per rank{ranks}"
 
 

@@ -32,6 +32,7 @@ from tests.gpu.table import tables
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gpus.md"
 BEGIN, END = "<!-- made by tests/gpu/run.sh -->", "<!-- end -->"
+ALLREDUCE = str(ROOT / "tests" / "gpu" / "scripts" / "allreduce.py")
 ENOUGH = 15.0  # seconds under which nothing more is started
 STRATEGIES = ("horovod", "ddp", "fsdp", "zero", "mpi")
 HVDTRAIN = (sys.executable, "-m", "hvdtrain.cli")
@@ -115,13 +116,17 @@ def tests(session: Session) -> Commands:
 
 
 def tools(session: Session) -> Commands:
-    """Record a timeline of ResNet and read it; measure strategies against each other."""
+    """Record a timeline of Horovod and read it; measure strategies against each other."""
     scale = bench.scale()
     train = bench.trainer_line(scale, "auto")
     timeline = session.out / "timeline.json"
     summary = (f"--summary={session.work / 'timeline-summary.json'}", "--quiet")
-    asked = (f"--timeline={timeline}", "--timeline-steps=5:15", "--strategy=horovod")
-    yield "a timeline", bench.launched(scale, (*train, *asked, *summary))
+    asked = (f"--timeline={timeline}", "--timeline-steps=5:15", "--strategy=horovod", *summary)
+    alone = ("env", f"HOROVOD_TIMELINE={timeline}", "HOROVOD_CACHE_CAPACITY=0")
+    if scale.ranks > 1:
+        yield "record a timeline", bench.launched(scale, (*train, *asked))
+    else:  # a trainer's only rank sends no gradients
+        yield "record a timeline", (*alone, *bench.launched(scale, (sys.executable, ALLREDUCE)))
     yield "timeline", (*HVDTRAIN, "timeline", str(timeline))
     compare = (*HVDTRAIN, "compare", "--strategies", "single,horovod,ddp,fsdp", "--repeat", "1")
     where = ("--ranks", str(scale.ranks), "--out", str(session.work / "compare"))

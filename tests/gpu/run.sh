@@ -93,6 +93,8 @@ rehearse() { # the checkout's files in a root that is read-only, without network
     dir=$(realpath "$1") && mkdir -p "$2" && out=$(realpath "$2")
     python=$(command -v "${PYTHON:-python3}")
     scratch=$(mktemp -d)
+    # shellcheck disable=SC2064 # the name is known now
+    trap "rm -rf '$scratch' '$scratch.files'" EXIT
     git ls-files -z --cached --others --exclude-standard >"$scratch.files"
     # shellcheck disable=SC2016 # the inner shell's
     unshare --net --mount --pid --fork --kill-child --mount-proc bash -euc '
@@ -107,9 +109,7 @@ rehearse() { # the checkout's files in a root that is read-only, without network
         exec env -i PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 HOME="$scratch/home" TMPDIR="$scratch/tmp" \
             PYTHON="$4" HVDTRAIN_REHEARSE=1 HOROVOD_BUILD_CUDA_CC_LIST=90 SECONDS_LEFT="$5" \
             bash tests/gpu/run.sh run "$dir" "$out" "${@:6}"
-    ' rehearse "$scratch" "$dir" "$out" "$python" "${SECONDS_LEFT:-3600}" "${@:3}" && code=0 || code=$?
-    rm -rf "$scratch" "$scratch.files"
-    return $code
+    ' rehearse "$scratch" "$dir" "$out" "$python" "${SECONDS_LEFT:-3600}" "${@:3}"
 }
 
 case "${1:-} $#" in

@@ -10,7 +10,7 @@ import safetensors.numpy
 
 from hvdtrain.commands.doctor.checks.loading import has_nccl
 from hvdtrain.commands.timeline.facts import analyse
-from tests.conftest import run
+from tests.conftest import ranks, run
 from tests.gpu.conftest import (
     DEVICE,
     HVDTRAIN,
@@ -21,7 +21,9 @@ from tests.gpu.conftest import (
     train,
 )
 
+SCRIPTS = Path(__file__).parent / "scripts"
 SHARED = {"HVDTRAIN_ALLOW": "shared-gpu"}
+PLAIN = ("--precision=fp32", "--compression=none")
 EXACT = ("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--seed=1", *SMALL)
 
 
@@ -101,22 +103,25 @@ def test_the_summary_tells_the_memory_that_was_taken(tmp_path: Path) -> None:
 
 
 @needs_horovod
-def test_the_timeline_tells_the_gradients_of_each_step(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    asked = (f"--timeline={path}", "--timeline-steps=3:7", "--strategy=horovod", "--num-steps=9")
-    train(1, tmp_path, "mnist", *SMALL, *asked)
+def test_horovod_sums_on_the_device_and_its_timeline_tells_how(tmp_path: Path) -> None:
+    from hvdtrain.system.machine import accelerator  # which imports torch
+
+    path, number = tmp_path / "timeline.json", max(1, accelerator.count())
+    once = {"HOROVOD_TIMELINE": str(path), "HOROVOD_CACHE_CAPACITY": "0"}
+    outcome = ranks(number, str(SCRIPTS / "allreduce.py"), **once)
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert outcome.out.split() == ["sums", str(float(sum(range(1, number + 1))))]
     facts, _ = analyse(path)
-    assert facts["ranks"] == 1
-    gradients = [row for row in facts["tensors"] if "gradients." in row["name"]]
-    assert gradients
-    assert {row["times"] for row in gradients} == {4}
+    assert facts["ranks"] == number
+    summed = {row["name"]: row["times"] for row in facts["tensors"] if "gradients" in row["name"]}
+    assert list(summed.values()) == [5] * 3
     if DEVICE == "cuda" and has_nccl():
         assert b"NCCL_ALLREDUCE" in path.read_bytes()
 
 
 def test_strategies_are_compared(tmp_path: Path) -> None:
     verb = (*HVDTRAIN, "compare", "--json", "--repeat=1", "--ranks=1", f"--out={tmp_path}")
-    command = ("python", "-m", "hvdtrain.mnist", *SMALL, "--num-steps=24", "--precision=fp32")
+    command = ("python", "-m", "hvdtrain.mnist", *SMALL, "--num-steps=24", *PLAIN)
     outcome = run([*verb, "--strategies=single,ddp,fsdp", "--", *command])
     assert outcome.code == 0, outcome.err[-3000:]
     rows = json.loads(outcome.out)["rows"]
