@@ -34,6 +34,7 @@ PAGE = ROOT / "docs" / "gpus.md"
 BEGIN, END = "<!-- made by tests/gpu/run.sh -->", "<!-- end -->"
 ALLREDUCE = str(ROOT / "tests" / "gpu" / "scripts" / "allreduce.py")
 ENOUGH = 15.0  # seconds under which nothing more is started
+SHARE = 2 / 3  # of what is left, for one command: one that hangs leaves time for others
 STRATEGIES = ("horovod", "ddp", "fsdp", "zero", "mpi")
 HVDTRAIN = (sys.executable, "-m", "hvdtrain.cli")
 Commands = Iterator[tuple[str, tuple[str, ...]]]
@@ -73,7 +74,7 @@ class Session:
                     said.append(line)
                     print(line, file=log, flush=True)
 
-                code = run(Command(tuple(argv), cwd=ROOT), take, left).exit_code
+                code = run(Command(tuple(argv), cwd=ROOT), take, left * SHARE).exit_code
         late = "no time was left" if left <= ENOUGH else "the time was up" if code == 124 else ""
         why = late or ("" if code == 0 else decisive_line(said))
         lines = [line.strip() for line in said if line.strip()]
@@ -108,7 +109,8 @@ def doctor(session: Session) -> Commands:
 
 def tests(session: Session) -> Commands:
     """Run the tests marked ``gpu``."""
-    pytest = (sys.executable, "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", "-q")
+    # A line per test, at once: it is known how far they came.
+    pytest = (sys.executable, "-u", "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", "-v")
     # Most of a test is the start of processes, and several fit on a GPU.
     several = is_installed("xdist") and len(os.sched_getaffinity(0)) >= 8
     beside = ("--numprocesses", "5") if several else ()
