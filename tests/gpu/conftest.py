@@ -39,6 +39,7 @@ STRATEGIES = [
     pytest.param("horovod", marks=needs_horovod),
     *("ddp", "fsdp", "zero", "mpi"),
 ]
+FEW = STRATEGIES[:2] if DEVICE == "cpu" else STRATEGIES  # a rehearsal need not try them all
 
 
 @pytest.hookimpl(tryfirst=True)
