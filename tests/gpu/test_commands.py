@@ -141,9 +141,10 @@ def test_strategies_are_compared(tmp_path: Path) -> None:
     ids=" ".join,
 )
 def test_it_learns_the_embedded_digits(precision: tuple[str, ...], tmp_path: Path) -> None:
-    chosen = ("--precision", *precision, "--epochs=8", "--strategy=single")
+    epochs, accuracy = (4, 0.8) if DEVICE == "cpu" else (8, 0.9)
+    chosen = ("--precision", *precision, f"--epochs={epochs}", "--strategy=single")
     summary = train(1, tmp_path, "mnist", *chosen)
-    assert summary["eval_accuracy"] > 0.9
+    assert summary["eval_accuracy"] > accuracy
     assert summary["precision"].startswith(precision[0])
 
 
