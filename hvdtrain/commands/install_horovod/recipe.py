@@ -197,7 +197,7 @@ def relative_rpaths(toolchain: Toolchain) -> tuple[str, ...]:
     """Return where the libraries lie as seen from the compiled module, if in the environment.
 
     With absolute paths alone a cached wheel would load the MPI of the environment that it was
-    built in, which may be another or gone.
+    built in, which may be another or gone. Only the NCCL of a framework outside is named so.
     """
     if toolchain.mpi is None:
         return ()
@@ -206,7 +206,8 @@ def relative_rpaths(toolchain: Toolchain) -> tuple[str, ...]:
     inside.append(toolchain.site_packages / "nvidia" / "nccl" / "lib")
     if toolchain.cuda and toolchain.cuda.is_package:
         inside.append(toolchain.cuda.home / "lib")
-    return tuple(f"$ORIGIN/{os.path.relpath(path, module)}" for path in inside)
+    outside = (str(toolchain.foreign_nccl),) if toolchain.foreign_nccl else ()
+    return (*(f"$ORIGIN/{os.path.relpath(path, module)}" for path in inside), *outside)
 
 
 def compiler_wrapper(compiler: Sequence[str], rpaths: Sequence[str], header: Path) -> str:

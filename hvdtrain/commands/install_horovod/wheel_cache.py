@@ -49,6 +49,7 @@ def identity(target: Target, toolchain: Toolchain, environ: Mapping[str, str]) -
     tensorflow = toolchain.tensorflow if "tensorflow" in target.frameworks else None
     cuda = toolchain.cuda if target.gpu == "nccl" else None
     nccl = toolchain.nccl if target.gpu == "nccl" else None
+    outside = [str(toolchain.foreign_nccl)] if toolchain.foreign_nccl else []
     return {
         "recipe": RECIPE,
         "archive": HOROVOD_SHA256,
@@ -65,7 +66,7 @@ def identity(target: Target, toolchain: Toolchain, environ: Mapping[str, str]) -
         "mpi_place": _mpi_place(toolchain),
         "compiler": compiler.identity if compiler else None,
         "cuda": _cuda(cuda, target) if cuda else None,
-        "nccl": nccl.version if nccl else None,
+        "nccl": " ".join([nccl.version, *outside]) if nccl else None,
         "cpu": toolchain.cpu_flags,
         "flags": {n: environ[n] for n in (*FLAG_VARIABLES, *USER_VARIABLES) if n in environ},
     }

@@ -105,6 +105,13 @@ class Toolchain:
     cpu_flags: tuple[str, ...]  # which of Horovod's vector instructions this processor has
     gpu_arches: tuple[int, ...] = ()  # compute capabilities of the GPUs that are here, rising
 
+    @property
+    def foreign_nccl(self) -> Path | None:
+        """Return the folder of the NCCL that a framework outside this environment has brought."""
+        folder = self.nccl.library.parent if self.nccl else Path()
+        is_package = folder.parts[-3:] == ("nvidia", "nccl", "lib")
+        return folder if is_package and not folder.is_relative_to(self.prefix) else None
+
     def installed_frameworks(self) -> tuple[str, ...]:
         """Return the names of the frameworks that are installed."""
         pairs = (("pytorch", self.torch), ("tensorflow", self.tensorflow))
@@ -117,7 +124,10 @@ def find(environ: Mapping[str, str]) -> Toolchain:
     headers = Path(sysconfig.get_path("include"))
     torch, tensorflow = find_torch(), find_tensorflow()
     wanted = (torch and torch.cuda) or (tensorflow and tensorflow.cuda) or ""
-    cuda = find_cuda(environ, site_packages, wanted)
+    # A virtual environment may take the framework, and what that brings, from the system's Python.
+    roots = [one.root.parent for one in (torch, tensorflow) if one]
+    packages = next((place for place in roots if (place / "nvidia").is_dir()), site_packages)
+    cuda = find_cuda(environ, site_packages, wanted) or find_cuda(environ, packages, wanted)
     make = shutil.which("make", path=environ.get("PATH"))
     return Toolchain(
         python=Path(sys.executable),
@@ -133,7 +143,7 @@ def find(environ: Mapping[str, str]) -> Toolchain:
         torch=torch,
         tensorflow=tensorflow,
         cuda=cuda,
-        nccl=find_nccl(environ, cuda, site_packages),
+        nccl=find_nccl(environ, cuda, packages),
         cpu_flags=find_cpu_flags(CPUINFO),
         gpu_arches=find_gpu_arches(gpus.find_driver()),
     )

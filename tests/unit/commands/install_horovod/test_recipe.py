@@ -15,7 +15,7 @@ from hvdtrain.commands.install_horovod.recipe import (
     relative_rpaths,
 )
 from hvdtrain.commands.install_horovod.wheel_cache import identity
-from hvdtrain.system.machine.toolchain import Cuda, Mpi, Toolchain
+from hvdtrain.system.machine.toolchain import Cuda, Mpi, Nccl, Toolchain
 from hvdtrain.system.runtime.command import Command
 from tests.unit.commands.install_horovod.machines import BOTH, NCCL, SHOP, on_gpu
 
@@ -208,3 +208,15 @@ def test_mpi_of_the_system_is_not_linked_relatively(found: Toolchain) -> None:
     mpi = dataclasses.replace(found.mpi, libraries=(Path("/opt/mpi/lib"),))  # type: ignore[type-var]
     rpaths = relative_rpaths(dataclasses.replace(found, mpi=mpi))
     assert rpaths == ("$ORIGIN/../../nvidia/nccl/lib",)
+
+
+def test_nccl_outside_of_the_environment_is_linked_by_its_place(found: Toolchain) -> None:
+    folder = Path("/usr/lib/python3/dist-packages/nvidia/nccl")
+    nccl = Nccl(folder / "include", folder / "lib" / "libnccl.so.2", "2.28.9")
+    machine = dataclasses.replace(on_gpu(found), nccl=nccl)
+    assert relative_rpaths(machine)[-1] == str(folder / "lib")
+    assert identity(NCCL, machine, {})["nccl"] == f"2.28.9 {folder / 'lib'}"
+    system = Nccl(Path("/usr/include"), Path("/usr/lib/x86_64-linux-gnu/libnccl.so.2"), "2.28.9")
+    machine = dataclasses.replace(machine, nccl=system)
+    assert relative_rpaths(machine)[-1].startswith("$ORIGIN")
+    assert identity(NCCL, machine, {})["nccl"] == "2.28.9"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.system.machine import toolchain
+from hvdtrain.system.machine.frameworks import Torch
 from hvdtrain.system.machine.toolchain import (
     Cuda,
     Nccl,
@@ -111,13 +112,29 @@ def test_the_toolkit_of_the_version_that_is_wanted(tmp_path: Path) -> None:
     assert nvcc_release("nothing") == "unknown"
 
 
-def test_nccl_of_torch_is_found_by_its_only_name(tmp_path: Path) -> None:
-    package = tmp_path / "nvidia" / "nccl"
+def nccl_package(site: Path) -> Path:
+    package = site / "nvidia" / "nccl"
     (package / "include").mkdir(parents=True)
     (package / "lib").mkdir()
     header = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 3\n"
     (package / "include" / "nccl.h").write_text(header)
     (package / "lib" / "libnccl.so.2").touch()
+    return package
+
+
+def test_nccl_of_torch_is_found_by_its_only_name(tmp_path: Path) -> None:
+    package = nccl_package(tmp_path)
     found = find_nccl({}, None, tmp_path)
     assert found == Nccl(package / "include", package / "lib" / "libnccl.so.2", "2.28.3")
     assert nccl_version("") == "unknown"
+
+
+def test_nccl_beside_a_torch_of_the_systems_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``python -m venv --system-site-packages``: what torch brings is not in our site-packages."""
+    package = nccl_package(tmp_path)
+    torch = Torch("2.11.0", "13.0", "", tmp_path / "torch")
+    monkeypatch.setattr(toolchain, "find_torch", lambda: torch)
+    found = toolchain.find({"PATH": "/nowhere"}).nccl
+    assert found == Nccl(package / "include", package / "lib" / "libnccl.so.2", "2.28.3")

@@ -1,0 +1,154 @@
+"""Trainings and commands on one accelerator, and two ranks that share it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.numpy
+
+from hvdtrain.commands.doctor.checks.loading import has_nccl
+from hvdtrain.commands.timeline.facts import analyse
+from tests.conftest import ranks, run
+from tests.gpu.conftest import (
+    DEVICE,
+    FEW,
+    HVDTRAIN,
+    SMALL,
+    STRATEGIES,
+    needs_gpu,
+    needs_horovod,
+    train,
+)
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SHARED = {"HVDTRAIN_ALLOW": "shared-gpu"}
+PLAIN = ("--precision=fp32", "--compression=none")
+EXACT = ("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--seed=1", *SMALL)
+
+
+def test_doctor_finds_no_error() -> None:
+    outcome = run([*HVDTRAIN, "doctor", "-n", "1", "--json"])
+    report = json.loads(outcome.out)
+    assert [one for one in report["findings"] if one["state"] == "error"] == []
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_step_takes_effect(strategy: str) -> None:
+    outcome = run([*HVDTRAIN, "verify", "-n", "1", "--strategy", strategy, "--json"])
+    assert outcome.code == 0, outcome.out[-3000:] + outcome.err[-2000:]
+    assert "failed" not in [row["state"] for row in json.loads(outcome.out)["rows"]]
+
+
+def test_each_step_takes_effect_on_two_ranks_that_share_a_gpu() -> None:
+    """By MPI in host memory: NCCL refuses two ranks on one GPU."""
+    outcome = run([*HVDTRAIN, "verify", "-n", "2", "--strategy", "mpi", "--json"], **SHARED)
+    assert outcome.code == 0, outcome.out[-3000:] + outcome.err[-2000:]
+    assert "failed" not in [row["state"] for row in json.loads(outcome.out)["rows"]]
+
+
+@needs_gpu
+def test_two_ranks_on_one_gpu_are_refused_unless_that_is_wanted() -> None:
+    outcome = run([*HVDTRAIN, "verify", "-n", "2", "--strategy", "mpi"], CUDA_VISIBLE_DEVICES="0")
+    assert outcome.code != 0
+    assert "HVDTRAIN_ALLOW=shared-gpu" in outcome.out + outcome.err
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_computes_what_one_process_does(strategy: str, tmp_path: Path) -> None:
+    options = ("--global-batch-size=107", "--num-steps=30", *EXACT)
+    alone = train(1, tmp_path / "alone", "mnist", "--strategy=single", *options)
+    number = 2 if strategy == "mpi" else 1
+    other = train(number, tmp_path / "other", "mnist", f"--strategy={strategy}", *options, **SHARED)
+    assert other["world_size"] == number
+    assert other["eval_samples"] == alone["eval_samples"] == 297
+    for key in ("parameter_norm", "train_loss", "eval_loss"):
+        assert other[key] == pytest.approx(alone[key], rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", FEW)
+def test_resumed_is_bit_equal(strategy: str, tmp_path: Path) -> None:
+    options = (f"--strategy={strategy}", "--model=resnet18", "--image-size=64", "--batch-size=8")
+
+    def newest(folder: Path, *more: str) -> Path:
+        kept = folder / "checkpoints"
+        line = ("--deterministic", "--synthetic", f"--checkpoint-dir={kept}", *more)
+        train(1, folder, "resnet", *options, *line)
+        return sorted(kept.glob("step-*"))[-1]
+
+    uncut = newest(tmp_path / "uncut", "--num-steps=8")
+    newest(tmp_path / "cut", "--num-steps=3")
+    resumed = newest(tmp_path / "cut", "--num-steps=8", "--resume=must")
+    for name in ("model", "training"):
+        one, other = (
+            safetensors.numpy.load_file(folder / f"{name}.safetensors")
+            for folder in (uncut, resumed)
+        )
+        assert one.keys() == other.keys()
+        for tensor, value in one.items():
+            assert value.tobytes() == other[tensor].tobytes(), f"{name}: {tensor} differs"
+
+
+@needs_gpu
+def test_the_summary_tells_the_memory_that_was_taken(tmp_path: Path) -> None:
+    line = ("--model=resnet18", "--strategy=single", "--synthetic", "--num-steps=6")
+    peaks = [
+        train(1, tmp_path, "resnet", *line, f"--batch-size={batch}")["peak_memory_bytes"]
+        for batch in (32, 64)
+    ]
+    # Parameters, momentum and gradients take 3 x 4 x 11.7 million bytes, activations far more.
+    assert peaks[0] > 2**28
+    assert 1.3 < peaks[1] / peaks[0] < 2.2
+
+
+@needs_horovod
+def test_horovod_sums_on_the_device_and_its_timeline_tells_how(tmp_path: Path) -> None:
+    from hvdtrain.system.machine import accelerator  # which imports torch
+
+    path, number = tmp_path / "timeline.json", max(1, accelerator.count())
+    once = {"HOROVOD_TIMELINE": str(path), "HOROVOD_CACHE_CAPACITY": "0"}
+    outcome = ranks(number, str(SCRIPTS / "allreduce.py"), **once)
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert outcome.out.split() == ["sums", str(float(sum(range(1, number + 1))))]
+    facts, _ = analyse(path)
+    assert facts["ranks"] == number
+    summed = {row["name"]: row["times"] for row in facts["tensors"] if "gradients" in row["name"]}
+    assert list(summed.values()) == [5] * 3
+    if DEVICE == "cuda" and has_nccl():
+        assert b"NCCL_ALLREDUCE" in path.read_bytes()
+
+
+def test_strategies_are_compared(tmp_path: Path) -> None:
+    verb = (*HVDTRAIN, "compare", "--json", "--repeat=1", "--ranks=1", f"--out={tmp_path}")
+    command = ("python", "-m", "hvdtrain.mnist", *SMALL, "--num-steps=24", *PLAIN)
+    outcome = run([*verb, "--strategies=single,ddp,fsdp", "--", *command])
+    assert outcome.code == 0, outcome.err[-3000:]
+    rows = json.loads(outcome.out)["rows"]
+    assert [row["strategy"] for row in rows] == ["single", "ddp", "fsdp"]
+    assert all(row["available"] and row["images_per_second"] > 0 for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        ("fp32",),
+        ("fp32", "--tf32"),
+        ("bf16",),
+        pytest.param(("fp16",), marks=needs_gpu),
+    ],
+    ids=" ".join,
+)
+def test_it_learns_the_embedded_digits(precision: tuple[str, ...], tmp_path: Path) -> None:
+    epochs, accuracy = (4, 0.8) if DEVICE == "cpu" else (8, 0.9)
+    chosen = ("--precision", *precision, f"--epochs={epochs}", "--strategy=single")
+    summary = train(1, tmp_path, "mnist", *chosen)
+    assert summary["eval_accuracy"] > accuracy
+    assert summary["precision"].startswith(precision[0])
+
+
+def test_compiled_it_computes_the_same(tmp_path: Path) -> None:
+    line = ("--strategy=single", "--precision=fp32", "--num-steps=12", *SMALL)
+    plain, compiled = (train(1, tmp_path, "mnist", *line, *more) for more in ((), ("--compile",)))
+    assert compiled["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-3)
