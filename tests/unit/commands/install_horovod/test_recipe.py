@@ -100,7 +100,7 @@ def test_a_toolkit_of_packages_gets_the_names_that_a_linker_looks_for(
     found: Toolchain, tmp_path: Path
 ) -> None:
     home = found.site_packages / "nvidia" / "cu13"
-    for name in ("bin/nvcc", "lib/libcudart.so.13", "lib/libcudart_static.a"):
+    for name in ("bin/nvcc", "bin/crt/link.stub", "lib/libcudart.so.13", "lib/libcudart_static.a"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(name)
     machine = dataclasses.replace(on_gpu(found), cuda=Cuda(home, "13.0"))
@@ -112,6 +112,8 @@ def test_a_toolkit_of_packages_gets_the_names_that_a_linker_looks_for(
     folder = tmp_path / "cuda"
     complete_toolkit(home, folder)
     assert (folder / "bin" / "nvcc").read_text() == "bin/nvcc"
+    assert (folder / "bin" / "crt" / "link.stub").is_file()
+    assert (folder / "bin" / ".." / "lib64" / "libcudart_static.a").is_file()  # as nvcc looks
     assert (folder / "lib" / "libcudart.so").read_text() == "lib/libcudart.so.13"
     assert {path.name for path in (folder / "lib64").iterdir()} == {
         *("libcudart.so", "libcudart.so.13", "libcudart_static.a")
