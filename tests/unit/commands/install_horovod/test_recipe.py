@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.build import complete_toolkit
 from hvdtrain.commands.install_horovod.recipe import (
@@ -93,7 +95,15 @@ def test_nccl_environment(found: Toolchain) -> None:
     two = dataclasses.replace(NCCL, cuda_arches=(80, 90))
     changes = recipe.build_environment(two, machine, SHOP, {})
     assert changes["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
-    assert identity(two, machine, {})["cuda"] == "13.0 80 90"
+    assert identity(two, machine, {})["cuda"] == "13.0 /opt/cuda 80 90"
+
+
+@pytest.mark.parametrize(("version", "package"), [("13.0", "cu13"), ("12.8", "cuda_runtime")])
+def test_the_cuda_that_pytorch_brings_is_found_where_the_toolkit_is_not(
+    found: Toolchain, version: str, package: str
+) -> None:
+    machine = dataclasses.replace(on_gpu(found), cuda=Cuda(Path("/opt/cuda"), version))
+    assert relative_rpaths(machine)[-1] == f"$ORIGIN/../../nvidia/{package}/lib"
 
 
 def test_a_toolkit_of_packages_gets_the_names_that_a_linker_looks_for(
