@@ -97,14 +97,18 @@ class Trial:
         }
 
     def _programs(self) -> Path:
-        """Make Debian's programs of this MPI those that are found, whichever is its default."""
+        """Make Debian's programs of this MPI those that are found, whichever is its default.
+
+        By scripts: MPICH's mpirun looks for its helpers beside the name that it is called by.
+        """
         folder = self.folder / "mpi"
         folder.mkdir()
         for name in ("mpirun", "mpiexec", "mpicc", "mpicxx"):
             program = shutil.which(f"{name}.{self.cell.mpi}")
             if program is None:
                 raise SystemExit(f"no {name}.{self.cell.mpi}: apt-get install it, then go on")
-            (folder / name).symlink_to(program)
+            (folder / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+            (folder / name).chmod(0o755)
         return folder
 
     def run(self) -> Found:
@@ -112,7 +116,8 @@ class Trial:
         python = str(self.bin / "python")
         source = self._source()
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        mpi = () if self.cell.mpi else (OPEN_MPI,)
+        # mpi4py's wheel takes an Open MPI where there is one, and does not find Debian's MPICH.
+        mpi = {"": (OPEN_MPI,), "openmpi": (), "mpich": ("--no-binary=mpi4py",)}[self.cell.mpi]
         train = ("-m", "hvdtrain.mnist", "--epochs=1", f"--framework={self._framework()}")
         try:
             self._step("install", sys.executable, "-m", "venv", str(self.folder / "env"))
