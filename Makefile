@@ -17,13 +17,13 @@ BUILD_TOOLS := hvdtrain/commands/install_horovod/build-tools.txt
 PINS := requirements.txt requirements-check.txt requirements-cuda.txt
 INPUTS := setup.cfg pyproject.toml $(PINS) $(BUILD_TOOLS) \
     hvdtrain/commands/install_horovod/recipe.py
-FINGERPRINT := $(shell { $(PYTHON) -VV; cat $(INPUTS); } 2>&1 | sha256sum | cut -c1-16)
+TORCH := torch==2.13.0 torchvision==0.28.0
+FINGERPRINT := $(shell { $(PYTHON) -VV; echo $(TORCH); cat $(INPUTS); } 2>&1 | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.setup-$(FINGERPRINT)
 # Where all is set up, `make check` takes that; else an environment without framework and Horovod.
 CHECK := $(if $(wildcard $(STAMP)),$(VENV),.venv-check)
 CHECK_STAMP := $(CHECK)/.setup-$(FINGERPRINT)
 PATHS := $(PATH)
-TORCH := $(shell grep -oE 'torch(vision)?==.*' setup.cfg)
 PIP := python -m pip install --quiet --disable-pip-version-check
 PYTEST := python -m pytest
 WHEELS := --only-binary :all:
@@ -112,7 +112,8 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
     --no-annotate --custom-compile-command 'make requirements'
 
 requirements:  ## write the pins and their hashes anew, with uv (CONTRIBUTING.md)
-	$(LOCK) --all-extras --constraint requirements.txt --constraint requirements-cuda.txt setup.cfg \
+	$(LOCK) --all-extras --constraint requirements.txt --constraint requirements-cuda.txt \
+	    --constraint <(printf '%s\n' $(TORCH)) setup.cfg \
 	    | awk -v all=requirements.txt -v cuda=requirements-cuda.txt \
 	        '/^#/ { print > all; print > cuda; next } /^[a-z]/ { out = all } \
 	        /^(cuda|nvidia|triton)/ { out = cuda } /^torch(vision)?==/ { out = "/dev/null" } \

@@ -35,7 +35,8 @@ def check_libraries() -> None:
             f"two MPI libraries are loaded in this process ({'; '.join(map(str, libraries))}): "
             "Horovod and mpi4py belong to different ones. Build Horovod for the MPI that you start "
             "with (`hvdtrain install-horovod --rebuild`) and mpi4py too (`pip install "
-            "--force-reinstall --no-binary mpi4py mpi4py`); `hvdtrain doctor` shows who uses which"
+            "--no-cache-dir --force-reinstall --no-binary mpi4py mpi4py`); `hvdtrain doctor` shows "
+            "who uses which"
         )
 
 

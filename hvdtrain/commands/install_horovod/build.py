@@ -177,11 +177,15 @@ class Build:
 
 
 def complete_toolkit(home: Path, folder: Path) -> None:
-    """Make ``folder`` the toolkit ``home`` with a name for each library that a linker looks for."""
-    (folder / "lib64").mkdir(parents=True)
-    for path in home.iterdir():
-        if path.name != "lib":
-            (folder / path.name).symlink_to(path.absolute())
+    """Make ``folder`` the toolkit ``home`` with a name for each library that a linker looks for.
+
+    nvcc looks in ``bin/../lib64``: were ``bin`` a link, that would lead back to ``home``.
+    """
+    for name in ("bin", "lib64"):
+        (folder / name).mkdir(parents=True)
+    for path in (*home.iterdir(), *(home / "bin").iterdir()):
+        if path.name not in ("bin", "lib"):
+            (folder / path.relative_to(home)).symlink_to(path.absolute())
     for library in sorted((home / "lib").iterdir()):  # libX.so, where there is one, comes first
         for name in {library.name, re.sub(r"\.so\..*", ".so", library.name)}:
             if not (folder / "lib64" / name).is_symlink():

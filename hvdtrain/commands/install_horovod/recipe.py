@@ -204,8 +204,9 @@ def relative_rpaths(toolchain: Toolchain) -> tuple[str, ...]:
     module = toolchain.site_packages / "horovod" / "torch"
     inside = [p for p in toolchain.mpi.libraries if p.is_relative_to(toolchain.prefix)]
     inside.append(toolchain.site_packages / "nvidia" / "nccl" / "lib")
-    if toolchain.cuda and toolchain.cuda.is_package:
-        inside.append(toolchain.cuda.home / "lib")
+    if toolchain.cuda:  # also where the system's compiles: a node of the job may not have that
+        package = "cuda_runtime" if toolchain.cuda.major == "12" else f"cu{toolchain.cuda.major}"
+        inside.append(toolchain.site_packages / "nvidia" / package / "lib")
     outside = (str(toolchain.foreign_nccl),) if toolchain.foreign_nccl else ()
     return (*(f"$ORIGIN/{os.path.relpath(path, module)}" for path in inside), *outside)
 

@@ -73,9 +73,9 @@ def identity(target: Target, toolchain: Toolchain, environ: Mapping[str, str]) -
 
 
 def _cuda(cuda: Cuda, target: Target) -> str:
-    """Return the toolkit, whether its library is found relatively, and what is compiled for."""
-    kind = ["package"] if cuda.is_package else []
-    return " ".join([cuda.version, *kind, *map(str, target.cuda_arches)])
+    """Return the toolkit, where its library lies if not in the environment, and what it makes."""
+    place = "package" if cuda.is_package else str(cuda.home)
+    return " ".join([cuda.version, place, *map(str, target.cuda_arches)])
 
 
 def _mpi_place(toolchain: Toolchain) -> list[str]:

@@ -39,10 +39,7 @@ def mpi_findings(facts: MpiFacts) -> Iterator[Finding]:
     """Judge each, then whether they agree."""
     yield _launcher(facts)
     if facts.mpi4py.error:
-        remedy = (
-            "load the module of your MPI, or pip install 'hvdtrain[mpi]'; then pip install "
-            "--force-reinstall mpi4py"
-        )
+        remedy = f"pip install 'hvdtrain[mpi]', or load the module of your MPI and {MPI4PY}"
         yield Finding("mpi4py", ERROR, f"it does not load: {facts.mpi4py.error}", remedy)
     else:
         yield Finding("mpi4py", OK, f"uses {_show(facts.mpi4py)}")
@@ -104,4 +101,5 @@ def agreement(facts: MpiFacts, users: Mapping[str, Loaded]) -> Finding:
     return Finding(check, OK, f"mpirun, {', '.join(users)}: {identity}")
 
 
-MPI4PY = "pip install --force-reinstall --no-binary mpi4py mpi4py"
+# Without pip's cache, which would give again what was built for another MPI.
+MPI4PY = "pip install --no-cache-dir --force-reinstall --no-binary mpi4py mpi4py"

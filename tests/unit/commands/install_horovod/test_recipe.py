@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.build import complete_toolkit
 from hvdtrain.commands.install_horovod.recipe import (
@@ -93,14 +95,22 @@ def test_nccl_environment(found: Toolchain) -> None:
     two = dataclasses.replace(NCCL, cuda_arches=(80, 90))
     changes = recipe.build_environment(two, machine, SHOP, {})
     assert changes["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
-    assert identity(two, machine, {})["cuda"] == "13.0 80 90"
+    assert identity(two, machine, {})["cuda"] == "13.0 /opt/cuda 80 90"
+
+
+@pytest.mark.parametrize(("version", "package"), [("13.0", "cu13"), ("12.8", "cuda_runtime")])
+def test_the_cuda_that_pytorch_brings_is_found_where_the_toolkit_is_not(
+    found: Toolchain, version: str, package: str
+) -> None:
+    machine = dataclasses.replace(on_gpu(found), cuda=Cuda(Path("/opt/cuda"), version))
+    assert relative_rpaths(machine)[-1] == f"$ORIGIN/../../nvidia/{package}/lib"
 
 
 def test_a_toolkit_of_packages_gets_the_names_that_a_linker_looks_for(
     found: Toolchain, tmp_path: Path
 ) -> None:
     home = found.site_packages / "nvidia" / "cu13"
-    for name in ("bin/nvcc", "lib/libcudart.so.13", "lib/libcudart_static.a"):
+    for name in ("bin/nvcc", "bin/crt/link.stub", "lib/libcudart.so.13", "lib/libcudart_static.a"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(name)
     machine = dataclasses.replace(on_gpu(found), cuda=Cuda(home, "13.0"))
@@ -112,6 +122,8 @@ def test_a_toolkit_of_packages_gets_the_names_that_a_linker_looks_for(
     folder = tmp_path / "cuda"
     complete_toolkit(home, folder)
     assert (folder / "bin" / "nvcc").read_text() == "bin/nvcc"
+    assert (folder / "bin" / "crt" / "link.stub").is_file()
+    assert (folder / "bin" / ".." / "lib64" / "libcudart_static.a").is_file()  # as nvcc looks
     assert (folder / "lib" / "libcudart.so").read_text() == "lib/libcudart.so.13"
     assert {path.name for path in (folder / "lib64").iterdir()} == {
         *("libcudart.so", "libcudart.so.13", "libcudart_static.a")
