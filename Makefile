@@ -118,6 +118,8 @@ requirements:  ## write the pins and their hashes anew, with uv (CONTRIBUTING.md
 	        '/^#/ { print > all; print > cuda; next } /^[a-z]/ { out = all } \
 	        /^(cuda|nvidia|triton)/ { out = cuda } /^torch(vision)?==/ { out = "/dev/null" } \
 	        { print > out }'
+	{ printf '%s\n' $(TORCH); sed -nE 's/^([a-z].*) \\$$/\1/p' requirements.txt; } \
+	    > constraints.txt
 	$(LOCK) --extra test --extra mpi --extra completion --constraint requirements.txt \
 	    --output-file requirements-check.txt setup.cfg
 	printf '%s\n' cmake packaging setuptools wheel \

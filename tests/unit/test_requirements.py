@@ -48,6 +48,13 @@ def test_setup_installs_nothing_that_is_not_checked(tmp_path: Path) -> None:
     assert all({"--only-binary", "--no-build-isolation"} & set(words) for words in commands)
 
 
+def test_the_constraints_are_what_is_tested() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    named = re.findall(r"^TORCH := (\S+) (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    pinned = re.findall(r"^([^#\s].*) \\$", SETUP.read_text(), re.MULTILINE)
+    assert lines == [*named[0], *pinned]
+
+
 def test_the_tools_of_horovods_build_are_checked_by_hash() -> None:
     argv = recipe.tools_command(Path("/py"), recipe.Workshop(Path("/cache/build/k"))).argv
     assert "--require-hashes" in argv
