@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
-from hvdtrain.steps.integrity import places
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
 from hvdtrain.system.output.text import plural
-from hvdtrain.system.runtime.exit import agreed, is_agreed, process_status
+from hvdtrain.system.runtime.exit import is_agreed, process_status
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.on_nan import OnNan
 from hvdtrain.training.plan import TrainingPlan
 from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.progress import Silent
@@ -26,11 +26,9 @@ from hvdtrain.training.summary import described, evaluated, headline, measured, 
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
 from hvdtrain.workloads.data.dataset import Batch
-from hvdtrain.workloads.task import NotFinite, Task, Workload
+from hvdtrain.workloads.task import Task, Workload
 
 LINES_PER_EPOCH = 20  # log intervals
-MOST_SKIPPED = 10  # updates in a row that --on-nan skip leaves out
-MOST_ROLLBACKS = 3
 
 
 class _AgainError(Exception):
@@ -59,7 +57,6 @@ class Run:
         self.timeline = TimelineWindow(options, adapter)
         self.pending: list[tuple[Part, Any]] = []  # losses that have not been read yet
         self.train_loss: float | None = None
-        self.in_a_row = 0  # updates left out, up to here
         origin = {
             "framework": options.framework,
             "workload": workload.name,
@@ -68,9 +65,9 @@ class Run:
             "training_samples": task.train.samples,
             "seed": options.seed,
         }
-        self.may_defer = task.may_defer = task.may_defer or adapter.has_gpu
         self.compiled: set[int] = set()  # sizes of global batches
         self.checkpoints = CheckpointManager(options, adapter, task, origin)
+        self.on_nan = OnNan(options, adapter, task, self.checkpoints)
         # Reading a loss waits for a GPU; a CPU has it already.
         self.look_every = 20 if adapter.has_gpu or task.deferred else 1
         self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
@@ -211,22 +208,12 @@ class Run:
         self.timeline.enter(self.now.step)
         place = part.start.epoch + part.start.consumed / self.shards.samples
         seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
-        # On a GPU that takes time: what is deferred puts them back by itself, fp16 leaves nothing
-        # out, and to end only the update counts that is made once more.
-        again = self.may_defer and not self.task.may_defer
-        restores = again or (
-            self.options.on_nan == "skip"
-            and not self.task.deferred
-            and self.task.options.precision != "fp16"
-        )
-        before = self.adapter.local_buffers(self.task.model) if restores else {}
+        before = self.on_nan.buffers()
         with self.shards.step(part):
             loss = self.task.update(batch, learning_rate=self.rate(place), seed=seed)
         if self.task.not_finite:
-            self.adapter.set_local_buffers(self.task.model, before)
-            self._leave_out(part, self.task.not_finite)
-        self.in_a_row = 0
-        self.task.may_defer = self.may_defer
+            self._leave_out(part, before)
+        self.on_nan.note_update()
         self.now.step += 1
         self.now.samples += part.global_count
         self.now.position = part.end
@@ -249,52 +236,23 @@ class Run:
         self.compiled.add(size)
         return new
 
-    def _leave_out(self, part: Part, trouble: NotFinite) -> NoReturn:
-        """Do what ``--on-nan`` says where an update was not made; on all ranks alike.
+    def _leave_out(self, part: Part, before: dict[str, Any]) -> NoReturn:
+        """Go on without the update of ``part``, as ``--on-nan`` says.
 
         Raises:
-            _AgainError: the training goes on, without this global batch.
+            _AgainError: the training goes on.
             TrainingError: on every rank: it does not.
         """
-        what = self._tell(part, trouble)
-        if self.options.on_nan == "skip" and self.in_a_row < MOST_SKIPPED:
-            self.in_a_row += 1
-            self.now.skipped += 1
-            begin = part.start
-            self.now.position = Position(begin.epoch, begin.consumed + part.global_count)
-            self.now.metrics = None
-            self.show.say(f"{what}: the update is left out")
-            raise _AgainError
-        left_out = [*self.now.left_out, [part.start.epoch, part.start.consumed]]
-        if self.options.on_nan == "rollback" and len(left_out) <= MOST_ROLLBACKS:
+        try:
+            now = self.on_nan.leave_out(self.now, part, before, self.show.say)
+        except TrainingError:
+            with contextlib.suppress(TrainingError):  # the weights are those of before
+                self._save()
+            raise
+        if now is not self.now:  # losses of what is undone
             self.pending.clear()
-            self.now = self.checkpoints.roll_back()
-            self.now.left_out = left_out
-            self.show.say(f"{what}: back to step {self.now.step}, and without that global batch")
-            raise _AgainError
-        with contextlib.suppress(TrainingError):  # the weights are those of before
-            self._save()
-        tried = {
-            "skip": f"; {MOST_SKIPPED} updates before it were left out",
-            "rollback": f"; {MOST_ROLLBACKS} global batches were left out before",
-        }
-        raise agreed(
-            TrainingError(
-                f"{what}{tried.get(self.options.on_nan, '')}. Lower --lr, look at the data, or "
-                "let --on-nan skip or rollback leave such global batches out"
-            )
-        )
-
-    def _tell(self, part: Part, trouble: NotFinite) -> str:
-        """Say which ranks' gradients were not finite; all ranks call it."""
-        told = self.adapter.communicator.gather(trouble.own.encode())
-        hosts = [facts.host for facts in self.adapter.ranks]
-        ranks = [rank for rank, own in enumerate(told) if own]
-        owners = ", ".join(f"{places([rank], hosts)}: {told[rank].decode()}" for rank in ranks[:4])
-        return (
-            f"the gradients of step {self.now.step + 1} (epoch {part.start.epoch + 1}) are not "
-            f"finite, {trouble.parameter} first ({owners or 'of no single rank for sure'})"
-        )
+        self.now = now
+        raise _AgainError
 
     def _look(self, *, in_step: bool = False) -> None:
         """Read the losses that are pending; stop where one is not finite.
@@ -323,20 +281,8 @@ class Run:
         if self.adapter.meter:
             self.adapter.meter.look()
         if unmade:
-            self._go_back([part for part, _ in unmade])
-
-    def _go_back(self, parts: list[Part]) -> NoReturn:
-        """Make the updates of ``parts`` anew; the first tells what is not finite, at once.
-
-        Raises:
-            _AgainError: always.
-        """
-        self.now.step -= len(parts)
-        self.now.samples -= sum(part.global_count for part in parts)
-        self.now.position = parts[0].start
-        self.adapter.samples_seen -= sum(part.count for part in parts)
-        self.task.may_defer = False
-        raise _AgainError
+            self.on_nan.go_back(self.now, [part for part, _ in unmade])
+            raise _AgainError
 
     def _log(self, part: Part, place: float) -> None:
         with self.clock.times.meeting():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,10 +95,9 @@ class PyTorchAdapter(CommonAdapter):
         check_names(own, state.model, f"{state.path or 'the state of rank 0'} is not of this model")
         with torch.no_grad():
             for name, value in own.items():
-                value.copy_(torch.from_numpy(np.array(state.model[name])))
+                value.copy_(tensor_of(state.model[name]))
         if optimizer is not None:
-            arrays = {name: np.array(value) for name, value in state.training.items()}
-            load_optimizer(optimizer, {k: torch.from_numpy(value) for k, value in arrays.items()})
+            load_optimizer(optimizer, state, lambda place, like, value: tensor_of(value))
 
     @override
     def local_buffers(self, model: Any) -> Arrays:
@@ -112,7 +111,7 @@ class PyTorchAdapter(CommonAdapter):
     def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
         for name, value in unwrapped(model).named_buffers():
             if name in arrays:
-                value.copy_(torch.from_numpy(np.array(arrays[name])))
+                value.copy_(tensor_of(arrays[name]))
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -139,18 +138,43 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
     }
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put back what ``optimizer_tensors`` gave."""
+def tensor_of(value: Any) -> torch.Tensor:
+    """Return a copy of an array, or of what is read as one from a file, as a tensor."""
+    return torch.from_numpy(np.array(value))
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    saved: Checkpoint,
+    own: Callable[[int, torch.Tensor, Any], torch.Tensor | None],
+) -> None:
+    """Put back what ``optimizer_tensors`` gave.
+
+    Args:
+        optimizer: the one to load into.
+        saved: the names and values.
+        own: returns what this rank holds of a value, None: nothing, given the place of its
+            parameter, the parameter, and the value.
+
+    Raises:
+        UsageError: the optimizer has fewer parameters than the saved one.
+    """
     state: dict[int, dict[str, torch.Tensor]] = {}
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    for name, value in tensors.items():
+    for name, stored in saved.training.items():
         index, _, key = name.partition("/")
-        if int(index) >= len(parameters):
-            raise UsageError("the checkpoint is not of this optimizer: it has fewer parameters")
-        own = parameters[int(index)]
-        if value.shape == own.shape and not own.is_contiguous():
-            value = torch.empty_like(own, dtype=value.dtype).copy_(value)  # for fused kernels
-        state.setdefault(int(index), {})[key] = value
+        place = int(index)
+        if place >= len(parameters):
+            raise UsageError(
+                f"{saved.path or 'the state of rank 0'} is not of this optimizer, which has "
+                f"{len(parameters)} parameters: there is state of parameter {place + 1}"
+            )
+        like = parameters[place]
+        if (value := own(place, like, stored)) is None:
+            continue
+        if value.shape == like.shape and not like.is_contiguous():
+            value = torch.empty_like(like, dtype=value.dtype).copy_(value)  # for fused kernels
+        state.setdefault(place, {})[key] = value
     # Learning rate, momentum and the rest are options of this run, not of the one that saved.
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -9,8 +9,6 @@ right too. Every rank makes each forward and backward pass, also on a part witho
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -30,6 +28,7 @@ from hvdtrain.collectives.torch_distributed import TorchDistributed
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.machine import accelerator
+from hvdtrain.system.output import stderr
 from hvdtrain.system.runtime.waits import SUM
 
 
@@ -176,15 +175,8 @@ def _find_none_quietly(device: torch.device) -> None:
     """
     layer = torch.nn.PReLU(device=device)  # one parameter, not drawn by chance
     replica = DistributedDataParallel(layer, find_unused_parameters=True, init_sync=False)
-    sys.stderr.flush()
-    heard, unheard = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(unheard, 2)
+    with stderr.without(lambda _: True):
         replica(torch.zeros(1, 1, device=device))
-    finally:
-        os.dup2(heard, 2)
-        os.close(heard)
-        os.close(unheard)
 
 
 def weigh(gradients: torch.Tensor, weight: float) -> None:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -25,7 +24,12 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hvdtrain.adapters.common import in_parts
-from hvdtrain.adapters.pytorch.common import array_of, load_optimizer, optimizer_tensors
+from hvdtrain.adapters.pytorch.common import (
+    array_of,
+    load_optimizer,
+    optimizer_tensors,
+    tensor_of,
+)
 from hvdtrain.adapters.pytorch.compression import TYPES
 from hvdtrain.adapters.pytorch.ddp import weigh
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, layout_of
@@ -97,7 +101,7 @@ class FsdpAdapter(ShardedAdapter):
         own = {name: array_of(value) for name, value in model.named_buffers()}
         sent = self.communicator.broadcast_arrays(own)
         for name, value in model.named_buffers():
-            value.copy_(torch.from_numpy(np.array(sent[name])))
+            value.copy_(tensor_of(sent[name]))
         return compare(
             self.communicator, Checkpoint(sent, {}), "report it: this is right after the broadcast"
         )
@@ -119,17 +123,9 @@ class FsdpAdapter(ShardedAdapter):
             for name, value in own.items():
                 _local(value).copy_(self._own(value, state.model[name]))
             if optimizer is not None:
-                parameters = [one for group in optimizer.param_groups for one in group["params"]]
-                places = {name: int(name.partition("/")[0]) for name in state.training}
-                if any(place >= len(parameters) for place in places.values()):
-                    raise UsageError(
-                        f"{state.path} is not of this optimizer: it has fewer parameters"
-                    )
-                tensors = {
-                    name: self._state_of(parameters[places[name]], value)
-                    for name, value in state.training.items()
-                }
-                load_optimizer(optimizer, tensors)
+                load_optimizer(
+                    optimizer, state, lambda place, like, value: self._state_of(like, value)
+                )
 
     @override
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
@@ -176,7 +172,7 @@ class FsdpAdapter(ShardedAdapter):
             most = -(-stored.shape[0] // self.world.size)
             first = min(self.world.rank * most, stored.shape[0])
             stored = stored[first : min(first + most, stored.shape[0])]
-        return torch.from_numpy(np.array(stored))
+        return tensor_of(stored)
 
     def _state_of(self, parameter: torch.Tensor, stored: Any) -> torch.Tensor:
         """Return optimizer state of ``parameter``: in parts where it has its shape."""

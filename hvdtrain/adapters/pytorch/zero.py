@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.common import in_buckets, in_parts
-from hvdtrain.adapters.pytorch.common import load_optimizer, optimizer_tensors
+from hvdtrain.adapters.pytorch.common import load_optimizer, optimizer_tensors, tensor_of
 from hvdtrain.adapters.pytorch.ddp import Replica
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, own_piece
 from hvdtrain.errors import UsageError
@@ -67,11 +66,8 @@ class ZeroAdapter(ShardedAdapter):
         if share:
             load_optimizer(
                 optimizer,
-                {
-                    name: torch.from_numpy(np.array(value))
-                    for name, value in state.training.items()
-                    if int(name.partition("/")[0]) in share.own
-                },
+                state,
+                lambda place, like, value: tensor_of(value) if place in share.own else None,
             )
 
     @override

@@ -19,9 +19,8 @@ import importlib
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from hvdtrain.system.output import stderr
 
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Such as "I0000 00:00:1763706155.358886 10749 port.cc:153] oneDNN", or "2025-11-21 06:22:51.1: I".
@@ -36,30 +35,8 @@ def import_quietly() -> None:
     if LEVEL in os.environ or "tensorflow" in sys.modules:
         return
     os.environ[LEVEL] = "3"  # what its C++ calls an error, Python raises as one
-    with _without_banners():
+    with stderr.without(BANNER.match):
         importlib.import_module("keras")  # and TensorFlow, its backend
-
-
-@contextmanager
-def _without_banners() -> Iterator[None]:
-    """Hold back standard error, then let out what is no banner; everything after an error."""
-    sys.stderr.flush()
-    original = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        drop: re.Pattern[bytes] | None = None
-        try:
-            yield
-            drop = BANNER
-        finally:
-            sys.stderr.flush()
-            os.dup2(original, 2)
-            os.close(original)
-            held.seek(0)
-            for line in held:
-                if drop is None or not drop.match(line):
-                    sys.stderr.buffer.write(line)
-            sys.stderr.flush()
 
 
 import_quietly()

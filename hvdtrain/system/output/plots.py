@@ -65,13 +65,15 @@ def save(figure: Any, stem: Path) -> list[Path]:
 
     Args:
         figure: a matplotlib figure.
-        stem: the path without an ending; its folder is made where it is missing.
+        stem: the path, whose ending .pdf or .png is taken off; its folder is made where it is
+            missing.
 
     Returns:
         The paths of the PDF and of the PNG.
     """
     import matplotlib.pyplot as plt
 
+    stem = stem.with_suffix("") if stem.suffix in (".pdf", ".png") else stem
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
     for kind, metadata in (("pdf", {"CreationDate": None}), ("png", {})):

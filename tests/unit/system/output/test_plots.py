@@ -80,3 +80,11 @@ def test_save_writes_pdf_with_its_fonts_and_png(tmp_path: Path) -> None:
     assert b"/Type3" not in pdf and b"CreationDate" not in pdf
     assert png.startswith(b"\x89PNG")
     assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("name", ["study", "study.png", "study.pdf"])
+def test_the_name_of_a_plot_may_have_its_ending(tmp_path: Path, name: str) -> None:
+    plots.style()
+    figure, _ = plt.subplots()
+    assert plots.save(figure, tmp_path / name) == [tmp_path / "study.pdf", tmp_path / "study.png"]
+    assert len(list(tmp_path.iterdir())) == 2
