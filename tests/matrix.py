@@ -59,7 +59,7 @@ CELLS = (
     Cell("tensorflow-newest", ("tensorflow-cpu",)),
     Cell("torch-2.4-tensorflow-2.16", ("torch==2.4.*", "tensorflow-cpu==2.16.*")),
     Cell("torch-2.8-tensorflow-2.19", ("torch==2.8.*", "tensorflow-cpu==2.19.*")),
-    Cell("torch-2.13-tensorflow-2.21", ("torch==2.13.*", "tensorflow-cpu==2.21.*")),
+    Cell("torch-newest-tensorflow-newest", ("torch", "tensorflow-cpu")),  # without constraints.txt
     Cell("openmpi-4", ("torch==2.13.*",), "openmpi"),
     Cell("mpich", ("torch==2.13.*",), "mpich"),
 )
