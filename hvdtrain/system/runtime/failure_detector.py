@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
+from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED
 from hvdtrain.system.runtime import handshake
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.elastic import EXIT_ANEW
@@ -51,7 +51,7 @@ RETRY = 0.1  # seconds before the next connection is accepted, where one could n
 BACKLOG = 4096  # pending connections: one per host, or one per rank of this host
 
 # A rank's last message: it ends in order; it fails, and has told why; it has lost another one, and
-# starts anew.
+# has told which. What a collective fails of by that no other rank need tell.
 DONE, FAILED, LOST = b".", b"!", b"?"
 REPORT = b"w"  # before a report to rank 0, and its length
 LENGTH = 2  # bytes of it
@@ -297,7 +297,7 @@ class FailureDetector:
             self._tell(LOST)
             end_after_loss()
         speak(said, wait=0.0 if lost else STAGGER * min(self.rank, LAST))
-        self.send_last(EXIT_FAILURE)
+        self._tell(LOST)
         if silent and end_daemon():
             time.sleep(PATIENCE)
         end_after_loss()
