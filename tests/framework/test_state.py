@@ -68,3 +68,13 @@ def test_the_state_of_another_model_is_named(alone: tuple[CommonAdapter, Any]) -
     state = hvd.export_state(*make(5))
     with pytest.raises(UsageError, match=r"is not of this model: \d+ tensors differ"):
         hvd.import_state(*make(4), state)
+
+
+def test_state_of_a_parameter_that_is_not_there_is_told() -> None:
+    """As where a layer is frozen that was trained: each strategy of PyTorch loads by this."""
+    torch = pytest.importorskip("torch")
+    hvd, (model, optimizer) = adapter("pytorch", "single", environ={}), pytorch(2)
+    state = hvd.export_state(model, optimizer)
+    fewer = torch.optim.Adam(list(model.parameters())[:-1], lr=0.1)
+    with pytest.raises(UsageError, match=r"which has 5 parameters: there is state of parameter 6"):
+        hvd.import_state(model, fewer, state)

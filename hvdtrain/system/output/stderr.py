@@ -35,9 +35,6 @@ def without(drop: Callable[[bytes], Any]) -> Iterator[None]:
         finally:
             sys.stderr.flush()
             os.dup2(original, 2)
-            os.close(original)
             held.seek(0)
-            for line in held:
-                if lets_out or not drop(line):
-                    sys.stderr.buffer.write(line)
-            sys.stderr.flush()
+            with os.fdopen(original, "wb") as out:  # sys.stderr may be a notebook's
+                out.writelines(line for line in held if lets_out or not drop(line))
