@@ -134,7 +134,7 @@ def test_strategies_are_compared(tmp_path: Path) -> None:
     "precision",
     [
         ("fp32",),
-        ("fp32", "--tf32"),
+        pytest.param(("fp32", "--tf32"), marks=needs_gpu),
         ("bf16",),
         pytest.param(("fp16",), marks=needs_gpu),
     ],
