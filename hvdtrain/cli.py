@@ -54,6 +54,11 @@ VERBS = (
         "hvdtrain.commands.verify.verb",
     ),
     Verb(
+        "data-fetch",
+        "download a public data set, on a node that has network",
+        "hvdtrain.commands.data_fetch.verb",
+    ),
+    Verb(
         "launch",
         "start a training under the right launcher with the right options",
         "hvdtrain.commands.launch.verb",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import logging
 import os
 import stat
 import sys
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.errors import HvdtrainError, UsageError
+
+log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that free space would mend
 MOST_SETTINGS = 2**14  # bytes of a file of settings: far more than any, and read in an instant
@@ -53,6 +57,29 @@ def is_regular(path: Path) -> bool:
         OSError: it is not there.
     """
     return stat.S_ISREG(path.stat().st_mode)
+
+
+@contextlib.contextmanager
+def lock(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock of the file ``path``; another session that ``what`` is waited for, and told of.
+
+    It is the kernel's (flock): it ends with the process that holds it, however that ends.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    with path.open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another session that %s (lock %s)", what, path)
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            # Two sessions may do the same work then; what they make gets its name when it is whole.
+            log.warning("%s: this file system has no locks; do not run two sessions at once", path)
+        yield
 
 
 def read_regular(path: Path, most: int = sys.maxsize - 1) -> bytes:

@@ -22,8 +22,9 @@ from tests.parallel.test_homework import write_idx
 ELSEWHERE = re.compile(r"(\S+=\S+ +)*(make|pip|qsub|bash|\.venv/bin/python)\b|.* --gpu nccl")
 # Slow, and with a test of their own (test_homework.py, test_grade.py).
 SLOW = re.compile(r".*(train_resnet34(_hvd)?|grade)\.py|.*run_all\.sh", re.DOTALL)
-# Looked at instead of run: other hosts, a batch system, a build, and ranks by the dozen that have
-# tests of their own (test_doctor.py, test_verify.py, test_compare.py). (The words that are put in.)
+# Looked at instead of run: other hosts, a batch system, a build, a download, and ranks by the dozen
+# that have tests of their own (test_doctor.py, test_verify.py, test_compare.py). (The words that
+# are put in.)
 DRY = (
     (re.compile(r"^hvdtrain submit (?!.*--dry-run)"), "hvdtrain submit --dry-run "),
     (re.compile(r"submit (?=--dry-run)(?!.*--(scheduler|site))"), "submit --scheduler pbs "),
@@ -32,6 +33,7 @@ DRY = (
     (re.compile(r"^hvdtrain install-horovod"), "hvdtrain install-horovod --dry-run"),
     (re.compile(r"^hvdtrain launch (?=.*--hosts)(?!.*--dry-run)"), "hvdtrain launch --dry-run "),
     (re.compile(r"^hvdtrain scaling (?=.*--submit)"), "hvdtrain scaling --dry-run "),
+    (re.compile(r"^hvdtrain data-fetch (?!.*--dry-run)"), "hvdtrain data-fetch --dry-run "),
     (re.compile(r"^hvdtrain compare "), "hvdtrain compare --dry-run "),
 )
 SHORTER = (

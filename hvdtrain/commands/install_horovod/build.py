@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 import operator
 import re
 import shutil
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
-
-from rich import progress as bars
-from rich.console import Console
 
 from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.recipe import Target, Workshop
@@ -29,11 +22,8 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.files import FULL
 from hvdtrain.system.machine.toolchain import Toolchain
+from hvdtrain.system.output.display import Display
 from hvdtrain.system.runtime.command import Command, run
-
-log = logging.getLogger(__name__)
-
-LINE_EVERY = 30.0  # seconds between two lines of progress where there is no terminal
 
 # Stages in order: the text that begins one in the log, and its name.
 _STAGES = (
@@ -201,7 +191,8 @@ def _line_sink(stream: TextIO, display: Display) -> Callable[[str], None]:
         progress = read_progress(line)
         if progress:
             stream.flush()
-            display.show(progress)
+            share = None if progress.percent is None else progress.percent / 100
+            display.show(progress.stage, share)
 
     return take
 
@@ -250,44 +241,3 @@ def remedy_for(line: str) -> str:
         if re.search(pattern, line, re.IGNORECASE):
             return remedy
     return "the log holds every command and its output; please report it if it makes no sense"
-
-
-class Display(contextlib.ExitStack):
-    """Show the progress of one build on standard error: a bar on a terminal, else some lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._start = self._last_line = time.monotonic()
-        self._bar: bars.Progress | None = None
-        self._task = bars.TaskID(0)
-        if sys.stderr.isatty():
-            columns = (bars.TextColumn("{task.description}"), bars.BarColumn())
-            console = Console(stderr=True)
-            self._bar = self.enter_context(
-                bars.Progress(*columns, bars.TimeElapsedColumn(), console=console, transient=True)
-            )
-            self._task = self._bar.add_task("Horovod", total=None)
-
-    def stage(self, name: str) -> None:
-        """Begin a stage."""
-        if self._bar:
-            self._bar.update(self._task, description=name, total=None)
-        else:
-            self._line(name)
-
-    def show(self, progress: Progress) -> None:
-        """Show how far the compilation is."""
-        if self._bar:
-            self._bar.update(
-                self._task,
-                description=progress.stage,
-                total=None if progress.percent is None else 100,
-                completed=progress.percent or 0,
-            )
-        elif time.monotonic() - self._last_line >= LINE_EVERY:
-            done = "" if progress.percent is None else f" {progress.percent} %"
-            self._line(f"{progress.stage}{done}")
-
-    def _line(self, text: str) -> None:
-        self._last_line = time.monotonic()
-        log.info("%4.0f s  %s", self._last_line - self._start, text)

@@ -13,8 +13,6 @@ the kernel's (flock): they end with the process that holds them, however it ends
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -36,7 +34,7 @@ from hvdtrain.commands.install_horovod.recipe import (
     Target,
 )
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.files import FULL
+from hvdtrain.system.files import FULL, lock
 from hvdtrain.system.machine.toolchain import Cuda, Toolchain
 
 log = logging.getLogger(__name__)
@@ -205,28 +203,13 @@ class WheelCache:
     def lock(self, name: str, what: str) -> Iterator[None]:
         """Hold the lock ``name``; another session's ``what`` is waited for, and said so."""
         path = self.root / "locks" / f"{name}.lock"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stream = path.open("a")
-        except OSError as error:
-            raise HvdtrainError(
-                f"the cache {self.root} cannot be written ({error.strerror}): "
-                "set HVDTRAIN_CACHE to a directory of yours"
-            ) from error
-        with stream:
-            _take(stream.fileno(), path, what)
+        with contextlib.ExitStack() as held:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(lock(path, what))
+            except OSError as error:
+                raise HvdtrainError(
+                    f"the cache {self.root} cannot be written ({error.strerror}): "
+                    "set HVDTRAIN_CACHE to a directory of yours"
+                ) from error
             yield
-
-
-def _take(descriptor: int, path: Path, what: str) -> None:
-    """Take the lock, waiting for it if need be; closing the descriptor gives it back."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.info("waiting for another session that %s (lock %s)", what, path)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        # Two sessions may then build the same wheel, which costs time; the rename keeps it whole.
-        log.warning("%s: this file system has no locks; do not run two sessions at once", path)

@@ -1,0 +1,208 @@
+"""The data sets that can be fetched: their public addresses, and what becomes of their files.
+
+Addresses, sizes and checksums are those of the publishers; COCO's publish no checksums.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+Files = Iterator[tuple[str, IO[bytes]]]
+"""Names, relative to the data set's folder, and contents."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file to download.
+
+    Attributes:
+        url: its public address.
+        size: in bytes.
+        holds: files or folders of the data set's folder that come out of it.
+        md5: as published, in hexadecimal; empty: none is, and its own check sums have to do.
+    """
+
+    url: str
+    size: int
+    holds: tuple[str, ...]
+    md5: str = ""
+
+    @property
+    def name(self) -> str:
+        """The last part of its address."""
+        return self.url.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set as its trainer reads it.
+
+    Attributes:
+        name: as on the command line.
+        what: what it is, for the help.
+        trainer: reads it, as in ``python -m hvdtrain.TRAINER``; empty: none of hvdtrain's.
+        remotes: what it is made of, in the order in which they are downloaded.
+        files: gives what a downloaded file holds.
+    """
+
+    name: str
+    what: str
+    trainer: str
+    remotes: tuple[Remote, ...]
+    files: Callable[[Path], Files]
+
+    @property
+    def size(self) -> int:
+        """Bytes to download."""
+        return sum(remote.size for remote in self.remotes)
+
+
+def itself(path: Path) -> Files:
+    """Yield the file as it was downloaded."""
+    with path.open("rb") as stream:
+        yield path.name, stream
+
+
+def members(path: Path) -> Files:
+    """Yield the regular files of an archive, tar or zip, whose CRCs are checked meanwhile."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if not info.is_dir():
+                    with archive.open(info) as stream:
+                        yield info.filename, stream
+        return
+    with tarfile.open(path, "r|*") as tar:
+        for member in tar:
+            if member.isfile() and (content := tar.extractfile(member)):
+                yield member.name, content
+
+
+def image_folder(path: Path) -> Files:
+    """Yield ``train/CLASS/*`` and ``val/CLASS/*`` of an archive that has one folder around them."""
+    for name, stream in members(path):
+        inner = name.partition("/")[2]
+        if re.match(r"(train|val)/[^/]+/[^/]+$", inner):
+            yield inner, stream
+
+
+def coco(path: Path) -> Files:
+    """Yield the images, and of the annotations those of object instances."""
+    for name, stream in members(path):
+        if re.fullmatch(r"(train|val)2017/\d+\.jpg|annotations/instances_\w+\.json", name):
+            yield name, stream
+
+
+CIFAR10_CLASSES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+CIFAR10_RECORD = 1 + 3 * 32 * 32  # bytes: the class, then red, green and blue, row by row
+
+
+def cifar10(path: Path) -> Files:
+    """Yield each image as PNG, in an image folder; the test images become ``val``."""
+    import numpy as np
+    from PIL import Image
+
+    for name, stream in members(path):
+        found = re.search(r"(data|test)_batch(_\d)?\.bin$", name)
+        if found is None:
+            continue
+        split, part = ("train", found[2]) if found[1] == "data" else ("val", "_0")
+        records = np.frombuffer(stream.read(), np.uint8).reshape(-1, CIFAR10_RECORD)
+        for number, record in enumerate(records):
+            pixels = record[1:].reshape(3, 32, 32).transpose(1, 2, 0)
+            png = io.BytesIO()
+            Image.fromarray(np.ascontiguousarray(pixels)).save(png, "PNG")
+            png.seek(0)
+            yield f"{split}/{CIFAR10_CLASSES[record[0]]}/{part[1:]}-{number:05d}.png", png
+
+
+def idx(base: str, *files: tuple[str, int, str]) -> tuple[Remote, ...]:
+    """Return the files of a data set in the form of MNIST, from names, sizes and checksums."""
+    return tuple(Remote(base + name, size, (name,), md5) for name, size, md5 in files)
+
+
+DATA_SETS = (
+    DataSet(
+        "mnist",
+        "70,000 handwritten digits, 28 x 28 pixels",
+        "mnist",
+        idx(
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            ("train-images-idx3-ubyte.gz", 9_912_422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+            ("train-labels-idx1-ubyte.gz", 28_881, "d53e105ee54ea40749a09fcbcd1e9432"),
+            ("t10k-images-idx3-ubyte.gz", 1_648_877, "9fb629c4189551a2d022fa330f9573f3"),
+            ("t10k-labels-idx1-ubyte.gz", 4_542, "ec29112dd5afa0611ce80d1b7f02629c"),
+        ),
+        itself,
+    ),
+    DataSet(
+        "fashion-mnist",
+        "70,000 pieces of clothing, in the form of MNIST",
+        "mnist",
+        idx(
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            ("train-images-idx3-ubyte.gz", 26_421_880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+            ("train-labels-idx1-ubyte.gz", 29_515, "25c81989df183df01b3e8a0aad5dffbe"),
+            ("t10k-images-idx3-ubyte.gz", 4_422_102, "bef4ecab320f06d8554ea6380940ec79"),
+            ("t10k-labels-idx1-ubyte.gz", 5_148, "bb300cfdad3c16e7a12a480ee83cd310"),
+        ),
+        itself,
+    ),
+    DataSet(
+        "cifar10",
+        "60,000 images of 10 classes, 32 x 32 pixels, as PNG; val/ is its test set",
+        "resnet",
+        (
+            Remote(
+                "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+                170_052_171,
+                ("train", "val"),
+                "c32a1d4ab5d03f1284b67883e8d87530",
+            ),
+        ),
+        cifar10,
+    ),
+    DataSet(
+        "imagenette",
+        "13,394 images of 10 classes of ImageNet, the shorter side 320 pixels",
+        "resnet",
+        (
+            Remote(
+                "https://s3.amazonaws.com/fast-ai-imageclas/imagenette2-320.tgz",
+                341_663_724,
+                ("train", "val"),
+                "3df6f0d01a2c9592104656642f5e78a3",
+            ),
+        ),
+        image_folder,
+    ),
+    DataSet(
+        "coco",
+        "123,287 images with boxes of 80 classes: train2017, val2017, annotations",
+        "",
+        (
+            Remote(
+                "http://images.cocodataset.org/annotations/annotations_trainval2017.zip",
+                252_907_541,
+                ("annotations",),
+            ),
+            Remote(
+                "http://images.cocodataset.org/zips/val2017.zip", 815_585_330, ("val2017",)
+            ),
+            Remote(
+                "http://images.cocodataset.org/zips/train2017.zip", 19_336_861_798, ("train2017",)
+            ),
+        ),
+        coco,
+    ),
+)  # fmt: skip

@@ -1,0 +1,51 @@
+"""Progress of long work: a bar on a terminal, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+
+from rich import progress as bars
+from rich.console import Console
+
+log = logging.getLogger(__name__)
+
+LINE_EVERY = 30.0  # seconds between two lines of progress where there is no terminal
+
+
+class Display(contextlib.ExitStack):
+    """Show the progress of one piece of work on standard error, while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start = self._last_line = time.monotonic()
+        self._bar: bars.Progress | None = None
+        self._task = bars.TaskID(0)
+        if sys.stderr.isatty():
+            columns = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn())
+            console = Console(stderr=True)
+            self._bar = self.enter_context(
+                bars.Progress(*columns, bars.TimeElapsedColumn(), console=console, transient=True)
+            )
+            self._task = self._bar.add_task("", total=None)
+
+    def stage(self, text: str) -> None:
+        """Begin a stage."""
+        if self._bar:
+            self._bar.update(self._task, description=text, total=None)
+        else:
+            self._line(text)
+
+    def show(self, text: str, share: float | None = None) -> None:
+        """Show how far the stage is: ``share`` of it, 0 to 1; None: not known."""
+        if self._bar:
+            total = None if share is None else 1.0
+            self._bar.update(self._task, description=text, total=total, completed=share or 0.0)
+        elif time.monotonic() - self._last_line >= LINE_EVERY:
+            self._line(text if share is None else f"{text} {100 * share:.0f} %")
+
+    def _line(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        log.info("%4.0f s  %s", self._last_line - self._start, text)
