@@ -264,4 +264,5 @@ def _chunks(url: str, have: int, size: int) -> Iterator[bytes]:
             ) from error
         raise ConnectionLostError(f"{error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
-        raise ConnectionLostError(str(getattr(error, "reason", "") or error)) from error
+        reason = getattr(error, "reason", error)  # of an URLError, which may be an OSError
+        raise ConnectionLostError(getattr(reason, "strerror", None) or str(reason)) from error
