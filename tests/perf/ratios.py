@@ -3,6 +3,7 @@
 python -m tests.perf.ratios resnet --framework pytorch --repeats 7
 python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist [--only "by hand"]
 python -m tests.perf.ratios strategies --repeats 7 [--only "ddp" "plain DDP"]
+python -m tests.perf.ratios images --repeats 7 --data ../shared/data/imagenette-mini
 python -m tests.perf.ratios pi --repeats 5
 python -m tests.perf.ratios start --repeats 9 --data ../shared/data/mnist [--framework tensorflow]
 """
@@ -130,6 +131,13 @@ def strategies(options: argparse.Namespace) -> None:
     alternate(wanted, options.repeats, next(iter(wanted)))
 
 
+def images(options: argparse.Namespace) -> None:
+    """Reading images in one process: against torchvision's loader, and decoding alone."""
+    names = ("hvdtrain", "torchvision", "decoding")
+    candidates = {name: script("read_images.py", 1, name, str(options.data)) for name in names}
+    alternate(candidates, options.repeats, "hvdtrain")
+
+
 def pi(options: argparse.Namespace) -> None:
     """Pi: against the scalar loop of the tutorial, and two ranks against one."""
 
@@ -207,6 +215,7 @@ STUDIES = {
     "resnet": resnet,
     "strategies": strategies,
     "mnist": mnist,
+    "images": images,
     "pi": pi,
     "start": first_step,
 }

@@ -47,9 +47,10 @@ class DataSet:
     Attributes:
         name: as on the command line.
         what: what it is, for the help.
-        trainer: reads it, as in ``python -m hvdtrain.TRAINER``; empty: none of hvdtrain's.
+        trainer: reads it, as in ``python -m hvdtrain.TRAINER``, with its options; empty: none does.
         remotes: what it is made of, in the order in which they are downloaded.
         files: gives what a downloaded file holds.
+        growth: room that it takes on a disk, over that of its archives.
     """
 
     name: str
@@ -57,6 +58,7 @@ class DataSet:
     trainer: str
     remotes: tuple[Remote, ...]
     files: Callable[[Path], Files]
+    growth: float = 1.1
 
     @property
     def size(self) -> int:
@@ -71,7 +73,7 @@ def itself(path: Path) -> Files:
 
 
 def members(path: Path) -> Files:
-    """Yield the regular files of an archive, tar or zip, whose CRCs are checked meanwhile."""
+    """Yield the regular files of an archive, tar or zip; a zip's CRCs are checked meanwhile."""
     if path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
@@ -161,7 +163,7 @@ DATA_SETS = (
     DataSet(
         "cifar10",
         "60,000 images of 10 classes, 32 x 32 pixels, as PNG; val/ is its test set",
-        "resnet",
+        "resnet --image-size 32",
         (
             Remote(
                 "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
@@ -171,6 +173,7 @@ DATA_SETS = (
             ),
         ),
         cifar10,
+        growth=1.5,  # small files, of which each takes whole blocks
     ),
     DataSet(
         "imagenette",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from pathlib import Path
 
@@ -58,20 +59,26 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     """
     data_set = next(one for one in DATA_SETS if one.name == arguments.name)
     folder: Path = arguments.to
-    if arguments.mirror and not arguments.mirror.startswith(("http://", "https://")):
-        raise UsageError(f"--mirror {arguments.mirror}: it begins with http:// or https://")
+    if arguments.mirror and not re.fullmatch(r"https?://[!-~]+", arguments.mirror):
+        raise UsageError(
+            f"--mirror {arguments.mirror}: it is no address such as http://host/folder"
+        )
     fetch = Fetch(data_set, folder, arguments.mirror)
-    missing = fetch.missing()
+    try:
+        missing = fetch.missing()
+    except OSError as error:
+        raise UsageError(f"--to {folder}: {error.strerror}") from error
     files = [{"url": fetch.address(one), "bytes": one.size, "md5": one.md5} for one in missing]
     data = {"ok": True, "name": data_set.name, "folder": str(folder), "files": files}
     if arguments.dry_run:
         lines = [f"{fetch.address(one)}  {size(one.size)}" for one in missing]
         lines += [f"takes up to {size(fetch.room())} in {folder}" if missing else "nothing to do"]
         return Report("\n".join(lines), {**data, "room": fetch.room()})
-    if missing:
+    if not fetch.is_done:
         fetch.run()
     lines = [f"{data_set.name} is in {folder}" + ("" if missing else " already")]
     if data_set.trainer:
-        train = ["python", "-m", f"hvdtrain.{data_set.trainer}", "--data", str(folder)]
+        trainer, *options = data_set.trainer.split()
+        train = ["python", "-m", f"hvdtrain.{trainer}", "--data", str(folder), *options]
         lines.append(f"train on it: hvdtrain launch -n 2 -- {shlex.join(train)}")
     return Report("\n".join(lines), data)

@@ -34,17 +34,24 @@ class Display(contextlib.ExitStack):
     def stage(self, text: str) -> None:
         """Begin a stage."""
         if self._bar:
-            self._bar.update(self._task, description=text, total=None)
+            self._draw(text, None)
         else:
             self._line(text)
 
     def show(self, text: str, share: float | None = None) -> None:
         """Show how far the stage is: ``share`` of it, 0 to 1; None: not known."""
         if self._bar:
-            total = None if share is None else 1.0
-            self._bar.update(self._task, description=text, total=total, completed=share or 0.0)
+            self._draw(text, share)
         elif time.monotonic() - self._last_line >= LINE_EVERY:
             self._line(text if share is None else f"{text} {100 * share:.0f} %")
+
+    def _draw(self, text: str, share: float | None) -> None:
+        assert self._bar is not None
+        if share is None:  # which ``update`` would take for "as it was"
+            self._bar.tasks[0].total = None
+        self._bar.update(
+            self._task, description=text, total=None if share is None else 1.0, completed=share or 0
+        )
 
     def _line(self, text: str) -> None:
         self._last_line = time.monotonic()

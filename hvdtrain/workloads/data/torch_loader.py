@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,17 +59,48 @@ class _Images(torch_data.Dataset[Batch | UsageError]):
         return Batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), labels)
 
     def _read(self, index: int, epoch: int | None) -> np.ndarray[Any, Any]:
-        path = self.images.paths[index]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Pillow's remarks on metadata
-                image = Image.open(path).convert("RGB")
-        except Exception as error:  # Pillow raises many kinds for broken bytes
-            raise broken_image(path, error) from error
         if epoch is not None:
             # The augmentation is a function of (seed, epoch, sample), whichever worker does it.
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
-        return np.asarray(self.crop(image, self.size))
+        path = self.images.paths[index]
+        with _told(path):
+            image = Image.open(path)
+        with image:
+            return np.asarray(self.crop(image, self.size))
+
+
+def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
+    """Decode what ``Image.open`` has returned.
+
+    Args:
+        image: of which only the header was read.
+        spare: how many times smaller it may be. A JPEG is then decoded at a half, a quarter or an
+            eighth of its sides, for which a decoder leaves out most of the work.
+
+    Returns:
+        The image in RGB, and how many times smaller it is: 1, 2, 4 or 8, ``spare`` at most.
+
+    Raises:
+        UsageError: naming the file, which is broken.
+    """
+    with _told(getattr(image, "filename", "an image")):
+        width, height = image.size
+        most = max(factor for factor in (1, 2, 4, 8) if factor <= max(spare, 1))
+        reduced = image.draft("RGB", (width // most, height // most)) if most > 1 else None
+        image.load()
+        smaller = round(width / reduced[1][2]) if reduced else 1
+        return image if image.mode == "RGB" else image.convert("RGB"), smaller
+
+
+@contextlib.contextmanager
+def _told(path: Path | str) -> Iterator[None]:
+    """Name the file that cannot be decoded."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's remarks on metadata
+            yield
+    except Exception as error:  # Pillow raises many kinds for broken bytes
+        raise broken_image(Path(path), error) from error
 
 
 def _shared(batch: Batch) -> Batch:
@@ -92,8 +125,8 @@ class Folder(Dataset):
 
     Args:
         images: the files.
-        crop: makes an image a square of a given side, in pixels; a function of a module, which may
-            draw from torch's generator in a training.
+        crop: makes what ``Image.open`` returns, by ``decoded``, a square in RGB of a given side, in
+            pixels; a function of a module, which may draw from torch's generator in a training.
         options: image size, seed, and number of workers; 0 reads in this process.
     """
 

@@ -1,0 +1,103 @@
+"""Images for PyTorch: what a crop decodes, and what it takes for it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torchvision")
+
+from PIL import Image  # noqa: E402
+from sklearn.datasets import load_sample_image  # noqa: E402
+
+from hvdtrain.errors import UsageError  # noqa: E402
+from hvdtrain.workloads.data.torch_loader import decoded  # noqa: E402
+from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=["china.jpg", "flower.jpg"])
+def photograph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A photograph of 640 x 427 pixels, which scikit-learn brings along."""
+    path = tmp_path_factory.mktemp("photographs") / request.param
+    Image.fromarray(load_sample_image(request.param)).save(path, quality=95)
+    return path
+
+
+def torchvisions(path: Path, size: int) -> np.ndarray:
+    """The same by torchvision's own transforms: all of the image is decoded."""
+    transforms = torchvision().transforms
+    image = Image.open(path).convert("RGB")
+    where = transforms.RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
+    crop = transforms.functional.resized_crop(image, *where, [size, size])
+    flip = bool(torch.rand(()) < 0.5)
+    return np.asarray(transforms.functional.hflip(crop) if flip else crop)
+
+
+@pytest.mark.parametrize(
+    ("size", "mean", "reduced"), [(320, 1.0, False), (96, 5.0, True), (32, 9.0, True)]
+)
+def test_a_crop_is_that_of_torchvision(
+    photograph: Path, size: int, mean: float, reduced: bool
+) -> None:
+    differences, smaller = [], []
+    for seed in range(40):
+        torch.manual_seed(seed)
+        expected = torchvisions(photograph, size)
+        torch.manual_seed(seed)
+        with Image.open(photograph) as image:
+            got = np.asarray(random_crop(image, size))
+            smaller.append(image.size != (640, 427))
+        assert got.shape == (size, size, 3)
+        differences.append(np.abs(got.astype(int) - expected).mean())
+    assert max(differences) < mean, differences
+    assert any(smaller) is reduced
+
+
+@pytest.mark.parametrize(
+    ("spare", "factor"), [(0.3, 1), (1.9, 1), (2.0, 2), (3.99, 2), (5.0, 4), (8.0, 8), (100.0, 8)]
+)
+def test_a_jpeg_is_decoded_smaller(photograph: Path, spare: float, factor: int) -> None:
+    with Image.open(photograph) as whole:
+        file = io.BytesIO()
+        whole.resize((640, 480)).save(file, "JPEG")  # sides that are multiples of 8
+    _, smaller = decoded(Image.open(file), spare)
+    assert smaller == factor
+    with Image.open(photograph) as opened:
+        image, smaller = decoded(opened, spare)
+    assert smaller == factor
+    assert image.size == (-(-640 // factor), -(-427 // factor))
+    # Each of its pixels is about the mean of those that it stands for.
+    with Image.open(photograph) as whole:
+        means = whole.reduce(factor)
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(means)).mean() < 4
+
+
+@pytest.mark.parametrize(("form", "mode"), [("PNG", "RGB"), ("PNG", "P"), ("JPEG", "CMYK")])
+def test_all_modes_become_rgb(form: str, mode: str, photograph: Path) -> None:
+    file = io.BytesIO()
+    with Image.open(photograph) as image:
+        image.convert(mode).save(file, form)
+    image, smaller = decoded(Image.open(file), 4.0)
+    assert (image.mode, smaller) == ("RGB", 4 if form == "JPEG" else 1)
+
+
+def test_a_grey_jpeg_becomes_rgb(photograph: Path) -> None:
+    file = io.BytesIO()
+    with Image.open(photograph) as image:
+        image.convert("L").save(file, "JPEG")
+    image, smaller = decoded(Image.open(file), 4.0)
+    red, green, blue = image.split()
+    assert smaller == 4
+    assert red.tobytes() == green.tobytes() == blue.tobytes()
+
+
+def test_a_truncated_one_is_named(photograph: Path, tmp_path: Path) -> None:
+    path = tmp_path / "half.jpg"
+    path.write_bytes(photograph.read_bytes()[:20_000])
+    for spare in (1.0, 4.0):
+        with Image.open(path) as image, pytest.raises(UsageError, match=r"half\.jpg cannot be"):
+            decoded(image, spare)

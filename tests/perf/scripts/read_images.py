@@ -1,0 +1,68 @@
+"""Read images as for a training, in one process: read_images.py hvdtrain|torchvision|decoding DATA.
+
+DATA holds train/CLASS/*. Each turns files into normalised float batches of 16 crops of 224 pixels:
+hvdtrain by its own loader; torchvision by ImageFolder, a DataLoader and the transforms of its
+reference training. "decoding" stops when an image is decoded whole, in RGB: what a loader that
+decodes all of it cannot exceed.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from arguments import DEVIATION, MEAN
+from PIL import Image
+
+from hvdtrain.steps.sharding import Shards
+from hvdtrain.workloads.data import image_folder
+from hvdtrain.workloads.data.image_folder import ImageOptions
+from hvdtrain.workloads.data.torch_loader import Folder
+from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision
+
+BATCH, SIZE, SECONDS = 16, 224, 6.0
+which, data = sys.argv[1], Path(sys.argv[2])
+torch.set_num_threads(1)
+train, _ = image_folder.load(data)
+
+
+def hvdtrain() -> Iterator[int]:
+    folder = Folder(train, random_crop, ImageOptions(image_size=SIZE, workers=0))
+    deviation = 255 * torch.tensor(DEVIATION).view(3, 1, 1)
+    mean = torch.tensor(MEAN).view(3, 1, 1)
+    scale, offset = 1 / deviation, -255 * mean / deviation
+    for epoch in itertools.count():
+        for _, batch in folder.training(Shards(folder.samples, BATCH).parts(epoch)):
+            yield len(batch.x.float() * scale + offset)
+
+
+def loader() -> Iterator[int]:
+    transforms = torchvision().transforms
+    change = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIZE),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, DEVIATION),
+        ]
+    )
+    images = torchvision().datasets.ImageFolder(str(data / "train"), change)
+    while True:
+        for x, _ in torch.utils.data.DataLoader(images, BATCH, shuffle=True):
+            yield len(x)
+
+
+def decoding() -> Iterator[int]:
+    for path in itertools.cycle(train.paths):
+        Image.open(path).convert("RGB")
+        yield 1
+
+
+batches = {"hvdtrain": hvdtrain, "torchvision": loader, "decoding": decoding}[which]()
+sum(itertools.islice(batches, 4))  # what is read for the first time
+start, count = time.perf_counter(), 0
+while time.perf_counter() - start < SECONDS:
+    count += next(batches)
+print("images_per_second", count / (time.perf_counter() - start))
