@@ -3,7 +3,7 @@
 python -m tests.perf.ratios resnet --framework pytorch --repeats 7
 python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist [--only "by hand"]
 python -m tests.perf.ratios strategies --repeats 7 [--only "ddp" "plain DDP"]
-python -m tests.perf.ratios images --repeats 7 --data ../shared/data/imagenette-mini
+python -m tests.perf.ratios images --repeats 7 --data ~/photographs
 python -m tests.perf.ratios pi --repeats 5
 python -m tests.perf.ratios start --repeats 9 --data ../shared/data/mnist [--framework tensorflow]
 """
