@@ -43,6 +43,15 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, **extra}
 
 
+def unmeasured() -> dict[str, str]:
+    """The environment of a run without coverage.
+
+    Its own code cannot bear an exception that a signal raises within it (its lock stays locked),
+    nor two threads that end the process at once (each saves, and it crashes).
+    """
+    return {k: v for k, v in environment().items() if not k.startswith("COVERAGE_")}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a command ended."""

@@ -21,6 +21,7 @@ from hvdtrain.system.runtime.command import (
     run,
     termination_as_interrupt,
 )
+from tests.conftest import unmeasured
 
 # A program that is ended while it starts another, which would go on for a minute.
 STARTS = """
@@ -40,16 +41,13 @@ def sleeping(seconds: str) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_a_program_is_started_ends_both(number: signal.Signals) -> None:
     seconds = f"61.{os.getpid()}"
-    # An exception that a signal raises within coverage's own code leaves coverage's lock behind,
-    # and the program would wait for it without end.
-    unmeasured = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}
     for delay in range(10):
         process = subprocess.Popen(
             [sys.executable, "-c", STARTS, seconds],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=unmeasured,
+            env=unmeasured(),
         )
         assert process.stdout is not None
         with process, process.stdout:

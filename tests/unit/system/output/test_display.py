@@ -1,0 +1,40 @@
+"""Progress of long work, on a terminal and without one."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from tests.conftest import run
+from tests.terminal import record, screen
+
+PROGRAM = """
+import logging, sys, time
+from hvdtrain.system.output import display
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+with display.Display() as shown:
+    shown.stage("unpack")
+    shown.show("compile [1/2]", 0.25)
+    time.sleep(0.3)  # a bar is drawn ten times a second
+    display.LINE_EVERY = 0.0
+    shown.show("compile [2/2]", 0.5)
+    time.sleep(0.3)
+    shown.show("pack")
+print("done")
+"""
+
+
+def test_a_bar_that_is_gone_at_the_end() -> None:
+    seen = record([sys.executable, "-c", PROGRAM])
+    assert seen.code == 0, seen.text
+    assert "compile [1/2]" in seen.text
+    assert "compile [2/2]" in seen.text
+    shown = re.sub(r"\x1b\[\?25[lh]", "", seen.text)  # hides the cursor, and shows it again
+    assert [line for line in screen(shown) if line.strip()] == ["done"]
+
+
+def test_lines_where_there_is_no_terminal() -> None:
+    outcome = run([sys.executable, "-c", PROGRAM])
+    assert outcome.out == "done\n"
+    words = [line.split(" s  ")[1] for line in outcome.err.splitlines()]
+    assert words == ["unpack", "compile [2/2] 50 %", "pack"]
