@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,7 +93,8 @@ def test_ctrl_c_ends_the_following_only(
     def press(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(follow.time, "sleep", press)
+    # Its own alone: threads of earlier tests sleep, too.
+    monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=press, monotonic=time.monotonic))
     jobs.add("7", f"{RUNNING} - one")
     assert followed(jobs, jobs.directory, "7", "8") == Ended("running", 130)
     assert (jobs.directory / "out").read_text() == "one\n"
