@@ -15,10 +15,10 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 with display.Display() as shown:
     shown.stage("unpack")
     shown.show("compile [1/2]", 0.25)
-    time.sleep(0.3)  # a bar is drawn ten times a second
+    time.sleep(1.0)  # a bar is drawn ten times a second
     display.LINE_EVERY = 0.0
     shown.show("compile [2/2]", 0.5)
-    time.sleep(0.3)
+    time.sleep(1.0)
     shown.show("pack")
 print("done")
 """
