@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from PIL import Image
 from torch.utils import data as torch_data
 from typing_extensions import override
 
+from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, seed_of
 from hvdtrain.system.machine import accelerator
@@ -33,24 +34,51 @@ Wanted = tuple[list[int], int | None]  # indices, and the epoch to augment for (
 Crop = Callable[[Image.Image, int], Image.Image]
 
 
-class _Images(torch_data.Dataset[Batch | UsageError]):
-    """Batches of decoded images by (indices, epoch); uint8, shape (n, 3, size, size).
+class Reader(Protocol):
+    """What reads the samples of a batch, in worker processes, to which it is sent by pickle.
 
-    A broken image comes back as an error, not raised: a worker's exception would reach the user
+    Attributes:
+        samples: how many there are.
+        digest: the same where the samples are the same, in the same order.
+    """
+
+    samples: int
+    digest: str
+
+    def batch(self, indices: list[int], epoch: int | None) -> Batch:
+        """Return these samples; augmented, by seed, epoch and sample alone, where there is one.
+
+        Raises:
+            UsageError: naming the file that is broken.
+        """
+
+
+class _Batches(torch_data.Dataset[Batch | UsageError]):
+    """What a ``Reader`` reads, by (indices, epoch).
+
+    A broken sample comes back as an error, not raised: a worker's exception would reach the user
     wrapped in the worker's traceback.
     """
 
-    def __init__(self, images: ImageFolder, crop: Crop, size: int, seed: int) -> None:
-        self.images, self.crop, self.size, self.seed = images, crop, size, seed
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
 
     def __getitem__(self, batch: Wanted) -> Batch | UsageError:
         try:
             with shared_memory():
-                return _shared(self._batch(*batch))
+                return _shared(self.reader.batch(*batch))
         except UsageError as error:
             return error
 
-    def _batch(self, indices: list[int], epoch: int | None) -> Batch:
+
+class _Images:
+    """Decoded images; uint8, shape (n, 3, size, size)."""
+
+    def __init__(self, images: ImageFolder, crop: Crop, size: int, seed: int) -> None:
+        self.images, self.crop, self.size, self.seed = images, crop, size, seed
+        self.samples, self.digest = len(images.paths), images.digest
+
+    def batch(self, indices: list[int], epoch: int | None) -> Batch:
         pixels = np.empty((len(indices), self.size, self.size, 3), np.uint8)
         for row, index in enumerate(indices):
             pixels[row] = self._read(index, epoch)
@@ -63,7 +91,7 @@ class _Images(torch_data.Dataset[Batch | UsageError]):
             # The augmentation is a function of (seed, epoch, sample), whichever worker does it.
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
         path = self.images.paths[index]
-        with _told(path):
+        with told(path):
             image = Image.open(path)
         with image:
             return np.asarray(self.crop(image, self.size))
@@ -83,7 +111,7 @@ def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
     Raises:
         UsageError: naming the file, which is broken.
     """
-    with _told(getattr(image, "filename", "an image")):
+    with told(getattr(image, "filename", "an image")):
         width, height = image.size
         most = max(factor for factor in (1, 2, 4, 8) if factor <= max(spare, 1))
         reduced = image.draft("RGB", (width // most, height // most)) if most > 1 else None
@@ -93,7 +121,7 @@ def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
 
 
 @contextlib.contextmanager
-def _told(path: Path | str) -> Iterator[None]:
+def told(path: Path | str) -> Iterator[None]:
     """Name the file that cannot be decoded."""
     try:
         with warnings.catch_warnings():
@@ -118,21 +146,19 @@ def _whole(batch: Any) -> Any:
     return batch  # a batch is made in one piece, so there is nothing to collate
 
 
-class Folder(Dataset):
-    """Images read ahead by worker processes.
+class ReadAhead(Dataset):
+    """Samples read ahead by worker processes.
 
     The workers are started by a fork server: a fork beside MPI may hang.
 
     Args:
-        images: the files.
-        crop: makes what ``Image.open`` returns, by ``decoded``, a square in RGB of a given side, in
-            pixels; a function of a module, which may draw from torch's generator in a training.
-        options: image size, seed, and number of workers; 0 reads in this process.
+        reader: what they call.
+        options: number of workers, of which 0 reads in this process, and device.
     """
 
-    def __init__(self, images: ImageFolder, crop: Crop, options: ImageOptions) -> None:
-        self.samples, self.digest = len(images.paths), images.digest
-        self._images = _Images(images, crop, options.image_size, options.seed)
+    def __init__(self, reader: Reader, options: Options) -> None:
+        self.samples, self.digest = reader.samples, reader.digest
+        self._reader = _Batches(reader)
         self._workers = options.workers
         self._pin = torch.device(options.device).type != accelerator.CPU
         self._batches: list[Wanted] = []
@@ -142,7 +168,7 @@ class Folder(Dataset):
         self._batches[:] = batches
         if self._loader is None:  # kept, with its workers, from epoch to epoch
             self._loader = torch_data.DataLoader(
-                self._images,
+                self._reader,
                 batch_size=None,
                 sampler=self._batches,
                 num_workers=self._workers,
@@ -174,6 +200,20 @@ class Folder(Dataset):
         if iterator is not None and self._workers:
             iterator._shutdown_workers()
         self._loader = None
+
+
+class Folder(ReadAhead):
+    """The images of a folder.
+
+    Args:
+        images: the files.
+        crop: makes what ``Image.open`` returns, by ``decoded``, a square in RGB of a given side, in
+            pixels; a function of a module, which may draw from torch's generator in a training.
+        options: image size, seed, and what ``ReadAhead`` takes.
+    """
+
+    def __init__(self, images: ImageFolder, crop: Crop, options: ImageOptions) -> None:
+        super().__init__(_Images(images, crop, options.image_size, options.seed), options)
 
 
 class Synthetic(Indexed):
