@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import difflib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hvdtrain.config.options import (
     NOT_BUILT,
     Options,
     check,
+    counts,
     declared,
     numbers,
     steps,
@@ -21,10 +24,12 @@ from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_settings
 
+LISTS = (counts, numbers)  # kinds of options that take several words
 SHOWN = 200  # characters of a wrong value
 METAVARS: dict[Any, str] = {
     Path: "PATH",
     str: "NAME",
+    counts: "N,N",
     numbers: "N,N",
     steps: "A:B",
     strategy_name: "|".join(STRATEGIES),
@@ -69,7 +74,12 @@ def build_parser(
 ) -> Parser:
     """Make the command line of a trainer from the fields of ``kind``."""
     parser = Parser(workload, description, epilog, usage="%(prog)s [options]")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; the line wins")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        help="YAML file of options; the line wins, of several files the last one",
+    )
     for field in declared(kind):
         dashed = "--" + field.name.replace("_", "-")
         text, read = field.metadata["help"], field.metadata["kind"]
@@ -80,7 +90,9 @@ def build_parser(
             text += f" ({field.default})"
         choices = field.metadata["choices"]
         metavar = "|".join(choices) or METAVARS.get(read, "N")
-        parser.add_argument(dashed, type=reader(read, choices), metavar=metavar, help=text)
+        several: dict[str, Any] = {"nargs": "+"} if read in LISTS else {}
+        taken = reader(read, choices)
+        parser.add_argument(dashed, type=taken, metavar=metavar, help=text, **several)
     return parser
 
 
@@ -114,29 +126,64 @@ def parse(
         UsageError: naming the option, the wrong value and the valid ones.
     """
     parser = build_parser(workload, description, epilog, kind)
-    line = [_dashed(argument) for argument in arguments]
-    given = _values(parser, line)
-    if path := given.pop("config", None):
-        from_file = _values(parser, _read_config(Path(path)))
-        for one, other in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
-            if one in given:  # the line wins over what it contradicts, too
-                from_file.pop(other, None)
-        given = {**from_file, **given}
+    line = _values(parser, spelled(arguments, kind.ALIASES))
+    files = [Path(name) for name in line.pop("config", [])]
+    given: dict[str, Any] = {}
+    for one in (*(_values(parser, spelled(_read_config(f), kind.ALIASES)) for f in files), line):
+        for name, other in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
+            if name in one:  # who comes later wins over what it contradicts, too
+                given.pop(other, None)
+        given |= one
     return check(kind(**given))
 
 
-def _dashed(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
+    """Return a command line with dashes for underscores in names, and without aliases.
+
+    Args:
+        arguments: as the user gave them.
+        aliases: as ``Options.ALIASES``.
+
+    Raises:
+        UsageError: an option that is an alias with each of its values has another one.
+    """
+    words, result = collections.deque(arguments), []
+    while words:
+        word = words.popleft()
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+            word = name + equals + value
+        if name in aliases:
+            new = aliases[name].split()
+            result += [*new[:-1], *(one + equals + value for one in new[-1:])]
+            continue
+        values = {key.split()[1]: new for key, new in aliases.items() if key.startswith(f"{name} ")}
+        if not values:
+            result.append(word)
+            continue
+        value = value if equals or not words else words.popleft()
+        if value not in values:
+            raise UsageError(f"{name}: {value[:SHOWN]!r}: choose one of {', '.join(values)}")
+        result += values[value].split()
+    return result
 
 
 def _values(parser: Parser, arguments: list[str]) -> dict[str, Any]:
     for name in (argument.partition("=")[0] for argument in arguments):
         if name.startswith("--") and name[2:] in NOT_BUILT:
             raise UsageError(f"{name} is not built yet: leave it out")
-    return {
+    given = {
         name: value for name, value in vars(parser.read(arguments)).items() if value is not None
     }
+    return {name: _joined(value) for name, value in given.items()}
+
+
+def _joined(value: Any) -> Any:
+    """Return as one what came in several words: ``30 60`` is ``30,60``."""
+    if isinstance(value, list) and isinstance(value[0], tuple):
+        return tuple(itertools.chain(*value))
+    return value
 
 
 def _read_config(path: Path) -> list[str]:

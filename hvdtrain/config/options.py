@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,6 +64,12 @@ def numbers(value: str | Sequence[float]) -> tuple[float, ...]:
     return tuple(non_negative(part) for part in parts)
 
 
+def counts(value: str | Sequence[int]) -> tuple[int, ...]:
+    """Read whole numbers separated by commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(positive(part) for part in parts)
+
+
 def steps(value: str) -> tuple[int, int | None]:
     """Read ``A:B``: two whole numbers, the second one larger; either may be left out."""
     first, colon, end = value.partition(":")
@@ -105,8 +111,11 @@ class Options:
     EITHER: ClassVar[tuple[tuple[str, str], ...]] = (
         ("batch_size", "global_batch_size"),
         ("checkpoint", "checkpoint_dir"),
+        ("warmup_epochs", "warmup_steps"),
     )
     """Pairs of which one can be given."""
+    ALIASES: ClassVar[Mapping[str, str]] = {}
+    """Other spellings: ``--option``, or ``--option value``, and the words that stand for it."""
 
     framework: str = option("pytorch", "who computes", choices=("pytorch", "tensorflow"))
     strategy: str | None = option(
@@ -131,6 +140,9 @@ class Options:
     )
     warmup_epochs: float | None = option(
         None, "epochs in which the learning rate climbs to its height", non_negative
+    )
+    warmup_steps: int | None = option(
+        None, "the same in updates, instead of --warmup-epochs", count
     )
     lr_schedule: str | None = option(None, "what follows the warm-up", choices=SCHEDULES)
     lr_milestones: tuple[float, ...] | None = option(
@@ -184,6 +196,18 @@ class Options:
     workers: int = option(1, "processes per rank that read images (0: the rank itself)", count)
     seed: int = option(0, "of weights, order, dropout and augmentation", count)
     deterministic: bool = option(False, "bit-equal from run to run at any number of ranks", bool)
+    evaluate_epochs: tuple[int, ...] | None = option(
+        None,
+        "evaluate when so many epochs are done, such as 20,30,40, and at the end (default: after "
+        "each)",
+        counts,
+    )
+    benchmark: str = option(
+        "",
+        "measure speed alone: of the training, for 100 updates unless told otherwise, without an "
+        "evaluation; or of the inference: an evaluation, for which no weights need be given",
+        choices=("training", "inference"),
+    )
     checkpoint_dir: Path | None = option(None, "where checkpoints are kept and resumed from", Path)
     checkpoint_every: int | None = option(
         None, "also save whenever this many updates are done (default: each epoch)", positive
@@ -203,6 +227,9 @@ class Options:
     summary: Path | None = option(None, "write the result to this file, as JSON", Path)
     metrics: Path | None = option(
         None, "write loss, learning rate and throughput to this file, as JSON Lines", Path
+    )
+    log_every: int | None = option(
+        None, "updates between two lines of --metrics (default: 20 lines an epoch)", positive
     )
     tensorboard: Path | None = option(None, "write the training curves to this directory", Path)
     timeline: Path | None = option(
@@ -226,7 +253,7 @@ class Options:
     @property
     def evaluates_only(self) -> bool:
         """Whether nothing is trained: a checkpoint is evaluated."""
-        return self.evaluate_only or self.predict is not None
+        return self.evaluate_only or self.predict is not None or self.benchmark == "inference"
 
     @property
     def levers(self) -> Levers:
@@ -293,7 +320,9 @@ def _check_training(options: Options) -> None:
 
 def _check_evaluation(options: Options) -> None:
     given = "--predict" if options.predict else "--evaluate-only"
-    if options.checkpoint is None and options.checkpoint_dir is None:
+    if options.benchmark == "training":
+        raise UsageError(f"--benchmark training and {given} contradict each other: give one")
+    if not (options.benchmark or options.checkpoint or options.checkpoint_dir):
         raise UsageError(
             f"{given} needs --checkpoint PATH or --checkpoint-dir DIR: the weights to evaluate"
         )

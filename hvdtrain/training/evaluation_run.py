@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 from hvdtrain.adapters.common import CommonAdapter
@@ -55,24 +56,30 @@ class EvaluationRun:
         process_status.stage = "evaluation"
         lines = Lines(task.columns, test.samples, adapter.world)
         also = [lines] if self.options.predict else []
+        started = time.perf_counter()
         metrics = evaluate(adapter, task, self.plan.global_batch, also=also)
         assert metrics is not None
+        rate = test.samples / (time.perf_counter() - started)
         if self.options.predict:
             show.predictions(lines.pieces(adapter.communicator))
         test.close()
-        self._sum_up(show, state, metrics)
+        self._sum_up(show, state, metrics, rate)
         return EXIT_OK
 
     def _load(self) -> dict[str, Any]:
-        """Load the checkpoint's weights on all ranks; return what else it holds."""
+        """Load the checkpoint's weights on all ranks; return what else it holds.
+
+        Without one, which a benchmark allows, all ranks take the weights of rank 0.
+        """
         origin = {
             "framework": self.options.framework,
             "workload": self.workload.name,
             "model": self.plan.model,
         }
         path = self.options.checkpoint or self.options.checkpoint_dir
-        assert path is not None
-        state = self.adapter.load_weights(path, self.task.model, origin=origin)
+        state: dict[str, Any] = {"path": None, "step": 0}
+        if path is not None:
+            state = self.adapter.load_weights(path, self.task.model, origin=origin)
         self.adapter.broadcast_state(self.task.model)
         return state
 
@@ -83,14 +90,16 @@ class EvaluationRun:
         )
         lines = [
             headline(self.workload, self.adapter, self.task, device),
-            f"evaluating {state['path']}, step {state['step']}, on {samples:,} "
+            f"evaluating {state['path'] or 'new weights'}, step {state['step']}, on {samples:,} "
             f"{self.workload.unit}",
             *self.task.notes,
         ]
         show.begin(lines, total=0, done=0)
         return show
 
-    def _sum_up(self, show: Silent, state: dict[str, Any], metrics: dict[str, Any]) -> None:
+    def _sum_up(
+        self, show: Silent, state: dict[str, Any], metrics: dict[str, Any], rate: float
+    ) -> None:
         summary = dataclasses.replace(
             self.clock.figures(),
             **described(self.workload, self.options, self.adapter, self.task),
@@ -101,7 +110,8 @@ class EvaluationRun:
             parameter_norm=self.task.parameter_norm(),
             stopped=Stopped.FINISHED,
             checkpoint=state["path"],
+            images_per_second_mean=rate if self.options.benchmark else None,
         )
         shown = measured(self.task.metrics, metrics)
-        table = evaluation_rows(summary, shown, self.options.predict)
+        table = evaluation_rows(summary, shown, self.options.predict, self.workload.unit)
         show.end(f"hvdtrain {self.workload.name}", table, summary)

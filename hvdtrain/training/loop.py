@@ -71,7 +71,9 @@ class Run:
         # Reading a loss waits for a GPU; a CPU has it already.
         self.look_every = 20 if adapter.has_gpu or task.deferred else 1
         self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
-        if plan.num_steps is not None:
+        if options.log_every:
+            self.log_every = options.log_every
+        elif plan.num_steps is not None:
             self.log_every = max(1, min(self.log_every, plan.num_steps // LINES_PER_EPOCH))
 
     @property
@@ -177,7 +179,7 @@ class Run:
                 self.clock.resume()
         self.now.position = Position(epoch + 1)  # also where the last global batch was left out
         self._end_of_epoch_loss(reset=True)
-        if not self._evaluate():
+        if self._is_evaluated(epoch + 1) and not self._evaluate():
             return Stopped.PREEMPTED
         self._save()
         shown = "  ".join(f"{name} {value}" for name, value in self._measured().items())
@@ -307,9 +309,14 @@ class Run:
         if reset:
             self.now.loss_sum, self.now.loss_count = 0.0, 0
 
+    def _is_evaluated(self, epochs: int) -> bool:
+        """Whether the model is evaluated when so many epochs are done."""
+        named = self.options.evaluate_epochs
+        return named is None or epochs in named or epochs >= self.plan.epochs
+
     def _evaluate(self) -> bool:
         """Evaluate on the whole test set, each sample once; False if a signal cut it short."""
-        if self.task.test is None or self.now.metrics is not None:
+        if self.task.test is None or self.now.metrics is not None or self.options.benchmark:
             return True
 
         def stops() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.workloads.task import Workload
+
+BENCHMARK_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class TrainingPlan:
         num_steps: updates after which it stops before that; None: at the end.
         lr_scaling: rule of growth with the world size.
         lr: for one rank.
-        schedule: the other arguments of ``scale_learning_rate``.
+        schedule: the other arguments of ``scale_learning_rate``; see ``schedule_over``.
+        warmup_steps: length of the warm-up, in updates; None: as ``schedule`` has it.
         weight_decay: L2 penalty.
     """
 
@@ -37,6 +41,14 @@ class TrainingPlan:
     lr: float
     schedule: dict[str, Any]
     weight_decay: float
+    warmup_steps: int | None = None
+
+    def schedule_over(self, samples: int) -> dict[str, Any]:
+        """Return the arguments of ``scale_learning_rate`` for epochs of ``samples``."""
+        if self.warmup_steps is None:
+            return self.schedule
+        epochs, steps = divmod(self.warmup_steps, math.ceil(samples / self.global_batch))
+        return {**self.schedule, "warmup_epochs": epochs + steps * self.global_batch / samples}
 
 
 def make_plan(workload: Workload, options: Options, world: World) -> TrainingPlan:
@@ -52,31 +64,34 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     # of a fresh network need one: an epoch, or half of what there is.
     share = recipe.warmup_epochs * epochs / recipe.epochs
     warmup = min(recipe.warmup_epochs, max(share, min(1.0, epochs / 2)))
+    global_batch = _given(
+        options.global_batch_size,
+        _given(options.batch_size, recipe.batch_size) * world.devices * options.accumulate_steps,
+    )
+    # Whoever fixes the global batch wants the same training at any world size, and Adasum chooses
+    # the length of a step between the mean of the gradients and their sum.
+    fixed = options.global_batch_size or recipe.lr_batch or options.reduction == ADASUM
+    per_batch = recipe.lr_batch and options.lr_scaling is None and options.reduction != ADASUM
+    steps = BENCHMARK_STEPS if options.benchmark else workload.default_steps(options)
     return TrainingPlan(
         model=model,
-        global_batch=_given(
-            options.global_batch_size,
-            _given(options.batch_size, recipe.batch_size)
-            * world.devices
-            * options.accumulate_steps,
-        ),
+        global_batch=global_batch,
         epochs=epochs,
-        num_steps=_given(options.num_steps, workload.default_steps(options)),
-        # Whoever fixes the global batch wants the same training at any world size, and Adasum
-        # chooses the length of a step between the mean of the gradients and their sum.
-        lr_scaling=_given(
-            options.lr_scaling,
-            "none" if options.global_batch_size or options.reduction == ADASUM else "linear",
-        ),
-        lr=_given(options.lr, recipe.lr),
+        num_steps=_given(options.num_steps, steps),
+        lr_scaling=_given(options.lr_scaling, "none" if fixed else "linear"),
+        lr=_given(options.lr, recipe.lr) * (global_batch / recipe.lr_batch if per_batch else 1),
         schedule={
             "epochs": epochs,
             "warmup_epochs": _given(options.warmup_epochs, warmup),
             "schedule": _given(options.lr_schedule, recipe.lr_schedule),
-            "milestones": _given(options.lr_milestones, ()),
+            "milestones": _given(
+                options.lr_milestones,
+                tuple(one * epochs / recipe.epochs for one in recipe.lr_milestones),
+            ),
             "decay": options.lr_decay,
         },
         weight_decay=_given(options.weight_decay, recipe.weight_decay),
+        warmup_steps=options.warmup_steps,
     )
 
 

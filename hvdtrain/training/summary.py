@@ -186,14 +186,16 @@ def _gpu_rows(summary: Summary, unit: str) -> list[tuple[str, str]]:
 
 
 def evaluation_rows(
-    summary: Summary, measured: Mapping[str, str], predictions: Path | None
+    summary: Summary, measured: Mapping[str, str], predictions: Path | None, unit: str = "images"
 ) -> list[tuple[str, str]]:
     """Return the summary of a run that trained nothing as a person reads it; see ``rows``."""
     table = [
-        ("checkpoint", str(summary.checkpoint)),
+        ("checkpoint", summary.checkpoint or "none"),
         *_test_rows(summary, measured),
         ("seconds", _number(summary.seconds_total, ".1f")),
     ]
+    if summary.images_per_second_mean is not None:  # of a benchmark
+        table.append((f"{unit}/s", f"{summary.images_per_second_mean:,.1f}, over all ranks"))
     return [*table, ("predictions", str(predictions))] if predictions else table
 
 

@@ -113,7 +113,8 @@ def train(workload: Workload, options: Options) -> int:
     shards = adapter.shard_data(  # step 3
         task.train.samples, global_batch=plan.global_batch, seed=options.seed
     )
-    rate = adapter.scale_learning_rate(plan.lr, scaling=plan.lr_scaling, **plan.schedule)  # step 4
+    schedule = plan.schedule_over(task.train.samples)
+    rate = adapter.scale_learning_rate(plan.lr, scaling=plan.lr_scaling, **schedule)  # step 4
     task.model, task.optimizer = adapter.distribute_optimizer(  # step 5
         task.model, task.optimizer
     )

@@ -124,11 +124,13 @@ class Recipe:
 
     Attributes:
         batch_size: samples per rank and step.
-        lr: learning rate for one rank.
+        lr: learning rate for one rank, or for ``lr_batch``.
         epochs: length of the training.
         warmup_epochs: length of the warm-up, in epochs.
-        lr_schedule: what follows it.
+        lr_schedule: what follows it; ``lr_milestones``: of ``multistep``, in epochs.
         weight_decay: L2 penalty.
+        lr_batch: the global batch that ``lr`` is for, in proportion to which it grows; None: it
+            grows with the ranks.
     """
 
     batch_size: int
@@ -137,6 +139,8 @@ class Recipe:
     warmup_epochs: float
     lr_schedule: str
     weight_decay: float
+    lr_batch: int | None = None
+    lr_milestones: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

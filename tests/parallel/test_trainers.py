@@ -60,6 +60,25 @@ def test_resnet_on_real_images(
     assert done.summary["epochs_completed"] == 1
 
 
+def test_when_to_evaluate_and_what_a_benchmark_leaves_out(tmp_path: Path) -> None:
+    options = ("--model=small", "--global-batch-size=500", "--epochs=4", "--log-every=2")
+    course = tmp_path / "metrics.jsonl"
+    train(2, tmp_path, "mnist", *options, f"--metrics={course}", "--evaluate-epochs", "2", "3")
+    records = [json.loads(line) for line in course.read_text().splitlines()]
+    epochs = [one for one in records if "eval_loss" in one]
+    assert [one["eval_samples"] for one in epochs] == [None, 297, 297, 297]  # and at the end
+    assert [one["step"] for one in records if "learning_rate" in one] == [2, 4, 6, 8, 10, 12]
+    short = ("--benchmark=training", "--num-steps=5")
+    done = train(2, tmp_path / "training", "mnist", *options, *short).summary
+    assert (done["steps_completed"], done["eval_samples"]) == (5, None)
+    line = ("-m", "hvdtrain.mnist", *options, "--benchmark=inference", "--quiet")
+    outcome = resident.ranks(2, *line, f"--summary={tmp_path / 'inference.json'}")
+    assert outcome.code == 0, outcome.err
+    done = json.loads((tmp_path / "inference.json").read_text())
+    assert (done["steps_completed"], done["eval_samples"], done["checkpoint"]) == (0, 297, None)
+    assert done["images_per_second_mean"] > 0
+
+
 @pytest.mark.parametrize("framework", SOME)
 def test_a_signal_saves_and_the_same_command_goes_on(framework: str, tmp_path: Path) -> None:
     options = (f"--framework={framework}", "--model=small", "--epochs=20")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import example, given
@@ -73,6 +73,7 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("lr", "0", 0.0),
     *(("lr-scaling", name, name) for name in ("linear", "sqrt", "none")),
     ("warmup-epochs", "0.5", 0.5),
+    ("warmup-steps", "300", 300),
     *(("lr-schedule", name, name) for name in ("constant", "linear", "cosine", "multistep")),
     ("lr-milestones", "30,60,80", (30.0, 60.0, 80.0)),
     ("lr-milestones", "0.5", (0.5,)),
@@ -113,6 +114,10 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("timeline", "t.json", Path("t.json")),
     ("spawn", "2", 2),
     ("local-rank", "1", 1),
+    ("log-every", "20", 20),
+    ("evaluate-epochs", "21,31,37", (21, 31, 37)),
+    ("benchmark", "training", "training"),
+    ("benchmark", "inference", "inference"),
     ("quiet", None, True),
 ]
 
@@ -250,6 +255,11 @@ WRONG = [
     ("--lr-milestones", "30,,60"),
     ("--lr-decay", "-1"),
     ("--warmup-epochs", "-1"),
+    ("--warmup-steps", "1.5"),
+    ("--evaluate-epochs", "0"),
+    ("--evaluate-epochs", "21,"),
+    ("--log-every", "0"),
+    ("--benchmark", "both"),
     ("--accumulate-steps", "0"),
     ("--clip-norm", "-1"),
     ("--fusion-threshold-mb", "-1"),
@@ -325,6 +335,8 @@ def test_a_wrong_line_is_told(line: list[str], words: list[str]) -> None:
     [
         (["--batch-size=8", "--global-batch-size=16"], ["--batch-size", "--global-batch-size"]),
         (["--synthetic", "--data=d"], ["--synthetic", "--data"]),
+        (["--warmup-steps=3", "--warmup-epochs=1"], ["--warmup-steps", "--warmup-epochs"]),
+        (["--benchmark=training", "--evaluate-only"], ["--benchmark training", "--evaluate-only"]),
         (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),
         (["--sync-batchnorm", "--accumulate-steps=2"], ["--sync-batchnorm", "give one"]),
@@ -353,6 +365,74 @@ def test_the_options_of_a_workload_are_its_own() -> None:
 
 def test_the_last_of_two_wins() -> None:
     assert read("--epochs", "3", "--epochs", "4").epochs == 4
+
+
+@pytest.mark.parametrize("option", ["lr-milestones", "evaluate-epochs"])
+def test_a_list_in_several_words_is_the_list_with_commas(option: str) -> None:
+    name = f"--{option}"
+    together, apart = read(f"{name}=30,60,80", "--quiet"), read(name, "30", "60,80", "--quiet")
+    assert together == apart
+    assert getattr(apart, field_of(option)) == (30, 60, 80)
+
+
+def test_inference_is_measured_with_and_without_weights() -> None:
+    assert read("--benchmark=inference").evaluates_only
+    assert read("--benchmark=inference", "--checkpoint=c").checkpoint == Path("c")
+    assert not read("--benchmark=training").evaluates_only
+
+
+# Aliases
+
+
+@dataclass(frozen=True)
+class Respelled(Options):
+    """Options with other spellings."""
+
+    ALIASES: ClassVar = {
+        "--bs": "--batch-size",
+        "-e": "--epochs",
+        "--multistep": "--lr-schedule multistep --lr-milestones",
+        "--amp": "--precision auto",
+        "--multi-gpu": "",
+        "--mode training": "",
+        "--mode evaluation": "--evaluate-only",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "same"),
+    [
+        ("--bs 4", "--batch-size 4"),
+        ("--bs=4 --quiet", "--batch-size=4 --quiet"),
+        ("-e 3", "--epochs 3"),
+        ("--multistep 43 54", "--lr-schedule multistep --lr-milestones 43,54"),
+        ("--multistep=43,54", "--lr-schedule multistep --lr-milestones 43,54"),
+        ("--amp --multi_gpu", "--precision auto"),
+        ("--mode training --seed 3", "--seed 3"),
+        ("--mode evaluation --checkpoint c", "--evaluate-only --checkpoint c"),
+        ("--mode=evaluation --checkpoint=c", "--evaluate-only --checkpoint c"),
+    ],
+)
+def test_an_alias_is_the_words_that_it_stands_for(line: str, same: str) -> None:
+    assert read(*line.split(), kind=Respelled) == read(*same.split(), kind=Respelled)
+
+
+def test_aliases_in_a_file(tmp_path: Path) -> None:
+    text = "bs: 4\nmultistep: [43, 54]\nmulti-gpu: true\namp: false\nmode: training\n"
+    same = read("--batch-size=4", "--lr-schedule=multistep", "--lr-milestones=43,54", kind=Options)
+    assert dataclasses.asdict(read(config(tmp_path, text), kind=Respelled)) == dataclasses.asdict(
+        same
+    )
+
+
+@pytest.mark.parametrize("line", [["--mode", "walk"], ["--mode=walk"], ["--mode"]])
+def test_a_wrong_value_of_an_alias_is_told_with_the_valid_ones(line: list[str]) -> None:
+    assert "--mode: " in refusal(*line, kind=Respelled)
+    assert "choose one of training, evaluation" in refusal(*line, kind=Respelled)
+
+
+def test_an_alias_of_one_workload_is_none_of_another() -> None:
+    assert "--bs: no such option" in refusal("--bs=4")
 
 
 # --config
@@ -390,6 +470,16 @@ def test_the_line_wins_over_the_file(tmp_path: Path) -> None:
     for line in ([file, "--epochs", "7"], ["--epochs=7", file]):
         options = read(*line)
         assert (options.epochs, options.seed) == (7, 5)
+
+
+def test_of_several_files_the_last_one_wins(tmp_path: Path) -> None:
+    for folder, text in (("a", "batch-size: 3\nseed: 5\n"), ("b", "global-batch-size: 7\n")):
+        (tmp_path / folder).mkdir()
+        config(tmp_path / folder, text)
+    one, other = (f"--config={tmp_path / folder}/run.yaml" for folder in "ab")
+    assert read(one, other) == Every(global_batch_size=7, seed=5)
+    assert read(other, one) == Every(batch_size=3, seed=5)
+    assert read(one, other, "--batch-size=9") == Every(batch_size=9, seed=5)
 
 
 def test_the_line_wins_also_with_the_default_value(tmp_path: Path) -> None:

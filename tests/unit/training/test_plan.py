@@ -42,6 +42,64 @@ def plan(size: int = 4, **options: Any) -> TrainingPlan:
     return make_plan(WORKLOAD, Options(**options), World(0, size, 0, size, "host", 1))
 
 
+@pytest.mark.parametrize(
+    ("steps", "samples", "epochs"),
+    # A global batch of 128: the last of 300 samples is of 44.
+    [
+        (0, 256, 0.0),
+        (1, 256, 0.5),
+        (2, 256, 1.0),
+        (5, 256, 2.5),
+        (3, 300, 1.0),
+        (5, 300, 1 + 256 / 300),
+    ],
+)
+def test_a_warmup_in_updates_ends_where_that_update_begins(
+    steps: int, samples: int, epochs: float
+) -> None:
+    made = plan(4, warmup_steps=steps)
+    assert made.schedule_over(samples) == {**made.schedule, "warmup_epochs": epochs}
+    assert plan(4).schedule_over(samples) == plan(4).schedule
+
+
+@pytest.mark.parametrize(
+    ("options", "lr", "scaling"),
+    [
+        ({}, 0.1 * 4, "none"),  # 4 ranks of 32
+        ({"lr": 0.2, "batch_size": 8}, 0.2, "none"),
+        ({"global_batch_size": 96}, 0.1 * 3, "none"),
+        ({"accumulate_steps": 2}, 0.1 * 8, "none"),
+        ({"lr_scaling": "none"}, 0.1, "none"),
+        ({"lr_scaling": "linear"}, 0.1, "linear"),
+    ],
+)
+def test_a_rate_in_proportion_to_the_global_batch(
+    options: dict[str, Any], lr: float, scaling: str
+) -> None:
+    recipe = replace(RECIPE, lr_batch=32)
+    workload = replace(WORKLOAD, recipe=lambda options: recipe)
+    made = make_plan(workload, Options(**options), World(0, 4, 0, 4, "host", 1))
+    assert made.lr == pytest.approx(lr)
+    assert made.lr_scaling == scaling
+
+
+def test_milestones_of_a_recipe_move_with_the_length() -> None:
+    recipe = replace(RECIPE, lr_milestones=(4.0, 8.0))
+    workload = replace(WORKLOAD, recipe=lambda options: recipe)
+    for options, milestones in (
+        (Options(), (4, 8)),
+        (Options(epochs=5), (2, 4)),
+        (Options(epochs=5, lr_milestones=(1.0,)), (1,)),
+    ):
+        made = make_plan(workload, options, World(0, 1, 0, 1, "host", 1))
+        assert made.schedule["milestones"] == milestones
+
+
+def test_a_benchmark_ends_by_itself() -> None:
+    assert plan(benchmark="training").num_steps == 100
+    assert plan(benchmark="training", num_steps=7).num_steps == 7
+
+
 def test_defaults_are_the_recipe() -> None:
     assert plan(4) == TrainingPlan(
         model="first",
