@@ -13,6 +13,7 @@ from hvdtrain.config.options import (
     Options,
     check,
     declared,
+    local_folder,
     numbers,
     steps,
     strategy_name,
@@ -24,6 +25,7 @@ from hvdtrain.system.files import read_settings
 SHOWN = 200  # characters of a wrong value
 METAVARS: dict[Any, str] = {
     Path: "PATH",
+    local_folder: "PATH",
     str: "NAME",
     numbers: "N,N",
     steps: "A:B",
