@@ -59,6 +59,11 @@ VERBS = (
         "hvdtrain.commands.data_fetch.verb",
     ),
     Verb(
+        "pack",
+        "gather the many files of a data set in few, for a shared file system",
+        "hvdtrain.commands.pack.verb",
+    ),
+    Verb(
         "launch",
         "start a training under the right launcher with the right options",
         "hvdtrain.commands.launch.verb",

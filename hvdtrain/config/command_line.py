@@ -16,6 +16,7 @@ from hvdtrain.config.options import (
     check,
     counts,
     declared,
+    local_folder,
     numbers,
     steps,
     strategy_name,
@@ -28,6 +29,7 @@ LISTS = (counts, numbers)  # kinds of options that take several words
 SHOWN = 200  # characters of a wrong value
 METAVARS: dict[Any, str] = {
     Path: "PATH",
+    local_folder: "PATH",
     str: "NAME",
     counts: "N,N",
     numbers: "N,N",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +84,16 @@ def steps(value: str) -> tuple[int, int | None]:
     return span
 
 
+def local_folder(value: str | Path) -> Path:
+    """Read a folder of this host, in which ``$NAME`` stands for a variable of this process."""
+    path = os.path.expandvars(os.fspath(value))
+    if unset := re.search(r"\$\{?\w+", path):
+        raise ValueError(f"{value}: {unset[0]} is not set on this host")
+    if not path:
+        raise ValueError("it is empty")
+    return Path(path)
+
+
 def strategy_name(value: str) -> str:
     """Read the name of a strategy; ``choose_strategy`` refuses one that is not built yet."""
     if value not in {*STRATEGIES, *LATER}:
@@ -122,6 +134,12 @@ class Options:
         None, "how ranks work together (default: horovod where installed)", strategy_name
     )
     data: Path | None = option(None, "directory of the dataset (see the end)", Path)
+    stage: Path | None = option(
+        None,
+        "copy packed data (hvdtrain pack) to this directory of each host first, and read them "
+        "there; '$TMPDIR' is each host's own",
+        local_folder,
+    )
     model: str = option("", "the network (see the end)")
     epochs: int | None = option(None, "passes over the data; the length of the schedule", positive)
     num_steps: int | None = option(
@@ -295,6 +313,8 @@ def check(options: Options) -> Options:
         )
     if options.compile and options.framework != "pytorch":
         raise UsageError("--compile is PyTorch's: leave it out with --framework tensorflow")
+    if options.stage and options.data is None:
+        raise UsageError("--stage needs --data: what `hvdtrain pack` has made")
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")
     if options.evaluates_only:

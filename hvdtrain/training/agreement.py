@@ -39,7 +39,8 @@ def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
         if field.name not in OWN
     }
     # Each host may hold its copy at another place; but the embedded data is other data.
-    mine["--data"] = "given" if options.data else "not given"
+    for name in ("data", "stage"):
+        mine[f"--{name}"] = "given" if getattr(options, name) else "not given"
     mine["the file that defines the task (a digest)"] = file[:SHOWN]
     remedy = "start all ranks with the same options"
     _compare(adapter, {name: _plain(value) for name, value in mine.items()}, remedy)

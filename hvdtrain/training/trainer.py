@@ -38,6 +38,7 @@ from hvdtrain.training.plan import (
 )
 from hvdtrain.training.preemption import leave_on_signal
 from hvdtrain.training.progress import Progress, Silent
+from hvdtrain.training.staging import stage
 from hvdtrain.workloads.task import Task, Workload
 
 
@@ -163,9 +164,13 @@ def _build(
     adapter.use_tf32(options.tf32)
     if options.deterministic:
         adapter.make_deterministic()
+    data, staged = options.data, ""
+    if options.stage and options.data:
+        data, staged = stage(adapter, options.data, options.stage, quiet=options.quiet)
     terminal.status(f"reading the data, building {plan.model}")
     filled_in = dataclasses.replace(
         options,
+        data=data,
         model=plan.model,
         precision=precision,
         weight_decay=plan.weight_decay,
@@ -173,6 +178,8 @@ def _build(
     )
     task = adapter.communicator.together(lambda: workload.build(filled_in))
     check_data(adapter, task)
+    if staged:
+        task.notes = (*task.notes, staged)
     task.needs_empty_forward = adapter.needs_empty_forward
     task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
     if options.sync_batchnorm:

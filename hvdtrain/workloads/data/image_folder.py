@@ -1,16 +1,15 @@
-"""A folder of images, one folder per class: what is in it, and what is broken."""
+"""Images with a class each, one folder per class or packed: which there are, which are broken."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import ClassVar
@@ -20,12 +19,19 @@ from numpy.typing import NDArray
 
 from hvdtrain.config.options import Options, option, positive
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import is_regular
 from hvdtrain.system.runtime.exit import end_with_parent
+from hvdtrain.workloads.data.files import (
+    ENDINGS,
+    Files,
+    FolderFiles,
+    Names,
+    PackedFiles,
+    images_below,
+)
+from hvdtrain.workloads.data.packed import IMAGES, Pack, is_packed, wrong_kind
 
 log = logging.getLogger(__name__)
 
-ENDINGS = (".jpg", ".jpeg", ".png")
 # Random images, for measuring speed: as many as ImageNet has, from a pool that fits into memory.
 SYNTHETIC_SAMPLES, SYNTHETIC_CLASSES, SYNTHETIC_POOL = 1_281_167, 1000, 32
 
@@ -46,33 +52,32 @@ class ImageFolder:
     """The images of a split.
 
     Attributes:
-        paths: the files, sorted by class and name.
-        labels: int64, shape (len(paths),).
+        files: sorted by class and name.
+        labels: int64, shape (len(files),).
         classes: names of the classes, sorted; a label is a place in it.
-        root: the folder of the split.
     """
 
-    paths: list[Path]
+    files: Files
     labels: NDArray[np.int64]
     classes: list[str]
-    root: Path = Path()
 
     @property
     def digest(self) -> str:
-        """The same where names below ``root``, their order and their labels are the same."""
-        start = len(os.fspath(self.root)) + 1
-        names = "\0".join(os.fspath(path)[start:] for path in self.paths)
-        return hashlib.sha256(os.fsencode(names) + self.labels.tobytes()).hexdigest()
+        """The same where names below the split's folder, their order and their labels are."""
+        return self.files.digest_with(self.labels.tobytes())
 
 
 def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, ImageFolder | None]:
-    """Return the ``train`` and ``val`` folders of ``directory``; no ``val``: None.
+    """Return the ``train`` and ``val`` of ``directory``, or of packed data; no ``val``: None.
 
     Raises:
-        UsageError: no such directory, no ``train``, an empty class, or classes that differ.
+        UsageError: no such directory, no ``train``, an empty class, or classes that differ;
+            packed data are damaged, or of another kind.
     """
     if not directory.is_dir():
         raise UsageError(f"--data {directory}: no such directory")
+    if is_packed(directory):
+        return _load_packed(Pack(directory))
     if not (directory / "train").is_dir():
         raise UsageError(
             f"--data {directory}: there is no train/ in it; it must hold train/CLASS/*.jpg and "
@@ -88,7 +93,24 @@ def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, Im
     # A class without validation images is no error, but labels must mean the same in both.
     place = {name: label for label, name in enumerate(train.classes)}
     relabelled = np.array([place[test.classes[label]] for label in test.labels], np.int64)
-    return train, ImageFolder(test.paths, relabelled, train.classes, test.root)
+    return train, ImageFolder(test.files, relabelled, train.classes)
+
+
+def _load_packed(pack: Pack) -> tuple[ImageFolder, ImageFolder | None]:
+    contents = pack.contents
+    if contents.kind != IMAGES:
+        raise wrong_kind(pack.folder, contents.kind, IMAGES)
+    train, test = (
+        ImageFolder(
+            PackedFiles(pack, name), contents.splits[name].labels.astype(np.int64), contents.classes
+        )
+        if name in contents.splits
+        else None
+        for name in ("train", "val")
+    )
+    if train is None:
+        raise UsageError(f"--data {pack.folder}: these packed data hold no train")
+    return train, test
 
 
 def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
@@ -101,10 +123,11 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
     classes = sorted(entry.name for entry in split.iterdir() if entry.is_dir())
     if not classes:
         raise UsageError(f"{split} holds no class: put the images of each class in a folder there")
-    paths: list[Path] = []
+    names: list[str] = []
     labels: list[int] = []
+    start = len(os.fspath(split)) + 1
     for label, name in enumerate(classes):
-        found = sorted(_images(split / name))
+        found = sorted(images_below(split / name))
         for path, is_file in found:
             if not (is_file or skip_broken):
                 raise broken_image(path, "it is no regular file")
@@ -112,39 +135,32 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
             raise UsageError(
                 f"{split / name} holds no image ({', '.join(ENDINGS)}): fill or remove it"
             )
-        paths += [path for path, _ in found]
+        names += [os.fspath(path)[start:] for path, _ in found]
         labels += [label] * len(found)
-    return ImageFolder(paths, np.array(labels, np.int64), classes, split)
+    files = FolderFiles(split, Names.of(names))
+    return ImageFolder(files, np.array(labels, np.int64), classes)
 
 
-def _images(folder: str | Path) -> Iterator[tuple[Path, bool]]:
-    """Yield what is named as an image below ``folder``, and whether it is a file."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if (path := Path(entry.path)).suffix.lower() in ENDINGS:
-                yield path, entry.is_file()
-            if entry.is_dir(follow_symlinks=False):
-                yield from _images(path)
-
-
-def why_broken(path: Path) -> str | None:
+def why_broken(files: Files, index: int) -> str | None:
     """Return why the image cannot be decoded; None where it can."""
     from PIL import Image
 
     try:
-        if not is_regular(path):  # opening a pipe would wait for ever
+        if not files.is_regular(index):  # opening a pipe would wait for ever
             return "it is no regular file"
-        with Image.open(path) as image:
+        with files.open(index) as file, Image.open(file) as image:
             image.load()
+    except UsageError:  # packed data are damaged: no matter of one image
+        raise
     except Exception as error:  # Pillow raises many kinds for broken bytes
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def broken_image(path: Path, reason: object) -> UsageError:
+def broken_image(name: object, reason: object) -> UsageError:
     """Return the error for an image that cannot be decoded."""
     return UsageError(
-        f"{path} cannot be decoded ({reason}): repair or remove it, or use --skip-broken"
+        f"{name} cannot be decoded ({reason}): repair or remove it, or use --skip-broken"
     )
 
 
@@ -169,25 +185,39 @@ def shared_memory() -> Iterator[None]:
         ) from error
 
 
-def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list[Path]]:
+_files: list[Files] = []  # those that a process of ``without_broken`` looks at
+
+
+def _begin(files: Files) -> None:
+    end_with_parent()
+    _files[:] = [files]
+
+
+def _why_broken(index: int) -> str | None:
+    return why_broken(_files[0], index)
+
+
+def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list[str]]:
     """Decode every image once and leave out those that fail.
 
     Doing so before the training keeps the rule that an epoch is every sample exactly once.
 
     Returns:
-        The images that are left, and the files left out.
+        The images that are left, and what the others are called.
 
     Raises:
         UsageError: none is left.
     """
-    context = get_context("forkserver")
-    with shared_memory(), ProcessPoolExecutor(max(1, workers), context, end_with_parent) as pool:
-        reasons = list(pool.map(why_broken, images.paths, chunksize=64))
-    broken = {path: why for path, why in zip(images.paths, reasons, strict=True) if why}
-    for path, why in broken.items():
-        log.info("left out %s: %s", path, why)
-    good = [index for index, why in enumerate(reasons) if not why]
-    if not good:
-        raise UsageError(f"none of {len(reasons)} images can be decoded, {images.paths[0]} for one")
-    paths = [images.paths[i] for i in good]
-    return ImageFolder(paths, images.labels[good], images.classes, images.root), list(broken)
+    context, number = get_context("forkserver"), len(images.files)
+    with (
+        shared_memory(),
+        ProcessPoolExecutor(max(1, workers), context, _begin, (images.files,)) as pool,
+    ):
+        reasons = list(pool.map(_why_broken, range(number), chunksize=64))
+    broken = [images.files.name(index) for index, why in enumerate(reasons) if why]
+    for name, why in zip(broken, filter(None, reasons), strict=True):
+        log.info("left out %s: %s", name, why)
+    good = np.array([index for index, why in enumerate(reasons) if not why], np.int64)
+    if not len(good):
+        raise UsageError(f"none of {number} images can be decoded, {broken[0]} for one")
+    return replace(images, files=images.files.take(good), labels=images.labels[good]), broken

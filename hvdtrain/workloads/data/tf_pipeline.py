@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, seed_of
 from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed
 from hvdtrain.workloads.data.image_folder import (
@@ -26,21 +26,21 @@ AHEAD = 2  # batches that are ready before they are asked for
 
 
 class Folder(Dataset):
-    """Images of a folder, decoded, cropped and put into batches by a tf.data pipeline.
+    """Images of a folder, or packed, decoded, cropped and put into batches by a tf.data pipeline.
 
     Args:
-        images: the files.
-        read: makes an image of a file: (path, seed, side) -> uint8, shape (side, side, 3); traced.
+        images: which.
+        crop: makes an image of a file's bytes: (bytes, seed, side) -> uint8, shape
+            (side, side, 3); traced.
         options: image size, seed, and number of threads that decode.
     """
 
     def __init__(
-        self, images: ImageFolder, read: Callable[..., Any], options: ImageOptions
+        self, images: ImageFolder, crop: Callable[..., Any], options: ImageOptions
     ) -> None:
-        self.samples, self.digest = len(images.paths), images.digest
+        self.samples, self.digest = len(images.files), images.digest
         self.images, self.options = images, options
-        self._read = read
-        self._paths = np.array([os.fsencode(path) for path in images.paths])  # any name will do
+        self._crop = crop
 
     @override
     def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
@@ -63,16 +63,16 @@ class Folder(Dataset):
         def items() -> Iterator[tuple[Any, ...]]:
             for indices, part in zip(batches, parts, strict=True):
                 if len(indices):
-                    labels = self.images.labels[indices]
-                    yield self._paths[indices], labels, self._seeds(indices, part)
+                    self.images.files.will_need(indices.tolist())
+                    yield indices, self.images.labels[indices], self._seeds(indices, part)
 
-        shapes = (tf.TensorSpec(None, tf.string), tf.TensorSpec(None, tf.int64))
+        shapes = (tf.TensorSpec(None, tf.int64), tf.TensorSpec(None, tf.int64))
         dataset = tf.data.Dataset.from_generator(
             items, output_signature=(*shapes, tf.TensorSpec((None, 2), tf.int64))
         )
         # Unconverted: autograph would write the function into a file in the temporary folder.
         read = tf.autograph.experimental.do_not_convert(
-            lambda path, label, seed: (self._read(path, seed, size), label)
+            lambda index, label, seed: (self._read(index, seed, size), label)
         )
         dataset = dataset.unbatch().map(
             read, num_parallel_calls=max(1, self.options.workers), deterministic=True
@@ -88,6 +88,14 @@ class Folder(Dataset):
             except tf.errors.OpError as error:
                 raise self._broken(indices, error) from error
 
+    def _read(self, index: Any, seed: Any, size: int) -> Any:
+        encoded = tf.numpy_function(self._encoded, [index], tf.string, stateful=False)
+        return self._crop(tf.reshape(encoded, ()), seed, size)
+
+    def _encoded(self, index: Any) -> bytes:
+        with self.images.files.open(int(index)) as file:
+            return file.read()
+
     def _seeds(self, indices: Indices, part: Part | None) -> Any:
         # The augmentation is a function of (seed, epoch, sample), whichever thread does it.
         if part is None:
@@ -97,13 +105,19 @@ class Folder(Dataset):
 
     def _broken(self, indices: Indices, error: Exception) -> Exception:
         """Return the error that names the file among ``indices`` that cannot be decoded."""
-        for index in indices:
+        for index in indices.tolist():
+            name = self.images.files.name(index)
             try:
-                self._read(self._paths[index], tf.zeros(2, tf.int64), self.options.image_size)
+                encoded = tf.constant(self._encoded(index))
+                self._crop(encoded, tf.zeros(2, tf.int64), self.options.image_size)
+            except UsageError as reason:
+                return reason
+            except OSError as reason:
+                return broken_image(name, reason.strerror)
             except tf.errors.OpError as reason:
                 # "{{node ...}} why [Op:DecodeImage]": the middle is for the user.
                 why = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", str(reason.message))
-                return broken_image(self.images.paths[index], why.strip(" ."))
+                return broken_image(name, why.strip(" ."))
         return error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,9 +75,10 @@ class _Images:
 
     def __init__(self, images: ImageFolder, crop: Crop, size: int, seed: int) -> None:
         self.images, self.crop, self.size, self.seed = images, crop, size, seed
-        self.samples, self.digest = len(images.paths), images.digest
+        self.samples, self.digest = len(images.files), images.digest
 
     def batch(self, indices: list[int], epoch: int | None) -> Batch:
+        self.images.files.will_need(indices)
         pixels = np.empty((len(indices), self.size, self.size, 3), np.uint8)
         for row, index in enumerate(indices):
             pixels[row] = self._read(index, epoch)
@@ -90,10 +90,12 @@ class _Images:
         if epoch is not None:
             # The augmentation is a function of (seed, epoch, sample), whichever worker does it.
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
-        path = self.images.paths[index]
-        with told(path):
-            image = Image.open(path)
-        with image:
+        name = self.images.files.name(index)
+        with told(name):
+            file = self.images.files.open(index)
+            image = Image.open(file)
+        image.filename = name  # for ``decoded``
+        with file:
             return np.asarray(self.crop(image, self.size))
 
 
@@ -121,14 +123,16 @@ def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
 
 
 @contextlib.contextmanager
-def told(path: Path | str) -> Iterator[None]:
+def told(name: str) -> Iterator[None]:
     """Name the file that cannot be decoded."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's remarks on metadata
             yield
+    except UsageError:
+        raise
     except Exception as error:  # Pillow raises many kinds for broken bytes
-        raise broken_image(Path(path), error) from error
+        raise broken_image(name, error) from error
 
 
 def _shared(batch: Batch) -> Batch:
@@ -203,10 +207,10 @@ class ReadAhead(Dataset):
 
 
 class Folder(ReadAhead):
-    """The images of a folder.
+    """The images of a folder, or packed.
 
     Args:
-        images: the files.
+        images: which.
         crop: makes what ``Image.open`` returns, by ``decoded``, a square in RGB of a given side, in
             pixels; a function of a module, which may draw from torch's generator in a training.
         options: image size, seed, and what ``ReadAhead`` takes.

@@ -13,13 +13,14 @@ import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.config.options import Options, fraction, option
 from hvdtrain.errors import UsageError
+from hvdtrain.workloads.data.packed import MNIST, Pack, is_packed, wrong_kind
 
 SIDE = 28
 CLASSES = 10
@@ -58,9 +59,8 @@ def load(directory: Path | None) -> tuple[Samples, Samples]:
 
 
 def _pair(directory: Path, prefix: str) -> Samples:
-    image_file = find(directory, f"{prefix}-images-idx3-ubyte")
-    label_file = find(directory, f"{prefix}-labels-idx1-ubyte")
-    images, labels = read_idx(image_file), read_idx(label_file)
+    image_file, images = _read(directory, f"{prefix}-images-idx3-ubyte")
+    label_file, labels = _read(directory, f"{prefix}-labels-idx1-ubyte")
     if images.shape[1:] != (SIDE, SIDE):
         raise UsageError(f"{image_file} holds {images.shape}, not images of {SIDE}x{SIDE} pixels")
     if labels.ndim != 1 or len(images) != len(labels):
@@ -75,6 +75,20 @@ def _pair(directory: Path, prefix: str) -> Samples:
             f"{label_file}: label {labels.max()}, the labels go from 0 to {CLASSES - 1}"
         )
     return Samples(images, labels.astype(np.int64))
+
+
+def _read(directory: Path, name: str) -> tuple[str, NDArray[Any]]:
+    """Return what a user finds the IDX file ``name`` by, and the array in it."""
+    if not is_packed(directory):
+        path = find(directory, name)
+        return str(path), read_idx(path)
+    pack = Pack(directory)
+    held = pack.contents.files
+    file = next((one for one in spellings(name) if one in held), None)
+    if pack.contents.kind != MNIST or file is None:
+        raise wrong_kind(directory, pack.contents.kind, MNIST)
+    told = f"{directory / pack.contents.shards[held[file].shard].name}: {file}"
+    return told, _idx(io.BytesIO(pack.read(held[file])), told)
 
 
 def embedded_digits() -> tuple[Samples, Samples]:
@@ -110,6 +124,12 @@ def embedded_digits() -> tuple[Samples, Samples]:
 DEFLATE = 1032  # bytes that one byte of a gzipped file can stand for, by its format
 
 
+def spellings(name: str) -> list[str]:
+    """Return how the IDX file ``name`` may be called: gzipped or not, and dotted in some copies."""
+    dotted = name.replace("-idx", ".idx")
+    return [name, f"{name}.gz", dotted, f"{dotted}.gz"]
+
+
 def find(directory: Path, name: str) -> Path:
     """Find the IDX file ``name``, gzipped or not, in ``directory`` or where torchvision puts it.
 
@@ -117,9 +137,8 @@ def find(directory: Path, name: str) -> Path:
         UsageError: it is in none of these places.
     """
     folders = (directory, directory / "MNIST" / "raw", directory / "raw")
-    dotted = name.replace("-idx", ".idx")  # how some copies are named
     for folder in folders:
-        for candidate in (name, f"{name}.gz", dotted, f"{dotted}.gz"):
+        for candidate in spellings(name):
             if (folder / candidate).is_file():
                 return folder / candidate
     raise UsageError(
@@ -136,15 +155,23 @@ def read_idx(path: Path) -> NDArray[Any]:
     """
     try:
         with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            most = path.stat().st_size * (DEFLATE if packed else 1)
-            return _array(gzip.GzipFile(fileobj=file) if packed else file, path, most)
-    except (OSError, EOFError, zlib.error) as error:
+            return _idx(file, str(path))
+    except OSError as error:
         raise UsageError(f"{path} cannot be read ({error}): copy it again") from error
 
 
-def _array(stream: io.BufferedIOBase, path: Path, most: int) -> NDArray[Any]:
+def _idx(file: IO[bytes], name: str) -> NDArray[Any]:
+    """Read the array in ``file``, which a user knows as ``name``."""
+    try:
+        gzipped = file.read(2) == b"\x1f\x8b"
+        most = file.seek(0, io.SEEK_END) * (DEFLATE if gzipped else 1)
+        file.seek(0)
+        return _array(gzip.GzipFile(fileobj=file) if gzipped else file, name, most)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"{name} cannot be read ({error}): copy it again") from error
+
+
+def _array(stream: IO[bytes] | gzip.GzipFile, path: str, most: int) -> NDArray[Any]:
     """Read the array that ``stream`` holds, of at most ``most`` bytes, and no further.
 
     A small gzipped file may inflate to more than any memory.

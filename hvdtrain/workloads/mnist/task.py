@@ -15,7 +15,8 @@ models:
 
 data:
   --data DIR holds the four IDX files of MNIST (or Fashion-MNIST), gzipped or not, flat or under
-  MNIST/raw. Without it: the 1,797 handwritten digits that scikit-learn brings along.
+  MNIST/raw, or is what `hvdtrain pack` has made of them. Without it: the 1,797 handwritten digits
+  that scikit-learn brings along.
 
 defaults:
   batch 64 per rank, learning rate 0.03 per rank, momentum 0.9 and weight decay 1e-4; 6 epochs with

@@ -16,8 +16,9 @@ models:
   resnet18 resnet34 resnet50 (default) resnet101 resnet152
 
 data:
-  --data DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (PNG too; grey and CMYK images too).
-  Without it: random images made once, 100 updates unless told otherwise, no evaluation.
+  --data DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (PNG too; grey and CMYK images too), or
+  is what `hvdtrain pack` has made of it. Without it: random images made once, 100 updates unless
+  told otherwise, no evaluation.
 
 defaults:
   batch 32 per rank, learning rate 0.0125 per rank (0.0005 with adam), weight decay 1e-4; 90 epochs

@@ -16,18 +16,17 @@ from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE
 from hvdtrain.workloads.tf_task import TFTask, weight_dtype
 
 
-def random_crop(path: Any, seed: Any, size: int) -> Any:
+def random_crop(encoded: Any, seed: Any, size: int) -> Any:
     """Cut a random window (8 to 100 % of the area) out of the image, resize it, flip it or not.
 
     Args:
-        path: of a JPEG or PNG file, a string tensor.
+        encoded: the bytes of a JPEG or PNG file, a string tensor.
         seed: int64, shape (2,); the same seed gives the same pixels.
         size: side of the result, in pixels.
 
     Returns:
         uint8, shape (size, size, 3).
     """
-    encoded = tf.io.read_file(path)
 
     def window(shape: Any) -> Any:
         begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
@@ -55,9 +54,9 @@ def random_crop(path: Any, seed: Any, size: int) -> Any:
     return tf.image.stateless_random_flip_left_right(image, seed + tf.constant([0, 1], tf.int64))
 
 
-def centre_crop(path: Any, seed: Any, size: int) -> Any:  # noqa: ARG001 (as random_crop)
+def centre_crop(encoded: Any, seed: Any, size: int) -> Any:  # noqa: ARG001 (as random_crop)
     """Resize the shorter side to 256/224 of ``size``, then take the middle square of ``size``."""
-    image = _decode(tf.io.read_file(path))
+    image = _decode(encoded)
     shape = tf.shape(image)[:2]
     shorter = round(size * RESIZE)
     resized = shape * shorter // tf.reduce_min(shape)

@@ -55,8 +55,8 @@ def loader() -> Iterator[int]:
 
 
 def decoding() -> Iterator[int]:
-    for path in itertools.cycle(train.paths):
-        Image.open(path).convert("RGB")
+    for index in itertools.cycle(range(len(train.files))):
+        Image.open(train.files.name(index)).convert("RGB")
         yield 1
 
 

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from hvdtrain.errors import UsageError
+from hvdtrain.workloads.data.files import FolderFiles, Names
 from hvdtrain.workloads.data.image_folder import load, scan, why_broken, without_broken
 
 
@@ -28,6 +29,10 @@ def folder(root: Path, **classes: int) -> Path:
     return root
 
 
+def broken(path: Path) -> str | None:
+    return why_broken(FolderFiles(path.parent, Names.of([path.name])), 0)
+
+
 def refusal(directory: Path) -> str:
     with pytest.raises(UsageError) as caught:
         load(directory)
@@ -42,8 +47,9 @@ def test_classes_are_folders_in_the_order_of_their_names(tmp_path: Path) -> None
     assert train.classes == ["ant", "cat", "dog"]
     assert train.labels.tolist() == [0, 0, 0, 1, 1, 2]
     assert train.labels.dtype == np.int64
-    assert [path.parent.name for path in train.paths] == ["ant"] * 3 + ["cat"] * 2 + ["dog"]
-    assert train.paths == sorted(train.paths)
+    names = list(train.files.names)
+    assert [name.partition("/")[0] for name in names] == ["ant"] * 3 + ["cat"] * 2 + ["dog"]
+    assert names == sorted(names)
     assert val is not None
     assert val.labels.tolist() == [0, 1, 2]
 
@@ -106,7 +112,8 @@ def test_endings_in_any_case_and_folders_below(tmp_path: Path) -> None:
     (tmp_path / "ant" / "readme.md").write_text("no image")
     (tmp_path / "list.txt").write_text("no class")
     found = scan(tmp_path)
-    assert {path.name for path in found.paths} == {"a.JPG", "b.jpeg", "c.png", "d.jpg", "e.Jpeg"}
+    names = {Path(name).name for name in found.files.names}
+    assert names == {"a.JPG", "b.jpeg", "c.png", "d.jpg", "e.Jpeg"}
     assert found.classes == ["ant"]
 
 
@@ -124,9 +131,9 @@ def test_what_is_no_file_is_told_or_left_out_and_never_opened(tmp_path: Path, ki
         odd.symlink_to(tmp_path / "pipe")
     assert f"{odd} cannot be decoded" in refusal(tmp_path)
     train, _ = load(tmp_path, skip_broken=True)
-    whole, broken = without_broken(train, workers=1)
-    assert broken == [odd]
-    assert len(whole.paths) == 2
+    whole, left_out = without_broken(train, workers=1)
+    assert left_out == [str(odd)]
+    assert len(whole.files) == 2
 
 
 def test_the_digest_is_of_names_and_labels_wherever_they_are(tmp_path: Path) -> None:
@@ -143,7 +150,7 @@ def test_a_class_may_be_a_link_to_a_folder(tmp_path: Path) -> None:
     folder(tmp_path / "elsewhere", ant=2)
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "ant").symlink_to(tmp_path / "elsewhere" / "ant")
-    assert len(scan(tmp_path / "train").paths) == 2
+    assert len(scan(tmp_path / "train").files) == 2
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
@@ -151,11 +158,11 @@ def test_colour_grey_and_print_are_not_broken(tmp_path: Path, mode: str) -> None
     path = picture(tmp_path / "x.jpg", mode)
     with Image.open(path) as image:
         assert image.mode == mode
-    assert why_broken(path) is None
+    assert broken(path) is None
 
 
 def test_a_png_with_transparency_is_not_broken(tmp_path: Path) -> None:
-    assert why_broken(picture(tmp_path / "x.png", "RGBA")) is None
+    assert broken(picture(tmp_path / "x.png", "RGBA")) is None
 
 
 def test_broken_ones_are_told_with_a_reason(tmp_path: Path) -> None:
@@ -163,8 +170,8 @@ def test_broken_ones_are_told_with_a_reason(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", b"<html>404</html>", whole[:100], whole[: len(whole) // 2], whole[20:]):
         path.write_bytes(content)
-        assert why_broken(path), content[:20]
-    assert why_broken(tmp_path / "absent.jpg")
+        assert broken(path), content[:20]
+    assert broken(tmp_path / "absent.jpg")
 
 
 def test_without_broken_leaves_out_and_lists_just_those(tmp_path: Path) -> None:
@@ -175,9 +182,10 @@ def test_without_broken_leaves_out_and_lists_just_those(tmp_path: Path) -> None:
     for path in damaged:
         path.write_bytes(path.read_bytes()[:150])
     before = scan(tmp_path)
-    after, broken = without_broken(before, workers=2)
-    assert broken == damaged
-    assert after.paths == [path for path in before.paths if path not in damaged]
+    after, left_out = without_broken(before, workers=2)
+    assert left_out == [str(path) for path in damaged]
+    kept = [name for name in before.files.names if tmp_path / name not in damaged]
+    assert list(after.files.names) == kept
     assert after.labels.tolist() == [0, 0, 2, 2, 2, 2]
     assert after.classes == ["ant", "bee", "cat"]  # the labels mean what they meant
 
@@ -196,4 +204,4 @@ def test_the_real_one() -> None:
     train, val = load(directory)
     assert val is not None
     assert len(train.classes) == 10
-    assert len(train.paths) + len(val.paths) == 520
+    assert len(train.files) + len(val.files) == 520

@@ -1,0 +1,209 @@
+"""Packed data, copied to a disk of each host before the training (``--stage DIR``).
+
+One rank of each host copies; ``DIR/NAME-DIGEST`` then holds what ``--data`` does, complete or
+without an index. Meanwhile all ranks tell one another how far they are, every second: so an error on
+one host ends all at once, and no rank waits so long in one collective that it counts as lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.system.files import FULL, lock
+from hvdtrain.system.output.text import duration, plural, size
+from hvdtrain.system.runtime import terminal
+from hvdtrain.workloads.data.packed import (
+    CHUNK,
+    INDEX,
+    Pack,
+    Shard,
+    file_digest,
+    is_packed,
+)
+
+AT_ONCE = 4  # shards that a host copies at a time
+PAUSE = 1.0  # seconds between two looks at how far it is
+LINE_EVERY = 30.0  # seconds between two lines about it where there is no terminal
+
+
+def stage(adapter: CommonAdapter, data: Path, directory: Path, *, quiet: bool) -> tuple[Path, str]:
+    """Copy the packed ``data`` below ``directory``, once per host; all ranks call it together.
+
+    Args:
+        adapter: of this rank.
+        data: a folder that all hosts see.
+        directory: of this host.
+        quiet: say nothing on the way.
+
+    Returns:
+        Where the data are on this host, and what was done, for the user.
+
+    Raises:
+        UsageError: on every rank: the data are not packed, or damaged, or a disk has no room.
+        HvdtrainError: on every rank: a disk cannot be written.
+    """
+    together, gather = adapter.communicator.together, adapter.communicator.gather
+    copy = together(lambda: Copy(data, directory))
+    copies = adapter.world.local_rank == 0
+    if copies:
+        copy.start()
+    began = last = time.monotonic()
+    while True:
+        mine = [copy.done, copy.size, copy.is_over, copy.failed] if copies else None
+        told = [json.loads(one) for one in gather(json.dumps(mine).encode())]
+        hosts = [one for one in told if one]
+        if all(over for _, _, over, _ in hosts) or any(failed for *_, failed in hosts):
+            break
+        done, total = (sum(one[column] for one in hosts) for column in (0, 1))
+        text = f"copying the data to {directory}, {size(done)} of {size(total)}"
+        terminal.status(text)
+        if time.monotonic() - last >= LINE_EVERY and adapter.world.is_writer and not quiet:
+            last = time.monotonic()
+            if terminal.columns() is None:
+                print(f"{text}, {last - began:.0f} s", flush=True)
+        time.sleep(PAUSE)
+    if copies:
+        copy.stop()
+    together(copy.raise_if_failed)
+    copied = sum(int(one) for one in gather(b"%d" % copy.copied))
+    what = (
+        f"{size(copied)} copied in {duration(time.monotonic() - began)}" if copied else "as it was"
+    )
+    return copy.folder, f"data staged in {copy.folder} on {plural(len(hosts), 'host')}: {what}"
+
+
+class Copy:
+    """The copy of packed data on one host, made by a thread.
+
+    Args:
+        data: the data.
+        directory: where the copy goes, in a folder of its own.
+
+    Raises:
+        UsageError: they are not packed, or damaged.
+    """
+
+    def __init__(self, data: Path, directory: Path) -> None:
+        if not data.is_dir():
+            raise UsageError(f"--data {data}: no such directory")
+        if not is_packed(data):
+            raise UsageError(
+                f"--stage copies packed data, and {data} is not packed: run `hvdtrain pack {data} "
+                "OUT`, then give --data OUT"
+            )
+        self.data, self.directory = data, directory
+        self.shards = Pack(data).contents.shards
+        self._index = (data / INDEX).read_bytes()
+        digest = hashlib.sha256(self._index).hexdigest()
+        self.folder = directory / f"{data.resolve().name}-{digest[:12]}"
+        self.size = sum(shard.size for shard in self.shards)  # bytes
+        self.done = self.copied = 0  # bytes that are there; those of them that were copied
+        self._error: HvdtrainError | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="staging", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End what is under way: another host has failed; does nothing where all is done."""
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self._error is not None
+
+    def raise_if_failed(self) -> None:
+        """Raise the error with which it ended.
+
+        Raises:
+            UsageError: see ``stage``.
+            HvdtrainError: see ``stage``.
+        """
+        if self._error:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with lock(self.folder / "lock", "copies data to this folder"):
+                self._copy()
+        except HvdtrainError as error:
+            self._error = error
+        except OSError as error:
+            kind = HvdtrainError if error.errno in FULL else UsageError
+            where = error.filename or self.folder
+            self._error = kind(f"--stage {self.directory}: {where}: {error.strerror or error}")
+
+    def _copy(self) -> None:
+        """Copy what is not there yet, then the index."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            there = list(pool.map(self._is_there, self.shards))
+            missing = [
+                one for one, is_there in zip(self.shards, there, strict=True) if not is_there
+            ]
+            if self._stop.is_set():
+                return
+            room = sum(shard.size for shard in missing)
+            free = shutil.disk_usage(self.folder).free
+            if free < room:
+                raise UsageError(
+                    f"--stage {self.directory}: {size(room)} are to be copied there, and "
+                    f"{size(free)} are free: make room, name another directory, or leave --stage out"
+                )
+            (self.folder / INDEX).unlink(missing_ok=True) if missing else None
+            list(pool.map(self._fetch, missing))
+        if not self._stop.is_set() and not (self.folder / INDEX).exists():
+            partial = self.folder / f"{INDEX}.part"
+            partial.write_bytes(self._index)
+            partial.replace(self.folder / INDEX)
+
+    def _is_there(self, shard: Shard) -> bool:
+        path = self.folder / shard.name
+        if self._stop.is_set() or not path.exists() or path.stat().st_size != shard.size:
+            return False
+        if file_digest(path) != shard.sha256:
+            return False
+        self.done += shard.size
+        return True
+
+    def _fetch(self, shard: Shard) -> None:
+        """Copy a shard, and compare what was read with its checksum.
+
+        Raises:
+            UsageError: they differ.
+        """
+        source, digest = self.data / shard.name, hashlib.sha256()
+        partial = self.folder / f"{shard.name}.part"
+        with source.open("rb", 0) as file, partial.open("wb", 0) as copy:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while chunk := file.read(CHUNK):
+                if self._stop.is_set():
+                    return
+                digest.update(chunk)
+                copy.write(chunk)
+                self.done += len(chunk)
+                self.copied += len(chunk)
+        if digest.hexdigest() != shard.sha256:
+            raise UsageError(
+                f"{source} is damaged (its SHA-256 is another than when it was packed): copy it "
+                "again from where it came, or pack the data again"
+            )
+        partial.replace(self.folder / shard.name)
