@@ -218,6 +218,13 @@ def open_split(directory: Path, split: str) -> Files | None:
     return FolderFiles(root, Names.of(os.fspath(name) for name in names))
 
 
+def has_file(directory: Path, name: str) -> bool:
+    """Return whether ``read_file`` finds something."""
+    if is_packed(directory):
+        return name in Pack(directory).contents.files
+    return (directory / name).exists()
+
+
 def read_file(directory: Path, name: str) -> bytes:
     """Return the content of a file that is no sample, such as ``annotations/instances_x.json``.
 

@@ -197,8 +197,28 @@ def _why_broken(index: int) -> str | None:
     return why_broken(_files[0], index)
 
 
+def broken_files(files: Files, workers: int) -> list[int]:
+    """Decode every image once, in worker processes, and return the places of those that fail.
+
+    Raises:
+        UsageError: all do.
+    """
+    context = get_context("forkserver")
+    with (
+        shared_memory(),
+        ProcessPoolExecutor(max(1, workers), context, _begin, (files,)) as pool,
+    ):
+        reasons = list(pool.map(_why_broken, range(len(files)), chunksize=64))
+    broken = [index for index, why in enumerate(reasons) if why]
+    for index in broken:
+        log.info("left out %s: %s", files.name(index), reasons[index])
+    if len(broken) == len(files):
+        raise UsageError(f"none of {len(files)} images can be decoded, {files.name(0)} for one")
+    return broken
+
+
 def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list[str]]:
-    """Decode every image once and leave out those that fail.
+    """Leave out the images that cannot be decoded.
 
     Doing so before the training keeps the rule that an epoch is every sample exactly once.
 
@@ -208,16 +228,7 @@ def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list
     Raises:
         UsageError: none is left.
     """
-    context, number = get_context("forkserver"), len(images.files)
-    with (
-        shared_memory(),
-        ProcessPoolExecutor(max(1, workers), context, _begin, (images.files,)) as pool,
-    ):
-        reasons = list(pool.map(_why_broken, range(number), chunksize=64))
-    broken = [images.files.name(index) for index, why in enumerate(reasons) if why]
-    for name, why in zip(broken, filter(None, reasons), strict=True):
-        log.info("left out %s: %s", name, why)
-    good = np.array([index for index, why in enumerate(reasons) if not why], np.int64)
-    if not len(good):
-        raise UsageError(f"none of {number} images can be decoded, {broken[0]} for one")
-    return replace(images, files=images.files.take(good), labels=images.labels[good]), broken
+    broken = broken_files(images.files, workers)
+    good = np.setdiff1d(np.arange(len(images.files)), broken)
+    left = replace(images, files=images.files.take(good), labels=images.labels[good])
+    return left, [images.files.name(index) for index in broken]
