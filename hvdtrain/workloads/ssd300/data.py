@@ -1,0 +1,206 @@
+"""Images and boxes for SSD300: read, augmented as the paper has it, or drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from typing_extensions import override
+
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import seed_of
+from hvdtrain.workloads.data.coco import Coco
+from hvdtrain.workloads.data.dataset import Batch
+from hvdtrain.workloads.data.files import FolderFiles, Names
+from hvdtrain.workloads.data.torch_loader import decoded, told
+from hvdtrain.workloads.resnet.pytorch import torchvision
+from hvdtrain.workloads.ssd300.boxes import SIDE, iou
+
+Boxes = NDArray[np.float64]
+Labels = NDArray[np.int64]
+
+COLUMNS = 6  # of a box in a batch: its corners as fractions, its class from 1, its image's place
+OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # least IoU of a crop and a box; None: no crop
+TRIES = 50
+
+
+class Reader:
+    """Reads images and boxes for ``ReadAhead``; pixels uint8, shape (n, 3, 300, 300).
+
+    Args:
+        coco: the data.
+        seed: of the augmentation.
+    """
+
+    def __init__(self, coco: Coco, seed: int) -> None:
+        self.coco, self.seed = coco, seed
+        self.samples, self.digest = len(coco.ids), coco.digest
+
+    def batch(self, indices: list[int], epoch: int | None) -> Batch:
+        """Return these samples; ``y`` is float32, of shape (n, most boxes, 6), padded by zeros.
+
+        Raises:
+            UsageError: naming the image that is broken, or is of another size than annotated.
+        """
+        self.coco.files.will_need(indices)
+        pixels = np.empty((len(indices), SIDE, SIDE, 3), np.uint8)
+        boxes, labels = [], []
+        for row, index in enumerate(indices):
+            pixels[row], some, named = self._sample(index, epoch)
+            boxes.append(some)
+            labels.append(named)
+        most = max([1, *map(len, boxes)])
+        y = np.zeros((len(indices), most, COLUMNS), np.float32)
+        for row, index in enumerate(indices):
+            y[row, : len(boxes[row]), :4] = boxes[row]
+            y[row, : len(boxes[row]), 4] = labels[row] + 1
+            y[row, :, 5] = index
+        return Batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), torch.from_numpy(y))
+
+    def _sample(self, index: int, epoch: int | None) -> tuple[Any, Boxes, Labels]:
+        """Return pixels, boxes as fractions of them, and labels from 0."""
+        boxes, labels = self.coco.of(index)
+        size = self.coco.sizes[index]
+        boxes = boxes / np.tile(size, 2)
+        with self._open(index) as image:
+            if image.size != tuple(size):
+                raise UsageError(
+                    f"{self.coco.files.name(index)} has {image.size[0]} x {image.size[1]} pixels, "
+                    f"and by its annotation {size[0]} x {size[1]}: correct that"
+                )
+            if epoch is None:
+                return _resized(image, (0, 0, 1, 1)), boxes, labels
+            # The augmentation is a function of (seed, epoch, sample), whichever worker does it.
+            torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
+            crop = draw_crop(boxes)
+            pixels = _resized(image, crop)
+        boxes, labels = cut(boxes, labels, crop)
+        if torch.rand(()) < 0.5:
+            pixels = pixels.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            boxes[:, [0, 2]] = 1 - boxes[:, [2, 0]]
+        jitter = torchvision().transforms.ColorJitter(0.125, 0.5, 0.5, 0.05)
+        return jitter(pixels), boxes, labels
+
+    def _open(self, index: int) -> Image.Image:
+        return opened(self.coco, index)
+
+
+def opened(coco: Coco, index: int) -> Image.Image:
+    """Return the image at a place, of which only the header has been read.
+
+    Raises:
+        UsageError: it is broken.
+    """
+    name = coco.files.name(index)
+    with told(name):
+        image = Image.open(coco.files.open(index))
+    image.filename = name  # for ``decoded``
+    return image
+
+
+def _resized(image: Image.Image, crop: Sequence[float]) -> Image.Image:
+    """Return what ``crop`` (corners as fractions) shows, as a square of 300 pixels in RGB."""
+    left, top, right, bottom = np.array(crop) * np.tile(image.size, 2)
+    image, smaller = decoded(image, min(right - left, bottom - top) / SIDE)
+    box = tuple(edge / smaller for edge in (left, top, right, bottom))
+    box = (*box[:2], min(box[2], image.width), min(box[3], image.height))
+    return image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box=box)
+
+
+def draw_crop(boxes: Boxes) -> tuple[float, float, float, float]:
+    """Draw a part of an image from torch's generator, as section 2.2 of the paper samples patches.
+
+    Args:
+        boxes: of the image, corners as fractions, shape (k, 4).
+
+    Returns:
+        Corners as fractions: of the whole image, or of a part with 0.3 to 1 of each side and an
+        aspect ratio from 1/2 to 2, in which the centre of a box lies that it overlaps enough.
+    """
+    while True:
+        least = OVERLAPS[int(torch.randint(len(OVERLAPS), ()))]
+        if least is None or not len(boxes):
+            return 0.0, 0.0, 1.0, 1.0
+        for width, height, x, y in torch.rand(TRIES, 4, dtype=torch.float64).tolist():
+            width, height = 0.3 + 0.7 * width, 0.3 + 0.7 * height
+            if not 0.5 <= width / height <= 2:
+                continue
+            left, top = x * (1 - width), y * (1 - height)
+            crop = (left, top, left + width, top + height)
+            overlap = iou(torch.tensor([crop], dtype=torch.float64), torch.from_numpy(boxes))
+            if overlap.max() >= least and _inside(boxes, crop).any():
+                return crop
+
+
+def _inside(boxes: Boxes, crop: Sequence[float]) -> NDArray[np.bool_]:
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+    return np.all((centres > crop[:2]) & (centres < crop[2:]), axis=1)
+
+
+def cut(boxes: Boxes, labels: Labels, crop: Sequence[float]) -> tuple[Boxes, Labels]:
+    """Return the boxes whose centres lie in ``crop``, cut off by it, as fractions of it."""
+    kept = _inside(boxes, crop)
+    low, high = np.array(crop[:2]), np.array(crop[2:])
+    edges = (boxes[kept].reshape(-1, 2, 2) - low) / (high - low)
+    return edges.clip(0, 1).reshape(-1, 4), labels[kept]
+
+
+# Drawn images: rectangles of the colour of their class, on noise.
+
+COLOURS = {"red": (220, 60, 50), "green": (60, 200, 80), "blue": (70, 90, 230)}
+MOST = 3  # in an image
+DRAWN = 96, 24  # images to train and to evaluate on
+
+
+class Drawn(Reader):
+    """Draws its images, each a function of the seed and its place."""
+
+    @override
+    def _open(self, index: int) -> Image.Image:
+        noise = np.random.default_rng([self.seed, int(self.coco.ids[index])])
+        pixels = noise.integers(0, 160, (SIDE, SIDE, 3), np.uint8)
+        for box, label in zip(*self.coco.of(index), strict=True):
+            left, top, right, bottom = box.astype(int)
+            pixels[top:bottom, left:right] //= 4
+            pixels[top:bottom, left:right] += np.array(
+                [colour * 3 // 4 for colour in list(COLOURS.values())[label]], np.uint8
+            )
+        return Image.fromarray(pixels)
+
+
+def drawn(seed: int) -> tuple[Coco, Coco]:
+    """Return the boxes of the drawn images, to train and to evaluate on."""
+    chance = np.random.default_rng(seed)
+    splits, first = [], 1
+    for count in DRAWN:
+        numbers = chance.integers(1, MOST + 1, count)
+        sides = chance.integers(40, 160, (numbers.sum(), 2))
+        corner = (chance.random(sides.shape) * (SIDE - sides)).astype(int)
+        labels = chance.integers(len(COLOURS), size=len(sides))
+        ids = np.arange(first, first + count)
+        owner = np.repeat(ids, numbers)
+        splits.append(
+            Coco(
+                FolderFiles(Path(), Names.of(f"drawn {number}" for number in ids)),
+                ids,
+                np.full((count, 2), SIDE),
+                np.concatenate([corner, corner + sides], 1).astype(np.float64),
+                labels,
+                np.cumsum([0, *numbers]),
+                list(range(1, len(COLOURS) + 1)),
+                list(COLOURS),
+                [
+                    {"image_id": int(image), "category_id": int(label) + 1, "bbox": [*at, *side]}
+                    for image, label, at, side in zip(
+                        owner, labels, corner.tolist(), sides.tolist(), strict=True
+                    )
+                ],
+            )
+        )
+        first += count
+    return splits[0], splits[1]

@@ -1,0 +1,190 @@
+"""How good a detector is: COCO's mean average precision, of pycocotools, over all ranks' images."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import ImageDraw
+from typing_extensions import override
+
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.errors import UsageError
+from hvdtrain.system.files import replacing
+from hvdtrain.workloads.columns import Columns
+from hvdtrain.workloads.data.coco import Coco
+from hvdtrain.workloads.data.dataset import Batch
+from hvdtrain.workloads.metrics import Array, Metric
+from hvdtrain.workloads.ssd300.boxes import DETECTIONS, default_boxes, detect
+
+FIELDS = 7  # of a detection: image id, left, top, width, height, score, category id
+PICTURES = 12  # of the first images
+SHOWN = 0.3  # score from which on a picture shows a detection
+FOUND, TRUE = "#d55e00", "#009e73"
+
+
+class MeanAveragePrecision(Metric):
+    """COCO's average precision over IoU 0.5 to 0.95, at 0.5, and of each category at 0.5.
+
+    Args:
+        coco: what is evaluated on.
+        pictures: a folder for pictures of the first images with what was found; None: none.
+        reader: opens them.
+    """
+
+    names = ("map", "map50")
+
+    def __init__(self, coco: Coco, pictures: Path | None = None, reader: Any = None) -> None:
+        self.coco, self.pictures, self.reader = coco, pictures, reader
+        self.defaults = default_boxes()
+        self.found: list[Array] = []
+        self.numbers: dict[str, float] = {}
+
+    def __deepcopy__(self, memo: Any) -> MeanAveragePrecision:
+        """Return a fresh one on the same data; each evaluation begins with one."""
+        return MeanAveragePrecision(self.coco, self.pictures, self.reader)
+
+    @override
+    def update(self, batch: Batch, output: Array) -> None:
+        for y, values in zip(batch.y, output, strict=True):
+            index = int(y[0, 5])
+            self.found.append(detections(self.coco, self.defaults, index, values))
+            if self.pictures and index < PICTURES:
+                self._draw(self.pictures, index, self.found[-1])
+
+    @override
+    def gather(self, collectives: Communicator) -> None:
+        mine = np.concatenate([np.zeros((0, FIELDS)), *self.found])
+        everyone = [np.frombuffer(one) for one in collectives.gather(mine.tobytes())]
+        found = np.concatenate(everyone).reshape(-1, FIELDS)
+        found = found[found[:, 0].argsort(kind="stable")]  # as one rank would have them
+        # One rank computes: that of COCO takes a minute and gigabytes.
+        self.numbers = collectives.on_root(lambda: precision(self.coco, found)) or {}
+        self.numbers = json.loads(collectives.broadcast_bytes(json.dumps(self.numbers).encode()))
+
+    @override
+    def result(self) -> dict[str, float]:
+        return self.numbers
+
+    def _draw(self, folder: Path, index: int, found: Array) -> None:
+        """Write a picture of the image with its true boxes and the best of those found."""
+        with self.reader._open(index) as image:
+            picture = image.convert("RGB")
+        draw = ImageDraw.Draw(picture)
+        names = dict(zip(self.coco.categories, self.coco.names, strict=True))
+        for box in self.coco.of(index)[0]:
+            draw.rectangle(tuple(box), outline=TRUE, width=2)
+        for _, left, top, width, height, score, category in found[found[:, 5] >= SHOWN]:
+            draw.rectangle((left, top, left + width, top + height), outline=FOUND, width=2)
+            draw.text((left + 3, top + 2), f"{names[int(category)]} {score:.2f}", fill=FOUND)
+        with replacing(folder / f"{int(self.coco.ids[index]):012}.jpg") as file:
+            picture.save(file, "JPEG")
+
+
+def detections(coco: Coco, defaults: torch.Tensor, index: int, output: Array) -> Array:
+    """Return what is detected in an image.
+
+    Args:
+        coco: the data.
+        defaults: as ``default_boxes``.
+        index: of the image.
+        output: of the network for it, shape (8732, 4 + classes).
+
+    Returns:
+        float64, shape (n, 7): see ``FIELDS``; in pixels of the image as it is stored.
+    """
+    boxes, labels, scores = (one.numpy() for one in detect(torch.from_numpy(output), defaults))
+    edges = boxes * np.tile(coco.sizes[index], 2)
+    image = np.full(len(scores), coco.ids[index])
+    categories = np.array(coco.categories)[labels - 1]
+    sides = edges[:, 2:] - edges[:, :2]
+    return np.column_stack([image, edges[:, :2], sides, scores, categories]).astype(np.float64)
+
+
+def precision(coco: Coco, found: NDArray[np.float64]) -> dict[str, float]:
+    """Return the average precisions of detections, as pycocotools computes them.
+
+    Args:
+        coco: the data; crowds count neither way.
+        found: all detections, shape (n, 7): see ``FIELDS``.
+
+    Returns:
+        ``map``, ``map50``, and ``ap50/NAME`` of each category that there are true boxes of.
+
+    Raises:
+        UsageError: pycocotools is not installed.
+    """
+    truth, judge = _pycocotools()
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells its progress
+        true = truth.COCO()
+        true.dataset = {
+            "info": {},
+            "images": [{"id": int(identity)} for identity in coco.ids],
+            "categories": [{"id": one} for one in coco.categories],
+            # An annotation of id 0 would count as none (pycocotools 2.0.11).
+            "annotations": [
+                {"iscrowd": 0, "area": one["bbox"][2] * one["bbox"][3], **one, "id": number}
+                for number, one in enumerate(coco.annotations, 1)
+            ],
+        }
+        true.createIndex()
+        if not len(found):
+            return {"map": 0.0, "map50": 0.0}
+        evaluation = judge.COCOeval(true, true.loadRes(found), "bbox")
+        evaluation.params.maxDets = [1, 10, DETECTIONS]
+        evaluation.evaluate()
+        evaluation.accumulate()
+    # By IoU, recall, category, area (all) and detections (100); -1 where there is no true box.
+    precisions = evaluation.eval["precision"][:, :, :, 0, -1]
+    present = precisions[0, 0] > -1
+    if not present.any():
+        return {"map": 0.0, "map50": 0.0}
+    return {
+        "map": float(precisions[:, :, present].mean()),
+        "map50": float(precisions[0][:, present].mean()),
+        **{
+            f"ap50/{name}": float(precisions[0, :, place].mean())
+            for place, name in enumerate(coco.names)
+            if present[place]
+        },
+    }
+
+
+def _pycocotools() -> tuple[Any, Any]:
+    try:
+        modules = ("pycocotools.coco", "pycocotools.cocoeval")
+        return tuple(map(importlib.import_module, modules))  # type: ignore[return-value]
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "pycocotools is not installed, which judges detections; "
+            "pip install 'hvdtrain[detection]'"
+        ) from error
+
+
+def columns(coco: Coco) -> Columns:
+    """Return what ``--predict`` writes of an image: its id, and its detections as JSON.
+
+    Each is ``[category id, score, left, top, width, height]``, in pixels, as COCO's results are.
+    """
+    defaults = default_boxes()
+
+    def values(labels: Array, outputs: Array) -> tuple[Array, Array]:
+        index = [int(y[0, 5]) for y in labels]
+        texts = []
+        for place, output in zip(index, outputs, strict=True):
+            found = detections(coco, defaults, place, output)
+            rows = [
+                [int(one[6]), *(float(f"{value:.6g}") for value in (one[5], *one[1:5]))]
+                for one in found
+            ]
+            texts.append(json.dumps(rows, separators=(",", ":")))
+        return coco.ids[index], np.array(texts, object)
+
+    return Columns(("image_id", "detections"), values)

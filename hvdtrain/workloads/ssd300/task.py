@@ -1,0 +1,153 @@
+"""SSD300 as a workload: options, recipe, help text, and the task for one process."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from hvdtrain.config.options import Options, option
+from hvdtrain.errors import UsageError
+from hvdtrain.workloads.data import coco
+from hvdtrain.workloads.data.image_folder import broken_files
+from hvdtrain.workloads.task import Recipe, Task, Workload
+
+ALIASES = {
+    "--backbone": "--model",
+    "--bs": "--batch-size",
+    "-e": "--epochs",
+    "--learning-rate": "--lr",
+    "-m": "--momentum",
+    "--wd": "--weight-decay",
+    "-s": "--seed",
+    "--multistep": "--lr-schedule multistep --lr-milestones",
+    "--warmup": "--warmup-steps",
+    "--evaluation": "--evaluate-epochs",
+    "--report-period": "--log-every",
+    "--num-workers": "--workers",
+    "--amp": "--precision auto",
+    "--save": "--checkpoint-dir",
+    "--model-config": "--config",
+    "--data-config": "--config",
+    "--mode training": "",
+    "--mode evaluation": "--evaluate-only",
+    "--mode benchmark-training": "--benchmark training",
+    "--mode benchmark-inference": "--benchmark inference",
+    "--model-name ssd300": "",
+    "--device-gpu": "",
+    "--multi-gpu": "",
+}
+
+EPILOG = """\
+models:
+  the backbone: resnet18 resnet34 resnet50 (default) resnet101 resnet152; --backbone-path FILE has
+  its weights, such as a checkpoint's model.safetensors of hvdtrain.resnet; nothing is downloaded
+
+data:
+  --data DIR is in COCO's layout: train2017/*.jpg, val2017/*.jpg, annotations/instances_*2017.json.
+  Without it: coloured boxes drawn on noise, 100 updates unless told otherwise.
+
+defaults:
+  batch 64 per rank; learning rate 0.0026 for a global batch of 32, in proportion to it (unless
+  --lr-scaling says otherwise), an epoch of warm-up, a tenth of it after 43 and 54 of 65 epochs;
+  momentum 0.9, weight decay 5e-4
+
+also taken, as articles on SSD spell it:
+{aliases}
+
+examples:
+  mpirun -n 2 python -m hvdtrain.ssd300 --model resnet18 --batch-size 4 --num-steps 20
+  mpirun -n 8 python -m hvdtrain.ssd300 --data ~/coco --batch-size 32 --checkpoint-dir checkpoints
+  mpirun -n 8 python -m hvdtrain.ssd300 --data ~/coco --mode evaluation --checkpoint-dir checkpoints
+"""
+STEPS = 100  # on drawn images
+
+
+@dataclass(frozen=True)
+class DetectorOptions(Options):
+    """What a user can say about the training of a detector."""
+
+    EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
+    ALIASES: ClassVar = ALIASES
+
+    synthetic: bool = option(False, "coloured boxes drawn on noise, as without --data", bool)
+    skip_broken: bool = option(
+        False, "leave out and count images that are not there or cannot be decoded", bool
+    )
+    backbone_path: Path | None = option(None, "weights of the backbone to begin with", Path)
+    pictures: Path | None = option(
+        None,
+        "at each evaluation, write the first 12 images with the boxes found to this folder",
+        Path,
+    )
+
+
+def recipe(_: DetectorOptions) -> Recipe:
+    """Return that of Liu et al. (2016) for COCO, over 65 epochs."""
+    return Recipe(
+        batch_size=64,
+        lr=2.6e-3,
+        lr_batch=32,
+        epochs=65,
+        warmup_epochs=1.0,
+        lr_schedule="multistep",
+        lr_milestones=(43.0, 54.0),
+        weight_decay=5e-4,
+    )
+
+
+def build(options: DetectorOptions) -> Task:
+    """Return the task.
+
+    Raises:
+        UsageError: TensorFlow is asked for, or the data are not in order.
+    """
+    if options.framework != "pytorch":
+        raise UsageError(
+            f"--framework {options.framework}: ssd300 is there for PyTorch alone; leave it out"
+        )
+    module = importlib.import_module("hvdtrain.workloads.ssd300.pytorch")
+    if options.data is None:
+        data = importlib.import_module("hvdtrain.workloads.ssd300.data")
+        task: Task = module.task(options, *data.drawn(options.seed))
+        task.notes = ("SYNTHETIC images: coloured boxes on noise",)
+        return task
+    splits = coco.load(options.data, skip_broken=options.skip_broken)
+    train, test = (
+        one and (_without_broken(one, options.workers) if options.skip_broken else one)
+        for one in splits
+    )
+    assert train is not None
+    if options.pictures:
+        options.pictures.mkdir(parents=True, exist_ok=True)
+    task = module.task(options, train, test)
+    task.notes = (*train.notes, *(test.notes if test else ()))
+    return task
+
+
+def _without_broken(found: coco.Coco, workers: int) -> coco.Coco:
+    broken = broken_files(found.files, workers)
+    if not broken:
+        return found
+    return coco.without(found, broken, f"that cannot be decoded, {found.files.name(broken[0])}")
+
+
+WORKLOAD = Workload(
+    name="ssd300",
+    description="Train a detector, SSD300, on images with boxes.",
+    epilog=EPILOG.format(
+        aliases="\n".join(
+            f"  {name:27} {words or '(nothing: it is so anyway)'}"
+            for name, words in ALIASES.items()
+        )
+    ),
+    models=("resnet50", "resnet18", "resnet34", "resnet101", "resnet152"),
+    recipe=recipe,
+    build=build,
+    options=DetectorOptions,
+    prefers_bf16=lambda model: True,
+    default_steps=lambda options: (
+        STEPS if options.data is None and options.epochs is None else None
+    ),
+)
