@@ -21,6 +21,7 @@ from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.torch_loader import Folder
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision
+from hvdtrain.workloads.torch_task import network_input
 
 BATCH, SIZE, SECONDS = 16, 224, 6.0
 which, data = sys.argv[1], Path(sys.argv[2])
@@ -35,7 +36,7 @@ def hvdtrain() -> Iterator[int]:
     scale, offset = 1 / deviation, -255 * mean / deviation
     for epoch in itertools.count():
         for _, batch in folder.training(Shards(folder.samples, BATCH).parts(epoch)):
-            yield len(batch.x.float() * scale + offset)
+            yield len(network_input(batch.x, torch.float32, (scale, offset)))
 
 
 def loader() -> Iterator[int]:
