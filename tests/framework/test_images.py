@@ -15,7 +15,7 @@ from PIL import Image  # noqa: E402
 from sklearn.datasets import load_sample_image  # noqa: E402
 
 from hvdtrain.errors import UsageError  # noqa: E402
-from hvdtrain.workloads.data.torch_loader import decoded  # noqa: E402
+from hvdtrain.workloads.data.torch_loader import _ahead, decoded  # noqa: E402
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision  # noqa: E402
 from hvdtrain.workloads.torch_task import network_input  # noqa: E402
 
@@ -120,3 +120,9 @@ def test_pixels_become_the_input_of_the_network(dtype: torch.dtype) -> None:
             assert torch.allclose(x, before.to(dtype) * factor + offset, rtol=1e-15, atol=1e-14)
         assert torch.equal(stored, before)  # a dataset in memory is not written to
     assert network_input(pixels[:0], dtype, (factor, offset)).shape == (0, 3, 5, 7)
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(1, 2), (8, 2), (9, 1), (40, 1)])
+def test_batches_ahead_are_bounded(workers: int, ahead: int) -> None:
+    assert _ahead(workers) == ahead
+    assert _ahead(0) is None
