@@ -211,7 +211,12 @@ class Options:
         "number is a multiple of this, and end where they differ (0: only at each save)",
         count,
     )
-    workers: int = option(1, "processes per rank that read images (0: the rank itself)", count)
+    workers: int | None = option(
+        None,
+        "processes per rank that read images (0: the rank itself; default: 1, or on a GPU the "
+        "rank's cores less one, 8 at most)",
+        count,
+    )
     seed: int = option(0, "of weights, order, dropout and augmentation", count)
     deterministic: bool = option(False, "bit-equal from run to run at any number of ranks", bool)
     evaluate_epochs: tuple[int, ...] | None = option(

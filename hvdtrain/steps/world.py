@@ -147,15 +147,23 @@ def local_threads(
     environ: Mapping[str, str] = os.environ,
     processes: Path = Path("/proc"),
 ) -> int:
-    """Return this rank's share of its host's cores, or what OMP_NUM_THREADS says; no collective.
+    """Return OMP_NUM_THREADS, or where it does not tell ``local_cores``; no collective."""
+    return asked_threads(environ) or local_cores(local_rank, local_size, environ, processes)
+
+
+def local_cores(
+    local_rank: int,
+    local_size: int,
+    environ: Mapping[str, str] = os.environ,
+    processes: Path = Path("/proc"),
+) -> int:
+    """Return this rank's share of its host's cores; no collective.
 
     TensorFlow fixes its thread pool when the first operation runs, and Horovod's collectives are
     operations. So the cores of the other ranks of this host are read from ``/proc`` (Linux).
     Where the other ranks cannot be seen (a hidden ``/proc``), they are taken to share the cores of
     this one.
     """
-    if asked := asked_threads(environ):
-        return asked
     mine = frozenset(os.sched_getaffinity(0))
     cores = dict(_ranks_here(environ, processes)) if local_size > 1 else {}
     if len(cores) != local_size or local_rank not in cores:

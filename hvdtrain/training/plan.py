@@ -10,8 +10,8 @@ from typing import Any
 from hvdtrain.config.levers import ADASUM
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.world import World
-from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
+from hvdtrain.steps.world import World, local_cores
+from hvdtrain.system.machine.limits import CPUINFO, cpu_flags, find_resources
 from hvdtrain.workloads.task import Workload
 
 BENCHMARK_STEPS = 100
@@ -146,3 +146,25 @@ def choose_precision(asked: str, *, prefers_bf16: bool, gpu: bool, has_bf16: boo
     if asked == "auto":
         return "bf16" if prefers_bf16 and has_bf16 else "fp32"
     return asked
+
+
+MOST_WORKERS = 8  # chosen without being asked: each keeps batches of its own in shared memory
+
+
+def choose_workers(asked: int | None, *, gpu: bool, cores: int) -> int:
+    """Choose how many processes read the samples of a rank.
+
+    Args:
+        asked: as the user did; None: not at all.
+        gpu: the rank computes on one. On a CPU the training itself takes all cores.
+        cores: of the rank; one of them is for its own process.
+    """
+    if asked is not None:
+        return asked
+    return max(1, min(cores - 1, MOST_WORKERS)) if gpu else 1
+
+
+def cores_of(world: World) -> int:
+    """Return this rank's share of its host's cores, or of those that its control group allows."""
+    allowed = int(find_resources().usable_cores / world.local_size)
+    return max(1, min(local_cores(world.local_rank, world.local_size), allowed))

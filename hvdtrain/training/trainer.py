@@ -33,6 +33,8 @@ from hvdtrain.training.plan import (
     check_tf32,
     choose_model,
     choose_precision,
+    choose_workers,
+    cores_of,
     make_plan,
     processor_has_bf16,
 )
@@ -174,6 +176,7 @@ def _build(
         model=plan.model,
         precision=precision,
         weight_decay=plan.weight_decay,
+        workers=choose_workers(options.workers, gpu=adapter.has_gpu, cores=cores_of(adapter.world)),
         device=adapter.device,
     )
     task = adapter.communicator.together(lambda: workload.build(filled_in))

@@ -93,10 +93,7 @@ class TorchTask(Task):
         self._guard: Guard | None = None
 
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
-        x = self._copy(pixels).to(self.dtype) * self.scale[0] + self.scale[1]
-        if x.ndim == 4 and _prefers_channels_last(x.shape):
-            return x.contiguous(memory_format=torch.channels_last)
-        return x
+        return network_input(self._copy(pixels), self.dtype, self.scale)
 
     @override
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> torch.Tensor:
@@ -246,6 +243,19 @@ class TorchTask(Task):
     @override
     def loss_values(self, losses: list[Any]) -> list[float]:
         return torch.stack(losses).tolist() if losses else []
+
+
+def network_input(
+    pixels: torch.Tensor, dtype: torch.dtype, scale: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Return stored pixels times the factor plus the offset of ``scale``, as the model wants them.
+
+    In two passes: pixels are many, and this is work of the process that trains.
+    """
+    channels_last = pixels.ndim == 4 and _prefers_channels_last(pixels.shape)
+    layout = torch.channels_last if channels_last else torch.preserve_format
+    x = pixels.to(dtype, copy=True, memory_format=layout)
+    return torch.addcmul(scale[1], x, scale[0], out=x)
 
 
 def _prefers_channels_last(first: torch.Size | None = None, *_: torch.Size) -> bool:

@@ -15,8 +15,9 @@ from PIL import Image  # noqa: E402
 from sklearn.datasets import load_sample_image  # noqa: E402
 
 from hvdtrain.errors import UsageError  # noqa: E402
-from hvdtrain.workloads.data.torch_loader import decoded  # noqa: E402
+from hvdtrain.workloads.data.torch_loader import _ahead, decoded  # noqa: E402
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision  # noqa: E402
+from hvdtrain.workloads.torch_task import network_input  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["china.jpg", "flower.jpg"])
@@ -101,3 +102,27 @@ def test_a_truncated_one_is_named(photograph: Path, tmp_path: Path) -> None:
     for spare in (1.0, 4.0):
         with Image.open(path) as image, pytest.raises(UsageError, match=r"half\.jpg cannot be"):
             decoded(image, spare)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pixels_become_the_input_of_the_network(dtype: torch.dtype) -> None:
+    pixels = torch.arange(2 * 5 * 7 * 3).reshape(2, 5, 7, 3).to(torch.uint8).permute(0, 3, 1, 2)
+    factor, offset = (
+        torch.tensor(values, dtype=dtype).view(3, 1, 1)
+        for values in ((0.5, 0.25, 0.1), (-1.0, 3.0, 0.3))
+    )
+    for stored in (pixels, pixels.contiguous(), pixels.to(dtype)):
+        before = stored.clone()
+        x = network_input(stored, dtype, (factor, offset))
+        assert x.dtype == dtype and x.is_contiguous(memory_format=torch.channels_last)
+        assert torch.allclose(x, before.to(dtype) * factor + offset, rtol=0, atol=1e-5)
+        if dtype == torch.float64:
+            assert torch.allclose(x, before.to(dtype) * factor + offset, rtol=1e-15, atol=1e-14)
+        assert torch.equal(stored, before)  # a dataset in memory is not written to
+    assert network_input(pixels[:0], dtype, (factor, offset)).shape == (0, 3, 5, 7)
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(1, 2), (8, 2), (9, 1), (40, 1)])
+def test_batches_ahead_are_bounded(workers: int, ahead: int) -> None:
+    assert _ahead(workers) == ahead
+    assert _ahead(0) is None

@@ -6,12 +6,17 @@ python -m tests.perf.ratios strategies --repeats 7 [--only "ddp" "plain DDP"]
 python -m tests.perf.ratios images --repeats 7 --data ~/photographs
 python -m tests.perf.ratios pi --repeats 5
 python -m tests.perf.ratios start --repeats 9 --data ../shared/data/mnist [--framework tensorflow]
+
+images takes timm's loader along where timm can be imported. It is not among the pins: pip install
+--no-deps timm; with --target DIR, and PYTHONPATH=DIR, it stays out of this environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.training.plan import processor_has_bf16
-from tests.conftest import BIN, environment
+from tests.conftest import BIN, ROOT, environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
 Measure = Callable[[], float]
@@ -38,9 +43,10 @@ def command(ranks: int, *arguments: str, launcher: str = "mpirun") -> list[str]:
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
     """Start a run with one thread a rank."""
-    return subprocess.Popen(
-        arguments, env=environment(OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, text=True
-    )
+    own = os.environ.get("PYTHONPATH")
+    paths = os.pathsep.join([str(ROOT), *([own] if own else [])])
+    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=paths)
+    return subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def printed(process: subprocess.Popen[str], key: str = "images_per_second") -> float:
@@ -132,8 +138,11 @@ def strategies(options: argparse.Namespace) -> None:
 
 
 def images(options: argparse.Namespace) -> None:
-    """Reading images in one process: against torchvision's loader, and decoding alone."""
-    names = ("hvdtrain", "torchvision", "decoding")
+    """Reading images in one process: against others' loaders, and decoding alone."""
+    names = ["hvdtrain", "torchvision", "timm", "decoding"]
+    if not importlib.util.find_spec("timm"):
+        print("timm: not installed (pip install --no-deps timm), so it is left out")
+        names.remove("timm")
     candidates = {name: script("read_images.py", 1, name, str(options.data)) for name in names}
     alternate(candidates, options.repeats, "hvdtrain")
 

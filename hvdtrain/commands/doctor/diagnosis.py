@@ -14,7 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.doctor.checks import files, hosts, loading, machine, mpi, ranks, software
+from hvdtrain.commands.doctor.checks import (
+    data,
+    files,
+    hosts,
+    loading,
+    machine,
+    mpi,
+    ranks,
+    software,
+)
 from hvdtrain.commands.doctor.findings import (
     ERROR,
     WARNING,
@@ -34,6 +43,7 @@ from hvdtrain.system.machine.limits import find_resources
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, run
+from hvdtrain.workloads.data.image_folder import ImageFolder
 
 log = logging.getLogger(__name__)
 
@@ -55,23 +65,29 @@ def commands(wanted: Request, environ: Mapping[str, str]) -> list[Command]:
 
 
 def report(
-    findings: Sequence[Finding], found: dict[str, Any] | None, times: dict[str, Any] | None
+    findings: Sequence[Finding],
+    found: dict[str, Any] | None,
+    times: dict[str, Any] | None,
+    read: data.Measured | None,
 ) -> Report:
-    """Return the table of findings, that of allreduce, and both as data."""
+    """Return the table of findings, those of allreduce and of the data, and all as data."""
     parts: list[Any] = [findings_table(findings)]
     if times:
         parts += ["", ranks.allreduce_title(times), ranks.allreduce_table(times)]
+    if read and read.seconds:
+        parts += ["", data.data_title(read), data.data_table(read)]
     parts += ["", summary(findings)]
     code = exit_code(findings)
-    data = {
+    result = {
         "ok": code == 0,
         "errors": sum(1 for finding in findings if finding.state == ERROR),
         "warnings": sum(1 for finding in findings if finding.state == WARNING),
         "findings": [finding.as_dict() for finding in findings],
         "ranks": found,
         "allreduce": times,
+        "data": read.as_dict() if read else None,
     }
-    return Report(rendered(*parts, columns=terminal.columns()), data, code)
+    return Report(rendered(*parts, columns=terminal.columns()), result, code)
 
 
 def look(environ: Mapping[str, str], wanted: Request | None = None) -> Iterator[Finding]:
@@ -137,6 +153,28 @@ def _other_hosts(batch: hosts.BatchSystem, here: Collection[str]) -> Finding:
     inside = any(hosts.is_this_host(name, here) for name in names)
     others = [name for name in names if not hosts.is_this_host(name, here)] if inside else []
     return hosts.answer_finding(hosts.ask_hosts(others), batch.allocation.source)
+
+
+def look_at_data(
+    directory: Path, found: ImageFolder | Finding, ranks: int | None
+) -> tuple[list[Finding], data.Measured | None]:
+    """Measure how fast the data is read here.
+
+    Args:
+        directory: where it is.
+        found: what ``data.find`` found there.
+        ranks: that are meant to run; None: one. On a host with GPUs each has one of them.
+
+    Returns:
+        What was found, and what was measured; None where nothing could be.
+    """
+    read = found if isinstance(found, Finding) else data.measure(directory, found)
+    if isinstance(read, Finding):
+        return [read], None
+    driver = gpus.find_driver()
+    here = len(driver.gpus) if driver else 0
+    cores = max(1, int(find_resources().usable_cores / (here or ranks or 1)))
+    return list(data.data_findings(read, cores=cores, gpu=here > 0)), read
 
 
 def try_ranks(

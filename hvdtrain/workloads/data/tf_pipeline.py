@@ -74,11 +74,10 @@ class Folder(Dataset):
         read = tf.autograph.experimental.do_not_convert(
             lambda index, label, seed: (self._read(index, seed, size), label)
         )
-        dataset = dataset.unbatch().map(
-            read, num_parallel_calls=max(1, self.options.workers), deterministic=True
-        )
+        threads = max(1, self.options.workers or 0)
+        dataset = dataset.unbatch().map(read, num_parallel_calls=threads, deterministic=True)
         dataset = dataset.batch(max(full, 1)).prefetch(AHEAD)
-        pipeline = iter(dataset.with_options(_pipeline_options(self.options.workers)))
+        pipeline = iter(dataset.with_options(_pipeline_options(threads)))
         for indices in batches:
             if not len(indices):
                 yield Batch(tf.zeros((0, size, size, 3), tf.uint8), tf.zeros(0, tf.int64))
@@ -121,10 +120,10 @@ class Folder(Dataset):
         return error
 
 
-def _pipeline_options(workers: int) -> tf.data.Options:
+def _pipeline_options(threads: int) -> tf.data.Options:
     options = tf.data.Options()
     # A pool of its own: TensorFlow's threads are one per core, and the training step has them.
-    options.threading.private_threadpool_size = max(1, workers) + 1
+    options.threading.private_threadpool_size = threads + 1
     options.threading.max_intra_op_parallelism = 1
     return options
 

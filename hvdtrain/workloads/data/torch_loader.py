@@ -31,6 +31,7 @@ from hvdtrain.workloads.data.image_folder import (
 
 Wanted = tuple[list[int], int | None]  # indices, and the epoch to augment for (None: do not)
 Crop = Callable[[Image.Image, int], Image.Image]
+MOST_AHEAD = 16  # batches in /dev/shm per rank
 
 
 class Reader(Protocol):
@@ -146,6 +147,11 @@ def _shared(batch: Batch) -> Batch:
     return batch
 
 
+def _ahead(workers: int) -> int | None:
+    """Return how many batches each worker reads ahead, of which all have MOST_AHEAD or one each."""
+    return max(1, min(2, MOST_AHEAD // workers)) if workers else None
+
+
 def _whole(batch: Any) -> Any:
     return batch  # a batch is made in one piece, so there is nothing to collate
 
@@ -157,13 +163,13 @@ class ReadAhead(Dataset):
 
     Args:
         reader: what they call.
-        options: number of workers, of which 0 reads in this process, and device.
+        options: number of workers, of which 0 or None reads in this process, and device.
     """
 
     def __init__(self, reader: Reader, options: Options) -> None:
         self.samples, self.digest = reader.samples, reader.digest
         self._reader = _Batches(reader)
-        self._workers = options.workers
+        self._workers = options.workers or 0
         self._pin = torch.device(options.device).type != accelerator.CPU
         self._batches: list[Wanted] = []
         self._loader: torch_data.DataLoader[Batch | UsageError] | None = None
@@ -176,6 +182,7 @@ class ReadAhead(Dataset):
                 batch_size=None,
                 sampler=self._batches,
                 num_workers=self._workers,
+                prefetch_factor=_ahead(self._workers),
                 multiprocessing_context="forkserver" if self._workers else None,
                 persistent_workers=self._workers > 0,
                 collate_fn=_whole,

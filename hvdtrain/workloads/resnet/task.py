@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 
 from hvdtrain.errors import UsageError
@@ -64,17 +63,16 @@ def build(options: ImageOptions) -> Task:
     train, test = image_folder.load(options.data, skip_broken=options.skip_broken)
     left_out = []
     if options.skip_broken:
-        workers = max(1, options.workers)
+        workers = options.workers or 1
         train, broken = image_folder.without_broken(train, workers)
         left_out += broken
         if test is not None:
             test, broken = image_folder.without_broken(test, workers)
             left_out += broken
-    for_test = dataclasses.replace(options, workers=min(options.workers, 1))
     task = module.task(
         options,
         loader.Folder(train, module.random_crop, options),
-        None if test is None else loader.Folder(test, module.centre_crop, for_test),
+        None if test is None else loader.Folder(test, module.centre_crop, options),
         len(train.classes),
     )
     if left_out:

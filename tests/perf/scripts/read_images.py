@@ -1,9 +1,10 @@
-"""Read images as for a training, in one process: read_images.py hvdtrain|torchvision|decoding DATA.
+"""Read images as for a training, in one process: read_images.py LOADER DATA.
 
-DATA holds train/CLASS/*. Each turns files into normalised float batches of 16 crops of 224 pixels:
-hvdtrain by its own loader; torchvision by ImageFolder, a DataLoader and the transforms of its
-reference training. "decoding" stops when an image is decoded whole, in RGB: what a loader that
-decodes all of it cannot exceed.
+DATA holds train/CLASS/*; LOADER is hvdtrain, torchvision, timm or decoding. Each turns files into
+normalised float batches of 16 crops of 224 pixels: hvdtrain by its own loader; torchvision by
+ImageFolder, a DataLoader and the transforms of its reference training; timm by its own dataset,
+loader and prefetcher, with the same augmentation. "decoding" stops when an image is decoded whole,
+in RGB: what a loader that decodes all of it cannot exceed.
 """
 
 import itertools
@@ -21,6 +22,7 @@ from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.torch_loader import Folder
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision
+from hvdtrain.workloads.torch_task import network_input
 
 BATCH, SIZE, SECONDS = 16, 224, 6.0
 which, data = sys.argv[1], Path(sys.argv[2])
@@ -35,7 +37,7 @@ def hvdtrain() -> Iterator[int]:
     scale, offset = 1 / deviation, -255 * mean / deviation
     for epoch in itertools.count():
         for _, batch in folder.training(Shards(folder.samples, BATCH).parts(epoch)):
-            yield len(batch.x.float() * scale + offset)
+            yield len(network_input(batch.x, torch.float32, (scale, offset)))
 
 
 def loader() -> Iterator[int]:
@@ -54,13 +56,38 @@ def loader() -> Iterator[int]:
             yield len(x)
 
 
+def timms() -> Iterator[int]:
+    from timm.data import create_dataset, create_loader
+
+    images = create_loader(
+        create_dataset("", root=str(data / "train"), is_training=True, batch_size=BATCH),
+        input_size=(3, SIZE, SIZE),
+        batch_size=BATCH,
+        is_training=True,
+        scale=(0.08, 1.0),
+        ratio=(3 / 4, 4 / 3),
+        hflip=0.5,
+        color_jitter=None,
+        interpolation="bilinear",
+        mean=MEAN,
+        std=DEVIATION,
+        num_workers=0,
+        persistent_workers=False,
+        device=torch.device("cpu"),
+    )
+    while True:
+        for x, _ in images:
+            yield len(x)
+
+
 def decoding() -> Iterator[int]:
     for index in itertools.cycle(range(len(train.files))):
         Image.open(train.files.name(index)).convert("RGB")
         yield 1
 
 
-batches = {"hvdtrain": hvdtrain, "torchvision": loader, "decoding": decoding}[which]()
+candidates = {"hvdtrain": hvdtrain, "torchvision": loader, "timm": timms, "decoding": decoding}
+batches = candidates[which]()
 sum(itertools.islice(batches, 4))  # what is read for the first time
 start, count = time.perf_counter(), 0
 while time.perf_counter() - start < SECONDS:

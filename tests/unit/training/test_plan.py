@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from hvdtrain.training.plan import (
     check_tf32,
     choose_model,
     choose_precision,
+    choose_workers,
+    cores_of,
     make_plan,
     processor_has_bf16,
 )
@@ -238,3 +241,28 @@ def test_flags_of_the_processor(tmp_path: Path, text: str, has: bool) -> None:
 
 def test_without_cpuinfo_there_is_none(tmp_path: Path) -> None:
     assert processor_has_bf16(tmp_path / "absent") is False
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "cores", "workers"),
+    [
+        (None, False, 64, 1),
+        (None, True, 1, 1),
+        (None, True, 4, 3),
+        (None, True, 64, 8),
+        (0, True, 64, 0),
+        (20, False, 2, 20),
+    ],
+)
+def test_workers_leave_a_core_to_the_rank(
+    asked: int | None, gpu: bool, cores: int, workers: int
+) -> None:
+    assert choose_workers(asked, gpu=gpu, cores=cores) == workers
+
+
+def test_the_cores_of_a_rank_do_not_depend_on_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    for threads in ("1", "500"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        assert 1 <= cores_of(World(0, 1, 0, 1, "host", 1)) <= cores
+    assert cores_of(World(0, 500, 0, 500, "host", 1)) == 1

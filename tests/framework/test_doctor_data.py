@@ -1,0 +1,66 @@
+"""``hvdtrain doctor --data`` on real files: what it counts, and that each stage has its time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torchvision")
+
+from PIL import Image
+
+from hvdtrain.commands.doctor.checks.data import (
+    NORMALISING,
+    SAMPLE,
+    STORAGE,
+    WORKER,
+    Measured,
+    find,
+    measure,
+)
+from hvdtrain.workloads.data.image_folder import ImageFolder
+
+
+def measured(directory: Path) -> Measured:
+    images = find(directory)
+    assert isinstance(images, ImageFolder)
+    found = measure(directory, images)
+    assert isinstance(found, Measured)
+    return found
+
+
+def test_a_sample_is_drawn_and_each_stage_timed(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    count = SAMPLE + 44
+    for number in range(count):
+        pixels = noise.integers(0, 256, (30, 40, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "train" / "cat" / f"{number:03}.jpg")
+    found = measured(tmp_path)
+    assert (found.images, found.sampled, found.broken) == (count, SAMPLE, ())
+    assert (found.width, found.height) == (40, 30)
+    sizes = [file.stat().st_size for file in (tmp_path / "train" / "cat").iterdir()]
+    assert min(sizes) <= found.size <= max(sizes)
+    assert set(found.seconds) == {*WORKER, STORAGE, NORMALISING}
+    assert all(seconds > 0 for seconds in found.seconds.values())
+    assert found.rate == pytest.approx(1 / sum(found.seconds[stage] for stage in WORKER))
+
+
+def test_broken_ones_are_named_and_the_others_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "train" / "cat"
+    folder.mkdir(parents=True)
+    Image.new("L", (64, 48), 7).save(folder / "a.jpg")
+    (folder / "b.jpg").write_bytes((folder / "a.jpg").read_bytes()[:200])
+    (folder / "c.jpg").write_text("no image")
+    found = measured(tmp_path)
+    assert (found.sampled, found.width, found.height) == (3, 64, 48)
+    assert sorted(why.split(" cannot be")[0] for why in found.broken) == [
+        str(folder / "b.jpg"),
+        str(folder / "c.jpg"),
+    ]
+    (folder / "a.jpg").unlink()
+    nothing = measured(tmp_path)
+    assert (len(nothing.broken), nothing.seconds) == (2, {})
