@@ -53,6 +53,8 @@ def figures(courses: Sequence[Course]) -> Iterator[tuple[str, Any]]:
         ("Learning rate", "learning rate", [("steps", "learning_rate", "")]),
         ("Throughput", "images/s", [("steps", "images_per_second", "")]),
     ]
+    for name in metrics(courses):
+        panels.insert(2, (f"Test {name}", name, [("epochs", f"eval_{name}", "test")]))
     plots.style()
     runs = names([course.path for course in courses])
     for title, label, lines in panels:
@@ -67,6 +69,13 @@ def figures(courses: Sequence[Course]) -> Iterator[tuple[str, Any]]:
         if len(axes.get_lines()) > 1:
             _legend(figure, axes)
         yield title, figure
+
+
+def metrics(courses: Sequence[Course]) -> list[str]:
+    """Return the metrics besides loss and accuracy that some evaluation has, by name."""
+    keys = {key for course in courses for one in course.epochs for key in one}
+    found = {key.removeprefix("eval_") for key in keys if key.startswith("eval_")}
+    return sorted(found - {"loss", "accuracy", "samples"}, reverse=True)
 
 
 def names(paths: Sequence[Path]) -> list[str]:

@@ -21,6 +21,7 @@ from hvdtrain.steps.checkpoint_files import STATE_FILE
 from hvdtrain.steps.summary import MOST, Summary, typed
 from hvdtrain.system.files import is_regular
 
+PICTURES, FEW = "pictures", 24  # a folder of them, and how many are shown
 DEEPEST = 3  # directories below the one that is given
 SUMMARY_KEYS = {"workload", "world_size", "steps_completed", "images_per_second_mean"}
 
@@ -57,6 +58,7 @@ class Found:
     courses: list[Course] = field(default_factory=list)
     checkpoints: dict[Path, Record] = field(default_factory=dict)
     timelines: dict[Path, Record] = field(default_factory=dict)
+    pictures: list[Path] = field(default_factory=list)
     study: Study | None = None
     comparison: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what could not be read, and why
@@ -68,6 +70,7 @@ class Found:
             "courses": len(self.courses),
             "checkpoints": len(self.checkpoints),
             "timelines": len(self.timelines),
+            "pictures": len(self.pictures),
             "studies": int(self.study is not None),
             "comparisons": int(bool(self.comparison)),
         }
@@ -83,6 +86,8 @@ def look(folder: Path) -> Found:
     found = Found(folder)
     for path in _files(folder):
         place = path.relative_to(folder)
+        if path.parent.name == PICTURES and path.suffix == ".jpg" and is_regular(path):
+            found.pictures = [*found.pictures, place][:FEW]
         if not path.name.endswith((".json", ".jsonl", ".json.gz")):
             continue
         try:

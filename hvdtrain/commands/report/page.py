@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -62,8 +63,13 @@ def render(found: Found) -> str:
         curve_note=f"The first {curves.MOST} of {count} runs." if count > curves.MOST else "",
         timelines=[_timeline(path, facts) for path, facts in found.timelines.items()],
         checkpoints=_checkpoints(found.checkpoints),
+        pictures=[(path.stem, _inline(found.folder / path)) for path in found.pictures],
         notes=found.notes,
     )
+
+
+def _inline(path: Path) -> str:
+    return f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def _title(found: Found) -> str:
@@ -108,7 +114,11 @@ def _tiles(summary: Summary, course: Course | None) -> Rows:
     rate, seconds = summary.images_per_second_mean, summary.seconds_total
     tiles = [("ranks", f"{summary.world_size}")]
     tiles += [("images/s", number(rate))] if rate else []
-    tiles += [_evaluation(summary.eval_accuracy, course)]
+    metric = next(iter((summary.eval_metrics or {}).items()), None)
+    if metric and summary.eval_accuracy is None:
+        tiles += [(f"test {metric[0]}", _plain(metric[1]))]
+    else:
+        tiles += [_evaluation(summary.eval_accuracy, course)]
     return tiles + ([("in all", duration(seconds))] if seconds else [])
 
 
