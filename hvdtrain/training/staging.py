@@ -20,7 +20,7 @@ from pathlib import Path
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import FULL, lock
-from hvdtrain.system.output.text import duration, plural, size
+from hvdtrain.system.output.text import duration, plural, printable, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.workloads.data.packed import (
     CHUNK,
@@ -34,7 +34,7 @@ from hvdtrain.workloads.data.packed import (
 log = logging.getLogger(__name__)
 
 AT_ONCE = 4  # shards that a host copies at a time
-PAUSE = 1.0  # seconds between two looks at how far it is
+FIRST_PAUSE, PAUSE = 0.05, 1.0  # seconds between two looks at how far it is
 LINE_EVERY = 30.0  # seconds between two lines about it where there is no terminal
 
 
@@ -59,6 +59,7 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
     if copies:
         copy.start()
     began = last = time.monotonic()
+    pause = FIRST_PAUSE
     while True:
         mine = [copy.done, copy.size, copy.is_over, copy.failed] if copies else None
         told = [json.loads(one) for one in gather(json.dumps(mine).encode())]
@@ -66,12 +67,13 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
         if all(over for _, _, over, _ in hosts) or any(failed for *_, failed in hosts):
             break
         done, total = (sum(one[column] for one in hosts) for column in (0, 1))
-        text = f"copying the data to {directory}, {size(done)} of {size(total)}"
+        text = f"copying the data to {printable(directory)}, {size(done)} of {size(total)}"
         terminal.status(text)
         if time.monotonic() - last >= LINE_EVERY and adapter.world.is_writer:
             last = time.monotonic()
             log.warning("%s, %.0f s", text, last - began)
-        time.sleep(PAUSE)
+        time.sleep(pause)
+        pause = min(PAUSE, 2 * pause)
     if copies:
         copy.stop()
     together(copy.raise_if_failed)

@@ -291,6 +291,10 @@ def _check_places(contents: Contents) -> None:
         lengths = {len(one.shard), len(one.offset), len(one.size), np.count_nonzero(one.names == 0)}
         if len(lengths) > 1 or len(one.labels) not in (0, len(one)):
             raise ValueError(f"{name} has arrays of other lengths")
+        if len(one.labels) and not 0 <= one.labels.min() <= one.labels.max() < len(
+            contents.classes
+        ):
+            raise ValueError(f"{name} has labels of no class")
     if contents.files:
         columns = np.array(list(contents.files.values()), np.int64).T
         places.append((columns[0].astype(np.int32), columns[1], columns[2]))
@@ -323,4 +327,6 @@ def file_digest(path: Path) -> str:
 
 def wrong_kind(folder: Path, kind: str, wanted: str) -> UsageError:
     """Return the error for packed data of another kind than a task reads."""
-    return UsageError(f"--data {folder} holds packed data of the kind {kind}, and not {wanted}")
+    return UsageError(
+        f"--data {folder}: these are packed data of another kind ({kind}, not {wanted})"
+    )
