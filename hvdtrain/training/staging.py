@@ -1,14 +1,15 @@
 """Packed data, copied to a disk of each host before the training (``--stage DIR``).
 
 One rank of each host copies; ``DIR/NAME-DIGEST`` then holds what ``--data`` does, complete or
-without an index. Meanwhile all ranks tell one another how far they are, every second: so an error on
-one host ends all at once, and no rank waits so long in one collective that it counts as lost.
+without an index. Meanwhile all ranks tell one another how far they are, every second: so an error
+on one host ends all at once, and no rank waits so long in one collective that it counts as lost.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -19,7 +20,7 @@ from pathlib import Path
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import FULL, lock
-from hvdtrain.system.output.text import duration, plural, size
+from hvdtrain.system.output.text import duration, plural, printable, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.workloads.data.packed import (
     CHUNK,
@@ -30,19 +31,20 @@ from hvdtrain.workloads.data.packed import (
     is_packed,
 )
 
+log = logging.getLogger(__name__)
+
 AT_ONCE = 4  # shards that a host copies at a time
-PAUSE = 1.0  # seconds between two looks at how far it is
+FIRST_PAUSE, PAUSE = 0.05, 1.0  # seconds between two looks at how far it is
 LINE_EVERY = 30.0  # seconds between two lines about it where there is no terminal
 
 
-def stage(adapter: CommonAdapter, data: Path, directory: Path, *, quiet: bool) -> tuple[Path, str]:
+def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, str]:
     """Copy the packed ``data`` below ``directory``, once per host; all ranks call it together.
 
     Args:
         adapter: of this rank.
         data: a folder that all hosts see.
         directory: of this host.
-        quiet: say nothing on the way.
 
     Returns:
         Where the data are on this host, and what was done, for the user.
@@ -57,6 +59,7 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path, *, quiet: bool) -
     if copies:
         copy.start()
     began = last = time.monotonic()
+    pause = FIRST_PAUSE
     while True:
         mine = [copy.done, copy.size, copy.is_over, copy.failed] if copies else None
         told = [json.loads(one) for one in gather(json.dumps(mine).encode())]
@@ -64,13 +67,13 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path, *, quiet: bool) -
         if all(over for _, _, over, _ in hosts) or any(failed for *_, failed in hosts):
             break
         done, total = (sum(one[column] for one in hosts) for column in (0, 1))
-        text = f"copying the data to {directory}, {size(done)} of {size(total)}"
+        text = f"copying the data to {printable(directory)}, {size(done)} of {size(total)}"
         terminal.status(text)
-        if time.monotonic() - last >= LINE_EVERY and adapter.world.is_writer and not quiet:
+        if time.monotonic() - last >= LINE_EVERY and adapter.world.is_writer:
             last = time.monotonic()
-            if terminal.columns() is None:
-                print(f"{text}, {last - began:.0f} s", flush=True)
-        time.sleep(PAUSE)
+            log.warning("%s, %.0f s", text, last - began)
+        time.sleep(pause)
+        pause = min(PAUSE, 2 * pause)
     if copies:
         copy.stop()
     together(copy.raise_if_failed)
@@ -166,9 +169,10 @@ class Copy:
             if free < room:
                 raise UsageError(
                     f"--stage {self.directory}: {size(room)} are to be copied there, and "
-                    f"{size(free)} are free: make room, name another directory, or leave --stage out"
+                    f"{size(free)} are free: make room, name another directory, or leave it out"
                 )
-            (self.folder / INDEX).unlink(missing_ok=True) if missing else None
+            if missing:
+                (self.folder / INDEX).unlink(missing_ok=True)
             list(pool.map(self._fetch, missing))
         if not self._stop.is_set() and not (self.folder / INDEX).exists():
             partial = self.folder / f"{INDEX}.part"
@@ -192,16 +196,21 @@ class Copy:
         """
         source, digest = self.data / shard.name, hashlib.sha256()
         partial = self.folder / f"{shard.name}.part"
-        with source.open("rb", 0) as file, partial.open("wb", 0) as copy:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            while chunk := file.read(CHUNK):
-                if self._stop.is_set():
-                    return
-                digest.update(chunk)
-                copy.write(chunk)
-                self.done += len(chunk)
-                self.copied += len(chunk)
+        try:
+            with source.open("rb", 0) as file, partial.open("wb") as copy:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                while chunk := file.read(CHUNK):
+                    if self._stop.is_set():
+                        return
+                    digest.update(chunk)
+                    copy.write(chunk)
+                    self.done += len(chunk)
+                    self.copied += len(chunk)
+        except OSError:
+            self._stop.set()  # the other shards need not be copied
+            raise
         if digest.hexdigest() != shard.sha256:
+            self._stop.set()
             raise UsageError(
                 f"{source} is damaged (its SHA-256 is another than when it was packed): copy it "
                 "again from where it came, or pack the data again"

@@ -168,7 +168,7 @@ def _build(
         adapter.make_deterministic()
     data, staged = options.data, ""
     if options.stage and options.data:
-        data, staged = stage(adapter, options.data, options.stage, quiet=options.quiet)
+        data, staged = stage(adapter, options.data, options.stage)
     terminal.status(f"reading the data, building {plan.model}")
     filled_in = dataclasses.replace(
         options,

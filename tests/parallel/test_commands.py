@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hvdtrain.commands.pack.packing import Packing
 from tests.commands import Shown, shown
 from tests.conftest import BIN, LONG, ROOT, run
 from tests.parallel import resident
@@ -46,6 +47,7 @@ SHORTER = (
     ),
     (re.compile(r"--(time|study)\b"), r"\g<0> --sizes 4 --seconds 0.001"),
     (re.compile(r"--study\b"), r"\g<0> --gradient-mb 0.1"),
+    (re.compile(r"--stage '\$TMPDIR'"), "--stage scratch"),
     (re.compile(r"--timeline-steps 20:40"), "--timeline-steps 1:4"),
     (re.compile(r"5e9"), "1e6"),
     (re.compile(r"in 1 2 4 8"), "in 4"),
@@ -78,6 +80,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (home / "imagenet" / place).parent.mkdir(parents=True)
         pixels = noise.integers(0, 256, (40, 40, 3), np.uint8)
         Image.fromarray(pixels).save(home / "imagenet" / place)
+    Packing(home / "imagenet", home / "imagenet-packed", shard_size=2**28, workers=1).run()
     for script in (ROOT / "homework").glob("*.*"):
         shutil.copy(script, home)
     shutil.copytree(ROOT / "homework/results/pytorch-warmup", home / "warm")

@@ -4,6 +4,7 @@ python -m tests.perf.ratios resnet --framework pytorch --repeats 7
 python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist [--only "by hand"]
 python -m tests.perf.ratios strategies --repeats 7 [--only "ddp" "plain DDP"]
 python -m tests.perf.ratios images --repeats 7 --data ~/photographs
+python -m tests.perf.ratios packed --repeats 5 --data ~/photographs [--only cold]
 python -m tests.perf.ratios pi --repeats 5
 python -m tests.perf.ratios start --repeats 9 --data ../shared/data/mnist [--framework tensorflow]
 
@@ -147,6 +148,32 @@ def images(options: argparse.Namespace) -> None:
     alternate(candidates, options.repeats, "hvdtrain")
 
 
+def packed(options: argparse.Namespace) -> None:
+    """Packed data against their folder: files opened and bytes read, images/s, warm and cold.
+
+    Cold: dropped from the page cache first. The bytes alone, and with decoding and cropping.
+    """
+    beside = options.data.resolve().parent  # on the same disk
+    with tempfile.TemporaryDirectory(dir=beside) as folder:
+        out = Path(folder, "packed")
+        subprocess.run([str(BIN / "hvdtrain"), "pack", str(options.data), str(out)], check=True)
+        reader = str(SCRIPTS / "read_packed.py")
+        places = {"folder": options.data.resolve(), "packed": out}
+        for name, data in places.items():
+            said, _ = start(command(1, reader, str(data), "--cold")).communicate(timeout=900)
+            print(f"{name}, 1 rank, cold: {', '.join(said.splitlines())}", flush=True)
+        for way in ("cold", "warm", "cold, cropped", "warm, cropped"):
+            if options.only and way not in options.only:
+                continue
+            words = ["--cold"] * ("cold" in way) + ["--crop"] * ("cropped" in way)
+            for ranks in (1, 2):
+                candidates: dict[str, Measure] = {
+                    f"{name}, {way}, {ranks}": script("read_packed.py", ranks, str(data), *words)
+                    for name, data in places.items()
+                }
+                alternate(candidates, options.repeats, f"packed, {way}, {ranks}")
+
+
 def pi(options: argparse.Namespace) -> None:
     """Pi: against the scalar loop of the tutorial, and two ranks against one."""
 
@@ -225,6 +252,7 @@ STUDIES = {
     "strategies": strategies,
     "mnist": mnist,
     "images": images,
+    "packed": packed,
     "pi": pi,
     "start": first_step,
 }

@@ -119,6 +119,14 @@ class Files(ABC):
         """Tell the system that these are read next."""
 
     @abstractmethod
+    def forget(self, index: int) -> None:
+        """Let the system drop what it has cached of the file; one in memory stays.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+
+    @abstractmethod
     def take(self, places: Indices) -> Files:
         """Return those at ``places``, in their order."""
 
@@ -145,6 +153,11 @@ class FolderFiles(Files):
     @override
     def is_regular(self, index: int) -> bool:
         return is_regular(Path(self.name(index)))
+
+    @override
+    def forget(self, index: int) -> None:
+        with self.open(index) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     @override
     def take(self, places: Indices) -> FolderFiles:
@@ -190,7 +203,13 @@ class PackedFiles(Files):
 
     @override
     def will_need(self, indices: Sequence[int]) -> None:
-        self.pack.will_need(self._samples.member(self._place(index)) for index in indices)
+        members = (self._samples.member(self._place(index)) for index in indices)
+        self.pack.advise(members, os.POSIX_FADV_WILLNEED)
+
+    @override
+    def forget(self, index: int) -> None:
+        member = self._samples.member(self._place(index))
+        self.pack.advise([member], os.POSIX_FADV_DONTNEED)
 
     @override
     def take(self, places: Indices) -> PackedFiles:

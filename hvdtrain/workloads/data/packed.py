@@ -199,12 +199,12 @@ class Pack:
             done += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def will_need(self, members: Iterable[Member]) -> None:
-        """Let the system begin to read ``members``, which are wanted soon."""
+    def advise(self, members: Iterable[Member], advice: int) -> None:
+        """Tell the system what becomes of ``members``, by an advice of ``posix_fadvise``."""
         for member in members:
             path = os.fspath(self.folder / self.contents.shards[member.shard].name)
             handle = _opened(path).handle
-            os.posix_fadvise(handle, member.offset, member.size, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(handle, member.offset, member.size, advice)
 
 
 @functools.lru_cache(maxsize=4)  # what is sent to a worker has a copy for each split
@@ -291,6 +291,10 @@ def _check_places(contents: Contents) -> None:
         lengths = {len(one.shard), len(one.offset), len(one.size), np.count_nonzero(one.names == 0)}
         if len(lengths) > 1 or len(one.labels) not in (0, len(one)):
             raise ValueError(f"{name} has arrays of other lengths")
+        if len(one.labels) and not 0 <= one.labels.min() <= one.labels.max() < len(
+            contents.classes
+        ):
+            raise ValueError(f"{name} has labels of no class")
     if contents.files:
         columns = np.array(list(contents.files.values()), np.int64).T
         places.append((columns[0].astype(np.int32), columns[1], columns[2]))
@@ -323,4 +327,6 @@ def file_digest(path: Path) -> str:
 
 def wrong_kind(folder: Path, kind: str, wanted: str) -> UsageError:
     """Return the error for packed data of another kind than a task reads."""
-    return UsageError(f"--data {folder} holds packed data of the kind {kind}, and not {wanted}")
+    return UsageError(
+        f"--data {folder}: these are packed data of another kind ({kind}, not {wanted})"
+    )

@@ -126,8 +126,8 @@ def build(options: DetectorOptions) -> Task:
     return task
 
 
-def _without_broken(found: coco.Coco, workers: int) -> coco.Coco:
-    broken = broken_files(found.files, workers)
+def _without_broken(found: coco.Coco, workers: int | None) -> coco.Coco:
+    broken = broken_files(found.files, workers or 1)
     if not broken:
         return found
     return coco.without(found, broken, f"that cannot be decoded, {found.files.name(broken[0])}")

@@ -185,8 +185,18 @@ def test_a_window_without_a_file() -> None:
     assert "--timeline-steps needs --timeline FILE" in refusal("--timeline-steps=3:9")
 
 
+def test_a_variable_in_stage_is_this_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/local/job 7")
+    assert read("--data=d", "--stage=/tmp").stage == Path("/tmp")
+    assert read("--data=d", "--stage=$SCRATCH/x").stage == Path("/local/job 7/x")
+    assert read("--data=d", "--stage=${SCRATCH}").stage == Path("/local/job 7")
+    monkeypatch.delenv("SCRATCH")
+    assert "$SCRATCH is not set on this host" in refusal("--data=d", "--stage=$SCRATCH/x")
+    assert "--stage needs --data" in refusal("--stage=/tmp")
+
+
 def test_the_lists_here_are_the_options_there_are() -> None:
-    named = {option for option, *_ in BUILT} | {"checkpoint-every", "timeline-steps"}
+    named = {option for option, *_ in BUILT} | {"checkpoint-every", "stage", "timeline-steps"}
     named |= {"evaluate-only", "predict", "checkpoint"}
     assert named == {field.name.replace("_", "-") for field in declared(Every)}
 

@@ -5,7 +5,6 @@ It goes through the reader and the crop that a ResNet's training with PyTorch ha
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,9 @@ from hvdtrain.system.output.display import Display
 from hvdtrain.system.output.text import percent, plural, printable, size
 from hvdtrain.training.plan import choose_workers
 from hvdtrain.workloads.data import image_folder
+from hvdtrain.workloads.data.files import Files
 from hvdtrain.workloads.data.image_folder import ImageFolder
+from hvdtrain.workloads.data.packed import IMAGES, Pack, is_packed
 from hvdtrain.workloads.mnist import data as mnist
 
 SAMPLE = 256  # images, drawn evenly over the training set
@@ -92,7 +93,10 @@ def find(directory: Path) -> ImageFolder | Finding:
     """
     if not directory.is_dir():
         raise UsageError(f"--data {directory}: no such directory")
-    if (directory / "train").is_dir():
+    if is_packed(directory) and (kind := Pack(directory).contents.kind) != IMAGES:
+        told = f"{directory} holds packed {kind}; how fast it is read is not measured"
+        return Finding("data", ABSENT, told, "give an image folder, or what is packed of one")
+    if (directory / "train").is_dir() or is_packed(directory):
         return image_folder.load(directory)[0]
     if any(directory.glob("annotations/instances_*.json")):
         told = f"{directory} is in COCO's layout; how fast it is read is not measured"
@@ -116,10 +120,10 @@ def measure(directory: Path, images: ImageFolder) -> Measured | Finding:
     """Read, decode and crop a sample of ``images``; a few seconds, with progress."""
     missing = [name for name in ("torch", "torchvision") if not find_module(name)]
     if missing:
-        told = f"{plural(len(images.paths), 'image')}; {' and '.join(missing)} not installed"
+        told = f"{plural(len(images.files), 'image')}; {' and '.join(missing)} not installed"
         remedy = "pip install 'hvdtrain[pytorch]': images are read as its loader does"
         return Finding("data", ABSENT, told, remedy)
-    count = len(images.paths)
+    count = len(images.files)
     sample = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).astype(int))
     order = np.random.default_rng(0).permutation(sample)  # even, wherever the time is up
     with Display() as display:
@@ -175,14 +179,16 @@ class _Stages:
 
     def look(self, index: int) -> None:
         """Read one image and make a crop of it."""
-        path = self.images.paths[index]
+        files = self.images.files
         try:
-            with self._told(path):
-                from_storage, _ = _timed_read(path, cached=False)
-                reading, bytes_read = _timed_read(path, cached=True)
+            with self._told(files.name(index)):
+                files.forget(index)
+                from_storage, _ = _timed_read(files, index)
+                reading, bytes_read = _timed_read(files, index)
+                file = files.open(index)
                 start = time.perf_counter()
-                image = self._open(path)
-            with image:
+                image = self._open(file)
+            with file:
                 whole, load, decoding = image.size, image.load, 0.0
 
                 def timed_load() -> Any:  # the crop calls it when it knows what it needs
@@ -228,19 +234,11 @@ def _median(work: Callable[[], object]) -> float:
     return float(np.median(times))
 
 
-def _timed_read(path: Path, *, cached: bool) -> tuple[float, int]:
-    """Return the seconds that reading a file takes, and how many bytes it has.
-
-    Args:
-        path: the file.
-        cached: whether it may come from this host's page cache. The pages of a file that nobody
-            writes to are dropped on request; a file system in memory has no others.
-    """
-    if not cached:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def _timed_read(files: Files, index: int) -> tuple[float, int]:
+    """Return the seconds that reading a file takes, and how many bytes it has."""
     start = time.perf_counter()
-    found = len(path.read_bytes())
+    with files.open(index) as file:
+        found = len(file.read())
     return time.perf_counter() - start, found
 
 

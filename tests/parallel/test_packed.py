@@ -1,0 +1,129 @@
+"""Packed data in a training: the bits of the folder, resumed across the two, staged, damaged."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.pack.packing import Packing
+from hvdtrain.workloads.data.packed import INDEX
+from tests.conftest import LONG, on_demand, run
+from tests.parallel import resident
+from tests.parallel.conftest import FRAMEWORKS, SOME, assert_bit_equal, train
+
+SHORT = ("--model=resnet18", "--image-size=48", "--batch-size=3", "--epochs=2", "--precision=fp32")
+
+
+@pytest.fixture(scope="module")
+def packed(few_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The images of ``few_images`` in shards of a few."""
+    out = tmp_path_factory.mktemp("packed") / "out"
+    Packing(few_images, out, shard_size=2**16, workers=2).run()
+    return out
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("number", [1, 2, 3] if LONG else [2])
+def test_the_bits_are_those_of_the_folder(
+    number: int, framework: str, few_images: Path, packed: Path, tmp_path: Path
+) -> None:
+    """Half the training on each of the two, in either order, and worker processes on one side."""
+    line = (f"--framework={framework}", *SHORT)
+    line += ("--deterministic",) if number > 2 else ()
+    whole = train(
+        number,
+        tmp_path / "whole",
+        "resnet",
+        *line,
+        f"--data={few_images}",
+        "--num-steps=5",
+        "--workers=0",
+    )
+    first, second = (packed, few_images) if framework == "pytorch" else (few_images, packed)
+    train(number, tmp_path / "cut", "resnet", *line, f"--data={first}", "--num-steps=2")
+    cut = train(
+        number,
+        tmp_path / "cut",
+        "resnet",
+        *line,
+        f"--data={second}",
+        "--num-steps=5",
+        "--resume=must",
+        "--workers=0",
+    )
+    assert_bit_equal(whole, cut)
+    for key in ("eval_loss", "eval_accuracy", "samples_trained"):
+        assert whole.summary[key] == cut.summary[key]
+
+
+@pytest.mark.parametrize("framework", SOME)
+def test_staged_alone(framework: str, few_images: Path, packed: Path, tmp_path: Path) -> None:
+    line = (f"--framework={framework}", *SHORT, "--num-steps=3", "--workers=0")
+    plain = train(1, tmp_path / "plain", "resnet", *line, f"--data={few_images}")
+    scratch = tmp_path / "scratch"
+    staged = (*line, f"--data={packed}", "--stage=$SCRATCH/deep")
+    words = ("-m", "hvdtrain.resnet", *staged, "--checkpoint-dir", str(tmp_path / "it/checkpoints"))
+    words += ("--summary", str(tmp_path / "it/summary.json"))
+    outcome = run([sys.executable, *words], SCRATCH=str(scratch))
+    assert outcome.code == 0, outcome.err
+    assert f"data staged in {scratch}/deep/out-" in outcome.out
+    assert_bit_equal(plain, type(plain)(outcome, tmp_path / "it"))
+
+
+def test_staged_once_per_host_and_what_fails_is_told_by_all(
+    few_images: Path, packed: Path, tmp_path: Path
+) -> None:
+    line = ("-m", "hvdtrain.resnet", *SHORT, "--num-steps=1", "--workers=0")
+    staged = (*line, f"--data={packed}", f"--stage={tmp_path / 'disk'}")
+    outcome = resident.ranks(2, *staged)
+    assert outcome.code == 0, outcome.err
+    assert "on 1 host: " in outcome.out
+    assert "copied in" in outcome.out
+    outcome = resident.ranks(2, *staged)
+    assert "on 1 host: as it was" in outcome.out
+    (copy,) = (tmp_path / "disk").iterdir()
+    assert (copy / INDEX).read_bytes() == (packed / INDEX).read_bytes()
+    (tmp_path / "file").touch()
+    for words, told in (
+        ((f"--data={few_images}", f"--stage={tmp_path}"), ("is not packed: run `hvdtrain pack",)),
+        ((f"--data={packed}", f"--stage={tmp_path / 'file'}"), ("--stage", "file", "directory")),
+    ):
+        outcome = resident.ranks(2, *line, *words)
+        assert outcome.code == 2
+        assert len(outcome.said) == 1, outcome.err
+        assert all(word in outcome.said[0] for word in told), outcome.said
+
+
+def test_damaged_data_are_told_once(packed: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed, tmp_path / "data")
+    shard = tmp_path / "data" / "train-000001.tar"
+    content = bytearray(shard.read_bytes())
+    shard.write_bytes(content[:-512])
+    line = ("-m", "hvdtrain.resnet", f"--data={tmp_path / 'data'}", *SHORT, "--workers=0")
+    outcome = resident.ranks(2, *line, "--quiet")
+    assert outcome.code == 2
+    assert len(outcome.said) == 1, outcome.err
+    assert f"{shard} is damaged (it has" in outcome.said[0]
+    content[512:4000] = bytes(3488)  # an image that is no more, as a disk may lose it
+    shard.write_bytes(content)
+    outcome = resident.ranks(2, *line, "--quiet", "--epochs=1")
+    assert outcome.code == 2
+    assert len(outcome.said) == 1, outcome.err
+    assert f"{shard}: 0000000" in outcome.said[0]
+    outcome = resident.ranks(2, *line, "--skip-broken", "--num-steps=2")
+    assert outcome.code == 0, outcome.err
+    assert "left out 1 broken image" in outcome.out
+    assert "39 images" in outcome.out
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@on_demand
+def test_mnist(framework: str, mnist: Path, tmp_path: Path) -> None:
+    Packing(mnist, tmp_path / "packed", shard_size=2**22, workers=1).run()
+    line = (f"--framework={framework}", "--model=small", "--num-steps=20")
+    one = train(2, tmp_path / "one", "mnist", *line, f"--data={mnist}")
+    other = train(2, tmp_path / "other", "mnist", *line, f"--data={tmp_path / 'packed'}")
+    assert_bit_equal(one, other)

@@ -1,0 +1,502 @@
+"""Packing: what comes out is what went in, complete or absent, whoever packs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from hvdtrain import cli
+from hvdtrain.commands.pack.packing import Packing
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.workloads.data.files import PackedFiles, open_split, read_file
+from hvdtrain.workloads.data.image_folder import ImageFolder, load, without_broken
+from hvdtrain.workloads.data.packed import INDEX, WORK, Contents, Pack, is_packed
+from hvdtrain.workloads.mnist import data as mnist
+from tests.conftest import unmeasured
+
+SHARED = Path(__file__).resolve().parents[5] / "shared" / "data"
+
+
+def fill(root: Path, names: dict[str, bytes]) -> Path:
+    for name, content in names.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return root
+
+
+def noise(count: int = 12, size: int = 3000) -> dict[str, bytes]:
+    """Files of an image folder of two classes, of no images and of sizes that are no blocks."""
+    draw = np.random.default_rng(3)
+    return {
+        f"{split}/{label}/{number}.jpg": draw.bytes(size + 97 * number)
+        for split in ("train", "val")
+        for label in ("ant", "bee")
+        for number in range(count)
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return fill(tmp_path / "folder", noise())
+
+
+def packed(
+    folder: Path, out: Path, *, size: int = 2**14, workers: int = 2, resize: int = 0
+) -> Pack:
+    packing = Packing(folder, out, shard_size=size, workers=workers, resize=resize)
+    return packing.run()[0]
+
+
+def bytes_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir()) if path.is_file()}
+
+
+def assert_equal(one: ImageFolder | None, other: ImageFolder | None) -> None:
+    assert one is not None
+    assert other is not None
+    assert list(one.files.names) == list(other.files.names)
+    assert one.labels.tolist() == other.labels.tolist()
+    assert (one.labels.dtype, one.classes) == (other.labels.dtype, other.classes)
+    assert (one.digest, one.files.digest) == (other.digest, other.files.digest)
+    for index in range(len(one.files)):
+        with one.files.open(index) as file, other.files.open(index) as same:
+            assert file.read() == same.read()
+
+
+def test_the_samples_are_those_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    packed(folder, tmp_path / "out")
+    for one, other in zip(load(folder), load(tmp_path / "out"), strict=True):
+        assert_equal(one, other)
+        assert other is not None
+        assert_equal(one, pickle.loads(pickle.dumps(other)))
+        assert len(pickle.dumps(other.files)) < 500  # its place, however many samples it has
+    assert len(list((tmp_path / "out").glob("train-*.tar"))) > 3
+
+
+NAME = st.binary(min_size=1, max_size=30).filter(
+    lambda name: not set(name) & set(b"/\0") and name not in (b".", b"..")
+)
+TREES = st.dictionaries(
+    st.tuples(NAME, st.lists(NAME, max_size=2).map(tuple), NAME),
+    st.binary(max_size=2000),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tree=TREES, size=st.integers(1, 2**14))
+def test_any_tree_of_any_names(
+    tree: dict[tuple[bytes, tuple[bytes, ...], bytes], bytes],
+    size: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    root = tmp_path_factory.mktemp("tree")
+    written = {}
+    for (label, between, name), content in tree.items():
+        path = root / "in" / "train" / Path(*map(os.fsdecode, (label, *between, name + b".JPEG")))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except (NotADirectoryError, FileExistsError, IsADirectoryError):
+            continue  # a file of this name, or a folder, is there already
+        written[os.fspath(path.relative_to(root / "in"))] = content
+    if any(path.is_dir() for path in root.rglob("*.JPEG")):
+        return
+    packed(root / "in", root / "out", size=size)
+    assert_equal(load(root / "in")[0], load(root / "out")[0])
+    assert cli.main(["pack", "--check", str(root / "out")]) == 0
+    # As WebDataset reads a shard: what has the same name up to the first dot is a sample.
+    samples: dict[str, dict[str, bytes]] = {}
+    for shard in sorted((root / "out").glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                key, _, kind = member.name.partition(".")
+                file = tar.extractfile(member)
+                assert file is not None
+                samples.setdefault(key, {})[kind] = file.read()
+    assert len(samples) == len(written)
+    for sample in samples.values():
+        assert sample["JPEG"] == written[json.loads(sample["json"])["path"]]
+
+
+def test_tar_reads_a_shard(folder: Path, tmp_path: Path) -> None:
+    packed(folder, tmp_path / "out", size=2**30)
+    (tmp_path / "there").mkdir()
+    shard = tmp_path / "out" / "train-000000.tar"
+    subprocess.run(["tar", "xf", str(shard), "-C", str(tmp_path / "there")], check=True)
+    names = sorted(path.name for path in (tmp_path / "there").iterdir())
+    assert names == [f"{n:09}.{kind}" for n in range(24) for kind in ("jpg", "json")]
+    told = json.loads((tmp_path / "there" / "000000013.json").read_text())
+    assert told == {"path": "train/bee/1.jpg", "label": 1, "class": "bee"}
+    content = (folder / told["path"]).read_bytes()
+    assert (tmp_path / "there" / "000000013.jpg").read_bytes() == content
+
+
+def test_the_same_bytes_whoever_packs(folder: Path, tmp_path: Path) -> None:
+    for workers in (1, 4):
+        packed(folder, tmp_path / f"{workers}", workers=workers)
+    for path in folder.rglob("*"):
+        os.utime(path, (1, 1))
+    packed(folder, tmp_path / "later", workers=3)
+    first = bytes_of(tmp_path / "1")
+    assert bytes_of(tmp_path / "4") == first
+    assert bytes_of(tmp_path / "later") == first
+
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+from hvdtrain.commands.pack import packing
+header, written = packing._header, 0
+def slowly(*args):
+    global written
+    written += 1
+    if written == int(sys.argv[3]):
+        print("ready", flush=True)
+        time.sleep(60)
+    return header(*args)
+packing._header = slowly
+packing.Packing(Path(sys.argv[1]), Path(sys.argv[2]), shard_size=2**14, workers=2).run()
+"""
+
+
+@pytest.mark.parametrize("headers", [1, 33, 95])
+def test_killed_in_the_middle_and_again(folder: Path, tmp_path: Path, headers: int) -> None:
+    packed(folder, tmp_path / "whole")
+    out = tmp_path / "out"
+    line = [sys.executable, "-c", SLOW, str(folder), str(out), str(headers)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, env=unmeasured(), text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    with pytest.raises(UsageError, match="not packed to its end: run `hvdtrain pack"):
+        load(out)
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert bool(before) is (headers > 20)
+    noted = {path.name.removesuffix(".json") for path in (out / WORK).glob("*.json")}
+    packed(folder, out)
+    assert bytes_of(out) == bytes_of(tmp_path / "whole")
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert {name: before[name] for name in noted} == {name: after[name] for name in noted}
+    assert [path.name for path in (out / WORK).iterdir()] == ["lock"]
+
+
+def test_what_was_damaged_or_changed_meanwhile_is_packed_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Contents, "save", lambda *_: sys.exit(9))
+        with pytest.raises(SystemExit):
+            packed(folder, out)
+    assert not (out / INDEX).exists()
+    shards = sorted(out.glob("*.tar"))
+    content = bytearray(shards[1].read_bytes())
+    content[700] ^= 1
+    shards[1].write_bytes(content)
+    shards[2].write_bytes(b"short")
+    shards[3].unlink()
+    (out / "val-000777.tar").write_bytes(b"of other options")
+    changed = folder / "train/ant/0.jpg"
+    changed.write_bytes(changed.read_bytes()[::-1])
+    packed(folder, out)
+    packed(folder, tmp_path / "whole")
+    assert bytes_of(out) == bytes_of(tmp_path / "whole")
+
+
+def test_two_at_once(folder: Path, tmp_path: Path) -> None:
+    program = "from hvdtrain.cli import main; raise SystemExit(main())"
+    line = [sys.executable, "-c", program, "pack", str(folder), str(tmp_path / "out")]
+    both = [subprocess.Popen(line, env=unmeasured(), stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [one.wait(60) for one in both] == [0, 0]
+    assert cli.main(["pack", "--check", str(tmp_path / "out")]) == 0
+
+
+def test_ctrl_c_ends_it_and_it_goes_on(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    line = [sys.executable, "-c", SLOW.replace("time.sleep(60)", "time.sleep(2)")]
+    process = subprocess.Popen(
+        [*line, str(folder), str(out), "40"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=unmeasured(),
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    process.stdout.close()
+    assert not (out / INDEX).exists()
+    packed(folder, out)
+    assert is_packed(out)
+
+
+@pytest.mark.parametrize(
+    ("harm", "word"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-512]), "bytes, and had"),
+    ],
+    ids=["missing", "truncated"],
+)
+def test_a_shard_that_is_missing_or_truncated_is_named(
+    folder: Path, tmp_path: Path, harm: object, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed(folder, tmp_path / "out")
+    shard = tmp_path / "out" / "train-000002.tar"
+    harm(shard)  # type: ignore[operator]
+    with pytest.raises(UsageError, match=word) as caught:
+        load(tmp_path / "out")
+    assert str(shard) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert cli.main(["pack", "--check", str(tmp_path / "out")]) == 1
+    out = capsys.readouterr().out
+    assert str(shard) in out
+    assert "1 bad" in out
+
+
+def test_check_names_each_shard_with_a_wrong_bit(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    packed(folder, out)
+    assert cli.main(["pack", str(folder), str(out), "--check", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["samples"], told["splits"]) == (True, 48, {"train": 24, "val": 24})
+    bad = [out / "train-000001.tar", out / "val-000000.tar"]
+    for path in bad:
+        content = bytearray(path.read_bytes())
+        content[5000] ^= 4
+        path.write_bytes(content)
+    assert cli.main(["pack", "--check", str(out), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [problem.partition(":")[0] for problem in told["problems"]] == [*map(str, bad)]
+
+
+def test_check_sees_an_index_with_a_wrong_bit(folder: Path, tmp_path: Path) -> None:
+    packed(folder, tmp_path / "out")
+    index = tmp_path / "out" / INDEX
+    content = bytearray(index.read_bytes())
+    content[content.rindex(b"ant/3.jpg") + 4] = ord("4")
+    index.write_bytes(content)
+    assert cli.main(["pack", "--check", str(tmp_path / "out")]) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(where=st.floats(0, 1), bits=st.integers(1, 255), cut=st.booleans())
+def test_a_damaged_index_is_refused_or_harmless(
+    where: float, bits: int, cut: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("damage")
+    packed(fill(root / "in", noise(2, 100)), root / "out")
+    content = bytearray((root / "out" / INDEX).read_bytes())
+    place = min(len(content) - 1, int(where * len(content)))
+    content[place] ^= bits
+    (root / "out" / INDEX).write_bytes(content[:place] if cut else content)
+    try:
+        for split in load(root / "out"):
+            if split is not None:
+                for index in range(len(split.files)):
+                    split.files.open(index).close()
+    except UsageError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_newer_version_is_told(folder: Path, tmp_path: Path) -> None:
+    packed(folder, tmp_path / "out")
+    index = tmp_path / "out" / INDEX
+    content = index.read_bytes()
+    assert content.count(rb"\"version\": 1") == 1
+    index.write_bytes(content.replace(rb"\"version\": 1", rb"\"version\": 2"))
+    with pytest.raises(UsageError, match="is of version 2, and this hvdtrain knows version 1"):
+        load(tmp_path / "out")
+
+
+def refused(folder: Path, out: Path, *words: str, code: int = 2) -> None:
+    assert cli.main(["pack", str(folder), str(out), *words]) == code
+
+
+def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    other = fill(tmp_path / "other", {"notes.txt": b"mine"})
+    cases = {
+        "no such directory": (tmp_path / "absent", out),
+        "no layout that can be packed": (other, out),
+        "neither folder may be within": (folder, folder / "deep" / "out"),
+        "holds something else": (folder, other),
+        "no folder that you may write to": (folder, other / "notes.txt" / "out"),
+    }
+    for word, (source, target) in cases.items():
+        refused(source, target)
+        said = capsys.readouterr().err
+        assert word in said.splitlines()[-1], said
+    refused(folder / "train", folder)
+    assert "neither folder may be" in capsys.readouterr().err
+    assert not out.exists()
+    assert cli.main(["pack", str(folder)]) == 2
+    assert cli.main(["pack", "--check", str(folder)]) == 2
+    packed(folder, out)
+    assert cli.main(["pack", str(folder), str(out), "--shard-size", "16K"]) == 0
+    assert "already" in capsys.readouterr().out
+    refused(folder, out, "--shard-size", "9K")
+    refused(out, tmp_path / "again")
+    (folder / "train/ant/new.jpg").write_bytes(b"x")
+    refused(folder, out, "--shard-size", "16K")
+    os.mkfifo(folder / "train/ant/pipe.jpg")
+    refused(folder, tmp_path / "third")
+    assert "pipe.jpg is no regular file" in capsys.readouterr().err
+
+
+def test_no_room(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    free = type("Free", (), {"free": 10_000})()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    refused(folder, tmp_path / "out")
+    assert "9.8 KiB are free: make room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["gone", "changed"])
+def test_a_file_that_changes_meanwhile(folder: Path, tmp_path: Path, what: str) -> None:
+    from hvdtrain.commands.pack import packing as module
+
+    victim = folder / "val/bee/7.jpg"
+    find = module.find
+
+    def then(*args: object) -> object:
+        source = find(*args)  # type: ignore[arg-type]
+        victim.unlink() if what == "gone" else victim.write_bytes(b"other")
+        return source
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "find", then)
+        with pytest.raises(HvdtrainError, match=rf"7\.jpg (is|was) {what} while") as caught:
+            packed(folder, tmp_path / "out")
+    assert type(caught.value) is HvdtrainError
+    victim.write_bytes(b"back")
+    packed(folder, tmp_path / "out")
+    assert_equal(load(folder)[1], load(tmp_path / "out")[1])
+
+
+def picture(path: Path, size: tuple[int, int], mode: str = "RGB") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.effect_noise(size, 60).convert(mode).save(path)
+
+
+def test_resize(tmp_path: Path) -> None:
+    source = tmp_path / "in" / "train" / "ant"
+    picture(source / "a.jpg", (300, 200))
+    picture(source / "b.png", (90, 400), "RGBA")
+    picture(source / "c.jpg", (150, 220), "CMYK")
+    picture(source / "d.jpg", (64, 40), "L")
+    whole, small = packed(tmp_path / "in", tmp_path / "whole"), tmp_path / "small"
+    packed(tmp_path / "in", small, resize=50)
+    train = load(small)[0]
+    found = []
+    for index in range(4):
+        with Image.open(train.files.open(index)) as image:
+            found.append((image.size, image.mode, image.format))
+    assert found == [
+        ((75, 50), "RGB", "JPEG"),
+        ((50, 222), "RGB", "PNG"),
+        ((50, 73), "RGB", "JPEG"),
+        ((64, 40), "L", "JPEG"),
+    ]
+    # Other pixels under the same names: a checkpoint of one is not taken for one of the other.
+    assert train.digest != load(tmp_path / "whole")[0].digest
+    assert train.files.digest != PackedFiles(whole, "train").digest
+    (source / "e.jpg").write_bytes(b"broken")
+    packed(tmp_path / "in", tmp_path / "as it is")
+    with pytest.raises(UsageError, match=r"--resize: .*e\.jpg cannot be decoded"):
+        packed(tmp_path / "in", tmp_path / "no", resize=50)
+
+
+def test_broken_ones_are_left_out_alike(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    for number in range(6):
+        picture(source / "train" / "ab"[number % 2] / f"{number}.jpg", (40, 30))
+    for name in ("a/2.jpg", "b/5.jpg"):
+        (source / "train" / name).write_bytes(b"\xff\xd8broken")
+    packed(source, tmp_path / "out")
+    kept, left_out = without_broken(load(source, skip_broken=True)[0], 1)
+    same, left_too = without_broken(load(tmp_path / "out")[0], 1)
+    assert_equal(kept, same)
+    assert len(left_out) == len(left_too) == 2
+    assert left_too[0].endswith("train-000000.tar: 000000001.jpg (train/a/2.jpg)")
+    assert_equal(kept, pickle.loads(pickle.dumps(same)))
+
+
+def test_coco(tmp_path: Path) -> None:
+    if not (SHARED / "bccd").is_dir():
+        pytest.skip("../shared/data/bccd is not beside this clone")
+    bccd = SHARED / "bccd"
+    packed(bccd, tmp_path / "out", size=2**20)
+    for split in ("train2017", "val2017"):
+        one, other = open_split(bccd, split), open_split(tmp_path / "out", split)
+        assert one is not None
+        assert other is not None
+        assert list(one.names) == list(other.names)
+        assert (one.digest, len(one)) == (other.digest, len(other))
+        for index in range(len(one)):
+            with one.open(index) as file, other.open(index) as same:
+                assert file.read() == same.read()
+        name = f"annotations/instances_{split}.json"
+        assert read_file(bccd, name) == read_file(tmp_path / "out", name)
+    assert open_split(tmp_path / "out", "test2017") is open_split(bccd, "test2017") is None
+    for place in (bccd, tmp_path / "out"):
+        with pytest.raises(UsageError, match="instances_x"):
+            read_file(place, "annotations/instances_x.json")
+    with pytest.raises(UsageError, match=r"another kind \(COCO"):
+        load(tmp_path / "out")
+    with pytest.raises(UsageError, match="boxes or arrays would no longer fit"):
+        packed(bccd, tmp_path / "small", resize=100)
+
+
+def test_mnist(tmp_path: Path) -> None:
+    draw = np.random.default_rng(5)
+    (tmp_path / "in").mkdir()
+    for prefix, count in (("train", 30), ("t10k", 12)):
+        for name, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            head = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
+            body = draw.integers(0, 10, shape, np.uint8).tobytes()
+            (tmp_path / "in" / f"{prefix}-{name}-ubyte").write_bytes(head + body)
+    packed(tmp_path / "in", tmp_path / "out")
+    for one, other in zip(mnist.load(tmp_path / "in"), mnist.load(tmp_path / "out"), strict=True):
+        assert (one.images == other.images).all()
+        assert (one.labels == other.labels).all()
+    with pytest.raises(UsageError, match="another kind"):
+        load(tmp_path / "out")
+    packed(fill(tmp_path / "images", noise(2)), tmp_path / "packed images")
+    with pytest.raises(UsageError, match="another kind"):
+        mnist.load(tmp_path / "packed images")
+
+
+def test_many_shards_are_read_with_few_open(tmp_path: Path) -> None:
+    packed(fill(tmp_path / "in", noise(60, 10)), tmp_path / "out", size=1)
+    train = load(tmp_path / "out")[0]
+    assert len(list((tmp_path / "out").glob("train-*.tar"))) == 120
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for index in (*range(120), *range(120)):
+        train.files.will_need([index])
+        train.files.open(index).close()
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 64

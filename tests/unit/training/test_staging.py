@@ -1,0 +1,134 @@
+"""The copy of packed data on a host: whole, verified, and made once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.pack.packing import Packing
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.training.staging import Copy
+from hvdtrain.workloads.data.image_folder import load
+from hvdtrain.workloads.data.packed import INDEX
+from tests.conftest import unmeasured
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Packed data of twelve shards."""
+    for split in ("train", "val"):
+        for number in range(12):
+            path = tmp_path / "folder" / split / "ab"[number % 2] / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes([number]) * 9000)
+    Packing(tmp_path / "folder", tmp_path / "data", shard_size=2**15, workers=1).run()
+    return tmp_path / "data"
+
+
+def made(data: Path, directory: Path) -> Copy:
+    copy = Copy(data, directory)
+    copy.start()
+    copy._thread.join()
+    assert copy.is_over
+    copy.raise_if_failed()
+    return copy
+
+
+def refusal(data: Path, directory: Path) -> str:
+    with pytest.raises(HvdtrainError) as caught:
+        made(data, directory)
+    assert "\n" not in str(caught.value)
+    assert not list(directory.glob(f"*/{INDEX}"))
+    return str(caught.value)
+
+
+def test_it_is_the_data_and_made_once(data: Path, tmp_path: Path) -> None:
+    first = made(data, tmp_path / "disk" / "deep")
+    assert first.done == first.copied == first.size
+    assert first.folder.parent == tmp_path / "disk" / "deep"
+    names = {path.name for path in data.iterdir() if path.is_file()}
+    assert {path.name for path in first.folder.iterdir()} == {*names, "lock"}
+    for name in names:
+        assert (first.folder / name).read_bytes() == (data / name).read_bytes()
+    again = made(data, tmp_path / "disk" / "deep")
+    assert (again.folder, again.copied, again.done) == (first.folder, 0, first.size)
+
+
+def test_other_data_of_the_same_name_go_elsewhere(data: Path, tmp_path: Path) -> None:
+    first = made(data, tmp_path / "disk")
+    other = tmp_path / "other" / data.name
+    (tmp_path / "folder" / "train" / "a" / "0.jpg").write_bytes(b"new")
+    Packing(tmp_path / "folder", other, shard_size=2**15, workers=1).run()
+    assert made(other, tmp_path / "disk").folder != first.folder
+
+
+def test_only_what_is_not_intact_is_copied_again(data: Path, tmp_path: Path) -> None:
+    first = made(data, tmp_path / "disk")
+    shards = sorted(first.folder.glob("*.tar"))
+    content = bytearray(shards[0].read_bytes())
+    content[3000] ^= 1
+    shards[0].write_bytes(content)
+    shards[1].unlink()
+    shards[2].write_bytes(b"")
+    again = made(data, tmp_path / "disk")
+    wanted = sum((data / path.name).stat().st_size for path in shards[:3])
+    assert again.copied == wanted
+    assert shards[0].read_bytes() == (data / shards[0].name).read_bytes()
+    load(again.folder)
+
+
+KILLED = """
+import hashlib, os, signal, sys
+from pathlib import Path
+from hvdtrain.training import staging
+fetch, done = staging.Copy._fetch, 0
+def then(self, shard):
+    global done
+    done += 1
+    if done == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fetch(self, shard)
+staging.Copy._fetch, staging.AT_ONCE = then, 1
+copy = staging.Copy(Path(sys.argv[1]), Path(sys.argv[2]))
+copy.start()
+copy._thread.join()
+"""
+
+
+def test_killed_in_the_middle_and_again(data: Path, tmp_path: Path) -> None:
+    line = [sys.executable, "-c", KILLED, str(data), str(tmp_path / "disk")]
+    assert subprocess.run(line, env=unmeasured(), timeout=60).returncode == -9
+    (folder,) = (tmp_path / "disk").iterdir()
+    assert not (folder / INDEX).exists()
+    there = {path.name for path in folder.glob("*.tar")}
+    assert len(there) == 4
+    copy = made(data, tmp_path / "disk")
+    assert copy.copied == copy.size - sum((data / name).stat().st_size for name in there)
+    for one, other in zip(load(data), load(copy.folder), strict=True):
+        assert one is not None
+        assert other is not None
+        assert one.digest == other.digest
+
+
+def test_what_stands_in_the_way_is_told(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="no such directory"):
+        Copy(tmp_path / "absent", tmp_path / "disk")
+    with pytest.raises(UsageError, match=rf"run `hvdtrain pack {tmp_path}/folder OUT`"):
+        Copy(tmp_path / "folder", tmp_path / "disk")
+    assert f"--stage {data / INDEX / 'x'}: " in refusal(data, data / INDEX / "x")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: type("Free", (), {"free": 5000})())
+        assert "4.9 KiB are free: make room" in refusal(data, tmp_path / "full")
+    shard = data / "val-000001.tar"
+    content = bytearray(shard.read_bytes())
+    content[2000] ^= 1
+    shard.write_bytes(content)
+    assert f"{shard} is damaged (its SHA-256" in refusal(data, tmp_path / "disk")
+    shard.write_bytes(content[:512])
+    with pytest.raises(UsageError, match="has 512 bytes"):
+        Copy(data, tmp_path / "disk")
