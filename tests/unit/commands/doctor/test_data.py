@@ -45,7 +45,7 @@ def test_an_image_folder_is_read_by_the_trainers_own_reader(tmp_path: Path) -> N
         (tmp_path / name).touch()
     found = find(tmp_path)
     assert isinstance(found, ImageFolder)
-    assert [path.name for path in found.paths] == ["1.jpg", "2.png"]
+    assert [Path(name).name for name in found.files.names] == ["1.jpg", "2.png"]
 
 
 def test_mnist_is_told_to_need_no_worker(tmp_path: Path) -> None:
