@@ -53,7 +53,7 @@ class Container:
 
     def inside(self, name: str) -> str:
         """Return the absolute path of ``name``, as it is seen in the container."""
-        return os.path.normpath(f"{self.folder}/{name}" if name[0] != "/" else name)
+        return str(Path(self.folder) / name)
 
 
 def main() -> int:
