@@ -5,8 +5,8 @@
 
 A bare Debian of debootstrap stands for the base image; each stage is an overlay on the one that it
 is FROM, and each instruction is run in it as it stands in the Dockerfile. Then the image's user
-runs `hvdtrain doctor` and a short training. All of it is in namespaces of its own, in a folder
-that is gone at the end. Not tried are the runtime itself and the digest of the base image.
+runs `hvdtrain doctor`, a short training and ssh. All of it is in namespaces of its own, in a
+folder that is gone at the end. Not tried are the runtime itself and the digest of the base image.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ DOCKERFILE = ROOT / "containers" / "Dockerfile"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # as in Debian's image
 INSIDE = "HVDTRAIN_TRY"  # the folder, once the namespaces are there
 MACHINE = "/machine"  # where files of this machine that its pip needs are seen in the root
-TRIALS = ("hvdtrain doctor", "mpirun -n 2 python -m hvdtrain.mnist --num-steps 20")
+TRIALS = (
+    "hvdtrain doctor",
+    "mpirun -n 2 python -m hvdtrain.mnist --num-steps 20",
+    # ssh from one host of a job to another: its key, the host's, and the PATH that it finds.
+    "cd .ssh && ssh-keygen -q -t rsa -N '' -f id_rsa && cp id_rsa.pub authorized_keys"
+    " && { /usr/sbin/sshd -De & } && ssh -oBatchMode=yes localhost mpirun --version",
+)
 LAST = 30  # lines of what a step that failed has said
 
 
@@ -75,8 +81,8 @@ def main() -> int:
     stages = parse(DOCKERFILE.read_text(), given)
     if options.target not in stages:
         parser.error(f"--target {options.target}: choose from {', '.join(stages)}")
-    if missing := [name for name in ("debootstrap", "unshare", "chroot") if not shutil.which(name)]:
-        parser.error(f"{missing[0]} is missing: apt-get install debootstrap util-linux coreutils")
+    if missing := [name for name in ("debootstrap", "unshare", "ip") if not shutil.which(name)]:
+        parser.error(f"{missing[0]} is missing: apt-get install debootstrap util-linux iproute2")
     if os.geteuid() != 0:
         parser.error("mounts need root: sudo python3 -m containers.try")
     if folder := os.environ.get(INSIDE):
@@ -145,6 +151,7 @@ class Try:
         options = f"lowerdir={lower},upperdir={upper},workdir={work}"
         mount("-t", "overlay", "overlay", "-o", options, str(root))
         mount("-t", "proc", "proc", str(root / "proc"))
+        mount("-t", "sysfs", "-o", "ro", "sysfs", str(root / "sys"))
         mount("-t", "devpts", "-o", "newinstance,ptmxmode=666", "devpts", str(root / "dev/pts"))
         mount("-t", "tmpfs", "-o", "size=1g,mode=1777", "tmpfs", str(root / "dev/shm"))
         return Container(
@@ -161,7 +168,9 @@ class Try:
         print(f"  debootstrap --variant=minbase {release}", flush=True)
         began = time.monotonic()
         say(["debootstrap", "--variant=minbase", release, str(base)])
+        # What a container runtime puts there.
         shutil.copy("/etc/resolv.conf", base / "etc")
+        (base / "etc" / "hosts").write_text("127.0.0.1 localhost\n")
         print(f"    {time.monotonic() - began:.1f} s", flush=True)
         return Container(base, [base])
 
@@ -239,8 +248,9 @@ class Try:
         line = ["chroot", f"--userspec={user}:{group or user}", str(container.root), *words]
         if quiet:
             say(line)
-        else:
-            subprocess.run(line, check=True, stdin=subprocess.DEVNULL)
+        else:  # what is tried needs no network, and opens no port of this machine
+            alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
+            subprocess.run([*alone, *line], check=True, stdin=subprocess.DEVNULL)
 
 
 def say(words: list[str]) -> None:
