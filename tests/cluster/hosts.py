@@ -107,6 +107,8 @@ class TwoHosts:
         for name in (*map(self.namespace, self.names), self.switch):
             run(["ip", "netns", "del", name])
             shutil.rmtree(NAMES / name, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another's hosts are in it, or it was never made
+            NAMES.rmdir()
         for file in Path("/dev/shm").glob(f"*{self.tag}-host*"):  # of ranks that were killed
             file.unlink(missing_ok=True)
 

@@ -81,6 +81,7 @@ def test_the_agents_of_the_torchrun_job(tmp_path: Path) -> None:
     assert_trained(outcome, 4)
 
 
+@on_demand  # launch reaches the hosts as in the MPI job
 def test_the_hosts_of_compose(tmp_path: Path) -> None:
     found = services()
     names = [found[one]["hostname"] for one in ("host1", "host2")]
