@@ -13,13 +13,14 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.conftest import BIN, Outcome, environment, run
 
 NET = "10.99.0"
 SLOTS = 2  # of each host
+NAMES = Path("/etc/netns")
 DELIVERY = 10.0  # seconds for a process that was killed to be gone
 
 # What ssh does, for mpirun: run a command on another host. When that host is lost it does not
@@ -30,7 +31,8 @@ DELIVERY = 10.0  # seconds for a process that was killed to be gone
 AGENT = """\
 #!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
-number=${{1##*.}}
+address=$(getent ahostsv4 "$1" | head -n 1 | cut -d ' ' -f 1)
+number=${{address##*.}}
 shift
 command=$(echo "$*" | sed 's/prted /prted --leave-session-attached /')
 ip netns exec {tag}-$number unshare -u sh -c "hostname {tag}-host$number; $command"
@@ -62,9 +64,15 @@ def lacks() -> str | None:
 class TwoHosts:
     """Hosts 1 and 2; mpirun is started on host 1."""
 
-    def __init__(self, folder: Path) -> None:
-        """Nothing happens yet; ``folder`` is for the files of mpirun and of the agent."""
+    def __init__(self, folder: Path, names: Sequence[str] = ("", "")) -> None:
+        """Nothing happens yet.
+
+        Args:
+            folder: for the files of mpirun and of the agent.
+            names: by which each host finds the others, beside their addresses; "" for none.
+        """
         self.folder, self.tag = folder, f"ht{os.getpid()}"
+        self.names = dict(enumerate(names, 1))
         self.switch = f"{self.tag}-switch"
 
     def start(self) -> None:
@@ -77,7 +85,7 @@ class TwoHosts:
         self._do(f"ip netns add {self.switch}")
         self._do(f"ip -n {self.switch} link add bridge type bridge")
         self._do(f"ip -n {self.switch} link set bridge up")
-        for number in (1, 2):
+        for number in self.names:
             host, port = self.namespace(number), f"port{number}"
             self._do(f"ip netns add {host}")
             pair = f"type veth peer name {port} netns {self.switch}"
@@ -86,12 +94,21 @@ class TwoHosts:
             self._do(f"ip -n {host} addr add {self.address(number)}/24 dev eth0")
             self._do(f"ip -n {host} link set lo up")
             self._do(f"ip -n {host} link set eth0 up")
+            if any(self.names.values()):  # what `ip netns exec` shows as /etc/hosts
+                hosts = NAMES / host / "hosts"
+                hosts.parent.mkdir(parents=True)
+                lines = [f"{self.address(one)} {name}" for one, name in self.names.items()]
+                own = f"{self.address(number)} {self.name(number)}"  # as Kubernetes does
+                hosts.write_text("\n".join(["127.0.0.1 localhost", own, *lines, ""]))
 
     def stop(self) -> None:
         """End what runs on the hosts, by its id, and take everything down."""
-        self.kill(1, 2)
-        for name in (self.namespace(1), self.namespace(2), self.switch):
+        self.kill(*self.names)
+        for name in (*map(self.namespace, self.names), self.switch):
             run(["ip", "netns", "del", name])
+            shutil.rmtree(NAMES / name, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another's hosts are in it, or it was never made
+            NAMES.rmdir()
         for file in Path("/dev/shm").glob(f"*{self.tag}-host*"):  # of ranks that were killed
             file.unlink(missing_ok=True)
 
@@ -153,7 +170,7 @@ class TwoHosts:
                 yield process
             finally:
                 self.mend()
-                self.kill(1, 2)
+                self.kill(*self.names)
 
     def processes(self, *numbers: int) -> list[int]:
         """What runs on these hosts, by process id."""
@@ -213,6 +230,7 @@ def _take_down_the_forgotten() -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             run(["ip", "netns", "del", name])
+            shutil.rmtree(NAMES / name, ignore_errors=True)
 
 
 def _is_rank(pid: int) -> bool:

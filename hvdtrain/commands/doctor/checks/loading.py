@@ -70,8 +70,10 @@ def load(what: str) -> None:
         from mpi4py import MPI  # noqa: F401
 
         return
-    if what == TORCHVISION:
+    if what in ("pytorch", TORCHVISION) and find_module("torch"):
+        # As `import torch` does: a cached wheel names the folder of the torch that it was built by.
         ctypes.CDLL(f"{find_module('torch')}/lib/libtorch_python.so", ctypes.RTLD_GLOBAL)
+    if what == TORCHVISION:
         ctypes.CDLL(f"{find_module(TORCHVISION)}/_C.so", os.RTLD_NOW)
         return
     if what == "tensorflow":
