@@ -1,6 +1,6 @@
 """The strategies: how the ranks train together. One record each, data only, which others read.
 
-No other file compares a strategy's name; a strategy that is not built has no record.
+No other file compares a strategy's name.
 """
 
 from __future__ import annotations
@@ -117,6 +117,13 @@ STRATEGIES = {
             traffic=3.0,  # gathered before forward and backward pass, gradients reduce-scattered
             levers=(),
         ),
+        replace(
+            DDP,
+            name="pipeline",
+            adapters={"pytorch": "hvdtrain.adapters.pytorch.pipeline:PipelineAdapter"},
+            compressions=(),
+            levers=("stages", "micro_batches"),
+        ),
         Strategy(
             "mpi",
             {
@@ -148,4 +155,3 @@ STRATEGIES = {
 HOROVOD = STRATEGIES["horovod"]
 DEFAULT = HOROVOD
 ONE_PROCESS = STRATEGIES["single"]  # in place of the default where that is not installed
-LATER = ("pipeline",)  # not built yet

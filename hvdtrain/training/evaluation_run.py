@@ -58,7 +58,7 @@ class EvaluationRun:
         metrics = evaluate(adapter, task, self.plan.global_batch, also=also)
         assert metrics is not None
         if self.options.predict:
-            show.predictions(lines.pieces(adapter.communicator))
+            show.predictions(lines.pieces(adapter.data_communicator))
         test.close()
         self._sum_up(show, state, metrics)
         return EXIT_OK

@@ -56,9 +56,7 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         model=model,
         global_batch=_given(
             options.global_batch_size,
-            _given(options.batch_size, recipe.batch_size)
-            * world.devices
-            * options.accumulate_steps,
+            _given(options.batch_size, recipe.batch_size) * world.shares * options.accumulate_steps,
         ),
         epochs=epochs,
         num_steps=_given(options.num_steps, workload.default_steps(options)),

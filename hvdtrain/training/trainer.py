@@ -160,6 +160,7 @@ def _build(
         precision = "fp32"
     check_tf32(options.tf32, gpu=adapter.has_gpu)
     adapter.use_tf32(options.tf32)
+    adapter.check_precision(precision)
     if options.deterministic:
         adapter.make_deterministic()
     terminal.status(f"reading the data, building {plan.model}")
