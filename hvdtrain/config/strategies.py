@@ -54,6 +54,8 @@ class Strategy:
     """The other levers that it has: attributes of ``Levers`` (``config/levers.py``)."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Where its library reads a lever, by the name of that."""
+    splits_model: bool = False
+    """Whether several ranks hold one model together, of which each has some layers."""
     has_timeline: bool = False
     """Whether Horovod's timeline shows its collectives."""
 
@@ -123,6 +125,7 @@ STRATEGIES = {
             adapters={"pytorch": "hvdtrain.adapters.pytorch.pipeline:PipelineAdapter"},
             compressions=(),
             levers=("stages", "micro_batches"),
+            splits_model=True,
         ),
         Strategy(
             "mpi",

@@ -178,8 +178,10 @@ class PipelineAdapter(ShardedAdapter):
     def compare(self, model: Any, state: Checkpoint, why: str, *, when: str = "") -> str:
         if not isinstance(model, Pipeline):
             return super().compare(model, state, why, when=when)
+        when = f"{when}in stage {self.world.stage} "
+        same = range(self.world.stage, self.world.size, self.world.stages)
         digest = self.communicator.together(
-            lambda: compare(self.peers, state, why, when=f"{when}in stage {self.world.stage} ")
+            lambda: compare(self.peers, state, why, when=when, ranks=same), alike=True
         )
         stages = self.copy.gather(digest.encode())
         return hashlib.sha256(b"".join(stages)).hexdigest()

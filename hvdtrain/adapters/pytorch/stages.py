@@ -72,17 +72,17 @@ def owners_of(
         UsageError: several stages share one.
     """
     found: dict[int, int] = {}
-    names = {id(value): name for name, value in model.state_dict(keep_vars=True).items()}
+    state = model.state_dict(keep_vars=True)
     for stage, layers in enumerate(stages):
         for layer in layers:
             for value in (*layer.parameters(), *layer.buffers()):
                 if found.setdefault(id(value), stage) != stage:
+                    name = next((name for name, one in state.items() if one is value), "a buffer")
                     raise UsageError(
-                        f"--strategy pipeline: {names.get(id(value))} is in stage "
+                        f"--strategy pipeline: {name} is in stage "
                         f"{found[id(value)]} and in stage {stage}, and cannot be in both: give "
                         "fewer --stages"
                     )
-    state = model.state_dict(keep_vars=True)
     return {name: found.get(id(value), 0) for name, value in state.items()}
 
 

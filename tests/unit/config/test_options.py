@@ -56,7 +56,7 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("framework", "tensorflow", "tensorflow"),
     *(
         ("strategy", name, name)
-        for name in ("horovod", "ddp", "zero", "fsdp", "data-parallel", "single")
+        for name in ("horovod", "ddp", "zero", "fsdp", "pipeline", "data-parallel", "single")
     ),
     ("data", "/some/my_data", Path("/some/my_data")),
     ("synthetic", None, True),
@@ -86,6 +86,8 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("cycle-time-ms", "2.5", 2.5),
     ("hierarchical-allreduce", None, True),
     ("autotune", None, True),
+    ("stages", "2", 2),
+    ("micro-batches", "8", 8),
     ("weight-decay", "1e-4", 1e-4),
     *(("optimizer", name, name) for name in ("sgd", "adam", "adamw")),
     *(("precision", name, name) for name in ("auto", "fp64", "fp32", "bf16", "fp16")),

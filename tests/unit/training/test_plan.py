@@ -180,3 +180,8 @@ def test_flags_of_the_processor(tmp_path: Path, text: str, has: bool) -> None:
 
 def test_without_cpuinfo_there_is_none(tmp_path: Path) -> None:
     assert processor_has_bf16(tmp_path / "absent") is False
+
+
+def test_the_batch_of_a_rank_is_that_of_all_its_stages() -> None:
+    world = World(0, 6, 0, 6, "host", 1, stages=3)
+    assert make_plan(WORKLOAD, Options(batch_size=5), world).global_batch == 2 * 5
