@@ -153,7 +153,8 @@ class PipelineAdapter(ShardedAdapter):
     @override
     def sum_shards(self, values: Any) -> Any:
         if self._replicas:
-            with self.waits.during(SUM):
+            # The stage that is done first waits here for the others' backward passes.
+            with self.waits.during(SUM), self._replicas[0].blocked():
                 self.copy.sum_tensor(values, "")
         return values
 
@@ -406,7 +407,7 @@ class Pipeline(Wrapper):
             whole = layout.empty(samples, self.adapter.device)
             sent = layout.message(whole)
         if self.stages > 1 and sent.numel():
-            with self._blocked():
+            with self.blocked():
                 ranks, group = self.adapter.copy.ranks, self.adapter.copy.group
                 dist.broadcast(sent, src=ranks[-1], group=group)
         return whole
@@ -473,7 +474,7 @@ class Pipeline(Wrapper):
         whole = torch.cat([one.reshape(-1) for one in flat])
         weigh(whole, weight)
         message = torch.cat([whole, there.to(whole)])
-        with self._blocked():
+        with self.blocked():
             self.adapter.peers.sum_tensor(message, "gradients")
         *sums, there = message.split([*(one.numel() for one in some), len(some)])
         for one, total, anyone in zip(some, sums, there.tolist(), strict=True):
@@ -512,7 +513,7 @@ class Pipeline(Wrapper):
         """Send the wish to stop; before an update, on all ranks."""
         wanted = float(self.adapter.stop_wanted)
         self._stops = torch.full((1,), wanted, device=self.adapter.device)
-        with self.adapter.waits.during(SUM), self._blocked():
+        with self.adapter.waits.during(SUM), self.blocked():
             dist.all_reduce(self._stops)
 
     @property
@@ -527,7 +528,8 @@ class Pipeline(Wrapper):
         return self.adapter.copy.ranks[self.stage + step]
 
     @contextmanager
-    def _blocked(self) -> Iterator[None]:
+    def blocked(self) -> Iterator[None]:
+        """Count the seconds within as ones in which this rank waits for others."""
         started = time.perf_counter()
         yield
         self.blocked_seconds += time.perf_counter() - started
@@ -546,7 +548,7 @@ class Pipeline(Wrapper):
         return found
 
     def _wait(self, works: Sequence[Any]) -> None:
-        with self._blocked():
+        with self.blocked():
             for work in works:
                 if work is not None:
                     work.wait()
@@ -567,7 +569,7 @@ class Pipeline(Wrapper):
         key = what, passes.kind
         if key not in self._layouts:
             header = torch.empty(HEADER, dtype=torch.uint8)
-            with self._blocked():
+            with self.blocked():
                 dist.recv(header, source)
             shape, kind, last = json.loads(header.numpy().tobytes())
             self._layouts[key] = Layout(tuple(shape), getattr(torch, kind), last)
