@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -14,7 +15,6 @@ from typing import Any, Protocol
 from typing_extensions import override
 
 from hvdtrain.adapters import preflight
-from hvdtrain.adapters.replicas import compare
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.config.levers import BUCKET_BYTES, Levers, check_adasum
@@ -24,6 +24,7 @@ from hvdtrain.steps import metrics
 from hvdtrain.steps.integrity import Device, RankFacts
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
+from hvdtrain.steps.summary import Bubble, StepSplit
 from hvdtrain.steps.world import World, asked_threads, threads_per_rank
 from hvdtrain.system.machine import gpus, network
 from hvdtrain.system.machine.gpu_meter import GpuMeter
@@ -56,6 +57,38 @@ def in_buckets(
         groups[-1].append(place)
         size += nbytes
     return groups
+
+
+def in_a_row(costs: Sequence[int], number: int) -> list[range]:
+    """Cut layers in a row into ``number`` stages, so that the most costly one costs least.
+
+    Of cuts that are as good the last one is taken: behind layers that cost nothing, such as a
+    pooling, which makes what is sent smaller.
+
+    Args:
+        costs: of each layer.
+        number: of stages, at most one per layer.
+
+    Returns:
+        The places of the layers of each stage, one or more.
+    """
+    ends = [*itertools.accumulate(costs, initial=0)]
+    # The least cost of the most costly stage, and its cuts, by the number of layers before them.
+    best: list[tuple[int, list[int]]] = [(end, [0]) for end in ends]
+    for stage in range(1, number):
+        before = best
+        best = [
+            min(
+                (
+                    (max(before[cut][0], ends[end] - ends[cut]), -cut, [*before[cut][1], cut])
+                    for cut in range(stage, end)
+                ),
+                default=(0, 0, []),
+            )[::2]
+            for end in range(len(ends))
+        ]
+    cuts = [*best[-1][1], len(costs)]
+    return [range(*pair) for pair in itertools.pairwise(cuts)]
 
 
 def in_parts(sizes: Sequence[int], number: int) -> list[int]:
@@ -133,6 +166,9 @@ class CommonAdapter(StateAdapter):
         """Let the framework make kernels for the task's model, for the passes to come."""
         task.compile()
 
+    def check_precision(self, precision: str) -> None:
+        """Raise ``UsageError``, on every rank, where the strategy cannot train in ``precision``."""
+
     def use_tf32(self, wanted: bool) -> None:
         """Let a GPU multiply fp32 in TF32, or not, whatever its framework does by default."""
 
@@ -196,6 +232,14 @@ class CommonAdapter(StateAdapter):
         return (
             {key: sum(one[key] for one in known) for key in ("count", "bytes")} if known else None
         )
+
+    def bubble(self, split: StepSplit | None) -> Bubble | None:
+        """Return how long the stages of a model wait for one another; None: it has none.
+
+        Args:
+            split: of the mean step; None: it is not known.
+        """
+        return None
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -302,7 +346,7 @@ class CommonAdapter(StateAdapter):
         Raises:
             HvdtrainError: on every rank: names those that differ, and says ``text``.
         """
-        compare(self.communicator, self.replicated(model, optimizer), text)
+        self.compare(model, self.replicated(model, optimizer), text)
 
     @property
     def current_part(self) -> Part | None:
@@ -342,10 +386,10 @@ class CommonAdapter(StateAdapter):
     def scale_learning_rate(
         self, base: float, *, scaling: str = "linear", **schedule: Any
     ) -> LearningRate:
-        return LearningRate(base, scale_factor(scaling, self.world.devices), **schedule)
+        return LearningRate(base, scale_factor(scaling, self.world.shares), **schedule)
 
     @together
     @override
     def average_metrics(self, count: float, **sums: float) -> tuple[dict[str, float], int]:
-        total = self.communicator.sum(metrics.pack(sums, count))
+        total = self.data_communicator.sum(metrics.pack(sums, count))
         return metrics.unpack(total, list(sums))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,14 @@ from hvdtrain.steps.integrity import places
 from hvdtrain.system.runtime.exit import agreed
 
 
-def compare(communicator: Communicator, state: Checkpoint, why: str, *, when: str = "") -> str:
+def compare(
+    communicator: Communicator,
+    state: Checkpoint,
+    why: str,
+    *,
+    when: str = "",
+    ranks: Sequence[int] = (),
+) -> str:
     """Compare the ``state`` of all ranks; all of them call it together.
 
     Args:
@@ -25,6 +33,7 @@ def compare(communicator: Communicator, state: Checkpoint, why: str, *, when: st
         state: arrays of the same names on all ranks.
         why: what comes after the names of those that differ: the cause and the remedy.
         when: what comes before them.
+        ranks: what those of ``communicator`` are called; by default as there.
 
     Returns:
         The common SHA-256.
@@ -49,11 +58,13 @@ def compare(communicator: Communicator, state: Checkpoint, why: str, *, when: st
         hosts, tensors = zip(*map(json.loads, communicator.gather(mine)), strict=True)
         one, other = tensors[everyone.index(right)], tensors[different[0]]
         first = next(name for name in {**one, **other} if one.get(name) != other.get(name))
-        others = "the other ranks'" if 0 in different else "rank 0's"
+        ranks = ranks or range(communicator.size)
+        others = "the other ranks'" if 0 in different else f"rank {ranks[0]}'s"
+        where = dict(zip(ranks, hosts, strict=True))
         raise agreed(
             HvdtrainError(
-                f"{when}the model of {places(different, hosts)} differs from {others}, first "
-                f"in {first}: {why}"
+                f"{when}the model of {places([ranks[one] for one in different], where)} differs "
+                f"from {others}, first in {first}: {why}"
             )
         )
     return whole.hex()

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.levers import Levers, check_levers
-from hvdtrain.config.strategies import DEFAULT, LATER, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
+from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.runtime.detect import LaunchInfo, detect
@@ -98,13 +98,11 @@ def choose_strategy(
     """Return the strategy to use: a pure function of what was asked, launcher and what is here.
 
     Raises:
-        UsageError: unknown, not built yet, or not possible with this framework or launcher.
+        UsageError: unknown, or not possible with this framework or launcher.
     """
     name = asked or DEFAULT.name
     if name not in STRATEGIES:
-        built = ", ".join(STRATEGIES)
-        why = " is not built yet" if name in LATER else ""
-        raise UsageError(f"--strategy {name}{why}: choose one of {built}")
+        raise UsageError(f"--strategy {name}: choose one of {', '.join(STRATEGIES)}")
     record = STRATEGIES[name]
     _check_fit(record, framework, launch)
     if name in installed:

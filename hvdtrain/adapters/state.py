@@ -70,6 +70,15 @@ class StateAdapter(Adapter):
     def trained_names(self, model: Any) -> set[str]:
         """Return the names in ``export_state`` of the parameters that are trained."""
 
+    @property
+    def data_communicator(self) -> Communicator:
+        """The ranks that have the same part of the model as this one, each other data."""
+        return self.communicator
+
+    def compare(self, model: Any, state: Checkpoint, why: str, *, when: str = "") -> str:
+        """Compare what ranks should have alike of ``model``; see ``replicas.compare``."""
+        return compare(self.communicator, state, why, when=when)
+
     # The steps
 
     def check_trained(self, model: Any, optimizer: Any) -> None:
@@ -86,7 +95,7 @@ class StateAdapter(Adapter):
         self.check_trained(model, optimizer)
         digest = self.send_state(model, optimizer)
         ranks = self.communicator.broadcast_arrays(self._rank_buffers)
-        own = buffers.own_row(ranks, self.world.rank, self.world.size)
+        own = buffers.own_row(ranks, self.world.data_rank, self.world.data_size)
         if own:
             self.set_local_buffers(model, own[0])
             self._seen = own[1]
@@ -106,8 +115,8 @@ class StateAdapter(Adapter):
                 training=self.communicator.broadcast_arrays(mine.training),
             )
             self.communicator.together(lambda: self.import_state(model, optimizer, state))
-        return compare(
-            self.communicator,
+        return self.compare(
+            model,
             self.export_state(model, optimizer),
             "this is so right after the broadcast: report it, training on would be wrong",
         )
@@ -131,8 +140,8 @@ class StateAdapter(Adapter):
             HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
                 tensor.
         """
-        return compare(
-            self.communicator,
+        return self.compare(
+            model,
             self.replicated(model, optimizer),
             "the ranks have made different updates, or the memory of a host has changed by itself. "
             f"{process_status.how_to_go_on()}; leave out a host that is named twice",
@@ -161,7 +170,7 @@ class StateAdapter(Adapter):
         self.check_trained(model, optimizer)
         _check_saved(Path(directory), state)
         own = self.local_buffers(model)
-        ranks = buffers.gather(self.communicator, own, self._seen) if own else {}
+        ranks = buffers.gather(self.data_communicator, own, self._seen) if own else {}
         kept = {**state, "world_size": self.world.size}
         with self.averaged_buffers(model):
             written = self.write_state(Path(directory), model, optimizer, kept, ranks, keep)
@@ -193,7 +202,7 @@ class StateAdapter(Adapter):
             The checkpoint, on rank 0.
         """
         arrays = self.export_state(model, optimizer)
-        compare(self.communicator, self._trained(model, arrays), DIFFERENT)
+        self.compare(model, self._trained(model, arrays), DIFFERENT)
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
 
         def save() -> Path:
@@ -343,14 +352,15 @@ class StateAdapter(Adapter):
     def averaged_buffers(self, model: Any) -> Iterator[None]:
         """Make the running statistics of ``model`` the mean over all ranks within the block."""
         own = self.local_buffers(model)
-        if own and self.world.size > 1:
+        several = self.world.data_size > 1
+        if several:
             with self.waits.during("averaged_buffers"):
-                mean = buffers.average(self.communicator, own, self._seen)
+                mean = buffers.average(self.data_communicator, own, self._seen) if own else {}
             self.set_local_buffers(model, mean)
         try:
             yield
         finally:
-            if own and self.world.size > 1:
+            if several:
                 self.set_local_buffers(model, own)
 
 

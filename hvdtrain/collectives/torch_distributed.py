@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -33,7 +34,54 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 FOREVER = timedelta(days=365)  # a rank that is late is waited for; one that is dead, detected
 
 
-class TorchDistributed(Communicator):
+class Members(Communicator):
+    """Ranks of torch.distributed: all of them, or some that have a group of their own.
+
+    Attributes:
+        ranks: their ranks among all, by rank here.
+        group: of them, for tensors; None: of all.
+    """
+
+    ranks: Sequence[int]
+    group: Any = None
+    _control: Any  # for bytes and vectors
+
+    @override
+    def gather(self, data: bytes) -> list[bytes]:
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._control)
+        longest = max(int(length) for length in lengths)
+        if not longest:
+            return [b""] * self.size
+        padded = torch.from_numpy(np.frombuffer(bytearray(data.ljust(longest)), np.uint8))
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded, group=self._control)
+        return [
+            one[: int(length)].numpy().tobytes()
+            for one, length in zip(everyone, lengths, strict=True)
+        ]
+
+    @override
+    def broadcast(self, data: Bytes) -> Bytes:
+        received = torch.from_numpy(data.copy())
+        dist.broadcast(received, src=self.ranks[0], group=self._control)
+        result: Bytes = received.numpy()
+        return result
+
+    @override
+    def sum(self, values: Vector) -> Vector:
+        total = torch.from_numpy(values.copy())
+        dist.all_reduce(total, group=self._control)
+        result: Vector = total.numpy()
+        return result
+
+    @override
+    def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+class TorchDistributed(Members):
     """The default process group, which starting this one makes.
 
     torchrun tells the ranks of a rendezvous; otherwise rank 0 picks a port, and MPI broadcasts it.
@@ -74,6 +122,7 @@ class TorchDistributed(Communicator):
                 timeout=timeout,
             )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.ranks = range(self.size)
         # Where one rank sums gradients and another gathers bytes, by a mistake in a program, both
         # are to wait until that is told: in one group Gloo would end the process.
         self._control = dist.new_group(backend="gloo", timeout=timeout)
@@ -81,44 +130,15 @@ class TorchDistributed(Communicator):
         # has returned; once Python is ending it aborts the process (before 3.13).
         atexit.register(time.sleep, GIVES_BACK)
 
-    @override
-    def gather(self, data: bytes) -> list[bytes]:
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._control)
-        longest = max(int(length) for length in lengths)
-        if not longest:
-            return [b""] * self.size
-        padded = torch.from_numpy(np.frombuffer(bytearray(data.ljust(longest)), np.uint8))
-        everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(everyone, padded, group=self._control)
-        return [
-            one[: int(length)].numpy().tobytes()
-            for one, length in zip(everyone, lengths, strict=True)
-        ]
-
-    @override
-    def broadcast(self, data: Bytes) -> Bytes:
-        received = torch.from_numpy(data.copy())
-        dist.broadcast(received, src=0, group=self._control)
-        result: Bytes = received.numpy()
-        return result
-
-    @override
-    def sum(self, values: Vector) -> Vector:
-        total = torch.from_numpy(values.copy())
-        dist.all_reduce(total, group=self._control)
-        result: Vector = total.numpy()
-        return result
+    def split(self, groups: Sequence[Sequence[int]]) -> Some:
+        """Return the one of ``groups`` of ranks that this rank is in; all ranks call it alike."""
+        made = [Some(ranks) for ranks in groups]
+        return next(one for one in made if self.rank in one.ranks)
 
     @override
     def tensor(self, length: int, value: float) -> Tensor:
         device = accelerator.kind() if self.gpu else "cpu"
         return torch.full((length,), value, dtype=torch.float32, device=device)
-
-    @override
-    def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
-        dist.all_reduce(tensor)
-        return tensor
 
     @override
     def operations(self, count: int) -> Operations:
@@ -158,6 +178,16 @@ class TorchDistributed(Communicator):
     @override
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+class Some(Members):
+    """Some of the ranks; those that are not among them make it too."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks, self.size = ranks, len(ranks)
+        self.group = dist.new_group(ranks, timeout=FOREVER)
+        self._control = dist.new_group(ranks, backend="gloo", timeout=FOREVER)
+        self.rank = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else -1
 
 
 def _open_store(timeout: timedelta) -> tuple[Store, int, int]:

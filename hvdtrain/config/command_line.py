@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.options import (
-    NOT_BUILT,
     Options,
     check,
     counts,
@@ -172,9 +171,6 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
 
 
 def _values(parser: Parser, arguments: list[str]) -> dict[str, Any]:
-    for name in (argument.partition("=")[0] for argument in arguments):
-        if name.startswith("--") and name[2:] in NOT_BUILT:
-            raise UsageError(f"{name} is not built yet: leave it out")
     given = {
         name: value for name, value in vars(parser.read(arguments)).items() if value is not None
     }

@@ -42,6 +42,10 @@ class Levers:
     """Sum within each host first, then over the hosts."""
     autotune: bool = False
     """Let Horovod choose by what it measures."""
+    stages: int | None = None
+    """Ranks that hold one model together, each a part of it; None: all."""
+    micro_batches: int | None = None
+    """Into how many a batch is cut that goes through them; None: four for each stage."""
 
     @property
     def bucket_bytes(self) -> int:

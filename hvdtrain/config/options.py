@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hvdtrain.config.levers import ADASUM, AVERAGE, COMPRESSIONS, NONE, REDUCTIONS, Levers
-from hvdtrain.config.strategies import LATER, STRATEGIES
+from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
 
@@ -95,8 +95,8 @@ def local_folder(value: str | Path) -> Path:
 
 
 def strategy_name(value: str) -> str:
-    """Read the name of a strategy; ``choose_strategy`` refuses one that is not built yet."""
-    if value not in {*STRATEGIES, *LATER}:
+    """Read the name of a strategy."""
+    if value not in STRATEGIES:
         raise ValueError(f"{value!r}: choose one of {', '.join(STRATEGIES)}")
     return value
 
@@ -107,10 +107,6 @@ def option(
     """Return a field with its help text, the function that reads it, and the valid names."""
     metadata = {"help": text, "kind": kind, "choices": tuple(choices)}
     return dataclasses.field(default=default, metadata=metadata)
-
-
-# Names of the contract whose parts are not built yet: giving one is an error that says so.
-NOT_BUILT = frozenset({"micro-batches", "stages"})
 
 
 @dataclass(frozen=True)
@@ -190,6 +186,12 @@ class Options:
     autotune: bool = option(
         False, "let Horovod choose fusion and cycle by what it measures: no longer bit-equal", bool
     )
+    stages: int | None = option(
+        None, "ranks that hold one model, a part of it each (--strategy pipeline; all)", positive
+    )
+    micro_batches: int | None = option(
+        None, "into how many a batch is cut that goes through them (4 for each stage)", positive
+    )
     optimizer: str = option("sgd", "the update rule", choices=("sgd", "adam", "adamw"))
     precision: str = option(
         "auto", "of the forward pass", choices=("auto", "fp64", "fp32", "bf16", "fp16")
@@ -263,7 +265,7 @@ class Options:
     )
     spawn: int | None = option(
         None,
-        "start N ranks on this host, without a launcher (--strategy ddp, zero, fsdp)",
+        "start N ranks on this host, without a launcher (--strategy ddp, zero, fsdp, pipeline)",
         positive,
     )
     local_rank: int | None = option(
@@ -282,7 +284,7 @@ class Options:
     def levers(self) -> Levers:
         """How gradients travel between the ranks; what is at its default where there are none."""
         if self.evaluates_only:
-            return Levers()
+            return Levers(stages=self.stages, micro_batches=self.micro_batches)
         return Levers(**{one.name: getattr(self, one.name) for one in dataclasses.fields(Levers)})
 
 

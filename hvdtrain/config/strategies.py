@@ -1,6 +1,6 @@
 """The strategies: how the ranks train together. One record each, data only, which others read.
 
-No other file compares a strategy's name; a strategy that is not built has no record.
+No other file compares a strategy's name.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Strategy:
     """The other levers that it has: attributes of ``Levers`` (``config/levers.py``)."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Where its library reads a lever, by the name of that."""
+    splits_model: bool = False
+    """Whether several ranks hold one model together, of which each has some layers."""
     has_timeline: bool = False
     """Whether Horovod's timeline shows its collectives."""
 
@@ -117,6 +119,14 @@ STRATEGIES = {
             traffic=3.0,  # gathered before forward and backward pass, gradients reduce-scattered
             levers=(),
         ),
+        replace(
+            DDP,
+            name="pipeline",
+            adapters={"pytorch": "hvdtrain.adapters.pytorch.pipeline:PipelineAdapter"},
+            compressions=(),
+            levers=("stages", "micro_batches"),
+            splits_model=True,
+        ),
         Strategy(
             "mpi",
             {
@@ -148,4 +158,3 @@ STRATEGIES = {
 HOROVOD = STRATEGIES["horovod"]
 DEFAULT = HOROVOD
 ONE_PROCESS = STRATEGIES["single"]  # in place of the default where that is not installed
-LATER = ("pipeline",)  # not built yet

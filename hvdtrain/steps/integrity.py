@@ -168,7 +168,7 @@ def check_devices(devices: Sequence[Device], everyone: Sequence[RankFacts]) -> N
             )
 
 
-def places(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def places(ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> str:
     """Return where ``ranks`` are, such as ``node1 (ranks 0-3) and node2 (rank 4)``."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:

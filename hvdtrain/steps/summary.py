@@ -22,7 +22,8 @@ from hvdtrain.system.files import read_regular
 
 MOST = 2**20  # bytes of a file; a summary is far smaller
 LARGEST = 2**63  # of whole numbers: a larger one is no measurement, and too large for a float
-MAY_LACK = ("joules_per_image", "steps_skipped", "rollbacks")  # keys that most runs do not have
+# Keys that most runs do not have.
+MAY_LACK = ("bubble", "joules_per_image", "steps_skipped", "rollbacks")
 SHOWN = 40  # characters of a wrong value
 
 
@@ -55,6 +56,16 @@ class GradientMessages:
 
     count: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The share of a step in which a stage of a pipeline waits for the others."""
+
+    stages: int
+    micro_batches: int  # of a pass, at most
+    formula: float  # (stages - 1) / (micro_batches + stages - 1)
+    measured: float | None = None  # in the mean step, over all ranks
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,8 @@ class Summary:
     seconds_total: float | None = None
     seconds_to_first_step: float | None = None
     step_split: StepSplit | None = None
+    bubble: Bubble | None = None
+    """Of a pipeline."""
     gradient_messages: GradientMessages | None = None
     peak_memory_bytes: int | None = None
     """Of the rank that took most: on its GPU, else resident."""

@@ -16,7 +16,8 @@ class World:
     """The processes that train together, seen from one of them.
 
     ``hosts`` is how many hosts take part; ``local_rank`` counts from 0 on each host;
-    ``gpus_per_rank`` is more than 1 where one process computes on several.
+    ``gpus_per_rank`` is more than 1 where one process computes on several; ``stages`` is how many
+    ranks in a row hold one model together, each a part of it.
     """
 
     rank: int
@@ -26,20 +27,31 @@ class World:
     host: str
     hosts: int
     gpus_per_rank: int = 1
+    stages: int = 1
 
     @property
     def data_rank(self) -> int:
         """Which share of the data this process has; its rank unless the model is split."""
-        return self.rank
+        return self.rank // self.stages
 
     @property
     def data_size(self) -> int:
         """Into how many shares the data are cut; the world size unless the model is split."""
-        return self.size
+        return self.size // self.stages
+
+    @property
+    def stage(self) -> int:
+        """Which part of the model this process has, from 0; 0 unless the model is split."""
+        return self.rank % self.stages
 
     @property
     def devices(self) -> int:
-        """How many devices share a global batch, each with a part of its own."""
+        """How many devices compute."""
+        return self.size * self.gpus_per_rank
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts a global batch is cut: one per device, or per model that is split."""
         return self.data_size * self.gpus_per_rank
 
     @property

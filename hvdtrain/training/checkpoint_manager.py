@@ -92,12 +92,11 @@ class CheckpointManager:
         )
         if state is None:
             return None
-        writes = self.adapter.world.is_writer  # one rank carries the sums of the epoch so far
         now = TrainState(
             **{one.name: state[one.name] for one in fields(TrainState) if one.name in state}
         )
         now.position = Position(**state["position"])
-        if not writes:
+        if self.adapter.world.data_rank:  # one part carries the sums of the epoch so far
             now.loss_sum, now.loss_count = 0.0, 0
         self.path, self._saved = state["path"], _mark(now)
         return now

@@ -46,10 +46,11 @@ def evaluate(
     """
     test, world, metrics = task.test, adapter.world, copy.deepcopy(list(task.metrics))
     assert test is not None
-    batch = max(1, EVALUATION_BATCH * global_batch // world.size)
+    batch = max(1, EVALUATION_BATCH * global_batch // world.data_size)
     loss, count = 0.0, 0
     alike = adapter.evaluates_together
-    parts = evaluation_parts(test.samples, batch, world.rank, world.size, alike=alike)
+    place = world.data_rank, world.data_size
+    parts = evaluation_parts(test.samples, batch, *place, alike=alike)
     with adapter.averaged_buffers(task.model):
         for loaded in test.evaluation(parts):
             loss += task.evaluate(loaded, [*metrics, *also])
@@ -60,7 +61,7 @@ def evaluate(
     if seen < test.samples:
         return None
     for metric in metrics:
-        metric.gather(adapter.communicator)
+        metric.gather(adapter.data_communicator)
         means |= metric.result()
     return {**means, "samples": seen}
 
@@ -81,8 +82,8 @@ class Lines:
     """
 
     def __init__(self, columns: Columns, samples: int, world: World) -> None:
-        self.columns, self._rank = columns, world.rank
-        self._next, _ = bounds(samples, world.rank, world.size)
+        self.columns, self._rank = columns, world.data_rank
+        self._next, _ = bounds(samples, world.data_rank, world.data_size)
         self._own = io.BytesIO()
 
     def update(self, batch: Batch, output: Array) -> None:

@@ -61,7 +61,7 @@ class EvaluationRun:
         assert metrics is not None
         rate = test.samples / (time.perf_counter() - started)
         if self.options.predict:
-            show.predictions(lines.pieces(adapter.communicator))
+            show.predictions(lines.pieces(adapter.data_communicator))
         test.close()
         self._sum_up(show, state, metrics, rate)
         return EXIT_OK

@@ -354,8 +354,11 @@ class Run:
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages
+        split = None
         # Ranks that were told to end must not wait for one another any more.
         alone = stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
+        if not alone:
+            split = self.clock.step_split(self.adapter.communicator)
         summary = dataclasses.replace(
             self.clock.figures(),
             **described(self.workload, self.options, self.adapter, self.task),
@@ -367,7 +370,8 @@ class Run:
             samples_trained=self.now.samples,
             training_samples=self.task.train.samples,
             train_loss=self.train_loss,
-            step_split=None if alone else self.clock.step_split(self.adapter.communicator),
+            step_split=split,
+            bubble=self.adapter.bubble(split),
             gradient_messages=GradientMessages(**messages) if messages else None,
             parameter_norm=None
             if alone and self.adapter.shards_state

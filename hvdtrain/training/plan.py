@@ -66,7 +66,7 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     warmup = min(recipe.warmup_epochs, max(share, min(1.0, epochs / 2)))
     global_batch = _given(
         options.global_batch_size,
-        _given(options.batch_size, recipe.batch_size) * world.devices * options.accumulate_steps,
+        _given(options.batch_size, recipe.batch_size) * world.shares * options.accumulate_steps,
     )
     # Whoever fixes the global batch wants the same training at any world size, and Adasum chooses
     # the length of a step between the mean of the gradients and their sum.

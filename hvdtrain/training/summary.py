@@ -15,12 +15,12 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.options import Options
-from hvdtrain.steps.summary import Stopped, Summary
+from hvdtrain.steps.summary import Bubble, Stopped, Summary
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.frameworks import versions
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
-from hvdtrain.system.output.text import plural
+from hvdtrain.system.output.text import percent, plural
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.training.throughput import Clock
 from hvdtrain.workloads.metrics import Metric
@@ -168,12 +168,23 @@ def rows(
         ("training loss", _number(summary.train_loss, ".4f")),
         *_test_rows(summary, measured),
         (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
+        *_bubble_rows(summary.bubble),
         *_gpu_rows(summary, unit),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
         ("stopped", STOPPED.get(stopped, stopped)),
     ]
     files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
     return table + [(name, path) for name, path in files.items() if path]
+
+
+def _bubble_rows(bubble: Bubble | None) -> list[tuple[str, str]]:
+    """Return how long the stages of a pipeline waited, if there are any."""
+    if bubble is None:
+        return []
+    told = f"{percent(bubble.measured)} of a step, " if bubble.measured is not None else ""
+    number = bubble.micro_batches
+    cut = f"{plural(bubble.stages, 'stage')}, {number} micro-batch{'es' * (number > 1)}"
+    return [("bubble", f"{told}{percent(bubble.formula)} by formula ({cut})")]
 
 
 def _gpu_rows(summary: Summary, unit: str) -> list[tuple[str, str]]:

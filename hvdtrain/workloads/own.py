@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.config.options import NOT_BUILT, Options, number
+from hvdtrain.config.options import Options, number
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.workloads.task import Recipe, Task, Workload
 
@@ -127,7 +127,6 @@ def joined(own: Any, source: str) -> type[Options]:
     if not (isinstance(own, type) and dataclasses.is_dataclass(own)):
         raise UsageError(f"{source}: Options is no dataclass")
     taken = {field.name for field in dataclasses.fields(Options)} | {"config", "help"}
-    taken |= {name.replace("-", "_") for name in NOT_BUILT}
     fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(own):
         where = f"{source}: {field.name} of Options"

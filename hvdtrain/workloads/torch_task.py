@@ -143,7 +143,12 @@ class TorchTask(Task):
             return
         if self.options.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
+            # A model of which this process has a part alone clips by the norm over all.
+            clip = getattr(self.model, "clip_grad_norm_", None)
+            if clip:
+                clip(self.options.clip_norm)
+            else:
+                clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -194,18 +199,19 @@ class TorchTask(Task):
 
     @torch.no_grad()
     def _sums(self) -> torch.Tensor:
-        """Return the sum of each gradient, in the order of the parameters that have one.
+        """Return the sum of each gradient, in the order of the parameters; 0 where there is none.
 
         One pass finds what is not finite: a sum with such a term is not, nor one that overflows.
         """
-        own = [_own(p.grad).sum() for p in self.model.parameters() if p.grad is not None]
-        sums: torch.Tensor = self.sum_shards(torch.stack(own or [self.scale[0].new_zeros(())]))
+        none = self.scale[0].new_zeros(())
+        own = [none if p.grad is None else _own(p.grad).sum() for p in self.model.parameters()]
+        sums: torch.Tensor = self.sum_shards(torch.stack(own))
         return sums
 
     def _not_finite(self) -> str:
         """Return the name of the first parameter whose gradient is not finite; empty: none."""
         finite = self._sums().isfinite().tolist()
-        named = [name for name, p in self.model.named_parameters() if p.grad is not None]
+        named = [name for name, _ in self.model.named_parameters()]
         return "" if all(finite) else named[finite.index(False)]
 
     def _own_trouble(self, batch: Batch, loss: torch.Tensor, seed: int) -> str:

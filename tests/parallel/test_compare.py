@@ -14,7 +14,7 @@ from tests.conftest import Outcome, run
 VERB = [sys.executable, "-m", "hvdtrain.cli", "compare", "--repeat", "1", "--json"]
 TRAIN = ["python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "24"]
 PLAIN = ["--compression", "none", "--dropout", "0", "--precision", "fp64", "--batch-size", "33"]
-OVER_TWO = ["horovod", "ddp", "mpi"]
+OVER_TWO = ["horovod", "ddp", "pipeline", "mpi"]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -25,7 +25,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     folder = tmp_path_factory.mktemp("compare")
-    strategies = ["--strategies", ",".join([*OVER_TWO, "single", "pipeline"])]
+    strategies = ["--strategies", ",".join([*OVER_TWO, "single", "data-parallel"])]
     target = ["--target", "accuracy=0.01"]
     outcome = run([*VERB, *strategies, *target, "--out", str(folder), "--", *TRAIN, *PLAIN])
     assert outcome.code == 0, outcome.err[-3000:]
@@ -36,7 +36,8 @@ def test_the_rows_say_what_the_runs_say(compared: tuple[Path, Outcome]) -> None:
     folder, outcome = compared
     *rows, missing = json.loads(outcome.out)["rows"]  # nothing else is on standard output
     assert [row["strategy"] for row in rows] == ["single", *OVER_TWO]
-    assert (missing["available"], missing["reason"]) == (False, "not built yet")
+    assert not missing["available"]
+    assert missing["reason"].startswith("--strategy data-parallel is for two GPUs or more")
     runs = {
         line["method"]["strategy"]: line["summary"] for line in lines(folder) if line["summary"]
     }
@@ -59,6 +60,12 @@ def test_the_rows_say_what_the_runs_say(compared: tuple[Path, Outcome]) -> None:
         assert row["target_speedup"] == rows[0]["target_seconds"] / row["target_seconds"]
         # 21,840 parameters in fp64; at two ranks each sends them once.
         sent = row["bytes_per_step"]
+        if row["strategy"] == "pipeline":  # it sends no gradients
+            bubble = one["bubble"]
+            assert (sent, row["bubble_formula"]) == (None, 1 / 9)
+            assert row["bubble"] == bubble["measured"] > 0
+            continue
+        assert (row["bubble"], row["bubble_formula"]) == (None, None)
         assert sent == 0 if row["ranks"] == 1 else 8 * 21_840 <= sent < 8 * 22_200
 
 

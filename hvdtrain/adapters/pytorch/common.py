@@ -114,9 +114,15 @@ class PyTorchAdapter(CommonAdapter):
                 value.copy_(tensor_of(arrays[name]))
 
 
+class Wrapper(torch.nn.Module):
+    """A strategy's own, around the ``module`` that the user gave."""
+
+    module: torch.nn.Module
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model that a strategy has wrapped: its names are those of a checkpoint."""
-    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, Wrapper)
     return model.module if isinstance(model, wrappers) else model
 
 

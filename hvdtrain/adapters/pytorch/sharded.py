@@ -23,7 +23,6 @@ from typing_extensions import override
 from hvdtrain.adapters import buffers
 from hvdtrain.adapters.pytorch.common import array_of
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter
-from hvdtrain.adapters.replicas import compare
 from hvdtrain.adapters.state import DIFFERENT
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -70,6 +69,11 @@ class ShardedAdapter(DdpAdapter):
 
     shards_state = True
 
+    @property
+    def writers(self) -> int:
+        """How many ranks, the first ones, write a checkpoint."""
+        return self.world.size
+
     @abstractmethod
     def is_sharded(self, model: Any, optimizer: Any) -> bool:
         """Return whether step 5 has sharded them."""
@@ -90,15 +94,17 @@ class ShardedAdapter(DdpAdapter):
     ) -> Path | None:
         if not self.is_sharded(model, optimizer):
             return super().write_state(directory, model, optimizer, state, ranks, keep)
-        compare(self.communicator, self.replicated(model, optimizer), DIFFERENT)
+        self.compare(model, self.replicated(model, optimizer), DIFFERENT)
         root, step = self.communicator.on_root, state["step"]
         begun = root(lambda: checkpoints.begin(directory, step))
         partial = Path(os.fsdecode(self.communicator.broadcast_bytes(os.fsencode(str(begun)))))
         pieces = list(self.pieces(model, optimizer))
-        if begun:
+        rank = self.world.rank
+        if not self.world.data_rank:
             pieces += (
-                Piece(TRAINING_FILE, name, Layout.of(value), 0, lambda value=value: value, True)  # type: ignore[misc]
+                Piece(TRAINING_FILE, name, Layout.of(value), rank, lambda value=value: value, True)  # type: ignore[misc]
                 for name, value in ranks.items()
+                if name != buffers.SEEN or not rank
             )
         try:
             mine = self.communicator.together(lambda: self._write(partial, step, pieces))
@@ -114,7 +120,7 @@ class ShardedAdapter(DdpAdapter):
         pieces = sorted(pieces, key=lambda one: one.order)
         mine = [one for one in pieces if one.owner == self.world.rank]
         files = {
-            kind: file_of(kind, self.world.rank, self.world.size)
+            kind: file_of(kind, self.world.rank, self.writers)
             for kind in dict.fromkeys(one.kind for one in mine)
         }
         writer = Writer(folder, step, files, mine)

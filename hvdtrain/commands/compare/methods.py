@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hvdtrain.adapters.select import check_version
 from hvdtrain.commands.runs.words import REFUSED, batches, given, value_of, without
 from hvdtrain.config.command_line import parse
-from hvdtrain.config.strategies import LATER, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
+from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.frameworks import is_installed
@@ -113,7 +113,7 @@ def _strategies(asked: Sequence[str]) -> list[tuple[str, list[str]]]:
             name, *options = shlex.split(text)
         except ValueError as error:
             raise UsageError(f"--strategies {text!r}: {error}") from error
-        if name not in {ALL, *STRATEGIES, *LATER}:
+        if name not in {ALL, *STRATEGIES}:
             raise UsageError(f"--strategies {name}: choose of {', '.join([ALL, *STRATEGIES])}")
         for option in (*SHARED, *REFUSED):
             if value_of(options, option) is not None:
@@ -145,9 +145,7 @@ def _ranks(name: str, ranks: int) -> int:
 def why_not(method: Method) -> str:
     """Return why a method cannot run here, as far as that is seen without starting it; or ""."""
     framework, package = method.framework, PACKAGES[method.framework]
-    record = STRATEGIES.get(method.strategy)
-    if record is None:
-        return "not built yet"
+    record = STRATEGIES[method.strategy]
     if framework not in record.adapters:
         return f"is for {' and '.join(record.adapters)} alone"
     if not is_installed(package):

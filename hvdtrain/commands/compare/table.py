@@ -67,6 +67,8 @@ class Row:
     setup_seconds: float | None = None  # until the first update was done
     largest_batch: int | None = None  # per rank, that fits
     largest_batch_predicted: bool | None = None  # by a line from small batches
+    bubble: float | None = None  # share of a step in which stages of a pipeline wait
+    bubble_formula: float | None = None  # as it would be with stages that cost the same
     options: str = ""  # of this strategy alone
     repeats: int = 0
 
@@ -164,6 +166,8 @@ def _row(method: Method, trials: Sequence[Trial], price: float | None) -> Row:
         price_per_epoch=hours * price if hours and price is not None else None,
         bytes_per_step=sent_bytes(method, done[0]),
         setup_seconds=median(lambda one: one.seconds_to_first_step),
+        bubble=median(lambda one: one.bubble.measured if one.bubble else None),
+        bubble_formula=median(lambda one: one.bubble.formula if one.bubble else None),
         repeats=len(done),
     )
 
@@ -260,6 +264,8 @@ def figures(rows: Sequence[Row]) -> Table:
         "to target": cells(lambda row: row.target_seconds, duration),
         "by target": cells(lambda row: row.target_speedup, "{:.2f}".format),
         "set-up": cells(lambda row: row.setup_seconds, duration),
+        "bubble": cells(lambda row: row.bubble, percent),
+        "by formula": cells(lambda row: row.bubble_formula, percent),
     }
     return known(columns)
 
@@ -283,6 +289,8 @@ NOTES = {
     "to target": "seconds to --target, from the first update on, evaluations included",
     "by target": "speed-up over one process by that time",
     "set-up": "from the start of a rank to the end of its first step",
+    "bubble": "share of a step in which the stages of a pipeline wait for one another",
+    "by formula": "that share with stages that cost the same, and nothing else to wait for",
 }
 
 

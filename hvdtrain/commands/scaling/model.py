@@ -25,7 +25,6 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from hvdtrain.collectives.model import RING, TREE, Law
-from hvdtrain.config.options import NOT_BUILT
 
 LAWS = (RING, TREE)
 BACKWARD = 2 / 3  # of the compute time
@@ -230,16 +229,10 @@ class _Change:
     passes: int = 1
 
 
-def _option(words: str) -> str:
-    """Return how hvdtrain's trainers spell what Horovod itself can do, if they can."""
-    name = words.split()[0].removeprefix("--")
-    return " (not yet in hvdtrain)" if name in NOT_BUILT else f" ({words})"
-
-
 CHANGES = (
     _Change(
         "gradients in fp16",
-        f"Compression.fp16{_option('--compression fp16')}, the conversion not counted",
+        "Compression.fp16 (--compression fp16), the conversion not counted",
         costs=lambda costs, messages: replace(costs, transfer=costs.transfer / 2),
     ),
     _Change(
@@ -250,7 +243,7 @@ CHANGES = (
     ),
     _Change(
         "accumulate 4 batches",
-        f"backward_passes_per_step=4{_option('--accumulate-steps 4')}, if accuracy allows",
+        "backward_passes_per_step=4 (--accumulate-steps 4), if accuracy allows",
         lambda fit, traffic: not fit.strong,
         passes=4,
     ),

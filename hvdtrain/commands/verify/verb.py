@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.commands.verify.rows import ALL, FAILED, Row, complete, show
-from hvdtrain.config.strategies import DEFAULT, PACKAGES
+from hvdtrain.config.strategies import DEFAULT, PACKAGES, STRATEGIES
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output.result import Report
@@ -69,6 +69,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError("--updates counts those of a --script: name one")
     if arguments.timeout <= 0:
         raise UsageError(f"--timeout {arguments.timeout:g}: give a number of seconds above 0")
+    _check_strategy(arguments.strategy)
     ranks = how_many(arguments.ranks, os.environ)
     framework = arguments.framework or installed_framework()
     if ranks is None and not arguments.script:
@@ -81,6 +82,16 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             return observe(arguments, ranks)
         assert ranks is not None
         return _start(ranks, framework, arguments)
+
+
+def _check_strategy(name: str | None) -> None:
+    """Raise ``UsageError`` where a rank holds no whole model to verify the steps by."""
+    record = STRATEGIES.get(name or DEFAULT.name)
+    if record and record.splits_model:
+        raise UsageError(
+            f"--strategy {name} cannot be verified: a rank holds some layers of a model, and the "
+            "steps are tried on a whole one; --strategy ddp is started in the same way"
+        )
 
 
 def how_many(asked: int | None, environ: Mapping[str, str]) -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from PIL import Image
@@ -66,11 +68,20 @@ def task(options: ImageOptions, train: Dataset, test: Dataset | None, classes: i
     for module in model.modules():
         if type(module) is torch.nn.BatchNorm2d:
             module.__class__ = BatchNorm2d
+    model.in_a_row = functools.partial(in_a_row, model)
     if isinstance(train, Synthetic):
         return TorchTask(model, options, train, test)
     deviation = torch.tensor(DEVIATION).view(3, 1, 1)
     mean = torch.tensor(MEAN).view(3, 1, 1)
     return TorchTask(model, options, train, test, scale=(1 / (255 * deviation), -mean / deviation))
+
+
+def in_a_row(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return stem, blocks and head of a ResNet, of which each takes what the one before returns."""
+    of: Any = model
+    stem = torch.nn.Sequential(of.conv1, of.bn1, of.relu, of.maxpool)
+    blocks = (*of.layer1, *of.layer2, *of.layer3, *of.layer4)
+    return [stem, *blocks, torch.nn.Sequential(of.avgpool, torch.nn.Flatten(), of.fc)]
 
 
 def torchvision() -> ModuleType:

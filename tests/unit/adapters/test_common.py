@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.adapters.common import BUCKET_BYTES, CommonAdapter, in_buckets, in_parts
+from hvdtrain.adapters.common import BUCKET_BYTES, CommonAdapter, in_a_row, in_buckets, in_parts
 from hvdtrain.adapters.preflight import exchange
 from hvdtrain.collectives.base import Alone, Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
@@ -452,3 +453,25 @@ def test_no_rank_gets_much_more_than_its_share(sizes: list[int], number: int) ->
     assert sum(totals) == sum(sizes)
     # The rank with most had no more than the mean before it got its last one.
     assert max(totals) <= sum(sizes) / number + max(sizes, default=0)
+
+
+def test_stages_are_cut_behind_what_costs_nothing() -> None:
+    assert in_a_row([5], 1) == [range(1)]
+    assert in_a_row([0, 0, 0], 3) == [range(1), range(1, 2), range(2, 3)]
+    assert in_a_row([1, 9, 0, 0, 4, 0], 2) == [range(4), range(4, 6)]
+    assert in_a_row([1, 9, 0, 0, 4, 0], 3) == [range(1), range(1, 4), range(4, 6)]
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=8), st.data())
+def test_no_other_cut_has_a_cheaper_most_costly_stage(costs: list[int], data: Any) -> None:
+    number = data.draw(st.integers(1, len(costs)))
+    stages = in_a_row(costs, number)
+    assert len(stages) == number and all(stages)
+    assert [place for stage in stages for place in stage] == list(range(len(costs)))
+
+    def most(cuts: tuple[int, ...]) -> int:
+        ends = itertools.pairwise([0, *cuts, len(costs)])
+        return max(sum(costs[low:high]) for low, high in ends)
+
+    every = itertools.combinations(range(1, len(costs)), number - 1)
+    assert most(tuple(stage[0] for stage in stages[1:])) == min(map(most, every))

@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.adapters import select
 from hvdtrain.adapters.select import check_version, choose_strategy
-from hvdtrain.config.strategies import LATER, STRATEGIES, Strategy
+from hvdtrain.config.strategies import STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import ALONE, LaunchInfo
 
@@ -65,7 +65,6 @@ def test_single_when_asked_for(
         (None, SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
         ("mpi", SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
         ("magic", ALONE, True, ["--strategy magic: choose", ", ".join(STRATEGIES)]),
-        *((name, ALONE, True, [f"--strategy {name} is not built yet"]) for name in LATER),
     ],
 )
 def test_what_cannot_be(

@@ -27,6 +27,8 @@ SOME: dict[str, Any] = {  # a value of each lever that is not its default, besid
     "cycle_time_ms": 3.0,
     "hierarchical_allreduce": True,
     "autotune": True,
+    "stages": 2,
+    "micro_batches": 4,
 }
 
 
@@ -162,4 +164,5 @@ def test_the_levers_are_options_of_a_training() -> None:
     assert Options().levers == Levers()
     given = {"compression": "fp16", **SOME}
     assert Options(**given).levers == Levers(**given)
-    assert Options(**given, evaluate_only=True).levers == Levers()
+    evaluated = Options(**given, evaluate_only=True).levers
+    assert evaluated == Levers(stages=2, micro_batches=4)  # what does not concern updates

@@ -168,3 +168,14 @@ def test_threads_before_any_collective(tmp_path: Path) -> None:
     assert local_threads(0, 2, {**mine, "OMP_NUM_THREADS": "5"}, tmp_path) == 5
     assert local_threads(0, 1, mine, tmp_path) == cores
     assert local_threads(0, 3, mine, tmp_path) == max(1, cores // 3)  # one is hidden
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
+def test_stages_of_a_model_have_one_part_of_the_data(stages: int) -> None:
+    worlds = [World(rank, 6, rank, 6, "h", 1, stages=stages) for rank in range(6)]
+    places = [(world.data_rank, world.stage) for world in worlds]
+    assert places == [(part, stage) for part in range(6 // stages) for stage in range(stages)]
+    for world in worlds:
+        assert (world.data_size, world.shares, world.devices) == (6 // stages, 6 // stages, 6)
+    several = World(0, 1, 0, 1, "h", 1, gpus_per_rank=4)
+    assert (several.data_size, several.shares, several.devices) == (1, 4, 4)

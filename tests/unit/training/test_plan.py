@@ -266,3 +266,8 @@ def test_the_cores_of_a_rank_do_not_depend_on_its_threads(monkeypatch: pytest.Mo
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         assert 1 <= cores_of(World(0, 1, 0, 1, "host", 1)) <= cores
     assert cores_of(World(0, 500, 0, 500, "host", 1)) == 1
+
+
+def test_the_batch_of_a_rank_is_that_of_all_its_stages() -> None:
+    world = World(0, 6, 0, 6, "host", 1, stages=3)
+    assert make_plan(WORKLOAD, Options(batch_size=5), world).global_batch == 2 * 5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.steps.summary import Stopped, Summary
+from hvdtrain.steps.summary import Bubble, Stopped, Summary
 from hvdtrain.system.machine.gpu_meter import GpuMeter
 from hvdtrain.training.summary import evaluated, evaluation_rows, rows, used
 from hvdtrain.training.throughput import Clock
@@ -171,3 +171,13 @@ def test_the_table_of_gpus() -> None:
     )
     shown = dict(rows(gpus, RATES, SHOWN))["GPUs"]
     assert shown == "93 % busy, at most 1.5 GiB each, 0.123 J for each of the images"
+
+
+def test_the_bubble_of_a_pipeline() -> None:
+    bubble = Bubble(stages=2, micro_batches=8, formula=1 / 9, measured=0.25)
+    table = dict(rows(replace(SUMMARY, bubble=bubble), RATES, SHOWN))
+    assert table["bubble"] == "25 % of a step, 11 % by formula (2 stages, 8 micro-batches)"
+    unknown = replace(bubble, micro_batches=1, formula=0.5, measured=None)
+    table = dict(rows(replace(SUMMARY, bubble=unknown), RATES, SHOWN))
+    assert table["bubble"] == "50 % by formula (2 stages, 1 micro-batch)"
+    assert "bubble" not in dict(rows(SUMMARY, RATES, SHOWN))

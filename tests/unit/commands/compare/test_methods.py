@@ -144,7 +144,6 @@ def test_the_default_is_said_where_the_command_says_otherwise(tmp_path: Path) ->
 
 def test_why_a_method_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not(Method("ddp", "tensorflow")) == "is for pytorch alone"
-    assert why_not(Method("pipeline", "pytorch")) == "not built yet"
     monkeypatch.setattr(methods, "is_installed", lambda name: name == "torch")
     assert why_not(Method("single", "pytorch")) == ""
     assert why_not(Method("horovod", "pytorch")) == (

@@ -38,6 +38,7 @@ def test_how_many(tmp_path: Path) -> None:
     [
         (["--", "--epochs", "1"], "--epochs: arguments belong to a --script"),
         (["--updates", "3"], "--updates counts those of a --script: name one"),
+        (["-n", "2", "--strategy", "pipeline"], "--strategy pipeline cannot be verified: a rank"),
         (["--timeout", "0"], "--timeout 0: give a number of seconds above 0"),
         (["--script", "absent.py"], "--script absent.py: no such file"),
         (["--script", __file__, "--updates", "0"], "--updates 0: give a number of at least 1"),
