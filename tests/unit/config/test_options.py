@@ -229,7 +229,7 @@ def test_the_strategies_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
         read("--help")
     shown = capsys.readouterr().out
     assert f"--strategy {'|'.join(STRATEGIES)}" in shown
-    assert "did you mean --stages?" in refusal("--stage", "2")
+    assert "did you mean --stages?" in refusal("--stges", "2")
 
 
 WRONG = [

@@ -47,7 +47,8 @@ def test_they_are_all_here() -> None:
             "pi.pbs",
             "resnet.slurm",
         ),
-        *("resnet_1node.pbs", "resnet_polaris.pbs", "resnet_scaling.pbs", "timeline_capture.pbs"),
+        *("resnet_1node.pbs", "resnet_polaris.pbs", "resnet_scaling.pbs", "ssd300_1node.pbs"),
+        "timeline_capture.pbs",
     ] == SCRIPTS
     readme = (JOBS / "README.md").read_text()
     assert [name for name in SCRIPTS if f"| `{name}` |" not in readme] == []
