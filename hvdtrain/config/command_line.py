@@ -130,7 +130,7 @@ def parse(
     line = _values(parser, spelled(arguments, kind.ALIASES))
     files = [Path(name) for name in line.pop("config", [])]
     given: dict[str, Any] = {}
-    for one in (*(_values(parser, spelled(_read_config(f), kind.ALIASES)) for f in files), line):
+    for one in (*(_values(parser, _read_config(f, kind.ALIASES)) for f in files), line):
         for name, other in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
             if name in one:  # who comes later wins over what it contradicts, too
                 given.pop(other, None)
@@ -184,12 +184,10 @@ def _joined(value: Any) -> Any:
     return value
 
 
-def _read_config(path: Path) -> list[str]:
+def _read_config(path: Path, aliases: Mapping[str, str]) -> list[str]:
     # The file becomes arguments, so that its values are read and checked in the same one way.
     content = read_settings(path, f"--config {path}", "batch-size: 64")
     arguments = []
-    if "config" in content:
-        raise UsageError(f"--config {path}: a file of options cannot name another one")
     for name, value in content.items():
         option_name = "--" + str(name).replace("_", "-")
         if isinstance(value, list):
@@ -198,4 +196,7 @@ def _read_config(path: Path) -> list[str]:
             arguments.append(option_name)
         elif value is not False and value is not None:
             arguments.append(f"{option_name}={value}")
+    arguments = spelled(arguments, aliases)
+    if any(word.partition("=")[0] == "--config" for word in arguments):
+        raise UsageError(f"--config {path}: a file of options cannot name another one")
     return arguments

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import orjson
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.output.text import plural
+from hvdtrain.system.output.text import plural, printable
 from hvdtrain.workloads.data.files import Files, has_file, open_split, read_file
 
 SPLITS = ("train2017", "val2017")
@@ -37,7 +38,8 @@ class Coco:
         labels: places in ``categories``, int64, shape (m,).
         first: where the boxes of each image begin, and the end, int64, shape (n + 1,).
         categories: their ids, rising; ``names`` in the same order.
-        annotations: of these images, as they stand in the file, crowds and all.
+        annotations: of these images, crowds and all, with what pycocotools asks for; boxes are as
+            in the file.
         notes: what was left out, in lines for the user.
     """
 
@@ -106,7 +108,7 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
     try:
         names, found = _parse(orjson.loads(read_file(directory, _annotations(split))), split)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        why = f"there is no {error}" if isinstance(error, KeyError) else error
+        why = printable(f"there is no {error}" if isinstance(error, KeyError) else error)
         raise UsageError(f"{file} is not in COCO's form ({why}): copy it again") from error
     if not names:
         raise UsageError(f"{file} lists no image: give --data with images")
@@ -117,15 +119,17 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
     if absent and not skip_broken:
         raise UsageError(
             f"{file} lists {plural(len(absent), 'image')} not to be found in {split}, "
-            f"{names[absent[0]]} for one: copy the images again, or use --skip-broken"
+            f"{printable(names[absent[0]])} for one: copy the images again, or use --skip-broken"
         )
     if len(absent) == len(names):
-        raise UsageError(f"none of the images that {file} lists is in {split}, {names[0]} for one")
+        raise UsageError(
+            f"none of the images that {file} lists is in {split}, {printable(names[0])} for one"
+        )
     # What is absent is left out below; until then any other stands in its place.
     files = images.take(np.array([place.get(name, 0) for name in names], np.int64))
     if not absent:
         return Coco(files, **found)
-    return without(Coco(files, **found), absent, f"not to be found, {names[absent[0]]}")
+    return without(Coco(files, **found), absent, f"not to be found, {printable(names[absent[0]])}")
 
 
 def _parse(content: Any, split: str) -> tuple[list[str], dict[str, Any]]:
@@ -150,11 +154,11 @@ def _parse(content: Any, split: str) -> tuple[list[str], dict[str, Any]]:
         if (at := place.get(one["image_id"])) is None:
             strangers += 1
         else:
-            of_image[at].append(one)
+            of_image[at].append(_annotation(one, ids[at], label))
     sizes = np.array([(one["width"], one["height"]) for one in images], np.int64).reshape(-1, 2)
     boxes, labels, counts, odd = [], [], [], 0
     for size, some in zip(sizes, of_image, strict=True):
-        whole = [one for one in some if not one.get("iscrowd")]
+        whole = [one for one in some if not one["iscrowd"]]
         clipped, has_area = _clip([one["bbox"] for one in whole], size)
         boxes.append(clipped[has_area])
         labels += [
@@ -180,17 +184,32 @@ def _parse(content: Any, split: str) -> tuple[list[str], dict[str, Any]]:
     }
 
 
+def _annotation(one: dict[str, Any], image: int, label: dict[int, int]) -> dict[str, Any]:
+    """Return of an annotation what is used: polygons would take gigabytes.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is in another form.
+    """
+    box = [float(edge) for edge in one["bbox"]]
+    if len(box) != 4 or not all(map(math.isfinite, box)):
+        raise ValueError(f"a bbox of image id {image} is not four numbers")
+    if one["category_id"] not in label:
+        raise ValueError(f"image id {image} has a category id that is not listed")
+    area = one.get("area")
+    return {
+        "image_id": image,
+        "category_id": int(one["category_id"]),
+        "bbox": box,
+        "area": box[2] * box[3] if area is None else float(area),
+        "iscrowd": int(one.get("iscrowd") or 0),
+    }
+
+
 def _clip(
     boxes: Sequence[Sequence[float]], size: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return boxes cut off where their image ends, with right and bottom; and which have an area.
-
-    Raises:
-        ValueError: one is not four numbers.
-    """
+    """Return boxes cut off where their image ends, as corners; and which have an area."""
     found = np.array(boxes, np.float64).reshape(-1, 4)
-    if len(found) != len(boxes) or not np.isfinite(found).all():
-        raise ValueError("a bbox is not four numbers")
     edges = np.concatenate([found[:, :2], found[:, :2] + found[:, 2:]], 1)
     edges = np.clip(edges, 0, np.tile(size, 2))
     return edges, (edges[:, 2:] > edges[:, :2]).all(1)

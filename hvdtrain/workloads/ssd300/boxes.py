@@ -120,7 +120,8 @@ class MultiboxLoss:
             y: of each true box its corners, as fractions, its class from 1, and more that is not
                 looked at, shape (n, k, 5 or more); padded by boxes of class 0.
         """
-        defaults = self.defaults.to(output)
+        self.defaults = self.defaults.to(output.device)  # once: the host waits for this copy
+        defaults = self.defaults.to(output.dtype)
         edges = corners(defaults)
         targets = [match(boxes[:, :4].to(output), boxes[:, 4].long(), edges) for boxes in y]
         if not targets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ class Reader:
     """
 
     def __init__(self, coco: Coco, seed: int) -> None:
-        self.coco, self.seed = coco, seed
+        # Without what only an evaluation asks for: each worker process gets all the rest.
+        self.coco, self.seed = dataclasses.replace(coco, annotations=[]), seed
         self.samples, self.digest = len(coco.ids), coco.digest
 
     def batch(self, indices: list[int], epoch: int | None) -> Batch:
@@ -133,7 +135,7 @@ def draw_crop(boxes: Boxes) -> tuple[float, float, float, float]:
             left, top = x * (1 - width), y * (1 - height)
             crop = (left, top, left + width, top + height)
             overlap = iou(torch.tensor([crop], dtype=torch.float64), torch.from_numpy(boxes))
-            if overlap.max() >= least and _inside(boxes, crop).any():
+            if ((overlap[0].numpy() >= least) & _inside(boxes, crop)).any():
                 return crop
 
 
@@ -195,7 +197,13 @@ def drawn(seed: int) -> tuple[Coco, Coco]:
                 list(range(1, len(COLOURS) + 1)),
                 list(COLOURS),
                 [
-                    {"image_id": int(image), "category_id": int(label) + 1, "bbox": [*at, *side]}
+                    {
+                        "image_id": int(image),
+                        "category_id": int(label) + 1,
+                        "bbox": [*at, *side],
+                        "area": side[0] * side[1],
+                        "iscrowd": 0,
+                    }
                     for image, label, at, side in zip(
                         owner, labels, corner.tolist(), sides.tolist(), strict=True
                     )

@@ -121,7 +121,7 @@ def precision(coco: Coco, found: NDArray[np.float64]) -> dict[str, float]:
     Raises:
         UsageError: pycocotools is not installed.
     """
-    truth, judge = _pycocotools()
+    truth, judge = pycocotools()
     with contextlib.redirect_stdout(io.StringIO()):  # it tells its progress
         true = truth.COCO()
         true.dataset = {
@@ -130,14 +130,12 @@ def precision(coco: Coco, found: NDArray[np.float64]) -> dict[str, float]:
             "categories": [{"id": one} for one in coco.categories],
             # An annotation of id 0 would count as none (pycocotools 2.0.11).
             "annotations": [
-                {"iscrowd": 0, "area": one["bbox"][2] * one["bbox"][3], **one, "id": number}
-                for number, one in enumerate(coco.annotations, 1)
+                {**one, "id": number} for number, one in enumerate(coco.annotations, 1)
             ],
         }
         true.createIndex()
-        if not len(found):
-            return {"map": 0.0, "map50": 0.0}
-        evaluation = judge.COCOeval(true, true.loadRes(found), "bbox")
+        results = true.loadRes(found) if len(found) else truth.COCO()
+        evaluation = judge.COCOeval(true, results, "bbox")
         evaluation.params.maxDets = [1, 10, DETECTIONS]
         evaluation.evaluate()
         evaluation.accumulate()
@@ -157,7 +155,12 @@ def precision(coco: Coco, found: NDArray[np.float64]) -> dict[str, float]:
     }
 
 
-def _pycocotools() -> tuple[Any, Any]:
+def pycocotools() -> tuple[Any, Any]:
+    """Import what judges detections: its modules for the data and for the evaluation.
+
+    Raises:
+        UsageError: it is not installed.
+    """
     try:
         modules = ("pycocotools.coco", "pycocotools.cocoeval")
         return tuple(map(importlib.import_module, modules))  # type: ignore[return-value]

@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hvdtrain.errors import UsageError
+from hvdtrain.system.files import is_regular
 from hvdtrain.workloads.data.coco import Coco
 from hvdtrain.workloads.data.torch_loader import ReadAhead
 from hvdtrain.workloads.resnet.pytorch import BatchNorm2d, torchvision
 from hvdtrain.workloads.resnet.task import DEVIATION, MEAN
 from hvdtrain.workloads.ssd300.boxes import RATIOS, MultiboxLoss, default_boxes
 from hvdtrain.workloads.ssd300.data import Drawn, Reader
-from hvdtrain.workloads.ssd300.metric import MeanAveragePrecision, columns
+from hvdtrain.workloads.ssd300.metric import MeanAveragePrecision, columns, pycocotools
 from hvdtrain.workloads.ssd300.task import DetectorOptions
 from hvdtrain.workloads.torch_task import TorchTask
 
@@ -107,6 +108,8 @@ def load_backbone(model: SSD300, path: Path) -> None:
     """
     given = f"--backbone-path {path}"
     try:
+        if not is_regular(path):  # opening a pipe would wait for ever
+            raise OSError("no regular file")
         if path.suffix == ".safetensors":
             weights: Any = load_file(path)
         else:
@@ -127,6 +130,8 @@ def load_backbone(model: SSD300, path: Path) -> None:
 
 def task(options: DetectorOptions, train: Coco, test: Coco | None) -> TorchTask:
     """Return the detector as a task."""
+    if test:
+        pycocotools()  # where it is not there, that is told now, not after an epoch
     torch.manual_seed(options.seed)
     model = SSD300(options.model, len(train.categories))
     if options.backbone_path:

@@ -107,6 +107,11 @@ def build(options: DetectorOptions) -> Task:
         raise UsageError(
             f"--framework {options.framework}: ssd300 is there for PyTorch alone; leave it out"
         )
+    if options.pictures:
+        try:
+            options.pictures.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--pictures {options.pictures}: {error.strerror}") from error
     module = importlib.import_module("hvdtrain.workloads.ssd300.pytorch")
     if options.data is None:
         data = importlib.import_module("hvdtrain.workloads.ssd300.data")
@@ -119,8 +124,6 @@ def build(options: DetectorOptions) -> Task:
         for one in splits
     )
     assert train is not None
-    if options.pictures:
-        options.pictures.mkdir(parents=True, exist_ok=True)
     task = module.task(options, train, test)
     task.notes = (*train.notes, *(test.notes if test else ()))
     return task

@@ -1,0 +1,396 @@
+"""Data in COCO's layout: boxes, ids and images that are not as they should be."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hvdtrain.config.command_line import parse
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.world import World
+from hvdtrain.training.plan import TrainingPlan, make_plan
+from hvdtrain.workloads.data.coco import Coco, load
+from hvdtrain.workloads.ssd300.task import ALIASES, WORKLOAD, DetectorOptions
+
+Content = dict[str, Any]
+
+
+def annotation(image: int, *bbox: float, category: int = 7, **more: Any) -> Content:
+    return {"image_id": image, "bbox": list(bbox), "category_id": category, **more}
+
+
+def content(*annotations: Content, ids: tuple[int, ...] = (20, 10)) -> Content:
+    """Two images of 40 x 30 pixels, the later id first; three categories with gaps in their ids."""
+    return {
+        "images": [
+            {"id": one, "file_name": f"{one}.jpg", "width": 40, "height": 30} for one in ids
+        ],
+        "annotations": [{"id": number, **one} for number, one in enumerate(annotations)],
+        "categories": [
+            {"id": 7, "name": "ant"},
+            {"id": 90, "name": "bee"},
+            {"id": 3, "name": "cat"},
+        ],
+    }
+
+
+def write(folder: Path, found: Any, split: str = "train2017") -> Path:
+    """Write a split; its images are not opened here."""
+    (folder / split).mkdir(parents=True, exist_ok=True)
+    (folder / "annotations").mkdir(exist_ok=True)
+    for name in ("10.jpg", "20.jpg"):
+        (folder / split / name).touch()
+    text = found if isinstance(found, str) else json.dumps(found)
+    (folder / "annotations" / f"instances_{split}.json").write_text(text)
+    return folder
+
+
+def train(folder: Path, *annotations: Content, **how: Any) -> Coco:
+    return load(write(folder, content(*annotations)), **how)[0]
+
+
+def refusal(folder: Path, **how: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(folder, **how)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def rows(found: Coco) -> list[list[tuple[list[float], int]]]:
+    """Of each image its boxes and their category ids."""
+    return [
+        [(box.tolist(), found.categories[label]) for box, label in zip(*found.of(at), strict=True)]
+        for at in range(len(found.ids))
+    ]
+
+
+def test_images_come_by_id_and_labels_are_places_among_the_ids(tmp_path: Path) -> None:
+    found = train(
+        tmp_path,
+        annotation(20, 1, 2, 3, 4, category=90),
+        annotation(10, 5, 6, 7, 8, category=3),
+        annotation(20, 0, 0, 40, 30),
+    )
+    assert found.ids.tolist() == [10, 20]
+    assert list(found.files.names) == ["10.jpg", "20.jpg"]
+    assert found.sizes.tolist() == [[40, 30], [40, 30]]
+    assert (found.categories, found.names) == ([3, 7, 90], ["cat", "ant", "bee"])
+    assert rows(found) == [[([5, 6, 12, 14], 3)], [([1, 2, 4, 6], 90), ([0, 0, 40, 30], 7)]]
+    assert found.labels.tolist() == [0, 2, 1]
+    assert found.notes == ()
+
+
+def test_images_without_annotation_stay(tmp_path: Path) -> None:
+    assert rows(train(tmp_path, annotation(20, 1, 2, 3, 4))) == [[], [([1, 2, 4, 6], 7)]]
+    empty = train(tmp_path)
+    assert rows(empty) == [[], []]
+    assert (empty.boxes.shape, empty.labels.shape) == ((0, 4), (0,))
+
+
+def test_crowds_are_no_boxes_but_stay_for_the_evaluation(tmp_path: Path) -> None:
+    found = train(
+        tmp_path,
+        annotation(10, 1, 2, 3, 4, iscrowd=1, segmentation={"counts": [1], "size": [30, 40]}),
+        annotation(10, 1, 2, 3, 4, iscrowd=0, area=9.5, segmentation=[[1, 2, 3, 4, 5, 6]]),
+        annotation(10, 1, 2, 3, 4, iscrowd=None, area=None),
+    )
+    assert rows(found) == [[([1, 2, 4, 6], 7)] * 2, []]
+    assert found.annotations == [
+        annotation(10, 1, 2, 3, 4, area=area, iscrowd=crowd)
+        for area, crowd in ((12, 1), (9.5, 0), (12, 0))
+    ]
+    assert found.notes == ()
+
+
+def test_boxes_are_cut_off_and_those_without_area_told(tmp_path: Path) -> None:
+    found = train(
+        tmp_path,
+        annotation(10, -5, -5, 10, 10),
+        annotation(10, 35, 25, 10, 10),
+        annotation(10, 38.5, 10, 1.5, 0.25),
+        annotation(10, 40, 0, 5, 5),  # outside
+        annotation(10, -9, 0, 5, 5),
+        annotation(10, 5, 5, 0, 5),  # no area
+        annotation(10, 5, 5, 3, -2),
+    )
+    assert rows(found)[0] == [
+        ([0, 0, 5, 5], 7),
+        ([35, 25, 40, 30], 7),
+        ([38.5, 10, 40, 10.25], 7),
+    ]
+    assert found.notes == ("train2017: left out 4 annotations outside its image or without area",)
+    assert found.annotations[0]["bbox"] == [-5, -5, 10, 10]
+
+
+def test_annotations_of_images_that_are_not_listed_are_told(tmp_path: Path) -> None:
+    found = train(tmp_path, annotation(99, 1, 2, 3, 4), annotation(10, 1, 2, 3, 4))
+    assert rows(found) == [[([1, 2, 4, 6], 7)], []]
+    assert len(found.annotations) == 1
+    assert found.notes == ("train2017: left out 1 annotation of an image not listed",)
+
+
+@pytest.mark.parametrize("kind", ["images", "categories"])
+def test_an_id_of_two_is_named(tmp_path: Path, kind: str) -> None:
+    twice = content()
+    twice[kind].append(dict(twice[kind][0], name="another", file_name="30.jpg"))
+    message = refusal(write(tmp_path, twice))
+    assert f"id {twice[kind][0]['id']}" in message and "instances_train2017.json" in message
+
+
+def test_images_that_are_not_there(tmp_path: Path) -> None:
+    boxes = (annotation(10, 1, 2, 3, 4), annotation(20, 5, 6, 7, 8, category=90))
+    write(tmp_path, content(*boxes, ids=(20, 15, 10)))
+    message = refusal(tmp_path)
+    assert "lists 1 image not to be found in train2017, 15.jpg for one" in message
+    assert "--skip-broken" in message
+    whole = load(tmp_path, skip_broken=True)[0]
+    assert whole.ids.tolist() == [10, 20]
+    assert whole.notes == ("left out 1 image not to be found, 15.jpg for one",)
+    (tmp_path / "train2017" / "10.jpg").unlink()
+    left = load(tmp_path, skip_broken=True)[0]
+    assert rows(left) == [[([5, 6, 12, 14], 90)]]
+    assert [one["image_id"] for one in left.annotations] == [20]
+    assert left.first.tolist() == [0, 1]
+    assert left.notes == ("left out 2 images not to be found, 10.jpg for one",)
+    (tmp_path / "train2017" / "20.jpg").unlink()
+    assert "none of the images" in refusal(tmp_path, skip_broken=True)
+
+
+def test_val_is_there_or_not_and_has_the_same_categories(tmp_path: Path) -> None:
+    write(tmp_path, content())
+    assert load(tmp_path)[1] is None
+    write(tmp_path, content(annotation(10, 1, 2, 3, 4)), "val2017")
+    val = load(tmp_path)[1]
+    assert val is not None and len(val.labels) == 1
+    for change in ({"id": 8}, {"name": "wasp"}):
+        other = content()
+        other["categories"][0] |= change
+        write(tmp_path, other, "val2017")
+        assert "instances_val2017.json has other categories" in refusal(tmp_path)
+    other["categories"] = content()["categories"][::-1]  # another order is no other set
+    assert load(write(tmp_path, other, "val2017"))[1] is not None
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    assert "no such directory" in refusal(tmp_path / "absent")
+    assert "annotations/instances_*.json" in refusal(tmp_path)
+    write(tmp_path, content())
+    (tmp_path / "annotations" / "instances_val2017.json").write_text(json.dumps(content()))
+    assert "val2017/" in refusal(tmp_path)
+    for kind in ("images", "categories"):
+        assert "lists no" in refusal(write(tmp_path, content() | {kind: []}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", '{"images": [], "categories": []}'])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    message = refusal(write(tmp_path, text))
+    assert "instances_train2017.json is not in COCO's form" in message
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    file = write(tmp_path, content()) / "annotations" / "instances_train2017.json"
+    file.unlink()
+    os.mkfifo(file)
+    assert f"{file} cannot be read" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bbox": [1, 2, 3]}, "a bbox of image id 10 is not four numbers"),
+        ({"bbox": [1, 2, 3, "x"]}, "could not convert"),
+        ({"bbox": None}, "not iterable"),
+        ({"category_id": 8}, "image id 10 has a category id that is not listed"),
+        ({"area": []}, "float"),
+    ],
+)
+@pytest.mark.parametrize("crowd", [0, 1])
+def test_an_annotation_that_an_evaluation_would_stumble_over_is_refused(
+    tmp_path: Path, change: Content, words: str, crowd: int
+) -> None:
+    one = annotation(10, 1, 2, 3, 4, iscrowd=crowd) | change
+    assert words in refusal(write(tmp_path, content(one)))
+
+
+def test_a_name_of_several_lines_is_told_in_one(tmp_path: Path) -> None:
+    odd = content()
+    odd["images"][0]["file_name"] = "a\nb\x1b[31m.jpg"
+    assert "a?b?[31m.jpg" in refusal(write(tmp_path, odd))
+
+
+WHOLE = content(
+    annotation(10, 1, 2, 3, 4, iscrowd=0, area=12.0), annotation(20, 0, 0, 5, 5, iscrowd=1)
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+
+
+def paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where the parts of a JSON value are, itself among them."""
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [before, *(path for key, one in pairs for path in paths(one, (*before, key)))]
+
+
+@given(st.sampled_from(paths(WHOLE)), JSON)
+@example(("annotations", 0, "bbox"), ["1", "2", "3", "4"])
+@example(("annotations", 1, "bbox"), None)
+@example(("images", 0, "id"), 10**30)
+@example(("images", 0, "file_name"), "\n")
+def test_whatever_stands_there_is_a_result_or_a_line(
+    tmp_path: Path, path: tuple[Any, ...], value: Any
+) -> None:
+    found: Any = {"": copy.deepcopy(WHOLE)}
+    where = found
+    *way, last = ("", *path)
+    for key in way:
+        where = where[key]
+    where[last] = value
+    for skip in (False, True):
+        try:
+            one, _ = load(write(tmp_path, found[""]), skip_broken=skip)
+        except UsageError as error:
+            assert len(str(error).splitlines()) == 1
+        else:
+            assert len(one.ids) == len(one.sizes) == len(one.files) == len(one.first) - 1
+            assert one.first[-1] == len(one.boxes) == len(one.labels)
+            assert all(
+                isinstance(each["area"], float) and each["category_id"] in one.categories
+                for each in one.annotations
+            )
+
+
+def test_the_digest_is_of_names_sizes_and_boxes(tmp_path: Path) -> None:
+    boxes = (annotation(10, 1, 2, 3, 4), annotation(20, 5, 6, 7, 8, category=90))
+    digest = train(tmp_path / "here", *boxes).digest
+    assert train(tmp_path / "there", *boxes[::-1]).digest == digest  # of images, not of the file
+    for moved in (annotation(10, 1, 2.5, 3, 4), annotation(10, 1, 2, 3, 4, category=3)):
+        assert train(tmp_path / "there", moved, boxes[1]).digest != digest
+    larger = content(*boxes)
+    larger["images"][0]["width"] += 1
+    assert load(write(tmp_path / "there", larger))[0].digest != digest
+    (tmp_path / "there" / "train2017" / "30.jpg").touch()
+    larger = content(*boxes)
+    larger["images"][0]["file_name"] = "30.jpg"
+    assert load(write(tmp_path / "there", larger))[0].digest != digest
+
+
+# The command line of the articles, and the recipe
+
+
+def read(*words: str) -> Any:
+    return parse("ssd300", words, description="words", epilog="end", kind=DetectorOptions)
+
+
+@pytest.mark.parametrize(
+    ("line", "stands_for"),
+    [
+        ("--backbone resnet18", "--model resnet18"),
+        ("--bs 8", "--batch-size 8"),
+        ("--bs=8", "--batch-size 8"),
+        ("-e 12", "--epochs 12"),
+        ("--learning-rate 2.6e-3", "--lr 0.0026"),
+        ("-m 0.8", "--momentum 0.8"),
+        ("--wd 5e-4", "--weight-decay 0.0005"),
+        ("-s 42", "--seed 42"),
+        ("--multistep 43 54", "--lr-schedule multistep --lr-milestones 43,54"),
+        ("--warmup 300", "--warmup-steps 300"),
+        (
+            "--evaluation 21 31 37 42 48 53 59 64",
+            "--evaluate-epochs 21,31,37,42,48,53,59,64",
+        ),
+        ("--report-period 100", "--log-every 100"),
+        ("--num-workers 4", "--workers 4"),
+        ("--num_workers 4", "--workers 4"),
+        ("--amp", "--precision auto"),
+        ("--save models", "--checkpoint-dir models"),
+        ("--mode training", ""),
+        ("--mode evaluation --save models", "--evaluate-only --checkpoint-dir models"),
+        ("--mode=benchmark-training", "--benchmark training"),
+        ("--mode benchmark-inference", "--benchmark inference"),
+        ("--model-name ssd300 --device-gpu --multi-gpu", ""),
+        ("--backbone_path resnet.pth", "--backbone-path resnet.pth"),
+    ],
+)
+def test_an_option_of_the_articles_is_what_it_stands_for(line: str, stands_for: str) -> None:
+    assert read(*line.split()) == read(*stands_for.split())
+
+
+def test_settings_in_files_are_spelled_so_too(tmp_path: Path) -> None:
+    model, data = tmp_path / "model.yaml", tmp_path / "data.yaml"
+    model.write_text("model-name: ssd300\nbackbone: resnet34\nmultistep: [43, 54]\namp: true\n")
+    data.write_text("data: coco\nnum_workers: 4\nbs: 16\n")
+    files = (f"--model-config={model}", "--data-config", str(data))
+    options = read(*files, "--bs=8")
+    assert options == read(
+        *("--model=resnet34", "--multistep", "43", "54", "--data=coco", "--workers=4"),
+        *("--batch-size=8", "--precision=auto"),
+    )
+    model.write_text(f"data-config: {data}\n")
+    with pytest.raises(UsageError, match="cannot name another one"):
+        read(files[0])
+
+
+@pytest.mark.parametrize("line", ["--mode dance", "--mode", "--model-name ssd512"])
+def test_another_value_is_refused(line: str) -> None:
+    with pytest.raises(UsageError, match="choose one of") as caught:
+        read(*line.split())
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_help_shows_each_alias() -> None:
+    for name, words in ALIASES.items():
+        (line,) = (one for one in WORKLOAD.epilog.splitlines() if one.startswith(f"  {name:27} "))
+        assert line.endswith(words or "(nothing: it is so anyway)")
+
+
+def plan(*words: str, size: int = 1) -> TrainingPlan:
+    return make_plan(WORKLOAD, read(*words), World(0, size, 0, size, "host", 1))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_rate_is_in_proportion_to_the_global_batch(size: int) -> None:
+    made = plan("--data=coco", size=size)
+    assert (made.global_batch, made.epochs, made.num_steps) == (64 * size, 65, None)
+    assert made.lr == pytest.approx(2.6e-3 * 64 * size / 32, rel=1e-15)
+    assert (made.lr_scaling, made.weight_decay) == ("none", 5e-4)
+    assert made.schedule["schedule"] == "multistep"
+    assert made.schedule["milestones"] == (43.0, 54.0)
+    assert made.schedule["warmup_epochs"] == 1.0
+    small = plan("--data=coco", "--global-batch-size=10", "--lr=0.01", size=size)
+    assert small.lr == pytest.approx(0.01 * 10 / 32, rel=1e-15)
+    given = plan("--data=coco", "--lr=0.01", "--lr-scaling=none", size=size)
+    assert (given.lr, given.lr_scaling) == (0.01, "none")
+
+
+def test_milestones_keep_their_place_in_a_shorter_training_unless_they_are_given() -> None:
+    made = plan("--data=coco", "-e", "13")
+    assert made.schedule["milestones"] == pytest.approx((8.6, 10.8))
+    assert plan("-e", "13", "--multistep", "4", "9").schedule["milestones"] == (4.0, 9.0)
+
+
+def test_drawn_images_are_for_a_hundred_updates() -> None:
+    assert plan().num_steps == 100
+    assert plan("-e", "2").num_steps is None
+    assert plan("--num-steps=7").num_steps == 7
+
+
+def test_a_warmup_is_counted_in_updates() -> None:
+    schedule = plan("--warmup", "5", "--bs", "8").schedule_over(100)  # 13 updates an epoch
+    assert schedule["warmup_epochs"] == pytest.approx(5 * 8 / 100)
