@@ -56,9 +56,10 @@ class Coco:
 
     @property
     def digest(self) -> str:
-        """The same where names and sizes of the images, and their boxes, are the same."""
+        """The same where names and sizes of the images, their boxes and the categories are."""
         arrays = (self.ids, self.sizes, self.boxes, self.labels, self.first)
-        return self.files.digest_with(b"".join(array.tobytes() for array in arrays))
+        categories = repr((self.categories, self.names)).encode()
+        return self.files.digest_with(b"".join(array.tobytes() for array in arrays) + categories)
 
     def of(self, index: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return boxes and labels of an image."""

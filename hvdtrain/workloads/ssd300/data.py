@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -88,21 +90,25 @@ class Reader:
         jitter = torchvision().transforms.ColorJitter(0.125, 0.5, 0.5, 0.05)
         return jitter(pixels), boxes, labels
 
-    def _open(self, index: int) -> Image.Image:
+    def _open(self, index: int) -> AbstractContextManager[Image.Image]:
         return opened(self.coco, index)
 
 
-def opened(coco: Coco, index: int) -> Image.Image:
-    """Return the image at a place, of which only the header has been read.
+@contextlib.contextmanager
+def opened(coco: Coco, index: int) -> Iterator[Image.Image]:
+    """Open the image at a place; only its header has been read then.
 
     Raises:
         UsageError: it is broken.
     """
     name = coco.files.name(index)
     with told(name):
-        image = Image.open(coco.files.open(index))
-    image.filename = name  # for ``decoded``
-    return image
+        file = coco.files.open(index)
+    with file:
+        with told(name):
+            image = Image.open(file)
+        image.filename = name  # for ``decoded``
+        yield image
 
 
 def _resized(image: Image.Image, crop: Sequence[float]) -> Image.Image:
@@ -163,7 +169,7 @@ class Drawn(Reader):
     """Draws its images, each a function of the seed and its place."""
 
     @override
-    def _open(self, index: int) -> Image.Image:
+    def _open(self, index: int) -> AbstractContextManager[Image.Image]:
         noise = np.random.default_rng([self.seed, int(self.coco.ids[index])])
         pixels = noise.integers(0, 160, (SIDE, SIDE, 3), np.uint8)
         for box, label in zip(*self.coco.of(index), strict=True):
@@ -172,7 +178,7 @@ class Drawn(Reader):
             pixels[top:bottom, left:right] += np.array(
                 [colour * 3 // 4 for colour in list(COLOURS.values())[label]], np.uint8
             )
-        return Image.fromarray(pixels)
+        return contextlib.nullcontext(Image.fromarray(pixels))
 
 
 def drawn(seed: int) -> tuple[Coco, Coco]:
