@@ -30,6 +30,7 @@ from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.mnist.data import MnistOptions
+from hvdtrain.workloads.ssd300.task import DetectorOptions
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
 
@@ -596,7 +597,7 @@ sys.stderr.write("LOADED " + " ".join(sorted(names & set(sys.modules))) + "\\n")
 """
 
 
-@pytest.mark.parametrize("module", ["mnist", "resnet", "pi"])
+@pytest.mark.parametrize("module", ["mnist", "resnet", "ssd300", "pi"])
 def test_help_imports_no_framework_and_has_examples(module: str) -> None:
     program = PROGRAM.format(argv=[f"hvdtrain.{module}", "--help"])
     result = subprocess.run(
@@ -606,7 +607,8 @@ def test_help_imports_no_framework_and_has_examples(module: str) -> None:
     assert f"python -m hvdtrain.{module}" in result.stdout
     assert "examples:" in result.stdout
     if module != "pi":
-        for field in declared({"mnist": MnistOptions, "resnet": ImageOptions}[module]):
+        kinds = {"mnist": MnistOptions, "resnet": ImageOptions, "ssd300": DetectorOptions}
+        for field in declared(kinds[module]):
             assert f"--{field.name.replace('_', '-')}" in result.stdout
 
 

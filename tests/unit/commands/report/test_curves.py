@@ -126,3 +126,16 @@ def test_of_a_comparison_the_first_run_of_each_method_is_drawn() -> None:
     ]
     found = [course.path for course in first([Course(path, [], []) for path in paths])]
     assert found == [*paths[::3], *paths[1::3]]
+
+
+def test_each_metric_of_a_task_has_a_plot() -> None:
+    run = course("run-0/metrics.jsonl")
+    for record in run.epochs:
+        del record["eval_accuracy"]
+        record |= {"eval_map": 0.25, "eval_map50": 0.5, "eval_samples": 72}
+    titles = list(drawn([run, course("run-1/metrics.jsonl")]))
+    accuracy = titles.index("Test accuracy")
+    assert titles[accuracy + 1 : accuracy + 3] == ["Test map", "Test map50"]
+    assert [title for title in titles if "samples" in title] == []
+    first_map = drawn([run])["Test map"][0]["line"]
+    assert first_map.get_ydata().tolist() == [0.25] * 5  # a metric is no percentage

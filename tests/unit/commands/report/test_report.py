@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import html.parser
 import json
@@ -129,6 +130,29 @@ def test_a_run_has_a_tile_for_its_accuracy(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "summary.json").write_text(json.dumps(told))
     assert tiles(tmp_path)["test accuracy"] == "not evaluated"
+
+
+def test_a_task_without_accuracy_has_a_tile_for_its_first_metric(tmp_path: Path) -> None:
+    write_run(tmp_path, eval_accuracy=None, eval_metrics={"map": 0.25, "map50": 0.5})
+    assert tiles(tmp_path)["test map"] == "0.25"
+    assert "test accuracy" not in tiles(tmp_path)
+
+
+def test_pictures_stand_in_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for folder in ("pictures", "data"):  # a data set beside it is none of the run's
+        (tmp_path / folder).mkdir()
+        for number in range(30):
+            (tmp_path / folder / f"{number:03}.jpg").write_bytes(b"JPEG %d" % number)
+    os.mkfifo(tmp_path / "pictures" / "000-pipe.jpg")  # is not waited for
+    found = look(tmp_path)
+    assert [path.name for path in found.pictures] == [f"{number:03}.jpg" for number in range(24)]
+    sources = [
+        attributes["src"] for tag, attributes in Elements(render(found)).found if tag == "img"
+    ]
+    shown = [one for one in sources if one and one.startswith("data:image/jpeg;base64,")]
+    assert base64.b64decode(shown[7].partition(",")[2]) == b"JPEG 7"
+    assert len(shown) == 24
 
 
 def test_a_timeline_outside_the_folder_is_taken_in(tmp_path: Path) -> None:
