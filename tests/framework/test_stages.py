@@ -97,18 +97,18 @@ def test_what_cannot_be_cut() -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_what_is_handed_over_keeps_its_layout(last: bool) -> None:
-    pipeline = pytest.importorskip("hvdtrain.adapters.pytorch.pipeline")
+    batches = pytest.importorskip("hvdtrain.adapters.pytorch.micro_batches")
     kind = torch.channels_last if last else torch.contiguous_format
     for shape in ((3, 4, 5, 6), (1, 4, 1, 1), (0, 4, 5, 6)):
         value = torch.rand(*shape).contiguous(memory_format=kind)
-        layout = pipeline.Layout.of(value)
+        layout = batches.Layout.of(value)
         received = layout.empty(len(value), torch.device("cpu"))
         message = layout.message(received)  # into which a rank receives
         assert message.is_contiguous()
         message.copy_(layout.message(value))
         assert torch.equal(received, value)
         assert received.is_contiguous(memory_format=kind) or not len(value)
-    assert pipeline.Layout.of(torch.rand(3, 7)) == pipeline.Layout((7,), torch.float32, False)
+    assert batches.Layout.of(torch.rand(3, 7)) == batches.Layout((7,), torch.float32, False)
 
 
 def test_the_bubble_by_formula_and_by_the_mean_step() -> None:
