@@ -1,7 +1,7 @@
 """How a process of a job ends: one line for the user, the right exit code, no rank left hanging.
 
 mpirun kills all ranks as soon as one exits with a code other than 0, often before another has
-printed a word. So rank 0 speaks at once and leaves; any other rank first waits for the job to be
+printed a word. So rank 0 speaks first and leaves; any other rank waits for the job to be
 ended by rank 0, and speaks only if it is still there: then the error was its own.
 """
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 WAIT_USAGE = 5.0
 WAIT_FAILURE = 1.0
 WAIT_LOSS = 5.0  # for the failure detector to say which rank it is that a collective has lost
-LOOK, LOOKS = 0.3, 5  # seconds before each look for a lost rank, and how many
+LOOK, LOOKS = 0.3, 5  # seconds before each look for a lost rank, and how many where it is elastic
 WAIT_PREEMPTED = 5.0  # for rank 0 to sum up, after which all leave together
 MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))  # not on other hosts
 LONGEST_FOLDER = 50  # characters; sockets in it have names of at most 108
@@ -96,6 +96,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except Exception as error:
         if is_elastic(os.environ):
             outlive_loss()
+        elif (launch := detect(os.environ)).is_root and launch.size > 1:
+            time.sleep(LOOK)  # a collective fails of a lost rank: which one, its detector says
         detail = "".join(traceback.format_exception(error))
         fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
     if code == EXIT_PREEMPTED:

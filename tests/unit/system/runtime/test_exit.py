@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.runtime.exit import WAIT_FAILURE, WAIT_USAGE, agreed, is_agreed
+from hvdtrain.system.runtime.exit import LOOK, WAIT_FAILURE, WAIT_USAGE, agreed, is_agreed
 
 HEAD = """\
 import sys, time
@@ -164,6 +164,24 @@ def test_the_wait_is_real() -> None:
     assert "why" in end.err
 
 
+LOSS = """\
+import threading
+def say():
+    speak("rank 3 is lost", wait=0.0)
+    leave(1)
+threading.Timer(0.1, say).start()
+raise RuntimeError("Connection closed by peer")
+"""
+
+
+def test_of_a_lost_rank_its_detector_speaks_and_not_the_collective_that_fails() -> None:
+    """Also where the collective is the first of the two to hear of it."""
+    end = end_of(LOSS, rank=0, head=HEAD)
+    assert (end.code, end.err.count("hvdtrain: ")) == (1, 1)
+    assert "rank 3 is lost" in end.err
+    assert "Traceback" not in end.err
+
+
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_a_traceback_for_the_unexpected_only(rank: int | None) -> None:
     end = end_of("return 1 // 0", rank=rank)
@@ -175,7 +193,7 @@ def test_a_traceback_for_the_unexpected_only(rank: int | None) -> None:
         assert "rank" not in end.err.splitlines()[0]
     else:
         assert f"rank {rank} on {socket.gethostname()}: failed" in end.err.splitlines()[0]
-        assert ("slept" in end.out) == (rank == 1)
+        assert end.out == f"slept {WAIT_FAILURE if rank else LOOK}\n"
 
 
 def test_what_was_printed_before_is_not_lost() -> None:
