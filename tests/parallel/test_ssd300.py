@@ -243,7 +243,7 @@ def test_eight_images_are_learnt_by_heart(tmp_path: Path) -> None:
     shutil.copytree(data / "train2017", data / "val2017")
     file = data / "annotations" / "instances_train2017.json"
     shutil.copy(file, file.with_name("instances_val2017.json"))
-    line = (*("--model=resnet18", "--workers=0", "--seed=1"), f"--data={data}", "--batch-size=4")
+    line = (*("--model=resnet18", "--workers=0", "--seed=1"), f"--data={data}", "--batch-size=2")
     schedule = ("--epochs=150", "--evaluate-epochs=150", "--warmup-steps=20", "--lr=0.004")
     told = train(2, tmp_path, "ssd300", *line, *schedule, "--lr-scaling=none", timeout=3000)
     assert told.summary["eval_metrics"]["map50"] > 0.9
