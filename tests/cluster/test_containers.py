@@ -62,6 +62,7 @@ def test_the_launcher_of_the_mpi_job(tmp_path: Path) -> None:
     assert_trained(outcome, workers * slots)
 
 
+@on_demand  # two agents train in test_two_hosts, too
 def test_the_agents_of_the_torchrun_job(tmp_path: Path) -> None:
     service, manifest = manifests("torchrun-job.yaml")
     spec = manifest["spec"]

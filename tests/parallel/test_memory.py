@@ -5,9 +5,11 @@ How much, at more ranks and with a larger net: ``python -m tests.perf.memory``, 
 
 from __future__ import annotations
 
+from tests.conftest import on_demand
 from tests.perf.memory import BLOCK, STRATEGIES, measure, theory
 
 
+@on_demand
 def test_each_strategy_takes_the_memory_that_theory_says() -> None:
     layers = 24  # 101 MB of parameters
     peaks = {name: measure(name, 2, layers) for name in STRATEGIES}

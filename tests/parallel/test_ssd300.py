@@ -80,9 +80,9 @@ def assert_same_evaluation(one: Training, other: Training) -> None:
 
 OTHERS = [name for name, one in strategies.STRATEGIES.items() if "pytorch" in one.adapters]
 CASES = [
-    ("horovod", 2),
     ("horovod", 3),
     ("ddp", 2),
+    pytest.param("horovod", 2, marks=on_demand),
     *(
         pytest.param(name, size, marks=on_demand)
         for name in OTHERS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import BIN, ROOT, run
+from tests.conftest import BIN, ROOT, on_demand, run
 from tests.parallel.conftest import FRAMEWORKS
 from tests.terminal import record, screen
 
@@ -29,7 +29,9 @@ sys.meta_path.insert(0, Slow())
 """
 
 
-@pytest.mark.parametrize("start", [MPIRUN, LAUNCH], ids=["mpirun", "launch"])
+@pytest.mark.parametrize(
+    "start", [pytest.param(MPIRUN, id="mpirun", marks=on_demand), pytest.param(LAUNCH, id="launch")]
+)
 def test_signs_of_life_come_while_ranks_start_and_train(
     start: tuple[str, ...], tmp_path: Path
 ) -> None:
