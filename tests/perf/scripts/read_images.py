@@ -28,6 +28,8 @@ BATCH, SIZE, SECONDS = 16, 224, 6.0
 which, data = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
 train, _ = image_folder.load(data)
+if len(train.files) < BATCH:
+    sys.exit(f"{data}: give at least {BATCH} images, of fewer timm's loader makes no batch")
 
 
 def hvdtrain() -> Iterator[int]:
