@@ -14,6 +14,7 @@ from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import STATE_FILE
 from hvdtrain.steps.directory_lock import DirectoryLock
 from hvdtrain.steps.sharding import Position
+from hvdtrain.steps.summary import Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.workloads.task import Task
@@ -133,8 +134,12 @@ class CheckpointManager:
         if self._lock:
             self._lock.check()
 
-    def save(self, now: TrainState) -> None:
+    def save(self, now: TrainState, stopped: Stopped | None) -> None:
         """Write a checkpoint of ``now``, unless the newest one is the same.
+
+        Args:
+            now: where the training stands.
+            stopped: why there is nothing left to do; None: there is.
 
         Raises:
             CheckpointError: on every rank, if it could not be written.
@@ -149,6 +154,7 @@ class CheckpointManager:
             **asdict(now),
             "loss_sum": means["loss"] * count if count else 0.0,
             "loss_count": count,
+            "stopped": stopped,  # for a chain of jobs
             "best": self.task.best,
             "origin": self.origin,
         }

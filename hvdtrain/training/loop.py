@@ -349,7 +349,7 @@ class Run:
     def _save(self) -> None:
         self._look()
         started = time.monotonic()
-        self.checkpoints.save(self.now)  # step 7
+        self.checkpoints.save(self.now, self._finished())  # step 7
         self.preemption.walltime.saved(time.monotonic() - started)
 
     def _sum_up(self, stopped: Stopped) -> None:

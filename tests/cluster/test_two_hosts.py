@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -269,13 +269,60 @@ def test_horovod_elastic_goes_on_without_a_lost_host(two: TwoHosts, tmp_path: Pa
     assert_close(train(1, tmp_path / "one", "mnist", *options), two_ranks, 1e-9)
 
 
-def test_all_that_runs_on_a_host_is_killed(two: TwoHosts, tmp_path: Path) -> None:
-    """Its kernel closes the connections, so mpirun itself notices, and names the host."""
-    with two.running(two.mpirun(*trainer(tmp_path, *LONG))) as process:
-        wait_for_checkpoints(1, process, tmp_path)
-        two.kill(2)
-        outcome = wait_until_over(two, process, "kill")  # mpirun's own code is 0 now and then
+def kill_daemon(two: TwoHosts) -> None:
+    for pid in two.daemons(2):
+        os.kill(pid, signal.SIGKILL)
+
+
+def end_daemon(two: TwoHosts) -> None:
+    for pid in two.daemons(2):
+        os.kill(pid, signal.SIGTERM)
+
+
+def kill_agent(two: TwoHosts) -> None:
+    for pid in two.agents():
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_host(two: TwoHosts) -> None:
+    two.kill(2)
+
+
+WAYS = (kill_daemon, end_daemon, kill_agent, kill_host)
+
+
+@pytest.mark.parametrize("number", range(10 if ALL_CASES else 1))
+@pytest.mark.parametrize("way", WAYS if ALL_CASES else WAYS[2:])
+def test_a_host_is_lost_while_its_network_stays_up(
+    way: Callable[[TwoHosts], None], number: int, two: TwoHosts, tmp_path: Path
+) -> None:
+    """mpirun itself notices, at once, and returns 0 for a job that it has ended in the middle."""
+    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
+    command = two.on(1, *launch, *trainer(tmp_path, *LONG))
+    with two.running(command, PBS_NODEFILE=str(two.nodefile())) as process:
+        wait_for_checkpoints(1 + number, process, tmp_path)
+        way(two)
+        outcome = wait_until_over(two, process, way.__name__)
+    newest = Training(outcome, tmp_path).newest
+    assert outcome.code == 1
+    assert outcome.said[-1].startswith(f"hvdtrain: error: host {two.name(2)} was lost")
+    assert outcome.said[-1].endswith(f"again: it goes on from {newest}")
+
+
+@pytest.mark.parametrize("number", range(10 if ALL_CASES else 1))
+@pytest.mark.parametrize("way", WAYS if ALL_CASES else WAYS[:1])
+def test_a_host_is_lost_under_a_bare_mpirun(
+    way: Callable[[TwoHosts], None], number: int, two: TwoHosts, tmp_path: Path
+) -> None:
+    """A job script reads rank 0's own exit code."""
+    mark = tmp_path / "mark"
+    mark.touch()
+    with two.running(two.mpirun(*trainer(tmp_path, *LONG)), HVDTRAIN_END_MARK=str(mark)) as process:
+        wait_for_checkpoints(1 + number, process, tmp_path)
+        way(two)
+        outcome = wait_until_over(two, process, f"bare: {way.__name__}")
     assert two.name(2) in outcome.err
+    assert mark.read_text() in ("1\n", "75\n")  # mpirun may leave them the time to save
 
 
 @on_demand

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 from hvdtrain.commands.launch.elastic import check_gloo, make_pool
+from hvdtrain.commands.launch.outcome import Outcome
 from hvdtrain.commands.launch.prepare import (
     Request,
     add_host_options,
@@ -126,7 +127,10 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             log.warning("hvdtrain: %s", note)
         log.info("%s", launch.command.show())
         kept = _checkpoints(request)
-        code = watch(launch, signals, tag=arguments.tag, timeout=timeout, checkpoints=kept)
+        with Outcome() as outcome:
+            code = watch(
+                launch, signals, outcome, tag=arguments.tag, timeout=timeout, checkpoints=kept
+            )
     return Report("", exit_code=code)
 
 

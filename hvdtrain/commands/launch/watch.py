@@ -31,6 +31,7 @@ import psutil
 
 from hvdtrain.commands.launch.layout import Layout
 from hvdtrain.commands.launch.mpirun import OPEN_MPI
+from hvdtrain.commands.launch.outcome import Outcome
 from hvdtrain.commands.launch.prepare import Launch
 from hvdtrain.errors import EXIT_PREEMPTED, HvdtrainError
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, start
@@ -191,7 +192,14 @@ class WatchedLauncher:
     """
 
     def __init__(
-        self, command: Command, dialect: str, signals: StopSignals, *, tag: bool, listen: bool
+        self,
+        command: Command,
+        dialect: str,
+        signals: StopSignals,
+        outcome: Outcome,
+        *,
+        tag: bool,
+        listen: bool,
     ) -> None:
         """Start ``command``, whose launcher marks lines as ``dialect`` does if they are read.
 
@@ -199,6 +207,8 @@ class WatchedLauncher:
             command: the launcher's.
             dialect: its kind.
             signals: open ones, to hand on.
+            outcome: what reads along: on standard output where that is no terminal, which the
+                ranks look for, or ``listen`` or ``tag`` is given.
             tag: show each line behind its rank.
             listen: read the output, so that silence is noticed; ``tag`` does so anyway.
 
@@ -209,11 +219,15 @@ class WatchedLauncher:
         self.last = LastOutput()
         self.before_end: LastOutput | None = None
         self.signals = signals
+        self.outcome = outcome
         self.asked = ""
         self.endings = b""
         blocked = frozenset({signal.SIGTERM} if dialect in OPEN_MPI else ())
         self.process = start(
-            command, piped=self.reads, errors_piped=dialect in OPEN_MPI, blocked=blocked
+            command,
+            piped=self.reads or (dialect in OPEN_MPI and not sys.stdout.isatty()),
+            errors_piped=dialect in OPEN_MPI,
+            blocked=blocked,
         )
         self._readers = [
             self._reader(source, target.fileno())
@@ -279,9 +293,16 @@ class WatchedLauncher:
                 self.end()
 
     def _reader(self, source: IO[bytes], target: int) -> threading.Thread:
-        reader = threading.Thread(target=self._pass_on, args=(source, target), daemon=True)
+        work = self._pass_on if self.reads or source is self.process.stderr else self._copy
+        reader = threading.Thread(target=work, args=(source, target), daemon=True)
         reader.start()
         return reader
+
+    def _copy(self, source: IO[bytes], target: int) -> None:
+        """Write what comes from ``source`` to ``target`` as it is, until it is closed."""
+        while data := os.read(source.fileno(), CHUNK):
+            self.outcome.read(target, data)
+            write_all(target, data)
 
     def _pass_on(self, source: IO[bytes], target: int) -> None:
         """Write what comes from ``source`` to ``target``, line by line, until it is closed."""
@@ -292,6 +313,7 @@ class WatchedLauncher:
                 text, begun = begun, b""
             elif data := os.read(source.fileno(), CHUNK):
                 self.last.at = time.monotonic()
+                self.outcome.read(target, data)
                 text, begun = cut_block(begun + data)
             else:
                 break
@@ -333,6 +355,7 @@ def _children(pid: int) -> list[psutil.Process]:
 def watch(
     launch: Launch,
     signals: StopSignals,
+    outcome: Outcome,
     *,
     tag: bool,
     timeout: float | None,
@@ -343,16 +366,19 @@ def watch(
     Args:
         launch: its lines are marked if ``tag`` or ``timeout`` is given.
         signals: open ones, to hand on.
+        outcome: an open one, which the ranks leave their mark in.
         tag: show each line behind its rank.
         timeout: seconds without any output after which the job is ended; None never.
         checkpoints: the directory from which the same command would go on.
 
     Raises:
-        HvdtrainError: it cannot be started, or was ended for its silence (exit code 124).
+        HvdtrainError: it cannot be started, was ended for its silence (exit code 124), or has not
+            come to its end, whatever the launcher returns.
     """
     try:
         dialect, listen = launch.mpi.dialect, timeout is not None
-        watched = WatchedLauncher(launch.command, dialect, signals, tag=tag, listen=listen)
+        command = replace(launch.command, env={**launch.command.env, **outcome.mark.environment})
+        watched = WatchedLauncher(command, dialect, signals, outcome, tag=tag, listen=listen)
     except OSError as error:
         raise HvdtrainError(f"{launch.command.argv[0]}: {error.strerror}") from error
     code = watched.wait(timeout)
@@ -366,7 +392,7 @@ def watch(
         )
         silence.exit_code = TIMED_OUT
         raise silence
-    return code
+    return outcome.exit_code(code, checkpoints, stop_asked=bool(watched.asked))
 
 
 def code_after_stop(code: int, asked: str, checkpoints: Path | None) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_OK, EXIT_USAGE
+from hvdtrain.system.files import read_regular
 from hvdtrain.system.runtime.command import Command, run
 
 log = logging.getLogger(__name__)
@@ -101,10 +102,31 @@ def begin(file: Path, directory: Path, job: str) -> str:
     return word
 
 
-def end(file: Path, job: str, code: int) -> None:
+def unfinished(directory: Path) -> str:
+    """Return the newest checkpoint in ``directory`` if it says that its training is not finished.
+
+    Empty where it is finished, or where that is not known: the checkpoints of another program.
+    """
+    from hvdtrain.steps.checkpoint import newest_name
+    from hvdtrain.steps.checkpoint_files import STATE_FILE
+
+    newest = newest_name(directory)
+    if newest is None:
+        return ""
+    try:
+        state = json.loads(read_regular(directory / newest / STATE_FILE))
+    except (OSError, ValueError):
+        return ""
+    return newest if isinstance(state, dict) and state.get("stopped", "unknown") is None else ""
+
+
+def end(file: Path, directory: Path, job: str, code: int) -> None:
     """Record how the command ended; delete the waiting jobs if nothing is left to do."""
     write(file, event="end", job=job, code=code)
-    if code == EXIT_OK:
+    newest = unfinished(directory) if code == EXIT_OK else ""
+    if newest:
+        log.info("chain: exit code 0, but %s is not the end of the training", newest)
+    if code == EXIT_OK and not newest:
         _end_chain(file, job, f"job {job} finished it")
     elif code == EXIT_USAGE:
         _end_chain(file, job, f"job {job} was wrong use, which another job would be, too")
@@ -151,7 +173,7 @@ def main(words: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="hvdtrain: %(message)s", stream=sys.stderr)
     job = this_job(os.environ)
     if given.event == "end":
-        end(given.file, job, given.code)
+        end(given.file, given.progress, job, given.code)
     else:
         sys.stdout.write(begin(given.file, given.progress, job) + "\n")
     return EXIT_OK

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from hvdtrain.commands.submit.dialect import Dialect
 from hvdtrain.commands.submit.job import RANKS, TASK, Job
 from hvdtrain.commands.submit.site import Site
+from hvdtrain.system.runtime import end_mark
 from hvdtrain.system.runtime.walltime import show_clock
 
 WIDTH = 92  # of a line of the command, before the backslash
@@ -45,12 +46,15 @@ def script_text(
         _environment(job, site),
         _end_of_job(job) if dialect.in_job else [],
     ]
-    if job.chain:
-        blocks += _chain(job, chain)
+    if job.ladder:
+        blocks.append(_ladder(job, dialect))
     else:
-        blocks.append(
-            _ladder(job, dialect) if job.ladder else _launch(job, str(job.ranks), str(job.ppn))
-        )
+        begin, end = _chain(job, chain) if job.chain else ([], [])
+        # A command that is run once may start ranks by another launcher than ours.
+        foreign = job.once and job.command[0] != "hvdtrain"
+        file, check = _end_mark() if foreign else ([], [])
+        blocks += [begin, file, _launch(job, str(job.ranks), str(job.ppn))]
+        blocks.append(["code=$?", *check, *end, 'exit "$code"'] if check or end else [])
     return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 
 
@@ -125,6 +129,20 @@ def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
     return [f"{one} \\" for one in lines] + [line]
 
 
+def _end_mark() -> tuple[Lines, Lines]:
+    """Return what gives a training a file for its own exit code, and what reads it."""
+    file = f'"${end_mark.FILE}"'
+    return [
+        "# Where a host is lost, the mpirun of Open MPI 5 may end with 0. In this file a training",
+        "# leaves an exit code of its own.",
+        f"{end_mark.FILE}=$(mktemp)",
+        f"export {end_mark.FILE}",
+    ], [
+        f'[ "$code" -ne 0 ] || [ ! -s {file} ] || code=$(cat {file})',
+        f"rm -f {file}",
+    ]
+
+
 def _ladder(job: Job, dialect: Dialect) -> Lines:
     sizes = " ".join(map(str, ladder(job.nodes, job.ppn)))
     ppn = f"$(({RANKS} < {job.ppn} ? {RANKS} : {job.ppn}))"
@@ -146,21 +164,18 @@ def ladder(nodes: int, ppn: int) -> list[int]:
     return small + [ppn * 2**k for k in range(nodes.bit_length())]
 
 
-def _chain(job: Job, file: str) -> list[Lines]:
+def _chain(job: Job, file: str) -> tuple[Lines, Lines]:
+    """Return what stands before the command of a job of a chain, and after it."""
     words = (quote(f"--file={file}"), render(f"--progress={job.progress}", job.names))
     word = " ".join(("python -m hvdtrain.commands.submit.chain", *words))
     return [
-        [
-            "# The jobs of a chain leave word to one another: is there anything left to do?",
-            f"case $({word} begin) in",
-            "    go) ;;",
-            "    over) exit 0 ;;",
-            "    *) exit 1 ;;",
-            "esac",
-        ],
-        _launch(job, str(job.ranks), str(job.ppn)),
-        ["code=$?", f'{word} end "$code"', 'exit "$code"'],
-    ]
+        "# The jobs of a chain leave word to one another: is there anything left to do?",
+        f"case $({word} begin) in",
+        "    go) ;;",
+        "    over) exit 0 ;;",
+        "    *) exit 1 ;;",
+        "esac",
+    ], [f'{word} end "$code"']
 
 
 def quote(word: str) -> str:

@@ -31,6 +31,7 @@ from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED
 from hvdtrain.system.runtime import handshake
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.elastic import EXIT_ANEW
+from hvdtrain.system.runtime.end_mark import leave_mark
 from hvdtrain.system.runtime.exit import end_after_loss, process_status, speak
 from hvdtrain.system.runtime.handshake import Address, Handshake, receive
 from hvdtrain.system.runtime.mpirun_daemon import end_daemon
@@ -82,6 +83,8 @@ def start(
         gather: the collective that gives the bytes of every rank, by rank.
     """
     detector = FailureDetector(rank, hosts, addresses)
+    if rank == 0:
+        leave_mark()
     if len(hosts) > 1:
         detector.connect(gather(detector.endpoint()))
         process_status.at_exit.append(detector.send_last)

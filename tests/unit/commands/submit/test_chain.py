@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hvdtrain.commands.submit.chain import (
     read,
     write,
 )
+from hvdtrain.steps.checkpoint_files import STATE_FILE
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +72,7 @@ def test_the_next_job_goes_where_something_was_saved(
     begin(file, saved, "1.server")
     save(saved, "step-1")
     if code is not None:
-        end(file, "1.server", code)
+        end(file, saved, "1.server", code)
     assert begin(file, saved, "2.server") == GO
 
 
@@ -79,7 +81,7 @@ def test_no_progress_ends_the_chain(code: int | None, file: Path, saved: Path) -
     save(saved, "step-1")
     begin(file, saved, "1.server")
     if code is not None:
-        end(file, "1.server", code)
+        end(file, saved, "1.server", code)
     assert begin(file, saved, "2.server") == STUCK
     assert begin(file, saved, "3.server") == OVER
 
@@ -88,7 +90,7 @@ def test_no_progress_ends_the_chain(code: int | None, file: Path, saved: Path) -
 def test_what_is_finished_or_wrong_use_ends_the_chain(code: int, file: Path, saved: Path) -> None:
     begin(file, saved, "1.server")
     save(saved, "step-1")
-    end(file, "1.server", code)
+    end(file, saved, "1.server", code)
     assert begin(file, saved, "2.server") == OVER
 
 
@@ -96,8 +98,20 @@ def test_the_jobs_that_are_left_are_taken_away(file: Path, bin_directory: Path) 
     qdel = bin_directory / "qdel"
     qdel.write_text(f'#!/bin/sh\necho "$@" > {bin_directory}/deleted\n')
     qdel.chmod(0o755)
-    end(file, "1.server.domain.org", 0)  # PBS may tell a job its id in another form
+    end(file, bin_directory, "1.server.domain.org", 0)  # PBS may tell a job its id in another form
     assert (bin_directory / "deleted").read_text() == "3.server 2.server\n"
+
+
+@pytest.mark.parametrize("stopped", ["finished", "steps", None])
+def test_exit_code_0_in_the_middle_of_a_training_ends_no_chain(
+    stopped: str | None, file: Path, saved: Path
+) -> None:
+    """As where the command ends with 0 though it has lost a host."""
+    begin(file, saved, "1.server")
+    save(saved, "step-000000004")
+    (saved / "step-000000004" / STATE_FILE).write_text(json.dumps({"stopped": stopped}))
+    end(file, saved, "1.server", 0)
+    assert begin(file, saved, "2.server") == (GO if stopped is None else OVER)
 
 
 def test_a_line_that_was_cut_is_passed_over(file: Path) -> None:

@@ -240,6 +240,21 @@ def test_a_failure_ends_the_ladder_with_its_code(node: Node) -> None:
     assert len(told(node)) == 2
 
 
+@pytest.mark.parametrize(
+    ("own", "returned", "code"),
+    [("1", 0, 1), ("75", 0, 75), ("0", 0, 0), ("", 0, 0), ("1", 137, 137)],
+)
+def test_a_training_without_launch_has_its_own_exit_code(
+    own: str, returned: int, code: int, node: Node
+) -> None:
+    """mpirun may end with 0 in the middle of it; another program leaves no code."""
+    leave = f'printf "{own}" > "$HVDTRAIN_END_MARK"; echo "$HVDTRAIN_END_MARK" > mark'
+    put(node.submit / ".venv" / "bin" / "mpirun", f"#!/bin/sh\n{leave}\nexit {returned}\n")
+    job = Job(("mpirun", "-n", "2", "python", "x.py"), 600, environment=".venv", once=True)
+    assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
+    assert not Path((node.submit / "mark").read_text().strip()).exists()
+
+
 def test_a_module_that_cannot_be_loaded_ends_the_job(node: Node) -> None:
     fails = "module() { [ $1 $2 = 'load there' ]; }\n"
     (node.root / "home" / ".bash_profile").write_text(fails.replace("$1 $2", '"$1 $2"'))

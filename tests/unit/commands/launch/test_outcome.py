@@ -1,0 +1,122 @@
+"""How a job has ended, where the launcher's exit code is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.commands.launch.outcome import Outcome
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.runtime import end_mark
+from tests.conftest import environment
+
+# As Open MPI 5.0.11 writes them.
+RULE = b"-" * 74 + b"\n"
+LOST = (
+    RULE + b"PRTE has lost communication with a remote daemon.\n\n"
+    b"  HNP daemon   : [prterun-node1-6568@0,0] on node node1\n"
+    b"  Remote daemon: [prterun-node1-6568@0,1] on node node2\n\n"
+    b"This is usually due to either a failure of the TCP network\n" + RULE
+)
+NOT_BACK = (
+    b"-" * 60 + b"\nA daemon failed to report back after being spawned. This could\n"
+    b"be due to several factors, including inability to find the\n"
+    b"daemon executable, or the executable was unable to find its\n"
+    b"required supporting libraries. In some cases, the daemon was\n"
+    b"able to execute, but was unable to complete a TCP connection\n"
+    b"back to prterun:\n\n"
+    b"  Local host:    node1\n  Remote host:   node2\n  Daemon exit status: 0\n"
+)
+
+
+@pytest.fixture
+def outcome() -> Iterator[Outcome]:
+    """That of a job that runs."""
+    with Outcome() as outcome:
+        yield outcome
+
+
+def run_rank_0(outcome: Outcome, end: str) -> None:
+    """Run a rank 0 that has come so far as to leave its mark."""
+    begin = "from hvdtrain.system.runtime import end_mark, exit; end_mark.leave_mark(); "
+    variables = environment(**outcome.mark.environment)
+    subprocess.run([sys.executable, "-c", begin + end], env=variables, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("text", [LOST, NOT_BACK])
+@pytest.mark.parametrize("code", [0, 255])
+@pytest.mark.parametrize("length", [1, 100, 5000])
+def test_a_lost_host_is_no_success(code: int, text: bytes, length: int, outcome: Outcome) -> None:
+    stream = b"a warning\n" * 200 + text + b"last words of the ranks\n" * 200
+    for start in range(0, len(stream), length):
+        outcome.read(2, stream[start : start + length])
+    assert outcome.lost_host == "node2"
+    with pytest.raises(HvdtrainError, match=f"host node2 was lost .*: {code}.*no checkpoint") as it:
+        outcome.exit_code(code, None, stop_asked=False)
+    assert it.value.exit_code == 1
+
+
+def test_the_newest_checkpoint_is_named(outcome: Outcome, tmp_path: Path) -> None:
+    for step in (9, 10):
+        (tmp_path / f"step-{step:09}").mkdir()
+    outcome.read(2, LOST)
+    with pytest.raises(HvdtrainError, match=f"goes on from {tmp_path}/step-000000010"):
+        outcome.exit_code(0, tmp_path, stop_asked=True)
+
+
+@pytest.mark.parametrize("code", [0, 1, 137, 75])
+def test_any_other_exit_code_is_the_launchers(code: int, outcome: Outcome) -> None:
+    outcome.read(2, b"[node1:1] a rank's own words\n" * 100)
+    assert outcome.exit_code(code, None, stop_asked=False) == code
+    if code:
+        outcome.read(2, LOST)  # a rank has said why it ends
+        assert outcome.exit_code(code, None, stop_asked=False) == code
+
+
+@pytest.mark.parametrize(
+    ("end", "mark"),
+    [
+        ("", 0),
+        ("exit.leave(0)", 0),
+        ("exit.leave(75)", 75),
+        ("exit.leave(3)", 3),
+        ("raise KeyError", 1),
+        ("import os; os._exit(0)", 1),  # as where it is killed
+        ("import os, sys; os.fork() or sys.exit(0); os.wait(); os._exit(0)", 1),
+    ],
+)
+def test_rank_0_leaves_its_mark(end: str, mark: int, outcome: Outcome) -> None:
+    run_rank_0(outcome, end)
+    assert outcome.mark.read() == mark
+    if mark:
+        with pytest.raises(HvdtrainError, match="rank 0 has not come to its end"):
+            outcome.exit_code(0, None, stop_asked=False)
+    else:
+        assert outcome.exit_code(0, None, stop_asked=False) == 0
+    assert outcome.exit_code(9, None, stop_asked=False) == 9
+
+
+def test_all_ranks_have_saved_though_a_host_was_lost(outcome: Outcome) -> None:
+    """TERM to all that a job runs, the ssh to the other host too."""
+    run_rank_0(outcome, "exit.leave(75)")
+    outcome.read(2, NOT_BACK)
+    assert outcome.exit_code(0, None, stop_asked=True) == 75
+    with pytest.raises(HvdtrainError, match="host node2 was lost"):  # mpirun itself ended them
+        outcome.exit_code(0, None, stop_asked=False)
+
+
+def test_no_file_of_another_process_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host the number of launch's process may be that of any."""
+    with (tmp_path / "log").open("w+") as other:
+        other.write("important\n")
+        other.flush()
+        path = f"/proc/self/fd/{other.fileno()}"
+        end_mark._write(path, 1)
+        end_mark._write("/proc/0/fd/9", 1)
+    assert (tmp_path / "log").read_text() == "important\n"
