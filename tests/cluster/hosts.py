@@ -78,14 +78,14 @@ class TwoHosts:
         self.folder, self.tag = folder, f"ht{os.getpid()}"
         self.names = dict(enumerate(names, 1))
         self.switch = f"{self.tag}-switch"
+        self.agent = folder / "bin" / "ssh"
 
     def start(self) -> None:
         """Make the hosts and their links; what a run that was killed has left is taken down."""
         _take_down_the_forgotten()
-        agent = self.folder / "bin" / "ssh"
-        agent.parent.mkdir()
-        agent.write_text(AGENT.format(tag=self.tag, folder=self.folder))
-        agent.chmod(0o755)
+        self.agent.parent.mkdir()
+        self.agent.write_text(AGENT.format(tag=self.tag, folder=self.folder))
+        self.agent.chmod(0o755)
         self._do(f"ip netns add {self.switch}")
         self._do(f"ip -n {self.switch} link add bridge type bridge")
         self._do(f"ip -n {self.switch} link set bridge up")
@@ -191,8 +191,7 @@ class TwoHosts:
 
     def agents(self) -> list[int]:
         """What runs in place of ssh on host 1, by process id."""
-        agent = str(self.folder / "bin" / "ssh")
-        return [pid for pid in self.processes(1) if f" {agent} " in _program(pid)]
+        return [pid for pid in self.processes(1) if f" {self.agent} " in _program(pid)]
 
     def kill(self, *numbers: int) -> None:
         """Kill all that runs on these hosts, at once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -341,16 +342,20 @@ def test_a_slow_link_is_no_cut_link(two: TwoHosts, tmp_path: Path) -> None:
     assert_close(one, Training(Outcome(0, "", ""), folder), 1e-9)
 
 
-@pytest.mark.parametrize("number", range(20 if ALL_CASES else 1))
+@pytest.mark.parametrize("number", range(10 if ALL_CASES else 1))
+@pytest.mark.parametrize("agent", ["ssh", "the site's"])
 def test_term_to_all_that_a_job_runs_on_its_first_node(
-    number: int, two: TwoHosts, tmp_path: Path
+    agent: str, number: int, two: TwoHosts, tmp_path: Path
 ) -> None:
     """As PBS ends a job, ssh included: the ranks save, on both nodes, before mpirun hears of it."""
     # Steps of more than the half second in which mpirun kills, and an evaluation after each.
     steps = ("--batch-size=375", "--precision=fp32", "--epochs=10000", "--checkpoint-every=1")
     launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
     command = two.on(1, *launch, *trainer(tmp_path, *steps))
-    with two.running(command, PBS_NODEFILE=str(two.nodefile())) as process:
+    variables = {"PBS_NODEFILE": str(two.nodefile())}
+    if agent != "ssh":
+        variables["PRTE_MCA_plm_ssh_agent"] = shutil.copy(two.agent, tmp_path / "tmssh")
+    with two.running(command, **variables) as process:
         wait_for_checkpoints(2, process, tmp_path)
         chance = random.Random(number)
         time.sleep(chance.random())  # anywhere in a step, an evaluation or a save

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdtrain.commands.launch.layout import Layout
-from hvdtrain.commands.launch.mpirun import AGENT, NAMES, OPEN_MPI, Mpi
+from hvdtrain.commands.launch.mpirun import NAMES, OPEN_MPI, Mpi
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.command import Command
 
@@ -40,7 +40,8 @@ class Placement:
     gpus: int = 0  # GPUs per host
     root: bool = False  # whether the user is root, which Open MPI refuses by itself
     tag: bool = False  # whether the launcher marks each line of output with its rank
-    agent: str = ""  # starts Open MPI's daemons on other hosts; empty: its own choice
+    # Variables for what starts Open MPI's daemons on other hosts; empty: its own choice.
+    agent: Mapping[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)  # what the user has set
 
     @property
@@ -80,8 +81,8 @@ def build(mpi: Mpi, placed: Placement, words: Sequence[str]) -> Command:
     own = {"OMP_NUM_THREADS": str(placed.threads)} if placed.threads else {}
     if mpi.dialect == "intel":
         own |= {name: value for name, value in INTEL.items() if name not in placed.environ}
-    if placed.layout.hosts and placed.agent and mpi.dialect in AGENT:
-        own[AGENT[mpi.dialect]] = placed.agent
+    if placed.layout.hosts and mpi.dialect in OPEN_MPI:
+        own |= placed.agent
     if placed.environ.get("SLURM_EXPORT_ENV") == "NONE":
         # As its qsub sets it for the jobs that it makes, it would hide all else from the ranks:
         # Open MPI and Hydra start their daemons by srun.

@@ -27,7 +27,8 @@ VERSIONS = (
 OPEN_MPI = ("openmpi4", "openmpi5")
 # The variable that names the program by which each starts its daemons on other hosts.
 AGENT = {"openmpi4": "OMPI_MCA_plm_rsh_agent", "openmpi5": "PRTE_MCA_plm_ssh_agent"}
-AGENT_SET = re.compile(r"^\s*(?:OMPI_MCA_|PRTE_MCA_)?[a-z]+_[rs]sh_agent\s*=", re.MULTILINE)
+AGENT_NAME = re.compile(r"(?:OMPI|PRTE)_MCA_[a-z]+_[rs]sh_agent")
+AGENT_SET = re.compile(r"^\s*[a-z]+_[rs]sh_agent\s*=\s*(.*?)\s*$", re.MULTILINE)  # in a file
 OTHER_AGENTS = ("PE_HOSTFILE", "LOADL_STEP_ID")  # jobs of Grid Engine and IBM, which have their own
 NAMES = {
     "openmpi4": "Open MPI",
@@ -95,30 +96,51 @@ def classify(said: str) -> tuple[str, str] | None:
     return None
 
 
-def ssh_agent(mpi: Mpi, environ: Mapping[str, str]) -> str:
-    """Return the path of an ssh that outlives TERM, for ``AGENT``; empty to leave the agent alone.
+def agent_settings(mpi: Mpi, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which Open MPI's agent for other hosts outlives TERM.
 
-    It is left alone where the user or the site has chosen one, in the environment or in a file of
-    Open MPI's parameters, and where there is no ssh.
+    The agent is the one that the user or the site has chosen, in the environment or in a file of
+    Open MPI's parameters, else ssh. Where there is none, there are no variables.
     """
-    agent = Path(__file__).with_name("ssh")
+    if mpi.dialect not in AGENT or any(name in environ for name in OTHER_AGENTS):
+        return {}
+    chosen = {name: value for name, value in environ.items() if AGENT_NAME.fullmatch(name)}
+    if not chosen:
+        chosen = {AGENT[mpi.dialect]: _agent_in_file(mpi, environ) or "ssh"}
+    wrapped = {name: _deaf_to_term(value, environ) for name, value in chosen.items()}
+    return {name: value for name, value in wrapped.items() if value}
+
+
+def _agent_in_file(mpi: Mpi, environ: Mapping[str, str]) -> str:
+    """Return the agent that a file of Open MPI's parameters sets, the user's first; or nothing."""
     root, home = Path(mpi.program).absolute().parent.parent, Path(environ.get("HOME", "/"))
-    files = [
+    files = [home / f".{name}" / "mca-params.conf" for name in ("prte", "openmpi")]
+    files += [
         folder / f"{name}-mca-params.conf"
         for folder in (root / "etc", Path("/etc/openmpi"))
-        for name in ("openmpi", "prte")
+        for name in ("prte", "openmpi")
     ]
-    files += [home / f".{name}" / "mca-params.conf" for name in ("openmpi", "prte")]
-    settings = [f"{name}={value}" for name, value in environ.items()]
     for file in files:
         with contextlib.suppress(OSError):
-            settings.append(file.read_text(errors="replace"))
-    usable = (
-        mpi.dialect in AGENT
-        and not any(AGENT_SET.search(text) for text in settings)
-        and not any(name in environ for name in OTHER_AGENTS)
-        and shutil.which("ssh", path=environ.get("PATH"))
-        and os.access(agent, os.X_OK)
-        and not re.search(r"[\s:]", str(agent))  # Open MPI would split it there
-    )
-    return str(agent) if usable else ""
+            if found := AGENT_SET.findall(file.read_text(errors="replace")):
+                return str(found[-1])
+    return ""
+
+
+def _deaf_to_term(agent: str, environ: Mapping[str, str]) -> str:
+    """Return ``agent`` in a form that outlives TERM; empty where it is to be left as it is.
+
+    Args:
+        agent: alternatives joined by colons, each a program and its arguments.
+        environ: for the PATH.
+    """
+    wrapper = Path(__file__).with_name("deaf_to_term")
+    if not os.access(wrapper, os.X_OK) or re.search(r"[\s:]", str(wrapper)):  # it would be split
+        return ""
+    for alternative in agent.split(":"):
+        words = alternative.split()
+        if words and shutil.which(words[0], path=environ.get("PATH")):
+            # As Open MPI itself does with an ssh, which it no longer sees to be one.
+            no_x = ["-x"] if Path(words[0]).name == "ssh" and "-x" not in words else []
+            return " ".join([str(wrapper), *words, *no_x])
+    return ""

@@ -19,7 +19,7 @@ from hvdtrain.commands.launch.layout import (
     lay_out,
     own_cores,
 )
-from hvdtrain.commands.launch.mpirun import Mpi, find_mpi, ssh_agent
+from hvdtrain.commands.launch.mpirun import Mpi, agent_settings, find_mpi
 from hvdtrain.commands.launch.remote import names_here
 from hvdtrain.commands.launch.torchrun import Agent, agents
 from hvdtrain.errors import UsageError
@@ -109,7 +109,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
         gpus=devices,
         root=os.geteuid() == 0,
         tag=request.tag,
-        agent=ssh_agent(mpi, environ),
+        agent=agent_settings(mpi, environ),
         environ=environ,
     )
     return Launch(build(mpi, placed, request.words), mpi, placed)

@@ -16,7 +16,7 @@ from hvdtrain.system.runtime.command import Command, run
 
 log = logging.getLogger(__name__)
 
-SSH = (str(Path(__file__).with_name("ssh")), "-oBatchMode=yes")  # deaf to TERM
+SSH = (str(Path(__file__).with_name("deaf_to_term")), "ssh", "-oBatchMode=yes")
 NO_SSH = 255  # the exit code of ssh itself: no way to the host, or no more; no signal's
 SOON = 5  # seconds for a host to answer, and between two questions to one that does not
 POLL = 0.05  # seconds between two looks at what was answered

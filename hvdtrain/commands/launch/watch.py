@@ -6,7 +6,7 @@ But every launcher hands USR1 on to its ranks, on all hosts, and waits for them 
 ``hvdtrain``'s trainers save on it and leave with 75. So TERM, INT and HUP become USR1 here. Batch
 systems also send TERM to every process at once. Open MPI's mpirun is therefore started with TERM
 blocked, which its ranks do not inherit: they hear it, it does not. Nor does its ssh, which it would
-miss (``mpirun.ssh_agent``).
+miss (``deaf_to_term``).
 """
 
 from __future__ import annotations

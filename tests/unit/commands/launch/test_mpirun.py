@@ -19,7 +19,7 @@ from hvdtrain.commands.launch import mpirun
 from hvdtrain.commands.launch.argv import BUILDERS, Placement, build, forwarded
 from hvdtrain.commands.launch.hosts import Allocation, Host
 from hvdtrain.commands.launch.layout import Layout, lay_out
-from hvdtrain.commands.launch.mpirun import NAMES, Mpi, classify, find_mpi, ssh_agent
+from hvdtrain.commands.launch.mpirun import AGENT, NAMES, Mpi, agent_settings, classify, find_mpi
 from hvdtrain.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden" / "launch.txt"
@@ -54,8 +54,8 @@ CASES: dict[str, Placement] = {
     "2 hosts, oversubscribed by --ppn 4": Placement(
         lay_out(8, TWO, ppn=4), cores=8, environ=ENVIRON
     ),
-    "2 hosts, by an ssh that is deaf to TERM": Placement(
-        lay_out(4, TWO), cores=8, agent="/venv/launch/ssh", environ=ENVIRON
+    "2 hosts, by an agent that is deaf to TERM": Placement(
+        lay_out(4, TWO), cores=8, agent={"AGENT": "/venv/deaf_to_term ssh -x"}, environ=ENVIRON
     ),
     "2 hosts with 4 GPUs each": Placement(lay_out(8, FOUR_EACH), cores=64, gpus=4, environ=GPUS),
     "2 hosts, the second one not full": Placement(lay_out(3, TWO), cores=8, environ=ENVIRON),
@@ -281,29 +281,36 @@ def site(tmp_path: Path) -> tuple[Mpi, dict[str, str]]:
     return Mpi("openmpi5", launcher, "5"), {"PATH": str(Path(ssh).parent), "HOME": str(home)}
 
 
+WRAPPER = Path(mpirun.__file__).with_name("deaf_to_term")
+
+
 def test_an_ssh_that_is_deaf_to_term(site: tuple[Mpi, dict[str, str]]) -> None:
     mpi, environ = site
-    ours = str(Path(mpirun.__file__).with_name("ssh"))
-    for dialect in ("openmpi4", "openmpi5"):
-        assert ssh_agent(Mpi(dialect, mpi.program, ""), environ) == ours
-    assert ssh_agent(Mpi("mpich", mpi.program, ""), environ) == ""
-    assert ssh_agent(mpi, {**environ, "PATH": "/nowhere"}) == ""  # another way is taken there
+    for dialect, name in AGENT.items():
+        ours = {name: f"{WRAPPER} ssh -x"}
+        assert agent_settings(Mpi(dialect, mpi.program, ""), environ) == ours
+    assert agent_settings(Mpi("mpich", mpi.program, ""), environ) == {}
+    assert agent_settings(mpi, {**environ, "PATH": "/nowhere"}) == {}  # another way is taken there
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("value", "agent"),
     [
-        ("PRTE_MCA_plm_ssh_agent", "ssh -q"),
-        ("OMPI_MCA_plm_rsh_agent", "/opt/site/ssh"),
-        ("OMPI_MCA_orte_rsh_agent", "rsh"),
-        ("PE_HOSTFILE", "/spool/hosts"),
+        ("ssh -q", "ssh -q -x"),
+        ("/opt/nowhere/tmssh : tmssh --verbose", "tmssh --verbose"),
+        ("rsh", ""),  # it is not there
+        ("", ""),
     ],
 )
-def test_an_agent_in_the_environment_stays(
-    name: str, value: str, site: tuple[Mpi, dict[str, str]]
+@pytest.mark.parametrize("name", ["PRTE_MCA_plm_ssh_agent", "OMPI_MCA_orte_rsh_agent"])
+def test_an_agent_in_the_environment(
+    name: str, value: str, agent: str, tmp_path: Path, site: tuple[Mpi, dict[str, str]]
 ) -> None:
     mpi, environ = site
-    assert ssh_agent(mpi, {**environ, name: value}) == ""
+    program(tmp_path / "bin", "tmssh", "")
+    expected = {name: f"{WRAPPER} {agent}"} if agent else {}
+    assert agent_settings(mpi, {**environ, name: value}) == expected
+    assert agent_settings(mpi, {**environ, name: value, "PE_HOSTFILE": "/spool/hosts"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -315,23 +322,22 @@ def test_an_agent_in_the_environment_stays(
         "home/.prte/mca-params.conf",
     ],
 )
-def test_an_agent_in_a_file_stays(
-    file: str, tmp_path: Path, site: tuple[Mpi, dict[str, str]]
-) -> None:
+def test_an_agent_in_a_file(file: str, tmp_path: Path, site: tuple[Mpi, dict[str, str]]) -> None:
     mpi, environ = site
-    settings = tmp_path / file
+    settings, name = tmp_path / file, AGENT[mpi.dialect]
     settings.parent.mkdir(parents=True, exist_ok=True)
     settings.write_text("# plm_ssh_agent = none\nbtl = ^openib\n")
-    assert ssh_agent(mpi, environ)
-    settings.write_text("btl = ^openib\n plm_rsh_agent = /opt/site/ssh\n")
-    assert ssh_agent(mpi, environ) == ""
+    assert agent_settings(mpi, environ) == {name: f"{WRAPPER} ssh -x"}
+    tmssh = program(tmp_path / "opt", "tmssh", "")
+    settings.write_text(f"btl = ^openib\n plm_rsh_agent = {tmssh} -v \nx = y\n")
+    assert agent_settings(mpi, environ) == {name: f"{WRAPPER} {tmssh} -v"}
 
 
 def test_ssh_outlives_term_and_no_kill(tmp_path: Path) -> None:
     (tmp_path / "ssh").write_text('#!/bin/sh\necho "$@"\nread line\necho "$line"\nread line\n')
     (tmp_path / "ssh").chmod(0o755)
     with subprocess.Popen(
-        [str(Path(mpirun.__file__).with_name("ssh")), "-x", "node 2"],
+        [str(WRAPPER), "ssh", "-x", "node 2"],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -42,9 +42,9 @@ def test_two_hosts_of_which_this_is_one() -> None:
     first = (*AGENT, *rendezvous, "--node-rank=0", "--nproc-per-node=2", "--no-python", *WORDS)
     assert here == Agent("node1.cluster", Command(first, {"OMP_NUM_THREADS": "4"}))
     assert there.host == "node2"
-    assert there.command.argv[:3] == (*SSH, "node2")
+    assert there.command.argv[:4] == (*SSH, "node2")
     # What the shell on the other host makes of it.
-    assert shlex.split(there.command.argv[3]) == [
+    assert shlex.split(there.command.argv[-1]) == [
         *("exec", "env", "--chdir=/my work", "GLOO_SOCKET_IFNAME=ib0", "OMP_NUM_THREADS=4"),
         *("PATH=/bin", *AGENT, *rendezvous, "--node-rank=1", "--nproc-per-node=1"),
         *("--no-python", *WORDS),
@@ -59,7 +59,7 @@ def test_hosts_that_may_be_lost() -> None:
     words = ("--local-addr=node1", "--nproc-per-node=2", "--no-python", *WORDS)
     assert found[0].command == Command((*first, *words), OWN_ADDRESS)
     for other in found[1:]:
-        line = shlex.split(other.command.argv[3])
+        line = shlex.split(other.command.argv[-1])
         assert f"--local-addr={other.host}" in line
         assert {"--rdzv-conf=is_host=0", "--nnodes=2:4", *rendezvous} < set(line)
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line
@@ -96,7 +96,7 @@ def test_a_dry_run_prints_a_line_per_host(capsys: pytest.CaptureFixture[str]) ->
     words = "launch -n 4 --hosts a:2,b:2 --launcher torchrun --dry-run -- true --epochs 3"
     assert cli.main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [shlex.split(line)[:3] for line in lines] == [[*SSH, one] for one in "ab"]
+    assert [shlex.split(line)[:4] for line in lines] == [[*SSH, one] for one in "ab"]
 
 
 @pytest.mark.parametrize("words", ["--tag", "--timeout 5"])
