@@ -43,6 +43,7 @@ class BucketedAdapter(TensorFlowAdapter):
         if self.levers.reduction == ADASUM:
             buckets.combine = self.combine
         self._buckets.append(buckets)
+        self.waits.traced.append(buckets.traced_calls)
         self._told = None
         if self._shards is None:  # without shards all ranks weigh the same
             buckets.weight.assign(self.levers.weight(self.part_weight))
@@ -88,6 +89,6 @@ class PartSum(Reduction):
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         _ = self.adapter.part_weight  # raises where it is not known
         weighted, self._weighted = self._weighted, False
-        # A trace, which is made once, tells nothing of the updates.
+        # A trace, which is made once, counts its sums itself.
         with self.adapter.waits.during(SUM) if tf.executing_eagerly() else nullcontext():
             return self.buckets.sum(gradients, variables, weighted=weighted)

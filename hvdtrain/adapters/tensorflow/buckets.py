@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.adapters.common import in_buckets
 from hvdtrain.config.levers import BUCKET_BYTES
+from hvdtrain.system.runtime.waits import TracedCalls
 
 Reduce = Callable[[Any, str], Any]
 """(flat tensor, name) -> its sum over all ranks."""
@@ -39,6 +40,8 @@ class Buckets:
         self.combine: Reduce | None = None  # a bucket's gradients, in place of their sum
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
+        self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_begun")
+        self._done = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_done")
         # They travel with the last bucket: this rank's wish to stop, and whether anyone has it.
         self.stop = tf.Variable(0.0, trainable=False, name="stop_wanted")
         self.agreed = tf.Variable(0.0, trainable=False, name="stop_agreed")
@@ -81,8 +84,10 @@ class Buckets:
                 self.sums.assign_add(1)
                 self.agreed.assign(tf.cast(stop[0], tf.float32))
         # Outside of a trace, each sum is waited for before the next one begins.
-        if tf.inside_function() and _has_clock():
-            self._watch(ready, done)
+        if tf.inside_function():
+            self._count(ready, done)
+            if _has_clock():
+                self._watch(ready, done)
         return result
 
     def _groups(self, dense: Sequence[Any]) -> list[list[int]]:
@@ -105,6 +110,13 @@ class Buckets:
             total = tf.concat([whole, stop], 0)
         return tf.cast(total, flat.dtype)
 
+    def _count(self, ready: list[Any], done: list[Any]) -> None:
+        """Count, whenever the trace runs, sums that this rank has come to, and those done."""
+        with tf.control_dependencies(ready):
+            self._begun.assign_add(1)
+        with tf.control_dependencies(done):
+            self._done.assign_add(1)
+
     def _watch(self, ready: list[Any], done: list[Any]) -> None:
         """Add up, whenever the trace runs, how long the sums take once all gradients are there."""
         with tf.control_dependencies(ready):
@@ -113,6 +125,10 @@ class Buckets:
             end = tf.timestamp()
         self._blocked.assign_add(end - start)
         self._watched = True
+
+    def traced_calls(self) -> TracedCalls:
+        """Return how often a trace has begun to wait for the other ranks, and has gone on."""
+        return TracedCalls(int(self._begun), int(self._done))
 
     @property
     def blocked_seconds(self) -> float | None:

@@ -45,6 +45,21 @@ class Wait(NamedTuple):
     since: float  # in seconds of this process's monotonic clock
 
 
+class TracedCalls(NamedTuple):
+    """Calls that a compiled step makes, where Python counts none: by now, since the start."""
+
+    begun: int
+    done: int
+
+
+class Counts(NamedTuple):
+    """What this rank has called so far."""
+
+    number: int  # of the counted calls begun
+    call: Wait | None  # the counted one that it is in
+    traced: TracedCalls
+
+
 def together(method: Method) -> Method:
     """Count a method that all ranks call together, of an object with ``waits``."""
 
@@ -71,6 +86,8 @@ class Waits:
         self.rank, self.hosts, self.report = rank, hosts, report
         self.number = 0  # of calls begun
         self._call: Wait | None = None
+        self.traced: list[Callable[[], TracedCalls]] = []  # what each compiled sum has counted
+        self._traced_call: Wait | None = None
         self._reported = self._told = 0  # numbers of calls
         self._waiting: dict[int, Wait] = {}  # what other ranks have reported, by rank
 
@@ -103,7 +120,11 @@ class Waits:
 
     def look(self) -> None:
         """Report a long wait to rank 0; on rank 0, tell who waits for whom, or end the job."""
-        mine = self._call
+        counts = self._counts()
+        current = self._current(counts)
+        if counts != self._counts():  # at a boundary of two calls
+            return
+        mine = current
         if mine and time.monotonic() - mine.since < REPORT:
             mine = None
         if self.rank:
@@ -112,7 +133,7 @@ class Waits:
                 self.report(json.dumps([self.rank, mine.number, mine.call]).encode())
             return
         # A call that rank 0 has left behind is over for all.
-        over = self.number - (self._call is not None)
+        over = counts.number + counts.traced.begun - (current is not None)
         waiting = {rank: wait for rank, wait in self._waiting.items() if wait.number > over}
         if mine:
             waiting[0] = mine
@@ -128,6 +149,22 @@ class Waits:
                 )
             if self._told < number:
                 self._tell_who_is_late(number, waiting)
+
+    def _counts(self) -> Counts:
+        traced = [read() for read in self.traced]
+        begun, done = sum(one.begun for one in traced), sum(one.done for one in traced)
+        return Counts(self.number, self._call, TracedCalls(begun, done))
+
+    def _current(self, counts: Counts) -> Wait | None:
+        """Return the call that this rank is in, numbered among counted and traced ones."""
+        number, call, (begun, done) = counts
+        if call:
+            return call._replace(number=call.number + begun)
+        if begun == done:
+            return None
+        if self._traced_call is None or self._traced_call.number != number + begun:
+            self._traced_call = Wait(number + begun, SUM, time.monotonic())
+        return self._traced_call
 
     def _tell_who_is_late(self, number: int, waiting: dict[int, Wait]) -> None:
         """Name the ranks that have let others wait in a call for ``PATIENCE`` seconds; once."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.system.runtime import waits
-from hvdtrain.system.runtime.waits import Waits
+from hvdtrain.system.runtime.waits import TracedCalls, Waits
 
 HOSTS = ["a", "a", "b"]
 
@@ -84,3 +84,29 @@ def test_rank_zero_itself_may_be_the_late_one(
         ranks[2].look()
         ranks[0].look()
     assert "ranks 1 on a, 2 on b waiting for rank 0 on a" in caplog.text
+
+
+def test_sums_that_a_compiled_step_makes_are_calls_too(
+    ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    counted = [TracedCalls(5, 4), TracedCalls(5, 4), TracedCalls(4, 4)]  # rank 2 hangs before
+    for rank, calls in zip(ranks, counted, strict=True):
+        with rank.during("broadcast_state"):
+            pass
+        rank.traced.append(lambda calls=calls: calls)
+    for rank in (ranks[1], ranks[2], ranks[0], ranks[0]):
+        rank.look()
+    (record,) = caplog.records
+    assert "the sum of the gradients: ranks 0 on a, 1 on a waiting for rank 2 on b" in (
+        record.getMessage()
+    )
+
+
+def test_a_counted_call_comes_after_the_traced_ones_before_it(ranks: list[Waits]) -> None:
+    for rank in ranks:
+        rank.traced.append(lambda: TracedCalls(7, 7))
+    with ranks[0].during("save_checkpoint"), ranks[1].during("average_metrics"):
+        ranks[1].look()
+        with pytest.raises(EndedError, match="rank 0 on a in save_checkpoint, rank 1 on a in"):
+            ranks[0].look()
