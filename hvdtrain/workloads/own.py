@@ -24,6 +24,10 @@ RECIPE = Recipe(
 )
 
 
+FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}  # by what a file imports
+LIBRARY = {label.lower(): name for name, label in FRAMEWORKS.items()}
+
+
 def _whole(value: str) -> int:
     try:
         return int(value)
@@ -48,6 +52,7 @@ def workload(path: Path, *, description: str, epilog: str) -> Workload:
             ``task``, or its ``Options`` do not fit.
     """
     module = _imported(path)
+    imports = {name: label for name, label in FRAMEWORKS.items() if name in sys.modules}
     if not callable(getattr(module, "task", None)):
         raise UsageError(f"{path} defines no function task(options) that returns a Task")
     kind = Options
@@ -56,6 +61,12 @@ def workload(path: Path, *, description: str, epilog: str) -> Workload:
         module.Options = kind  # type: ignore[attr-defined]  # so that options can be pickled
 
     def build(options: Options) -> Task:
+        if imports and LIBRARY[options.framework] not in imports:
+            (label, *_) = imports.values()
+            raise UsageError(
+                f"{path} imports {label}, and --framework is {options.framework}: give "
+                f"--framework {label.lower()}"
+            )
         with _told(path):
             task: Any = module.task(options)
         if not isinstance(task, Task):

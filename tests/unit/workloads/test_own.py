@@ -178,3 +178,23 @@ def test_a_name_that_cannot_be_imported(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_text(TASK)
     with pytest.raises(UsageError, match=r"rename the file|no such file"):
         own.workload(tmp_path / name, description="", epilog="")
+
+
+@pytest.mark.parametrize(
+    ("module", "framework", "words"),
+    [
+        ("tensorflow", "pytorch", "imports TensorFlow, .* give --framework tensorflow"),
+        ("torch", "tensorflow", "imports PyTorch, .* give --framework pytorch"),
+        ("torch", "pytorch", "returned NoneType, which is no Task"),
+    ],
+)
+def test_a_file_for_the_other_framework(
+    tmp_path: Path, module: str, framework: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "library"
+    folder.mkdir()
+    (folder / f"{module}.py").write_text("")
+    monkeypatch.syspath_prepend(folder)
+    workload = load(tmp_path, f"import {module}\n\ndef task(options):\n    return None\n")
+    with pytest.raises(UsageError, match=words):
+        workload.build(Options(framework=framework))
