@@ -6,9 +6,12 @@ import argparse
 import collections
 import difflib
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from hvdtrain.config.options import (
     Options,
@@ -23,6 +26,7 @@ from hvdtrain.config.options import (
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_settings
+from hvdtrain.system.runtime.detect import detect
 
 LISTS = (counts, numbers)  # kinds of options that take several words
 SHOWN = 200  # characters of a wrong value
@@ -50,6 +54,11 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+
+    @override
+    def print_help(self, file: Any = None) -> None:
+        if detect(os.environ).is_root:
+            super().print_help(file)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse a command line.
