@@ -44,10 +44,20 @@ class Recording:
         raise AssertionError(f"{end!r} never came:\n{self.text}")
 
 
-def record(command: Sequence[str], *, columns: int = 100, **extra: str) -> Recording:
-    """Run ``command`` on a terminal of its own, which is read as a person does: at once."""
+def record(
+    command: Sequence[str], *, columns: int = 100, interrupt: Sequence[str] = (), **extra: str
+) -> Recording:
+    """Run ``command`` on a terminal of its own, which is read as a person does: at once.
+
+    Args:
+        command: what to run.
+        columns: of the terminal.
+        interrupt: texts; each time the next one appears, Ctrl-C is pressed.
+        extra: variables of its environment.
+    """
     ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    due, unread = list(interrupt), b""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -56,6 +66,7 @@ def record(command: Sequence[str], *, columns: int = 100, **extra: str) -> Recor
         stdout=its,
         stderr=its,
         start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # whose Ctrl-C it hears
     )
     os.close(its)
     pieces: list[tuple[float, bytes]] = []
@@ -66,6 +77,10 @@ def record(command: Sequence[str], *, columns: int = 100, **extra: str) -> Recor
             except OSError:  # Linux says so at the end
                 break
             now = time.monotonic()
+            unread += data
+            if due and due[0].encode() in unread:
+                due, unread = due[1:], b""
+                os.write(ours, b"\x03")
             if pieces and now - pieces[-1][0] < 0.1:  # no eye tells them apart
                 pieces[-1] = (pieces[-1][0], pieces[-1][1] + data)
             else:

@@ -138,6 +138,7 @@ class Run:
             stopped = Stopped.PREEMPTED
         self._save()
         if stopped is Stopped.PREEMPTED:
+            self.show.stop()
             self.preemption.announce(
                 f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,20 @@ from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.detect import TORCHRUN, detect, is_elastic, is_restarted
-from hvdtrain.system.runtime.exit import WAIT_FAILURE, announce, leave, process_status, start_anew
+from hvdtrain.system.runtime.exit import (
+    WAIT_FAILURE,
+    announce,
+    be_the_first_to_speak,
+    is_ended_by_mpirun,
+    leave,
+    process_status,
+    start_anew,
+)
 from hvdtrain.system.runtime.walltime import Walltime, ends_at
 
 ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it hands the others on
 AGAIN = "run the same command again to go on"
+NOTHING_SAVED = "nothing was saved (no --checkpoint-dir)"
 ANOTHER = "another rank was asked to stop"  # and this one was not
 HOSTS_CHANGED = "the hosts have changed"
 
@@ -55,15 +65,20 @@ def what_goes_on(*, anew: bool) -> str:
 
 
 def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
-    """Leave on a signal that comes before ``on_stop_signal``: 75 where a checkpoint is there.
+    """Leave on a signal that comes before ``on_stop_signal``: 75 if a checkpoint is there.
 
     Nothing is trained yet that could be lost, and the start may take longer than there is time.
+    Without checkpoints a signal ends this process as usual, at any time; rank 0 reports it if
+    mpirun would end the ranks without a word.
 
     Args:
-        directory: of the checkpoints; None leaves all signals as they are.
+        directory: of the checkpoints; None: nothing is saved.
         resumes: whether the same command would go on from them.
     """
     if directory is None:
+        process_status.interrupted = f"interrupted; {NOTHING_SAVED}"
+        if is_ended_by_mpirun():
+            signal.signal(signal.SIGTERM, _leave_without_checkpoint)
         return
 
     def end(name: str) -> None:
@@ -85,6 +100,22 @@ def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
     on_stop_signal(end)
 
 
+def _leave_without_checkpoint(number: int, _: FrameType | None) -> None:
+    """Report the end on rank 0, which must not meanwhile wait for a rank that has left.
+
+    It is mpirun's signal, too, after another rank is lost: its failure detector reports that first.
+    """
+    if detect(os.environ).is_root:
+        time.sleep(LOST)
+        be_the_first_to_speak()
+        announce(f"{signal.Signals(number).name}: stopped; {NOTHING_SAVED}", mpirun_ends=True)
+        leave(128 + number)
+    timer = threading.Timer(WAIT_FAILURE, leave, [128 + number])
+    timer.daemon = True
+    timer.start()
+
+
+LOST = 0.2  # seconds for the failure detector to notice that a rank is lost; mpirun waits 0.5
 AGENT, POLL = 10.0, 0.05  # seconds for the agent to ask, and between two looks
 
 

@@ -140,7 +140,7 @@ def test_pi_has_the_same_digits_as_with_open_mpi_5(stack: Stack) -> None:
 def test_silence_names_the_last_to_speak(stack: Stack) -> None:
     line = ("-n", "2", "--timeout", "3", "--", sys.executable, "-c", RANK, "hang")
     (said,) = stack.launch(*line, code=124).said
-    assert re.search(r"rank (\d) on \S+ spoke last, at step 1\1: 'step 1\1 of 100'$", said)
+    assert re.search(r"last output from rank (\d) on \S+, at step 1\1: 'step 1\1 of 100'$", said)
 
 
 def test_term_is_handed_on_and_waited_for(stack: Stack) -> None:
@@ -182,7 +182,7 @@ def test_srun_where_no_mpi_is_on_the_path(cluster: slurm.Cluster, tmp_path: Path
     hung = launch("-n", "2", "--timeout", "3", *program, "hang")
     assert hung.code == 124, hung.err
     (said,) = hung.said
-    assert re.search(r"rank (\d) on \S+ spoke last, at step 1\1: 'step 1\1 of 100'$", said)
+    assert re.search(r"last output from rank (\d) on \S+, at step 1\1: 'step 1\1 of 100'$", said)
     too_many = launch("-n", "4", *program)
     assert too_many.code == 2
     assert "-n 4 is more than the 3 slots of Slurm" in too_many.said[0]

@@ -6,6 +6,7 @@ import gzip
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from PIL import Image
 
 from tests.conftest import LONG, Outcome, ranks, run
 from tests.parallel import resident
-from tests.parallel.conftest import STRATEGIES, train
+from tests.parallel.conftest import FRAMEWORKS, STRATEGIES, train
 
 
 def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
@@ -168,6 +169,35 @@ def test_a_loss_that_is_nan_on_one_rank(tmp_path: Path) -> None:
     assert_one_line(outcome, 1, "rank 1", "step 4", "nan")
 
 
+def test_a_rank_that_hangs_within_a_compiled_step_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "import tensorflow as tf\n"
+        "from hvdtrain import mnist\n"
+        "from hvdtrain.system.runtime import waits\n"
+        "from hvdtrain.system.runtime.exit import run_and_exit\n"
+        "from hvdtrain.workloads.tf_task import TFTask\n"
+        "waits.PATIENCE, whole, calls = 1.0, TFTask._input, []\n"
+        "def sleep(pixels):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 3 and os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        "        time.sleep(4)\n"
+        "    return pixels\n"
+        "def slow(task, pixels):\n"
+        "    given = whole(task, pixels)\n"
+        "    return tf.ensure_shape(tf.numpy_function(sleep, [given], given.dtype), given.shape)\n"
+        "TFTask._input = slow\n"
+        "sys.argv += ['--framework=tensorflow', '--num-steps=4']\n"
+        "run_and_exit(mnist.main)\n"
+    )
+    outcome = resident.ranks(2, str(script), framework="tensorflow")
+    assert outcome.code == 0, outcome.err
+    host = socket.gethostname()
+    waiting = f"the sum of the gradients: rank 0 on {host} waiting for rank 1 on {host}, which may"
+    assert [line for line in outcome.said if waiting in line], outcome.err
+
+
 CRASH = """
 import os, signal, sys, time
 from hvdtrain import mnist
@@ -180,10 +210,14 @@ def crash(run, part, batch):
         print("crashing", time.time(), file=sys.stderr, flush=True)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "vanishes":
+            os._exit(7)
+        if how == "exits":
+            sys.exit(3)
         raise MemoryError("no memory left")
 Run._update = crash
-strategy, how = sys.argv[1:]
-sys.argv[1:] = ["--quiet", f"--strategy={strategy}"]
+strategy, how, *options = sys.argv[1:]
+sys.argv[1:] = ["--quiet", f"--strategy={strategy}", *options]
 run_and_exit(mnist.main)
 """
 
@@ -210,6 +244,27 @@ def test_a_rank_that_is_killed_ends_the_job(strategy: str, tmp_path: Path) -> No
     outcome = ranks(3, str(script), strategy, "killed")
     assert seconds_to_the_end(outcome) < 10
     assert outcome.code == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("exits", 3, ", step 3: the program called sys.exit, exit code 3. It left no checkpoint"),
+        ("vanishes", 7, " has ended without a word: it crashed, or was killed"),
+    ],
+)
+def test_a_rank_that_leaves_is_named(
+    how: str, code: int, words: str, framework: str, tmp_path: Path
+) -> None:
+    (script := tmp_path / "crash.py").write_text(CRASH)
+    # By mpirun itself, which throws away what its ranks say once one of them has left.
+    start = ranks if how == "vanishes" else resident.ranks
+    outcome = start(3, str(script), "horovod", how, f"--framework={framework}")
+    assert outcome.code == code
+    assert any(f"rank 1 on {socket.gethostname()}{words}" in line for line in outcome.said), (
+        outcome.err
+    )
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:

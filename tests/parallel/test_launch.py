@@ -20,7 +20,7 @@ from hvdtrain.commands.launch.hosts import Allocation
 from hvdtrain.commands.launch.layout import lay_out
 from hvdtrain.commands.launch.mpirun import Mpi
 from hvdtrain.steps import checkpoint
-from tests.conftest import BIN, ROOT, Outcome, environment, ranks, run
+from tests.conftest import BIN, ROOT, Outcome, environment, on_demand, ranks, run
 from tests.parallel.conftest import Start, assert_gone, family, until
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
@@ -59,10 +59,10 @@ run_and_exit(mnist.main)
 """
 ENDLESS = ("--model=small", "--quiet", "--epochs=10000", "--checkpoint-every=5")
 DEAF = """
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
-pathlib.Path(sys.argv[1]).touch()
+(pathlib.Path(sys.argv[1]) / os.environ["OMPI_COMM_WORLD_RANK"]).touch()
 time.sleep(300)
 """
 
@@ -149,8 +149,8 @@ def test_silence_ends_the_job() -> None:
     # The marks that tell who spoke are not shown unless asked for.
     assert outcome.out.splitlines() == [f"epoch 1  step {n}/100  loss 0.5" for n in (1, 2, 3)]
     assert outcome.said == [
-        "hvdtrain: error: no output from any rank for 4 s, so the job was ended: rank 1 on "
-        f"{os.uname().nodename} spoke last, at step 3: 'epoch 1  step 3/100  loss 0.5'"
+        "hvdtrain: error: no output from any rank for 4 s, so the job was ended: last output from "
+        f"rank 1 on {os.uname().nodename}, at step 3: 'epoch 1  step 3/100  loss 0.5'"
     ]
 
 
@@ -173,7 +173,6 @@ def test_term_saves_and_leaves_nothing(moment: str, tmp_path: Path, started: Sta
         one.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 75, said
-    assert re.search("hvdtrain: SIGTERM: the ranks (are asked to save and stop|have ended)", said)
     result = json.loads(summary.read_text())
     step = result["steps_completed"]
     assert result["stopped"] == "preempted"
@@ -263,15 +262,44 @@ def test_a_save_that_mpirun_cuts_short_is_finished(tmp_path: Path) -> None:
 
 
 def test_a_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path, started: Start) -> None:
-    deaf = tmp_path / "deaf"
-    process = started(*LAUNCH, "-n", "2", "--", sys.executable, "-c", DEAF, str(deaf))
-    until(deaf.exists, process)
+    process = started(*LAUNCH, "-n", "2", "--", sys.executable, "-c", DEAF, str(tmp_path))
+    until(lambda: len(list(tmp_path.iterdir())) == 2, process)
     everyone = family(process)
     process.send_signal(signal.SIGINT)
     time.sleep(1)  # two keystrokes
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=120)
-    assert process.returncode not in (0, 75)
-    assert "SIGINT again: the ranks are ended" in said
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "hvdtrain: interrupted", said
+    assert "prterun" not in said
+    assert_gone(everyone)
+
+
+def test_ranks_end_with_a_launch_that_is_killed(tmp_path: Path, started: Start) -> None:
+    saved = tmp_path / "checkpoints"
+    trainer = (sys.executable, "-m", "hvdtrain.mnist", *ENDLESS, f"--checkpoint-dir={saved}")
+    process = started(*LAUNCH, "-n", "2", "--", *trainer)
+    until(lambda: list(saved.glob("step-*")), process)
+    everyone = family(process)
+    process.kill()
+    _, alive = psutil.wait_procs(everyone, timeout=10)
+    assert not alive
+
+
+@on_demand
+def test_term_ends_ranks_of_which_one_is_stopped(tmp_path: Path, started: Start) -> None:
+    saved = tmp_path / "checkpoints"
+    trainer = (sys.executable, "-m", "hvdtrain.mnist", *ENDLESS, f"--checkpoint-dir={saved}")
+    process = started(*LAUNCH, "-n", "2", "--", *trainer)
+    until(lambda: list(saved.glob("step-*")), process)
+    everyone = family(process)
+    ranks = [one for one in everyone if started_by_mpirun(one) and "python" in one.name()]
+    ranks[-1].suspend()
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert re.search(
+        f"^hvdtrain: SIGTERM: stopped before the ranks had saved; {saved}/", said, re.M
+    )
     assert_gone(everyone)

@@ -59,6 +59,91 @@ def test_an_error_while_ranks_start_stands_on_a_line_of_its_own() -> None:
     assert "hvdtrain: error: --data /nowhere: no such directory" in rows, seen.text
 
 
+# Ctrl-C
+
+NOTHING = "hvdtrain: interrupted; nothing was saved (no --checkpoint-dir)"
+SMALL = (*TRAIN[:3], "--model", "small", "--epochs", "900")
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "options", "code", "last"),
+    [
+        pytest.param(["importing"], [], 130, NOTHING, id="while importing"),
+        pytest.param(["epoch 2"], [], 130, NOTHING, id="in the training"),
+        pytest.param(
+            ["importing"],
+            ["--checkpoint-dir"],
+            130,
+            "hvdtrain: SIGINT: stopped before its first step: there is no checkpoint yet",
+            id="before a checkpoint",
+        ),
+        pytest.param(
+            ["epoch 2"],
+            ["--checkpoint-dir"],
+            75,
+            "hvdtrain: SIGINT: stopped after step ",
+            id="with a checkpoint",
+        ),
+    ],
+)
+def test_ctrl_c_ends_a_launched_training_in_one_line(
+    interrupt: list[str], options: list[str], code: int, last: str, tmp_path: Path
+) -> None:
+    options = [f"{name}={tmp_path / 'saved'}" for name in options]
+    seen = record((*LAUNCH, *SMALL, *options), columns=80, interrupt=interrupt)
+    rows = screen(seen.text)
+    lines = [row for row in rows if "hvdtrain: " in row]
+    assert seen.code == code, seen.text
+    assert [line[: len(last)] for line in lines] == [last], rows
+    assert "━" not in "".join(lines), rows  # of the bar
+    assert not any("prterun" in row or "SIGUSR1" in row for row in rows), rows
+
+
+def test_ctrl_c_at_a_bare_mpirun_is_reported() -> None:
+    seen = record((*MPIRUN, *SMALL), columns=80, interrupt=["epoch 2"])
+    assert seen.code != 0
+    rows = [row for row in screen(seen.text) if row]
+    assert rows[-1] == "hvdtrain: SIGTERM: stopped; nothing was saved (no --checkpoint-dir)", rows
+
+
+@on_demand
+def test_a_second_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
+    # A rank that does not stop: it handles the signal that asks it to, and sleeps on.
+    stubborn = tmp_path / "stubborn.py"
+    stubborn.write_text(
+        "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "print('step 1', flush=True)\nfor _ in range(600): time.sleep(0.1)\n"
+    )
+    line = (*LAUNCH, sys.executable, str(stubborn))
+    seen = record(line, columns=80, interrupt=["step 1", "waiting for the ranks"])
+    rows = [row for row in screen(seen.text) if row]
+    assert (seen.code, rows[-1]) == (130, "hvdtrain: interrupted"), seen.text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "error"),
+    [
+        (TRAIN, 2, "hvdtrain: error: --framework: 'pytorhc'"),
+        ((sys.executable, "nosuch.py"), 2, "can't open file"),
+        ((sys.executable, "-c", "raise ValueError('mine')"), 1, "ValueError: mine"),
+    ],
+)
+def test_what_mpirun_says_of_an_error_that_a_rank_reports_is_left_out(
+    words: tuple[str, ...], code: int, error: str
+) -> None:
+    options = ("--framework", "pytorhc") if words is TRAIN else ()
+    seen = record((*LAUNCH, *words, *options), columns=80)
+    assert seen.code == code
+    assert "prterun" not in seen.text, seen.text
+    assert error in screen(seen.text)[-2] or error in seen.text
+
+
+def test_help_behind_launch_is_printed_once() -> None:
+    outcome = run([*LAUNCH, *TRAIN, "--help"])
+    assert outcome.code == 0
+    assert outcome.out.count("usage: ") == 1
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_nothing_is_imported_that_the_run_does_not_use(framework: str) -> None:
     program = (

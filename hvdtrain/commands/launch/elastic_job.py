@@ -30,7 +30,7 @@ from hvdtrain.commands.launch.elastic_driver import (
     place_ranks,
 )
 from hvdtrain.commands.launch.remote import NO_SSH, Reachable, is_here, names_here, on_host
-from hvdtrain.commands.launch.watch import StopSignals
+from hvdtrain.commands.launch.stop import StopSignals
 from hvdtrain.commands.launch.worker import ANEW, ASK, INTERFACE, variables
 from hvdtrain.errors import (
     EXIT_FAILURE,

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
+from hvdtrain.commands.launch.rank_output import REASON
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, HvdtrainError
 from hvdtrain.system.runtime.end_mark import EndMark
 from hvdtrain.system.runtime.exit import process_status
@@ -32,6 +33,7 @@ class Outcome:
         # By stream: the end of what was written, or mpirun's words on a host that is lost.
         self._notices: dict[int, bytes] = {}
         self._last = b"\n"  # the last byte that was written
+        self.reason_given = False  # whether a rank has said why it ends
 
     def __enter__(self) -> Self:
         self.mark.__enter__()
@@ -44,6 +46,7 @@ class Outcome:
         """Look for a lost host in the next piece of one of the launcher's two streams."""
         self._last = data[-1:]
         text = self._notices.get(stream, b"") + data
+        self.reason_given = self.reason_given or bool(REASON.search(text))
         loss = LOSS.search(text)
         self._notices[stream] = text[loss.start() :][:NOTICE] if loss else text[-NOTICE:]
 

@@ -197,12 +197,13 @@ def choose_threads(
     return None
 
 
-def checkpoint_dir(command: Sequence[str]) -> str | None:
-    """Return the command's own --checkpoint-dir; None where it has none."""
+def checkpoint_dir(command: Sequence[str]) -> Path | None:
+    """Return the command's own --checkpoint-dir; None if it has none."""
     for index, word in enumerate(command):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == "--checkpoint-dir":
-            return value if equals else "".join(command[index + 1 : index + 2])
+            value = value if equals else "".join(command[index + 1 : index + 2])
+            return Path(value) if value else None
     return None
 
 

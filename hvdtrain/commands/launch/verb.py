@@ -13,14 +13,14 @@ from hvdtrain.commands.launch.outcome import Outcome
 from hvdtrain.commands.launch.prepare import (
     Request,
     add_host_options,
-    checkpoint_dir,
     count,
     notes,
     prepare,
     prepare_agents,
 )
+from hvdtrain.commands.launch.stop import StopSignals, code_after_stop
 from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents, show
-from hvdtrain.commands.launch.watch import StopSignals, code_after_stop, watch
+from hvdtrain.commands.launch.watch import watch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.runtime.walltime import ENDS, ends_at
@@ -126,10 +126,9 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         for note in notes(launch.placed):
             log.warning("hvdtrain: %s", note)
         log.info("%s", launch.command.show())
-        kept = _checkpoints(request)
         with Outcome() as outcome:
             code = watch(
-                launch, signals, outcome, tag=arguments.tag, timeout=timeout, checkpoints=kept
+                launch, signals, outcome, request.words, tag=arguments.tag, timeout=timeout
             )
     return Report("", exit_code=code)
 
@@ -139,11 +138,6 @@ def _know_the_end() -> None:
     end = ends_at()
     if end is not None:
         os.environ[ENDS] = f"{end:.0f}"
-
-
-def _checkpoints(request: Request) -> Path | None:
-    kept = checkpoint_dir(request.words)
-    return Path(kept) if kept else None
 
 
 def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
@@ -169,7 +163,7 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
         job = ElasticJob(pool, request.words, signals)
         log.info("hvdtrain: Horovod's elastic driver, at %s:%d", job.address, job.port)
         code = job.run()
-    return Report("", exit_code=code_after_stop(code, job.asked, _checkpoints(request)))
+    return Report("", exit_code=code_after_stop(code, job.asked, request.words))
 
 
 def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
@@ -192,4 +186,4 @@ def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
             running.start(wanted)
             code = running.wait()
     asked = signal.Signals(running.asked[0]).name if running.asked else ""
-    return Report("", exit_code=code_after_stop(code, asked, _checkpoints(request)))
+    return Report("", exit_code=code_after_stop(code, asked, request.words))

@@ -12,173 +12,44 @@ miss (``deaf_to_term``).
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import FrameType
-from typing import IO, Self
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import IO
 
 import psutil
 
-from hvdtrain.commands.launch.layout import Layout
 from hvdtrain.commands.launch.mpirun import OPEN_MPI
 from hvdtrain.commands.launch.outcome import Outcome
-from hvdtrain.commands.launch.prepare import Launch
-from hvdtrain.errors import EXIT_PREEMPTED, HvdtrainError
+from hvdtrain.commands.launch.prepare import Launch, checkpoint_dir
+from hvdtrain.commands.launch.rank_output import (
+    LastOutput,
+    RankOutput,
+    cut_block,
+    holds_output,
+    take_out_endings,
+)
+from hvdtrain.commands.launch.stop import StopSignals, code_after_stop, report
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, start
-from hvdtrain.system.runtime.processes import STOP_SIGNALS
-
-log = logging.getLogger(__name__)
 
 # The signals that make a launcher end its ranks, and the seconds that it has before the next one.
 # Hydra and srun hand on a first INT, and obey a second one soon after it.
 END_SIGNALS = dict.fromkeys(OPEN_MPI, ((signal.SIGINT, 10.0),))
 OTHERS = ((signal.SIGTERM, 5.0), (signal.SIGINT, 0.5), (signal.SIGINT, 5.0))
-STEP = re.compile(rb"\bstep (\d+)")
+HANDED_ON = b"hvdtrain: SIGUSR1: "
 CHUNK = 65_536  # bytes
+AT_ONCE = 2.0  # seconds for the ranks to stop before it is reported that they are waited for
 POLL = 0.2  # seconds between two looks at the time and at the signals that came
 MOMENT = 0.2  # seconds for mpirun to write the rest of what it says between two rules
-# Exit codes of ranks without a handler for a signal.
-UNHEARD = tuple(128 + number for number in STOP_SIGNALS)
+GRACE = 30.0  # seconds after TERM or HUP, as a batch system gives them at most before it kills
 DRAIN = 5.0  # seconds for the last output after the launcher has ended
-# The mark of each dialect; its first group is the rank. Open MPI and Hydra put one before every
-# piece they get hold of, so also into the middle of a line: "<rank 0> par<rank 1> other\n<rank 0>
-# tial". The others write whole lines, and a mark counts at their beginning only.
-MARKS = {
-    "openmpi4": re.compile(rb"\[\d+,(\d+)\]<std(?:out|err|diag)>:"),
-    "openmpi5": re.compile(rb"\[[^\]\s]*,(\d+)\]<std(?:out|err|diag)>: ?"),
-    "mpich": re.compile(rb"<rank (\d+)> "),
-    "intel": re.compile(rb"\A\[(\d+)\] ?"),
-    "pals": re.compile(rb"\A\S+ (\d+): ?"),
-    "srun": re.compile(rb"\A *(\d+): ?"),
-}
-# What Open MPI's mpirun itself has to say stands between two rules.
-RULE = b"-" * 74 + b"\n"
-BLOCK = re.compile(rb"^%b.*?^%b" % (RULE, RULE), re.MULTILINE | re.DOTALL)
-ENDING = re.compile(rb"non-zero (?:status|exit\s+code)|exited\s+on\s+signal")  # of some rank
-LONGEST_BLOCK = 4096  # bytes of a block
-
-
-def take_out_endings(text: bytes) -> tuple[bytes, bytes]:
-    """Split ``text`` into what is not about how ranks ended, and mpirun's blocks that are."""
-    endings = []
-
-    def take(block: re.Match[bytes]) -> bytes:
-        about = ENDING.search(block[0])
-        endings.append(block[0] if about else b"")
-        return b"" if about else block[0]
-
-    return BLOCK.sub(take, text), b"".join(endings)
-
-
-def cut_block(text: bytes) -> tuple[bytes, bytes]:
-    """Split ``text`` before a block of mpirun's that has only begun."""
-    whole = text.count(RULE) % 2 == 0
-    end = text.rfind(b"\n") + 1 if whole else text.rfind(RULE)
-    begun = text[end:]
-    if (whole and not RULE.startswith(begun)) or len(begun) > LONGEST_BLOCK:
-        return text, b""
-    return text[:end], begun
-
-
-@dataclass
-class RankOutput:
-    """Joins the pieces of one stream again, line by line and rank by rank."""
-
-    dialect: str  # whose marks to look for
-    _raw: bytes = b""
-    _begun: dict[int | None, bytes] = field(default_factory=dict)
-
-    def feed(self, data: bytes) -> list[tuple[int | None, bytes]]:
-        """Return the lines that ``data`` completes, with their rank; None: the launcher's own."""
-        *whole, self._raw = (self._raw + data).split(b"\n")
-        lines: list[tuple[int | None, bytes]] = []
-        for line in whole:
-            lines += self._line(line)
-        return lines
-
-    def end(self) -> list[tuple[int | None, bytes]]:
-        """Return the unfinished lines when the stream closes."""
-        lines = self._line(self._raw) if self._raw else []
-        self._raw = b""
-        return [*lines, *((rank, text) for rank, text in self._begun.items() if text)]
-
-    def _line(self, line: bytes) -> list[tuple[int | None, bytes]]:
-        """Return the piece that the end of ``line`` completes: its last; keep the others."""
-        before, *marked = MARKS[self.dialect].split(line)
-        pieces: list[tuple[int | None, bytes]] = [(None, before)] if before or not marked else []
-        pieces += [(int(rank), text) for rank, text in zip(marked[::2], marked[1::2], strict=True)]
-        for rank, text in pieces:
-            self._begun[rank] = self._begun.get(rank, b"") + text
-        last = pieces[-1][0]
-        return [(last, self._begun.pop(last))]
-
-
-@dataclass
-class LastOutput:
-    """What the ranks have written last."""
-
-    at: float = field(default_factory=time.monotonic)  # when it came
-    rank: int | None = None  # the rank that wrote last, as far as the output tells
-    text: bytes = b""  # its last line
-    steps: dict[int | None, int] = field(default_factory=dict)  # by rank
-
-    def note(self, rank: int | None, line: bytes) -> None:
-        """Remember that ``rank`` wrote ``line``."""
-        if rank is None:
-            return
-        self.rank, self.text = rank, line
-        found = STEP.findall(line)
-        if found:
-            self.steps[rank] = int(found[-1])
-
-    def describe(self, layout: Layout) -> str:
-        """Say which rank wrote last, where, and at which step."""
-        if self.rank is None:
-            return "no rank had said a word"
-        host = layout.host_of(self.rank) or socket.gethostname()
-        step = self.steps.get(self.rank, max(self.steps.values(), default=None))
-        # A line without a step may be of any later one: progress is reported only now and then.
-        where = "at" if STEP.search(self.text) else "after"
-        where = "" if step is None else f", {where} step {step}"
-        said = self.text.decode(errors="replace").strip()
-        shown = said if len(said) <= 100 else said[:97] + "..."
-        return f"rank {self.rank} on {host} spoke last{where}: {shown!r}"
-
-
-class StopSignals:
-    """Notes signals that ask for a stop, while it is open, in place of ending this process.
-
-    Open it before the launcher starts: what comes during the start is handed on after it.
-    """
-
-    def __init__(self) -> None:
-        self.came: list[int] = []  # and are not yet handed on
-
-    def __enter__(self) -> Self:
-        # What the caller turned off stays off: nohup ignores HUP, a shell INT in the background.
-        self._before = {
-            number: signal.signal(number, self._note)
-            for number in STOP_SIGNALS
-            if signal.getsignal(number) != signal.SIG_IGN
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self.came.append(number)
 
 
 class WatchedLauncher:
@@ -187,7 +58,8 @@ class WatchedLauncher:
     Attributes:
         last: the last output of its ranks, as far as it is read.
         before_end: ``last`` when silence ended the job; what dying ranks write comes later.
-        asked: the signal by which the ranks have been asked to stop.
+        stop: the signal by which the ranks have been asked to stop; empty: they have not.
+        forced: whether they were ended before they had stopped by themselves.
         endings: what mpirun wrote about ranks that ended with another code than 0; not shown.
     """
 
@@ -220,7 +92,9 @@ class WatchedLauncher:
         self.before_end: LastOutput | None = None
         self.signals = signals
         self.outcome = outcome
-        self.asked = ""
+        self.stop = ""
+        self.forced = False
+        self._stop_at = self._report_at = float("inf")  # when a stop was requested, and is reported
         self.endings = b""
         blocked = frozenset({signal.SIGTERM} if dialect in OPEN_MPI else ())
         self.process = start(
@@ -228,6 +102,7 @@ class WatchedLauncher:
             piped=self.reads or (dialect in OPEN_MPI and not sys.stdout.isatty()),
             errors_piped=dialect in OPEN_MPI,
             blocked=blocked,
+            dies_with_parent=signal.SIGINT if dialect in OPEN_MPI else signal.SIGTERM,
         )
         self._readers = [
             self._reader(source, target.fileno())
@@ -275,22 +150,35 @@ class WatchedLauncher:
                 child.kill()
 
     def _hand_on(self) -> None:
-        """Act on the signals that have come since the last look."""
+        """Act on the signals that have come since the last look, and on those that had no effect.
+
+        After TERM the ranks are ended if they have not stopped after ``GRACE``: one of them may be
+        stopped itself, or hang, and the batch system is about to kill them all.
+        """
         numbers, self.signals.came = self.signals.came, []
         for number in numbers:
-            if not self.asked:
-                self.asked = name = signal.Signals(number).name
-                if self.process.returncode is not None:
-                    # They heard it too, and were faster than this process's next look.
-                    log.info("hvdtrain: %s: the ranks have ended", name)
-                    return
-                log.info("hvdtrain: %s: the ranks are asked to save and stop", name)
-                # Intel MPI hands TERM on, as ``argv.INTEL`` makes it.
-                intel = self.dialect == "intel"
-                self.process.send_signal(signal.SIGTERM if intel else signal.SIGUSR1)
-            elif number == signal.SIGINT:
-                log.info("hvdtrain: SIGINT again: the ranks are ended")
-                self.end()
+            if not self.stop:
+                self.stop = signal.Signals(number).name
+                self._stop_at = time.monotonic()
+                self._report_at = self._stop_at + AT_ONCE
+                if self.process.returncode is None:
+                    # Intel MPI hands TERM on, as ``argv.INTEL`` makes it.
+                    intel = self.dialect == "intel"
+                    self.process.send_signal(signal.SIGTERM if intel else signal.SIGUSR1)
+            elif number == signal.SIGINT and not self.forced:
+                self._force()
+        if self.process.returncode is not None or self.forced:
+            return
+        now = time.monotonic()
+        if now > self._report_at:
+            self._report_at = float("inf")
+            report(f"{self.stop}: waiting for the ranks to save and stop; Ctrl-C ends them")
+        if self.stop in ("SIGTERM", "SIGHUP") and now > self._stop_at + GRACE:
+            self._force()
+
+    def _force(self) -> None:
+        self.forced = True
+        self.end()
 
     def _reader(self, source: IO[bytes], target: int) -> threading.Thread:
         work = self._pass_on if self.reads or source is self.process.stderr else self._copy
@@ -312,13 +200,16 @@ class WatchedLauncher:
             if begun and not select.select([source], [], [], MOMENT)[0]:
                 text, begun = begun, b""
             elif data := os.read(source.fileno(), CHUNK):
-                self.last.at = time.monotonic()
+                if holds_output(data):
+                    self.last.at = time.monotonic()
                 self.outcome.read(target, data)
                 text, begun = cut_block(begun + data)
             else:
                 break
             text, endings = take_out_endings(text)
             self.endings += endings
+            if self.stop:  # the ranks name the signal that they got; the user sent another one
+                text = text.replace(HANDED_ON, b"hvdtrain: %b: " % self.stop.encode())
             if self.reads:
                 self._write(ranks.feed(text), b"\n", target)
             else:
@@ -356,20 +247,22 @@ def watch(
     launch: Launch,
     signals: StopSignals,
     outcome: Outcome,
+    words: Sequence[str],
     *,
     tag: bool,
     timeout: float | None,
-    checkpoints: Path | None = None,
 ) -> int:
     """Run ``launch`` to its end and return its exit code.
+
+    What mpirun says about how ranks ended is shown only if no rank has said why it ended.
 
     Args:
         launch: its lines are marked if ``tag`` or ``timeout`` is given.
         signals: open ones, to hand on.
         outcome: an open one, which the ranks leave their mark in.
+        words: the program of the ranks, and its arguments.
         tag: show each line behind its rank.
         timeout: seconds without any output after which the job is ended; None never.
-        checkpoints: the directory from which the same command would go on.
 
     Raises:
         HvdtrainError: it cannot be started, was ended for its silence (exit code 124), or has not
@@ -382,8 +275,10 @@ def watch(
     except OSError as error:
         raise HvdtrainError(f"{launch.command.argv[0]}: {error.strerror}") from error
     code = watched.wait(timeout)
-    code = code_after_stop(code, watched.asked, checkpoints)
-    if code != EXIT_PREEMPTED:
+    code = code_after_stop(
+        code, watched.stop, words, reported=outcome.reason_given, forced=watched.forced
+    )
+    if not outcome.reason_given and not watched.stop:
         write_all(sys.stderr.fileno(), watched.endings)
     if watched.before_end:
         silence = HvdtrainError(
@@ -392,29 +287,4 @@ def watch(
         )
         silence.exit_code = TIMED_OUT
         raise silence
-    return outcome.exit_code(code, checkpoints, stop_asked=bool(watched.asked))
-
-
-def code_after_stop(code: int, asked: str, checkpoints: Path | None) -> int:
-    """Return 75 where the same command would go on from a checkpoint, else ``code``.
-
-    The trainers listen as soon as they have read their options; the signal came before.
-
-    Args:
-        code: the launcher's.
-        asked: the signal by which the ranks were asked to stop; empty: they were not.
-        checkpoints: the directory from which the same command would go on.
-    """
-    if not asked or code not in UNHEARD or checkpoints is None:
-        return code
-    from hvdtrain.steps.checkpoint import newest_name
-
-    found = newest_name(checkpoints)
-    if found is None:
-        return code
-    log.info(
-        "hvdtrain: %s: stopped before the first step; %s is there: run the same command again to "
-        "go on",
-        *(asked, checkpoints / found),
-    )
-    return EXIT_PREEMPTED
+    return outcome.exit_code(code, checkpoint_dir(words), stop_asked=bool(watched.stop))

@@ -147,7 +147,7 @@ def make_job(given: Request, site: Site, dialect: Dialect) -> Job:
         once=given.once,
         ladder=given.ladder,
         chain=given.chain_limit if given.chain else 0,
-        progress=given.progress or checkpoint_dir(command) or "",
+        progress=given.progress or str(checkpoint_dir(command) or ""),
         comment=given.comment,
     )
     _check(job, given, site, dialect)

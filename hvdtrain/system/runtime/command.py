@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import queue
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 GRACE = 10.0
 NOT_FOUND = 127  # what a shell answers for a program that does not exist
 TIMED_OUT = 124  # what timeout(1) answers
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LOOK = 1.0  # seconds after which a signal is heard at the latest
 
 
@@ -144,6 +146,7 @@ def start(
     piped: bool = False,
     errors_piped: bool = False,
     blocked: frozenset[signal.Signals] = frozenset(),
+    dies_with_parent: signal.Signals | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a process group of its own, in this session; nothing is waited for.
 
@@ -156,6 +159,7 @@ def start(
         piped: hand its output over; else it writes where this process writes, a terminal included.
         errors_piped: hand standard error over, whatever becomes of its output.
         blocked: signals that the program is not to hear, unless it unblocks them.
+        dies_with_parent: the signal that it is sent when the calling thread ends, by KILL too.
 
     Raises:
         OSError: it cannot be started.
@@ -166,9 +170,28 @@ def start(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         source = subprocess.PIPE if fed else subprocess.DEVNULL
-        return _open(command, stdin=source, stdout=output, stderr=errors, process_group=0)
+        return _open(
+            command,
+            stdin=source,
+            stdout=output,
+            stderr=errors,
+            process_group=0,
+            preexec_fn=_death_signal(dies_with_parent) if dies_with_parent else None,
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _death_signal(number: signal.Signals) -> Callable[[], None]:
+    """Return what a new process calls to be sent ``number`` when its parent ends (prctl(2))."""
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def request() -> None:
+        prctl(PR_SET_PDEATHSIG, int(number))
+        if os.getppid() != parent:  # it has ended meanwhile
+            os.kill(os.getpid(), number)
+
+    return request
 
 
 def leave_behind(command: Command) -> None:

@@ -55,6 +55,7 @@ class ProcessStatus:
 
     stage: str = ""  # what it is doing, such as ``step 17``; named where it fails
     checkpoint: str = ""  # the newest one of this run, which the same command goes on from
+    interrupted: str = "interrupted"  # what is said after Ctrl-C
     at_exit: list[Callable[[int], None]] = field(default_factory=list)  # given the exit code
     disconnect: list[Callable[[], None]] = field(default_factory=list)  # ends the runtime in order
 
@@ -84,8 +85,12 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         code = main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE if stop.code else 0
+        if code and process_status.stage and detect(os.environ).size > 1:
+            reason = "" if isinstance(stop.code, int) else f" ({stop.code})"
+            left = f"the program called sys.exit{reason}, exit code {code}"
+            fail(f"{left}. {process_status.how_to_go_on()}", code=code)
     except KeyboardInterrupt:
-        fail("interrupted", code=EXIT_INTERRUPTED)
+        fail(process_status.interrupted, code=EXIT_INTERRUPTED)
     except HvdtrainError as error:
         wait = WAIT_USAGE if isinstance(error, UsageError) else WAIT_FAILURE
         # What rank 0 finds wrong in the command line or the data is most often so for all ranks.
@@ -166,13 +171,20 @@ def fail(message: str, *, code: int, wait: float = WAIT_FAILURE, agreed: bool = 
     leave(code)
 
 
-def speak(message: str, *, wait: float = WAIT_FAILURE, agreed: bool = False) -> None:
+def speak(
+    message: str, *, wait: float = WAIT_FAILURE, agreed: bool = False, mpirun_ends: bool = False
+) -> None:
     """Say why this process fails; the caller ends it then. See ``fail``.
 
     Of several threads the first one speaks; the others wait here for the end.
+
+    Args:
+        message: the line, or lines.
+        wait: seconds that a rank other than 0 lets rank 0 go first.
+        agreed: all ranks fail of the same, so rank 0 alone speaks.
+        mpirun_ends: mpirun is about to end all ranks, and no longer passes on what they say.
     """
-    if not _speaking.acquire(blocking=False):
-        threading.Event().wait()
+    be_the_first_to_speak()
     terminal.clear()
     launch, stage = detect(os.environ), process_status.stage
     if not launch.is_root:
@@ -180,9 +192,17 @@ def speak(message: str, *, wait: float = WAIT_FAILURE, agreed: bool = False) -> 
     if launch.is_root or not agreed:
         who = f"rank {launch.rank} on {socket.gethostname()}"
         where = "" if agreed or launch.size == 1 else f"{who}{', ' + stage if stage else ''}: "
+        line = f"hvdtrain: {where}{message.rstrip()}\n"
         with contextlib.suppress(OSError):  # mpirun, which reads what is said, may be gone
             sys.stdout.flush()
-            sys.stderr.write(f"hvdtrain: {where}{message.rstrip()}\n")
+            if not (mpirun_ends and _write_beside(_parent(MPIRUNS), line)):
+                sys.stderr.write(line)
+
+
+def be_the_first_to_speak() -> None:
+    """Return in the first thread that comes here; any other one waits for the end."""
+    if not _speaking.acquire(blocking=False):
+        threading.Event().wait()
 
 
 def announce(text: str, *, mpirun_ends: bool) -> None:
@@ -195,29 +215,51 @@ def announce(text: str, *, mpirun_ends: bool) -> None:
             standard error.
     """
     terminal.clear()
-    line = f"hvdtrain: {text}\n"
+    # mpirun passes on what comes on two streams in any order: a bar may still be there.
+    line = f"{terminal.ERASE if terminal.columns() else ''}hvdtrain: {text}\n"
     with contextlib.suppress(OSError, RuntimeError):  # a signal may have come within a flush
         sys.stdout.flush()
+    if not (mpirun_ends and _write_beside(_impatient(MPIRUNS), line)):
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())
+
+
+def _write_beside(process: Path | None, line: str) -> bool:
+    """Write to the standard error of ``process``, a folder of /proc; return whether it was done."""
+    if process is None:
+        return False
     with contextlib.suppress(OSError):
-        if mpirun_ends and (parent := _impatient(MPIRUNS)):
-            # Where it is a file, to its end: it may have been written from its beginning.
-            handle = os.open(parent / "fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-            os.write(handle, line.encode())
-            os.close(handle)
-            return
+        # Where it is a file, to its end: it may have been written from its beginning.
+        handle = os.open(process / "fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+        with os.fdopen(handle, "wb", buffering=0) as file:
+            file.write(line.encode())
+        return True
+    return False
+
+
+def _parent(names: Sequence[str]) -> Path | None:
+    """Find /proc of this process's parent, if it is one of ``names``."""
+    parent = Path(f"/proc/{os.getppid()}")
     with contextlib.suppress(OSError):
-        os.write(2, line.encode())
+        if (parent / "comm").read_text().strip() in names:
+            return parent
+    return None
 
 
 def _impatient(names: Sequence[str]) -> Path | None:
     """Find /proc of this process's parent, if it is one of ``names`` that kills soon after TERM."""
-    parent = Path(f"/proc/{os.getppid()}")
     with contextlib.suppress(OSError):
-        blocked = re.search(r"^SigBlk:\s*(\w+)", (parent / "status").read_text(), re.MULTILINE)
-        deaf = blocked and int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1
-        if not deaf and (parent / "comm").read_text().strip() in names:
-            return parent
+        if parent := _parent(names):
+            status = (parent / "status").read_text()
+            blocked = re.search(r"^SigBlk:\s*(\w+)", status, re.MULTILINE)
+            deaf = blocked and int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1
+            return None if deaf else parent
     return None
+
+
+def is_ended_by_mpirun() -> bool:
+    """Return whether mpirun or its daemon started this process; they send TERM to end a rank."""
+    return _parent(daemon.NAMES) is not None
 
 
 @contextlib.contextmanager

@@ -299,7 +299,8 @@ class FailureDetector:
                 speak(said, wait=0.0)
             self._tell(LOST)
             end_after_loss()
-        speak(said, wait=0.0 if lost else STAGGER * min(self.rank, LAST))
+        wait = 0.0 if lost else STAGGER * min(self.rank, LAST)
+        speak(said, wait=wait, mpirun_ends=not silent)
         self._tell(LOST)
         if silent and end_daemon():
             time.sleep(PATIENCE)

@@ -21,6 +21,7 @@ from hvdtrain.system.runtime.detect import detect
 
 BEFORE_FRAME = "\r\x1b[2K\n\x1b[2K"  # an empty line, then where the frame is drawn
 AFTER_FRAME = "\x1b[2A\n"
+ERASE = BEFORE_FRAME + AFTER_FRAME  # what was drawn
 FIRST = 0.3  # seconds before a status is shown; what takes no longer needs none
 EVERY = 1.0  # seconds between two frames of it
 
@@ -112,5 +113,5 @@ def _draw(source: int, title: str, width: int) -> NoReturn:
             line = f"{title}: {text} ... {time.monotonic() - start:.0f} s"[:width]
             os.write(1, (BEFORE_FRAME + line + AFTER_FRAME).encode())
         if drawn:
-            os.write(1, (BEFORE_FRAME + AFTER_FRAME).encode())
+            os.write(1, ERASE.encode())
     os._exit(0)

@@ -15,11 +15,13 @@ from hvdtrain.commands.launch.argv import Placement
 from hvdtrain.commands.launch.hosts import Allocation, Host
 from hvdtrain.commands.launch.layout import batch_share, lay_out
 from hvdtrain.commands.launch.prepare import Request, choose_threads, notes, prepare
-from hvdtrain.commands.launch.watch import (
+from hvdtrain.commands.launch.rank_output import (
     MARKS,
+    REASON,
     LastOutput,
     RankOutput,
     cut_block,
+    holds_output,
     take_out_endings,
 )
 from hvdtrain.errors import UsageError
@@ -150,30 +152,68 @@ def test_what_begins_with_a_rule_and_is_none_is_not_kept_for_ever() -> None:
     assert cut_block(b"step 1\rstep 2") == (b"step 1\rstep 2", b"")
 
 
-# Who spoke last
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hvdtrain: error: --data /nowhere: no such directory",
+        "hvdtrain: rank 1 on node2, step 7: failed: ValueError('my mistake')",
+        "hvdtrain: SIGTERM: stopped after step 8",
+        "Traceback (most recent call last):",
+        "/usr/bin/python3.11: No module named hvdtrain.mnsit",
+        "train.py: error: unrecognized arguments: --epoch 3",
+    ],
+)
+def test_a_rank_has_said_why_it_ends(line: str) -> None:
+    assert REASON.search(b"[prterun-n-1@1,1]<stderr>: " + line.encode())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hvdtrain: 30 s in the sum of the gradients: rank 0 on n waiting for rank 1 on n, which",
+        "hvdtrain: --workers 9: this machine has 2 cores",
+        "epoch 1  step 3/100  loss 0.5",
+    ],
+)
+def test_a_line_that_says_nothing_of_an_end(line: str) -> None:
+    assert not REASON.search(line.encode())
+
+
+def test_a_rank_that_waits_for_another_one_gives_no_sign_of_life() -> None:
+    waiting = b"hvdtrain: 30 s in the sum of the gradients: rank 0 on n waiting for rank 1 on n\n"
+    assert not holds_output(waiting)
+    assert holds_output(waiting + b"step 4\n")
+    assert holds_output(b".")
+    last = LastOutput()
+    last.note(1, b"epoch 1  step 3/100  loss 0.5")
+    last.note(0, waiting)
+    assert last.rank == 1
+
+
+# Which output was the last
 
 TWO_HOSTS = lay_out(4, Allocation("PBS", (Host("node1", 2), Host("node2", 2))))
 
 
 def test_who_spoke_last() -> None:
     last = LastOutput()
-    assert last.describe(TWO_HOSTS) == "no rank had said a word"
+    assert last.describe(TWO_HOSTS) == "no rank has produced output"
     last.note(0, b"epoch 1  step 40/100  loss 0.3")
     last.note(None, b"mpirun: step 99")
     assert last.describe(TWO_HOSTS) == (
-        "rank 0 on node1 spoke last, at step 40: 'epoch 1  step 40/100  loss 0.3'"
+        "last output from rank 0 on node1, at step 40: 'epoch 1  step 40/100  loss 0.3'"
     )
     last.note(3, b"waiting \xff")
-    waits = "rank 3 on node2 spoke last, after step 40: 'waiting \ufffd'"  # which is not told
+    waits = "last output from rank 3 on node2, after step 40: 'waiting \ufffd'"  # which is not told
     assert last.describe(TWO_HOSTS) == waits
     last.note(3, b"step 38, then step 39: footstep 7")
-    assert "rank 3 on node2 spoke last, at step 39: " in last.describe(TWO_HOSTS)
+    assert "last output from rank 3 on node2, at step 39: " in last.describe(TWO_HOSTS)
 
 
 def test_a_long_line_is_cut() -> None:
     last = LastOutput()
     last.note(1, b"x" * 500)
-    assert last.describe(TWO_HOSTS) == f"rank 1 on node1 spoke last: '{'x' * 97}...'"
+    assert last.describe(TWO_HOSTS) == f"last output from rank 1 on node1: '{'x' * 97}...'"
 
 
 # Wrong use: one line, before anything is started

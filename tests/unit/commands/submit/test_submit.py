@@ -156,13 +156,13 @@ def test_the_name_comes_from_the_command(command: list[str], name: str) -> None:
 @pytest.mark.parametrize(
     ("command", "directory"),
     [
-        (["x", "--checkpoint-dir", "a b"], "a b"),
-        (["x", "--checkpoint_dir=a=b"], "a=b"),
-        (["x", "--checkpoint-dir"], ""),
+        (["x", "--checkpoint-dir", "a b"], Path("a b")),
+        (["x", "--checkpoint_dir=a=b"], Path("a=b")),
+        (["x", "--checkpoint-dir"], None),
         (["x"], None),
     ],
 )
-def test_the_checkpoints_of_the_command(command: list[str], directory: str | None) -> None:
+def test_the_checkpoints_of_the_command(command: list[str], directory: Path | None) -> None:
     assert checkpoint_dir(command) == directory
 
 

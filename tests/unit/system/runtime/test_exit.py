@@ -74,6 +74,23 @@ def test_exit_is_an_exit(statement: str, code: int) -> None:
     assert (end.code, end.err) == (code, "")
 
 
+@pytest.mark.parametrize(
+    ("statement", "code", "reason"),
+    [("sys.exit(3)", 3, ""), ("sys.exit('no data')", 1, " (no data)"), ("sys.exit(0)", 0, None)],
+)
+def test_an_exit_of_one_rank_within_a_step_is_reported(
+    statement: str, code: int, reason: str | None
+) -> None:
+    end = end_of(f"process_status.stage = 'step 4'\n{statement}", rank=1)
+    assert end.code == code
+    assert end.err.startswith(
+        f"hvdtrain: rank 1 on {socket.gethostname()}, step 4: the program called "
+        f"sys.exit{reason}, exit code {code}. It left no checkpoint"
+        if reason is not None
+        else ""
+    )
+
+
 def test_exit_with_words_is_a_failure() -> None:
     assert end_of("sys.exit('words')").code == 1
 
