@@ -10,6 +10,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -25,10 +26,11 @@ from hvdtrain.steps.integrity import Device, RankFacts
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.steps.summary import Bubble, StepSplit
-from hvdtrain.steps.world import World, asked_threads, threads_per_rank
+from hvdtrain.steps.world import World
 from hvdtrain.system.machine import gpus, network
 from hvdtrain.system.machine.gpu_meter import GpuMeter
 from hvdtrain.system.machine.limits import peak_resident_bytes
+from hvdtrain.system.machine.threads import RankCores, agreed_threads, oversubscription
 from hvdtrain.system.output.text import rank_list
 from hvdtrain.system.runtime import failure_detector
 from hvdtrain.system.runtime.detect import detect
@@ -285,11 +287,20 @@ class CommonAdapter(StateAdapter):
         return self.world
 
     def cpu_threads(self) -> int:
-        """Return this rank's share of its host's cores, or what OMP_NUM_THREADS says."""
-        mine = json.dumps([self.world.host, sorted(os.sched_getaffinity(0))])
-        everyone = [json.loads(told) for told in self.communicator.gather(mine.encode())]
-        local = [frozenset(cores) for host, cores in everyone if host == self.world.host]
-        return asked_threads(os.environ) or threads_per_rank(local, self.world.local_rank)
+        """Return this rank's share of its host's cores, or the user's OMP_NUM_THREADS."""
+        ranks = [facts for facts, _ in self._gather_threads(0)]
+        return agreed_threads(ranks, self.world.rank)
+
+    def check_threads(self) -> None:
+        """Warn of ranks that have more threads than their host has cores; all ranks call it."""
+        ranks, threads = zip(*self._gather_threads(self.threads), strict=True)
+        if warning := oversubscription(ranks, threads):
+            self.communicator.on_root(lambda: log.warning("%s", warning))
+
+    def _gather_threads(self, threads: int) -> list[tuple[RankCores, int]]:
+        mine = asdict(RankCores.here(self.world.host, os.environ))
+        ranks = self.communicator.gather(json.dumps([mine, threads]).encode())
+        return [(RankCores(**facts), number) for facts, number in map(json.loads, ranks)]
 
     def check_devices(self, name: str, place: int, visible: int) -> None:
         """Raise on every rank where local ranks share a GPU; all ranks call it, also on a CPU.

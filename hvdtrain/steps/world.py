@@ -1,14 +1,11 @@
-"""Step 1, the world: who takes part, whether launcher and runtime agree; threads per rank."""
+"""Step 1, the world: who takes part, and whether launcher and runtime agree."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.runtime.detect import BY_HAND, LAUNCHERS, LaunchInfo, detect
+from hvdtrain.system.runtime.detect import BY_HAND, LaunchInfo
 
 
 @dataclass(frozen=True)
@@ -126,78 +123,3 @@ def _remedy(launch: LaunchInfo, runtime_size: int, evidence: Evidence) -> str:
         f"Start with {own}, or run `hvdtrain install-horovod --rebuild` with the mpirun that you "
         "want first on the PATH"
     )
-
-
-def threads_per_rank(affinities: list[frozenset[int]], local_rank: int) -> int:
-    """Return the threads that let the ranks of one host use each of their cores once.
-
-    A launcher may bind each rank to cores of its own, or leave all ranks on all cores; so a rank's
-    share is its cores divided by the number of local ranks whose cores overlap with them.
-
-    Args:
-        affinities: the cores that each local rank may use, by local rank.
-        local_rank: whose share is asked for.
-    """
-    mine = affinities[local_rank]
-    sharers = sum(1 for other in affinities if other & mine)
-    return max(1, len(mine) // max(1, sharers))
-
-
-def asked_threads(environ: Mapping[str, str]) -> int:
-    """Return OMP_NUM_THREADS; 0 where it is not set, or no number of threads."""
-    asked = environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() else 0
-
-
-# What tells processes of one job from those of another.
-JOB_VARIABLES = ("PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
-
-
-def local_threads(
-    local_rank: int,
-    local_size: int,
-    environ: Mapping[str, str] = os.environ,
-    processes: Path = Path("/proc"),
-) -> int:
-    """Return OMP_NUM_THREADS, or where it does not tell ``local_cores``; no collective."""
-    return asked_threads(environ) or local_cores(local_rank, local_size, environ, processes)
-
-
-def local_cores(
-    local_rank: int,
-    local_size: int,
-    environ: Mapping[str, str] = os.environ,
-    processes: Path = Path("/proc"),
-) -> int:
-    """Return this rank's share of its host's cores; no collective.
-
-    TensorFlow fixes its thread pool when the first operation runs, and Horovod's collectives are
-    operations. So the cores of the other ranks of this host are read from ``/proc`` (Linux).
-    Where the other ranks cannot be seen (a hidden ``/proc``), they are taken to share the cores of
-    this one.
-    """
-    mine = frozenset(os.sched_getaffinity(0))
-    cores = dict(_ranks_here(environ, processes)) if local_size > 1 else {}
-    if len(cores) != local_size or local_rank not in cores:
-        return max(1, len(mine) // local_size)
-    return threads_per_rank([cores[rank] for rank in sorted(cores)], local_rank)
-
-
-def _ranks_here(
-    environ: Mapping[str, str], processes: Path
-) -> Iterator[tuple[int, frozenset[int]]]:
-    """Yield local rank and cores of each process of this job on this host, children too."""
-    place = detect(environ)
-    names = [launcher.local_rank for launcher in LAUNCHERS if launcher.name == place.launcher]
-    job = {name: environ[name] for name in JOB_VARIABLES if name in environ}
-    for folder in processes.iterdir():
-        if not names or not folder.name.isdigit():
-            continue
-        try:
-            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            other = dict(pair.partition("=")[::2] for pair in pairs)
-            rank = other.get(names[0], "")
-            if rank.isdigit() and all(other.get(key) == value for key, value in job.items()):
-                yield int(rank), frozenset(os.sched_getaffinity(int(folder.name)))
-        except OSError:  # gone meanwhile, or another user's
-            continue

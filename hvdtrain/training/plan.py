@@ -10,8 +10,8 @@ from typing import Any
 from hvdtrain.config.levers import ADASUM
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.world import World, local_cores
-from hvdtrain.system.machine.limits import CPUINFO, cpu_flags, find_resources
+from hvdtrain.steps.world import World
+from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.workloads.task import Workload
 
 BENCHMARK_STEPS = 100
@@ -162,9 +162,3 @@ def choose_workers(asked: int | None, *, gpu: bool, cores: int) -> int:
     if asked is not None:
         return asked
     return max(1, min(cores - 1, MOST_WORKERS)) if gpu else 1
-
-
-def cores_of(world: World) -> int:
-    """Return this rank's share of its host's cores, or of those that its control group allows."""
-    allowed = int(find_resources().usable_cores / world.local_size)
-    return max(1, min(local_cores(world.local_rank, world.local_size), allowed))

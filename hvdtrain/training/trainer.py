@@ -20,6 +20,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import check_writable
+from hvdtrain.system.machine.threads import local_cores
 from hvdtrain.system.runtime import spawn, terminal
 from hvdtrain.system.runtime.detect import SPAWN, check_local_rank, detect, is_restarted
 from hvdtrain.system.runtime.exit import leave_nothing_behind
@@ -34,7 +35,6 @@ from hvdtrain.training.plan import (
     choose_model,
     choose_precision,
     choose_workers,
-    cores_of,
     make_plan,
     processor_has_bf16,
 )
@@ -171,13 +171,14 @@ def _build(
     if options.stage and options.data:
         data, staged = stage(adapter, options.data, options.stage)
     terminal.status(f"reading the data, building {plan.model}")
+    cores = local_cores(adapter.world.local_rank, adapter.world.local_size)
     filled_in = dataclasses.replace(
         options,
         data=data,
         model=plan.model,
         precision=precision,
         weight_decay=plan.weight_decay,
-        workers=choose_workers(options.workers, gpu=adapter.has_gpu, cores=cores_of(adapter.world)),
+        workers=choose_workers(options.workers, gpu=adapter.has_gpu, cores=cores),
         device=adapter.device,
     )
     task = adapter.communicator.together(lambda: workload.build(filled_in))

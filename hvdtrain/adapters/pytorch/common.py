@@ -37,6 +37,7 @@ class PyTorchAdapter(CommonAdapter):
             return f"{self.device} ({name})"
         self.threads = self.cpu_threads()
         torch.set_num_threads(self.threads)
+        self.check_threads()
         return f"cpu, {plural(self.threads, 'thread')}"
 
     @property

@@ -15,7 +15,7 @@ from hvdtrain.adapters.state import check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
-from hvdtrain.steps.world import local_threads
+from hvdtrain.system.machine.threads import local_threads
 from hvdtrain.system.output.text import plural
 
 INTER_OP_THREADS = 1  # operations at once; where a rank has one core, a second one only waits
@@ -73,6 +73,7 @@ class TensorFlowAdapter(CommonAdapter):
             self.has_gpu = True
             return f"gpu {place} ({name})"
         self.threads = tf.config.threading.get_intra_op_parallelism_threads()
+        self.check_threads()
         return f"cpu, {plural(self.threads, 'thread')}"
 
     @property

@@ -133,8 +133,9 @@ def _plan(words: Sequence[str], folder: Path, arguments: argparse.Namespace) -> 
     from hvdtrain.commands.compare.methods import ALL, Choice, choose, global_batch
     from hvdtrain.commands.compare.trials import Comparison
     from hvdtrain.commands.launch.prepare import choose_hosts
-    from hvdtrain.commands.runs.start import describe_machine, equal_threads, fullest_host
+    from hvdtrain.commands.runs.start import describe_machine, fullest_host
     from hvdtrain.commands.runs.words import check_measurable
+    from hvdtrain.system.machine.threads import equal_threads
 
     check_measurable(words, os.environ)
     ranks = arguments.ranks or 2

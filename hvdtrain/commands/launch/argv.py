@@ -13,6 +13,7 @@ from pathlib import Path
 from hvdtrain.commands.launch.layout import Layout
 from hvdtrain.commands.launch.mpirun import NAMES, OPEN_MPI, Mpi
 from hvdtrain.errors import UsageError
+from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command
 
 # Variables that ranks on other hosts need too, where they are set.
@@ -78,7 +79,7 @@ def build(mpi: Mpi, placed: Placement, words: Sequence[str]) -> Command:
     Raises:
         UsageError: this launcher cannot place ranks so.
     """
-    own = {"OMP_NUM_THREADS": str(placed.threads)} if placed.threads else {}
+    own = thread_variables(placed.threads, placed.environ)
     if mpi.dialect == "intel":
         own |= {name: value for name, value in INTEL.items() if name not in placed.environ}
     if placed.layout.hosts and mpi.dialect in OPEN_MPI:
@@ -90,7 +91,8 @@ def build(mpi: Mpi, placed: Placement, words: Sequence[str]) -> Command:
     if placed.tag and mpi.dialect not in OPEN_MPI and "PYTHONUNBUFFERED" not in placed.environ:
         # Into the pipe of these launchers Python writes only every 8 kB, not line by line.
         own["PYTHONUNBUFFERED"] = "1"
-    argv = BUILDERS[mpi.dialect](mpi, replace(placed, environ={**placed.environ, **own}))
+    environ = Command((), own).environ(placed.environ)
+    argv = BUILDERS[mpi.dialect](mpi, replace(placed, environ=environ))
     return Command((*argv, *words), own)
 
 

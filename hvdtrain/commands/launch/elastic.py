@@ -81,7 +81,7 @@ def make_pool(
             raise UsageError(f"--min {fewest}: {has}, and no other can come without --discovery")
         full = Layout(slots, tuple(Host(one.name, min(one.slots, most)) for one in pool.find()))
         cores, gpus = physical_cores(), count_gpus(environ)
-        threads = request.threads or choose_threads(request, full, cores, gpus, environ)
+        threads = choose_threads(request, full, cores, gpus, environ)
         return replace(pool, threads=threads)
     named = f"--discovery {script}"
     if request.hosts or request.hostfile:

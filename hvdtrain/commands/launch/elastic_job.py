@@ -41,6 +41,7 @@ from hvdtrain.errors import (
     UsageError,
 )
 from hvdtrain.system.machine.network import address_towards
+from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.command import NOT_FOUND, Command, start
 from hvdtrain.system.runtime.detect import SLOT
@@ -90,8 +91,7 @@ def worker(
         elastic.PORT: str(port),
         SLOT: f"{slot.hostname}:0",
     }
-    own |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    command = Command((*WORKER, *words), own)
+    command = Command((*WORKER, *words), own | thread_variables(threads, environ))
     return on_host(host, command, environ, Path.cwd(), names_here(), *NOTICE)
 
 

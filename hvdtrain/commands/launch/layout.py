@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.commands.launch.hosts import Allocation, Host
@@ -96,43 +95,3 @@ def _describe(allocation: Allocation) -> str:
     shown = ",".join(f"{host.name}:{host.slots}" for host in allocation.hosts[:4])
     more = ",..." if len(allocation.hosts) > 4 else ""
     return f"{allocation.source} ({shown}{more})"
-
-
-def batch_share(environ: Mapping[str, str]) -> int:
-    """Return the cores or hardware threads of this host that the batch system gave; 0: unknown."""
-    names = ("SLURM_CPUS_ON_NODE", "NCPUS")
-    given = next((environ[name] for name in names if environ.get(name)), "")
-    return int(given) if given.isdecimal() else 0
-
-
-def own_cores(cores: int, environ: Mapping[str, str]) -> int:
-    """Return how many cores of this host are the job's: others may compute on the rest."""
-    return min(cores, batch_share(environ) or cores)
-
-
-def asked_threads(environ: Mapping[str, str]) -> str:
-    """Return OMP_NUM_THREADS as the user has set it; empty where it is unset, or PBS set it.
-
-    PBS sets it to the cores of a whole chunk, however many ranks share them.
-    """
-    asked = environ.get("OMP_NUM_THREADS", "")
-    return "" if "PBS_JOBID" in environ and asked == environ.get("NCPUS") else asked
-
-
-def fair_threads(
-    ranks_per_host: int, cores: int, gpus: int, environ: Mapping[str, str]
-) -> int | None:
-    """Return the threads per rank with which ``ranks_per_host`` ranks would just fill a host.
-
-    None where the user has set OMP_NUM_THREADS, or GPUs compute: then the cores that a rank is
-    bound to decide how many threads help it.
-
-    Args:
-        ranks_per_host: ranks to share the host out among, even if fewer run.
-        cores: of the host.
-        gpus: of the host.
-        environ: the user's environment.
-    """
-    if asked_threads(environ) or gpus:
-        return None
-    return max(1, cores // ranks_per_host)

@@ -11,20 +11,20 @@ from pathlib import Path
 
 from hvdtrain.commands.launch.argv import Placement, build
 from hvdtrain.commands.launch.hosts import Allocation, find_allocation, parse_hosts, read_hostfile
-from hvdtrain.commands.launch.layout import (
-    Layout,
-    asked_threads,
-    batch_share,
-    fair_threads,
-    lay_out,
-    own_cores,
-)
+from hvdtrain.commands.launch.layout import Layout, lay_out
 from hvdtrain.commands.launch.mpirun import Mpi, agent_settings, find_mpi
 from hvdtrain.commands.launch.remote import names_here
 from hvdtrain.commands.launch.torchrun import Agent, agents
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import packages, physical_cores
+from hvdtrain.system.machine.threads import (
+    batch_share,
+    fair_threads,
+    job_cores,
+    launch_threads,
+    requested_number,
+)
 from hvdtrain.system.runtime.command import Command
 
 
@@ -105,7 +105,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
         # Of hosts that the user names nobody knows the cores. And where the batch system gave a
         # part of a host but fenced nothing off, other jobs may be bound to the same first cores.
         bind=request.bind and not named and not 0 < share < cores,
-        threads=request.threads or choose_threads(request, layout, cores, devices, environ),
+        threads=choose_threads(request, layout, cores, devices, environ),
         gpus=devices,
         root=os.geteuid() == 0,
         tag=request.tag,
@@ -136,7 +136,7 @@ def prepare_agents(request: Request, environ: Mapping[str, str] = os.environ) ->
         request = replace(request, ranks=_ranks_there(request, request.fewest, environ))
     _, layout = place(request, environ)
     devices = count_gpus(environ)
-    threads = request.threads or choose_threads(request, layout, physical_cores(), devices, environ)
+    threads = choose_threads(request, layout, physical_cores(), devices, environ)
     where = (environ, Path.cwd(), names_here())
     return agents(layout, request.words, threads, *where, request.fewest)
 
@@ -182,19 +182,12 @@ def check_request(request: Request, environ: Mapping[str, str]) -> None:
 def choose_threads(
     request: Request, layout: Layout, cores: int, gpus: int, environ: Mapping[str, str]
 ) -> int | None:
-    """Return the threads per rank where --threads is not given; None leaves them to the program.
-
-    A job that got a part of a host is not bound to it: its ranks would take all of the host.
-    """
-    own, asked = own_cores(cores, environ), asked_threads(environ)
-    by_pbs = not asked and environ.get("OMP_NUM_THREADS")  # for all ranks together
-    named = request.hosts or request.hostfile  # their cores are unknown
-    ranks_per_host = max(request.ranks_per_host or 0, layout.per_host)
-    if (own < cores or by_pbs) and not asked and not named:
-        return max(1, own // ranks_per_host)
-    if request.ranks_per_host:
-        return fair_threads(ranks_per_host, cores, gpus, environ)
-    return None
+    """Return the OMP_NUM_THREADS of each rank; None leaves it to the program."""
+    ranks = max(request.ranks_per_host or 0, layout.per_host)
+    known = not (request.hosts or request.hostfile)
+    needed = launch_threads(ranks, cores, environ, known=known)
+    fair = fair_threads(ranks, cores, gpus, environ) if request.ranks_per_host else None
+    return request.threads or needed or fair
 
 
 def checkpoint_dir(command: Sequence[str]) -> Path | None:
@@ -213,17 +206,16 @@ def notes(placed: Placement) -> list[str]:
     if placed.layout.idle:
         found.append(f"no rank for host {', '.join(placed.layout.idle)}")
     ranks = placed.layout.per_host
-    share, cores = batch_share(placed.environ), own_cores(placed.cores, placed.environ)
-    threads = asked_threads(placed.environ)
+    share, cores = batch_share(placed.environ), job_cores(placed.cores, placed.environ)
+    threads = requested_number(placed.environ)
     if 0 < share < ranks:
         found.append(
             f"{ranks} ranks on a host of which the batch system gave this job {share} cores: ask "
             f"for {ranks} (PBS: ncpus and mpiprocs), or give --ppn {share}"
         )
-    elif not placed.threads and threads.isdecimal() and int(threads) * ranks > cores:
-        each = int(threads)
+    elif not placed.threads and threads * ranks > cores:
         found.append(
-            f"{ranks} ranks of {each} threads are more than {cores} cores: "
+            f"{ranks} ranks of {threads} threads are more than {cores} cores: "
             f"--threads {max(1, cores // ranks)} gives each its share"
         )
     return found

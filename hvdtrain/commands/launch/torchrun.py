@@ -21,6 +21,7 @@ from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.layout import Layout
 from hvdtrain.commands.launch.remote import on_host
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 from hvdtrain.system.runtime.processes import AFTER_STOP, Processes, exit_code
@@ -61,7 +62,7 @@ def agents(
         here: names and addresses of this machine.
         fewest: ranks to go on with where others are lost; None: with all or none.
     """
-    own = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    own = thread_variables(threads, environ)
     hosts = layout.hosts or (Host("", layout.ranks),)
     port = environ.get("MASTER_PORT", PORT)
     rendezvous = ["--standalone"]

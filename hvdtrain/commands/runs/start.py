@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.commands.launch.hosts import Allocation
-from hvdtrain.commands.launch.layout import asked_threads, fair_threads, lay_out, own_cores
+from hvdtrain.commands.launch.layout import lay_out
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.gpus import count_gpus
@@ -78,15 +78,6 @@ def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> in
     host, each host is filled.
     """
     return ppn or max(lay_out(ranks, hosts).per_host for ranks in sizes)
-
-
-def equal_threads(ranks_per_host: int, environ: Mapping[str, str]) -> int | None:
-    """Return the threads per rank at every size; None where the study is not to set them."""
-    given = asked_threads(environ)
-    if given.isdecimal() and int(given):
-        return int(given)
-    cores = own_cores(physical_cores(), environ)
-    return fair_threads(ranks_per_host, cores, count_gpus(environ), environ)
 
 
 def describe_machine(environ: Mapping[str, str]) -> tuple[str, int | None]:

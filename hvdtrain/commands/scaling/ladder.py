@@ -15,7 +15,6 @@ from hvdtrain.commands.runs.records import LINES, STRONG, Run, append_line, read
 from hvdtrain.commands.runs.start import (
     LOG,
     describe_machine,
-    equal_threads,
     file_of,
     file_words,
     fullest_host,
@@ -27,6 +26,7 @@ from hvdtrain.commands.runs.start import (
 from hvdtrain.commands.runs.words import batches, check_measurable, without
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
+from hvdtrain.system.machine.threads import equal_threads
 from hvdtrain.system.output.text import number, plural
 from hvdtrain.system.runtime.command import Command
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import (
     Evidence,
     World,
-    asked_threads,
     check_launch,
-    local_threads,
-    threads_per_rank,
 )
 from hvdtrain.system.runtime.detect import ALONE, BY_HAND, LaunchInfo
 
@@ -100,74 +92,6 @@ def test_a_world_larger_than_the_launcher_says(place: LaunchInfo, seen: int, wor
 def test_rank_zero_alone_writes(rank: int) -> None:
     world = World(rank, 6, rank, 6, "host", 1)
     assert world.is_writer == (rank == 0)
-
-
-def cores(*numbers: int) -> frozenset[int]:
-    return frozenset(numbers)
-
-
-ALL8 = frozenset(range(8))
-
-
-@pytest.mark.parametrize(
-    ("affinities", "threads"),
-    [
-        ([ALL8], [8]),
-        ([ALL8] * 2, [4, 4]),
-        ([ALL8] * 3, [2, 2, 2]),
-        ([ALL8] * 8, [1] * 8),
-        ([ALL8] * 20, [1] * 20),  # never none
-        ([cores(0, 1), cores(2, 3)], [2, 2]),  # bound by the launcher
-        ([cores(0, 1, 2), cores(3)], [3, 1]),
-        ([cores(0, 1, 2, 3)] * 2 + [cores(4, 5, 6, 7)] * 2, [2, 2, 2, 2]),  # bound by socket
-        ([cores(7)], [1]),
-    ],
-)
-def test_threads(affinities: list[frozenset[int]], threads: list[int]) -> None:
-    assert [threads_per_rank(affinities, rank) for rank in range(len(affinities))] == threads
-
-
-SETS = st.frozensets(st.integers(0, 7), min_size=1)
-
-
-@given(st.lists(SETS, min_size=1, max_size=10))
-def test_a_rank_has_a_thread_and_no_more_than_its_cores(affinities: list[frozenset[int]]) -> None:
-    for rank, mine in enumerate(affinities):
-        assert 1 <= threads_per_rank(affinities, rank) <= len(mine)
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_ranks_bound_to_domains_of_cores_never_overfill_them(domains: list[int]) -> None:
-    affinities = [frozenset(range(8 * domain, 8 * domain + 8)) for domain in domains]
-    for domain in set(domains):
-        threads = [
-            threads_per_rank(affinities, rank)
-            for rank, mine in enumerate(domains)
-            if mine == domain
-        ]
-        assert sum(threads) <= 8
-        assert threads == [8 // len(threads)] * len(threads)
-
-
-@pytest.mark.parametrize(
-    ("asked", "threads"), [(None, 0), ("", 0), ("3", 3), ("0", 0), ("-1", 0), ("4,2", 0)]
-)
-def test_threads_that_are_asked_for(asked: str | None, threads: int) -> None:
-    assert asked_threads({} if asked is None else {"OMP_NUM_THREADS": asked}) == threads
-
-
-def test_threads_before_any_collective(tmp_path: Path) -> None:
-    """The other ranks of the host are found in ``/proc``: here this process and its parent."""
-    cores = len(os.sched_getaffinity(0))
-    mine = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "job"}
-    for rank, process in enumerate((os.getpid(), os.getppid())):
-        (tmp_path / str(process)).mkdir()
-        text = f"PMIX_NAMESPACE=job\0OMPI_COMM_WORLD_LOCAL_RANK={rank}\0"
-        (tmp_path / str(process) / "environ").write_text(text)
-    assert local_threads(0, 2, mine, tmp_path) == max(1, cores // 2)
-    assert local_threads(0, 2, {**mine, "OMP_NUM_THREADS": "5"}, tmp_path) == 5
-    assert local_threads(0, 1, mine, tmp_path) == cores
-    assert local_threads(0, 3, mine, tmp_path) == max(1, cores // 3)  # one is hidden
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 6])

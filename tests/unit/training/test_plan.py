@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from hvdtrain.training.plan import (
     choose_model,
     choose_precision,
     choose_workers,
-    cores_of,
     make_plan,
     processor_has_bf16,
 )
@@ -258,14 +256,6 @@ def test_workers_leave_a_core_to_the_rank(
     asked: int | None, gpu: bool, cores: int, workers: int
 ) -> None:
     assert choose_workers(asked, gpu=gpu, cores=cores) == workers
-
-
-def test_the_cores_of_a_rank_do_not_depend_on_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = len(os.sched_getaffinity(0))
-    for threads in ("1", "500"):
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        assert 1 <= cores_of(World(0, 1, 0, 1, "host", 1)) <= cores
-    assert cores_of(World(0, 500, 0, 500, "host", 1)) == 1
 
 
 def test_the_batch_of_a_rank_is_that_of_all_its_stages() -> None:

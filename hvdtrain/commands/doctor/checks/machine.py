@@ -9,6 +9,7 @@ from pathlib import Path
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.system.machine.gpus import Driver
 from hvdtrain.system.machine.limits import GIB, Resources
+from hvdtrain.system.machine.threads import THREADS, requested_threads, set_by_pbs
 from hvdtrain.system.machine.toolchain import Toolchain
 from hvdtrain.system.output.text import plural, size
 
@@ -84,7 +85,7 @@ def resource_findings(
         yield Finding("memory", WARNING, memory, f"ask for {need}, or start fewer ranks")
     else:
         yield Finding("memory", OK, memory)
-    yield threads_finding(found.usable_cores, ranks, environ.get("OMP_NUM_THREADS", ""))
+    yield threads_finding(found.usable_cores, ranks, environ)
     yield _shared_memory(found)
     yield _locked_memory(found.locked_memory, fabric)
     yield _open_files(found.open_files)
@@ -99,9 +100,13 @@ def _cores(found: Resources, ranks: int) -> Finding:
     return Finding("cores", OK, cores)
 
 
-def threads_finding(cores: float, ranks: int, asked: str) -> Finding:
-    """Judge OMP_NUM_THREADS: PBS sets it to all cores of a chunk, and every rank reads it."""
-    check = "OMP_NUM_THREADS"
+def threads_finding(cores: float, ranks: int, environ: Mapping[str, str]) -> Finding:
+    """Judge OMP_NUM_THREADS, which every rank reads."""
+    check = THREADS
+    if set_by_pbs(environ):
+        told = f"{environ[check]}, set by PBS for the whole chunk: each rank takes its share of it"
+        return Finding(check, OK, told)
+    asked = requested_threads(environ)
     if not asked:
         return Finding(check, OK, "not set: each rank takes its share of the cores")
     if not asked.isdecimal() or not int(asked):
@@ -112,8 +117,7 @@ def threads_finding(cores: float, ranks: int, asked: str) -> Finding:
             check,
             WARNING,
             f"{asked} threads per rank, {plural(ranks, 'rank')}, {cores:g} cores",
-            f"unset {check}, or set it to {right} (PBS sets it to all cores of a chunk: "
-            "-l ...:ompthreads=)",
+            f"unset {check}, or set it to {right}",
         )
     return Finding(check, OK, f"{asked} threads per rank")
 

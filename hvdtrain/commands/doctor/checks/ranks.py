@@ -17,8 +17,8 @@ from hvdtrain.commands.doctor.checks.machine import resource_findings
 from hvdtrain.commands.doctor.findings import ERROR, OK, WARNING, Finding
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_software, places
-from hvdtrain.steps.world import threads_per_rank
 from hvdtrain.system.machine.limits import Resources
+from hvdtrain.system.machine.threads import threads_per_rank
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.system.runtime.command import TIMED_OUT, Result
 

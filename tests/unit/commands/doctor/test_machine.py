@@ -46,6 +46,16 @@ def test_what_is_short(check: str, changes: dict[str, Any], words: str) -> None:
     assert words in found[check].evidence
 
 
+def test_the_value_of_pbs_is_no_trap() -> None:
+    environ = {"PBS_JOBID": "7.pbs1", "NCPUS": "8", "OMP_NUM_THREADS": "8"}
+    found = machine.threads_finding(8, 4, environ)
+    assert (found.state, found.evidence) == (
+        OK,
+        "8, set by PBS for the whole chunk: each rank takes its share of it",
+    )
+    assert machine.threads_finding(8, 4, {**environ, "NCPUS": "4"}).state == WARNING
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvdtrain import cli
 from hvdtrain.commands.launch.argv import Placement
 from hvdtrain.commands.launch.hosts import Allocation, Host
-from hvdtrain.commands.launch.layout import batch_share, lay_out
+from hvdtrain.commands.launch.layout import lay_out
 from hvdtrain.commands.launch.prepare import Request, choose_threads, notes, prepare
 from hvdtrain.commands.launch.rank_output import (
     MARKS,
@@ -322,13 +322,6 @@ def test_threads_of_a_rank_are_its_share_of_what_the_job_got(
 def test_idle_hosts() -> None:
     given_hosts = Allocation("PBS", (Host("a", 4), Host("b", 4), Host("c", 4)))
     assert notes(job(layout=lay_out(4, given_hosts))) == ["no rank for host b, c"]
-
-
-def test_the_share_of_the_batch_system() -> None:
-    assert batch_share({}) == 0
-    assert batch_share({"NCPUS": "4"}) == 4
-    assert batch_share({"SLURM_CPUS_ON_NODE": "3", "NCPUS": "4"}) == 3
-    assert batch_share({"NCPUS": "many"}) == 0
 
 
 # The machine

@@ -9,7 +9,6 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.launch.hosts import Allocation, Host
-from hvdtrain.commands.launch.layout import fair_threads
 from hvdtrain.commands.runs import start
 from hvdtrain.commands.scaling.ladder import check_words, with_batch
 from hvdtrain.errors import UsageError
@@ -35,21 +34,6 @@ def test_the_fullest_host_decides(
     sizes: tuple[int, ...], ppn: int | None, hosts: tuple[Host, ...], ranks_per_host: int
 ) -> None:
     assert start.fullest_host(sizes, ppn, Allocation("PBS", hosts)) == ranks_per_host
-
-
-def test_threads_that_just_fill_a_host() -> None:
-    assert [fair_threads(ranks_per_host, 8, 0, {}) for ranks_per_host in (1, 2, 3, 8, 64)] == [
-        8,
-        4,
-        2,
-        1,
-        1,
-    ]
-    assert fair_threads(2, 8, 4, {}) is None  # the GPUs compute
-    assert fair_threads(2, 8, 0, {"OMP_NUM_THREADS": "3"}) is None
-    by_pbs = {"PBS_JOBID": "7.s", "OMP_NUM_THREADS": "8", "NCPUS": "8"}
-    assert fair_threads(2, 8, 0, by_pbs) == 4
-    assert start.equal_threads(2, {"NCPUS": "1"}) == 1  # all of the host that the job got
 
 
 def test_a_rank_has_the_same_cores_and_threads_at_every_size(
@@ -83,8 +67,6 @@ def test_more_ranks_can_be_added_where_their_share_was_kept_for_them(
 def test_threads_that_the_user_has_set_are_those_of_the_ladder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert start.equal_threads(2, {"OMP_NUM_THREADS": "3"}) == 3
-    assert start.equal_threads(2, {"OMP_NUM_THREADS": "4,2"}) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     words = ("--ranks", "1,2", "--repeat", "1", "--dry-run", "--json", "--out", str(tmp_path))
     assert cli.main(["scaling", *words, *TRAIN]) == 0

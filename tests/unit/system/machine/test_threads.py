@@ -1,0 +1,198 @@
+"""How many threads a rank has: the user's, PBS's, or its share of the cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.system.machine.threads import (
+    RankCores,
+    agreed_threads,
+    batch_share,
+    equal_threads,
+    fair_threads,
+    local_cores,
+    local_threads,
+    oversubscription,
+    requested_number,
+    share_of_job,
+    thread_variables,
+    threads_per_rank,
+)
+
+
+def cores(*numbers: int) -> frozenset[int]:
+    return frozenset(numbers)
+
+
+ALL8 = frozenset(range(8))
+
+
+@pytest.mark.parametrize(
+    ("affinities", "threads"),
+    [
+        ([ALL8], [8]),
+        ([ALL8] * 2, [4, 4]),
+        ([ALL8] * 3, [2, 2, 2]),
+        ([ALL8] * 8, [1] * 8),
+        ([ALL8] * 20, [1] * 20),  # never none
+        ([cores(0, 1), cores(2, 3)], [2, 2]),  # bound by the launcher
+        ([cores(0, 1, 2), cores(3)], [3, 1]),
+        ([cores(0, 1, 2, 3)] * 2 + [cores(4, 5, 6, 7)] * 2, [2, 2, 2, 2]),  # bound by socket
+        ([cores(7)], [1]),
+    ],
+)
+def test_threads(affinities: list[frozenset[int]], threads: list[int]) -> None:
+    assert [threads_per_rank(affinities, rank) for rank in range(len(affinities))] == threads
+
+
+SETS = st.frozensets(st.integers(0, 7), min_size=1)
+
+
+@given(st.lists(SETS, min_size=1, max_size=10))
+def test_a_rank_has_a_thread_and_no_more_than_its_cores(affinities: list[frozenset[int]]) -> None:
+    for rank, mine in enumerate(affinities):
+        assert 1 <= threads_per_rank(affinities, rank) <= len(mine)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
+def test_ranks_bound_to_domains_of_cores_never_overfill_them(domains: list[int]) -> None:
+    affinities = [frozenset(range(8 * domain, 8 * domain + 8)) for domain in domains]
+    for domain in set(domains):
+        threads = [
+            threads_per_rank(affinities, rank)
+            for rank, mine in enumerate(domains)
+            if mine == domain
+        ]
+        assert sum(threads) <= 8
+        assert threads == [8 // len(threads)] * len(threads)
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [(None, 0), ("", 0), ("3", 3), ("0", 0), ("-1", 0), ("4,2", 0)]
+)
+def test_threads_that_the_user_requests(value: str | None, threads: int) -> None:
+    assert requested_number({} if value is None else {"OMP_NUM_THREADS": value}) == threads
+
+
+def test_threads_before_any_collective(tmp_path: Path) -> None:
+    """The other ranks of the host are found in ``/proc``: here this process and its parent."""
+    cores = len(os.sched_getaffinity(0))
+    mine = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "job"}
+    for rank, process in enumerate((os.getpid(), os.getppid())):
+        (tmp_path / str(process)).mkdir()
+        text = f"PMIX_NAMESPACE=job\0OMPI_COMM_WORLD_LOCAL_RANK={rank}\0"
+        (tmp_path / str(process) / "environ").write_text(text)
+    assert local_threads(0, 2, mine, tmp_path) == max(1, cores // 2)
+    assert local_threads(0, 2, {**mine, "OMP_NUM_THREADS": "5"}, tmp_path) == 5
+    assert local_threads(0, 1, mine, tmp_path) == cores
+    assert local_threads(0, 3, mine, tmp_path) == max(1, cores // 3)  # one is hidden
+
+
+def in_pbs(ncpus: int, threads: int | None = None) -> dict[str, str]:
+    given = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {"PBS_JOBID": "7.pbs1", "NCPUS": str(ncpus), **given}
+
+
+def test_the_value_of_pbs_is_for_all_ranks_together(tmp_path: Path) -> None:
+    """As in `mpirun -n 2 python -m hvdtrain.mnist` in a job with ncpus=2: 1 thread, not 2."""
+    rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert local_threads(0, 2, {**rank, **in_pbs(2, 2)}, tmp_path) == 1
+    assert local_threads(0, 2, {**rank, **in_pbs(2, 3)}, tmp_path) == 3  # the user's own
+    assert local_threads(0, 2, {**rank, "NCPUS": "2", "OMP_NUM_THREADS": "2"}, tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("affinities", "environ", "threads"),
+    [
+        ([ALL8] * 2, in_pbs(4), [2, 2]),  # a part of the host, that nothing fences off
+        ([ALL8] * 2, {"SLURM_CPUS_ON_NODE": "2"}, [1, 1]),
+        ([ALL8] * 4, in_pbs(2), [1] * 4),
+        ([cores(0, 1, 2), cores(3)], in_pbs(4), [3, 1]),
+        ([ALL8] * 2, in_pbs(64), [4, 4]),
+    ],
+)
+def test_the_share_of_what_the_job_got(
+    affinities: list[frozenset[int]], environ: dict[str, str], threads: list[int]
+) -> None:
+    assert [share_of_job(affinities, rank, environ) for rank in range(len(threads))] == threads
+
+
+def ranks(first: dict[str, str], second: dict[str, str]) -> list[RankCores]:
+    """Two ranks on each of two hosts, free to run on 8 cores."""
+    hosts = {"node1": first, "node2": second}
+    return [RankCores(host, tuple(range(8)), own) for host, own in hosts.items() for _ in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "threads"),
+    [
+        (in_pbs(2, 2), in_pbs(2, 2), [1] * 4),
+        (in_pbs(2, 2), {"OMP_NUM_THREADS": "2"}, [1] * 4),  # mpirun -x OMP_NUM_THREADS
+        (in_pbs(2, 2), {}, [1] * 4),  # mpirun over ssh
+        (in_pbs(2, 3), {}, [3, 3, 1, 1]),
+        ({"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "3"}, [3] * 4),
+        ({}, {}, [4] * 4),
+    ],
+)
+def test_what_a_host_does_not_see_counts_as_on_the_first_that_does(
+    first: dict[str, str], second: dict[str, str], threads: list[int]
+) -> None:
+    known = ranks(first, second)
+    assert [agreed_threads(known, rank) for rank in range(4)] == threads
+
+
+def test_more_threads_than_cores_are_reported() -> None:
+    known = ranks({}, {})
+    assert oversubscription(known, [4, 4, 4, 4]) == ""
+    assert oversubscription(known, [1, 1, 8, 8]) == (
+        "16 threads share 8 cores of node2: unset OMP_NUM_THREADS, or set it to 4"
+    )
+    crowded = [RankCores("node1", (0,), {})] * 3
+    assert oversubscription(crowded, [1, 1, 1]) == ""  # more ranks than cores: one each
+
+
+def test_what_a_launcher_sets() -> None:
+    assert thread_variables(None, {"OMP_NUM_THREADS": "2"}) == {}
+    assert thread_variables(None, in_pbs(2, 2)) == {"OMP_NUM_THREADS": None}
+    assert thread_variables(3, in_pbs(2, 2)) == {"OMP_NUM_THREADS": "3"}
+    # Two for each rank, by the user's --threads 2: not to be taken for the value of PBS.
+    own = thread_variables(2, in_pbs(2, 2))
+    left = {name: value for name, value in {**in_pbs(2, 2), **own}.items() if value}
+    assert requested_number(left) == 2
+
+
+def test_the_share_of_the_batch_system() -> None:
+    assert batch_share({}) == 0
+    assert batch_share({"NCPUS": "4"}) == 4
+    assert batch_share({"SLURM_CPUS_ON_NODE": "3", "NCPUS": "4"}) == 3
+    assert batch_share({"NCPUS": "many"}) == 0
+
+
+def test_threads_that_just_fill_a_host() -> None:
+    assert [fair_threads(ranks_per_host, 8, 0, {}) for ranks_per_host in (1, 2, 3, 8, 64)] == [
+        8,
+        4,
+        2,
+        1,
+        1,
+    ]
+    assert fair_threads(2, 8, 4, {}) is None  # the GPUs compute
+    assert fair_threads(2, 8, 0, {"OMP_NUM_THREADS": "3"}) is None
+    by_pbs = {"PBS_JOBID": "7.s", "OMP_NUM_THREADS": "8", "NCPUS": "8"}
+    assert fair_threads(2, 8, 0, by_pbs) == 4
+    assert equal_threads(2, {"NCPUS": "1"}) == 1  # all of the host that the job got
+    assert equal_threads(2, {"OMP_NUM_THREADS": "3"}) == 3
+    assert equal_threads(2, {"OMP_NUM_THREADS": "4,2"}) is None
+
+
+def test_the_cores_of_a_rank_do_not_depend_on_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    for threads in ("1", "500"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        assert 1 <= local_cores(0, 1) <= cores
+    assert local_cores(0, 500) == 1
