@@ -66,7 +66,7 @@ class Request:
     name: str | None = _option(JOB, "of the job (made from the command)", "NAME")
     array: str | None = _option(JOB, "a task for each number; $TASK tells which", "A-B")
     after: str | None = _option(JOB, "start when this job has ended well", "ID")
-    requeue: bool = _switch(JOB, "start again if a node dies")
+    requeue: bool = _switch(JOB, "start again if a node dies (else the job ends)")
     tolerate_node_failures: bool = _switch(JOB, "go on if a node dies that is not the first")
 
     module: tuple[str, ...] = _repeated("to load", "NAME")

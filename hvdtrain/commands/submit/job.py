@@ -48,7 +48,7 @@ class Job:
     filesystems: str | None = None  # names joined by colons, where the site wants to know
     array: str | None = None  # range of tasks ``A-B`` or ``A-B:STEP``
     after: str | None = None  # job that has to end well before this one starts
-    requeue: bool = False  # start again if a node dies
+    requeue: bool = False  # start again if a node dies; else the job ends
     tolerate_node_failures: bool = False  # go on if a node dies
     modules: tuple[str, ...] = ()  # what ``module load`` is given
     setup: tuple[str, ...] = ()  # lines of shell that run before the command

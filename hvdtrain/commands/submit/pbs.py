@@ -88,7 +88,8 @@ class Pbs(Dialect):
         lines += [f"-l filesystems={job.filesystems}"] if job.filesystems else []
         lines += [f"-J {job.array}"] if job.array else []
         lines += [f"-W depend=afterok:{job.after}"] if job.after else []
-        lines += ["-r y"] if job.requeue else []
+        if job.requeue or not job.array:  # qsub refuses an array that is not to be rerun
+            lines.append(f"-r {'y' if job.requeue else 'n'}")
         lines += ["-W tolerate_node_failures=all"] if job.tolerate_node_failures else []
         lines += site.directives
         # One file for both streams, written while the job runs and not only at its end.

@@ -54,7 +54,7 @@ class Slurm(Dialect):
         lines += [f"--array={job.array}"] if job.array else []
         if job.after:  # else it would wait for ever where that job ends badly
             lines += [f"--dependency=afterok:{job.after}", "--kill-on-invalid-dep=yes"]
-        lines += ["--requeue"] if job.requeue else []
+        lines.append("--requeue" if job.requeue else "--no-requeue")
         lines += ["--no-kill"] if job.tolerate_node_failures else []
         return [f"#SBATCH {line}" for line in [*lines, *site.directives]]
 

@@ -44,6 +44,8 @@ def read_script(text: str, site_defines: frozenset[str] = frozenset()) -> Reques
             _read_directive(line.removeprefix("#PBS").strip(), request, site_defines)
         elif line and not line.startswith("#"):
             break  # PBS reads no further
+    if "J" in request.options and request.options.get("r") == "n":
+        raise RefusedError("cannot submit non-rerunable Array Job")
     return request
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -128,6 +129,7 @@ CHAIN_SLURM = """#!/bin/bash -l
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=2
 #SBATCH --time=01:00:00
+#SBATCH --no-requeue
 
 # The trainers save before the job ends and leave with exit code 75. The batch system is
 # asked when that is; where it does not answer, the time counts from now.
@@ -183,6 +185,18 @@ def test_a_site_may_place_the_nodes_itself() -> None:
     exclusive = "-l place=scatter:excl"
     lines = Pbs().directives(Job(("x",), 60, nodes=2), Site(directives=(exclusive,)))
     assert [line for line in lines if "place=" in line] == [f"#PBS {exclusive}"]
+
+
+def test_a_job_starts_again_only_if_that_is_asked_for() -> None:
+    """Of itself PBS reruns every job, and Slurm as its configuration says."""
+    job = Job(command=("x",), walltime=60)
+    assert "#PBS -r n" in Pbs().directives(job, Site())
+    assert "#PBS -r y" in Pbs().directives(replace(job, requeue=True), Site())
+    assert "#SBATCH --no-requeue" in Slurm().directives(job, Site())
+    # "qsub: cannot submit non-rerunable Array Job"
+    assert not [
+        line for line in Pbs().directives(replace(job, array="1-3"), Site()) if " -r" in line
+    ]
 
 
 def test_a_quality_of_service_is_called_a_queue() -> None:
