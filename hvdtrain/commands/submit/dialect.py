@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ class State:
     logs: tuple[Path, ...] = field(default=())  # files of its output, one per task of an array
     ran: bool = True  # whether the job began; False once it has ended without
     tasks: Mapping[str, State] = field(default_factory=dict)  # of an array, by number
+    host: str = ""  # the first that it ran on
+    failure: str = ""  # why the batch system will not start it, though it keeps it
 
 
 NEVER_RAN = State(ENDED, "deleted before it ran", ran=False)
@@ -48,13 +51,16 @@ def of_array(tasks: Mapping[str, State], phase: str | None = None) -> State:
     phases = {state.phase for state in states}
     phase = phase or next(one for one in (RUNNING, WAITING, ENDED) if one in phases)
     codes = [1 if state.exit_code is None else state.exit_code for state in states]
+    details = Counter(state.detail for state in states)
+    counts = [f"{number} {detail}" for detail, number in sorted(details.items())]
     return State(
         phase,
-        ", ".join(sorted({state.detail for state in states})),
+        ", ".join(details if len(details) == 1 else counts),
         max(codes) if phase == ENDED else None,
         tuple(dict.fromkeys(log for state in states for log in state.logs)),
         any(state.ran for state in states),
         tasks,
+        failure=next((state.failure for state in states if state.failure), ""),
     )
 
 
@@ -102,6 +108,10 @@ class Dialect(ABC):
             task: number of the task of an array.
         """
         return Path(f"{log}.{task}" if task else log)
+
+    def lost_log(self, log: str, host: str) -> str:
+        """Return where to look for a log that has not come to ``log``, of a job that has ended."""
+        return f"its log has not come: look for {log} on {host}"
 
     @abstractmethod
     def read_id(self, output: str) -> str | None:

@@ -66,16 +66,18 @@ def follow(
         out: where the lines of the log go.
 
     Raises:
-        HvdtrainError: the batch system no longer answers.
+        HvdtrainError: the batch system no longer answers, or will not start a job.
     """
     ended = Ended(NEVER_RAN.detail, None)
     for number, job in enumerate(jobs):
+        delete = dialect.delete([one.id for one in reversed(jobs[number:])]).show()
         try:
             state = FollowedJob(dialect, job, exit_file, out).to_the_end()
         except KeyboardInterrupt:
-            rest = [one.id for one in reversed(jobs[number:])]
-            log.info("\njob %s goes on; to end it: %s", job.id, dialect.delete(rest).show())
+            log.info("\njob %s goes on; to end it: %s", job.id, delete)
             return Ended("running", EXIT_INTERRUPTED)
+        if state.failure:
+            raise HvdtrainError(f"job {job.id}: {state.failure}. To delete it: {delete}")
         if state.ran:
             ended = Ended(state.detail, state.exit_code, state.tasks)
         if chain_file and chain.is_last(chain.read(chain_file), job.id):
@@ -126,6 +128,7 @@ class FollowedJob:
     out: TextIO
     tails: dict[Path, Tail] = field(default_factory=dict)
     running: float | None = None  # since when it runs without a log (monotonic clock)
+    host: str = ""  # the first that it ran on
 
     def to_the_end(self) -> State:
         """Show what changes until the job has ended, and return its state then.
@@ -144,6 +147,9 @@ class FollowedJob:
                     raise HvdtrainError(f"the state of job {self.job.id} is unknown: {said}")
                 for path in state.logs if state else ():
                     self.tails.setdefault(path, Tail(path))
+                self.host = state.host or self.host if state else self.host
+                if state and state.failure:
+                    return state
                 if state and state.phase in (ENDED, GONE):
                     break
                 if state and state.detail != shown:
@@ -183,17 +189,30 @@ class FollowedJob:
             tasks = {one: self._settle(state.tasks.get(one, State(GONE)), one) for one in numbers}
             state = of_array(tasks)
             for one, task in tasks.items():
-                where = f"; log {next(iter(task.logs))}" if task.ran and task.logs else ""
-                log.info("task %s: %s%s", one, _words(task), where)
-        log.info("job %s: %s", self.job.id, _words(state))
+                path = next(iter(task.logs), None)
+                where = f"; log {path}" if task.ran and path and path.exists() else ""
+                log.info("task %s: %s%s", one, self._words(task), where)
+        log.info("job %s: %s", self.job.id, self._words(state))
         return state
+
+    def _words(self, state: State) -> str:
+        """Say how a job or a task ended, and where its log is if it has not come."""
+        if not state.ran:
+            return state.detail
+        code = "unknown" if state.exit_code is None else state.exit_code
+        lost = [str(path) for path in state.logs if not path.exists()]
+        if not lost or state.tasks:
+            return f"{state.detail}, exit code {code}"
+        host = state.host or self.host or "the first node of the job"
+        return f"{state.detail}, exit code {code}; {self.dialect.lost_log(lost[0], host)}"
 
     def _settle(self, state: State, number: str) -> State:
         """Complete a state by what the script left behind: PBS may forget a job at its end."""
         if state.phase == ENDED and (state.exit_code is not None or not state.ran):
             return state
         left, path = self._left(number), self.job.logs[number]
-        if left is None and not path.exists():
+        seen = self.running is not None and number == chain.number(self.job.id)
+        if left is None and not path.exists() and not seen:
             return NEVER_RAN
         code = int(left) if left and left.strip().isdecimal() else None
         return State(ENDED, state.detail or "ended", code, state.logs or (path,))
@@ -219,8 +238,3 @@ class FollowedJob:
                 break
             time.sleep(LOOK)
         self._show(all_of_it=True)
-
-
-def _words(state: State) -> str:
-    code = "unknown" if state.exit_code is None else state.exit_code
-    return f"{state.detail}, exit code {code}" if state.ran else state.detail

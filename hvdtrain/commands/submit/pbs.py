@@ -52,6 +52,7 @@ JOB_KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME in pbs_error.h
 FAILED = ("91", "93")
 # Comments of tasks that PBS has let go before the array: all else it then tells is the array's.
 SUBJOB = {"Subjob finished": 0, "Subjob failed": None, "Subjob terminated": None}
+GIVEN_UP = "too many failed attempts"  # in the comment of a job that PBS holds for it
 SIGNAL_OFFSET = 256  # PBS adds it to the number of the signal that ended the job
 
 
@@ -129,6 +130,13 @@ class Pbs(Dialect):
         number = re.match(r"\d+", job_id)
         name = f"{job.name}.o{number[0] if number else job_id}"
         return Path.cwd() / (f"{name}.{task}" if task else name)
+
+    @override
+    def lost_log(self, log: str, host: str) -> str:
+        there = super().lost_log(log, host)
+        if self.wraps_slurm:
+            return there
+        return f"{there}, or for a *.OU in the folder undelivered of PBS there (/var/spool/pbs)"
 
     @override
     def read_id(self, output: str) -> str | None:
@@ -212,12 +220,25 @@ def _state(values: Mapping[str, str], task: str) -> State | None:
         " ".join(filter(None, (WORDS.get(letter, letter), _why(phase, values)))),
         code,
         (Path(path),) if path else (),
+        host=values.get("exec_host", "").partition("/")[0],
+        failure=_failure(letter, values.get("comment", ""), path),
     )
 
 
 def _why(phase: str, values: Mapping[str, str]) -> str:
     comment = values.get("comment", "")
     return f"({comment})" if comment and phase == WAITING else ""
+
+
+def _failure(letter: str, comment: str, log: str) -> str:
+    """Return why PBS will not try to start a job again; empty if it will."""
+    if letter != "H" or GIVEN_UP not in comment:
+        return ""
+    return (
+        f"PBS could not start it and holds it ({comment}): most likely the directory of its log, "
+        f"{Path(log).parent}, does not exist on the node. Submit from a directory that all nodes "
+        "share, or name one by --logs"
+    )
 
 
 def exit_code(status: int) -> int:

@@ -109,6 +109,7 @@ def _read_line(line: str) -> State | None:
         word[1].lower() + (f" ({why})" if why else ""),
         exit_code(word[1], int(code[1]), int(code[2])) if phase == ENDED and code else None,
         (Path(log[1]),) if log and log[1] else (),
+        host=host[1] if (host := re.search(r" BatchHost=(\S+)", line)) else "",
     )
 
 

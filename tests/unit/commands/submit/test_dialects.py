@@ -147,10 +147,12 @@ def test_a_slurm_array_ends_with_its_last_task() -> None:
         "1": State(ENDED, "failed", 2, logs[:1]),
         "2": State(RUNNING, "running", None, logs[1:]),
     }
-    assert slurm.read(first + second) == State(RUNNING, "failed, running", None, logs, tasks=tasks)
+    assert slurm.read(first + second) == State(
+        RUNNING, "1 failed, 1 running", None, logs, tasks=tasks
+    )
     tasks["2"] = State(ENDED, "completed", 0, logs[1:])
     second = second.replace("RUNNING", "COMPLETED")
-    assert slurm.read(first + second) == State(ENDED, "completed, failed", 2, logs, tasks=tasks)
+    assert slurm.read(first + second) == State(ENDED, "1 completed, 1 failed", 2, logs, tasks=tasks)
 
 
 def test_slurm_knows_no_such_job() -> None:
@@ -162,7 +164,7 @@ def test_a_slurm_job_that_was_cancelled_before_it_ran() -> None:
     assert slurm.read(line.replace("Command=", "NodeList= NumNodes=1 Command=")) == NEVER_RAN
     ran = slurm.read(line.replace("Command=", "NodeList=n1 BatchHost=n1 Command="))
     assert ran is not None
-    assert ran.ran
+    assert (ran.ran, ran.host) == (True, "n1")
 
 
 PBS_JSON = """{
@@ -263,6 +265,13 @@ def test_a_pbs_array_ends_as_its_tasks_do() -> None:
     alone = pbs.read_text(PBS_ARRAY.partition("\n\n")[0])
     assert alone is not None
     assert alone.exit_code is None
+
+
+def test_an_array_of_which_some_tasks_run() -> None:
+    text = PBS_ARRAY.replace("job_state = F", "job_state = B", 1)
+    found = pbs.read_text(text.replace("job_state = F", "job_state = R", 1))
+    assert found is not None
+    assert found.detail == "1 finished, 1 running"
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,52 @@ def test_a_job_that_left_nothing_never_ran(
     assert caplog.messages == ["job 7.pbs1: deleted before it ran"]
 
 
+# What the qstat of OpenPBS 23.06.06 answered where the node has no such directory: for ever.
+HELD = """#!/bin/bash
+[[ $* = *json* ]] || cat <<'END'
+Job Id: 37.pbs1
+    Job_Name = b1
+    job_state = H
+    substate = 20
+    Output_Path = login:/home/bob/work/hvdtrain-jobs/b1-1.log
+    comment = job held, too many failed attempts to run
+END
+"""
+
+
+def test_a_job_that_pbs_cannot_start(forgetful: Path) -> None:
+    (forgetful / "qstat").write_text(HELD)
+    with pytest.raises(HvdtrainError) as error:
+        followed(Pbs(), forgetful, "37.pbs1", "38.pbs1")
+    assert str(error.value) == (
+        "job 37.pbs1: PBS could not start it and holds it (job held, too many failed attempts to "
+        "run): most likely the directory of its log, /home/bob/work/hvdtrain-jobs, does not exist "
+        "on the node. Submit from a directory that all nodes share, or name one by --logs. To "
+        "delete it: qdel 38.pbs1 37.pbs1"
+    )
+
+
+def test_a_log_that_never_comes(forgetful: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where PBS takes a directory for shared that is not: the log stays on the node."""
+    caplog.set_level("INFO")
+    text = (forgetful / "qstat").read_text()
+    running = "    job_state = R\\n    exec_host = node1/0*2+node2/0*2\\n"
+    (forgetful / "qstat").write_text(text.replace("    job_state = R\\n", running))
+    ran(forgetful, "7.pbs1", "2\n", 2)
+    (forgetful / "7.pbs1.log").unlink()
+    assert followed(Pbs(), forgetful, "7.pbs1").code == 2
+    log = forgetful / "7.pbs1.log"
+    assert caplog.messages[-1] == (
+        f"job 7.pbs1: ended, exit code 2; its log has not come: look for {log} on node1, or for a "
+        "*.OU in the folder undelivered of PBS there (/var/spool/pbs)"
+    )
+    # Nor has the exit code, but the job was seen to run.
+    (forgetful / "exit.7").unlink()
+    (forgetful / "lasts.7.pbs1").write_text("2")
+    assert followed(Pbs(), forgetful, "7.pbs1") == Ended("ended", None)
+    assert "exit code unknown; its log has not come" in caplog.messages[-1]
+
+
 def test_a_chain_goes_on_where_pbs_forgets(forgetful: Path) -> None:
     """Through a job that was killed, and past one that was deleted."""
     for number, left in enumerate(("75\n", "", "75\n"), 1):
@@ -222,7 +268,7 @@ def test_the_tasks_of_an_array(forgetful: Path, caplog: pytest.LogCaptureFixture
         f"task 1: ended, exit code 0; log {logs['1']}",
         f"task 2: ended, exit code 3; log {logs['2']}",
         "task 3: deleted before it ran",
-        "job 8[].pbs1: deleted before it ran, ended, exit code 3",
+        "job 8[].pbs1: 1 deleted before it ran, 2 ended, exit code 3",
     ]
 
 
