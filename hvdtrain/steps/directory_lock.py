@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -26,6 +27,8 @@ from hvdtrain.errors import CheckpointError, UsageError
 from hvdtrain.steps.integrity import BOOT_ID
 from hvdtrain.system.files import read_regular
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
+
+log = logging.getLogger(__name__)
 
 NAME = ".lock"
 BEAT = 5.0  # seconds between two touches
@@ -104,13 +107,19 @@ class DirectoryLock:
         threading.Thread(target=self._beat, name="checkpoint lock", daemon=True).start()
 
     def check(self) -> None:
-        """Make sure, before a save, that it is still ours; one that was removed is made again.
+        """Make sure, before a save, that it is still ours; what was removed is made again.
 
         Raises:
             CheckpointError: another training has taken it.
         """
         with contextlib.suppress(OSError):  # the save itself tells what is wrong
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self.directory.exists():
+                self.directory.mkdir(parents=True)
+                log.warning(
+                    "the checkpoint directory %s was removed meanwhile, with what was in it: it is "
+                    "made again",
+                    self.directory,
+                )
             self._create()
         holder = _look(self.path)
         if holder and holder[0] and holder[0].token != self.owner.token:

@@ -23,7 +23,7 @@ from hvdtrain.system.files import check_writable
 from hvdtrain.system.machine.threads import local_cores
 from hvdtrain.system.runtime import spawn, terminal
 from hvdtrain.system.runtime.detect import SPAWN, check_local_rank, detect, is_restarted
-from hvdtrain.system.runtime.exit import leave_nothing_behind
+from hvdtrain.system.runtime.scratch import leave_nothing_behind
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.training import timeline_window
 from hvdtrain.training.agreement import check_data, check_options

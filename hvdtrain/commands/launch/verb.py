@@ -23,6 +23,7 @@ from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents, show
 from hvdtrain.commands.launch.watch import watch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.runtime.scratch import clear_leftovers
 from hvdtrain.system.runtime.walltime import ENDS, ends_at
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             return Report(launch.command.show())
         for note in notes(launch.placed):
             log.warning("hvdtrain: %s", note)
+        clear_leftovers()
         log.info("%s", launch.command.show())
         with Outcome() as outcome:
             code = watch(

@@ -14,9 +14,7 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -46,7 +44,6 @@ WAIT_LOSS = 5.0  # for the failure detector to say which rank it is that a colle
 LOOK, LOOKS = 0.3, 5  # seconds before each look for a lost rank, and how many where it is elastic
 WAIT_PREEMPTED = 5.0  # for rank 0 to sum up, after which all leave together
 MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))  # not on other hosts
-LONGEST_FOLDER = 50  # characters; sockets in it have names of at most 108
 
 
 @dataclass
@@ -149,7 +146,6 @@ def is_agreed(error: BaseException) -> bool:
 
 _AGREED = "agreed by all ranks"
 
-_clearing: list[subprocess.Popen[bytes]] = []  # keeps open what tells it that this process lives
 _speaking = threading.Lock()  # never released: who has it ends the process
 
 
@@ -316,34 +312,6 @@ def _act_after(done: int, finish: int, action: Callable[[], object]) -> NoReturn
             action()
     finally:
         os._exit(EXIT_FAILURE)
-
-
-def leave_nothing_behind() -> None:
-    """Give this process a folder for its temporary files that goes when it ends, however it ends.
-
-    Reading with worker processes leaves sockets and semaphores, TensorFlow the code that it has
-    made, where the process is killed; and mpirun kills all ranks when one has failed. So a shell
-    in a session of its own waits for the end and clears away. It opens nothing of this process.
-    """
-    usual = tempfile.gettempdir()
-    if _clearing or len(usual) > LONGEST_FOLDER:
-        return
-    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-"))
-    clear = 'trap "" HUP INT TERM; read -r _; rm -rf "$1" /dev/shm/sem."$2"-*'
-    _clearing.append(
-        subprocess.Popen(
-            ["/bin/sh", "-c", clear, "sh", str(folder), folder.name],
-            stdin=subprocess.PIPE,  # its end is this process's end
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
-    )
-    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-    # How multiprocessing begins the names of semaphores; no public name leads there.
-    config = getattr(multiprocessing.current_process(), "_config", {})
-    config["semprefix"] = f"/{folder.name}"
 
 
 def end_with_parent(_: int = 0) -> None:

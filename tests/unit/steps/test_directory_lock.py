@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -145,3 +146,20 @@ def test_a_lock_that_was_taken_over_meanwhile_is_not_removed(tmp_path: Path) -> 
     DirectoryLock(tmp_path)._remove(replace(quicker, token="dead"))
     assert json.loads((tmp_path / NAME).read_text())["token"] == "quicker"
     assert names(tmp_path) == [NAME]
+
+
+def test_a_directory_that_vanished_is_made_again_and_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = DirectoryLock(tmp_path / "ck")
+    (tmp_path / "ck").mkdir()
+    lock.take()
+    lock.check()
+    assert not caplog.messages
+    shutil.rmtree(tmp_path / "ck")
+    for _ in range(2):
+        lock.check()
+        assert names(tmp_path / "ck") == [NAME]
+    (said,) = caplog.messages
+    assert said.startswith(f"the checkpoint directory {tmp_path}/ck was removed meanwhile")
+    lock.release()

@@ -275,7 +275,8 @@ def test_the_mark_keeps_other_notes() -> None:
 
 READER = """
 import glob, multiprocessing, os, signal, sys, tempfile
-from hvdtrain.system.runtime.exit import end_with_parent, leave_nothing_behind
+from hvdtrain.system.runtime.exit import end_with_parent
+from hvdtrain.system.runtime.scratch import leave_nothing_behind
 
 def work(queue):
     tempfile.mkstemp()
