@@ -83,7 +83,7 @@ def clear_leftovers(temporary: Path | None = None, shared: Path = SHARED, new: f
     host = re.escape(socket.gethostname())
     folders = [one for one in _old(temporary, r"ompi\.\d+", new) if _is_of_dead(one, host)]
     segments = list(_old(shared, rf"sm_segment\.{host}\.{os.getuid()}\.[0-9a-f]+\.\d+", new))
-    mapped = _mapped_files() if folders or segments else []
+    mapped = _mapped_files() if folders or segments else None
     for path in [*folders, *segments] if mapped is not None else []:
         if not any(name == str(path) or name.startswith(f"{path}/") for name in mapped or ()):
             shutil.rmtree(path, ignore_errors=True)
