@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hvdtrain.commands.verify.rows import NOT_SEEN, OK, Row
 from hvdtrain.commands.verify.script.start import watch
+from hvdtrain.config.parser import CommandParser
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.runtime.command import termination_as_interrupt
 from hvdtrain.system.runtime.exit import run_and_exit
@@ -60,20 +61,7 @@ WIDTH = 98
 def main() -> int:
     """Grade what the command line names; the exit code."""
     own, theirs = split(sys.argv[1:])
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        epilog="after -- follow the options of the scripts; without: --epochs 2",
-    )
-    parser.add_argument("scripts", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("-n", dest="ranks", type=int, default=2, help="ranks; default 2")
-    parser.add_argument("--data", type=Path, help="handed to the scripts; default: the digits")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for a run; default 300")
-    options = parser.parse_args(own)
-    if options.ranks < 2:
-        parser.error(f"-n {options.ranks}: what the ranks do together shows on 2 and more")
-    for path in options.scripts:
-        if not path.is_file():
-            parser.error(f"{path}: no such file")
+    options = read_options(own)
     if options.data:
         theirs += [f"--data={options.data.resolve()}"]
     counts = {}
@@ -82,6 +70,26 @@ def main() -> int:
     if len(counts) > 1:
         print("\n" + "\n".join(f"{count} of 8  {script}" for script, count in counts.items()))
     return EXIT_OK if set(counts.values()) == {8} else EXIT_FAILURE
+
+
+def read_options(words: list[str]) -> argparse.Namespace:
+    """Read the grader's own words."""
+    parser = CommandParser(
+        prog="grade.py",
+        description=__doc__.splitlines()[0],
+        epilog="after -- follow the options of the scripts; without: --epochs 2",
+    )
+    parser.add_argument("scripts", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("-n", dest="ranks", type=int, default=2, help="ranks; default 2")
+    parser.add_argument("--data", type=Path, help="handed to the scripts; default: the digits")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a run; default 300")
+    options = parser.read(words)
+    if options.ranks < 2:
+        raise UsageError(f"-n {options.ranks}: what the ranks do together shows on 2 and more")
+    for path in options.scripts:
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file")
+    return options
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:

@@ -7,8 +7,6 @@ few options need nothing that it lacks.
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import importlib
 import json
 import logging
@@ -21,7 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, HvdtrainError
+from hvdtrain.config.parser import CommandParser, nearest
+from hvdtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, HvdtrainError, UsageError
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,18 @@ VERBS = (
         "hvdtrain.commands.report.verb",
     ),
 )
+PROGRAMS = """programs, each started by `hvdtrain launch -n N -- python -m PROGRAM`:
+  hvdtrain.mnist        train on handwritten digits
+  hvdtrain.resnet       train a ResNet on images
+  hvdtrain.ssd300       train a detector, SSD300, on images with boxes
+  hvdtrain.train FILE   train the task that a Python file of yours defines
+  hvdtrain.pi           estimate pi with random points: MPI alone
+  hvdtrain.collectives  show what each collective does, and how fast it is"""
 EXAMPLE = """example:
   hvdtrain install-horovod
-  mpirun -n 2 python -m hvdtrain.mnist
+  hvdtrain launch -n 2 -- python -m hvdtrain.mnist
 
-`hvdtrain help VERB` tells the options of a verb."""
+The options of a verb: `hvdtrain help VERB`; of a program: `python -m PROGRAM --help`."""
 SHELLS = ("bash", "zsh", "tcsh")
 
 
@@ -109,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         overview().print_help()
         return EXIT_USAGE
     if words[0].startswith("-"):
-        shell = overview().parse_args(words).completion
+        try:
+            shell = overview().read(words).completion
+        except UsageError as error:
+            return _complain(str(error))
         return _completion(shell) if shell else _complain(f"{words[0]} needs a verb after it")
     verb = next((verb for verb in VERBS if verb.name == words[0]), None)
     if verb is None:
@@ -117,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb.module is None:
         return _complain(f"{verb.name} is not built yet in hvdtrain {__version__}")
     module = importlib.import_module(verb.module)
-    return _run(module, _declare(verb, module, argparse.ArgumentParser), words[1:])
+    return _run(module, _declare(verb, module, CommandParser), words[1:])
 
 
 def _built() -> list[Verb]:
@@ -127,48 +136,43 @@ def _built() -> list[Verb]:
 def _near(word: str) -> str:
     """Return a hint for ``word``, which is no verb."""
     names = [verb.name for verb in _built()]
-    near = difflib.get_close_matches(word, names, 1)
-    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
+    near = nearest(word, names)
+    return f"did you mean {near}?" if near else f"choose one of {', '.join(names)}"
 
 
-def overview() -> argparse.ArgumentParser:
+def overview() -> CommandParser:
     """Return the parser that knows the table of verbs."""
     width = max(len(verb.name) for verb in VERBS)
     rows = [f"  {verb.name:<{width}}  {verb.summary}" for verb in _built()]
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hvdtrain",
         usage="hvdtrain VERB [options]",
-        description="Horovod training on an HPC cluster.\n\nverbs:\n" + "\n".join(rows),
+        description="\n".join(
+            ["Horovod training on an HPC cluster.", "", "verbs:", *rows, "", PROGRAMS]
+        ),
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     parser.add_argument(
         "--completion",
         choices=SHELLS,
-        help='completion by TAB: eval "$(hvdtrain --completion bash)"',
+        metavar="SHELL",
+        help='for TAB in bash, zsh, tcsh: eval "$(hvdtrain --completion bash)"',
     )
     return parser
 
 
-def _declare(
-    verb: Verb, module: ModuleType, new: Callable[..., argparse.ArgumentParser]
-) -> argparse.ArgumentParser:
+def _declare(verb: Verb, module: ModuleType, new: Callable[..., CommandParser]) -> CommandParser:
     """Return the parser of ``verb``, which ``module`` carries out, made by ``new``."""
-    parser = new(
-        prog=f"hvdtrain {verb.name}",
-        description=verb.summary,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new(prog=f"hvdtrain {verb.name}", description=verb.summary)
     module.add_arguments(parser)
     return parser
 
 
 def _completion(shell: str) -> int:
-    """Print what makes ``shell`` complete verbs and options: static, so no TAB starts Python."""
+    """Print what makes ``shell`` complete verbs and options."""
     try:
-        import shtab
+        from hvdtrain.completion import completion
     except ImportError:
         return _complain("--completion needs shtab: pip install shtab")
     parser = overview()
@@ -176,13 +180,16 @@ def _completion(shell: str) -> int:
     for verb in _built():
         module = importlib.import_module(str(verb.module))
         _declare(verb, module, partial(verbs.add_parser, verb.name, help=verb.summary))
-    print(shtab.complete(parser, shell))
+    print(completion(shell, parser))
     return EXIT_OK
 
 
-def _run(module: ModuleType, parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def _run(module: ModuleType, parser: CommandParser, words: Sequence[str]) -> int:
     """Parse the options of a verb, carry it out, and print what it reports."""
-    arguments = parser.parse_args(words)
+    try:
+        arguments = parser.read(words)
+    except UsageError as error:
+        return _complain(str(error))
     as_json = getattr(arguments, "json", False)
     # Standard output belongs to the result, so everything on the way goes to standard error.
     # Libraries that we use have nothing to say there but warnings.

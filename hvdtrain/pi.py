@@ -6,7 +6,6 @@ Each rank throws its part of the darts with a stream of its own, and one Allredu
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.config.command_line import Parser, reader
+from hvdtrain.config.command_line import Parser
 from hvdtrain.config.options import count, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import bounds
@@ -116,27 +115,21 @@ def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False)
     return Estimate(int(total[0]), samples)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        UsageError: an unknown option or a wrong value.
-    """
+def build_parser() -> Parser:
+    """Declare the options."""
     parser = Parser(
         "pi", "Estimate pi with random points, on all ranks of an MPI job.", EXAMPLE, usage=None
     )
-    parser.add_argument(
-        "--samples", type=reader(positive), default=10**9, help="over all ranks (1e9)"
-    )
-    parser.add_argument("--seed", type=reader(count), default=0, help="of the darts (0)")
+    parser.add_argument("--samples", type=positive, default=10**9, help="over all ranks (1e9)")
+    parser.add_argument("--seed", type=count, default=0, help="of the darts (0)")
     parser.add_argument("--naive", action="store_true", help="a scalar loop, for comparison")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.read(arguments)
+    return parser
 
 
 def main() -> int:
     """Estimate pi and print it on rank 0; the exit code."""
-    options = parse(sys.argv[1:])
+    options = build_parser().read(sys.argv[1:])
     set_defaults(MPI_VARIABLES)
     try:
         from mpi4py import MPI

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.config.command_line import Parser, reader
-from hvdtrain.config.options import positive
+from hvdtrain.config.command_line import Parser
+from hvdtrain.config.options import number, positive
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.files import check_writable
@@ -57,12 +57,8 @@ class Result:
     figure: Callable[[], Any] | None = field(default=None)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        UsageError: an unknown option or a wrong value.
-    """
+def build_parser() -> Parser:
+    """Declare the options."""
     parser = Parser(
         "collectives",
         "Show what each collective does: what every rank holds before and after it.\n"
@@ -81,24 +77,30 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument_group("how it is measured").add_argument
     for name, kind, metavar, told in (
-        ("--sizes", reader(_sizes), "BYTES,...", "of the messages, such as 4,1e6 (4 ... 64 MiB)"),
+        ("--sizes", _sizes, "BYTES,...", "of the messages, such as 4,1e6 (4 ... 64 MiB)"),
         (
             "--seconds",
-            reader(_above_zero),
+            _above_zero,
             "S",
             "per size, for each collective (0.1), or the study (1)",
         ),
         ("--collectives", _words, "NAME,...", "with --time, these (all)"),
         ("--libraries", _words, "NAME,...", "with --time, of mpi4py, horovod, gloo, nccl (all)"),
-        ("--ranks", reader(_ranks), "N,...", "with --study, of the job's (2, 4, 8 ... and all)"),
-        ("--gradient-mb", reader(_megabytes), "MB", "with --study: a model's (102, ResNet-50)"),
+        ("--ranks", _ranks, "N,...", "with --study, of the job's (2, 4, 8 ... and all)"),
+        ("--gradient-mb", _megabytes, "MB", "with --study: a model's (102, ResNet-50)"),
         ("--plot", Path, "STEM", "write the plot as STEM.png and STEM.pdf"),
     ):
         add(name, type=kind, metavar=metavar, help=told)
-    return _checked(parser.read(arguments))
+    return parser
 
 
-def _checked(options: argparse.Namespace) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        UsageError: an unknown option, a wrong value, or options that do not go together.
+    """
+    options = build_parser().read(arguments)
     for name, switches in BELONGS.items():
         if getattr(options, name) and not any(getattr(options, one) for one in switches):
             option, needed = name.replace("_", "-"), " or --".join(switches)
@@ -131,9 +133,9 @@ def _megabytes(text: str) -> int:
 
 
 def _above_zero(text: str) -> float:
-    if not 0 < float(text) < float("inf"):
+    if not 0 < number(text) < float("inf"):
         raise ValueError(f"{text} is not a number above 0")
-    return float(text)
+    return number(text)
 
 
 def main() -> int:

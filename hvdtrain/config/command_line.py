@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
-import difflib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,13 @@ from hvdtrain.config.options import (
     local_folder,
     numbers,
     steps,
-    strategy_name,
 )
-from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.config.parser import CommandParser, not_among
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_settings
 from hvdtrain.system.runtime.detect import detect
 
 LISTS = (counts, numbers)  # kinds of options that take several words
-SHOWN = 200  # characters of a wrong value
 METAVARS: dict[Any, str] = {
     Path: "PATH",
     local_folder: "PATH",
@@ -37,12 +33,11 @@ METAVARS: dict[Any, str] = {
     counts: "N,N",
     numbers: "N,N",
     steps: "A:B",
-    strategy_name: "|".join(STRATEGIES),
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """The parser of a program that ranks run: what is wrong is an error, and nothing is guessed."""
+class Parser(CommandParser):
+    """The parser of a program that ranks run."""
 
     def __init__(self, program: str, description: str, epilog: str, usage: str | None) -> None:
         super().__init__(
@@ -50,33 +45,12 @@ class Parser(argparse.ArgumentParser):
             usage=usage,
             description=description,
             epilog=epilog,
-            exit_on_error=False,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
     @override
     def print_help(self, file: Any = None) -> None:
         if detect(os.environ).is_root:
             super().print_help(file)
-
-    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse a command line.
-
-        Raises:
-            UsageError: naming the option, the wrong value and the valid ones.
-        """
-        try:
-            namespace, unknown = self.parse_known_args(arguments)
-        except argparse.ArgumentError as error:
-            raise UsageError(f"{error.argument_name}: {error.message}") from error
-        if unknown:
-            known = [name for action in self._actions for name in action.option_strings]
-            name = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
-            raise UsageError(f"{name}: no such option; {hint}")
-        return namespace
 
 
 def build_parser(
@@ -99,27 +73,12 @@ def build_parser(
         if field.default not in (None, ""):
             text += f" ({field.default})"
         choices = field.metadata["choices"]
+        more: dict[str, Any] = {"nargs": "+"} if read in LISTS else {}
+        if choices:
+            more = {"choices": [read(choice) for choice in choices]}
         metavar = "|".join(choices) or METAVARS.get(read, "N")
-        several: dict[str, Any] = {"nargs": "+"} if read in LISTS else {}
-        taken = reader(read, choices)
-        parser.add_argument(dashed, type=taken, metavar=metavar, help=text, **several)
+        parser.add_argument(dashed, type=read, metavar=metavar, help=text, **more)
     return parser
-
-
-def reader(kind: Callable[[Any], Any], choices: Sequence[str] = ()) -> Callable[[str], Any]:
-    """Return a type for argparse whose errors tell what is wrong."""
-
-    def read(value: str) -> Any:
-        if choices and value not in choices:
-            raise argparse.ArgumentTypeError(
-                f"{value[:SHOWN]!r}: choose one of {', '.join(choices)}"
-            )
-        try:
-            return kind(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).replace(value, value[:SHOWN])) from error
-
-    return read
 
 
 def parse(
@@ -174,7 +133,7 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
             continue
         value = value if equals or not words else words.popleft()
         if value not in values:
-            raise UsageError(f"{name}: {value[:SHOWN]!r}: choose one of {', '.join(values)}")
+            raise UsageError(f"{name}: {not_among(value, values)}")
         result += values[value].split()
     return result
 

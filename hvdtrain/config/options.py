@@ -94,13 +94,6 @@ def local_folder(value: str | Path) -> Path:
     return Path(path)
 
 
-def strategy_name(value: str) -> str:
-    """Read the name of a strategy."""
-    if value not in STRATEGIES:
-        raise ValueError(f"{value!r}: choose one of {', '.join(STRATEGIES)}")
-    return value
-
-
 def option(
     default: Any, text: str, kind: Callable[[Any], Any] = str, choices: Sequence[str] = ()
 ) -> Any:
@@ -127,7 +120,9 @@ class Options:
 
     framework: str = option("pytorch", "who computes", choices=("pytorch", "tensorflow"))
     strategy: str | None = option(
-        None, "how ranks work together (default: horovod where installed)", strategy_name
+        None,
+        "how ranks work together (default: horovod where installed)",
+        choices=tuple(STRATEGIES),
     )
     data: Path | None = option(None, "directory of the dataset (see the end)", Path)
     stage: Path | None = option(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import pty
+import select
 import subprocess
 import sys
 import types
@@ -13,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import __version__, cli
+from hvdtrain.cli import PROGRAMS
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.output.result import Report
+from tests.conftest import ROOT
 
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "jsonargparse"}
 
@@ -45,6 +51,20 @@ def test_help_lists_every_verb_and_an_example(capsys: pytest.CaptureFixture[str]
     assert "example:" in text
 
 
+def test_help_names_every_program_and_begins_as_the_readme_does() -> None:
+    text = cli.overview().format_help()
+    programs = sorted(
+        path.stem for path in ROOT.glob("hvdtrain/*.py") if "run_and_exit(main)" in path.read_text()
+    )
+    assert {"mnist", "pi", "train"} <= set(programs)
+    for name in (*programs, "collectives"):
+        assert f"\n  hvdtrain.{name} " in text
+    example = "  hvdtrain launch -n 2 -- python -m hvdtrain.mnist\n"
+    assert example in text
+    assert example.strip() in (ROOT / "README.md").read_text()
+    assert max(map(len, PROGRAMS.splitlines())) < 80
+
+
 @pytest.mark.parametrize("verb", [v.name for v in cli.VERBS if v.module])
 def test_help_of_each_verb_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -73,26 +93,67 @@ def test_the_package_is_the_command() -> None:
     assert result.stdout == f"hvdtrain {__version__}\n"
 
 
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What bash evaluates."""
+    pytest.importorskip("shtab")
+    script = tmp_path_factory.mktemp("bash") / "completion"
+    line = [sys.executable, "-m", "hvdtrain", "--completion", "bash"]
+    with script.open("w") as file:
+        subprocess.run(line, stdout=file, check=True, timeout=60)
+    return script
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [(["ti"], "timeline"), (["comp"], "compare"), (["verify", "--fram"], "--framework")],
+    [
+        ("ti", "timeline"),
+        ("comp", "compare"),
+        ("verify --fram", "--framework"),
+        ("launch -n 2 -- python -m hvdtrain.r", "hvdtrain.resnet"),
+        ("launch -n 2 -- python -m hvdtrain.mnist --framework t", "tensorflow"),
+        ("scaling --ranks 1,2 -- python -m hvdtrain.train own.py --acc", "--accumulate-steps"),
+        ("submit -- python -m hvdtrain.ssd300 --backb", "--backbone-path"),
+        ("launch -n 2 -- python -m hvdtrain.pi --sa", "--samples"),
+        ("launch -n 2 -- python -m hvdtrain.collectives --gra", "--gradient-mb"),
+        ("launch -n 2 -- python -m other --ep", ""),
+    ],
 )
-def test_completion_in_bash(typed: list[str], offered: str, tmp_path: Path) -> None:
-    pytest.importorskip("shtab")
-    script = tmp_path / "completion"
-    with script.open("w") as file:
-        line = [sys.executable, "-m", "hvdtrain", "--completion", "bash"]
-        subprocess.run(line, stdout=file, check=True, timeout=60)
-    words = " ".join(["hvdtrain", *typed])
-    ask = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _shtab_hvdtrain"
+def test_completion_in_bash(typed: str, offered: str, completion: Path) -> None:
+    words = ["hvdtrain", *typed.split()]
+    ask = f"source {completion}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
     result = subprocess.run(
-        ["bash", "-c", f'{ask}; echo "${{COMPREPLY[@]}}"'],
+        ["bash", "-c", f'{ask}; _hvdtrain; echo "${{COMPREPLY[@]}}"'],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
     assert result.stdout.strip() == offered, result.stderr
+
+
+def test_tab_in_a_terminal(completion: Path, tmp_path: Path) -> None:
+    keyboard, terminal = pty.openpty()
+    with subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        cwd=tmp_path,
+        env={**os.environ, "HISTFILE": "", "TERM": "dumb"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    ) as shell:
+        os.close(terminal)
+        typed = "hvdtrain launch -n 2 -- python -m hvdtrain.mnist --ep\t3; exit"
+        os.write(keyboard, f"hvdtrain() {{ echo [$*]; }}; source {completion}\n".encode())
+        os.write(keyboard, f"{typed}\n".encode())
+        seen = b""
+        with contextlib.suppress(OSError):  # Linux says so at the end
+            while select.select([keyboard], [], [], 60)[0]:
+                seen += os.read(keyboard, 65_536)
+        shell.wait(60)
+    os.close(keyboard)
+    assert "[launch -n 2 -- python -m hvdtrain.mnist --epochs 3]" in seen.decode()
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +172,27 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["compar"], "unknown verb 'compar': did you mean compare?"),
         (["compare", "--strategies", "ddp"], "what should be run? Give it after --"),
         (["install-horovod", "--frameworks", "mxnet"], "choose from pytorch, tensorflow"),
+        (["install-horovod", "--gpu", "ncl"], "--gpu: 'ncl': choose one of auto, nccl, none (did"),
+        (["install-horovod", "--jobs", "many"], "--jobs: 'many' is not a whole number"),
+        (["doctor", "-n", "2.5"], "-n: '2.5' is not a whole number"),
+        (["doctor", "here"], "'here' is not expected here; see hvdtrain doctor --help"),
+        (["verify", "--framework", "jax"], "--framework: 'jax': choose one of pytorch, tensorflow"),
+        (["verify", "--timeout", "soon"], "--timeout: 'soon' is not a number"),
+        (["data-fetch", "mnits", "--to", "x"], "NAME: 'mnits': choose one of mnist,"),
+        (["data-fetch", "mnits", "--to", "x"], "(did you mean mnist?)"),
+        (["data-fetch"], "NAME, --to: missing; see hvdtrain data-fetch --help"),
+        (["pack", "--workers", "x", "a", "b"], "--workers: 'x' is not a whole number of 1 or more"),
+        (["launch", "-n", "two", "--", "x"], "-n: 'two' is not a whole number"),
+        (["launch", "-n", "2", "--tiemout", "3", "--", "x"], "did you mean --timeout?"),
+        (["submit", "--nodes", "x", "--", "x"], "--nodes: 'x' is not a whole number"),
+        (["submit", "--scheduler", "pbss", "--", "x"], "slurm, none (did you mean pbs?)"),
+        (["scaling", "--ranks", "1,x", "--", "x"], "--ranks: 'x' is not a whole number of 1 or"),
+        (["scaling", "--weak", "--strong"], "--strong: not allowed with argument --weak"),
+        (["compare", "--batch-size", "64"], "--batch-size: '64': choose one of max"),
+        (["timeline"], "FILE: missing; see hvdtrain timeline --help"),
+        (["report", "x", "--hmtl", "y"], "--hmtl: no such option; did you mean --html?"),
+        (["--completion", "bsh"], "--completion: 'bsh': choose one of bash, zsh, tcsh (did"),
+        (["--versoin"], "--versoin: no such option; did you mean --version?"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(

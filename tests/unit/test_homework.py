@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from homework import grade
+from hvdtrain.errors import UsageError
 from tests.conftest import ROOT
 
 HOMEWORK = ROOT / "homework"
@@ -110,3 +112,19 @@ def test_the_committed_curves_show_what_the_warm_up_is_for(framework: str) -> No
     name = framework.removesuffix("2").replace("pytorch", "PyTorch").replace("tensor", "Tensor")
     row = f"| {name.replace('flow', 'Flow')} | {' | '.join(shown)} |"
     assert row in (HOMEWORK / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["-n", "two", "a.py"], "-n: 'two' is not a whole number"),
+        (["-n", "1", "a.py"], "-n 1: what the ranks do together shows on 2 and more"),
+        (["nosuch.py"], "nosuch.py: no such file"),
+        (["--tmeout", "3", "a.py"], "--tmeout: no such option; did you mean --timeout?"),
+        ([], "FILE: missing; see grade.py --help"),
+    ],
+)
+def test_wrong_use_of_the_grader_is_one_line(line: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        grade.read_options(line)
+    assert str(caught.value) == message

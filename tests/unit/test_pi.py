@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from hvdtrain import pi
 from hvdtrain.errors import UsageError
-from hvdtrain.pi import BLOCK, SIDE, Estimate, count_hits, count_hits_naive, estimate, parse, report
+from hvdtrain.pi import (
+    BLOCK,
+    SIDE,
+    Estimate,
+    build_parser,
+    count_hits,
+    count_hits_naive,
+    estimate,
+    report,
+)
 
 
 def last_hit(column: int) -> int:
@@ -188,9 +197,9 @@ def test_the_error_is_what_repeated_runs_scatter_by() -> None:
 
 
 def test_the_command_line() -> None:
-    options = parse(["--samples", "5e9", "--seed", "7"])
+    options = build_parser().read(["--samples", "5e9", "--seed", "7"])
     assert (options.samples, options.seed, options.naive) == (5_000_000_000, 7, False)
-    assert parse(["--naive", "--samples=10"]).naive
+    assert build_parser().read(["--naive", "--samples=10"]).naive
 
 
 @pytest.mark.parametrize(
@@ -198,7 +207,7 @@ def test_the_command_line() -> None:
 )
 def test_a_wrong_command_line_is_told(line: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        parse(line)
+        build_parser().read(line)
     assert line[0].partition("=")[0] in str(caught.value)
     assert "\n" not in str(caught.value)
 
