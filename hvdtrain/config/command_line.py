@@ -22,8 +22,8 @@ from hvdtrain.config.options import (
 )
 from hvdtrain.config.parser import CommandParser, not_among
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import read_settings
 from hvdtrain.system.runtime.detect import detect
+from hvdtrain.system.settings import Setting, read_settings
 
 LISTS = (counts, numbers)  # kinds of options that take several words
 METAVARS: dict[Any, str] = {
@@ -98,7 +98,7 @@ def parse(
     line = _values(parser, spelled(arguments, kind.ALIASES))
     files = [Path(name) for name in line.pop("config", [])]
     given: dict[str, Any] = {}
-    for one in (*(_values(parser, _read_config(f, kind.ALIASES)) for f in files), line):
+    for one in (*(_read_config(parser, file, kind.ALIASES) for file in files), line):
         for name, other in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
             if name in one:  # who comes later wins over what it contradicts, too
                 given.pop(other, None)
@@ -152,19 +152,40 @@ def _joined(value: Any) -> Any:
     return value
 
 
-def _read_config(path: Path, aliases: Mapping[str, str]) -> list[str]:
-    # The file becomes arguments, so that its values are read and checked in the same one way.
-    content = read_settings(path, f"--config {path}", "batch-size: 64")
-    arguments = []
-    for name, value in content.items():
-        option_name = "--" + str(name).replace("_", "-")
-        if isinstance(value, list):
-            value = ",".join(map(str, value))
-        if value is True:
-            arguments.append(option_name)
-        elif value is not False and value is not None:
-            arguments.append(f"{option_name}={value}")
-    arguments = spelled(arguments, aliases)
-    if any(word.partition("=")[0] == "--config" for word in arguments):
-        raise UsageError(f"--config {path}: a file of options cannot name another one")
-    return arguments
+def _read_config(parser: Parser, path: Path, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Read a file of options; each becomes words, so that they are read and checked in one way."""
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for setting in read_settings(path, "batch-size: 64"):
+        try:
+            given = _values(parser, spelled(_words(parser, setting, aliases), aliases))
+        except UsageError as error:
+            message = str(error).removeprefix("--").replace("did you mean --", "did you mean ")
+            raise UsageError(f"{path} line {setting.line}: {message}") from error
+        for name in given:
+            where = f"{path} line {setting.line}: {setting.name}"
+            if name == "config":
+                raise UsageError(f"{where}: a file of options cannot name another one")
+            if name in lines:
+                raise UsageError(
+                    f"{where}: line {lines[name]} gives the same option; leave one out"
+                )
+            lines[name] = setting.line
+        values |= given
+    return values
+
+
+def _words(parser: Parser, setting: Setting, aliases: Mapping[str, str]) -> list[str]:
+    """Return a line of a file as words of the command line."""
+    option, value = "--" + setting.name.replace("_", "-"), setting.value
+    action = parser.action_of(option)
+    switch = option in aliases or (action is not None and action.nargs == 0)
+    if value is None or (switch and value is False):
+        return [] if action or switch else [option]
+    if switch and value is True:
+        return [option]
+    if switch and option not in aliases:
+        raise UsageError(f"{option}: {value!r} is not true or false")
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    return [f"{option}={str(value).lower() if isinstance(value, bool) else value}"]

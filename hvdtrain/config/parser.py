@@ -41,6 +41,10 @@ class CommandParser(argparse.ArgumentParser):
             raise UsageError(self._unknown(unknown[0]))
         return namespace
 
+    def action_of(self, option: str) -> argparse.Action | None:
+        """Return what ``option`` does; None where it is no option."""
+        return next((one for one in self._actions if option in one.option_strings), None)
+
     def _unknown(self, word: str) -> str:
         name = word.partition("=")[0]
         if not name.startswith("-"):

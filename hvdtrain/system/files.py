@@ -15,17 +15,13 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from hvdtrain.errors import HvdtrainError, UsageError
 
 log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that free space would mend
-MOST_SETTINGS = 2**14  # bytes of a file of settings: far more than any, and read in an instant
-MOST_VALUE = 3000  # characters of one setting
-DEEPEST = 8  # collections within one another
-LONGEST = 500  # characters of what is wrong
 
 
 def check_writable(path: Path | None, option: str) -> None:
@@ -93,55 +89,6 @@ def read_regular(path: Path, most: int = sys.maxsize - 1) -> bytes:
     if path.stat().st_size > most:
         raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
     return path.read_bytes()
-
-
-def read_settings(path: Path, given: str, line: str) -> dict[Any, Any]:
-    """Read a small file of settings, as ``read_yaml`` does.
-
-    Args:
-        path: of the file.
-        given: what a user knows it by.
-        line: an example of what it may hold.
-
-    Raises:
-        UsageError: it cannot be read, or is no mapping.
-    """
-    try:
-        content = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{given} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{given}: it must hold lines such as `{line}`")
-    return content
-
-
-def read_yaml(path: Path) -> Any:
-    """Read a small file of settings; an empty mapping where it is empty.
-
-    Whatever the file holds, this takes less than a second and little memory: so it takes no
-    aliases, with which a few lines can stand for gigabytes.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-        ValueError: it is no YAML, or more than settings are; the text is one line.
-    """
-    import yaml  # seconds on a cold disk, which most commands can spare
-
-    text, depth = read_regular(path, MOST_SETTINGS).decode(), 0
-    try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            where = f"line {event.start_mark.line + 1}" if event.start_mark else "its end"
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
-                raise ValueError(f"{where}: nested too deeply")
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"{where}: *{event.anchor}: write out what it stands for")
-            if isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_VALUE:
-                raise ValueError(f"{where}: a value of {len(event.value):,} characters")
-        return yaml.safe_load(text) or {}
-    except Exception as error:  # not only YAML's: a tag that does not fit its value raises any
-        raise ValueError(" ".join(str(error).split())[:LONGEST] or "no YAML") from error
 
 
 class Output:

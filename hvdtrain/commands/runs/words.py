@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import read_yaml
+from hvdtrain.system.settings import read_settings
 
 # What would make the runs something else than independent measurements.
 REFUSED = {
@@ -47,13 +47,13 @@ def from_file(words: Sequence[str]) -> dict[str, str]:
     """
     path = value_of(words, "--config")
     try:
-        content = read_yaml(Path(path)) if path else None
-    except (OSError, ValueError):  # the program itself will say what is wrong
+        settings = read_settings(Path(path), "") if path else []
+    except UsageError:  # the program itself will say what is wrong
         return {}
     return {
-        f"--{str(name).replace('_', '-')}": str(value)
-        for name, value in (content.items() if isinstance(content, dict) else ())
-        if value is not None and value is not False
+        f"--{one.name.replace('_', '-')}": str(one.value)
+        for one in settings
+        if one.value is not None and one.value is not False
     }
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from hvdtrain.commands.submit.job import LONGEST_NAME, PLAIN, Job
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import read_settings
 from hvdtrain.system.runtime.walltime import parse_clock, show_clock
+from hvdtrain.system.settings import read_settings
 
 EXAMPLES = Path(__file__).parent / "sites"
 SCHEDULERS = ("pbs", "slurm", "none")
@@ -79,23 +79,22 @@ def read_site(path: Path) -> Site:
     """Read a site file.
 
     Raises:
-        UsageError: naming the file and the key.
+        UsageError: naming the file, the line and the key.
     """
-    content = read_settings(path, str(path), "queue: debug")
     fields = {field.name: field for field in dataclasses.fields(Site)}
-    for key in content:
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
-            raise UsageError(f"{path}: unknown key {key!r}; {hint}")
     values = {}
-    for key, value in content.items():
-        if value is None:
+    for setting in read_settings(path, "queue: debug"):
+        key, where = setting.name, f"{path} line {setting.line}"
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
+            raise UsageError(f"{where}: unknown key {key!r}; {hint}")
+        if setting.value is None:
             continue
         try:
-            values[key] = _READERS.get(key, _text)(value)
+            values[key] = _READERS.get(key, _text)(setting.value)
         except ValueError as error:
-            raise UsageError(f"{path}: {key}: {error}") from error
+            raise UsageError(f"{where}: {key}: {error}") from error
     return Site(**values)
 
 

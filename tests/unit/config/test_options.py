@@ -496,24 +496,39 @@ def test_an_empty_file_is_no_option(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("epochs: 0\n", "--epochs: "),
-        ("epochs: [1, 2]\n", "--epochs: "),
-        ("lr: fast\n", "--lr: "),
-        ("lr: {a: 1}\n", "--lr: "),
-        ("optimizer: lion\n", "sgd, adam, adamw"),
-        ("batchsize: 3\n", "--batch-size"),
-        ("stages: 0\n", "--stages: 0 is not a whole number of 1 or more"),
-        ("- epochs\n", "run.yaml"),
-        ("just words\n", "run.yaml"),
-        ("epochs: [1\n", "run.yaml"),
-        ("\tepochs: 1\n", "run.yaml"),
-        ("config: other.yaml\n", "config"),
+        ("epochs: 0\n", "line 1: epochs: 0 is not a whole number of 1 or more"),
+        ("seed: 1\nepochs: [1, 2]\n", "line 2: epochs: '1,2' is not a number"),
+        ("# first\n\nlr: fast\n", "line 3: lr: 'fast' is not a number"),
+        ("lr: {a: 1}\n", "line 1: lr: \"{'a': 1}\" is not a number"),
+        ("optimizer: lion\n", "line 1: optimizer: 'lion': choose one of sgd, adam, adamw"),
+        (
+            "lr: 1\nseed: 1\nbatchsize: 3\n",
+            "line 3: batchsize: no such option; did you mean batch-",
+        ),
+        ("batchsize: false\n", "line 1: batchsize: no such option"),
+        ("batchsize: null\n", "line 1: batchsize: no such option"),
+        ("stages: 0\n", "line 1: stages: 0 is not a whole number of 1 or more"),
+        ("quiet: 5\n", "line 1: quiet: 5 is not true or false"),
+        ("epochs: true\n", "line 1: epochs: 'true' is not a number"),
+        ("- epochs\n", "line 1: it must hold lines such as `batch-size: 64`"),
+        ("just words\n", "line 1: it must hold lines such as `batch-size: 64`"),
+        ("epochs: [1\n", "line 1: '[' is not closed"),
+        ("\tepochs: 1\n", "line 1: found character '\\t' that cannot start any token"),
+        ("config: other.yaml\n", "line 1: config: a file of options cannot name another one"),
+        ("lr: 1\nepochs: 2\nlr: 3\n", "line 3: lr: line 1 has it already; leave one out"),
+        ("batch-size: 1\nbatch_size: 2\n", "line 2: batch_size: line 1 has it already; leave one"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_told_in_one_line(
+def test_what_is_wrong_in_the_file_is_told_with_its_line(
     tmp_path: Path, text: str, word: str
 ) -> None:
-    assert word in refusal(config(tmp_path, text))
+    assert refusal(config(tmp_path, text)).startswith(f"{tmp_path / 'run.yaml'} {word}")
+
+
+def test_an_alias_and_what_it_stands_for_are_one_option(tmp_path: Path) -> None:
+    file = config(tmp_path, "bs: 4\nseed: 3\nbatch-size: 8\n")
+    message = refusal(file, kind=Respelled)
+    assert "line 3: batch-size: line 1 gives the same option; leave one out" in message
 
 
 def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:

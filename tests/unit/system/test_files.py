@@ -15,7 +15,7 @@ import pytest
 from hvdtrain.config.options import Options
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.files import Output, check_writable, read_regular, read_yaml, replacing
+from hvdtrain.system.files import Output, check_writable, read_regular, replacing
 from hvdtrain.system.output import plots
 from hvdtrain.training.progress import Progress
 
@@ -131,43 +131,6 @@ def test_a_pipe_that_nobody_reads_is_told_and_not_waited_for(tmp_path: Path) -> 
         write(pipe, b"")
     with pytest.raises(OSError, match="no regular file"):
         read_regular(pipe)
-
-
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{chr(ord(name) - 1)}'] * 9)}]\n" for name in "bcdefghij"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (LAUGHS, "line 2: *a: write out what it stands for"),
-        ("epochs: " + "[" * 9000, "line 1: nested too deeply"),
-        ("- " * 8000 + "x", "line 1: nested too deeply"),
-        ("seed: " + "9" * 6000, "line 1: a value of 6,000 characters"),
-        ("# comment\n" * 2000, "more than 16,384 bytes"),
-        ("seed: !!int ''", "string index out of range"),
-        ("when: 2001-99-99", "month must be in 1..12"),
-        ("seed: [1", "expected ',' or ']'"),
-        ("!" * 9000, "could not determine a constructor"),
-    ],
-    ids=["laughs", "lists", "items", "digits", "bytes", "tag", "date", "cut", "long message"],
-)
-def test_settings_are_read_in_no_time_or_refused_in_a_line(
-    tmp_path: Path, text: str, words: str
-) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text(text)
-    with pytest.raises((OSError, ValueError)) as refused:
-        read_yaml(path)
-    assert words in str(refused.value)
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
-
-
-def test_settings_are_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="no regular file"):
-        read_yaml(tmp_path / "pipe")
 
 
 def test_standard_output_by_its_name_keeps_what_was_written(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def test_where_a_site_file_is_looked_for(tmp_path: Path) -> None:
         ("queues: {a: {cores: 3}}", "queues: a: {'cores': 3}: it may hold nodes and walltime"),
         ("queues: {a: {nodes: few}}", "queues: a: nodes: 'few' is no range such as 1-2"),
         ("- a list", "it must hold lines such as `queue: debug`"),
-        ("a: b: c", "cannot be read: mapping values are not allowed here"),
+        ("a: b: c", "line 1: mapping values are not allowed here"),
+        ("queue: x\nqueue: y", "line 2: queue: line 1 has it already; leave one out"),
     ],
 )
 def test_what_is_wrong_in_a_site_file(text: str, message: str, tmp_path: Path) -> None:

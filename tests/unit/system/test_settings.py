@@ -1,0 +1,67 @@
+"""Files of settings: what they hold, line by line, and what is wrong in which line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.system.settings import Setting, read_settings
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{chr(ord(name) - 1)}'] * 9)}]\n" for name in "bcdefghij"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (LAUGHS, "line 2: *a: write out what it stands for"),
+        ("epochs: " + "[" * 9000, "line 1: nested too deeply"),
+        ("- " * 8000 + "x", "line 1: nested too deeply"),
+        ("seed: " + "9" * 6000, "line 1: a value of 6,000 characters"),
+        ("# comment\n" * 2000, "more than 16,384 bytes"),
+        ("seed: !!int ''", "string index out of range"),
+        ("when: 2001-99-99", "month must be in 1..12"),
+        ("seed: 3\nmodel: [unclosed\n", "settings.yaml line 2: '[' is not closed"),
+        ("a: [1\nb: 2\nc: 3\n", "settings.yaml line 1: '[' is not closed"),
+        ("a: {b: 2\n", "settings.yaml line 1: '{' is not closed"),
+        ('a: "b\nc: 2\n', "settings.yaml line 1: '\"' is not closed"),
+        ("a: 1\n\tb: 2\n", "settings.yaml line 2: "),
+        ("a: 1\nb: 2\na: 3\n", "settings.yaml line 3: a: line 1 has it already; leave one out"),
+        ("a-b: 1\na_b: 3\n", "settings.yaml line 2: a_b: line 1 has it already; leave one out"),
+        ("just words\n", "settings.yaml line 1: it must hold lines such as `seed: 1`"),
+        ("a: 1\n--- \nb: 2\n", "but found another document"),
+        ("a: \x07", "special characters are not allowed"),
+        ("!" * 9000, "it must hold lines such as"),
+        ("a: " + "!" * 9000, "could not determine a constructor"),
+    ],
+)
+def test_settings_are_read_in_no_time_or_refused_in_a_line(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as refused:
+        read_settings(path, "seed: 1")
+    assert words in str(refused.value)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
+
+
+def test_settings_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="no regular file"):
+        read_settings(tmp_path / "pipe", "seed: 1")
+
+
+def test_each_setting_has_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("# first\nseed: 3\n\nlr-milestones:\n- 30\n- 60.5\n5: yes\n")
+    assert read_settings(path, "") == [
+        Setting("seed", 3, 2),
+        Setting("lr-milestones", [30, 60.5], 4),
+        Setting("5", True, 7),
+    ]
