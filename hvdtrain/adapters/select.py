@@ -104,7 +104,7 @@ def choose_strategy(
     if name not in STRATEGIES:
         raise UsageError(f"--strategy {name}: choose one of {', '.join(STRATEGIES)}")
     record = STRATEGIES[name]
-    _check_fit(record, framework, launch)
+    check_fit(record, framework, launch)
     if name in installed:
         return record
     if asked is None and launch.size == 1:
@@ -118,8 +118,8 @@ def choose_strategy(
     )
 
 
-def _check_fit(record: Strategy, framework: str, launch: LaunchInfo) -> None:
-    """Raise where the strategy is not for this framework or this launcher."""
+def check_fit(record: Strategy, framework: str, launch: LaunchInfo) -> None:
+    """Raise ``UsageError`` where a strategy is not for this framework or this launcher."""
     name = record.name
     if framework not in record.adapters:
         raise UsageError(

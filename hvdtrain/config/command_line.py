@@ -11,9 +11,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from hvdtrain.config.checks import check
 from hvdtrain.config.options import (
     Options,
-    check,
     counts,
     declared,
     local_folder,

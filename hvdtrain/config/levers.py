@@ -120,6 +120,20 @@ def check_levers(
             )
 
 
+def check_stages(levers: Levers, size: int) -> None:
+    """Refuse stages into groups of which the ranks cannot be put.
+
+    Raises:
+        UsageError: naming the numbers of ranks to start instead.
+    """
+    stages = levers.stages
+    if stages and size % stages:
+        raise UsageError(
+            f"--stages {stages}: {size} rank{'s' * (size > 1)} cannot be put together in groups of "
+            f"{stages}: start a multiple of {stages}"
+        )
+
+
 def check_nccl(levers: Levers, *, used: bool) -> None:
     """Refuse what only NCCL does, unless it is ``used``.
 

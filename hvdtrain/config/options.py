@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hvdtrain.config.levers import ADASUM, AVERAGE, COMPRESSIONS, NONE, REDUCTIONS, Levers
+from hvdtrain.config.levers import AVERAGE, COMPRESSIONS, NONE, REDUCTIONS, Levers
 from hvdtrain.config.strategies import STRATEGIES
-from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
 
 
@@ -25,24 +24,43 @@ def number(value: str | float) -> float:
 
 
 MOST_DIGITS = 30  # of a count
+MOST_IN_BATCH = 2**31 - 1
 
 
 def count(value: str | int | float) -> int:
     """Read a whole number of 0 or more; ``5e9`` is taken."""
-    if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
-        return int(value)  # exact where a float is not
-    found = number(value)
-    if found < 0 or not found.is_integer():
-        raise ValueError(f"{value} is not a whole number of 0 or more")
-    if found >= 10**MOST_DIGITS:
-        raise ValueError(f"{value} is larger than any count")
-    return int(found)
+    return _whole(value, 0)
 
 
 def positive(value: str | int | float) -> int:
     """Read a whole number of 1 or more."""
-    if count(value) < 1:
-        raise ValueError(f"{value} is not a whole number of 1 or more")
+    return _whole(value, 1)
+
+
+def _whole(value: str | int | float, least: int) -> int:
+    if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
+        found = int(value)  # exact where a float is not
+    else:
+        real = number(value)
+        if real >= 10**MOST_DIGITS:
+            raise ValueError(f"{value} is larger than any count")
+        found = int(real) if real.is_integer() else -1
+    if found < least:
+        raise ValueError(f"{value} is not a whole number of {least} or more")
+    return found
+
+
+def batch(value: str | int | float) -> int:
+    """Read how many samples or passes there are in a batch."""
+    if positive(value) > MOST_IN_BATCH:
+        raise ValueError(f"{value} is more than {MOST_IN_BATCH:,}")
+    return positive(value)
+
+
+def random_seed(value: str | int | float) -> int:
+    """Read the seed of a generator of random numbers, of 64 bits."""
+    if count(value) >= 2**64:
+        raise ValueError(f"{value} is no seed: give a whole number below 2^64")
     return count(value)
 
 
@@ -136,12 +154,12 @@ class Options:
     num_steps: int | None = option(
         None, "stop when this many updates are done, resumed ones included", count
     )
-    batch_size: int | None = option(None, "samples per rank and step", positive)
+    batch_size: int | None = option(None, "samples per rank and step", batch)
     global_batch_size: int | None = option(
-        None, "samples per step over all ranks, instead of --batch-size", positive
+        None, "samples per step over all ranks, instead of --batch-size", batch
     )
     accumulate_steps: int = option(
-        1, "forward and backward passes per update, each over a batch of --batch-size", positive
+        1, "forward and backward passes per update, each over a batch of --batch-size", batch
     )
     lr: float | None = option(None, "learning rate that is right for one rank", non_negative)
     lr_scaling: str | None = option(
@@ -214,7 +232,7 @@ class Options:
         "rank's cores less one, 8 at most)",
         count,
     )
-    seed: int = option(0, "of weights, order, dropout and augmentation", count)
+    seed: int = option(0, "of weights, order, dropout and augmentation", random_seed)
     deterministic: bool = option(False, "bit-equal from run to run at any number of ranks", bool)
     evaluate_epochs: tuple[int, ...] | None = option(
         None,
@@ -286,69 +304,3 @@ class Options:
 def declared(kind: type[Options]) -> list[dataclasses.Field[Any]]:
     """Return the fields that are options."""
     return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
-
-
-def check(options: Options) -> Options:
-    """Refuse options that contradict one another.
-
-    Raises:
-        UsageError: naming the options.
-    """
-    for names in options.EITHER:
-        if all(getattr(options, name) for name in names):
-            one, other = (f"--{name.replace('_', '-')}" for name in names)
-            raise UsageError(f"{one} and {other} contradict each other: give one")
-    if options.accumulate_steps > 1 and options.sync_batchnorm:
-        raise UsageError(
-            "--sync-batchnorm computes over a global batch at once, --accumulate-steps in several "
-            "passes: give one"
-        )
-    if options.reduction == ADASUM and options.sync_batchnorm:
-        raise UsageError(
-            "--reduction adasum takes the gradients of each rank's part, --sync-batchnorm makes "
-            "them the global batch's: give one"
-        )
-    if options.autotune and options.deterministic:
-        raise UsageError(
-            "--autotune chooses by timings, so no run is bit-equal to another, and --deterministic "
-            "asks for that: give one"
-        )
-    if options.compile and options.framework != "pytorch":
-        raise UsageError("--compile is PyTorch's: leave it out with --framework tensorflow")
-    if options.stage and options.data is None:
-        raise UsageError("--stage needs --data: what `hvdtrain pack` has made")
-    if options.timeline_steps and options.timeline is None:
-        raise UsageError("--timeline-steps needs --timeline FILE")
-    if options.evaluates_only:
-        _check_evaluation(options)  # what concerns updates may be what it was in the training
-    else:
-        _check_training(options)
-    return options
-
-
-def _check_training(options: Options) -> None:
-    if options.checkpoint:
-        raise UsageError(
-            "--checkpoint is for --evaluate-only and --predict: a training goes on from what is in "
-            "--checkpoint-dir"
-        )
-    if options.checkpoint_dir is None:
-        for name in ("checkpoint_every", "resume"):
-            if getattr(options, name) not in (None, "auto", "never"):
-                raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
-        if options.on_nan == "rollback":
-            raise UsageError("--on-nan rollback needs --checkpoint-dir")
-
-
-def _check_evaluation(options: Options) -> None:
-    given = "--predict" if options.predict else "--evaluate-only"
-    if options.benchmark == "training":
-        raise UsageError(f"--benchmark training and {given} contradict each other: give one")
-    if not (options.benchmark or options.checkpoint or options.checkpoint_dir):
-        raise UsageError(
-            f"{given} needs --checkpoint PATH or --checkpoint-dir DIR: the weights to evaluate"
-        )
-    if options.resume == "never":
-        raise UsageError(f"--resume never and {given} contradict each other: leave one out")
-    if options.timeline:
-        raise UsageError(f"--timeline records updates, and {given} makes none: leave one out")

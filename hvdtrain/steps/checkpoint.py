@@ -29,6 +29,7 @@ from hvdtrain.steps.checkpoint_files import (
     Written,
     flush,
     read,
+    read_state,
     score,
     seal,
     write,
@@ -201,6 +202,20 @@ def load_newest(
             f"{remedy}"
         )
     return None
+
+
+def glance(path: Path) -> Checkpoint | None:
+    """Return the checkpoint at ``path``, or the newest one in it, without its tensors.
+
+    They are not looked at, so this takes no time; None where there is none, or it is damaged.
+    """
+    try:
+        folder = path
+        if not (NAME.fullmatch(path.name) or (path / STATE_FILE).exists()):
+            folder /= newest_name(path) or ""
+        return Checkpoint({}, {}, read_state(folder), folder)
+    except DAMAGE:
+        return None
 
 
 def load(path: Path, check: Check = lambda found: None) -> Checkpoint:

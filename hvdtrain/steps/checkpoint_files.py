@@ -143,17 +143,27 @@ def read(folder: Path) -> Checkpoint:
         OSError, KeyError: a file or an entry is missing.
         DAMAGE: anything else is wrong with it.
     """
-    state = json.loads(read_regular(folder / STATE_FILE))
+    state = read_state(folder)
+    for name, digest in state["sha256"].items():
+        if name != STATE_FILE and digest_of(folder / Path(name).name) != digest:
+            raise ValueError(f"the checksum of {name} is wrong")
+    return unchecked(folder, state)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read and check what a checkpoint holds besides its tensors, which are not looked at.
+
+    Raises:
+        as ``read`` does.
+    """
+    state: dict[str, Any] = json.loads(read_regular(folder / STATE_FILE))
     if state["format"] != FORMAT:
         raise ValueError(f"format {state['format']}, this hvdtrain reads {FORMAT}")
     if _digest_of_state(state) != state["sha256"][STATE_FILE]:
         raise ValueError(f"the checksum of {STATE_FILE} is wrong")
     if not isinstance(state["step"], int):
         raise ValueError(f"step {state['step']!r} is no number")
-    for name, digest in state["sha256"].items():
-        if name != STATE_FILE and digest_of(folder / Path(name).name) != digest:
-            raise ValueError(f"the checksum of {name} is wrong")
-    return unchecked(folder, state)
+    return state
 
 
 def unchecked(folder: Path, state: dict[str, Any]) -> Checkpoint:

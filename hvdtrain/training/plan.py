@@ -12,6 +12,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
+from hvdtrain.system.output.text import plural
 from hvdtrain.workloads.task import Workload
 
 BENCHMARK_STEPS = 100
@@ -93,6 +94,37 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         weight_decay=_given(options.weight_decay, recipe.weight_decay),
         warmup_steps=options.warmup_steps,
     )
+
+
+def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]:
+    """Return lines on what was asked for and has no effect, or not the one that it seems to have.
+
+    Args:
+        options: as given.
+        plan: made of them.
+        samples: of an epoch.
+    """
+    lines = []
+    epochs = plural(plan.epochs, "epoch")
+    if plan.global_batch > samples:
+        lines.append(
+            f"the global batch of {plan.global_batch:,} is larger than the data: an epoch is one "
+            f"update on all {samples:,}"
+        )
+    given = options.warmup_epochs is not None or options.warmup_steps is not None
+    warmup = plan.schedule_over(samples)["warmup_epochs"]
+    if given and warmup > plan.epochs:
+        lines.append(
+            f"the warm-up of {warmup:g} epochs is longer than the training of {epochs}: the "
+            "learning rate does not reach its full height"
+        )
+    later = [str(one) for one in options.evaluate_epochs or () if one > plan.epochs]
+    if later:
+        lines.append(
+            f"--evaluate-epochs {','.join(later)}: the training ends after {epochs}, and is "
+            "evaluated then"
+        )
+    return tuple(lines)
 
 
 def _given(value: Any, default: Any) -> Any:

@@ -27,6 +27,7 @@ from hvdtrain.system.runtime.scratch import leave_nothing_behind
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.training import timeline_window
 from hvdtrain.training.agreement import check_data, check_options
+from hvdtrain.training.early_checks import check_early
 from hvdtrain.training.evaluation_run import EvaluationRun
 from hvdtrain.training.loop import Run
 from hvdtrain.training.plan import (
@@ -36,6 +37,7 @@ from hvdtrain.training.plan import (
     choose_precision,
     choose_workers,
     make_plan,
+    notes,
     processor_has_bf16,
 )
 from hvdtrain.training.preemption import leave_on_signal
@@ -58,8 +60,12 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
         kind=workload.options,
     )
     check_local_rank(options.local_rank, os.environ)
+    launch = detect(os.environ)
+    spawns = options.spawn and launch.launcher != SPAWN
+    launch = spawn.spawned(options.spawn) if options.spawn and spawns else launch
+    check_early(workload, options, launch, os.environ)
     saves_to = None if options.evaluates_only else options.checkpoint_dir
-    if options.spawn and detect(os.environ).launcher != SPAWN:
+    if options.spawn and spawns:
         return _spawn(options, options.spawn)
     restarts = is_restarted(os.environ) and not options.evaluates_only
     if restarts and options.resume == "never":
@@ -116,6 +122,7 @@ def train(workload: Workload, options: Options) -> int:
     shards = adapter.shard_data(  # step 3
         task.train.samples, global_batch=plan.global_batch, seed=options.seed
     )
+    task.notes = (*task.notes, *notes(options, plan, task.train.samples))
     schedule = plan.schedule_over(task.train.samples)
     rate = adapter.scale_learning_rate(plan.lr, scaling=plan.lr_scaling, **schedule)  # step 4
     task.model, task.optimizer = adapter.distribute_optimizer(  # step 5

@@ -33,11 +33,11 @@ from hvdtrain.adapters.replicas import compare
 from hvdtrain.adapters.state import check_names
 from hvdtrain.collectives.base import Alone, Communicator
 from hvdtrain.collectives.torch_distributed import Some, TorchDistributed
+from hvdtrain.config.levers import check_stages
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.steps.summary import Bubble, StepSplit
 from hvdtrain.steps.world import World
-from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.system.runtime.waits import SUM
 
@@ -56,14 +56,11 @@ class PipelineAdapter(ShardedAdapter):
     @override
     def initialize(self, *, short_steps: bool = False) -> World:
         world = super().initialize(short_steps=short_steps)
+        try:
+            check_stages(self.levers, world.size)
+        except UsageError as error:
+            raise agreed(error) from None  # every rank sees the same
         stages = self.levers.stages or world.size
-        if world.size % stages:
-            raise agreed(
-                UsageError(
-                    f"--stages {stages}: {plural(world.size, 'rank')} cannot be put together in "
-                    f"groups of {stages}: start a multiple of {stages}"
-                )
-            )
         self.world = replace(world, stages=stages)
         everyone = range(world.size)
         self.copy = self.communicator.split(

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hvdtrain.config.checks import check
 from hvdtrain.config.command_line import parse
 from hvdtrain.config.options import (
     Options,
-    check,
     count,
     declared,
     fraction,
@@ -103,6 +103,7 @@ BUILT: list[tuple[str, str | None, Any]] = [
     ("workers", "4", 4),
     ("skip-broken", None, True),
     ("seed", "7", 7),
+    ("seed", "18446744073709551615", 2**64 - 1),
     ("deterministic", None, True),
     ("check-replicas", "20", 20),
     ("check-replicas", "0", 0),
@@ -281,6 +282,10 @@ WRONG = [
     ("--resume", "maybe"),
     ("--keep", "0"),
     ("--seed", "-1"),
+    ("--seed", "99999999999999999999"),
+    ("--batch-size", "1e10"),
+    ("--global-batch-size", "2147483648"),
+    ("--accumulate-steps", "1e29"),
     ("--seed", "x"),
     ("--workers", "-1"),
     ("--image-size", "0"),
@@ -338,6 +343,16 @@ def test_a_wrong_line_is_told(line: list[str], words: list[str]) -> None:
         (["--batch-size=8", "--global-batch-size=16"], ["--batch-size", "--global-batch-size"]),
         (["--synthetic", "--data=d"], ["--synthetic", "--data"]),
         (["--warmup-steps=3", "--warmup-epochs=1"], ["--warmup-steps", "--warmup-epochs"]),
+        (["--warmup-steps=0", "--warmup-epochs=5"], ["--warmup-steps", "--warmup-epochs", "give"]),
+        (["--framework=tensorflow", "--seed=4294967296"], ["--seed 4294967296", "at most 42949"]),
+        (["--cycle-time-ms=1e9"], ["--cycle-time-ms 1e+09", "at most 1000", "waits"]),
+        (["--fusion-threshold-mb=1e300"], ["--fusion-threshold-mb 1e+300", "at most 1,048,576"]),
+        (["--lr-milestones=5,3"], ["--lr-milestones 5,3", "rising order, 3,5"]),
+        (["--lr-milestones=3,3,5.5"], ["--lr-milestones 3,3,5.5", "rising order, 3,5.5"]),
+        (
+            ["--accumulate-steps=65", "--global-batch-size=64"],
+            ["--accumulate-steps 65", "--global-batch-size 64", "at most 64"],
+        ),
         (["--benchmark=training", "--evaluate-only"], ["--benchmark training", "--evaluate-only"]),
         (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),

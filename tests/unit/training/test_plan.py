@@ -19,6 +19,7 @@ from hvdtrain.training.plan import (
     choose_precision,
     choose_workers,
     make_plan,
+    notes,
     processor_has_bf16,
 )
 from hvdtrain.workloads.task import Recipe, Workload
@@ -61,6 +62,42 @@ def test_a_warmup_in_updates_ends_where_that_update_begins(
     made = plan(4, warmup_steps=steps)
     assert made.schedule_over(samples) == {**made.schedule, "warmup_epochs": epochs}
     assert plan(4).schedule_over(samples) == plan(4).schedule
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    # 300 samples, four ranks, a recipe of 10 epochs.
+    [
+        ({}, []),
+        ({"batch_size": 75}, []),
+        (
+            {"batch_size": 10**9},
+            ["the global batch of 4,000,000,000 is larger than the data: an epoch is one update"],
+        ),
+        ({"accumulate_steps": 3}, ["the global batch of 384 is larger than the data: an epoch is"]),
+        ({"warmup_epochs": 10.0}, []),
+        (
+            {"warmup_epochs": 100.0, "epochs": 3},
+            ["the warm-up of 100 epochs is longer than the training of 3 epochs: the learning"],
+        ),
+        ({"warmup_steps": 9, "epochs": 3}, []),
+        (
+            {"warmup_steps": 12, "epochs": 3},
+            ["the warm-up of 4 epochs is longer than the training of 3 epochs: the learning rate"],
+        ),
+        ({"evaluate_epochs": (5, 10)}, []),
+        (
+            {"evaluate_epochs": (1, 9, 12), "epochs": 1},
+            ["--evaluate-epochs 9,12: the training ends after 1 epoch, and is evaluated then"],
+        ),
+    ],
+)
+def test_a_line_on_what_has_not_the_effect_that_it_seems_to_have(
+    options: dict[str, Any], lines: list[str]
+) -> None:
+    found = notes(Options(**options), plan(4, **options), 300)
+    assert len(found) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(found, lines, strict=True))
 
 
 @pytest.mark.parametrize(
