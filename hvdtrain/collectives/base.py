@@ -79,6 +79,10 @@ class Communicator(ABC):
         """Return the length of a rank's part of ``count`` float32, 1 or more."""
         return max(1, round(count / self.size))
 
+    def wait_for_all(self) -> None:
+        """Wait until all ranks are here; where that can be long, without taking a core."""
+        self.gather(b"")
+
     def synchronize(self) -> None:  # noqa: B027 (most sum on the CPU)
         """Wait until this rank's GPU has done what was begun."""
 

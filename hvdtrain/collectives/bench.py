@@ -24,16 +24,19 @@ started and idle would take the cores of the next.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.model import Message, bandwidths, fit
+
+Result = TypeVar("Result")
 
 SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)  # bytes
 SECONDS = 0.1  # for each size, collective and back end
@@ -108,21 +111,17 @@ def measure(
     reason = _first(mpi, missing(name))
     if reason:
         return {"state": "absent", "reason": reason}
-    backend: Communicator | None = None
-    reason = ""
+    started: list[Communicator] = []  # also on a rank of which others have failed to start it
     try:
-        backend = start(name, mpi)
-    except Exception as error:  # each library has errors of its own
-        reason = _line(error)
-    reason = _first(mpi, reason)
-    if reason or backend is None:
-        return {"state": "error", "reason": reason}
-    wrong = _first(mpi, _wrong_sum(backend))
-    found = {"state": "error", "reason": wrong}
-    if not wrong:
-        found = _measure_all(mpi, backend, collectives, sizes, budget)
-    backend.close()
-    return found
+        _together(mpi, lambda: started.append(start(name, mpi)))
+        _together(mpi, lambda: _check_sum(started[0]))
+        return _measure_all(mpi, started[0], collectives, sizes, budget)
+    except _FailedError as failure:
+        return {"state": "error", "reason": str(failure)}
+    finally:
+        for backend in started:
+            with contextlib.suppress(Exception):  # of one that has failed
+                backend.close()
 
 
 def _measure_all(
@@ -142,6 +141,8 @@ def _measure_all(
                 continue
             rows.append(_row(mpi, backend, name, operations[name], size, budget))
     rows = [row for row in rows if row["collective"] not in left_out]
+    if left_out and not rows:
+        raise _FailedError(next(iter(left_out.values())))
     fits = [_fit(name, rows) for name in dict.fromkeys(row["collective"] for row in rows)]
     return {"state": "ok", "rows": rows, "fits": fits, "left_out": left_out}
 
@@ -153,8 +154,34 @@ def _fit(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"collective": name, "latency_seconds": link.latency, "bytes_per_second": speed}
 
 
+class _FailedError(Exception):
+    """A back end has failed, on a rank or more; all ranks raise it together."""
+
+
+def _together(mpi: Communicator, action: Callable[[], Result]) -> Result:
+    """Return what ``action`` of a back end returns; all ranks raise if it fails on one.
+
+    Raises:
+        _FailedError: with the reason.
+    """
+    result: list[Result] = []
+    reason = ""
+    try:
+        result.append(action())
+    except Exception as error:  # each library has errors of its own
+        reason = _line(error)
+    _check(mpi, reason)
+    return result[0]
+
+
+def _check(mpi: Communicator, reason: str) -> None:
+    if first := _first(mpi, reason):
+        raise _FailedError(first)
+
+
 def _first(mpi: Communicator, reason: str) -> str:
     """Return the first reason of a rank, on all; its rank is named unless all say the same."""
+    mpi.wait_for_all()  # a rank may still be waiting for another library, for long
     reasons = [one.decode() for one in mpi.gather(reason.encode())]
     if len(set(reasons)) == 1:
         return reason
@@ -165,12 +192,13 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or repr(error)
 
 
-def _wrong_sum(backend: Communicator) -> str:
-    """Say so where rank + 1, summed over n ranks, is not n (n + 1) / 2: then no time counts."""
+def _check_sum(backend: Communicator) -> None:
+    """Raise if rank + 1, summed over n ranks, is not n (n + 1) / 2: then no time counts."""
     expected = backend.size * (backend.size + 1) / 2
     total = backend.sum_tensor(backend.tensor(1000, backend.rank + 1.0), "bench.check")
     got = sorted(set(total.tolist()))
-    return "" if got == [expected] else f"the sum is {got[:3]}, not {expected}"
+    if got != [expected]:
+        raise RuntimeError(f"the sum is {got[:3]}, not {expected}")
 
 
 def _failure(backend: Communicator, operation: Callable[[], object]) -> str:
@@ -193,13 +221,11 @@ def _row(
     budget: float,
 ) -> dict[str, Any]:
     """Time ``operation``, which has been called before."""
-    estimate = _once(backend, operation)
+    estimate = _together(mpi, lambda: _once(backend, operation))
     # As often on all ranks.
     repeats = int(mpi.gather(str(repeats_for(estimate, budget)).encode())[0])
-    mine = []
-    for _ in range(repeats):
-        mpi.gather(b"")  # else the root of a broadcast would run ahead: its calls would overlap
-        mine.append(_once(backend, operation))
+    # All begin each together, else the root of a broadcast would run ahead.
+    mine = [_together(mpi, lambda: _once(backend, operation)) for _ in range(repeats)]
     everyone = [json.loads(times) for times in mpi.gather(json.dumps(mine).encode())]
     slowest = [max(times) for times in zip(*everyone, strict=True)]
     median = statistics.median(slowest)

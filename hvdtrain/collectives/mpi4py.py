@@ -5,6 +5,7 @@ Importing this module starts MPI; set what it reads from the environment before.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,21 @@ from mpi4py import MPI
 from typing_extensions import override
 
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
+
+SPIN = 0.001  # seconds for which a rank polls; nearly all waits end within
+NAP = 0.005  # and between two looks afterwards
+
+
+def wait_for_all(world: MPI.Comm) -> None:
+    """Wait like a barrier, but asleep: MPI's own polls, on a core which others may need.
+
+    Even where it yields: Linux may run a process that yields again and again for seconds before one
+    of another session (sched_autogroup), as the daemons of two hosts are that share cores.
+    """
+    request, spun = world.Ibarrier(), time.perf_counter() + SPIN
+    while not request.Test():
+        if time.perf_counter() > spun:
+            time.sleep(NAP)
 
 
 class Mpi4py(Communicator):
@@ -31,6 +47,10 @@ class Mpi4py(Communicator):
     def gather(self, data: bytes) -> list[bytes]:
         gathered: list[bytes] = self.world.allgather(data)
         return gathered
+
+    @override
+    def wait_for_all(self) -> None:
+        wait_for_all(self.world)
 
     @override
     def broadcast(self, data: Bytes) -> Bytes:

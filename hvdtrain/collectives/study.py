@@ -48,12 +48,12 @@ from hvdtrain.collectives.model import (
     Message,
     fit,
 )
+from hvdtrain.collectives.mpi4py import wait_for_all
 from hvdtrain.errors import HvdtrainError
 
 SIZES = (4, 2**10, 16 * 2**10, 256 * 2**10, 2**21, 16 * 2**20)  # bytes, and those of the gradients
 SECONDS = 1.0  # for all algorithms together, per size and number of ranks
 GRADIENT = 102 * 10**6  # bytes of ResNet-50's 25.6 million weights in float32
-NAP = 0.005  # seconds between two looks of a rank that has to wait without taking a core
 
 Floats = NDArray[np.float32]
 World = Any  # an mpi4py communicator
@@ -148,7 +148,7 @@ def measure(
             }
             for size in sorted({*sizes, gradient}):
                 rows += compare(world, compared, size, budget)
-        _wait_for_all(everyone)
+        wait_for_all(everyone)
     hosts, cores = _machine(everyone)
     return {
         **{"ranks": everyone.size, "hosts": hosts, "cores": cores, "gradient_bytes": gradient},
@@ -231,13 +231,6 @@ def _link(rows: Sequence[Row], laws: dict[str, Law | None]) -> dict[str, Any]:
     found: Link = fit(messages)
     speed = found.bandwidth if math.isfinite(found.bandwidth) else None
     return {"latency_seconds": found.latency, "bytes_per_second": speed}
-
-
-def _wait_for_all(world: World) -> None:
-    """Wait like a barrier, asleep: MPI's own takes a core, which those that measure need."""
-    request = world.Ibarrier()
-    while not request.Test():
-        time.sleep(NAP)
 
 
 def _machine(world: World) -> tuple[int, int]:

@@ -70,6 +70,14 @@ def test_times_of_each_library() -> None:
             assert row["bytes"] in (4, 65536) and row["repeats"] >= 5
 
 
+def test_a_library_that_fails_in_the_middle_is_a_row() -> None:
+    outcome = ranks(2, str(SCRIPT.with_name("breaking_gloo.py")))
+    assert outcome.code == 0, outcome.err[-3000:]
+    found, after = json.loads(outcome.out)
+    assert (found["state"], after) == ("error", "")
+    assert found["reason"].startswith("rank ")
+
+
 def test_allreduce_algorithms_at_1_to_5_ranks() -> None:
     outcome = ranks(5, str(SCRIPT.with_name("algorithms.py")))
     assert outcome.code == 0, outcome.err[-3000:]

@@ -26,6 +26,7 @@ from hvdtrain.system.machine import gpus, mpi_library
 from hvdtrain.system.machine.frameworks import find_tensorflow, find_torch, versions
 from hvdtrain.system.machine.limits import find_resources
 from hvdtrain.system.runtime.detect import detect
+from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 ROUNDS = 20  # exchanges with each host to compare clocks; the quickest one counts
@@ -123,4 +124,4 @@ def _clocks(world: Any, hosts: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -26,6 +26,7 @@ GRACE = 10.0
 NOT_FOUND = 127  # what a shell answers for a program that does not exist
 TIMED_OUT = 124  # what timeout(1) answers
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+LAST_WORDS = 2.0  # seconds in which the output of a program that was killed may still come
 LOOK = 1.0  # seconds after which a signal is heard at the latest
 
 
@@ -236,8 +237,10 @@ def _read(
     late = False
     while True:
         if time.monotonic() >= end:
-            late, end = True, float("inf")
+            if late:  # what has left the session holds the output open
+                return lines, late
             _end_group(process)
+            late, end = True, time.monotonic() + LAST_WORDS
         with contextlib.suppress(queue.Empty):
             line = arrived.get(timeout=max(0.0, min(LOOK, end - time.monotonic())))
             if line is None:
@@ -265,3 +268,8 @@ def _end_group(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
+    for folder in Path("/proc").glob("[0-9]*"):
+        # As mpirun's ssh, which leads a group of its own and is deaf to TERM.
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(folder.name)) == process.pid:
+                os.kill(int(folder.name), signal.SIGKILL)

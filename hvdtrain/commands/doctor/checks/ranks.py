@@ -15,6 +15,7 @@ from hvdtrain.commands.doctor.checks.files import SKEW
 from hvdtrain.commands.doctor.checks.hosts import is_this_host
 from hvdtrain.commands.doctor.checks.machine import resource_findings
 from hvdtrain.commands.doctor.findings import ERROR, OK, WARNING, Finding
+from hvdtrain.commands.launch.rank_output import take_out_endings
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_software, places
 from hvdtrain.system.machine.limits import Resources
@@ -55,8 +56,11 @@ def read_reports(output: str) -> list[dict[str, Any]]:
 
 def failed_start(result: Result) -> Finding:
     """Tell of ranks that were started and did not report."""
-    lines = [line.strip() for line in result.output.splitlines() if line.strip("- \n")]
-    said = " / ".join(lines[-TOLD:]) or "nothing"
+    text, _ = take_out_endings(result.output.encode())  # mpirun's own, which name no cause
+    shown = ("".join(filter(str.isprintable, line)) for line in text.decode().splitlines())
+    lines = [line.strip() for line in shown if line.strip("- ")]
+    own = [line for line in lines if line.startswith("hvdtrain: ")]
+    said = " / ".join((own or lines)[-TOLD:]) or "nothing"
     late = result.exit_code == TIMED_OUT
     end = "did not end in time" if late else f"exit code {result.exit_code}"
     return Finding(

@@ -148,6 +148,22 @@ def test_ranks_that_do_not_start() -> None:
     )
 
 
+def test_the_line_of_the_rank_that_failed_is_shown() -> None:
+    """As a real run on two hosts ended, whose mpirun has the last word, and a NUL byte."""
+    output = (
+        "hvdtrain: rank 2 on node2: failed: RuntimeError('Timed out waiting 15000ms for recv')\n"
+        "Traceback (most recent call last):\n"
+        "[node1:04441] PMIX ERROR: PMIX_ERR_LOST_CONNECTION in file x.c at line 1\n\0\n"
+    )
+    finding = ranks.failed_start(Result(Command(("mpirun",)), 1, output))
+    assert finding.evidence == (
+        "exit code 1; said last: hvdtrain: rank 2 on node2: failed: RuntimeError('Timed out "
+        "waiting 15000ms for recv')"
+    )
+    finding = ranks.failed_start(Result(Command(("mpirun",)), 1, "no such\0 host\n\0\n"))
+    assert finding.evidence == "exit code 1; said last: no such host"
+
+
 def test_reports_are_read_out_of_what_else_is_said() -> None:
     text = 'a warning\n{"size": 1}\n{broken\n{"size": 2}\n'
     assert ranks.read_reports(text) == [{"size": 1}, {"size": 2}]

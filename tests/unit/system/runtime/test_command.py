@@ -117,6 +117,20 @@ def test_run_tells_exit_code_and_lines() -> None:
     assert run(Command(("/no/such/program",))).exit_code == NOT_FOUND
 
 
+def test_time_out_ends_what_has_a_group_of_its_own_and_waits_for_no_other(tmp_path: Path) -> None:
+    """As mpirun's ssh to another host, deaf to TERM, which holds the output open."""
+    note = tmp_path / "pids"
+    deaf = "import signal, os; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.{}; "
+    deaf += "open({!r}, 'a').write(f'{{os.getpid()}}\\n'); signal.pause()"
+    own = [deaf.format(call, str(note)) for call in ("setpgid(0, 0)", "setsid()")]
+    words = " ".join(f'{sys.executable} -c "{program}" &' for program in own)
+    assert run(Command(("sh", "-c", f"{words} wait")), timeout=1.5).exit_code == TIMED_OUT
+    living = [pid for pid in map(int, note.read_text().split()) if is_alive(pid)]
+    for pid in living:
+        os.kill(pid, signal.SIGKILL)
+    assert len(living) == 1  # that with a session of its own
+
+
 def test_time_out_ends_the_children_too(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     start = time.monotonic()

@@ -1,0 +1,29 @@
+"""Gloo on two ranks, of which one loses its connections in the middle of the measurement."""
+
+import json
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hvdtrain.collectives import bench
+from hvdtrain.collectives.mpi4py import Mpi4py
+from hvdtrain.collectives.torch_distributed import TorchDistributed
+
+BREAKS = 6  # calls: the sum that is checked, two to warm up, one to estimate, and repeats
+
+
+class Breaking(TorchDistributed):
+    calls = 0
+
+    def sum_tensor(self, tensor, name):
+        self.calls += 1
+        if self.calls == BREAKS and self.rank == 1:
+            dist.destroy_process_group()
+        return super().sum_tensor(tensor, name)
+
+
+mpi = Mpi4py()
+bench.start = lambda *_: Breaking(gpu=False, timeout=timedelta(seconds=5))
+found = bench.measure(mpi, "gloo", ["allreduce"], [4], 0.1)
+after = bench._first(mpi, "")  # the ranks are still together
+mpi.on_root(lambda: print(json.dumps([found, after])))
