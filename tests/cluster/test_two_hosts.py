@@ -6,6 +6,7 @@ The seconds until every rank has stopped are printed (pytest -s); 30 is the cont
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -371,3 +372,26 @@ def test_term_to_all_that_a_job_runs_on_its_first_node(
     newest = Training(outcome, tmp_path).newest
     assert summary["checkpoint"] == str(newest)
     assert newest.name.partition("+")[0] == f"step-{summary['steps_completed']:09}"
+
+
+@on_demand
+def test_doctor_times_allreduce_on_hosts_that_share_cores(two: TwoHosts, tmp_path: Path) -> None:
+    """As under a real sshd: the daemon of each host is in a session of its own."""
+    agent = tmp_path / "ssh"
+    text = two.agent.read_text().replace(" --leave-session-attached", "")
+    agent.write_text(text.replace("unshare -u sh", "unshare -u setsid -w sh"))
+    agent.chmod(0o755)
+    doctor = (sys.executable, "-m", "hvdtrain.cli", "doctor", "-n", "4", "--json")
+    variables = {"PBS_NODEFILE": str(two.nodefile()), "PRTE_MCA_plm_ssh_agent": str(agent)}
+    outcome = two.run(two.on(1, *doctor), timeout=500, **variables)
+    report = json.loads(outcome.out)
+    assert [one for one in report["findings"] if "allreduce" in one["check"]] == [
+        {
+            "check": "allreduce",
+            "state": "ok",
+            "evidence": "right sums by mpi4py; Horovod, PyTorch; torch.distributed, Gloo: see the "
+            "table",
+            "remedy": "",
+        }
+    ]
+    assert (report["allreduce"]["ranks"], report["allreduce"]["hosts"]) == (4, 2)
