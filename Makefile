@@ -24,7 +24,9 @@ STAMP := $(VENV)/.setup-$(FINGERPRINT)
 CHECK := $(if $(wildcard $(STAMP)),$(VENV),.venv-check)
 CHECK_STAMP := $(CHECK)/.setup-$(FINGERPRINT)
 PATHS := $(PATH)
-PIP := python -m pip install --quiet --disable-pip-version-check
+# Its argument is shown in a terminal, with the seconds, while pip is silent.
+PIP = python -m hvdtrain.system.runtime.terminal $(1) \
+    python -m pip install --quiet --disable-pip-version-check
 PYTEST := python -m pytest
 WHEELS := --only-binary :all:
 
@@ -50,14 +52,19 @@ define environment
 endef
 
 $(STAMP):
+	@echo "$(@D) is set up: TensorFlow, PyTorch, Open MPI and tools (3 GB, with CUDA" \
+	    "more), then Horovod's build: some minutes"
 	$(environment)
-	$(PIP) $(WHEELS) --require-hashes --requirement requirements.txt
+	$(call PIP,"1 of 4: pip installs TensorFlow and Open MPI and tools") \
+	    $(WHEELS) --require-hashes --requirement requirements.txt
 	@# By version alone: a CPU build from another index is another file.
-	$(PIP) $(WHEELS) --no-deps $(TORCH)
+	$(call PIP,"2 of 4: pip installs PyTorch") $(WHEELS) --no-deps $(TORCH)
 	@if python -m pip show torch | grep '^Requires:.*cuda' >/dev/null; then \
-	    $(PIP) $(WHEELS) --require-hashes --requirement requirements-cuda.txt; fi
+	    $(call PIP,"2 of 4: pip installs CUDA for PyTorch") \
+	    $(WHEELS) --require-hashes --requirement requirements-cuda.txt; fi
 	@# Editable: what a developer changes is what the ranks run, with no second install.
-	$(PIP) --no-deps --no-build-isolation --editable .
+	$(call PIP,"3 of 4: pip installs hvdtrain") --no-deps --no-build-isolation --editable .
+	@echo "4 of 4: Horovod is built, or taken from the cache of earlier builds"
 	hvdtrain install-horovod
 	@rm -f $(VENV)/.setup-* && touch $@
 
@@ -67,8 +74,9 @@ demo: setup  ## train on handwritten digits over two ranks
 .venv-check/.setup-$(FINGERPRINT): export PATH := $(CURDIR)/.venv-check/bin:$(PATHS)
 .venv-check/.setup-$(FINGERPRINT):
 	$(environment)
-	$(PIP) $(WHEELS) --require-hashes --requirement requirements-check.txt
-	$(PIP) --no-deps --no-build-isolation --editable .
+	$(call PIP,"1 of 2: pip installs what make check needs") \
+	    $(WHEELS) --require-hashes --requirement requirements-check.txt
+	$(call PIP,"2 of 2: pip installs hvdtrain") --no-deps --no-build-isolation --editable .
 	@rm -f $(@D)/.setup-* && touch $@
 
 check: export PATH := $(CURDIR)/$(CHECK)/bin:$(PATHS)

@@ -21,6 +21,7 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.config.parser import CommandParser, nearest
 from hvdtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, HvdtrainError, UsageError
+from hvdtrain.system.runtime import terminal
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,8 @@ def _run(module: ModuleType, parser: CommandParser, words: Sequence[str]) -> int
     as_json = getattr(arguments, "json", False)
     # Standard output belongs to the result, so everything on the way goes to standard error.
     # Libraries that we use have nothing to say there but warnings.
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    shown = terminal.Handler(sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown])
     logging.getLogger("hvdtrain").setLevel(logging.INFO)
     try:
         report = module.run_verb(arguments)

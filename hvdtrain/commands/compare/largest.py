@@ -148,7 +148,7 @@ def _peak(plan: Comparison, method: Method, batch: int) -> int | None:
     stem = plan.folder / RUNS / f"{method.name}-{batch}"
     words = without(method_words(plan.words, method, batch * method.ranks), "--num-steps")
     command = launch(plan, method, [*words, "--num-steps", str(STEPS), *file_words(stem)])
-    result = start(command, stem, plan.timeout)
+    result = start(command, stem, plan.timeout, f"batch {batch} per rank")
     if result.ok:
         return read_summary(stem, title(method)).peak_memory_bytes
     reason, failed = why_no_result(result, batch * method.ranks)

@@ -14,10 +14,20 @@ from typing import Any
 from hvdtrain.commands.compare.methods import AUTO, Method, as_method, method_words, title, why_not
 from hvdtrain.commands.launch.prepare import Request, prepare
 from hvdtrain.commands.runs import lines
-from hvdtrain.commands.runs.start import LOG, file_of, file_words, read_summary, start, why
+from hvdtrain.commands.runs.start import (
+    KEPT,
+    LOG,
+    file_of,
+    file_words,
+    read_summary,
+    start,
+    time_left,
+    why,
+)
+from hvdtrain.commands.runs.words import difference
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.output.text import duration, number
+from hvdtrain.system.output.text import duration, number, plural
 from hvdtrain.system.runtime.command import Command, Result
 
 log = logging.getLogger(__name__)
@@ -153,29 +163,30 @@ def missing(plan: Comparison) -> list[tuple[Method, int]]:
     """
     done = read_trials(plan.folder)
     for trial in done:
+        if trial.command != plan.words:
+            raise UsageError(
+                f"{plan.folder} holds runs of another command: "
+                f"{difference(trial.command, plan.words)}. Give another --out"
+            )
         for label, old, now in (
-            ("command", trial.command, plan.words),
             ("global batch", trial.batch, plan.batch),
             ("machine", trial.machine, plan.machine),
             ("number of threads per rank", trial.threads, plan.threads),
         ):
             if old != now:
                 raise UsageError(
-                    f"{plan.folder} holds runs of another {label}: {_shown(old)}, now "
-                    f"{_shown(now)}. Give another --out"
+                    f"{plan.folder} holds runs of another {label}: {old}, now {now}. "
+                    "Give another --out"
                 )
     there = {(trial.method, trial.repeat) for trial in done if trial.summary}
     return [one for one in order(plan.methods, plan.repeats) if one not in there]
 
 
-def _shown(value: object) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def carry_out(plan: Comparison) -> None:
+def carry_out(plan: Comparison, hint: str = "") -> None:
     """Do the runs that are missing, each kept as it ends.
 
-    A method that cannot run is told once, and passed over from there on.
+    A method that cannot run is told once, and passed over from there on. ``hint``: how there would
+    be fewer.
 
     Raises:
         UsageError: the command itself is wrong: not even one process takes it.
@@ -184,41 +195,40 @@ def carry_out(plan: Comparison) -> None:
     todo, total = missing(plan), len(plan.methods) * plan.repeats
     took: dict[Method, float] = {}
     out: set[Method] = set()
+
+    def can_run(method: Method) -> bool:
+        return method not in out and not why_not(method)
+
+    if runs := sum(can_run(method) for method, _ in todo):
+        known = "how long they take is known after the first"
+        log.info("%s%s; %s", plural(runs, "run"), hint, known)
     try:
         for place, (method, repeat) in enumerate(todo, total - len(todo) + 1):
             if method in out:
                 continue
             head = f"[{place}/{total}] {title(method)}, run {repeat} of {plan.repeats}"
-            left = _left(todo[place - total - 1 :], took, out)
             reason = why_not(method)
             if not reason:
-                log.info("%s%s", head, f" (about {duration(left)} to go)" if left else "")
+                rest = [one for one, _ in todo[place - total - 1 :] if can_run(one)]
+                log.info("%s%s", head, time_left(took, rest))
             began = time.monotonic()
             trial = _not_run(plan, method, repeat, reason) if reason else _run(plan, method, repeat)
-            took[method] = time.monotonic() - began
             lines.append(plan.folder / LINES, trial.to_json(), _trial)
             if trial.summary is None:
                 out.add(method)
                 log.info("%s: %s", head, said(trial))
             else:
+                took[method] = time.monotonic() - began
                 rate = number(trial.summary.images_per_second_mean or 0.0)
                 log.info("    %s images/s, after %s", rate, duration(took[method]))
     except KeyboardInterrupt:
-        log.info("what is measured is kept in %s: the same command goes on from there", plan.folder)
+        log.info(KEPT, plan.folder)
         raise
 
 
 def said(trial: Trial) -> str:
     """Return what is said of a method that has no run."""
     return f"{'failed' if trial.failed else 'not available'}: {trial.reason}"
-
-
-def _left(
-    todo: Sequence[tuple[Method, int]], took: Mapping[Method, float], out: set[Method]
-) -> float:
-    """Return the seconds that the rest takes, where each method in it has been run; else 0."""
-    rest = [took.get(method, 0.0) for method, _ in todo if method not in out]
-    return sum(rest) if all(rest) else 0.0
 
 
 def _not_run(
@@ -232,7 +242,7 @@ def _not_run(
 def _run(plan: Comparison, method: Method, repeat: int) -> Trial:
     """Start the ranks, wait for them, and read what they measured."""
     stem = plan.stem(method, repeat)
-    result = start(command(plan, method, repeat), stem, plan.timeout)
+    result = start(command(plan, method, repeat), stem, plan.timeout, title(method))
     if not result.ok:
         reason, failed = why_no_result(result, plan.batch)
         if method.is_baseline and result.exit_code == EXIT_USAGE and method.precision == AUTO:

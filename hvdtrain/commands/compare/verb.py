@@ -13,6 +13,7 @@ from hvdtrain.commands.launch.prepare import add_host_options, count
 from hvdtrain.commands.runs.target import read_target
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         lines = [command(plan, *one).show() for one in missing(plan) if not why_not(one[0])]
         return Report("\n".join(lines), {"ok": True, "commands": lines})
     with termination_as_interrupt():  # the ranks must not outlive this process
-        carry_out(plan)
+        carry_out(plan, "" if arguments.strategies else "; --strategies a,b for fewer")
         if arguments.batch_size:
             find_largest(plan, read_trials(folder))
     return _report(folder, plan.methods, arguments)
@@ -134,10 +135,15 @@ def _plan(words: Sequence[str], folder: Path, arguments: argparse.Namespace) -> 
     from hvdtrain.commands.compare.trials import Comparison
     from hvdtrain.commands.launch.prepare import choose_hosts
     from hvdtrain.commands.runs.start import describe_machine, fullest_host
-    from hvdtrain.commands.runs.words import check_measurable
+    from hvdtrain.commands.runs.words import check_measurable, value_of
     from hvdtrain.system.machine.threads import equal_threads
 
     check_measurable(words, os.environ)
+    if strategy := value_of(words, "--strategy"):
+        raise UsageError(
+            f"--strategy {strategy} in the command: each run has another; say which by "
+            f"hvdtrain compare --strategies {strategy},single -- ..."
+        )
     ranks = arguments.ranks or 2
     asked = arguments.strategies or (ALL,)
     methods = choose(Choice(asked, arguments.frameworks, arguments.precision, ranks), words)
@@ -162,8 +168,10 @@ def _plan(words: Sequence[str], folder: Path, arguments: argparse.Namespace) -> 
 def _report(
     folder: Path, methods: Sequence[Method] | None, arguments: argparse.Namespace
 ) -> Report:
-    from hvdtrain.commands.compare.report import report
+    price, target = arguments.price_per_hour, arguments.target
+    with terminal.working("drawing and writing the results"):
+        from hvdtrain.commands.compare.report import report
 
-    found, text = report(folder, methods, arguments.price_per_hour, arguments.csv, arguments.target)
+        found, text = report(folder, methods, price, arguments.csv, target)
     failed = any(row["reason"] and row["reason"].startswith("failed") for row in found["rows"])
     return Report(text, found, EXIT_FAILURE if failed else EXIT_OK)

@@ -41,6 +41,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.machine import gpus, toolchain
 from hvdtrain.system.machine.limits import find_resources
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, run
 from hvdtrain.workloads.data.image_folder import ImageFolder
@@ -190,7 +191,9 @@ def try_ranks(
     except HvdtrainError as error:
         return [Finding("ranks", ERROR, str(error))], None, None
     log.info("starting: %s", looking.show())
-    result = run(looking, timeout=TIMEOUTS[0])
+    started = plural(wanted.ranks, "rank")
+    with terminal.working(f"{started} look around; then they time allreduce"):
+        result = run(looking, timeout=TIMEOUTS[0])
     reports = [report for report in ranks.read_reports(result.output) if "announced" in report]
     if not result.ok or not reports:
         return [ranks.failed_start(result)], None, None
@@ -198,7 +201,8 @@ def try_ranks(
     if any(finding.state == ERROR for finding in findings):
         return findings, reports[0], None
     log.info("timing allreduce: %s", timing.show())
-    result = run(timing, timeout=TIMEOUTS[1])
+    with terminal.working(f"{started} time allreduce, by each back end"):
+        result = run(timing, timeout=TIMEOUTS[1])
     times = [report for report in ranks.read_reports(result.output) if "backends" in report]
     if not result.ok or not times:
         return [*findings, ranks.failed_start(result)], reports[0], None

@@ -12,6 +12,7 @@ from pathlib import Path
 from hvdtrain.commands.launch.prepare import Request, add_host_options
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
 EPILOG = """example:
@@ -71,7 +72,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         return Report("\n".join(lines), {"ok": True, "commands": lines})
     # Wrong data ends it before anything is looked at.
     found = data.find(arguments.data) if arguments.data else None
-    findings = list(diagnosis.look(environ, wanted))
+    with terminal.working("looking at this host and its software"):
+        findings = list(diagnosis.look(environ, wanted))
     report = times = read = None
     if wanted:
         with termination_as_interrupt():

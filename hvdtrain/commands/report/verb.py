@@ -8,6 +8,7 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import printable
+from hvdtrain.system.runtime import terminal
 
 NAME = "report.html"
 EPILOG = """example:
@@ -33,13 +34,14 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     Raises:
         UsageError: nothing was found, or the page cannot be written.
     """
-    from hvdtrain.commands.report.find import look  # imported here: --help needs none of it
-    from hvdtrain.commands.report.page import write
-
     folder: Path = arguments.folder
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such directory")
-    found = look(folder)
+    with terminal.working(f"looking through {printable(folder)}"):
+        from hvdtrain.commands.report.find import look  # imported here: --help needs none of it
+        from hvdtrain.commands.report.page import write
+
+        found = look(folder)
     if found.is_empty:
         left_out = f". Left out: {printable('; '.join(found.notes))}" if found.notes else ""
         raise UsageError(
@@ -49,7 +51,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             f"scaling --out` or `hvdtrain compare --out`{left_out}"
         )
     target = arguments.html or folder / NAME
-    write(target, found)
+    with terminal.working(f"drawing {printable(target)}"):
+        write(target, found)
     counts = found.counts()
     names = {**{name: name for name in counts}, "courses": "training curves"}
     shown = ", ".join(f"{names[name]}: {number}" for name, number in counts.items() if number)

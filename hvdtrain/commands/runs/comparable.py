@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.commands.runs.records import STRONG, Run
+from hvdtrain.commands.runs.words import difference
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Stopped
 
@@ -125,23 +126,22 @@ def check_continues(done: Sequence[Run], new: Run, source: str) -> None:
         UsageError: naming what differs.
     """
     for run in done:
-        words, others = _only(run.command, new.command), _only(new.command, run.command)
+        if run.command != new.command:
+            raise UsageError(
+                f"{source} holds runs of another command: "
+                f"{difference(run.command, new.command)} (run {run.name}). Give another --out"
+            )
         for label, old, now in (
             ("scaling", run.scaling, new.scaling),
             ("machine", run.machine, new.machine),
             ("share of a host", _share(run.ranks_per_host), _share(new.ranks_per_host)),
             ("threads per rank", run.threads, new.threads),
-            ("command", words, others),
         ):
-            if run.command != new.command if label == "command" else old != now:
+            if old != now:
                 raise UsageError(
                     f"{source} holds runs of another {label}: {old} in run {run.name}, now {now}. "
                     "Give another --out" + _way_out(label, run, new)
                 )
-
-
-def _only(words: Sequence[str], others: Sequence[str]) -> str:
-    return shlex.join(word for word in words if word not in others) or "..."
 
 
 def _share(ranks: int | None) -> str:

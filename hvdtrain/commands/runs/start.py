@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from hvdtrain.commands.launch.hosts import Allocation
 from hvdtrain.commands.launch.layout import lay_out
@@ -11,10 +12,15 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
-from hvdtrain.system.output.text import plural
+from hvdtrain.system.output.text import about, plural, printable
+from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
 
+Kind = TypeVar("Kind")  # of runs that take about the same time
 SUMMARY, COURSE, LOG = ".json", ".jsonl", ".log"  # how the files of a run end
+
+
+KEPT = "what is measured is kept in %s: the same command goes on from there"
 
 
 def file_of(stem: Path, ending: str) -> Path:
@@ -27,8 +33,14 @@ def file_words(stem: Path) -> list[str]:
     return [f"--summary={file_of(stem, SUMMARY)}", f"--metrics={file_of(stem, COURSE)}"]
 
 
-def start(command: Command, stem: Path, timeout: float | None) -> Result:
+def start(command: Command, stem: Path, timeout: float | None, what: str) -> Result:
     """Run ``command`` to its end; its output is kept beside its files.
+
+    Args:
+        command: what to run.
+        stem: where its files lie, without their endings.
+        timeout: seconds that it may take.
+        what: its name for who waits, who sees the last line of its output beside it.
 
     Raises:
         UsageError: the folder cannot be made.
@@ -39,9 +51,28 @@ def start(command: Command, stem: Path, timeout: float | None) -> Result:
         raise UsageError(f"--out {stem.parent.parent}: {error.strerror}") from error
     for ending in (SUMMARY, COURSE, LOG):  # of a run that was broken off
         file_of(stem, ending).unlink(missing_ok=True)
-    result = run(command, timeout=timeout)
+
+    def show(line: str) -> None:
+        if line[:1].isalnum():  # no frame of a table
+            terminal.status(f"{what}: {printable(line)}")
+
+    with terminal.working(f"{what}: starting"):
+        result = run(command, on_line=show, timeout=timeout)
     file_of(stem, LOG).write_text(f"{result.command.show()}\n{result.output}")
     return result
+
+
+def time_left(took: Mapping[Kind, float], rest: Sequence[Kind]) -> str:
+    """Return how long the rest of the runs takes, for a person; empty where none is done yet.
+
+    Args:
+        took: seconds of a run of each kind that has been run.
+        rest: the kinds of the runs to come. One that has not been run counts as the others' mean.
+    """
+    if not took:
+        return ""
+    mean = sum(took.values()) / len(took)
+    return f" ({about(sum(took.get(kind, mean) for kind in rest))} to go)"
 
 
 def why(result: Result) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ REFUSED = {
     "--checkpoint-dir": "each run would go on from where the one before it ended",
     "--timeline": "recording it slows a run down",
 }
+NOT_GIVEN = "not given"
 DYNAMIC = "DYNAMIC"  # as HOROVOD_TIMELINE: no timeline unless the program starts one
 
 
@@ -38,6 +40,35 @@ def without(words: Sequence[str], option: str) -> list[str]:
         elif not equals:
             next(rest, None)
     return kept
+
+
+def difference(old: Sequence[str], new: Sequence[str]) -> str:
+    """Return what two commands differ in: ``--num-steps was 40, now 30``."""
+    before, now = _by_option(old), _by_option(new)
+    if before.get("") != now.get(""):
+        return f"{shlex.join(old)}, now {shlex.join(new)}"
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return (
+        ", ".join(
+            f"{name} was {before.get(name, NOT_GIVEN)}, now {now.get(name, NOT_GIVEN)}"
+            for name in changed
+        )
+        or f"{shlex.join(old)}, now {shlex.join(new)}"
+    )
+
+
+def _by_option(words: Sequence[str]) -> dict[str, str]:
+    """Return the value of each option, by its name, and by "" what comes before the first."""
+    values: dict[str, str] = {"": ""}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            name, word = name.replace("_", "-"), value
+            values[name] = value if equals else ""
+        else:
+            values[name] = f"{values[name]} {word}".strip()
+    return {name: value or "given" for name, value in values.items()}
 
 
 def from_file(words: Sequence[str]) -> dict[str, str]:

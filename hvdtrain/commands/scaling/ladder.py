@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
 from hvdtrain.commands.runs.comparable import check_comparable, check_continues
 from hvdtrain.commands.runs.records import LINES, STRONG, Run, append_line, read_lines
 from hvdtrain.commands.runs.start import (
+    KEPT,
     LOG,
     describe_machine,
     file_of,
@@ -21,13 +23,14 @@ from hvdtrain.commands.runs.start import (
     no_throughput,
     read_summary,
     start,
+    time_left,
     why,
 )
 from hvdtrain.commands.runs.words import batches, check_measurable, without
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.threads import equal_threads
-from hvdtrain.system.output.text import number, plural
+from hvdtrain.system.output.text import duration, number, plural
 from hvdtrain.system.runtime.command import Command
 
 log = logging.getLogger(__name__)
@@ -180,7 +183,7 @@ def carry_out(ladder: Ladder, ranks: int, repeat: int) -> Run:
         HvdtrainError: the run failed; its output is kept beside its files.
     """
     stem, what = ladder.stem(ranks, repeat), f"the run on {plural(ranks, 'rank')}"
-    result = start(command(ladder, ranks, repeat), stem, ladder.timeout)
+    result = start(command(ladder, ranks, repeat), stem, ladder.timeout, plural(ranks, "rank"))
     if not result.ok:
         for line in result.output.splitlines()[-SHOWN:]:
             log.info("  %s", line)
@@ -214,13 +217,19 @@ def climb(ladder: Ladder) -> None:
     """Carry out the missing runs, each kept as it ends."""
     missing, total = missing_runs(ladder), len(ladder.sizes) * ladder.repeats
     done = read_lines(ladder.folder / LINES)
-    for place, (ranks, repeat) in enumerate(missing, total - len(missing) + 1):
-        one = carry_out(ladder, ranks, repeat)
-        check_comparable([*done, one], ladder.scaling, str(ladder.folder))
-        append_line(ladder.folder / LINES, one)
-        done.append(one)
-        log.info(
-            "[%d/%d] %s, run %d: %s images/s in %.0f s",
-            *(place, total, plural(ranks, "rank"), repeat),
-            *(number(one.rate), one.summary.seconds_total or 0.0),
-        )
+    took: dict[int, float] = {}
+    try:
+        for place, (ranks, repeat) in enumerate(missing, total - len(missing) + 1):
+            head = f"[{place}/{total}] {plural(ranks, 'rank')}, run {repeat} of {ladder.repeats}"
+            rest = [size for size, _ in missing[place - total - 1 :]]
+            log.info("%s%s", head, time_left(took, rest))
+            began = time.monotonic()
+            one = carry_out(ladder, ranks, repeat)
+            check_comparable([*done, one], ladder.scaling, str(ladder.folder))
+            append_line(ladder.folder / LINES, one)
+            done.append(one)
+            took[ranks] = time.monotonic() - began
+            log.info("    %s images/s, after %s", number(one.rate), duration(took[ranks]))
+    except KeyboardInterrupt:
+        log.info(KEPT, ladder.folder)
+        raise

@@ -12,6 +12,8 @@ from hvdtrain.commands.runs.records import OUT, STRONG, WEAK, Run, read_folder, 
 from hvdtrain.commands.runs.target import read_target
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.runtime import terminal
+from hvdtrain.system.runtime.command import termination_as_interrupt
 
 EPILOG = """example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
@@ -114,7 +116,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         if arguments.dry_run:
             lines = [command(ladder, *run).show() for run in missing_runs(ladder)]
             return Report("\n".join(lines), {"ok": True, "commands": lines})
-        climb(ladder)
+        with termination_as_interrupt():  # the ranks must not outlive this process
+            climb(ladder)
     elif arguments.ranks or arguments.dry_run or arguments.submit:
         raise UsageError("what should be run? Give it after --, as in `-- python train.py`")
     return _report(read_folder(folder), folder, arguments, folder)
@@ -123,15 +126,16 @@ def run_verb(arguments: argparse.Namespace) -> Report:
 def _report(
     runs: Sequence[Run], source: Path, arguments: argparse.Namespace, folder: Path | None
 ) -> Report:
-    from hvdtrain.commands.scaling.report import report
+    with terminal.working("fitting, drawing and writing the results"):
+        from hvdtrain.commands.scaling.report import report
 
-    return report(
-        runs,
-        source,
-        scaling=STRONG if arguments.strong else WEAK if arguments.weak else None,
-        folder=folder,
-        ranks=arguments.predict,
-        tables=arguments.allreduce,
-        leave_out=arguments.leave_out,
-        target=arguments.target,
-    )
+        return report(
+            runs,
+            source,
+            scaling=STRONG if arguments.strong else WEAK if arguments.weak else None,
+            folder=folder,
+            ranks=arguments.predict,
+            tables=arguments.allreduce,
+            leave_out=arguments.leave_out,
+            target=arguments.target,
+        )

@@ -14,6 +14,7 @@ from hvdtrain.commands.timeline.read import repair
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import printable
+from hvdtrain.system.runtime import terminal
 
 EXAMPLE = """example:
   hvdtrain timeline timeline.json
@@ -59,6 +60,11 @@ def window(words: str | None) -> tuple[float, float] | None:
 def run_verb(arguments: argparse.Namespace) -> Report:
     """Do what the command line says."""
     span = window(arguments.slice)
+    with terminal.working(f"reading {printable(arguments.file)}"):
+        return _read_and_report(arguments, span)
+
+
+def _read_and_report(arguments: argparse.Namespace, span: tuple[float, float] | None) -> Report:
     recorder = Recorder() if arguments.html else None
     found, analysis = analyse(arguments.file, span, recorder)
     parts = [report.text(found)]

@@ -25,8 +25,9 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.commands.verify import STALLED, check_ranks, check_updates
 from hvdtrain.commands.verify.check_ranks import host_name, true_world
 from hvdtrain.commands.verify.harness import Bench, Check, Facts
-from hvdtrain.commands.verify.rows import ALL, FAILED, STEPS, Row, read_row
+from hvdtrain.commands.verify.rows import ALL, FAILED, STEPS, Row, coming, read_row
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError, UsageError
+from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
@@ -197,6 +198,8 @@ def start_ranks(command: Callable[[Sequence[int]], Command], timeout: float) -> 
             # A line that another rank's has run into is asked for again.
             with contextlib.suppress(ValueError):
                 seen += [read_row(json.loads(text))] if mark else []
+                if mark:
+                    terminal.status(coming(seen[-1]))
 
         result = run(command(pending), on_line=take, timeout=timeout)
         last = pending[-1]

@@ -113,6 +113,13 @@ def read_row(data: Mapping[str, Any]) -> Row:
     return Row(data["step"], data["state"], data["evidence"], data["facts"])
 
 
+def coming(row: Row) -> str:
+    """Return what comes after a row, for who waits."""
+    if row.step == len(STEPS):
+        return f"{len(STEPS)} of {len(STEPS)} steps looked at, the ranks end"
+    return f"step {row.step + 1} of {len(STEPS)}, {STEPS[row.step].title}"
+
+
 def complete(rows: Iterable[Row], reason: str) -> list[Row]:
     """Return all eight rows in order; missing ones are ``not seen`` for ``reason``."""
     found = {row.step: row for row in rows}

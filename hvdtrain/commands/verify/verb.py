@@ -12,12 +12,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.commands.verify.rows import ALL, FAILED, Row, complete, show
+from hvdtrain.commands.verify.rows import ALL, FAILED, Row, coming, complete, show
 from hvdtrain.config.strategies import DEFAULT, PACKAGES, STRATEGIES
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import plural
+from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, termination_as_interrupt
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import WAIT_USAGE, fail, leave
@@ -132,7 +133,8 @@ def _start(ranks: int, framework: str, arguments: argparse.Namespace) -> Report:
     if arguments.dry_run:
         return Report(first.show(), {"ok": True, "commands": [first.show()]})
     log.info("%s", first.show())
-    rows = start_ranks(build, arguments.timeout)
+    with terminal.working(f"starting {plural(ranks, 'rank')} and {framework}"):
+        rows = start_ranks(build, arguments.timeout)
     return report(rows, framework, arguments.strategy, ranks)
 
 
@@ -147,15 +149,20 @@ def _here(framework: str, arguments: argparse.Namespace) -> Report:
     rows: list[Row] = []
     failures: list[Exception] = []
 
+    def take(row: Row) -> None:
+        rows.append(row)
+        terminal.status(coming(row))
+
     def work() -> None:
         try:
-            verify(framework, arguments.strategy, rows.append)
+            verify(framework, arguments.strategy, take)
         except Exception as error:
             failures.append(error)
 
     worker = threading.Thread(target=work, name="verify", daemon=True)
-    worker.start()
-    worker.join(arguments.timeout)
+    with terminal.working(f"starting {framework}"):
+        worker.start()
+        worker.join(arguments.timeout)
     if worker.is_alive():
         due = f"no answer after {arguments.timeout:g} s: a rank hangs, or --timeout is too short"
         rows.append(Row(len(rows) + 1, FAILED, due))

@@ -22,6 +22,16 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs"
 
 
+def about(seconds: float) -> str:
+    """Return a time that is only estimated, such as ``about 9 min``."""
+    value, unit = seconds, "s"
+    for factor, larger in ((60.0, "min"), (60.0, "h"), (24.0, "days"), (365.25, "years")):
+        if value < 2 * factor:
+            break
+        value, unit = value / factor, larger
+    return f"about {value:,.0f} {unit}"
+
+
 def size(count: float) -> str:
     """Return such as ``24.4 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -9,14 +9,19 @@ the next frame moves down by one.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from typing import NoReturn
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn, TextIO
 
+from hvdtrain.errors import EXIT_INTERRUPTED
 from hvdtrain.system.runtime.detect import detect
 
 BEFORE_FRAME = "\r\x1b[2K\n\x1b[2K"  # an empty line, then where the frame is drawn
@@ -24,6 +29,7 @@ AFTER_FRAME = "\x1b[2A\n"
 ERASE = BEFORE_FRAME + AFTER_FRAME  # what was drawn
 FIRST = 0.3  # seconds before a status is shown; what takes no longer needs none
 EVERY = 1.0  # seconds between two frames of it
+SOONEST = 0.5  # the same where its text changes
 
 
 def columns() -> int | None:
@@ -49,7 +55,16 @@ def columns() -> int | None:
         os.close(handle)
 
 
-_drawing: tuple[int, int] | None = None  # the process that draws, and the pipe that it listens to
+@dataclass(frozen=True)
+class _Drawer:
+    """The process that draws."""
+
+    process: int
+    pipe: int  # that it listens to
+    handle: int  # where it draws: 1 or 2
+
+
+_drawer: _Drawer | None = None
 
 
 def begin(program: str) -> None:
@@ -59,46 +74,88 @@ def begin(program: str) -> None:
     to it: while it loads a library, no thread of Python's runs. It ends with this one. To be called
     early, while there are no threads yet.
     """
-    global _drawing
     width, launch = columns(), detect(os.environ)
     if width is None or not launch.is_root:
         return
     ranks = f" on {launch.size} ranks" if launch.size > 1 else ""
+    _start(1, width, f"hvdtrain {program}{ranks}: ")
+    status("starting")
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[None]:
+    """Show what a command does, and for how long already, until the block has ended.
+
+    On standard error, since standard output is the command's result; nothing where that is no
+    terminal. Within another such block it is one of its ``status``es.
+    """
+    within, screen = _drawer is not None, _screen()
+    if screen and not within:
+        _start(*screen)
+    try:
+        status(text)
+        yield
+    finally:
+        if not within:
+            clear()
+
+
+def _screen() -> tuple[int, int] | None:
+    """Return where a command draws, 1 or 2, and the columns there; None: nobody watches."""
+    launch = detect(os.environ)
+    if launch.launcher:  # which gives its ranks a terminal at standard output alone
+        width = columns() if launch.is_root else None
+        return None if width is None else (1, width)
+    with contextlib.suppress(OSError):  # a file or a pipe
+        return 2, os.get_terminal_size(2).columns or shutil.get_terminal_size().columns
+    return None
+
+
+def status(text: str) -> None:
+    """Say what is being done now, if somebody is shown it."""
+    if _drawer:
+        with contextlib.suppress(BrokenPipeError):  # somebody has ended it
+            os.write(_drawer.pipe, " ".join(text.split()).encode(errors="replace") + b"\n")
+
+
+def clear() -> None:
+    """End what ``begin`` began: the line is gone when this returns."""
+    global _drawer
+    if _drawer is None:
+        return
+    ending, _drawer = _drawer, None
+    os.close(ending.pipe)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(ending.process, 0)
+
+
+class Handler(logging.StreamHandler[TextIO]):
+    """Writes the log of a command in place of what ``working`` has drawn."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; it may be longer than the screen is wide, so it needs the room."""
+        erased = ERASE if _drawer and _drawer.handle == 2 else ""
+        return erased + super().format(record)
+
+
+def _start(handle: int, width: int, title: str = "") -> None:
+    global _drawer
     source, pipe = os.pipe()
     sys.stdout.flush()
     process = os.fork()
     if process == 0:
         os.close(pipe)
-        _draw(source, f"hvdtrain {program}{ranks}", width)
+        _draw(source, handle, width, title)
     os.close(source)
-    _drawing = process, pipe
-    status("starting")
+    _drawer = _Drawer(process, pipe, handle)
 
 
-def status(text: str) -> None:
-    """Say what is being done now, if ``begin`` was called."""
-    if _drawing:
-        with contextlib.suppress(BrokenPipeError):  # somebody has ended it
-            os.write(_drawing[1], text.encode() + b"\n")
-
-
-def clear() -> None:
-    """End what ``begin`` began: the line is gone when this returns."""
-    global _drawing
-    if _drawing is None:
-        return
-    process, pipe = _drawing
-    _drawing = None
-    os.close(pipe)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(process, 0)
-
-
-def _draw(source: int, title: str, width: int) -> NoReturn:
+def _draw(source: int, handle: int, width: int, title: str) -> NoReturn:
     """Draw the last line that came from ``source``, and the seconds, until its other end closes."""
-    start, text, drawn = time.monotonic(), "", False
+    start, text, drawn = time.monotonic(), "", 0.0
     with contextlib.suppress(OSError):  # the terminal is gone
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the rank, and not before
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not as its parent does
         while True:
             seconds = time.monotonic() - start
             wait = EVERY - seconds % EVERY if drawn else max(0.0, FIRST - seconds)
@@ -106,12 +163,27 @@ def _draw(source: int, title: str, width: int) -> NoReturn:
                 news = os.read(source, 65_536)
                 if not news:
                     break
-                text = news.decode().splitlines()[-1]
-                if not drawn:
+                text = news.decode(errors="replace").splitlines()[-1]
+                if time.monotonic() < (drawn + SOONEST if drawn else start + FIRST):
                     continue
-            drawn = True
-            line = f"{title}: {text} ... {time.monotonic() - start:.0f} s"[:width]
-            os.write(1, (BEFORE_FRAME + line + AFTER_FRAME).encode())
+            drawn = time.monotonic()
+            end = f" ... {drawn - start:.0f} s"
+            line = f"{title}{text}"[: max(0, width - len(end))] + end
+            os.write(handle, (BEFORE_FRAME + line[:width] + AFTER_FRAME).encode())
         if drawn:
-            os.write(1, ERASE.encode())
+            os.write(handle, ERASE.encode())
     os._exit(0)
+
+
+def main() -> int:
+    """Run ``TEXT COMMAND...`` of ``sys.argv`` and show the text meanwhile; return the exit code."""
+    text, *words = sys.argv[1:]
+    try:
+        with working(text):
+            return subprocess.run(words, check=False).returncode
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,8 +17,8 @@ from rich.table import Table
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import find_module
-from hvdtrain.system.output.display import Display
 from hvdtrain.system.output.text import percent, plural, printable, size
+from hvdtrain.system.runtime import terminal
 from hvdtrain.training.plan import choose_workers
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.files import Files
@@ -126,8 +126,7 @@ def measure(directory: Path, images: ImageFolder) -> Measured | Finding:
     count = len(images.files)
     sample = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).astype(int))
     order = np.random.default_rng(0).permutation(sample)  # even, wherever the time is up
-    with Display() as display:
-        display.stage("importing PyTorch")
+    with terminal.working("importing PyTorch, then reading images for a few seconds"):
         stages = _Stages(images)
         stages.look(int(order[0]))  # what is done for the first time
         stages.forget()
@@ -135,7 +134,7 @@ def measure(directory: Path, images: ImageFolder) -> Measured | Finding:
         for done, index in enumerate(order):
             if time.monotonic() - start > SECONDS:
                 break
-            display.show("reading and decoding images", done / len(order))
+            terminal.status(f"reading and decoding images: {done} of at most {len(order)}")
             stages.look(int(index))
     good = len(stages.sizes)
     seconds = {name: spent / good for name, spent in stages.spent.items()} if good else {}

@@ -21,6 +21,7 @@ from hvdtrain.commands.verify.script.record import DETAILED, Noted
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import plural
+from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
 from hvdtrain.system.runtime.detect import detect
 
@@ -102,7 +103,9 @@ def watch(
 
         def run_on(size: int, limit: int | None, place: Path) -> Seen:
             place.mkdir(exist_ok=True)
-            return _run(build(size, script, arguments, limit, place, bind=bind), place, timeout)
+            then = ", then on 1" if size > 1 else f", to compare with {ranks}" if ranks > 1 else ""
+            with terminal.working(f"{script.name} runs on {plural(size, 'rank')}{then}"):
+                return _run(build(size, script, arguments, limit, place, bind=bind), place, timeout)
 
         everyone, result = run_on(ranks, updates, Path(folder))
         if not everyone:

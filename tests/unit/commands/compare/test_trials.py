@@ -114,6 +114,11 @@ def test_dry_run_shows_the_command_of_each_run(
         (["--repeat", "2"], "what should be run? Give it after --"),
         (["--", "python", "-m", "hvdtrain.mnist", "--summary=x"], "--summary in the command"),
         (["--", "python", "-m", "hvdtrain.mnist", "--foo"], "--foo: no such option"),
+        (
+            ["--", "python", "-m", "hvdtrain.mnist", "--strategy", "ddp"],
+            "--strategy ddp in the command: each run has another; say which by hvdtrain compare "
+            "--strategies ddp,single -- ...",
+        ),
     ],
 )
 def test_wrong_use(words: list[str], message: str, refused: Callable[..., str]) -> None:

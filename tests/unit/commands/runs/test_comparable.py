@@ -98,8 +98,17 @@ def test_runs_that_belong_together() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"command": (*WORDS[:-1], "30")}, "another command: 20 in run 1-1, now 30. Give another"),
-        ({"command": WORDS[:-2]}, "another command: --num-steps 20 in run 1-1, now ...."),
+        (
+            {"command": (*WORDS[:-1], "30")},
+            r"another command: --num-steps was 20, now 30 \(run 1-1\). Give another",
+        ),
+        ({"command": WORDS[:-2]}, "another command: --num-steps was 20, now not given"),
+        (
+            {"command": (*WORDS, "--lr=1", "--quiet")},
+            "another command: --lr was not given, now 1, --quiet was not given, now given",
+        ),
+        ({"command": ("x", *WORDS)}, "another command: python .*, now x python "),
+        ({"command": (*WORDS[:-2], "--num_steps=20")}, "another command: python .*, now python "),
         ({"scaling": "strong"}, "another scaling: weak in run 1-1, now strong"),
         ({"machine": "b"}, "another machine: a in run 1-1, now b"),
         ({"threads": 2}, "another threads per rank: 4 in run 1-1, now 2. .*, or --threads 4"),

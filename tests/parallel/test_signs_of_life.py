@@ -1,0 +1,172 @@
+"""What a person sees who waits: something new every second or two, whatever works and however long.
+
+How many seconds were shown is counted, not how fast: what waits sleeps for a time that is known.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import BIN, ROOT, on_demand, run
+from tests.terminal import Recording, record, screen
+
+HVDTRAIN = str(BIN / "hvdtrain")
+GRADE = (sys.executable, str(ROOT / "homework/grade.py"))
+# A training that takes its time: it says that it has begun, and leaves a summary.
+SLOW = """
+import json, os, sys, time
+print("epoch 1  step 1/2", flush=True)
+time.sleep(float(os.environ.get("SLEEP", 3)))
+for word in sys.argv:
+    if word.startswith("--summary="):
+        content = {"images_per_second_mean": 10.0, "world_size": 1, "hosts": 1, "workload": "slow"}
+        with open(word.partition("=")[2], "w") as file:
+            json.dump(content | {"stopped": "steps", "steps_completed": 2}, file)
+"""
+# PyTorch as on a slow disk, in the ranks that verify.
+IMPORTS = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and "hvdtrain.commands.verify.ranks" in sys.orig_argv:
+            time.sleep(3)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def shown(seen: Recording, text: str) -> set[str]:
+    """The seconds that were shown behind ``text``."""
+    plain = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "\n", seen.text)
+    return set(re.findall(rf"{text}.* \.\.\. (\d+) s", plain))
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW)
+    (tmp_path / "sitecustomize.py").write_text(IMPORTS)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("verb", "text", "code"),
+    [
+        pytest.param(
+            ("scaling", "--ranks=1", "--repeat=1", "--out=OUT", "--", "python", "SLOW"),
+            r"1 rank: epoch 1 step 1/2",
+            0,
+            id="scaling",
+        ),
+        pytest.param(
+            ("compare", "--strategies=single", "--repeat=1", "--out=OUT", "--", "python", "SLOW"),
+            r"single pytorch, 1 rank: epoch 1 step 1/2",
+            0,
+            id="compare",
+        ),
+        pytest.param(
+            ("verify", "-n", "1"), "starting 1 rank and pytorch", 0, id="verify", marks=on_demand
+        ),
+        pytest.param(
+            ("verify", "-n", "2", "--script", "SLOW"),
+            r"slow\.py runs on 2 ranks, then on 1",
+            0,
+            id="script",
+            marks=on_demand,
+        ),
+        pytest.param(
+            ("doctor", "-n", "2"), "2 ranks time allreduce", 0, id="doctor", marks=on_demand
+        ),
+        pytest.param((*GRADE, "SLOW"), r"slow\.py runs on 2 ranks, then on 1", 1, id="grade"),
+    ],
+)
+def test_a_command_shows_that_it_works(
+    verb: tuple[str, ...], text: str, code: int, slow: str, tmp_path: Path
+) -> None:
+    words = [word.replace("OUT", str(tmp_path / "out")).replace("SLOW", slow) for word in verb]
+    words += ["--batch-size=4"] if verb[0] == "compare" else []
+    line = words if words[0] == sys.executable else [HVDTRAIN, *words]
+    seen = record(line, columns=80, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert seen.code == code, seen.text
+    assert len(shown(seen, text)) >= 3, seen.text
+    rows = screen(seen.text)
+    assert not any(re.search(r" \.\.\. \d+ s$", row) for row in rows), rows  # it is gone
+
+
+# Each update takes three seconds, and each of the two batches of an evaluation one.
+SLOW_TASK = """
+import time
+import torch
+from examples import own_task
+
+Options = own_task.Options
+
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(3 if self.training else 1)
+        return super().forward(x)
+
+def task(options):
+    made = own_task.task(options)
+    made.model[0] = Slow(10, options.hidden)
+    made.optimizer = None
+    return own_task.TorchTask(
+        made.model, options, made.train, made.test, losses=own_task.squared_error
+    )
+"""
+
+
+def test_a_slow_step_and_a_slow_evaluation_show_that_they_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "slow_task.py"
+    path.write_text(SLOW_TASK)
+    options = ("--num-steps", "1", "--batch-size", "12", "--strategy", "single")
+    seen = record((sys.executable, "-m", "hvdtrain.train", str(path), *options), columns=80)
+    assert seen.code == 0, seen.text
+    plain = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", seen.text)
+    in_step = set(re.findall(r"step 0/1  loss -  - samples/s  (\d:\d\d)  - left", plain))
+    assert len(in_step) >= 3, plain  # of 0:00 to 0:03
+    evaluating = re.findall(r"evaluating ━+ (\d+)/89 samples  \d:\d\d  (\S+) left", plain)
+    assert evaluating[0] == ("0", "-"), plain
+    assert {done for done, _ in evaluating} >= {"0", "48"}, plain
+    assert any(done == "48" and left == "0:01" for done, left in evaluating), plain
+    bars = [row for row in screen(seen.text) if "━" in row and "┏" not in row]
+    assert len(bars) == 1 and "step 1/1" in bars[0], bars
+
+
+@pytest.mark.parametrize(
+    ("words", "due", "kept"),
+    [
+        (("verify", "-n", "2"), "starting 2 ranks", False),
+        (("doctor", "-n", "2"), "2 ranks look around", False),
+        (("scaling", "--ranks=1,2", "--out=OUT", "--", "python", "SLOW"), "epoch 1 step", True),
+    ],
+)
+def test_ctrl_c_ends_a_command_in_one_line(
+    words: tuple[str, ...], due: str, kept: bool, slow: str, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "out")
+    line = [HVDTRAIN, *(word.replace("OUT", out).replace("SLOW", slow) for word in words)]
+    seen = record(line, columns=200, interrupt=[due])
+    said = [row for row in screen(seen.text) if row and "mpirun" not in row and row[0] != "["]
+    expected = ["hvdtrain: error: interrupted"]
+    if kept:
+        expected.insert(
+            0, f"what is measured is kept in {out}: the same command goes on from there"
+        )
+    assert (seen.code, said) == (130, expected), seen.text
+
+
+def test_a_comparison_says_how_long_it_takes(slow: str, tmp_path: Path) -> None:
+    words = ["compare", "--repeat=3", f"--out={tmp_path}/out", "--strategies=single"]
+    line = [HVDTRAIN, *words, "--", "python", slow, "--batch-size=4"]
+    outcome = run(line, SLEEP="1")
+    assert outcome.code == 0, outcome.err
+    said = [line for line in outcome.err.splitlines() if not line.startswith("    ")]
+    assert said[0] == "3 runs; how long they take is known after the first"
+    assert "to go" not in said[1]
+    left = [int(re.findall(r"\(about (\d+) s to go\)$", line)[0]) for line in said[2:]]
+    assert left[0] > left[1] >= 1
+    assert "\x1b" not in outcome.out + outcome.err

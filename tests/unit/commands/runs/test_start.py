@@ -1,0 +1,25 @@
+"""How long the runs of a study take that are still to come."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.commands.runs.start import time_left
+
+
+@pytest.mark.parametrize(
+    ("took", "rest", "text"),
+    [
+        ({}, "ab", ""),
+        ({"a": 10.0}, "a", " (about 10 s to go)"),
+        ({"a": 10.0}, "abc", " (about 30 s to go)"),  # others count as what is known
+        ({"a": 10.0, "b": 30.0}, "abc", " (about 60 s to go)"),
+        ({"a": 14.0}, "a" * 39, " (about 9 min to go)"),
+        ({"a": 3600.0}, "aa", " (about 2 h to go)"),
+        ({"a": 86_400.0}, "aaa", " (about 3 days to go)"),
+    ],
+)
+def test_the_time_left_is_that_of_the_runs_so_far(
+    took: dict[str, float], rest: str, text: str
+) -> None:
+    assert time_left(took, rest) == text

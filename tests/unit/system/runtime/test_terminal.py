@@ -1,0 +1,66 @@
+"""What a command shows while it works: in a terminal, and in a file nothing of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from tests.conftest import ROOT, run
+from tests.terminal import Recording, record, screen
+
+# As long as a library is loaded, no thread of Python runs: nor does it in this sleep.
+PROGRAM = """
+import ctypes, logging, sys
+from hvdtrain.system.runtime import terminal
+logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[terminal.Handler()])
+sleep = ctypes.PyDLL(None).sleep
+with terminal.working("loading " + 9 * "a library, "):
+    sleep(4)
+    logging.info("a line that is longer than the screen is wide: %s", 9 * "word ")
+    terminal.status("running")
+    with terminal.working("within"):
+        sleep(2)
+print("the result")
+"""
+SECONDS = re.compile(r" \.\.\. (\d+) s")
+
+
+def frames(seen: Recording) -> set[str]:
+    """The numbers of seconds that a person read."""
+    return set(SECONDS.findall(seen.text))
+
+
+def test_a_command_shows_for_how_long_it_works() -> None:
+    seen = record([sys.executable, "-c", PROGRAM], columns=80)
+    assert seen.code == 0, seen.text
+    assert len(frames(seen)) >= 5, seen.text  # of seven
+    assert "within ... " in seen.text
+    drawn = re.findall(r"\x1b\[2K([^\x1b]+)\x1b\[2A", seen.text)
+    assert all(len(frame) <= 80 and frame.endswith(" s") for frame in drawn), drawn
+    said, result = (row for row in screen(seen.text) if row)
+    assert said.startswith("a line that is longer") and said.endswith("word ")
+    assert result == "the result"
+
+
+def test_nothing_of_it_is_written_to_a_file() -> None:
+    outcome = run([sys.executable, "-c", PROGRAM.replace("sleep(", "abs(")])
+    assert outcome.out == "the result\n"
+    assert "\x1b" not in outcome.err and len(outcome.err.splitlines()) == 1
+
+
+def test_a_program_is_run_behind_a_text() -> None:
+    words = ["-m", "hvdtrain.system.runtime.terminal", "pip installs", "sh", "-c"]
+    seen = record([sys.executable, *words, "echo a word; sleep 3; exit 3"])
+    assert (seen.code, [row for row in screen(seen.text) if row]) == (3, ["a word"])
+    assert len(frames(seen)) >= 3, seen.text
+
+
+def test_make_setup_reports_what_comes_and_moves_while_pip_is_silent() -> None:
+    line = ["make", "--dry-run", "--always-make", "setup"]
+    recipe = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    steps = recipe.replace("\\\n", "").splitlines()
+    assert re.match(r"echo .* \(3 GB.*some minutes", steps[0])
+    installs = [step for step in steps if "pip install " in step]
+    assert len(installs) == 4
+    assert all(re.search(r'runtime\.terminal "\d of 4: [^"]*" +python', step) for step in installs)
