@@ -15,19 +15,27 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from hvdtrain.system.runtime import terminal
+
+if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
+    terminal.begin("pi")
+
 import numpy as np
 
 from hvdtrain.config.command_line import Parser
 from hvdtrain.config.options import count, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import bounds
-from hvdtrain.system.output.text import plural
+from hvdtrain.system.output.text import about, percent, plural
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 log = logging.getLogger(__name__)
 
 BLOCK = 32_768  # darts thrown at once: their coordinates stay in the second-level cache
+PIECE = 1024 * BLOCK  # darts between two looks at the clock: a tenth of a second
+NAIVE_PIECE = 2**18  # the same for the scalar loop
+MOST = 2**63 - 1  # darts that the ranks can add up
 SIDE = 2**16  # a dart falls into one of SIDE x SIDE cells; its place is the middle of the cell
 
 EXAMPLE = """\
@@ -74,8 +82,10 @@ def count_hits(samples: int, stream: np.random.SeedSequence) -> int:
     next_up = np.empty(2 * BLOCK, np.uint32)
     inside = np.empty(BLOCK, np.bool_)
     x, y, total = squares[:BLOCK], squares[BLOCK:], next_up[:BLOCK]
-    hits = 0
+    hits, progress = 0, _Progress(samples)
     for start in range(0, samples, BLOCK):
+        if start % PIECE == 0:
+            progress.show(start)
         np.copyto(squares, draw(BLOCK // 2).view(np.uint16))
         np.add(squares, 1, out=next_up)
         np.multiply(squares, next_up, out=squares)
@@ -88,12 +98,27 @@ def count_hits(samples: int, stream: np.random.SeedSequence) -> int:
 def count_hits_naive(samples: int, stream: np.random.SeedSequence) -> int:
     """Do the same with a plain loop over scalars, as a first program does it."""
     draw = random.Random(int(stream.generate_state(1, np.uint64)[0])).random
-    hits = 0
-    for _ in range(samples):
-        x, y = draw(), draw()
-        if x * x + y * y < 1.0:
-            hits += 1
+    hits, progress = 0, _Progress(samples)
+    for start in range(0, samples, NAIVE_PIECE):
+        progress.show(start)
+        for _ in range(min(NAIVE_PIECE, samples - start)):
+            x, y = draw(), draw()
+            if x * x + y * y < 1.0:
+                hits += 1
     return hits
+
+
+class _Progress:
+    """Shows how far this rank is with its darts, and how long the rest takes."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.began = samples, time.monotonic()
+
+    def show(self, done: int) -> None:
+        """Show it, where a person watches (``terminal.begin``)."""
+        if done:
+            left = (time.monotonic() - self.began) * (self.samples - done) / done
+            terminal.status(f"{percent(done / self.samples)} of the samples, {about(left)} to go")
 
 
 def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False) -> Estimate:
@@ -115,12 +140,20 @@ def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False)
     return Estimate(int(total[0]), samples)
 
 
+def darts(value: str) -> int:
+    """Read a number of samples."""
+    number = positive(value)
+    if number > MOST:
+        raise ValueError(f"{value} is larger than 2^63 - 1, the most that the ranks can add up")
+    return number
+
+
 def build_parser() -> Parser:
     """Declare the options."""
     parser = Parser(
         "pi", "Estimate pi with random points, on all ranks of an MPI job.", EXAMPLE, usage=None
     )
-    parser.add_argument("--samples", type=positive, default=10**9, help="over all ranks (1e9)")
+    parser.add_argument("--samples", type=darts, default=10**9, help="over all ranks (1e9)")
     parser.add_argument("--seed", type=count, default=0, help="of the darts (0)")
     parser.add_argument("--naive", action="store_true", help="a scalar loop, for comparison")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -136,10 +169,12 @@ def main() -> int:
     except (ImportError, RuntimeError) as error:
         raise UsageError(f"mpi4py does not work here ({error}); pip install mpi4py") from error
     world = MPI.COMM_WORLD
+    terminal.status("throwing darts")
     world.Barrier()
     started = time.perf_counter()
     result = estimate(world, options.samples, options.seed, naive=options.naive)
     seconds = time.perf_counter() - started
+    terminal.clear()
     if world.Get_rank() == 0:
         sys.stdout.write(report(result, seconds, world.Get_size(), as_json=options.json))
     return 0

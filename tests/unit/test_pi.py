@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ from hvdtrain.pi import (
     estimate,
     report,
 )
+from tests.terminal import record, screen
 
 
 def last_hit(column: int) -> int:
@@ -221,3 +224,17 @@ def test_the_report() -> None:
     assert values["samples_per_second"] == 2_000_000
     assert values["ranks"] == 2
     assert "on 1 rank in" in report(Estimate(3, 3), 1.0, 1, as_json=False)
+
+
+def test_more_darts_than_the_ranks_can_add_up_are_refused() -> None:
+    assert build_parser().read([f"--samples={2**63 - 1}"]).samples == 2**63 - 1
+    with pytest.raises(UsageError, match=r"--samples: 1e20 is larger than 2\^63 - 1, the most"):
+        build_parser().read(["--samples", "1e20"])
+
+
+def test_a_person_sees_how_far_it_is() -> None:
+    line = [sys.executable, "-m", "hvdtrain.pi", "--samples=9e18"]
+    seen = record(line, columns=80, interrupt=[" years to go"])
+    assert re.search(r"pi: 0.0 % of the samples, about [\d,]+ years to go \.\.\. \d+ s", seen.text)
+    rows = [row for row in screen(seen.text) if row]
+    assert (seen.code, rows) == (130, ["hvdtrain: interrupted"]), seen.text
