@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -60,6 +61,8 @@ def leave_nothing_behind() -> None:
     # How multiprocessing begins the names of semaphores; no public name leads there.
     config = getattr(multiprocessing.current_process(), "_config", {})
     config["semprefix"] = f"/{folder.name}"
+    # Its resource tracker, which is started with these, need not report what it clears away.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 
 
 def clear_leftovers(temporary: Path | None = None, shared: Path = SHARED, new: float = NEW) -> None:

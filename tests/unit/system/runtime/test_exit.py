@@ -295,10 +295,12 @@ if __name__ == "__main__":
     print(folder, len(glob.glob(f"/dev/shm/sem.{os.path.basename(folder)}-*")), flush=True)
     if sys.argv[1] == "kill":
         os.killpg(0, signal.SIGKILL)
+    if sys.argv[1] == "leave":
+        os._exit(1)  # as a rank does after TERM: nothing of multiprocessing is cleared away
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "return"])
+@pytest.mark.parametrize("how", ["kill", "return", "leave"])
 def test_nothing_is_left_behind_however_it_ends(how: str, tmp_path: Path) -> None:
     (tmp_path / "reader.py").write_text(READER)
     scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, as sockets need
