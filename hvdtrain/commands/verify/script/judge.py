@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +20,7 @@ from hvdtrain.commands.verify.script.judge_updates import (
     mean_gradient,
 )
 from hvdtrain.commands.verify.script.record import SAME, Noted
+from hvdtrain.commands.verify.script.samples import first_epoch, on_several, repeated
 from hvdtrain.system.output.text import plural, rank_list
 
 FEW = 3  # samples on two ranks that may be chance: data has duplicates. And a sampler may pad
@@ -97,11 +97,18 @@ def shards(everyone: Sequence[Noted], alone: Noted | None) -> Row:
     if size == 1:
         return Row(3, NOT_SEEN, "one rank: nothing to share out")
     found = [shard for record in everyone if (shard := _shard_of(record))]
-    counts = Counter(mark for record in everyone for mark in set(record["rows"]))
-    shared = sum(1 for count in counts.values() if count > 1)
-    if not counts and len(found) < size:
+    seen = first_epoch(everyone)
+    whole = first_epoch([alone])[0] if alone else []
+    union = set[str]().union(*seen)
+    if not union and len(found) < size:
         return Row(3, NOT_SEEN, "no training sample was seen")
-    samples = f"{shared} of {len(counts):,} samples seen were on more than one rank"
+    twins = on_several(seen) & repeated(whole)  # the data has them several times
+    if len(repeated(whole)) > (1 - COVERED) * len(set(whole)):  # no, one rank draws them so
+        twins = set()
+    shared = len(on_several(seen) - twins)
+    samples = f"{shared} of {len(union):,} samples seen were on more than one rank"
+    if twins:
+        samples += f" ({len(twins)} more that the data has several times)"
     apart = len({rank for _, rank, _ in found}) == size and {n for n, _, _ in found} == {size}
     if len(found) == size and not apart:
         told = ", ".join(f"{rank} of {n}" for n, rank, _ in found)
@@ -112,7 +119,7 @@ def shards(everyone: Sequence[Noted], alone: Noted | None) -> Row:
         return row(3, False, order)
     if len(found) == size:
         return row(3, True, f"{found[0][2]} gives {size} shards; {samples}", shared=shared)
-    return _covering(everyone, alone, samples) or _unsharded(everyone, samples)
+    return _covering(seen, whole, samples) or _unsharded(everyone, seen, samples)
 
 
 def _shard_of(record: Noted) -> tuple[int, int, str] | None:
@@ -142,22 +149,22 @@ def _one_order(everyone: Sequence[Noted]) -> str:
     return ""
 
 
-def _covering(everyone: Sequence[Noted], alone: Noted | None, samples: str) -> Row | None:
+def _covering(seen: Sequence[list[str]], whole: list[str], samples: str) -> Row | None:
     """Return the row if the ranks together saw what one alone does; None where unknown."""
-    if alone is None or not alone["rows"]:
+    if not whole:
         return None
-    whole, own = set(alone["rows"]), [set(record["rows"]) for record in everyone]
-    by_chance = math.prod(map(len, own[:2])) / len(whole)
+    all_of_it, own = set(whole), [set(marks) for marks in seen]
+    by_chance = math.prod(map(len, own[:2])) / len(all_of_it)
     union = set.union(*own)
-    covered = len(union & whole)
-    if covered < COVERED * max(len(whole), len(union)) or by_chance < EXPECTED:
+    covered = len(union & all_of_it)
+    if covered < COVERED * max(len(all_of_it), len(union)) or by_chance < EXPECTED:
         return None
-    told = f"{by_rank([f'{len(rows):,}' for rows in own])} samples, "
-    told += "all" if covered == len(whole) else f"{covered:,} of the {len(whole):,}"
+    told = f"{by_rank([f'{len(marks):,}' for marks in seen])} samples, "
+    told += "all" if covered == len(all_of_it) else f"{covered:,} of the {len(all_of_it):,}"
     return row(3, True, f"{told} that one rank alone sees; {samples}")
 
 
-def _unsharded(everyone: Sequence[Noted], samples: str) -> Row:
+def _unsharded(everyone: Sequence[Noted], seen: Sequence[list[str]], samples: str) -> Row:
     """Judge where no call that shards was seen: each rank may still have data of its own."""
     loaders = [record["loader"] for record in everyone]
     known = [loader for loader in loaders if loader and loader["samples"]]
@@ -167,7 +174,7 @@ def _unsharded(everyone: Sequence[Noted], samples: str) -> Row:
         if whole and len(probes) == 1:
             count = known[0]["samples"]
             return row(3, False, f"every rank draws from the same {count:,} samples; {samples}")
-        own = [len(set(record["rows"])) for record in everyone]
+        own = [len(set(marks)) for marks in seen]
         if math.prod(own[:2]) / known[0]["samples"] >= EXPECTED:
             return row(3, True, f"data of its own on each rank; {samples}")
     return Row(3, NOT_SEEN, f"no sampler and no shard call; {samples}")

@@ -148,7 +148,7 @@ def _unscaled(everyone: Sequence[Noted], alone: Noted, told: str, *, summed: boo
         equal = f"gradients are summed, which is their mean at x {len(everyone)}: linear rule"
         return row(4, True, f"{told}; {equal}", ratio=1.0)
     told = f"{told}, though the global batch is {growth:.3g} times larger"
-    if not all(record["again"] for record in everyone):
+    if any(record["epoch"] is None for record in everyone):
         told += "; a warm-up that rises once per epoch would show with --updates all"
     return row(4, False, told)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.commands.verify.script.samples import Samples
 from hvdtrain.system.runtime.detect import detect
 
 Array = NDArray[Any]
@@ -32,51 +33,6 @@ NOT_FILES = ("/dev/", "/proc/", "/sys/")
 NOT_OURS = {"__pycache__", "site-packages", ".cache", ".keras"}
 LOCKS = (".lock", "_lock")  # several ranks may well open one: that is what it is for
 SCRATCH = ("tmp", "__autograph", "pymp-", "torch", "hvdtrain-")
-LARGEST = 1_000_000  # samples that are told apart
-REPEATED = 3  # samples that come again by chance: data has duplicates
-QUIET = 20  # updates after which a sample that came again was chance
-
-
-class Samples:
-    """The samples of the first epoch.
-
-    A second one is not looked at: where each epoch is shared out anew, it shows a rank what others
-    had in the first.
-    """
-
-    def __init__(self) -> None:
-        self.marks: list[str] = []  # one per sample, in the order seen
-        self.again = False  # whether samples come again, a second epoch
-        self._known: set[str] = set()
-        self._current: set[str] = set()  # those since the last update
-        self._returned = 0  # that came again in a later update
-        self._before = 0  # marks before the first that did
-        self._quiet = 0  # updates since one did
-
-    def add(self, values: NDArray[Any]) -> None:
-        """Note samples, along the first axis, that the model is shown."""
-        if self.again or len(self.marks) + len(values) > LARGEST:
-            return
-        for value in values:
-            mark = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
-            if mark not in self._known:
-                self.marks.append(mark)
-            elif mark not in self._current:  # else the model is shown a batch twice
-                self._before = self._before if self._returned else len(self.marks)
-                self._returned += 1
-                self._quiet = 0
-            self._known.add(mark)
-            self._current.add(mark)
-        if self._returned > REPEATED:
-            self.again = True
-            del self.marks[self._before :]
-
-    def update(self) -> None:
-        """Note an update, made of the samples since the last one."""
-        self._current.clear()
-        self._quiet += 1
-        if self._quiet > QUIET:
-            self._returned = 0
 
 
 class EnoughError(SystemExit):
@@ -115,7 +71,8 @@ class Record:
             "rates": [],
             "initial_rate": 0.0,
             "rows": self.seen.marks,
-            "again": False,
+            "ends": self.seen.ends,
+            "epoch": None,
             "loader": None,
             "reduced": 0,
             "metrics": [],
@@ -204,7 +161,7 @@ class Record:
             return
         self.batch += len(values)
         self.seen.add(values)
-        self.data["again"] = self.seen.again
+        self.data["epoch"] = self.seen.epoch
 
     @property
     def detailed(self) -> bool:

@@ -48,7 +48,8 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
             "updates": [update(rank, number, 16) for number in range(5)],
             "rates": [rate] * 5,
             "initial_rate": 0.0,
-            "again": True,
+            "epoch": 5,
+            "ends": [16, 32, 48, 64, 80],
             "rows": [f"{rank}-{row}" for row in range(80)],
             "loader": None,
             "reduced": 20,
@@ -153,6 +154,11 @@ def broadcasting(values: int) -> Callable[[dict[str, Any]], object]:
     return lambda record: record["calls"].__setitem__(0, call)
 
 
+def showing(*marks: str) -> Callable[[dict[str, Any]], object]:
+    """The last update has more samples."""
+    return lambda record: (record["rows"].extend(marks), record.update(ends=[16, 32, 48, 64, 99]))
+
+
 def same_rows(everyone: Records) -> None:
     everyone[1]["rows"] = list(everyone[0]["rows"])
 
@@ -191,7 +197,7 @@ FAULTS: list[tuple[int, str, Callable[[Records], object], str]] = [
     (
         4,
         "not scaled in the first updates",
-        lambda e: (each(rate(0.1))(e), each(lambda r: r.update(again=False))(e)),
+        lambda e: (each(rate(0.1))(e), each(lambda r: r.update(epoch=None))(e)),
         "2 times larger; a warm-up that rises once per epoch would show with --updates all",
     ),
     (4, "size squared", each(rate(0.4)), "on one alone: x 4, more than the linear rule's 2"),
@@ -385,11 +391,11 @@ RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
     (
         3,
         "a sampler that pads",
-        on(1, lambda r: r["rows"].extend(["0-1", "0-2", "0-3", "0-4"])),
+        on(1, showing("0-1", "0-2", "0-3", "0-4")),
         OK,
         "4 of",
     ),
-    (3, "duplicates in the data", on(1, lambda r: r["rows"].append("0-1")), OK, "1 of 160"),
+    (3, "duplicates in the data", on(1, showing("0-1")), OK, "1 of 160"),
     (7, "each its own file", on(1, lambda r: r.update(written=["/work/log.1"])), OK, "none twice"),
     (7, "no file", on(0, lambda r: r.update(written=[])), NOT_SEEN, "in 5 updates"),
     (8, "no metric", each(lambda r: r.update(metrics=[])), NOT_SEEN, "in 5 updates"),
@@ -408,6 +414,29 @@ def test_what_is_right_or_cannot_be_seen_is_no_failure(
     found = rows(everyone, ALONE)
     assert [row.step for row in found if row.state == FAILED] == []
     assert (found[step - 1].state, words in found[step - 1].evidence) == (state, True), found
+
+
+@pytest.mark.parametrize(
+    ("twins", "state", "words"),
+    [
+        (
+            8,
+            OK,
+            "80 + 80 samples, all that one rank alone sees; 0 of 152 samples seen were on more ",
+        ),
+        (80, FAILED, "80 of 80 samples seen were on more than one rank"),
+    ],
+)
+def test_what_the_data_has_twice_is_counted_apart(twins: int, state: str, words: str) -> None:
+    """But not if all come twice: one rank draws at random then, as the others do."""
+    everyone = copy.deepcopy(script())
+    unsharded(everyone)
+    first, second = (record["rows"] for record in everyone)
+    second[:twins] = first[:twins]
+    alone = {**ALONE, "rows": first + second, "ends": [32, 64, 96, 128, 160]}
+    found = rows(everyone, alone)[2]
+    assert (found.state, words in found.evidence) == (state, True), found
+    assert (f"({twins} more that the data has several times)" in found.evidence) == (twins == 8)
 
 
 def test_a_script_that_ends_before_it_trains() -> None:
