@@ -31,6 +31,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from hvdtrain.collectives.base import Communicator
@@ -134,7 +135,9 @@ def _measure_all(
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for size in sizes:
-        operations = backend.operations(max(1, size // ELEMENT))
+        count = max(1, size // ELEMENT)
+        # A rank may be late with its buffers, by more than a library waits for it.
+        operations = _together(mpi, partial(backend.operations, count))
         for name in (one for one in collectives if one in operations and one not in left_out):
             if reason := _first(mpi, _failure(backend, operations[name])):
                 left_out[name] = reason

@@ -305,10 +305,11 @@ def test_a_host_is_lost_while_its_network_stays_up(
         wait_for_checkpoints(1 + number, process, tmp_path)
         way(two)
         outcome = wait_until_over(two, process, way.__name__)
-    newest = Training(outcome, tmp_path).newest
     assert outcome.code == 1
     assert outcome.said[-1].startswith(f"hvdtrain: error: host {two.name(2)} was lost")
-    assert outcome.said[-1].endswith(f"again: it goes on from {newest}")
+    _, words, newest = outcome.said[-1].rpartition("again: it goes on from ")
+    # A save that was under way may end after that line.
+    assert words and Path(newest) in sorted(tmp_path.glob("checkpoints/step-*"))[-2:]
 
 
 @pytest.mark.parametrize("number", range(10 if ALL_CASES else 1))
