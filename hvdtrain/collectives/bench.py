@@ -44,7 +44,9 @@ SECONDS = 0.1  # for each size, collective and back end
 FEWEST, MOST = 5, 200  # repeats
 WARM_UP = 2
 ELEMENT = 4  # bytes of a float32
-RENDEZVOUS = timedelta(seconds=15)  # for torch.distributed to find its ranks
+# For torch.distributed to find its ranks, and for each collective: on two loaded cores a rank was
+# late by more than 15 s.
+PATIENCE = timedelta(seconds=60)
 BACKENDS = ("mpi4py", "horovod", "gloo", "nccl")
 
 
@@ -86,7 +88,7 @@ def start(name: str, mpi: Communicator) -> Communicator:
     else:
         from hvdtrain.collectives.torch_distributed import TorchDistributed
 
-        started = TorchDistributed(gpu=name == "nccl", timeout=RENDEZVOUS)
+        started = TorchDistributed(gpu=name == "nccl", timeout=PATIENCE)
     if started.size != mpi.size:
         raise RuntimeError(f"its world is {started.size}, MPI's is {mpi.size}")
     return started
