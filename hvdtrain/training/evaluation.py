@@ -28,6 +28,7 @@ def evaluate(
     global_batch: int,
     *,
     stops: Callable[[], bool] = lambda: False,
+    moved: Callable[[int, int], None] = lambda done, total: None,
     also: Sequence[Consumer] = (),
 ) -> dict[str, Any] | None:
     """Evaluate the model, with the mean of the ranks' running statistics; all ranks call it.
@@ -39,6 +40,8 @@ def evaluate(
         task: whose model, metrics and test samples they are.
         global_batch: of the training, by which the batches are measured.
         stops: asked after each batch; one rank that says yes ends the evaluation on all.
+        moved: called before the first batch and after each, with the samples that are done on all
+            ranks, by what is done on this one, and all samples.
         also: what takes in the outputs besides the metrics.
 
     Returns:
@@ -51,10 +54,12 @@ def evaluate(
     alike = adapter.evaluates_together
     place = world.data_rank, world.data_size
     parts = evaluation_parts(test.samples, batch, *place, alike=alike)
+    moved(0, test.samples)
     with adapter.averaged_buffers(task.model):
         for loaded in test.evaluation(parts):
             loss += task.evaluate(loaded, [*metrics, *also])
             count += loaded.count
+            moved(min(test.samples, count * world.data_size), test.samples)
             if _anyone(adapter, stops()):
                 break
     means, seen = adapter.average_metrics(count, loss=loss)

@@ -57,7 +57,8 @@ class EvaluationRun:
         lines = Lines(task.columns, test.samples, adapter.world)
         also = [lines] if self.options.predict else []
         started = time.perf_counter()
-        metrics = evaluate(adapter, task, self.plan.global_batch, also=also)
+        batch = self.plan.global_batch
+        metrics = evaluate(adapter, task, batch, moved=show.evaluating, also=also)
         assert metrics is not None
         rate = test.samples / (time.perf_counter() - started)
         if self.options.predict:

@@ -22,7 +22,15 @@ from hvdtrain.training.on_nan import OnNan
 from hvdtrain.training.plan import TrainingPlan
 from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.progress import Silent
-from hvdtrain.training.summary import described, evaluated, headline, measured, rows, used
+from hvdtrain.training.summary import (
+    described,
+    evaluated,
+    headline,
+    measured,
+    rows,
+    speed_rows,
+    used,
+)
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
 from hvdtrain.workloads.data.dataset import Batch
@@ -88,15 +96,20 @@ class Run:
 
     def announce(self, device: str) -> None:
         """Say what is about to be trained, and how."""
-        plan, rate = self.plan, self.rate
-        lines = [
-            headline(self.workload, self.adapter, self.task, device),
-            f"{self.task.train.samples:,} {self.workload.unit}, global batch {plan.global_batch}, "
-            f"{plural(self.shards.steps_per_epoch, 'step')} per epoch, "
-            f"{plural(plan.epochs, 'epoch')}, "
-            f"learning rate {rate.base:g} x {rate.factor:g} = {rate.base * rate.factor:g}",
-            *self.task.notes,
-        ]
+        plan, rate, updates = self.plan, self.rate, self.total_steps - self.now.step
+        head = headline(self.workload, self.adapter, self.task, device)
+        if self.task.speed_alone:
+            first = self.task.speed_alone.format(updates=plural(max(0, updates), "update"))
+            lines = [first, head, f"global batch {plan.global_batch}"]
+        else:
+            lines = [
+                head,
+                f"{self.task.train.samples:,} {self.workload.unit}, global batch "
+                f"{plan.global_batch}, {plural(self.shards.steps_per_epoch, 'step')} per epoch, "
+                f"{plural(plan.epochs, 'epoch')}, "
+                f"learning rate {rate.base:g} x {rate.factor:g} = {rate.base * rate.factor:g}",
+            ]
+        lines += self.task.notes
         if self.now.step:
             lines.append(
                 f"resumed from {self.checkpoints.path}: step {self.now.step}, epoch "
@@ -229,6 +242,7 @@ class Run:
             counts=not (self._compiles(part) | self.timeline.leave(self.now.step)),
             blocked=self.adapter.blocked_seconds,
         )
+        self.show.advance(self.now.step)
         if self.now.step % self.log_every == 0:
             self._log(part, place)
 
@@ -324,7 +338,13 @@ class Run:
             self._watch_walltime()
             return self.adapter.stop_wanted
 
-        self.now.metrics = evaluate(self.adapter, self.task, self.plan.global_batch, stops=stops)
+        self.now.metrics = evaluate(
+            self.adapter,
+            self.task,
+            self.plan.global_batch,
+            stops=stops,
+            moved=self.show.evaluating,
+        )
         return self.now.metrics is not None
 
     def _measured(self) -> dict[str, str]:
@@ -383,5 +403,9 @@ class Run:
             checkpoint=self.checkpoints.path,
             timeline=self.timeline.recorded,
         )
-        table = rows(summary, self.clock.rates(), self._measured(), self.workload.unit)
+        rates, unit = self.clock.rates(), self.workload.unit
+        if self.task.speed_alone:
+            table = speed_rows(summary, rates, unit)
+        else:
+            table = rows(summary, rates, self._measured(), unit)
         self.show.end(f"hvdtrain {self.workload.name}", table, summary)

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
+from rich.progress import Task as Piece
 from rich.segment import ControlType, Segment
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 from typing_extensions import override
 
 from hvdtrain.config.options import Options
@@ -27,6 +29,7 @@ from hvdtrain.steps.summary import Summary, nan_to_null
 from hvdtrain.system.files import Output, check_writable
 from hvdtrain.system.runtime import terminal
 
+TRAINING, EVALUATING = "training", "evaluating"  # pieces of work, of which one is shown
 PLAIN_SECONDS = 5.0  # between two lines where the output is no terminal
 
 
@@ -46,13 +49,30 @@ class _Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         resized = options.update(width=terminal.columns() or options.max_width)
+        lines = console.render_lines(self.content, resized, pad=False)
         yield _control(terminal.BEFORE_FRAME)
-        yield from console.render_lines(self.content, resized, pad=False)[0]
+        yield from lines[0] if lines else ()  # nothing to show yet
         yield _control(terminal.AFTER_FRAME)
 
 
 def _control(codes: str) -> Segment:
     return Segment(codes, control=[(ControlType.CARRIAGE_RETURN,)])  # of no width, never split
+
+
+class _Clock(ProgressColumn):
+    """The time that a piece of work takes already, and what is left of it, as far as it is known.
+
+    It goes on while a step takes its time: a person sees that something happens.
+    """
+
+    def render(self, task: Piece) -> Text:
+        """Return both."""
+        left, each = "-", task.fields["each"]
+        if each is not None and task.total is not None:
+            # A step that takes longer than those before it takes nothing off the others.
+            spent = min(time.monotonic() - task.fields["moved"], each * task.fields["stride"])
+            left = _clock(max(0.0, (task.total - task.completed) * each - spent))
+        return Text(f" {_clock(task.elapsed or 0.0)}  {left} left")
 
 
 class _Screen(Console):
@@ -72,8 +92,14 @@ class Silent:
         A ``total`` of 0: no step will come.
         """
 
+    def advance(self, step: int) -> None:
+        """Show that so many steps are done."""
+
     def step(self, record: dict[str, Any]) -> None:
         """Show and record the figures of a log interval."""
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Show how many samples of the evaluation are done."""
 
     def epoch(self, record: dict[str, Any], measured: str = "") -> None:
         """Show and record an epoch; ``measured`` are its metrics besides the loss."""
@@ -99,13 +125,16 @@ class Progress(Silent):
     Args:
         options: for ``quiet`` and the files.
         unit: what the samples are, in the plural.
+        speed_alone: nothing is learned, so neither epochs nor losses are shown.
 
     Raises:
         UsageError: a file cannot be written, or TensorBoard is not installed.
     """
 
-    def __init__(self, options: Options, unit: str = "images") -> None:
-        self.unit = unit
+    def __init__(
+        self, options: Options, unit: str = "images", *, speed_alone: bool = False
+    ) -> None:
+        self.unit, self._speed_alone = unit, speed_alone
         width = terminal.columns()
         self.console = _Screen(
             quiet=options.quiet,
@@ -122,7 +151,8 @@ class Progress(Silent):
         self._tensorboard = options.tensorboard
         self._board = _board(self._tensorboard) if self._tensorboard else None
         self._bar: Bar | None = None
-        self._task = TaskID(0)
+        self._pieces: dict[str, TaskID] = {}
+        self._loss, self._rate = "-", f"- {unit}/s"
         self._last_line = 0.0
         self._total = 0
 
@@ -132,47 +162,99 @@ class Progress(Silent):
         for line in headline:
             self.console.print(line)
         self._total = total
-        if total and self.console.is_terminal and not self.console.quiet:
+        if self.console.is_terminal and not self.console.quiet:
             self._bar = _Bar(
-                TextColumn("epoch {task.fields[epoch]}"),
+                TextColumn("{task.description}"),
                 BarColumn(),
-                TextColumn("step {task.completed}/{task.total}  loss {task.fields[loss]}"),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                _Clock(Column(no_wrap=True)),
                 console=self.console,
                 refresh_per_second=2,  # each refresh takes time from the core that trains
             )
-            self._task = self._bar.add_task(
-                "", total=total, completed=done, epoch="-", loss="-", rate=f"- {self.unit}/s"
-            )
+            if total:
+                label = "measuring" if self._speed_alone else "epoch -"
+                self._show(self._bar, TRAINING, label, done, total)
+                self._figures(done, self._loss, self._rate)
             self._bar.start()
+
+    def _show(self, bar: Bar, name: str, label: str, done: int, total: int) -> Piece:
+        """Show a piece of work in place of the other one; return it."""
+        if name not in self._pieces:
+            fields: dict[str, Any] = {"figures": "", "each": None, "stride": 1}
+            self._pieces[name] = bar.add_task(
+                label, total=total, completed=done, moved=time.monotonic(), **fields
+            )
+        for other, task in self._pieces.items():
+            bar.update(task, visible=other == name)
+        return bar.tasks[self._pieces[name]]
+
+    def _figures(self, step: int, loss: str, rate: str) -> None:
+        assert self._bar is not None
+        self._loss, self._rate = loss, rate
+        learned = "" if self._speed_alone else f"  loss {loss}"
+        self._bar.update(
+            self._pieces[TRAINING],
+            completed=step,
+            moved=time.monotonic(),
+            figures=f"step {step}/{self._total}{learned}  {rate}",
+        )
+
+    @override
+    def advance(self, step: int) -> None:
+        if self._bar:
+            self._figures(step, self._loss, self._rate)
 
     @override
     def step(self, record: dict[str, Any]) -> None:
         self._record("step", record)
-        loss = f"{record['loss']:.4f}"
+        step, loss = record["step"], f"{record['loss']:.4f}"
         rate = f"{record['images_per_second']:,.0f} {self.unit}/s"
         if "gpu_busy" in record:
             rate += f"  GPU {100 * record['gpu_busy']:.0f} %"
         if self._bar:
-            self._bar.update(
-                self._task,
-                completed=record["step"],
-                epoch=record["epoch"] + 1,
-                loss=loss,
-                rate=rate,
-            )
-        elif time.monotonic() - self._last_line > PLAIN_SECONDS:
+            self._figures(step, loss, rate)
+            label = "measuring" if self._speed_alone else f"epoch {record['epoch'] + 1}"
+            each = record["seconds_per_step"]
+            self._bar.update(self._pieces[TRAINING], description=label, each=each)
+            return
+        learned = "" if self._speed_alone else f"  loss {loss}"
+        epoch = "" if self._speed_alone else f"epoch {record['epoch'] + 1}  "
+        left = (self._total - step) * record["seconds_per_step"]
+        self._plain(f"{epoch}step {step}/{self._total}{learned}  {rate}  {_clock(left)} left")
+
+    def _plain(self, line: str) -> None:
+        """Show a line now and then, where no bar moves."""
+        if time.monotonic() - self._last_line > PLAIN_SECONDS:
             self._last_line = time.monotonic()
-            left = (self._total - record["step"]) * record["seconds_per_step"]
-            self.console.print(
-                f"epoch {record['epoch'] + 1}  step {record['step']}/{self._total}  loss {loss}  "
-                f"{rate}  {_clock(left)} left"
-            )
+            self.console.print(line)
+
+    @override
+    def evaluating(self, done: int, total: int) -> None:
+        if not self._bar:
+            if 0 < done < total:
+                self._plain(f"evaluating {done:,}/{total:,} {self.unit}")
+            return
+        piece = self._show(self._bar, EVALUATING, EVALUATING, 0, total)
+        stride = max(1, done - round(piece.completed))
+        each = (piece.elapsed or 0.0) / done if done else None
+        figures = f"{done:,}/{total:,} {self.unit}"
+        fields: dict[str, Any] = {"figures": figures, "each": each, "stride": stride}
+        if done:
+            self._bar.update(piece.id, completed=done, moved=time.monotonic(), **fields)
+        else:  # its clock begins
+            self._bar.reset(piece.id, total=total, moved=time.monotonic(), **fields)
+
+    def _evaluated(self) -> None:
+        """Show the training again, if there is one."""
+        if self._bar and TRAINING in self._pieces:
+            self._show(self._bar, TRAINING, "", 0, self._total)
 
     @override
     def epoch(self, record: dict[str, Any], measured: str = "") -> None:
         self._record("epoch", record)
+        self._evaluated()
+        if self._speed_alone:
+            return
         tested = (
             f"  test loss {record['eval_loss']:.4f}  {measured}".rstrip()
             if record.get("eval_loss") is not None
@@ -189,6 +271,7 @@ class Progress(Silent):
     @override
     def stop(self) -> None:
         if self._bar:
+            self._evaluated()
             self._bar.stop()
             self.console.print()  # rich has moved down to the bar; this is below it
             self._bar = None

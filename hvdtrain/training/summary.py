@@ -156,25 +156,43 @@ def rows(
         measured: the metrics of the evaluation, by name, as they are shown; ``-``: there was none.
         unit: what the samples are, in the plural.
     """
-    epochs, steps, stopped = summary.epochs_completed, summary.steps_completed, summary.stopped
-    assert epochs is not None and steps is not None and stopped is not None
+    epochs, steps = summary.epochs_completed, summary.steps_completed
+    assert epochs is not None and steps is not None
     done = (
         f"{summary.samples_trained:,} {unit} in {plural(steps, 'step')}, "
         f"{plural(epochs, 'whole epoch')}"
     )
-    first = _number(summary.seconds_to_first_step, ".1f")
-    table = [
+    return [
         ("trained", done),
         ("training loss", _number(summary.train_loss, ".4f")),
         *_test_rows(summary, measured),
+        *_end_rows(summary, rates, unit),
+    ]
+
+
+def speed_rows(
+    summary: Summary, rates: Sequence[float], unit: str = "images"
+) -> list[tuple[str, str]]:
+    """Return the summary of a run on random samples as a person reads it; see ``rows``."""
+    steps = plural(summary.steps_completed or 0, "update")
+    return [
+        ("measured", f"{summary.samples_trained:,} random {unit} in {steps}"),
+        *_end_rows(summary, rates, unit),
+    ]
+
+
+def _end_rows(summary: Summary, rates: Sequence[float], unit: str) -> list[tuple[str, str]]:
+    stopped, first = summary.stopped, _number(summary.seconds_to_first_step, ".1f")
+    assert stopped is not None
+    files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
+    return [
         (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
         *_bubble_rows(summary.bubble),
         *_gpu_rows(summary, unit),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
         ("stopped", STOPPED.get(stopped, stopped)),
+        *((name, path) for name, path in files.items() if path),
     ]
-    files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
-    return table + [(name, path) for name, path in files.items() if path]
 
 
 def _bubble_rows(bubble: Bubble | None) -> list[tuple[str, str]]:

@@ -132,7 +132,10 @@ def train(workload: Workload, options: Options) -> int:
     run.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
     together = adapter.communicator.together
-    run.show = together(lambda: Progress(options, workload.unit) if world.is_writer else Silent())
+    alone = bool(task.speed_alone)
+    run.show = together(
+        lambda: Progress(options, workload.unit, speed_alone=alone) if world.is_writer else Silent()
+    )
     run.announce(device)
     try:
         return run.run()  # steps 7 and 8, save_checkpoint and average_metrics

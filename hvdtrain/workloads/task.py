@@ -40,6 +40,8 @@ class Task(ABC):
         metrics: of an evaluation, besides the loss; by the first the best checkpoint is kept.
         columns: what ``--predict`` writes of each sample.
         notes: lines that a user should see before the training.
+        speed_alone: the first of them where the samples are random and nothing is learned, with
+            ``{updates}`` in it: epochs and losses would mean nothing. Empty: it trains.
         needs_empty_forward: an empty batch takes the forward and backward pass too, because the
             other ranks wait in it.
         no_sync: within it a backward pass of PyTorch adds to this process's gradients alone; the
@@ -59,6 +61,7 @@ class Task(ABC):
     metrics: Sequence[Metric] = ()
     columns: Columns = CLASSES
     notes: tuple[str, ...] = ()
+    speed_alone = ""
     needs_empty_forward = False
     no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     sum_shards: Callable[[Any], Any] = staticmethod(lambda values: values)

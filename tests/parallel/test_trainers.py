@@ -60,6 +60,43 @@ def test_resnet_on_real_images(
     assert done.summary["epochs_completed"] == 1
 
 
+@pytest.mark.parametrize(
+    ("framework", "options", "first"),
+    [
+        (
+            "pytorch",
+            (),
+            "no --data: measuring speed on random images, {}; give --data DIR to train",
+        ),
+        (
+            "tensorflow",
+            ("--synthetic", "--epochs=1"),
+            "--synthetic: measuring speed on random images, {}; nothing is learned",
+        ),
+    ],
+)
+def test_resnet_without_data_looks_like_the_benchmark_that_it_is(
+    framework: str, options: tuple[str, ...], first: str, tmp_path: Path
+) -> None:
+    line = (f"--framework={framework}", "--model=resnet18", "--image-size=32", "--batch-size=2")
+    files = (f"--summary={tmp_path / 's.json'}", f"--metrics={tmp_path / 'm.jsonl'}")
+    program = ("-m", "hvdtrain.resnet", *line, *options, *files)
+    outcome = resident.ranks(2, *program, "--num-steps=5")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[0] == first.format("5 updates")
+    assert lines[2] == "global batch 4"
+    for word in ("1,281,167", "epoch", "loss", "learning rate", "accuracy"):
+        assert word not in outcome.out, outcome.out
+    assert "20 random images in 5 updates" in outcome.out
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert list(summary) == KEYS.split()
+    assert (summary["training_samples"], summary["steps_completed"]) == (1_281_167, 5)
+    assert summary["train_loss"] > 0 and summary["eval_samples"] is None
+    records = [json.loads(one) for one in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert all(one["loss"] > 0 and one["learning_rate"] > 0 for one in records)
+
+
 def test_when_to_evaluate_and_what_a_benchmark_leaves_out(tmp_path: Path) -> None:
     options = ("--model=small", "--global-batch-size=500", "--epochs=4", "--log-every=2")
     course = tmp_path / "metrics.jsonl"

@@ -58,7 +58,11 @@ def build(options: ImageOptions) -> Task:
     task: Task
     if options.data is None:
         task = module.task(options, loader.Synthetic(options), None, SYNTHETIC_CLASSES)
-        task.notes = ("SYNTHETIC images: random pixels, for measuring speed; nothing is learnt",)
+        task.speed_alone = (
+            "--synthetic: measuring speed on random images, {updates}; nothing is learned"
+            if options.synthetic
+            else "no --data: measuring speed on random images, {updates}; give --data DIR to train"
+        )
         return task
     train, test = image_folder.load(options.data, skip_broken=options.skip_broken)
     left_out = []

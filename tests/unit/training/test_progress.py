@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -178,9 +179,64 @@ def test_a_bar_leaves_the_lines_of_others_alone(
     places = [next(at for at, row in enumerate(rows) if row.startswith(text)) for text in said]
     assert places == sorted(places)
     assert {"three", "more"} <= {row.split("━")[0].split(" ")[0] for row in rows}
-    bars = [row for row in rows if row.startswith("epoch 2 ━")]
+    bars = [row for row in rows if re.match("epoch 2 [━╸]", row)]
     assert len(bars) == 1  # what was drawn before is gone, the last one stays
     assert "step 21/100" in bars[0]
     assert all(len(row) <= 70 for row in bars)
     assert rows.index(bars[0]) < next(at for at, row in enumerate(rows) if "label" in row)
     assert "\x1b[?25l" not in drawn()  # a run that is killed leaves the cursor where it was
+
+
+def test_an_evaluation_has_a_bar_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "columns", lambda: 80)
+    written = ""
+
+    def bar() -> str:
+        nonlocal written
+        assert show._bar
+        show._bar.refresh()
+        written += capsys.readouterr().out
+        (row,) = (row for row in screen(written) if "━" in row)
+        return row
+
+    show = Progress(Options(), "samples")
+    show.begin(["the headline"], 100, 0)
+    try:
+        show.step(STEP)
+        show.advance(21)  # between two log intervals, of which each is several steps
+        figures = r"step 21/100  loss 0\.2500  1,234 samples/s  0:0\d  0:(40|39) left$"
+        assert re.match("epoch 2 ━+.* " + figures, bar())
+        show.evaluating(0, 120)
+        assert re.match(r"evaluating ━+ 0/120 samples  0:00  - left$", bar())
+        show.evaluating(40, 120)
+        assert re.match(r"evaluating ━+.* 40/120 samples  0:0\d  0:0\d left$", bar())
+        show.epoch(EPOCH)
+        assert re.match("epoch 2 ━+.* step 21/100", bar())
+    finally:
+        show.stop()
+
+
+def test_a_step_that_takes_long_takes_nothing_off_those_after_it() -> None:
+    now = progress.time.monotonic()
+    table = progress.Bar(progress._Clock())
+    task = table.add_task("", total=10, completed=4, each=2.0, stride=1, moved=now - 60)
+    assert str(progress._Clock().render(table.tasks[task])) == " 0:00  0:10 left"
+    table.update(task, completed=10)
+    assert str(progress._Clock().render(table.tasks[task])) == " 0:00  0:00 left"
+
+
+def test_a_benchmark_shows_neither_epochs_nor_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    play(Progress(Options(), speed_alone=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["the headline", "step 20/100  1,234 images/s  0:40 left", "a remark"]
+
+
+def test_an_evaluation_in_a_file_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show = Progress(Options())
+    for done in (0, 40, 80, 120):
+        show.evaluating(done, 120)
+    assert capsys.readouterr().out == "evaluating 40/120 images\n"
