@@ -127,5 +127,11 @@ callbacks = [
 if args.warmup_epochs:  # Bonus: warm-up, from the learning rate of one rank to that of all
     rate = args.lr * hvd.size()
     callbacks.append(hvd.callbacks.LearningRateWarmupCallback(rate, args.warmup_epochs))
-validation = (test_x[mine], test_y[mine])
-model.fit(train, epochs=args.epochs, validation_data=validation, callbacks=callbacks, verbose=0)
+model.fit(
+    train,
+    epochs=args.epochs,
+    shuffle=False,  # by Keras: hvd.shard draws an order for each epoch
+    validation_data=(test_x[mine], test_y[mine]),
+    callbacks=callbacks,
+    verbose=0,
+)

@@ -178,6 +178,11 @@ class MetricAverageCallback(ModelCallback):
         if self._in_step or tf.inside_function():
             result: dict[str, Any] = own(self.model)
             return result
+        return self.average()
+
+    def average(self) -> dict[str, Any]:
+        """Return the metrics of the model over all ranks; all ranks call it."""
+        own = type(self.model).get_metrics_result
         variables = [one for metric in self.model.metrics for one in metric.variables]
         kept = [np.asarray(one.numpy()) for one in variables]
         flat = [value.astype(np.float64).ravel() for value in kept]

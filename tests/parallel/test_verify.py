@@ -6,14 +6,17 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.commands.verify.rows import STEPS
+from tests import pages
 from tests.conftest import BIN, LONG, ROOT, Outcome, on_demand, run
 from tests.parallel import resident
 from tests.parallel.conftest import FRAMEWORKS
+from tests.parallel.test_homework import folder_of_images
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PAGE = ROOT / "docs" / "verify.md"
@@ -226,8 +229,42 @@ def test_horovods_optimizer_for_keras_reduces_nothing(tmp_path: Path) -> None:
     assert "reduces nothing with Keras 3" in evidence(outcome, 5)
 
 
-def test_the_example_that_uses_hvdtrain(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    outcome = watched(ROOT / "examples" / "digits_distributed.py", cwd=tmp_path)
+@pytest.mark.parametrize("page", [pages.own_script, pages.keras_script])
+def test_what_a_page_shows_is_seen_to_be_right(page: Callable[[], str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(page())
+    outcome = watched(tmp_path / "train.py", cwd=tmp_path, strict=True)
     assert outcome.code == 0, outcome.out + outcome.err[-3000:]
     assert set(states(outcome).values()) == {"ok"}, outcome.out
+    if page is pages.own_script:
+        assert evidence(outcome, 3).startswith("shard_data gives 2 shards; 0 of 1,000 samples")
+        losses = re.findall(
+            r"epoch \d: loss ([\d.]+) over 1000 samples$", outcome.err, re.MULTILINE
+        )
+        assert len(losses) == 6 and float(losses[2]) < float(losses[0])  # at 2 ranks, and at 1
+    else:
+        assert evidence(outcome, 3).startswith("hvd.shard gives 2 shards; 0 of 203 samples")
+        assert "MetricAverageCallback (accuracy, loss): " in evidence(outcome, 8)
+        assert "UserWarning" not in outcome.err  # such as Keras's on what fit was given
+
+
+@on_demand
+def test_the_homework_s_scripts_that_the_grader_s_tests_leave_out(tmp_path: Path) -> None:
+    images = folder_of_images(tmp_path, 64, 8)
+    small = [f"--data={images}", "--image_size=32", "--batch_size=4", "--epochs=2"]
+    for name, options in {
+        "tensorflow2_keras_mnist_hvd.py": ["--epochs=2"],
+        "train_resnet34_hvd.py": small,
+    }.items():
+        outcome = watched(ROOT / "homework" / name, *options, cwd=tmp_path, strict=True)
+        assert outcome.code == 0, outcome.out + outcome.err[-3000:]
+
+
+def test_the_example_that_uses_hvdtrain(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    script = ROOT / "examples" / "digits_distributed.py"
+    outcome = watched(script, cwd=tmp_path, strict=True)
+    assert outcome.code == 0, outcome.out + outcome.err[-3000:]
+    assert set(states(outcome).values()) == {"ok"}, outcome.out
+    assert evidence(outcome, 3) == (
+        "shard_data gives 2 shards; 0 of 1,500 samples seen were on more than one rank"
+    )

@@ -24,12 +24,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hvdtrain.commands.verify.script")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--updates", type=int)
+    parser.add_argument("--fresh", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     record = Record(options.folder, options.updates)
     set_defaults(STALLED)
-    watch(record)
+    watch(record, fresh=options.fresh)
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(Path(options.script).resolve().parent)
     code = EXIT_OK
@@ -58,8 +59,13 @@ def _line(error: BaseException, script: str) -> str:
     return f" ({Path(script).name} line {lines[-1]})" if lines else ""
 
 
-def watch(record: Record) -> None:
-    """Watch what the script will import, and what it writes."""
+def watch(record: Record, *, fresh: bool) -> None:
+    """Watch what the script will import, and what it writes.
+
+    Args:
+        record: what is seen.
+        fresh: the script is to find no checkpoint of hvdtrain's.
+    """
     horovod = watch_horovod.Watch(record)
     tensorflow = watch_tensorflow.Watch(record)
     AfterImport(
@@ -74,6 +80,11 @@ def watch(record: Record) -> None:
             "horovod.tensorflow.keras": horovod.calls,
             "horovod.keras": horovod.calls,
             "hvdtrain.adapters.common": horovod.adapters,
+            "hvdtrain.steps.checkpoint": lambda module: watch_horovod.checkpoints(
+                module, record, fresh=fresh
+            ),
+            "hvdtrain.keras.callbacks": horovod.keras_callbacks,
+            "hvdtrain.keras.data": horovod.keras_data,
         }
     ).install()
     on_write(record.wrote)

@@ -19,7 +19,7 @@ from hvdtrain.commands.verify.script.judge_updates import (
     learning_rate,
     mean_gradient,
 )
-from hvdtrain.commands.verify.script.record import SAME, Noted
+from hvdtrain.commands.verify.script.record import OURS, SAME, Noted
 from hvdtrain.commands.verify.script.samples import first_epoch, on_several, repeated
 from hvdtrain.system.output.text import plural, rank_list
 
@@ -228,7 +228,7 @@ def metrics(everyone: Sequence[Noted]) -> Row:
 
 def _metrics(record: Noted) -> list[Any]:
     if record["hvdtrain"]:  # what its adapters reduce otherwise is none of the script's
-        return [metric for metric in record["metrics"] if metric[0].startswith("average_metrics")]
+        return [metric for metric in record["metrics"] if metric[0].startswith(OURS)]
     return list(record["metrics"])
 
 

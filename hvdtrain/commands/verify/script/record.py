@@ -23,6 +23,8 @@ Array = NDArray[Any]
 Noted = dict[str, Any]
 """What one rank noted, as its file holds it: ``Record.data``."""
 
+# What a script that uses hvdtrain averages its metrics with.
+OURS = AVERAGED, KERAS_METRICS = "average_metrics", "MetricAverageCallback"
 SAME = 1e-6  # relative difference of metrics, or of learning rates, that are the same
 DETAILED = 5  # updates that are looked at closely
 VALUES, PER_TENSOR = 4096, 64  # values that stand for all parameters, and for one tensor
@@ -80,6 +82,7 @@ class Record:
             "waiting": None,
             "done": 0,
             "hvdtrain": False,
+            "resumed": False,
             "ended": None,
         }
 

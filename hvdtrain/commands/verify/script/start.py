@@ -101,11 +101,12 @@ def watch(
     place = Path.cwd() if len(find_allocation(os.environ).hosts) > 1 else None
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-", dir=place) as folder:
 
-        def run_on(size: int, limit: int | None, place: Path) -> Seen:
+        def run_on(size: int, limit: int | None, place: Path, *, fresh: bool = False) -> Seen:
             place.mkdir(exist_ok=True)
+            start = build(size, script, arguments, limit, place, bind=bind, fresh=fresh)
             then = ", then on 1" if size > 1 else f", to compare with {ranks}" if ranks > 1 else ""
             with terminal.working(f"{script.name} runs on {plural(size, 'rank')}{then}"):
-                return _run(build(size, script, arguments, limit, place, bind=bind), place, timeout)
+                return _run(start, place, timeout)
 
         everyone, result = run_on(ranks, updates, Path(folder))
         if not everyone:
@@ -113,7 +114,9 @@ def watch(
         alone: list[Noted] = []
         if ranks > 1 and any(record["updates"] for record in everyone):
             # To its end only where the ranks went to theirs, to show what an epoch is.
-            alone, _ = run_on(1, updates and DETAILED, Path(folder) / "alone")
+            # It trains from the start if they did, not from what they have saved.
+            fresh = not any(record["resumed"] for record in everyone)
+            alone, _ = run_on(1, updates and DETAILED, Path(folder) / "alone", fresh=fresh)
     rows, ended = judge.rows(everyone, *alone), _ends(everyone, ranks, result, timeout)
     return Watched(rows, ended, min(record["done"] for record in everyone))
 
@@ -147,10 +150,12 @@ def build(
     folder: Path,
     *,
     bind: bool = True,
+    fresh: bool = False,
 ) -> Command:
     """Return the command that starts the ranks."""
     limit = [] if updates is None else ["--updates", str(updates)]
-    options = ["--folder", str(folder), *limit, str(script), *arguments]
+    how = [*limit, *["--fresh"] * fresh]
+    options = ["--folder", str(folder), *how, str(script), *arguments]
     words = [sys.executable, "-m", "hvdtrain.commands.verify.script", *options]
     return prepare(Request(ranks, words, bind=bind)).command
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.commands.verify.hooks import Depth, after, quietly, replace
-from hvdtrain.commands.verify.script.record import Record
+from hvdtrain.commands.verify.script.record import AVERAGED, KERAS_METRICS, Record
 from hvdtrain.commands.verify.script.watch_tensorflow import run
 
 BROADCASTS = (
@@ -28,7 +28,7 @@ OPERATIONS = (*BEGINNINGS, "_allreduce", "_grouped_allreduce")
 # How Horovod calls the first argument.
 FIRST = ("tensor", "tensors", "obj", "value", "params", "variables")
 SMALL = 64  # values; what is larger is no metric
-SCALED, AVERAGED = "scale_learning_rate", "average_metrics"
+SCALED = "scale_learning_rate"
 
 
 class Watch:
@@ -74,6 +74,15 @@ class Watch:
         after(owner, SCALED, lambda a, k, rate: self._scaled(rate))
         after(owner, AVERAGED, self._averaged)
         replace(owner, "broadcast_state", self._broadcast)
+
+    def keras_data(self, module: Any) -> None:
+        """Watch ``hvdtrain.keras.data``."""
+        chosen = module.session.chosen
+        after(module, "shard", lambda a, k, r: self._cut(chosen(k.get("process_set")).world))
+
+    def keras_callbacks(self, module: Any) -> None:
+        """Watch ``hvdtrain.keras.callbacks``."""
+        replace(module.MetricAverageCallback, "average", self._keras_metrics)
 
     def _broadcast(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         name = original.__name__
@@ -127,6 +136,14 @@ class Watch:
         if begun := self.begun.pop(args[0] if args else kwargs["handle"], None):
             self._metric(*begun, result)
 
+    def _keras_metrics(self, original: Any, callback: Any) -> Any:
+        own = quietly(type(callback.model).get_metrics_result, callback.model) or {}
+        result = original(callback)
+        names = sorted(own.keys() & result.keys())
+        values = [[_copy(found[name]) for name in names] for found in (own, result)]
+        quietly(self.record.metric, f"{KERAS_METRICS} ({', '.join(names)})", values[0], values[1])
+        return result
+
     def _metric(self, name: Any, before: list[Any], result: Any) -> None:
         after = [_copy(leaf) for leaf in _leaves(result)]
 
@@ -153,6 +170,9 @@ class Watch:
         size, rank = getattr(shards, "size", None), getattr(shards, "rank", None)
         self.record.call("shard_data", shards=size, shard=rank)
 
+    def _cut(self, world: Any) -> None:
+        self.record.call("hvd.shard", shards=world.size, shard=world.rank)
+
     def _scaled(self, rate: Any) -> None:
         base, factor = getattr(rate, "base", None), getattr(rate, "factor", None)
         self.record.call(SCALED, base=base, factor=factor)
@@ -164,6 +184,17 @@ class Watch:
         means, total = result
         after = [means[name] for name in names]
         self.record.metric(f"{AVERAGED} over {total} samples", before, after)
+
+
+def checkpoints(module: Any, record: Record, *, fresh: bool) -> None:
+    """Watch ``hvdtrain.steps.checkpoint``: whether one is loaded; none is if ``fresh``."""
+
+    def load(original: Any, *args: Any, **kwargs: Any) -> Any:
+        found = None if fresh else original(*args, **kwargs)
+        record.data["resumed"] |= found is not None
+        return found
+
+    replace(module, "load_newest", load)
 
 
 def _world(source: Any) -> dict[str, int]:

@@ -1,0 +1,68 @@
+"""The scripts that our pages print, taken out of them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from tests.conftest import ROOT
+
+
+def blocks(page: str) -> list[str]:
+    """The Python code of a page, block by block."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+
+
+def own_script() -> str:
+    """The loop of one's own."""
+    return blocks("own.md")[1]
+
+
+def own_script_with_all() -> str:
+    """The same, with all that the page says may be put into it, and imports and data for that."""
+    _, script, evaluation, scheduler, saving = blocks("own.md")
+    before, rate, after = _pieces(scheduler)
+    resume, epochs, save = _pieces(saving)
+    imports = (
+        "from torch.optim.lr_scheduler import ReduceLROnPlateau\n"
+        "from torch.utils.data import Subset\n"
+    )
+    rate_line = r" +optimizer\.param_groups\[0\]\[.*\n"
+    script = _put(script, r"import torch\n", imports, keep=True)
+    script = _put(
+        script, r" +optimizer = torch.*\n", "test = Subset(data, range(101))\n", keep=True
+    )
+    script = _put(script, rate_line, rate)
+    script = _put(script, r" +hvd\.broadcast_state.*\n", before + resume)
+    script = _put(script, r" +for epoch in .*\n", f"for epoch in {epochs.rstrip()}:\n")
+    script = _put(script, r" +means, count = .*\n", after, keep=True)
+    return _put(script, r" +hvd\.save_checkpoint.*\n", evaluation + save)
+
+
+def _pieces(block: str) -> list[str]:
+    """The parts of a block; each begins with a comment that says where it belongs."""
+    return re.split(r"^#.*\n", block, flags=re.MULTILINE)[1:]
+
+
+def _put(text: str, pattern: str, more: str, *, keep: bool = False) -> str:
+    """Put ``more`` in the place of the line that ``pattern`` matches, or behind it (``keep``)."""
+    line = re.search(pattern, text)
+    assert line, pattern
+    space = re.match(" *", line.group()).group()  # type: ignore[union-attr]
+    new = line.group() * keep + textwrap.indent(more, space)
+    return text[: line.start()] + new + text[line.end() :]
+
+
+def keras_script() -> str:
+    """The script of Keras, with the data and the model of a user."""
+    return (
+        "import hvdtrain.keras as hvd\n"
+        "import keras\n"
+        "import numpy as np\n"
+        "hvd.init()\n"
+        "random = np.random.default_rng(0)\n"
+        "x, val_x = random.normal(size=(203, 5)), random.normal(size=(31, 5))\n"
+        "y, val_y = np.arange(203) % 3, np.arange(31) % 3\n"
+        "model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, 'softmax')])\n"
+        + blocks("keras.md")[0]
+    )
