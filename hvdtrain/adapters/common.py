@@ -331,6 +331,7 @@ class CommonAdapter(StateAdapter):
                 )
         rank, size = self.world.data_rank, self.world.data_size
         self._shards = Shards(samples, global_batch, seed, rank, size, on_begin=self.begin_part)
+        self._shards.on_end = self.end_part
         return self._shards
 
     def begin_part(self, shards: Shards, part: Part) -> None:
@@ -338,6 +339,9 @@ class CommonAdapter(StateAdapter):
         self._shards = shards
         self.samples_seen += part.count
         self._rank_buffers = {}  # also where this rank's part is empty: the others' are not
+
+    def end_part(self) -> None:
+        """Take part in the sums that other ranks wait for, before anything else that all do."""
 
     @property
     def samples_seen(self) -> int:

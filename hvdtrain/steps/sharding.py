@@ -98,6 +98,7 @@ class Shards:
         rank: this process.
         size: the world size.
         on_begin: called with the shards and a part whenever that part becomes the current one.
+        on_end: called when a ``step`` or an ``epoch`` has come to its end.
         current: the part that the next gradients are computed on; None before the first one, and
             after a ``step``.
     """
@@ -108,6 +109,7 @@ class Shards:
     rank: int = 0
     size: int = 1
     on_begin: Callable[[Shards, Part], None] = lambda shards, part: None
+    on_end: Callable[[], None] = lambda: None
     current: Part | None = field(default=None, init=False, compare=False)
     _drawn: int = field(default=0, init=False, compare=False)  # parts since the last use of one
 
@@ -148,6 +150,7 @@ class Shards:
             self._begin(part)
             self._drawn = self._drawn + 1 if number else 1
             yield part
+        self.on_end()
 
     def batch_sampler(self, epoch: int, consumed: int = 0) -> list[list[int]]:
         """List the indices of each part that is not empty: ``batch_sampler`` of a DataLoader.
@@ -190,6 +193,7 @@ class Shards:
         self._drawn = 0
         try:
             yield
+            self.on_end()
         finally:
             self.current = None
 

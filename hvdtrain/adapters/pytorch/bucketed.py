@@ -41,6 +41,7 @@ class BucketedAdapter(PyTorchAdapter):
         buckets.waiting = self.waits.during
         buckets.may_skip = lambda: len(self.gradient_sums) == 1
         self._all_buckets = [*self.gradient_sums, buckets]
+        self.waits.before = self.end_part
         return model, optimizer
 
     @override
@@ -65,3 +66,8 @@ class BucketedAdapter(PyTorchAdapter):
         super().begin_part(shards, part)
         for buckets in self.gradient_sums:
             buckets.begin(empty=not part.count)
+
+    @override
+    def end_part(self) -> None:
+        for buckets in self.gradient_sums:
+            buckets.whole()

@@ -72,10 +72,10 @@ class Bucket:
             length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         first = parameters[0]
         # After the gradients: for each parameter, how many ranks have a gradient of it, and in the
-        # last bucket the request to stop.
-        size = length + len(parameters) + 1
+        # last bucket how many ranks hold sums of earlier passes, and the request to stop.
+        size = length + len(parameters) + 2
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.found = self.flat[length:-1]
+        self.found = self.flat[length:-2]
         # Laid out as the parameters are (contiguous, channels_last): fused optimizers want that.
         layouts = [torch.empty_like(one, device="meta") for one in parameters]
         self.views = [
@@ -121,15 +121,16 @@ class Bucket:
         self.parameters[index].grad = view
         self.missing.discard(index)
 
-    def close(self, absent: set[int]) -> None:
+    def close(self, absent: set[int], *, dropped: bool = False) -> None:
         """End the pass: the gradients are the sums over the ranks, and what was there before.
 
         Args:
             absent: those that this rank had no gradient of.
+            dropped: what was there before does not count.
         """
         found = self.found.tolist() if absent else []  # on a GPU it would be waited for
         for index, parameter in enumerate(self.parameters):
-            held, view = self.before[index], self.views[index]
+            held, view = None if dropped else self.before[index], self.views[index]
             if held is not None:
                 view.add_(held)
             # As in one process: what no rank has a gradient of has none.
@@ -142,7 +143,12 @@ class Buckets:
     """All gradients of an optimizer, summed over the ranks by the end of each backward pass.
 
     Every rank must make the same passes and steps. A rank whose part is empty may leave its
-    backward pass out: it contributes zeros, when its gradients are looked at or the step is made.
+    backward pass out: it contributes zeros, when its gradients are looked at, when the step is
+    made, or at last before whatever all ranks do next.
+
+    Such a rank cannot tell whether ``zero_grad`` came before the pass that it left out, or after
+    it, as where the tail of an accumulation is dropped. Those that made the pass can: in the next
+    one they say whether they still hold its sums.
 
     Args:
         name: of this optimizer, the same on all ranks.
@@ -177,6 +183,9 @@ class Buckets:
         self.blocked_seconds = 0.0  # in which we waited for sums, in all
         self._running = self._summed = False  # a backward pass; a pass of this part was summed
         self._awaited = False  # the sum of a pass that this rank leaves out
+        self._zeroed = False  # meanwhile
+        self._unclear = False  # so whether the sum that this rank has counts
+        self._holds = False  # sums of earlier passes, if the gradients are there
         # Whoever holds the node keeps it, and the hook on it, alive.
         self._nodes = []
         for bucket in self.buckets:
@@ -219,8 +228,14 @@ class Buckets:
 
     def _start(self, bucket: Bucket) -> None:
         if bucket is self.buckets[-1]:
+            bucket.flat[-2:-1].fill_(float(self._holds_sums()))
             bucket.flat[-1:].fill_(float(self.stop_wanted()))
         bucket.handle = self.sums.start(bucket.flat, bucket.name)
+
+    def _holds_sums(self) -> bool:
+        held = (bucket.before or [one.grad for one in bucket.parameters] for bucket in self.buckets)
+        known = self._holds and not self._unclear
+        return known and any(one is not None for gradients in held for one in gradients)
 
     def finish(self) -> None:
         """Wait until all gradients are the sums over the ranks."""
@@ -239,20 +254,22 @@ class Buckets:
             for bucket in self.buckets:
                 self.sums.wait(bucket.handle)
         self.blocked_seconds += time.perf_counter() - started
+        dropped = self._unclear and not self.buckets[-1].flat[-2] > 0
         for bucket, indices in zip(self.buckets, absent, strict=True):
-            bucket.close(indices)
+            bucket.close(indices, dropped=dropped)
+        self._unclear = self._awaited and self._zeroed
         self._running = self._awaited = False
-        self._summed = True
+        self._summed = self._holds = True
 
     def begin(self, *, empty: bool) -> None:
         """Begin a part; where it is ``empty``, this rank need not make the backward pass.
 
-        Its gradients then become whole when they are first touched, or in the step: not at once,
-        since the other ranks may need this one before they come to their backward pass.
+        Its gradients then become whole when they are first touched, in the step, or by ``whole``:
+        not at once, since the other ranks may need this one before they come to their pass.
         """
-        if self._awaited:
-            self.finish()  # the part before was empty, and more are accumulated
-        self._awaited, self._summed = empty and self.may_skip(), False
+        self.whole()  # the part before was empty, and more are accumulated
+        self._summed = self._zeroed = False
+        self._awaited = empty and self.may_skip() and torch.is_grad_enabled()
         for bucket in self.buckets if self._awaited else ():
             bucket.open()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -261,9 +278,12 @@ class Buckets:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Take the place of ``optimizer.zero_grad``: what is awaited stays."""
-        self._summed = False
+        self._summed = self._holds = False
         optimizer = self.optimizer()
-        if optimizer is not None and not self._awaited:
+        if self._awaited:
+            self._zeroed = True
+        elif optimizer is not None:
+            self._unclear = False
             type(optimizer).zero_grad(optimizer, set_to_none)
         for bucket in self.buckets:
             if bucket.missing is not None:
@@ -283,7 +303,7 @@ class Buckets:
             )
         if self._awaited or not self._summed:
             self.finish()
-        self._summed = False
+        self._summed = self._unclear = False
 
     @property
     def messages(self) -> dict[str, int]:
@@ -317,6 +337,24 @@ class Awaited(torch.Tensor):
 
         args, kwargs = _pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _zero_awaited(original: Callable[..., None]) -> Callable[..., None]:
+    """Return ``Module.zero_grad`` so that what is awaited stays, as by an optimizer's."""
+
+    @functools.wraps(original)
+    def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
+        gradients = [one.grad for one in module.parameters()]
+        awaited = {one.__dict__["buckets"] for one in gradients if isinstance(one, Awaited)}
+        for buckets in awaited:
+            buckets.zero_grad(set_to_none)
+        if not awaited:
+            original(module, set_to_none)
+
+    return zero_grad
+
+
+torch.nn.Module.zero_grad = _zero_awaited(torch.nn.Module.zero_grad)  # type: ignore[method-assign]
 
 
 def _grouped(name: str, parameters: list[torch.nn.Parameter], full: int) -> list[Bucket]:

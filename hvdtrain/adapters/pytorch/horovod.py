@@ -15,7 +15,7 @@ from hvdtrain.collectives.horovod_torch import HorovodTorch, summable
 from hvdtrain.config.levers import ADASUM, check_nccl
 from hvdtrain.system.machine import accelerator
 
-FLAGS = 2  # of a bucket of one parameter: see Bucket
+FLAGS = 3  # of a bucket of one parameter: see Bucket
 
 
 class HorovodAdapter(BucketedAdapter):

@@ -84,6 +84,7 @@ class Waits:
         self, rank: int, hosts: Sequence[str], report: Callable[[bytes], None] = lambda data: None
     ) -> None:
         self.rank, self.hosts, self.report = rank, hosts, report
+        self.before: Callable[[], None] = lambda: None  # what is due before the next call
         self.number = 0  # of calls begun
         self._call: Wait | None = None
         self.traced: list[Callable[[], TracedCalls]] = []  # what each compiled sum has counted
@@ -101,6 +102,8 @@ class Waits:
         if self._call is not None:
             yield
             return
+        if call != SUM:
+            self.before()
         self.number += 1
         self._call = Wait(self.number, call, time.monotonic())
         try:

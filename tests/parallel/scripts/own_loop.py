@@ -90,6 +90,7 @@ def train(step: Callable[..., None], *, skips: bool = False, loader: bool = Fals
             inputs, labels = batch or (x[:0], y[:0])
             assert skips or not loader
             step(net, optimizer, inputs, labels, number)
+        hvd.average_metrics(1)  # a call of all ranks, whatever the last part has left
     difference = distance(net, alone)
     assert difference < 1e-12, (step.__name__, difference)
     hvd.check_replicas(net, optimizer)
@@ -148,6 +149,38 @@ def accumulated(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int)
         clip(net)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def tail_dropped(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    """Update after three parts; the gradients of the fourth, the tail, are thrown away."""
+    if len(labels) or hvd.needs_empty_forward:
+        (loss_of(net, inputs, labels) / 3).backward()
+    hvd.average_metrics(len(labels), loss=0.0)  # a call of all ranks before the gradients are used
+    if number == 2:
+        clip(net)
+        optimizer.step()
+    if number >= 2:
+        optimizer.zero_grad(set_to_none=number == 2)
+
+
+def tail_dropped_later(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    """As ``tail_dropped``, but it is the next epoch that begins anew."""
+    if number == 0:
+        net.zero_grad()
+    if len(labels) or hvd.needs_empty_forward:
+        (loss_of(net, inputs, labels) / 3).backward()
+    if number == 2:
+        clip(net)
+        optimizer.step()
+        net.zero_grad()
+
+
+def zeroed_by_the_model(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    net.zero_grad()
+    if len(labels) or hvd.needs_empty_forward:
+        loss_of(net, inputs, labels).backward()
+    clip(net)
+    optimizer.step()
 
 
 def two_passes(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
@@ -320,6 +353,9 @@ elif __name__ == "__main__":
     train(clipped_without_empty_passes, skips=True, loader=True)
     train(zeroed_at_the_end, skips=True)
     train(accumulated, skips=True)
+    train(tail_dropped, skips=True)
+    train(tail_dropped_later, skips=True)
+    train(zeroed_by_the_model, skips=True)
     train(two_passes)
     train(summed_together, skips=True)
     train(summed_beside_others)

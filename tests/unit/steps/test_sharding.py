@@ -181,6 +181,18 @@ def test_a_rank_with_an_empty_part_still_takes_the_step() -> None:
     assert last[2].end == Position(1, 0)
 
 
+def test_the_end_of_a_step_and_of_an_epoch_is_reported_and_no_failure_is() -> None:
+    ended: list[str] = []
+    shards = Shards(7, 3, on_end=lambda: ended.append("end"))
+    for part in shards.epoch(0):
+        assert not ended, part
+    assert len(ended) == 1
+    assert len(list(shards.batches(1, shards.batch_sampler(1)))) == len(ended) - 1 == 3
+    with pytest.raises(ZeroDivisionError), shards.step(part):
+        raise ZeroDivisionError
+    assert len(ended) == 4
+
+
 @given(st.integers(0, 1000), SIZE)
 def test_bounds_cut_a_range_into_even_parts(total: int, size: int) -> None:
     cuts = [bounds(total, rank, size) for rank in range(size)]

@@ -50,6 +50,21 @@ def test_calls_within_a_call_do_not_count(ranks: list[Waits]) -> None:
         assert ranks[0].number == 2
 
 
+def test_what_is_due_comes_before_the_next_call_and_counts_as_it_does_elsewhere(
+    ranks: list[Waits],
+) -> None:
+    def due() -> None:
+        with ranks[1].during(waits.SUM):
+            ranks[1].before = lambda: None
+
+    ranks[1].before = due
+    with ranks[0].during(waits.SUM):
+        pass
+    for rank in (0, 1):
+        with ranks[rank].during("average_metrics"):
+            assert ranks[rank].number == 2
+
+
 def test_a_wait_that_rank_zero_has_left_behind_is_over(ranks: list[Waits]) -> None:
     with ranks[1].during("save_checkpoint"):
         ranks[1].look()
