@@ -15,13 +15,13 @@ import argparse
 import contextlib
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 from hvdtrain.commands.verify.rows import NOT_SEEN, OK, Row
 from hvdtrain.commands.verify.script.start import watch
 from hvdtrain.config.parser import CommandParser
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
+from hvdtrain.system.output.tables import entry, message
 from hvdtrain.system.runtime.command import termination_as_interrupt
 from hvdtrain.system.runtime.exit import run_and_exit
 
@@ -55,7 +55,6 @@ STEPS = (
         "sum losses, right answers and counts over the ranks (hvd.allreduce), then divide",
     ),
 )
-WIDTH = 98
 
 
 def main() -> int:
@@ -118,7 +117,7 @@ def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> int
     count = sum(row.state == OK for row in rows)
     print(f"{script.name} on {ranks} ranks, {seen.updates} updates")
     if seen.crash:
-        print(textwrap.fill(seen.crash, WIDTH))
+        print(message(seen.crash))
     for row in rows:
         print(line(row, row.evidence.replace(f"{folder}/", "")))
     print(f"{count} of 8 steps work", flush=True)
@@ -131,11 +130,8 @@ def line(row: Row, evidence: str) -> str:
     works = row.state == OK
     word = "works" if works else row.state  # failed, or not seen
     head = f"{word:8}  {row.step} {name:20}  "
-    space = " " * len(head)
-    text = head + textwrap.indent(textwrap.fill(evidence, WIDTH - len(head)), space).lstrip()
-    if works:
-        return text
-    return f"{text}\n{textwrap.indent(textwrap.fill(f'-> {remedy}', WIDTH - len(head)), space)}"
+    text = entry(head, evidence)
+    return text if works else f"{text}\n{entry(' ' * len(head), f'-> {remedy}')}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.system.output.text import table
+from hvdtrain.system.output.tables import entry, message, table
 
 Cells = list[int]
 Numbers = NDArray[np.int64]
@@ -70,8 +70,8 @@ def text(outcomes: list[Outcome]) -> str:
         one = outcome.collective
         pairs = zip(outcome.before, outcome.after, strict=True)
         rows = [[str(rank), *map(_cells, pair)] for rank, pair in enumerate(pairs)]
-        parts += [f"{one.name}: {one.what}", table(("rank", "before", "after"), rows)]
-        parts += [f"  In training: {one.use}", ""]
+        parts += [message(f"{one.name}: {one.what}"), table(("rank", "before", "after"), rows)]
+        parts += [entry("  ", f"In training: {one.use}"), ""]
     return "\n".join(parts[:-1])
 
 

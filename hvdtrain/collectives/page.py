@@ -15,7 +15,8 @@ from hvdtrain import __version__
 from hvdtrain.collectives.lesson import Cells, Collective, Outcome
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import plots
-from hvdtrain.system.output.text import Table, plural
+from hvdtrain.system.output.tables import Table
+from hvdtrain.system.output.text import plural
 
 # Of a picture, in pixels.
 WIDE, HIGH = 34, 24  # a cell

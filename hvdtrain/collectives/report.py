@@ -8,7 +8,8 @@ from typing import Any
 from hvdtrain.collectives.bench import BACKENDS
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.output import plots
-from hvdtrain.system.output.text import Table, duration, plural, size, table
+from hvdtrain.system.output.tables import Table, message, table
+from hvdtrain.system.output.text import duration, plural, size
 
 NAMES = {
     "mpi4py": "MPI (mpi4py)",
@@ -27,7 +28,8 @@ def time_text(report: Report) -> str:
     parts = [f"{where}: median time of the slowest rank"]
     for name, (header, rows) in time_tables(report):
         parts += ["", name, table(header, rows)]
-    return "\n".join([*parts, *([""] if left_out(report) else []), *left_out(report)])
+    missing = map(message, left_out(report))
+    return "\n".join([*parts, *([""] if left_out(report) else []), *missing])
 
 
 def time_tables(report: Report) -> Sequence[tuple[str, Table]]:

@@ -9,7 +9,8 @@ from hvdtrain.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN
 from hvdtrain.collectives.model import RABENSEIFNER, RECURSIVE_DOUBLING, RING, Link
 from hvdtrain.collectives.report import size_axis
 from hvdtrain.system.output import plots
-from hvdtrain.system.output.text import Table, duration, plural, size, table
+from hvdtrain.system.output.tables import Table, message, table
+from hvdtrain.system.output.text import duration, plural, size
 
 Report = Mapping[str, Any]  # see ``study``
 MANY = (16, 64, 256, 1024, 4096)  # ranks, of the estimate
@@ -19,10 +20,10 @@ PANEL = 3.4, 3.0  # inches
 
 def text(report: Report) -> str:
     """Return the tables under their titles, then the verdict."""
-    parts = [headline(report)]
+    parts = [message(headline(report))]
     for title, (header, rows) in tables(report):
-        parts += ["", title, table(header, rows)]
-    return "\n".join([*parts, "", *verdict(report)])
+        parts += ["", message(title), table(header, rows)]
+    return "\n".join([*parts, "", *map(message, verdict(report))])
 
 
 def headline(report: Report) -> str:

@@ -11,7 +11,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -89,6 +89,8 @@ class Summary:
     samples_trained: int | None = None
     training_samples: int | None = None
     """Of an epoch."""
+    unit: str | None = None
+    """What the samples are, in the plural: ``images``."""
     train_loss: float | None = None
     eval_loss: float | None = None
     eval_accuracy: float | None = None
@@ -168,6 +170,12 @@ class Summary:
         except (OSError, ValueError, RecursionError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise UsageError(f"{path} is no summary of a training: {why}") from error
+
+
+def unit_of(summaries: Iterable[Summary | None]) -> str:
+    """Return what the samples of trainings are, in the plural; older files do not say it."""
+    units = {one.unit or "images" for one in summaries if one} or {"images"}
+    return units.pop() if len(units) == 1 else "samples"
 
 
 def nan_to_null(value: Any) -> Any:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.progress import Task as Piece
 from rich.segment import ControlType, Segment
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 from typing_extensions import override
 
@@ -27,6 +27,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary, nan_to_null
 from hvdtrain.system.files import Output, check_writable
+from hvdtrain.system.output.tables import summary_table
 from hvdtrain.system.runtime import terminal
 
 TRAINING, EVALUATING = "training", "evaluating"  # pieces of work, of which one is shown
@@ -287,10 +288,7 @@ class Progress(Silent):
     @override
     def end(self, title: str, rows: list[tuple[str, str]], summary: Summary | None = None) -> None:
         self.stop()
-        table = Table(title=title, show_header=False, title_justify="left")
-        for label, value in rows:
-            table.add_row(label, value, style=None)
-        self.console.print(table)
+        self.console.print(summary_table(title, rows))
         if self._lines:
             self._lines.close()
         with self._drawing():

@@ -245,5 +245,5 @@ def _speed(rates: Sequence[float], *, recorded: bool) -> str:
     if not rates:
         return "- (steps recorded)" if recorded else "-"
     middle, low, high = statistics.median(rates), min(rates), max(rates)
-    speed = f"{middle:,.1f} in the median step, {low:,.1f} to {high:,.1f}; over all ranks"
+    speed = f"{middle:,.1f} in the median step, {low:,.1f} to {high:,.1f}; all ranks"
     return f"{speed}, without the steps recorded" if recorded else speed

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pty
+import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,23 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return err
 
     return refuse
+
+
+@pytest.fixture
+def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Give standard output to a terminal of so many columns."""
+    ours, its = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with os.fdopen(its, "w") as screen:
+
+        def give(columns: int) -> None:
+            monkeypatch.setattr(sys, "stdout", screen)
+            monkeypatch.setenv("COLUMNS", str(columns))  # which counts before the device's own
+
+        yield give
+        monkeypatch.undo()
+    os.close(ours)
 
 
 class Meeting:

@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
+from hvdtrain.commands.compare.methods import Method
 from hvdtrain.commands.compare.table import Row
 from hvdtrain.commands.runs import accuracy_plot
 from hvdtrain.commands.runs.accuracy_plot import Line
@@ -21,7 +22,11 @@ SERIES = len(plots.COLOURS)
 
 
 def draw(
-    rows: Sequence[Row], stem: Path, lines: Sequence[Line] = (), target: Target | None = None
+    rows: Sequence[Row],
+    stem: Path,
+    lines: Sequence[Line] = (),
+    target: Target | None = None,
+    unit: str = "images",
 ) -> list[Path]:
     """Write the plot as PDF and PNG; return the files, none where there is nothing to draw.
 
@@ -30,6 +35,7 @@ def draw(
         stem: the path without an ending.
         lines: the evaluations of each method, to be drawn over the seconds.
         target: how good they have to be.
+        unit: what the samples are, in the plural.
     """
     panels = _panels(rows)
     if not panels:
@@ -40,7 +46,7 @@ def draw(
     count = len(panels) + bool(timed)
     figure, axes = plt.subplots(1, count, figsize=(5.4 * count, height), squeeze=False)
     for one, (name, some) in zip(axes[0], panels, strict=False):
-        PANELS[name](one, some)
+        PANELS[name](one, some, unit)
         one.set_title(name, loc="left")
     if target and timed:
         accuracy_plot.draw(axes[0][-1], timed, target, "seconds")
@@ -48,12 +54,12 @@ def draw(
     return plots.save(figure, stem)
 
 
-def apart(rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
+def apart(rows: Sequence[Row], unit: str = "images") -> Iterator[tuple[str, Any]]:
     """Yield each panel as a figure of its own, after its title; the caller closes them."""
     plots.style()
     for name, some in _panels(rows):
         figure, axes = plt.subplots(figsize=(5.4, 1.4 + BAR * max(6, len(some))))
-        PANELS[name](axes, some)
+        PANELS[name](axes, some, unit)
         yield name, figure
 
 
@@ -64,7 +70,7 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     return [(name, some) for name, some in found if some]
 
 
-def names(rows: Sequence[Row]) -> list[str]:
+def names(rows: Sequence[Row] | Sequence[Method]) -> list[str]:
     """Return what rows are called: with framework and precision where these differ."""
     labels = []
     several = [len({getattr(row, key) for row in rows}) > 1 for key in ("framework", "precision")]
@@ -79,7 +85,7 @@ def _kinds(rows: Sequence[Row]) -> list[tuple[str, str | None]]:
     return list(dict.fromkeys((row.framework, row.precision) for row in rows))
 
 
-def _throughput(axes: Any, rows: Sequence[Row]) -> None:
+def _throughput(axes: Any, rows: Sequence[Row], unit: str) -> None:
     kinds = _kinds(rows)
     rates = [row.images_per_second or 0.0 for row in rows]
     pairs = list(zip(rates, rows, strict=True))
@@ -99,7 +105,7 @@ def _throughput(axes: Any, rows: Sequence[Row]) -> None:
     axes.margins(x=0.14)
     axes.set_xlim(left=0)
     compared = any(row.speedup is not None for row in rows)
-    axes.set_xlabel("images/s" + ("; speed-up over one process" if compared else ""))
+    axes.set_xlabel(f"{unit}/s" + ("; speed-up over one process" if compared else ""))
 
 
 def _marker(number: int) -> str:
@@ -107,7 +113,7 @@ def _marker(number: int) -> str:
     return plots.MARKERS[(number + number // SERIES) % SERIES]
 
 
-def _memory(axes: Any, rows: Sequence[Row]) -> None:
+def _memory(axes: Any, rows: Sequence[Row], unit: str) -> None:
     points = [(row.images_per_second or 0.0, (row.peak_memory_bytes or 0) / GIB) for row in rows]
     for number, (point, name) in enumerate(zip(points, names(rows), strict=True)):
         style = {"color": plots.COLOURS[number % SERIES], "marker": _marker(number)}
@@ -115,7 +121,7 @@ def _memory(axes: Any, rows: Sequence[Row]) -> None:
     right, top = (1.1 * max(values) for values in zip(*points, strict=True))
     axes.set_xlim(0, right)
     axes.set_ylim(0, top)
-    axes.set_xlabel("images/s")
+    axes.set_xlabel(f"{unit}/s")
     axes.set_ylabel("peak memory of a rank, GiB")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
 

@@ -10,6 +10,7 @@ from typing import Any
 from hvdtrain.commands.compare import plot
 from hvdtrain.commands.compare.methods import Method
 from hvdtrain.commands.compare.table import (
+    KINDS,
     Row,
     csv_text,
     evaluated,
@@ -22,9 +23,9 @@ from hvdtrain.commands.compare.table import (
 from hvdtrain.commands.compare.trials import LINES, read_trials
 from hvdtrain.commands.runs.target import Target
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import nan_to_null
+from hvdtrain.steps.summary import nan_to_null, unit_of
 from hvdtrain.system.files import replacing
-from hvdtrain.system.output.text import table
+from hvdtrain.system.output.tables import entry, message, table
 
 STEM = "compare"  # of the table and the plot
 
@@ -62,19 +63,21 @@ def report(
         with replacing(file) as out:
             out.write(csv_text(rows).encode())
     lines = evaluated(trials, folder, target) if target else []
-    files += plot.draw(rows, folder / STEM, lines, target)
+    unit = unit_of(trial.summary for trial in trials)
+    files += plot.draw(rows, folder / STEM, lines, target, unit)
     told = [nan_to_null(asdict(row)) for row in rows]
     data = {"ok": True, "rows": told, "files": list(map(str, files))}
     head = headline(trials) + (f", target {target}" if target else "")
-    return data, _text(head, rows, files)
+    return data, text(head, rows, files, unit)
 
 
-def _text(head: str, rows: Sequence[Row], files: Sequence[Path]) -> str:
-    header, cells = figures(rows)
-    parts = [head]
+def text(head: str, rows: Sequence[Row], files: Sequence[Path], unit: str = "images") -> str:
+    """Return the whole report: the table, what its columns mean, and the rows without figures."""
+    header, cells = figures(rows, unit)
+    parts = [message(head)]
     if cells:
-        parts.append(table(header, cells))
-        parts.append("\n".join(f"  {name}: {text}" for name, text in notes(header)))
-    parts.append("\n".join(unavailable(rows)))
-    parts.append("written: " + ", ".join(map(str, files)))
+        parts.append(table(header, cells, names=1 + sum(kind in header for kind in KINDS)))
+        parts.append("\n".join(entry("  ", f"{name}: {text}") for name, text in notes(header)))
+    parts.append("\n".join(map(message, unavailable(rows))))
+    parts.append(message("written: " + ", ".join(map(str, files))))
     return "\n\n".join(part for part in parts if part)

@@ -18,23 +18,12 @@ from hvdtrain.commands.runs.course import Course, read_course
 from hvdtrain.commands.runs.start import COURSE, file_of
 from hvdtrain.commands.runs.target import Evaluation, Target, evaluations, seconds_to
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.output.text import Table, duration, known, number, percent, plural, size
+from hvdtrain.system.output.tables import Table, known
+from hvdtrain.system.output.text import duration, number, percent, plural, size
 
 KINDS = ("framework", "precision")  # of a row, besides its strategy
 HOUR = 3600.0  # seconds
 Curve = dict[int, float]  # the training loss by step
-
-# "ResNet on ImageNet" of published comparisons: seconds an epoch, and what they tell besides.
-REFERENCE: Table = (
-    ["published, not of this machine", "cards", "epoch", "speed-up", "utilisation", "memory"],
-    [
-        ["one card", "1", "1786 s", "1.00", "-", "100 %"],
-        ["DataParallel", "8", "984 s", "1.82", "36.5 %", "-"],
-        ["torch.distributed (DDP)", "8", "239 s", "7.47", "95.8 %", "-"],
-        ["DDP in half precision", "8", "230 s", "7.77", "-", "60 %"],
-        ["DDP over hosts", "32", "52 s", "34.3", "-", "-"],
-    ],
-)
 
 
 @dataclass(frozen=True)
@@ -227,8 +216,13 @@ def csv_text(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def figures(rows: Sequence[Row]) -> Table:
-    """Return the rows that have figures, without the columns that none of them knows."""
+def figures(rows: Sequence[Row], unit: str = "images") -> Table:
+    """Return the rows that have figures, without the columns that none of them knows.
+
+    Args:
+        rows: with and without figures.
+        unit: what the samples are, in the plural.
+    """
     some = [row for row in rows if row.available]
 
     def cells(of: Callable[[Row], Any], show: Callable[[Any], str]) -> list[str]:
@@ -242,7 +236,7 @@ def figures(rows: Sequence[Row]) -> Table:
         "framework": [row.framework if "framework" in told else "-" for row in some],
         "precision": cells(lambda row: row.precision if "precision" in told else None, str),
         "ranks": [str(row.ranks) for row in some],
-        "images/s": cells(lambda row: row.images_per_second, number),
+        f"{unit}/s": cells(lambda row: row.images_per_second, number),
         "range": [
             f"{number(low or 0)} ... {number(high or 0)}" if several else "-"
             for low, high in spread
@@ -276,7 +270,7 @@ def _epoch(seconds: float) -> str:
 
 
 NOTES = {
-    "range": "lowest ... highest of the repeats; images/s is their median",
+    "range": "lowest ... highest of the repeats; beside it is their median",
     "speed-up": "over one process of the same framework and precision",
     "epoch": "training on all samples once, without evaluation",
     "memory": "the most of any rank: of its GPU, else resident, libraries included",
@@ -323,7 +317,7 @@ def headline(trials: Sequence[Trial]) -> str:
         if len({getattr(summary, key) for _, summary in done}) == 1
     ]
     parts = [
-        " ".join(word for word in (first.workload, first.model, *same) if word),
+        " ".join(word for word in dict.fromkeys((first.workload, first.model, *same)) if word),
         f"global batch {trial.batch} in every row",
         plural(trial.threads, "thread") + " per rank" if trial.threads else "",
         trial.machine,

@@ -29,8 +29,7 @@ from hvdtrain.commands.doctor.findings import (
     WARNING,
     Finding,
     exit_code,
-    findings_table,
-    rendered,
+    findings_text,
     summary,
 )
 from hvdtrain.commands.install_horovod.installed import mend_file
@@ -72,12 +71,12 @@ def report(
     read: data.Measured | None,
 ) -> Report:
     """Return the table of findings, those of allreduce and of the data, and all as data."""
-    parts: list[Any] = [findings_table(findings)]
+    parts = [findings_text(findings)]
     if times:
-        parts += ["", ranks.allreduce_title(times), ranks.allreduce_table(times)]
+        parts.append(ranks.allreduce_text(times))
     if read and read.seconds:
-        parts += ["", data.data_title(read), data.data_table(read)]
-    parts += ["", summary(findings)]
+        parts.append(data.data_text(read))
+    parts.append(summary(findings))
     code = exit_code(findings)
     result = {
         "ok": code == 0,
@@ -88,7 +87,7 @@ def report(
         "allreduce": times,
         "data": read.as_dict() if read else None,
     }
-    return Report(rendered(*parts, columns=terminal.columns()), result, code)
+    return Report("\n\n".join(parts), result, code)
 
 
 def look(environ: Mapping[str, str], wanted: Request | None = None) -> Iterator[Finding]:

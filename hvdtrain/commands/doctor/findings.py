@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
+from hvdtrain.system.output.tables import coloured, entry
 from hvdtrain.system.output.text import plural
 
 OK = "ok"
@@ -21,7 +16,6 @@ ABSENT = "absent"
 """Not there, and not needed by everyone; or nothing that can be seen from here."""
 
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red", ABSENT: "dim"}
-FILE_WIDTH = 10_000  # columns where nobody's terminal limits them: no word is cut or wrapped
 
 
 @dataclass(frozen=True)
@@ -53,31 +47,16 @@ def summary(findings: Sequence[Finding]) -> str:
     return ", ".join(words) or "all well"
 
 
-def findings_table(findings: Sequence[Finding], styles: Mapping[str, str] = STYLES) -> Table:
-    """Return a row per finding, the remedy under its evidence."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def findings_text(findings: Sequence[Finding], styles: Mapping[str, str] = STYLES) -> str:
+    """Return an entry per finding, the remedy under its evidence; in colours on a terminal."""
+    states = max((len(finding.state) for finding in findings), default=0)
+    checks = max((len(finding.check) for finding in findings), default=0)
+    lines: list[tuple[str, str]] = []
     for finding in findings:
         style = styles[finding.state]
-        text = Text(finding.evidence)
+        head = f"{finding.state:<{states}}  {finding.check:<{checks}}  "
+        text = entry(head, finding.evidence)
+        lines += [(text[: len(finding.state)], style), (f"{text[len(finding.state) :]}\n", "")]
         if finding.remedy:
-            text.append(f"\n-> {finding.remedy}", style)
-        table.add_row(Text(finding.state, style), finding.check, text)
-    return table
-
-
-def rendered(*parts: Any, columns: int | None) -> str:
-    """Return ``parts`` as text, coloured for a terminal of ``columns``; None: plain, never cut."""
-    stream = io.StringIO()
-    console = Console(
-        file=stream,
-        force_terminal=columns is not None,
-        width=columns or FILE_WIDTH,
-        highlight=False,
-        no_color=True if columns is None else None,
-    )
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str), markup=False)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+            lines.append((entry(" " * len(head), f"-> {finding.remedy}") + "\n", style))
+    return coloured(lines)

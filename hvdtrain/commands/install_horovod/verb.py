@@ -40,6 +40,7 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError
 from hvdtrain.system.machine.toolchain import Toolchain, find
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.tables import entry
 from hvdtrain.system.runtime.command import Command, HeldSignals, run, termination_as_interrupt
 
 log = logging.getLogger(__name__)
@@ -109,14 +110,15 @@ def run_verb(arguments: argparse.Namespace) -> Report:
 
 def _refusal(plan: BuildPlan) -> Report:
     """Say what was found and what is missing, before anything is started."""
-    lines = [*_table(plan), "", "Horovod cannot be built here:"]
-    lines += [f"  - {problem}" for problem in plan.problems]
+    lines = [*rows_of(plan), "", "Horovod cannot be built here:"]
+    lines += [entry("  - ", str(problem)) for problem in plan.problems]
     problems = [{"what": p.what, "remedy": p.remedy} for p in plan.problems]
     return Report("\n".join(lines), {"ok": False, "problems": problems}, EXIT_USAGE)
 
 
-def _table(plan: BuildPlan) -> list[str]:
-    return [f"{name:<11} {finding}" for name, finding in plan.rows]
+def rows_of(plan: BuildPlan) -> list[str]:
+    """Return what was found, an entry each."""
+    return [entry(f"{name:<11} ", finding) for name, finding in plan.rows]
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class Session:
     def install(self) -> Report:
         """Do all that is not yet done."""
         start = time.monotonic()
-        for line in _table(self.plan):
+        for line in rows_of(self.plan):
             log.info("%s", line)
         with _told_when_stopped():
             build = self.build

@@ -13,6 +13,7 @@ from hvdtrain.commands.pack.check import problems
 from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.workloads.data.packed import IMAGES, MNIST, Pack, is_packed
 
@@ -116,7 +117,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     contents, facts = pack.contents, _facts(pack)
     held = f"{plural(facts['samples'], 'sample')}, " if contents.splits else ""
     shards = f"{plural(len(contents.shards), 'shard')}, {size(facts['bytes'])}"
-    lines = [f"{out} holds {folders[0]}{' already' if already else ''}: {held}{shards}"]
+    done = f"{out} holds {folders[0]}{' already' if already else ''}: {held}{shards}"
+    lines = [message(done)]
     lines.append(f"check it: hvdtrain pack --check {shlex.quote(str(out))}")
     trainers = {IMAGES: "resnet", MNIST: "mnist"}
     if contents.kind in trainers:
@@ -135,8 +137,8 @@ def _check(out: Path, workers: int) -> Report:
     text = f"{out}: {plural(len(pack.contents.shards), 'shard')}, {size(facts['bytes'])}"
     if wrong:
         lines = [*wrong, f"{text}: {len(wrong)} bad; remove {out} and pack it again, or copy those"]
-        return Report("\n".join(lines), facts, EXIT_FAILURE)
-    return Report(f"{text}: every byte is what was packed", facts, EXIT_OK)
+        return Report("\n".join(map(message, lines)), facts, EXIT_FAILURE)
+    return Report(message(f"{text}: every byte is what was packed"), facts, EXIT_OK)
 
 
 def _facts(pack: Pack) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from hvdtrain.commands.scaling.study import Study, title
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import plots
-from hvdtrain.system.output.text import Table, duration, number, percent, printable, size
+from hvdtrain.system.output.tables import Table
+from hvdtrain.system.output.text import duration, number, percent, printable, size
 
 FEW = 3  # runs that each get a section of their own
 
@@ -205,7 +206,7 @@ def _common(summaries: Mapping[Path, Summary]) -> list[tuple[str, Rows]]:
 def _study(study: Study) -> dict[str, Any]:
     plots.style()
     split = report.step_table(study.sizes)
-    tables = [("Throughput", report.size_table(study.sizes))]
+    tables = [("Throughput", report.size_table(study.sizes, study.unit))]
     tables += [("Where a step goes", split)] if split else []
     if study.shown:
         tables += [
@@ -231,7 +232,6 @@ def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, Any]:
         "table": (header, cells) if cells else None,
         "meanings": compare_table.notes(header),
         "unavailable": compare_table.unavailable(rows),
-        "reference": compare_table.REFERENCE,
     }
 
 

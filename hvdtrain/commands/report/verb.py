@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import printable
 from hvdtrain.system.runtime import terminal
 
@@ -57,6 +58,6 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     names = {**{name: name for name in counts}, "courses": "training curves"}
     shown = ", ".join(f"{names[name]}: {number}" for name, number in counts.items() if number)
     lines = [f"{target}: {shown}", *(f"left out: {note}" for note in found.notes)]
-    lines = [printable(line) for line in lines]
+    lines = [message(printable(line), "  ") for line in lines]
     data = {"ok": True, "html": str(target), **counts, "left_out": found.notes}
     return Report("\n".join(lines), data)

@@ -78,7 +78,7 @@ def _throughput(study: Study, axes: Any) -> None:
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.minorticks_off()
-    axes.set_ylabel("throughput, images/s")
+    axes.set_ylabel(f"throughput, {study.unit}/s")
     _legend(axes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,15 @@ from hvdtrain.commands.scaling.study import WIDEST, LeftOut, Study, make_study, 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output.result import Report
-from hvdtrain.system.output.text import WIDTH, Table, duration, known, number, plural, size, table
+from hvdtrain.system.output.tables import Table, entry, known, message, paragraph, table
+from hvdtrain.system.output.text import duration, number, plural, size
 
 PLOT = "scaling"  # the stem of its files
+ENOUGH = 3  # sizes, from which computing, latency and bandwidth can be told apart
+TOO_FEW = (
+    f"No prediction from fewer than {ENOUGH} sizes, unless it is asked for: --predict 8,16 adds it."
+)
+SPREAD = ("±", "95 % interval", "95 %")  # columns that tell of the one before them
 LIMITS = {
     "latency": "latency",
     "bandwidth": "bandwidth",
@@ -59,7 +64,9 @@ def report(
     check_comparable(runs, scaling, str(source))
     reductions = read_reductions(tables, runs[0].summary.strategy)
     study = make_study(runs, scaling, reductions=reductions, **asked)
-    data, lines = study_data(study), [study_text(study)]
+    wanted = any((asked.get("ranks"), asked.get("leave_out"), tables))
+    predicted = wanted or sum(not one.oversubscribed for one in study.sizes) >= ENOUGH
+    data, lines = study_data(study), [study_text(study, predicted=predicted)]
     if folder is not None:
         data["files"] = [str(file) for file in write(study, folder)]
         if target is not None:
@@ -67,7 +74,7 @@ def report(
             data["target"] = time_to.data(found, target)
             lines.append(time_to.text(found, target))
             data["files"] += map(str, time_to.draw(found, target, folder))
-        lines.append("written: " + ", ".join(data["files"]))
+        lines.append(message("written: " + ", ".join(data["files"])))
     return Report("\n\n".join(lines), data)
 
 
@@ -87,25 +94,38 @@ def write(study: Study, folder: Path) -> list[Path]:
     return [table, *plot.draw(study, folder / PLOT)]
 
 
-def study_text(study: Study) -> str:
-    """Return the whole report."""
+def study_text(study: Study, *, predicted: bool = True) -> str:
+    """Return the whole report: the answer, what was measured, and the prediction if wanted."""
     sections = [
-        textwrap.fill(title(study), WIDTH),
-        table(*size_table(study.sizes)),
+        paragraph(answer(study)),
+        paragraph(title(study)),
+        table(*size_table(study.sizes, study.unit), joined=SPREAD),
         table(*split) if (split := step_table(study.sizes)) else "",
-        textwrap.fill(notes(study), WIDTH),
-        *_prediction(study),
+        paragraph(notes(study, predicted=predicted)),
+        *(_prediction(study) if predicted or study.fit is None else [paragraph(TOO_FEW)]),
     ]
     return "\n\n".join(section for section in sections if section)
 
 
-def size_table(sizes: Sequence[RankResult]) -> Table:
+def answer(study: Study) -> str:
+    """Return the efficiency of the largest size that has its cores; nothing of one size alone."""
+    whole = [one for one in study.sizes if not one.oversubscribed]
+    base, last = study.sizes[0], (whole if len(whole) > 1 else study.sizes)[-1]
+    if base is last:
+        return ""
+    return (
+        f"Efficiency on {plural(last.ranks, 'rank')}: {100 * last.efficiency:.1f} % "
+        f"({last.speedup:.2f} times the {study.unit}/s of {plural(base.ranks, 'rank')})"
+    )
+
+
+def size_table(sizes: Sequence[RankResult], unit: str) -> Table:
     """Return the throughput: a row per number of ranks."""
     return known(
         {
             "ranks": _names(sizes),
             "hosts": [str(one.hosts or "-") for one in sizes],
-            "images/s": [number(one.rate.mean) for one in sizes],
+            f"{unit}/s": [number(one.rate.mean) for one in sizes],
             "±": [_or_dash(one.rate.deviation, number, one.rate.mean) for one in sizes],
             "95 % interval": [_interval(one.rate.interval, number) for one in sizes],
             "speed-up": [f"{one.speedup:.2f}" for one in sizes],
@@ -145,7 +165,7 @@ def _interval(value: tuple[float, float] | None, show: Callable[[float], str]) -
     return "-" if value is None else " to ".join(map(show, value))
 
 
-def notes(study: Study) -> str:
+def notes(study: Study, *, predicted: bool = True) -> str:
     """Return what a reader of the table must know."""
     found = []
     base = study.sizes[0].ranks
@@ -154,12 +174,13 @@ def notes(study: Study) -> str:
     if any(one.oversubscribed for one in study.sizes):
         found.append(
             "* oversubscribed (more threads than cores): their efficiency says nothing about more "
-            "hardware, so the prediction leaves them out."
+            f"hardware{', so the prediction leaves them out' * predicted}."
         )
     if all(one.rate.deviation is None for one in study.sizes):
         found.append(
-            "Each size ran once, so the errors are not known (--repeat 3 measures them); the "
-            f"prediction assumes {100 * UNKNOWN_ERROR:.0f} %."
+            "Each size ran once, so the errors are not known (--repeat 3 measures them)"
+            + f"; the prediction assumes {100 * UNKNOWN_ERROR:.0f} %" * predicted
+            + "."
         )
     if any(one.split for one in study.sizes):
         found.append(
@@ -174,28 +195,31 @@ def notes(study: Study) -> str:
 
 def _prediction(study: Study) -> list[str]:
     """Return the prediction: what was fitted, what follows from it, what would help."""
-    sections = [textwrap.fill(fit_text(study), WIDTH)]
+    sections = [paragraph(fit_text(study))]
     if study.left_out:
-        sections.append(left_out_text(study.left_out))
+        sections.append(message(left_out_text(study.left_out, study.unit)))
     if study.passed_over:
-        sections.append(textwrap.fill(passed_over_text(study), WIDTH))
+        sections.append(paragraph(passed_over_text(study)))
     if uncertain := uncertain_text(study):
-        sections.append(textwrap.fill(uncertain, WIDTH))
+        sections.append(paragraph(uncertain))
     if study.shown:
-        expected, changed = table(*prediction_table(study)), table(*remedy_table(study))
+        expected, changed = (
+            table(*prediction_table(study), joined=SPREAD),
+            table(*remedy_table(study)),
+        )
         sections += [
             f"Predicted efficiency, with the shares of a step:\n{expected}",
-            f"{limit_text(study)} Efficiency after a change:\n{changed}",
-            "\n".join(f"  {one.name:<27} {one.what}" for one in study.remedies),
+            f"{paragraph(f'{limit_text(study)} Efficiency after a change:')}\n{changed}",
+            "\n".join(entry(f"  {one.name:<27} ", one.what) for one in study.remedies),
         ]
     return sections
 
 
-def left_out_text(left: LeftOut) -> str:
+def left_out_text(left: LeftOut, unit: str) -> str:
     """Return a measured size beside the prediction of the fit that has not seen it."""
     low, middle, high = left.predicted.low, left.predicted.middle, left.predicted.high
     return (
-        f"Left out of the fit: {plural(left.ranks, 'rank')}, {number(middle)} images/s predicted "
+        f"Left out of the fit: {plural(left.ranks, 'rank')}, {number(middle)} {unit}/s predicted "
         f"({number(low)} to {number(high)}), {number(left.measured)} measured: "
         f"{100 * (middle / left.measured - 1):+.1f} %"
     )
@@ -296,7 +320,9 @@ def fit_text(study: Study) -> str:
 def _costs(study: Study, fit: Fit) -> list[str]:
     """Return the best fit in words."""
     costs, batch = fit.best.costs, study.runs[0].batch
-    words = [f"computing takes {duration(costs.compute)} per {'step' if batch else 'image'}"]
+    words = [
+        f"computing takes {duration(costs.compute)} per {'step' if batch else study.unit[:-1]}"
+    ]
     if costs.slowdown >= NOTABLE:
         words.append(
             f"with other ranks it takes {100 * costs.slowdown:.0f} % longer (they share memory and "

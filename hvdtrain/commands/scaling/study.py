@@ -21,6 +21,7 @@ from hvdtrain.commands.scaling.model import (
 )
 from hvdtrain.commands.scaling.results import RankResult, summarize
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import unit_of
 from hvdtrain.system.output.text import plural
 
 WIDEST = 0.4  # a range of efficiencies that is wider tells nothing
@@ -54,6 +55,11 @@ class Study:
     """Numbers of ranks that the user asked for and that need no prediction, or can have none."""
 
     @property
+    def unit(self) -> str:
+        """What the samples are, in the plural."""
+        return unit_of(run.summary for run in self.runs)
+
+    @property
     def shown(self) -> tuple[Prediction, ...]:
         """The predictions that say something: their 95 % range is at most ``WIDEST``."""
         ranges = ((one, one.efficiency.high - one.efficiency.low) for one in self.predictions)
@@ -68,7 +74,7 @@ def title(study: Study) -> str:
     repeats = max(size.rate.count for size in study.sizes)
     threads = f", {plural(first.threads, 'thread')} per rank" if first.threads else ""
     parts = [
-        " ".join(name for name in (summary.workload, summary.model) if name),
+        " ".join(name for name in dict.fromkeys((summary.workload, summary.model)) if name),
         " over ".join(name for name in (summary.framework, summary.strategy) if name),
         summary.precision or "",
         f"{study.scaling} scaling"

@@ -17,7 +17,8 @@ from hvdtrain.commands.runs.records import Run
 from hvdtrain.commands.runs.target import Evaluation, Target, evaluations, seconds_to
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output import plots
-from hvdtrain.system.output.text import duration, plural, table
+from hvdtrain.system.output.tables import message, table
+from hvdtrain.system.output.text import duration, plural
 
 STEM = "target"  # of the plot
 
@@ -78,7 +79,7 @@ def text(found: Sequence[TargetResult], target: Target) -> str:
         for one in found
     ]
     head = f"Time to {target}, from the first update on, evaluations included (median):"
-    return f"{head}\n\n{table(['ranks', 'time', 'speed-up', 'runs'], rows)}"
+    return f"{message(head)}\n\n{table(['ranks', 'time', 'speed-up', 'runs'], rows)}"
 
 
 def data(found: Sequence[TargetResult], target: Target) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from hvdtrain.commands.timeline.model import KINDS, OPERATION, STATES, Facts
 from hvdtrain.commands.timeline.verdict import Finding
-from hvdtrain.system.output.text import duration, percent, plural, printable, short, size, table
+from hvdtrain.system.output.tables import entry, message, paragraph, table
+from hvdtrain.system.output.text import duration, percent, plural, printable, short, size
 
-WIDTH = 100
 RANKS = 12
 TENSORS = 10
+LATE = ("by median", "mean", "cost")  # columns that tell of the one before them
 UNSEEN = (
     "What is not in the file: it is written by rank 0 and holds what Horovod does there. "
     "Computing, loading data and the other ranks' work are not in it, only when each rank "
@@ -25,7 +25,7 @@ def text(facts: Facts) -> str:
     sections = [_head(facts), _verdict(facts["verdict"])]
     if facts["phases"]:
         body = (_states, _lateness, _slowest, _phases, _operations, _cycles, _tensors)
-        sections += [section(facts) for section in body] + [textwrap.fill(UNSEEN, WIDTH)]
+        sections += [section(facts) for section in body] + [paragraph(UNSEEN)]
     return "\n\n".join(section for section in sections if section)
 
 
@@ -55,7 +55,7 @@ def _head(facts: Facts) -> str:
     if file["unfamiliar"]:
         kinds = ", ".join(f"{n:,} {short(k, 20)}" for k, n in sorted(file["unfamiliar"].items()))
         lines.append(f"unfamiliar events, left out: {kinds}")
-    return "\n".join(lines)
+    return "\n".join(message(line, "  ") for line in lines)
 
 
 def ranks(facts: Facts) -> str:
@@ -72,10 +72,7 @@ def _verdict(findings: Sequence[Finding]) -> str:
     lines = []
     for number, finding in enumerate(findings):
         head = "Verdict: " if number == 0 else "Also:    "
-        for words, indent in ((finding["text"], head), ("-> " + finding["advice"], " " * 9)):
-            lines.append(
-                textwrap.fill(words, WIDTH, initial_indent=indent, subsequent_indent=" " * 9)
-            )
+        lines += [entry(head, finding["text"]), entry(" " * len(head), "-> " + finding["advice"])]
     return "\n".join(lines)
 
 
@@ -111,9 +108,9 @@ def _lateness(facts: Facts) -> str:
     title = f"Lateness: {ticked:,} of {asked:,} negotiations tell which rank was ready when"
     if not lateness["told"]:
         few = ", the first ones" if ticked else ""
-        return (
-            f"{title}{few}: Horovod\n"
-            "does not record it while its response cache is on (HOROVOD_CACHE_CAPACITY=0: off)"
+        return paragraph(
+            f"{title}{few}: Horovod does not record it while its response cache is on "
+            "(HOROVOD_CACHE_CAPACITY=0: off)"
         )
     order = sorted(lateness["ranks"], key=lambda r: (-r["cost_seconds"], -r["late_negotiations"]))
     rows = [
@@ -127,7 +124,7 @@ def _lateness(facts: Facts) -> str:
         for row in order[:RANKS]
     ]
     header = ["last in", "steps", "by median", "mean", "cost", "tensors", "by median", "mean"]
-    lines = [title, table([*header, "behind first"], rows)]
+    lines = [message(title), table([*header, "behind first"], rows, joined=LATE)]
     if len(order) > RANKS:
         lines.append(f"  and {len(order) - RANKS} ranks more that cost less")
     return "\n".join(lines)
@@ -146,7 +143,7 @@ def _slowest(facts: Facts) -> str:
         late = f", rank {step['late_rank']} late by {duration(step['late_seconds'])}"
         late = "" if step["late_rank"] is None else late
         steps.append(f"{step['step']:,} ({duration(step['seconds'])}{late})")
-    return textwrap.fill(f"Slowest steps: {', '.join(steps)}", WIDTH, subsequent_indent="  ")
+    return paragraph(f"Slowest steps: {', '.join(steps)}", "  ")
 
 
 def _phases(facts: Facts) -> str:
@@ -163,13 +160,7 @@ def _phases(facts: Facts) -> str:
         for row in facts["phases"]
     ]
     header = ["", "", "bars", "time", "summed over tensors", *(["time per step"] if steps else [])]
-    return "Phases, whole file\n" + _two_names(header, rows)
-
-
-def _two_names(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose second column is of names too, so to the left."""
-    width = max(len(row[1]) for row in rows)
-    return table(header, [[row[0], f"{row[1]:<{width}}", *row[2:]] for row in rows])
+    return "Phases, whole file\n" + table(header, rows, names=2)
 
 
 def _seconds(value: float | None) -> str:
@@ -193,7 +184,7 @@ def _operations(facts: Facts) -> str:
         ]
         for row in facts["operations"]
     ]
-    lines = ["Collectives, in tensors: " + "; ".join(asked)]
+    lines = [message("Collectives, in tensors: " + "; ".join(asked), "  ")]
     if rows:
         header = ["", "operations", "tensors each", "bytes each", "median", "in all", "bytes/time"]
         lines += ["", "Fusion: operations carried out", table(header, rows)]
@@ -203,8 +194,8 @@ def _operations(facts: Facts) -> str:
 def _cycles(facts: Facts) -> str:
     found = facts["cycles"]
     if not found:
-        return (
-            "Cycles: not marked in this file (HOROVOD_TIMELINE_MARK_CYCLES=1 marks them), so the\n"
+        return paragraph(
+            "Cycles: not marked in this file (HOROVOD_TIMELINE_MARK_CYCLES=1 marks them), so the "
             "share of the cycle time is unknown"
         )
     line = (
@@ -219,7 +210,7 @@ def _cycles(facts: Facts) -> str:
             f"{found['operations_per_cycle']:.1f} each, on {found['tensors_per_cycle']:.1f} "
             f"tensors of {size(found['bytes_per_cycle'])} in all"
         )
-    return textwrap.fill(line, WIDTH, subsequent_indent="  ")
+    return paragraph(line, "  ")
 
 
 def _tensors(facts: Facts) -> str:
@@ -295,5 +286,5 @@ def comparison(difference: Facts) -> str:
     ]
     one, other = (printable(difference[key]) for key in ("one", "other"))
     of = "per step" if difference["a_step"] else "of the whole file"
-    times = _two_names(["", "", "one", "other", "other/one"], rows)
+    times = table(["", "", "one", "other", "other/one"], rows, names=2)
     return f"one: {one}\nother: {other}\n\nTimes {of}\n{times}"

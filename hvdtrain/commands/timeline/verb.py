@@ -13,6 +13,7 @@ from hvdtrain.commands.timeline.facts import analyse
 from hvdtrain.commands.timeline.read import repair
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import printable
 from hvdtrain.system.runtime import terminal
 
@@ -76,12 +77,14 @@ def _read_and_report(arguments: argparse.Namespace, span: tuple[float, float] | 
         from hvdtrain.commands.timeline.page import write
 
         write(arguments.html, found, analysis, recorder)
-        parts.append(f"{printable(arguments.html)}: the report and the trace; open it in a browser")
+        page = printable(arguments.html)
+        parts.append(message(f"{page}: the report and the trace; open it in a browser"))
     if arguments.repair:
         done = repair(arguments.file, arguments.repair, span)
         found["repaired"] = dataclasses.asdict(done)
-        parts.append(
+        mended = (
             f"{printable(arguments.repair)}: {done.events:,} events written; {done.closed:,} bars "
             f"closed at the end, {done.dropped:,} events left out"
         )
+        parts.append(message(mended))
     return Report("\n\n".join(parts), found)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.commands.doctor.findings import Finding, findings_table, rendered
-from hvdtrain.system.runtime import terminal
+from hvdtrain.commands.doctor.findings import Finding, findings_text
+from hvdtrain.system.output.tables import message
 
 OK, FAILED, NOT_SEEN = "ok", "failed", "not seen"
 STYLES = {OK: "green", FAILED: "bold red", NOT_SEEN: "yellow"}
@@ -132,7 +132,7 @@ def show(headline: str, rows: Iterable[Row]) -> str:
         Finding(f"{one.step} {one.about.title}", one.state, one.evidence, one.remedy)
         for one in rows
     ]
-    return rendered(headline, findings_table(found, STYLES), columns=terminal.columns())
+    return f"{message(headline)}\n{findings_text(found, STYLES)}"
 
 
 def number(value: float) -> str:

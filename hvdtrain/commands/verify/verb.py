@@ -17,6 +17,7 @@ from hvdtrain.config.strategies import DEFAULT, PACKAGES, STRATEGIES
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, termination_as_interrupt
@@ -197,5 +198,5 @@ def report(rows: Sequence[Row], framework: str, strategy: str | None, ranks: int
         "hosts": hosts,
         "rows": [row.data() for row in eight],
     }
-    text = f"{show(f'hvdtrain verify: {headline}', eight)}\n{end}"
+    text = f"{show(f'hvdtrain verify: {headline}', eight)}\n{message(end)}"
     return Report(text, data, EXIT_FAILURE if failed else EXIT_OK)

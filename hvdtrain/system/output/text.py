@@ -1,16 +1,12 @@
-"""Numbers, names and tables as a person reads them."""
+"""Numbers and names as a person reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 NAME = 44  # characters of a tensor's name
 RANKS = 8  # numbers in a list
 FEW = 4  # of neighbours that are named one by one
-WIDTH = 100  # of a line
-
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Header and rows."""
 
 
 def duration(seconds: float) -> str:
@@ -64,24 +60,6 @@ def rank_list(ranks: Iterable[int], most: int = RANKS) -> str:
     if len(ranks) > FEW and ranks[-1] - ranks[0] == len(ranks) - 1:
         shown = f"{ranks[0]} to {ranks[-1]}"
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
-
-
-def known(columns: dict[str, list[str]]) -> Table:
-    """Return the table without the columns that hold nothing but ``-``."""
-    kept = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
-    return list(kept), list(zip(*kept.values(), strict=True))
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns under their header: the first to the left, numbers to the right."""
-    columns = list(zip(header, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for row in (header, *rows):
-        cells = [f"{row[0]:<{widths[0]}}"]
-        cells += [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  " + "   ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def printable(name: object) -> str:

@@ -42,7 +42,7 @@ def test_the_table() -> None:
     assert table["trained"] == "12,345 images in 1,200 steps, 6 whole epochs"
     assert table["training loss"] == "0.1234"
     assert table["test accuracy"] == "99.12 % of 10,000"
-    assert table["images/s"] == "20,000.0 in the median step, 0.7 to 20,500.0; over all ranks"
+    assert table["images/s"] == "20,000.0 in the median step, 0.7 to 20,500.0; all ranks"
     assert "checkpoint" not in table
     assert (
         dict(rows(replace(SUMMARY, checkpoint="/c/step-1"), RATES, SHOWN))["checkpoint"]

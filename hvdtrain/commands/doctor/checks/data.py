@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import find_module
+from hvdtrain.system.output.tables import message, table
 from hvdtrain.system.output.text import percent, plural, printable, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.training.plan import choose_workers
@@ -294,23 +294,19 @@ def _speed(found: Measured, cores: int, gpu: bool) -> Finding:
     return Finding("reading images", OK, told)
 
 
-def data_title(found: Measured) -> str:
-    """Return what the table shows."""
-    return f"an image of {found.directory} on one core, as PyTorch's loader reads it:"
-
-
-def data_table(found: Measured) -> Table:
+def data_text(found: Measured) -> str:
     """Return a row per stage: time of an image, share of a worker's time, images/s."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("stage", no_wrap=True)
-    for name in ("ms", "share", "images/s per core"):
-        table.add_column(name, justify="right", no_wrap=True)
-    total = 1 / found.rate
-    for name, seconds in _rows(found):
-        inside = name in WORKER
-        share = percent(seconds / total) if inside else ""
-        table.add_row(name, f"{1e3 * seconds:.2f}", share, f"{1 / seconds:,.0f}")
-    return table
+    rows = [
+        [
+            name,
+            f"{1e3 * seconds:.2f}",
+            percent(seconds * found.rate) if name in WORKER else "",
+            f"{1 / seconds:,.0f}",
+        ]
+        for name, seconds in _rows(found)
+    ]
+    title = f"an image of {found.directory} on one core, as PyTorch's loader reads it:"
+    return f"{message(title)}\n{table(['stage', 'ms', 'share', 'images/s per core'], rows)}"
 
 
 def _rows(found: Measured) -> Sequence[tuple[str, float]]:

@@ -9,8 +9,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from hvdtrain.commands.doctor.checks.files import SKEW
 from hvdtrain.commands.doctor.checks.hosts import is_this_host
 from hvdtrain.commands.doctor.checks.machine import resource_findings
@@ -20,6 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_software, places
 from hvdtrain.system.machine.limits import Resources
 from hvdtrain.system.machine.threads import threads_per_rank
+from hvdtrain.system.output.tables import message, table
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.system.runtime.command import TIMED_OUT, Result
 
@@ -32,6 +31,8 @@ NAMES = {
     "gloo": "torch.distributed, Gloo",
     "nccl": "torch.distributed, NCCL",
 }
+SAME_BANDWIDTHS = 2  # ranks, on which that of the bus, times 2 (p - 1) / p, is no other
+MESSAGE = 8  # columns of a size
 SHORT = {"mpi4py": "mpi4py", "horovod": "Horovod", "gloo": "Gloo", "nccl": "NCCL"}
 NEEDED = ("mpi4py", "horovod")  # what the trainers use
 REMEDIES = {
@@ -205,28 +206,26 @@ def allreduce_findings(report: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("allreduce", OK, f"right sums by {'; '.join(measured)}: see the table")
 
 
-def allreduce_title(report: Mapping[str, Any]) -> str:
-    """Return what the table shows."""
+def allreduce_text(report: Mapping[str, Any]) -> str:
+    """Return a row per message size: time, algorithm and bus bandwidth per back end.
+
+    On 2 ranks both bandwidths are the same.
+    """
     where = f"{plural(report['ranks'], 'rank')} on {plural(report['hosts'], 'host')}"
-    return f"allreduce over {where}: median time, algorithm and bus bandwidth"
-
-
-def allreduce_table(report: Mapping[str, Any]) -> Table:
-    """Return a row per message size: time, algorithm and bus bandwidth per back end."""
+    kinds = {"algorithm": "alg", "bus": "bus"}
+    shown = "algorithm and bus bandwidth"
+    if report["ranks"] == SAME_BANDWIDTHS:
+        kinds, shown = {"bus": "bandwidth"}, "bandwidth"
     backends = {k: v["rows"] for k, v in report["backends"].items() if v["state"] == "ok"}
-    table = Table(box=None, pad_edge=False)
-    table.add_column("message", justify="right", no_wrap=True)
-    for name in backends:
-        table.add_column(SHORT[name], justify="right", no_wrap=True)
-        table.add_column("alg", justify="right", no_wrap=True)
-        table.add_column("bus", justify="right", no_wrap=True)
+    header = [word for name in backends for word in (SHORT[name], *kinds.values())]
+    cells = []
     for rows in zip(*backends.values(), strict=True):
-        cells = [size(rows[0]["bytes"])]
+        cells.append([size(rows[0]["bytes"]).rjust(MESSAGE)])
         for row in rows:
-            cells.append(show_seconds(row["seconds"]))
-            cells += [show_rate(row[f"{kind}_gb_per_second"]) for kind in ("algorithm", "bus")]
-        table.add_row(*cells)
-    return table
+            rates = [show_rate(row[f"{kind}_gb_per_second"]) for kind in kinds]
+            cells[-1] += [show_seconds(row["seconds"]), *rates]
+    times = table(["message".rjust(MESSAGE), *header], cells, joined=kinds.values())
+    return f"{message(f'allreduce over {where}: median time, {shown}')}\n{times}"
 
 
 def show_rate(gigabytes: float) -> str:

@@ -20,6 +20,7 @@ from hvdtrain.commands.verify.script import judge
 from hvdtrain.commands.verify.script.record import DETAILED, Noted
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
@@ -198,7 +199,8 @@ def report(seen: Watched, options: argparse.Namespace, ranks: int) -> Report:
     if unseen:
         end += ", " if failed else ", but this is no pass: "
         end += f"{len(unseen)} of 8 not seen ({', '.join(map(str, unseen))})"
-        end += f"; to see more, run it to its end:\n  {more}" if more else ""
+        end += "; to see more, run it to its end:" if more else ""
+    end = message(end) + (f"\n  {more}" if more else "")  # a command stays whole
     headline = f"hvdtrain verify: {options.script.name}, {plural(ranks, 'rank')}, "
     headline += plural(seen.updates, "update")
     if seen.crash:
@@ -216,7 +218,7 @@ def report(seen: Watched, options: argparse.Namespace, ranks: int) -> Report:
         "rows": [row.data() for row in seen.rows],
     }
     nothing = seen.crash and not seen.updates and not failed
-    text = headline if nothing else f"{show(headline, seen.rows)}\n{end}"
+    text = message(headline) if nothing else f"{show(headline, seen.rows)}\n{end}"
     return Report(text, data, EXIT_OK if ok else EXIT_FAILURE)
 
 

@@ -1,14 +1,16 @@
-"""Findings: their states, exit code, and a table that is never cut."""
+"""Findings: their states, exit code, and how they are shown."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
 
 import pytest
 
 from hvdtrain.collectives.model import bandwidths
 from hvdtrain.commands.doctor.checks.ranks import (
     allreduce_findings,
-    allreduce_table,
-    allreduce_title,
+    allreduce_text,
     show_rate,
     show_seconds,
 )
@@ -19,8 +21,7 @@ from hvdtrain.commands.doctor.findings import (
     WARNING,
     Finding,
     exit_code,
-    findings_table,
-    rendered,
+    findings_text,
     summary,
 )
 
@@ -41,24 +42,22 @@ def test_the_summary_counts() -> None:
     assert summary([Finding("a", OK, "")]) == "all well"
 
 
-def test_the_table_in_a_file_keeps_its_columns() -> None:
-    table = findings_table(
-        [Finding("MPI", OK, LONG), Finding("current directory", ERROR, "full [x]", "free some")]
-    )
-    assert rendered(table, "", "1 error", columns=None).splitlines() == [
+def test_in_a_file_a_path_stays_whole() -> None:
+    found = [Finding("MPI", OK, LONG), Finding("current directory", ERROR, "full [x]", "free some")]
+    assert findings_text(found).splitlines() == [
         f"ok     MPI                {LONG}",
         "error  current directory  full [x]",
         "                          -> free some",
-        "",
-        "1 error",
     ]
 
 
-def test_the_table_on_a_terminal_fits_it() -> None:
-    table = findings_table([Finding("MPI", WARNING, LONG, "remedy")])
-    text = rendered(table, columns=60)
-    assert "\x1b[" in text  # coloured
-    assert len(text.splitlines()) > 3  # wrapped
+def test_on_a_terminal_they_are_coloured_and_fit_it(terminal_of: Callable[[int], None]) -> None:
+    terminal_of(60)
+    text = findings_text([Finding("MPI", WARNING, LONG, "remedy")])
+    assert "\x1b[" in text
+    lines = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert "".join(line.removeprefix("warning  MPI").strip() for line in lines[:-1]) == LONG
 
 
 @pytest.mark.parametrize(
@@ -106,12 +105,18 @@ REPORT = {
 
 
 def test_the_allreduce_table() -> None:
-    parts = (allreduce_title(REPORT), allreduce_table(REPORT))
-    assert rendered(*parts, columns=None).splitlines() == [
+    assert allreduce_text(REPORT).splitlines() == [
         "allreduce over 4 ranks on 2 hosts: median time, algorithm and bus bandwidth",
-        "message  mpi4py       alg       bus  Horovod       alg       bus",
-        "    4 B   10 µs  400 kB/s  600 kB/s     1 ms    4 kB/s    6 kB/s",
-        "9.5 MiB   10 ms    1 GB/s  1.5 GB/s    20 ms  500 MB/s  750 MB/s",
+        "   message   mpi4py        alg        bus   Horovod        alg        bus",
+        "       4 B    10 µs   400 kB/s   600 kB/s      1 ms     4 kB/s     6 kB/s",
+        "   9.5 MiB    10 ms     1 GB/s   1.5 GB/s     20 ms   500 MB/s   750 MB/s",
+    ]
+
+
+def test_on_two_ranks_both_bandwidths_are_one_column() -> None:
+    assert allreduce_text({**REPORT, "ranks": 2, "hosts": 1}).splitlines()[:2] == [
+        "allreduce over 2 ranks on 1 host: median time, bandwidth",
+        "   message   mpi4py   bandwidth   Horovod   bandwidth",
     ]
 
 

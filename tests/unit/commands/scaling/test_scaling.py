@@ -148,7 +148,8 @@ def table(tmp_path: Path, text: str = TUTORIAL) -> str:
 def test_the_tutorials_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["scaling", "--from", table(tmp_path), "--leave-out", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2:7] == [
+    assert lines[0] == "Efficiency on 8 ranks: 59.6 % (4.77 times the images/s of 1 rank)"
+    assert lines[4:9] == [
         "  ranks   images/s   speed-up   efficiency",
         "  1         281.22       1.00      100.0 %",
         "  2         382.01       1.36       67.9 %",
@@ -224,7 +225,8 @@ def test_a_whole_study_as_text() -> None:
         for k, rate in enumerate(some)
     ]
     text = study_text(make_study(runs, "weak"))
-    assert text.split("\n\n")[:3] == [
+    assert text.split("\n\n")[:4] == [
+        "Efficiency on 2 ranks: 95.0 % (1.90 times the images/s of 1 rank)",
         "mnist tutorial; pytorch over horovod; bf16; weak scaling, batch 64 per rank; 2 runs per "
         "size; a\nmachine, 2 cores",
         """\
@@ -240,6 +242,31 @@ def test_a_whole_study_as_text() -> None:
     ]
     assert "* oversubscribed (more threads than cores)" in text
     assert "no network between hosts is in it" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "predicted"),
+    [((1, 2), {}, False), ((1, 2), {"ranks": (8,)}, True), ((1, 2, 4), {}, True)],
+)
+def test_the_answer_comes_first_and_a_prediction_where_points_are_enough(
+    sizes: tuple[int, ...], asked: dict[str, Any], predicted: bool, tmp_path: Path
+) -> None:
+    runs = [run(ranks, rate=100.0 * ranks**0.9, step_split=None) for ranks in sizes]
+    found = report(runs, tmp_path, **asked)
+    text = " ".join(found.text.split())
+    assert text.startswith(f"Efficiency on {sizes[-1]} ranks: ")
+    assert ("Predicted efficiency" in text) is predicted
+    assert ("No prediction from fewer than 3 sizes" in text) is not predicted
+    assert ("the prediction assumes" in text) is predicted
+    assert len(found.text.splitlines()) <= (60 if predicted else 12)
+    assert found.data["predictions"]  # for programs, as ever
+
+
+def test_samples_are_called_what_the_training_calls_them() -> None:
+    runs = [run(n, rate=100.0 * n, unit="samples", model="mnist") for n in (1, 2)]
+    text = study_text(make_study(runs, "weak"))
+    assert "times the samples/s of 1 rank" in text and "images" not in text
+    assert "\nmnist; pytorch" in text
 
 
 def test_one_size_predicts_nothing() -> None:

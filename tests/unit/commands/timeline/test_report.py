@@ -60,8 +60,8 @@ Fusion: operations carried out
                   operations   tensors each   bytes each    median    in all   bytes/time
   MPI_ALLREDUCE           10            3.0    117.2 KiB   2.00 ms   20.0 ms   57.2 MiB/s
 
-Cycles: not marked in this file (HOROVOD_TIMELINE_MARK_CYCLES=1 marks them), so the
-share of the cycle time is unknown
+Cycles: not marked in this file (HOROVOD_TIMELINE_MARK_CYCLES=1 marks them), so the share of the
+cycle time is unknown
 
 Tensors that took the most time (3 of 3)
                times      bytes   negotiate   memcpy in   collective   memcpy out

@@ -32,12 +32,13 @@ def test_the_table_keeps_its_columns_in_a_file() -> None:
         Row(5, FAILED, "x" * 200),
         Row(8, NOT_SEEN, "no metric"),
     ]
+    margin = " " * 38
     assert show("headline", rows).splitlines() == [
         "headline",
         "ok        1 one world                 ranks 0, 1 once each [2 on node]",
         "failed    5 mean gradient             " + "x" * 200,
-        "                                      -> let every rank reduce its gradients before "
-        "each update, weighted by its samples",
+        f"{margin}-> let every rank reduce its gradients before each update,",
+        f"{margin}weighted by its samples",
         "not seen  8 metrics over all samples  no metric",
     ]
 

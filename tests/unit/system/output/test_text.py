@@ -1,4 +1,4 @@
-"""Numbers, counts, names and tables as a person reads them."""
+"""Numbers, counts and names as a person reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hvdtrain.system.output.text import (
     rank_list,
     short,
     size,
-    table,
 )
 
 
@@ -59,12 +58,6 @@ def test_long_and_strange_names() -> None:
     assert short("a" * 50, 20) == "a" * 9 + "..." + "a" * 8
     assert short("gradient", 20) == "gradient"
     assert short("red\x1b[31m\n", 20) == "red?[31m?"
-
-
-def test_tables_keep_their_columns() -> None:
-    assert table(["", "count"], [["a", "1"], ["longer", "1,000"]]) == (
-        "           count\n  a            1\n  longer   1,000"
-    )
 
 
 @pytest.mark.parametrize(
