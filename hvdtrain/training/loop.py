@@ -65,6 +65,8 @@ class Run:
         self.timeline = TimelineWindow(options, adapter)
         self.pending: list[tuple[Part, Any]] = []  # losses that have not been read yet
         self.train_loss: float | None = None
+        self.interval_sum = 0.0  # of the losses since the last log line, of this rank
+        self.interval_count = 0  # how many samples they are over, of all ranks
         origin = {
             "framework": options.framework,
             "workload": workload.name,
@@ -268,6 +270,7 @@ class Run:
             raise
         if now is not self.now:  # losses of what is undone
             self.pending.clear()
+            self.interval_sum, self.interval_count = 0.0, 0
         self.now = now
         raise _AgainError
 
@@ -292,6 +295,8 @@ class Run:
                 )
             self.now.loss_sum += value * part.count
             self.now.loss_count += part.count
+            self.interval_sum += value * part.count
+            self.interval_count += part.global_count
         if self.pending and not in_step:
             self.clock.extend()
         self.pending.clear()
@@ -303,12 +308,17 @@ class Run:
 
     def _log(self, part: Part, place: float) -> None:
         with self.clock.times.meeting():
-            means, _ = self.adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
+            means, count = self.adapter.average_metrics(
+                self.now.loss_count, loss=self.now.loss_sum, interval=self.interval_sum
+            )
+        step_loss = means["interval"] * count / self.interval_count
+        self.interval_sum, self.interval_count = 0.0, 0
         rate = self.clock.recent_rate(self.log_every)
         record = {
             "step": self.now.step,
             "epoch": part.start.epoch,
             "loss": means["loss"],
+            "step_loss": step_loss,
             "learning_rate": self.rate(place),
             "images_per_second": rate,
             "seconds_per_step": self.plan.global_batch / rate if rate else 0.0,

@@ -62,6 +62,7 @@ def described(
     world = adapter.world
     return {
         "workload": workload.name,
+        "unit": workload.unit,
         "framework": options.framework,
         "strategy": adapter.name,
         "model": task.options.model,

@@ -19,7 +19,7 @@ from tests.parallel.conftest import FRAMEWORKS, SOME, Training, assert_bit_equal
 KEYS = """
     workload framework strategy model world_size devices hosts precision compression
     reduction global_batch_size epochs_completed steps_completed samples_trained
-    training_samples train_loss
+    training_samples unit train_loss
     eval_loss eval_accuracy eval_metrics eval_samples images_per_second_mean images_per_second_std
     step_seconds_median seconds_total seconds_to_first_step step_split gradient_messages
     peak_memory_bytes utilisation_mean utilisation_lowest parameter_norm stopped checkpoint
@@ -104,7 +104,13 @@ def test_when_to_evaluate_and_what_a_benchmark_leaves_out(tmp_path: Path) -> Non
     records = [json.loads(line) for line in course.read_text().splitlines()]
     epochs = [one for one in records if "eval_loss" in one]
     assert [one["eval_samples"] for one in epochs] == [None, 297, 297, 297]  # and at the end
-    assert [one["step"] for one in records if "learning_rate" in one] == [2, 4, 6, 8, 10, 12]
+    steps = {one["step"]: one for one in records if "learning_rate" in one}
+    assert list(steps) == [2, 4, 6, 8, 10, 12]
+    # Three steps an epoch: ``loss`` begins anew with each, ``step_loss`` is that of two steps.
+    assert steps[2]["step_loss"] == pytest.approx(steps[2]["loss"])
+    third = 3 * epochs[0]["loss"] - 2 * steps[2]["loss"]
+    assert 2 * steps[4]["step_loss"] == pytest.approx(third + steps[4]["loss"])
+    assert 2 * steps[6]["step_loss"] == pytest.approx(3 * steps[6]["loss"] - steps[4]["loss"])
     short = ("--benchmark=training", "--num-steps=5")
     done = train(2, tmp_path / "training", "mnist", *options, *short).summary
     assert (done["steps_completed"], done["eval_samples"]) == (5, None)

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
 
-from hvdtrain.commands.runs.course import Course
+from hvdtrain.commands.runs.course import Course, Record
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import plural, short
 
 MOST = 6  # runs in one plot
 FEW = 12  # markers per line, about
+SMOOTH = 40  # points of a loss that stay apart; the noise of more is smoothed
 SIZE = 5.2, 3.2  # inches
 ROW = 0.2  # inches of a row of the legend
+FULL = 0.95  # share of the width that a legend may take
 LONG = 60  # characters that stand in one
+LOSS = "step_loss"  # of the training: that of the steps, not of the epoch so far
 
 
-def curves(courses: Sequence[Course]) -> list[tuple[str, str]]:
-    """Draw each quantity that some run has, as (title, data URI)."""
-    return [(title, plots.inline(figure)) for title, figure in figures(first(courses))]
+def curves(
+    courses: Sequence[Course], unit: str = "images", methods: Mapping[Path, str] | None = None
+) -> list[tuple[str, str]]:
+    """Draw each quantity that some run has, as (title, data URI).
+
+    Args:
+        courses: of the runs.
+        unit: what their samples are, in the plural.
+        methods: what the runs of a comparison are called, by path.
+    """
+    found = figures(first(courses), unit, methods)
+    return [(title, plots.inline(figure)) for title, figure in found]
 
 
 def first(courses: Sequence[Course]) -> list[Course]:
@@ -45,18 +57,20 @@ def _measured(path: Path) -> tuple[int, int]:
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
-def figures(courses: Sequence[Course]) -> Iterator[tuple[str, Any]]:
-    """Yield the plots, each after its title; the caller closes them."""
+def figures(
+    courses: Sequence[Course], unit: str = "images", methods: Mapping[Path, str] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield the plots, each after its title; the caller closes them; see ``curves``."""
     panels = [
-        ("Loss", "loss", [("steps", "loss", "training"), ("epochs", "eval_loss", "test")]),
+        ("Loss", "loss", [("steps", LOSS, "training"), ("epochs", "eval_loss", "test")]),
         ("Test accuracy", "accuracy, %", [("epochs", "eval_accuracy", "test")]),
         ("Learning rate", "learning rate", [("steps", "learning_rate", "")]),
-        ("Throughput", "images/s", [("steps", "images_per_second", "")]),
+        ("Throughput", f"{unit}/s", [("steps", "images_per_second", "")]),
     ]
     for name in metrics(courses):
         panels.insert(2, (f"Test {name}", name, [("epochs", f"eval_{name}", "test")]))
     plots.style()
-    runs = names([course.path for course in courses])
+    runs = names([course.path for course in courses], methods)
     for title, label, lines in panels:
         figure, axes = plt.subplots(figsize=SIZE)
         if not _draw(axes, list(zip(runs, courses, strict=True)), lines):
@@ -78,13 +92,18 @@ def metrics(courses: Sequence[Course]) -> list[str]:
     return sorted(found - {"loss", "accuracy", "samples"}, reverse=True)
 
 
-def names(paths: Sequence[Path]) -> list[str]:
+def names(paths: Sequence[Path], methods: Mapping[Path, str] | None = None) -> list[str]:
     """Return what runs are called: the file, or the path where two files are called alike.
 
-    A single one needs no name, and one of a study is called by its ranks.
+    A single one needs no name, one of a study is called by its ranks, and one of a comparison by
+    its method.
     """
     if len(paths) < 2:
         return [""] * len(paths)
+    if methods and all(path in methods for path in paths):
+        several = any(_repeat(path) > 1 for path in paths)
+        runs = [f", run {_repeat(path)}" * several for path in paths]
+        return [short(methods[path], LONG) + run for path, run in zip(paths, runs, strict=True)]
     measured = [_measured(path) for path in paths]
     if all(ranks for ranks, _ in measured):
         return [f"{plural(ranks, 'rank')}, run {repeat}" for ranks, repeat in measured]
@@ -101,18 +120,40 @@ def _draw(
     """Draw the lines of all runs, each given with its name; return whether there were any."""
     for number, (run, course) in enumerate(courses):
         for place, (kind, key, name) in enumerate(lines):
-            records = [one for one in getattr(course, kind) if one.get(key) is not None]
-            if not records:
+            steps, values = _values(getattr(course, kind), key)
+            if not steps:
                 continue
-            factor = 100 if key.endswith("accuracy") else 1
             axes.plot(
-                [one["step"] for one in records],
-                [factor * one[key] for one in records],
+                steps,
+                values,
                 label=" ".join(word for word in (run, name) if word) or key,
-                markevery=-(-len(records) // FEW),
+                markevery=-(-len(steps) // FEW),
                 **_style(number if len(courses) > 1 else place, place),
             )
     return bool(axes.get_lines())
+
+
+def _values(records: Sequence[Record], key: str) -> tuple[list[float], list[float]]:
+    """Return the steps at which a quantity is known, and what it is there."""
+    smooth = key == LOSS
+    if smooth and not any(LOSS in one for one in records):
+        key = "loss"  # of the epoch so far: all that an older file has
+    known = [one for one in records if one.get(key) is not None]
+    factor = 100 if key.endswith("accuracy") else 1
+    values = [factor * one[key] for one in known]
+    return [one["step"] for one in known], smoothed(values) if smooth else values
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return exponential means, which begin without a bias (as Adam's moments, Kingma 2015)."""
+    share = min(1.0, SMOOTH / max(1, len(values)))  # of the newest value
+    total = weights = 0.0
+    means = []
+    for value in values:
+        total += share * (value - total)
+        weights += share * (1 - weights)
+        means.append(total / weights)
+    return means
 
 
 def _style(number: int, place: int) -> dict[str, Any]:
@@ -129,3 +170,6 @@ def _legend(figure: Any, axes: Any) -> None:
     legend = figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
     for text in legend.get_texts():
         text.set_parse_math(False)  # a path may hold dollar signs
+    wide = legend.get_window_extent().width / figure.bbox.width
+    for text in legend.get_texts() if wide > FULL else ():  # wide letters: smaller ones
+        text.set_fontsize(FULL * text.get_fontsize() / wide)

@@ -14,14 +14,15 @@ import jinja2
 from hvdtrain import __version__
 from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
-from hvdtrain.commands.compare.trials import Trial
+from hvdtrain.commands.compare.trials import Trial, run_stem
 from hvdtrain.commands.report import curves
 from hvdtrain.commands.report.find import Found
 from hvdtrain.commands.runs.course import Course, Record
 from hvdtrain.commands.runs.records import SPLIT
+from hvdtrain.commands.runs.start import COURSE, file_of
 from hvdtrain.commands.scaling import plot, report
 from hvdtrain.commands.scaling.study import Study, title
-from hvdtrain.steps.summary import Summary
+from hvdtrain.steps.summary import Summary, unit_of
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.tables import Table
@@ -50,17 +51,18 @@ def render(found: Found) -> str:
         (files("hvdtrain.commands.report") / "report.html").read_text()
     )
     single, count = len(found.summaries) <= FEW, len(found.courses)
+    unit = unit_of(found.summaries.values())
     return template.render(
         title=_title(found),
         folder=found.folder.resolve().name,
         made=time.strftime("%d %B %Y, %H:%M"),
         version=__version__,
         runs=_runs(found) if single else [],
-        run_table=None if single else _run_table(found.summaries),
+        run_table=None if single else _run_table(found.summaries, unit),
         common=[] if single else _common(found.summaries),
         study=_study(found.study) if found.study else None,
         comparison=_comparison(found.comparison, found.folder) if found.comparison else None,
-        curves=curves.curves(found.courses),
+        curves=curves.curves(found.courses, unit, _methods(found)),
         curve_note=f"The first {curves.MOST} of {count} runs." if count > curves.MOST else "",
         timelines=[_timeline(path, facts) for path, facts in found.timelines.items()],
         checkpoints=_checkpoints(found.checkpoints),
@@ -79,24 +81,36 @@ def _title(found: Found) -> str:
     if found.comparison:
         return "Comparison of methods"
     names = {
-        " ".join(name for name in (one.workload, one.model) if name)
+        " ".join(name for name in dict.fromkeys((one.workload, one.model)) if name)
         for one in found.summaries.values()
     }
     return f"Training: {names.pop()}" if len(names) == 1 else "Training"
 
 
+def _methods(found: Found) -> dict[Path, str]:
+    """Return what the runs of a comparison are called in its table, by the paths of their files."""
+    called = compare_plot.names([trial.method for trial in found.comparison])
+    return {
+        file_of(run_stem(Path(), trial.method, trial.repeat), COURSE): name
+        for trial, name in zip(found.comparison, called, strict=True)
+    }
+
+
 def _runs(found: Found) -> list[dict[str, Any]]:
     """Return the few runs that each get a section: by their summary, else by their course."""
     if not found.summaries and not found.study and len(found.courses) <= FEW:
+        called = curves.names([one.path for one in found.courses])
         return [
-            {"path": printable(one.path), "tiles": [_evaluation(None, one)], "tables": []}
-            for one in found.courses
+            {"name": name, "tiles": [_evaluation(None, one)], "tables": []}
+            for name, one in zip(called, found.courses, strict=True)
         ]
     single = found.courses[0] if len(found.courses) == len(found.summaries) == 1 else None
-    return [_run(path, summary, single) for path, summary in found.summaries.items()]
+    called = curves.names(list(found.summaries))
+    runs = zip(called, found.summaries.values(), strict=True)
+    return [_run(name, summary, single) for name, summary in runs]
 
 
-def _run(path: Path, summary: Summary, course: Course | None) -> dict[str, Any]:
+def _run(name: str, summary: Summary, course: Course | None) -> dict[str, Any]:
     """Return a run with its tables; ``course`` is its own, where that is known."""
     tables = (
         ("Result", _result(summary)),
@@ -104,7 +118,7 @@ def _run(path: Path, summary: Summary, course: Course | None) -> dict[str, Any]:
         ("Environment", _flat(summary.environment)),
     )
     return {
-        "path": printable(path),
+        "name": name,
         "tiles": _tiles(summary, course),
         "tables": [(name, rows) for name, rows in tables if rows],
     }
@@ -114,7 +128,7 @@ def _tiles(summary: Summary, course: Course | None) -> Rows:
     """Return the few numbers that one looks for first."""
     rate, seconds = summary.images_per_second_mean, summary.seconds_total
     tiles = [("ranks", f"{summary.world_size}")]
-    tiles += [("images/s", number(rate))] if rate else []
+    tiles += [(f"{unit_of([summary])}/s", number(rate))] if rate else []
     metric = next(iter((summary.eval_metrics or {}).items()), None)
     if metric and summary.eval_accuracy is None:
         tiles += [(f"test {metric[0]}", _plain(metric[1]))]
@@ -138,7 +152,7 @@ def _result(summary: Summary) -> Rows:
     for key, value in summary.to_json().items():
         if key in ("options", "environment") or value is None:
             continue
-        label = key.replace("_", " ")
+        label = key.replace("_", " ").replace("images", unit_of([summary]))
         if key == "step_split":
             parts = {part: value[part] for part in SPLIT if value[part] is not None}
             shown |= {f"step: {part}": duration(seconds) for part, seconds in parts.items()}
@@ -176,9 +190,10 @@ def _flat(value: Any, prefix: str = "") -> Rows:
     return rows
 
 
-def _run_table(summaries: Mapping[Path, Summary]) -> Table:
+def _run_table(summaries: Mapping[Path, Summary], unit: str) -> Table:
     """Return a row per run, where there are many."""
-    header = ["run", "ranks", "hosts", "global batch", "steps", "images/s", "test accuracy", "time"]
+    counted = ["run", "ranks", "hosts", "global batch", "steps", f"{unit}/s"]
+    header = [*counted, "test accuracy", "time"]
     rows = []
     for path, one in summaries.items():
         rate, seconds = one.images_per_second_mean, one.seconds_total
@@ -225,10 +240,11 @@ def _study(study: Study) -> dict[str, Any]:
 
 def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, Any]:
     rows = compare_table.make_rows(trials, folder=folder)
-    header, cells = compare_table.figures(rows)
+    unit = unit_of(trial.summary for trial in trials)
+    header, cells = compare_table.figures(rows, unit)
     return {
         "title": compare_table.headline(trials),
-        "plots": [(name, plots.inline(figure)) for name, figure in compare_plot.apart(rows)],
+        "plots": [(name, plots.inline(figure)) for name, figure in compare_plot.apart(rows, unit)],
         "table": (header, cells) if cells else None,
         "meanings": compare_table.notes(header),
         "unavailable": compare_table.unavailable(rows),

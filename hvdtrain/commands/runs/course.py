@@ -27,6 +27,7 @@ class _Line:
 
     step: float | None = None
     loss: float | None = None
+    step_loss: float | None = None
     eval_loss: float | None = None
     eval_accuracy: float | None = None
     learning_rate: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from hvdtrain.commands.report.curves import FEW, MOST, figures, first, names
+from hvdtrain.commands.report.curves import FEW, MOST, SMOOTH, figures, first, names, smoothed
 from hvdtrain.commands.report.find import Course
 
 LOOK = ("color", "linestyle", "marker", "markerfacecolor")
@@ -105,6 +106,48 @@ def test_of_a_study_the_first_run_of_each_size_is_drawn() -> None:
         *("1 rank, run 1", "2 ranks, run 1", "8 ranks, run 1", "16 ranks, run 1"),
         *("1 rank, run 2", "2 ranks, run 2"),
     ]
+
+
+def test_the_loss_does_not_fall_at_the_end_of_an_epoch() -> None:
+    """That of each step falls evenly; the epoch's running mean, beside it, jumps."""
+    run, per_epoch = course("m.jsonl", points=60), 20
+    for step, record in enumerate(run.steps):
+        record["step_loss"] = 3 - step / 60
+        done = step % per_epoch + 1
+        record["loss"] = sum(3 - (step - k) / 60 for k in range(done)) / done
+    shown = drawn([run])["Loss"][0]["line"].get_ydata()
+    falls = [one - other for one, other in itertools.pairwise(shown)]
+    assert max(falls) < 2 / 60 and min(falls) > 0
+    for record in run.steps:  # a file of an older version has that mean alone
+        del record["step_loss"]
+    assert drawn([run])["Loss"][0]["line"].get_ydata()[0] == 3.0
+
+
+def test_smoothing_has_no_bias_and_leaves_few_points_as_they_are() -> None:
+    assert smoothed([]) == []
+    assert smoothed([3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
+    assert smoothed([2.0] * 1000) == pytest.approx([2.0] * 1000)
+    noisy = [2.0 + (-1) ** number for number in range(10 * SMOOTH)]
+    assert max(abs(value - 2) for value in smoothed(noisy)[10:]) < 0.2
+
+
+def test_runs_of_a_comparison_are_called_by_their_method() -> None:
+    paths = [Path(f"runs/{name}-n2-{repeat}.jsonl") for name in "ab" for repeat in (1, 2)]
+    methods = {path: f"method {path.name[0]}" for path in paths}
+    assert names(paths[::2], methods) == ["method a", "method b"]
+    assert names(paths[:2], methods) == ["method a, run 1", "method a, run 2"]
+    assert names([*paths, Path("other.jsonl")], methods)[0] == "a-n2-1"
+
+
+@pytest.mark.parametrize("name", ["ddp-pytorch-packed-fp16-n2-", "short", "MW" * 40, "l" * 52])
+def test_no_entry_of_a_legend_is_cut_off(name: str) -> None:
+    runs = [course(f"{name}{number}.jsonl") for number in range(MOST)]
+    for title, figure in figures(runs):
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        box = legend.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0, title
+        assert box.y1 < figure.axes[0].get_tightbbox().y0 + 1, title
 
 
 def test_any_name_can_be_drawn() -> None:

@@ -82,6 +82,18 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Elements(page)
 
 
+def test_titles_and_units_are_those_of_the_terminal(tmp_path: Path) -> None:
+    write_run(tmp_path, workload="mytask", model="mytask", unit="samples")
+    page = render(look(tmp_path))
+    assert "<h1>Training: mytask</h1>" in page
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert headings == ["Result", "Training curves", "Details", "Checkpoints"]
+    assert "samples/s" in tiles(tmp_path) and "images" not in page
+    write_run(tmp_path / "second")
+    headings = re.findall(r"<h2>(.*?)</h2>", render(look(tmp_path)))
+    assert headings[:2] == ["Run summary", "Run second/summary"]
+
+
 def test_a_page_needs_no_network_and_runs_nothing(tmp_path: Path) -> None:
     write_run(tmp_path)
     elements = Elements(render(look(tmp_path))).found
