@@ -25,6 +25,12 @@ def test_the_lines_shown_stand_in_the_example_in_that_order() -> None:
     assert "".join(steps) == "12345678"
 
 
+def test_code_fits_the_box_of_the_site() -> None:
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 93] == []  # as wide as that is at 1280 pixels
+
+
 def test_every_page_is_linked_and_every_link_leads_somewhere() -> None:
     readme = (ROOT / "README.md").read_text()
     pages = sorted((ROOT / "docs").glob("*.md"))
