@@ -42,7 +42,7 @@ def test_the_object_has_the_keys_of_the_contract() -> None:
         "workload framework strategy model world_size devices hosts precision compression "
         "reduction "
         "global_batch_size epochs_completed steps_completed samples_trained training_samples "
-        "train_loss eval_loss "
+        "unit train_loss eval_loss "
         "eval_accuracy eval_metrics eval_samples images_per_second_mean images_per_second_std "
         "step_seconds_median seconds_total seconds_to_first_step step_split gradient_messages "
         "peak_memory_bytes utilisation_mean utilisation_lowest parameter_norm stopped "
