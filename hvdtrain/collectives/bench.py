@@ -42,6 +42,7 @@ Result = TypeVar("Result")
 SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)  # bytes
 SECONDS = 0.1  # for each size, collective and back end
 FEWEST, MOST = 5, 200  # repeats
+LONGEST = 5.0  # seconds that the fewest may take: on loaded cores 64 MiB take long
 WARM_UP = 2
 ELEMENT = 4  # bytes of a float32
 # For torch.distributed to find its ranks, and for each collective: on two loaded cores a rank was
@@ -94,9 +95,18 @@ def start(name: str, mpi: Communicator) -> Communicator:
     return started
 
 
-def repeats_for(seconds: float, budget: float) -> int:
-    """Return how often to repeat what takes ``seconds`` once."""
-    return max(FEWEST, min(MOST, int(budget / seconds) if seconds > 0 else MOST))
+def repeats_for(seconds: float, budget: float, longest: float = math.inf) -> int:
+    """Return how often to repeat what takes ``seconds`` once.
+
+    Args:
+        seconds: for one.
+        budget: seconds for all, unless those are too few repeats.
+        longest: seconds that these few may take; if one alone takes longer, it has to do.
+    """
+    if seconds <= 0:
+        return MOST
+    fewest = FEWEST if longest == math.inf else max(1, min(FEWEST, int(longest / seconds)))
+    return max(fewest, min(MOST, int(budget / seconds)))
 
 
 def measure(
@@ -228,7 +238,7 @@ def _row(
     """Time ``operation``, which has been called before."""
     estimate = _together(mpi, lambda: _once(backend, operation))
     # As often on all ranks.
-    repeats = int(mpi.gather(str(repeats_for(estimate, budget)).encode())[0])
+    repeats = int(mpi.gather(str(repeats_for(estimate, budget, LONGEST)).encode())[0])
     # All begin each together, else the root of a broadcast would run ahead.
     mine = [_together(mpi, lambda: _once(backend, operation)) for _ in range(repeats)]
     everyone = [json.loads(times) for times in mpi.gather(json.dumps(mine).encode())]

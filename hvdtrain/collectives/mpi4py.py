@@ -16,15 +16,11 @@ from typing_extensions import override
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
 
 SPIN = 0.001  # seconds for which a rank polls; nearly all waits end within
-NAP = 0.005  # and between two looks afterwards
+NAP = 0.001  # and between two looks afterwards
 
 
 def wait_for_all(world: MPI.Comm) -> None:
-    """Wait like a barrier, but asleep: MPI's own polls, on a core which others may need.
-
-    Even where it yields: Linux may run a process that yields again and again for seconds before one
-    of another session (sched_autogroup), as the daemons of two hosts are that share cores.
-    """
+    """Wait like a barrier, but asleep: MPI's own polls, on a core which others may need."""
     request, spun = world.Ibarrier(), time.perf_counter() + SPIN
     while not request.Test():
         if time.perf_counter() > spun:

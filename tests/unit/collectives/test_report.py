@@ -109,3 +109,8 @@ def test_nothing_measured_is_an_error_with_the_reasons() -> None:
 @pytest.mark.parametrize(("seconds", "repeats"), [(0.0, 200), (1e-6, 200), (0.01, 30), (9.0, 5)])
 def test_repeats_fill_the_budget(seconds: float, repeats: int) -> None:
     assert repeats_for(seconds, 0.3) == repeats
+
+
+def test_what_takes_long_is_repeated_less() -> None:
+    seconds = (0.0, 0.01, 0.2, 1.0, 2.0, 60.0)
+    assert [repeats_for(one, 0.3, longest=5.0) for one in seconds] == [200, 30, 5, 5, 2, 1]
