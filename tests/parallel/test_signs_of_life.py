@@ -112,9 +112,13 @@ class Slow(torch.nn.Linear):
 def task(options):
     made = own_task.task(options)
     made.model[0] = Slow(10, options.hidden)
-    made.optimizer = None
     return own_task.TorchTask(
-        made.model, options, made.train, made.test, losses=own_task.squared_error
+        made.model,
+        options,
+        made.train,
+        made.test,
+        losses=own_task.squared_error,
+        metrics=made.metrics,
     )
 """
 
