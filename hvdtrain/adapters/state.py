@@ -384,6 +384,14 @@ def _check_saved(directory: Path, state: dict[str, Any]) -> None:
             "save_checkpoint: state needs the number of updates done, such as "
             f'state={{"step": 120}}, not step {step!r}'
         )
+    for name, value in state.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"save_checkpoint: state[{name!r}] is no JSON value ({error}): give numbers, text, "
+                "lists or dicts, such as float(loss) or tensor.tolist()"
+            ) from None
     if directory.suffix in FILES:
         raise UsageError(
             f"save_checkpoint: {directory} looks like a file; checkpoints are folders, so give the "

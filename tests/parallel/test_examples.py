@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 from hvdtrain.steps.summary import Summary
+from tests import pages
 from tests.conftest import BIN, ROOT, Outcome, ranks, run
 from tests.parallel import resident
 from tests.parallel.conftest import Training, assert_close
@@ -44,16 +46,54 @@ def test_distributed_is_the_same_at_1_2_and_3_ranks(tmp_path: Path) -> None:
             assert np.linalg.norm(value - other[name]) <= 1e-9 * np.linalg.norm(value)
 
 
-def test_the_script_of_the_page_on_own_data_runs_as_printed(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "own.md").read_text()
-    task, script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert task == (EXAMPLES / "own_task.py").read_text()
-    (tmp_path / "own.py").write_text(script)
-    mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
-    outcome = run([*mpirun, "own.py"], cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
-    losses = re.findall(r"^epoch \d: loss ([\d.]+) over 1000 samples$", outcome.out, re.MULTILINE)
-    assert len(losses) == 3 and float(losses[-1]) < float(losses[0])
+def test_the_page_shows_the_task_that_stands_in_the_examples() -> None:
+    assert pages.blocks("own.md")[0] == (EXAMPLES / "own_task.py").read_text()
+
+
+def exact(script: str, epochs: int, workers: int) -> str:
+    """The loop of the page in double precision, at a global batch and a rate for any world size.
+
+    391 samples in batches of 39: parts differ in size, and the last one is empty on most ranks.
+    """
+    for old, new in {
+        "torch.randn(1000, 8)": "torch.randn(391, 8, dtype=torch.float64)",
+        "(1000,)": "(391,)",
+        "torch.nn.Linear(8, 3)": "torch.nn.Linear(8, 3, dtype=torch.float64)",
+        "32 * world.size": "39",
+        "epochs, workers = 3, 0": f"epochs, workers = {epochs}, {workers}",
+        "scale_learning_rate(0.1": 'scale_learning_rate(0.1, scaling="none"',
+        "patience=2": "patience=0, threshold=0.1",
+    }.items():
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    return script
+
+
+def test_all_that_the_page_puts_into_a_loop_is_the_same_at_1_2_and_3_ranks(tmp_path: Path) -> None:
+    """Workers that are kept, an evaluation, a scheduler of one's own, state that is resumed."""
+    script = pages.own_script_with_all()
+    found = []
+    for number, runs in {1: [(5, 0)], 2: [(5, 1)], 3: [(3, 0), (5, 0)]}.items():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for epochs, workers in runs:
+            (folder / "own.py").write_text(exact(script, epochs, workers))
+            mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number), sys.executable]
+            # Workers import the script anew, which resident ranks have not started from.
+            fresh = workers and run([*mpirun, "own.py"], cwd=folder)
+            outcome = fresh or resident.ranks(number, "own.py", cwd=folder)
+            assert outcome.code == 0, outcome.err
+        newest = folder / "own-checkpoints" / "step-000000005"
+        state = json.loads((newest / "state.json").read_text())
+        losses = re.findall(r"loss ([\d.]+) over 391 samples", outcome.out)
+        weights = safetensors.numpy.load_file(newest / "model.safetensors")
+        found.append((weights, state["lr"], losses[-2:], state["plateau"]["best"]))
+    weights, rate, losses, best = found[0]
+    assert rate < 0.1, "the scheduler did nothing"
+    for values, *others in found[1:]:
+        assert others == [rate, losses, pytest.approx(best, rel=1e-9)]
+        for name, value in weights.items():
+            assert np.linalg.norm(value - values[name]) <= 1e-9 * np.linalg.norm(value)
 
 
 def test_the_two_scripts_are_eight_calls_apart() -> None:

@@ -249,7 +249,7 @@ def test_what_a_page_shows_is_seen_to_be_right(page: Callable[[], str], tmp_path
 
 @on_demand
 def test_the_homework_s_scripts_that_the_grader_s_tests_leave_out(tmp_path: Path) -> None:
-    images = folder_of_images(tmp_path, 64, 8)
+    images = folder_of_images(tmp_path, 24, 8)
     small = [f"--data={images}", "--image_size=32", "--batch_size=4", "--epochs=2"]
     for name, options in {
         "tensorflow2_keras_mnist_hvd.py": ["--epochs=2"],

@@ -263,6 +263,10 @@ def misuse(folder: Path) -> None:
     expect_error(lambda: hvd.shard_data([1, 2], global_batch=1), "not a list", "len(")  # type: ignore[arg-type]
     expect_error(lambda: hvd.broadcast_state(net.state_dict()), "OrderedDict", "torch.nn.Module")
     expect_error(lambda: hvd.save_checkpoint(folder, net, optimizer, state={}), '"step": 120')
+    state = {"step": 1, "best": torch.ones(2)}
+    expect_error(
+        lambda: hvd.save_checkpoint(folder, net, optimizer, state=state), "state['best']", "JSON"
+    )
     file = folder / "model.pt"
     state = {"step": 1, "note": "x"}
     expect_error(lambda: hvd.save_checkpoint(file, net, optimizer, state=state), "model.pt", "file")
