@@ -31,6 +31,8 @@ from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output import stderr
 from hvdtrain.system.runtime.waits import SUM
 
+FIRST_BUCKET_MB = 1  # of DDP, which is filled first
+
 
 class DdpAdapter(PyTorchAdapter):
     """Each rank holds the whole model; DDP sums the gradients."""
@@ -60,6 +62,15 @@ class DdpAdapter(PyTorchAdapter):
         self._replicas.append(replica)
         optimizer.register_step_pre_hook(lambda *_: self._check_pass())
         return replica, optimizer
+
+    @override
+    def compile(self, task: Any) -> None:
+        wanted = self.levers.fusion_threshold_mb
+        if wanted is not None and wanted < FIRST_BUCKET_MB:
+            # It cuts a graph where a bucket is full, and knows none smaller than DDP's first.
+            # Without it the gradients of a graph come all at its end, in the same buckets.
+            torch._dynamo.config.optimize_ddp = False
+        super().compile(task)
 
     @override
     @contextmanager
