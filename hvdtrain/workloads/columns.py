@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
+from hvdtrain.system.output.text import page
 
 Array = NDArray[Any]
 
@@ -80,7 +81,7 @@ def classes(labels: Array, outputs: Array) -> tuple[Array, Array, Array]:
         raise UsageError(
             f"--predict: labels of type {labels.dtype} and outputs of the shape "
             f"({', '.join(['n', *map(str, outputs.shape[1:])])}) are no classes and their scores: "
-            "the task names columns of its own (columns=Columns(names, values), see docs/own.md)"
+            f"the task names columns of its own (columns=Columns(names, values), see {page('own')})"
         )
     likely = outputs.argmax(1)
     highest = outputs.max(1, keepdims=True)

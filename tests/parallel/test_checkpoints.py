@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import safetensors.numpy
 
 from tests.conftest import LONG
 from tests.parallel import resident
-from tests.parallel.conftest import STRATEGIES
+from tests.parallel.conftest import STRATEGIES, train
 
 MOVES = str(Path(__file__).parent / "scripts" / "moves.py")
 # Alone, they all do what one of them does.
@@ -57,3 +58,13 @@ def test_each_tensor_is_whole_in_one_file_of_one_rank(saved: list[Path]) -> None
             (owner,) = [file for file, tensors in held.items() if tensor in tensors]
             assert index["weight_map"][tensor] == owner
             assert np.allclose(held[owner][tensor], value, rtol=0, atol=1e-12)
+
+
+def test_a_run_resumed_beyond_its_last_step_saves_nothing(tmp_path: Path) -> None:
+    options = ("--model=small", "--checkpoint-every=2")
+    first = train(1, tmp_path, "mnist", *options, "--num-steps=3")
+    shutil.rmtree(first.newest)  # what is left, of step 2, was made before an evaluation
+    again = train(1, tmp_path, "mnist", *options, "--num-steps=1")
+    assert again.summary["steps_completed"] == 2
+    assert again.summary["eval_accuracy"] is not None
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-000000002"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from hvdtrain.pi import (
     estimate,
     report,
 )
+from tests.conftest import ROOT
 from tests.terminal import record, screen
 
 
@@ -238,3 +242,23 @@ def test_a_person_sees_how_far_it_is() -> None:
     assert re.search(r"pi: 0.0 % of the samples, about [\d,]+ years to go \.\.\. \d+ s", seen.text)
     rows = [row for row in screen(seen.text) if row]
     assert (seen.code, rows) == (130, ["hvdtrain: interrupted"]), seen.text
+
+
+def test_without_an_mpi_library_it_is_one_line_that_names_the_extra(tmp_path: Path) -> None:
+    """An mpi4py that loads none, as it is beside no MPI; its own error has four lines."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("")
+    error = "cannot load MPI library\n  libmpi.so.40: cannot open\n  libmpi.so.12: cannot open"
+    (tmp_path / "mpi4py" / "MPI.py").write_text(f"raise RuntimeError({error!r})")
+    for module in ("pi", "collectives"):
+        result = subprocess.run(
+            [sys.executable, "-m", f"hvdtrain.{module}"],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        (line,) = result.stderr.splitlines()
+        assert result.returncode == 2
+        assert line.startswith("hvdtrain: error: mpi4py finds no MPI library that works (cannot")
+        assert "): pip install 'hvdtrain[mpi]', or load the module of your MPI" in line

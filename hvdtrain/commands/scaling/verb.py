@@ -12,17 +12,18 @@ from hvdtrain.commands.runs.records import OUT, STRONG, WEAK, Run, read_folder, 
 from hvdtrain.commands.runs.target import read_target
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
-EPILOG = """example:
+EPILOG = f"""example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
   hvdtrain scaling --ranks 1,2,4 --strong -- python -m hvdtrain.mnist --global-batch-size 256
   hvdtrain scaling --ranks 4,8,16 --submit "--walltime 0:20:00 --ppn 4" -- python train.py
   hvdtrain scaling --from measured.csv --leave-out 8
 
 An interrupted study continues where it stopped: type the same command again. Without a command the
-runs in --out are reported again. docs/scaling.md explains the figures."""
+runs in --out are reported again. {page("scaling")} explains the figures."""
 
 
 LADDER = ("ppn", "threads", "hosts", "hostfile", "timeout")  # options that are its fields

