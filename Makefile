@@ -38,7 +38,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: help setup demo check test test-all soak docs format requirements clean
+.PHONY: help setup demo check test test-all soak docs dist format requirements clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
@@ -111,6 +111,16 @@ docs: setup  ## make site/ of the pages and the API reference; a dead link or na
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 	@echo "site/index.html is made; with search: python -m http.server --directory site"
 
+# Tools that nothing else needs: in an environment of their own.
+DIST_TOOLS := build==1.6.1 twine==7.0.0 setuptools
+dist:  ## build sdist and wheel in dist/, check them, and use the wheel in a new environment
+	rm -rf dist .venv-dist
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/$(PIP) --constraint constraints.txt $(DIST_TOOLS)
+	.venv-dist/bin/python -m build --no-isolation --outdir dist
+	.venv-dist/bin/python -m twine check --strict dist/*
+	PYTHON=$(PYTHON) .ci/try-wheel dist/*.whl constraints.txt
+
 format: setup  ## let ruff rewrite the code
 	ruff check --fix .
 	ruff format .
@@ -134,6 +144,6 @@ requirements:  ## write the pins and their hashes anew, with uv (CONTRIBUTING.md
 	    | $(LOCK) --constraint $(BUILD_TOOLS) --output-file $(BUILD_TOOLS) -
 
 clean:  ## remove .venv and what tools left; the cache of built wheels stays
-	rm -rf $(VENV) .venv-check build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) .venv-check .venv-dist build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 	    .durations.txt
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
