@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 2**14  # of a file: far more than any, and read in an instant
 MOST_VALUE = 3000  # characters of one setting
 DEEPEST = 8  # collections within one another
+OPEN = ("while parsing a flow", "while scanning a quoted")  # what the parser did at the end
 LONGEST = 500  # characters of what is wrong
 
 
@@ -83,9 +84,8 @@ def _check_size(text: str) -> None:
 
 
 def _explained(error: yaml.MarkedYAMLError, text: str) -> _BrokenError:
-    opened = str(error.context).startswith(("while parsing a flow", "while scanning a quoted"))
-    if opened and error.context_mark:
-        mark = error.context_mark
+    mark = error.context_mark
+    if str(error.context).startswith(OPEN) and mark and mark.index < len(text):
         return _BrokenError(mark.line + 1, f"{text[mark.index]!r} is not closed")
     found = error.problem_mark or error.context_mark
     return _BrokenError(found.line + 1 if found else 1, error.problem or "no YAML")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ RANKS = 8  # numbers in a list
 FEW = 4  # of neighbours that are named one by one
 
 PACKAGE = Path(__file__).parents[2]
-INSTALLED = PACKAGE.parent.parents[2] / "share" / "doc" / "hvdtrain"  # beside lib/python3.11/...
+# Beside lib/python3.11/site-packages; a clone may have fewer folders above it.
+INSTALLED = Path(os.path.normpath(PACKAGE.parent / "../../../share/doc/hvdtrain"))
 
 
 def page(name: str) -> str:
