@@ -18,13 +18,14 @@ from hvdtrain.training import trainer
 from hvdtrain.workloads import own
 
 DESCRIPTION = "Train the task that a Python file defines."
-EPILOG = """\
+EPILOG = f"""\
 the file:
   defines task(options), which returns a TorchTask or a TFTask, and may define Options, a dataclass
   whose fields become options of the command line
 
 defaults:
-  batch 32 per rank, learning rate 0.01 per rank, 10 epochs, no warm-up, no weight decay, fp32
+  batch 32 per rank; learning rate per rank {own.RECIPE.lr};
+  10 epochs, no warm-up, no weight decay, fp32
 
 examples:
   mpirun -n 2 python -m hvdtrain.train examples/own_task.py --epochs 20

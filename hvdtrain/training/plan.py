@@ -73,6 +73,7 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     # the length of a step between the mean of the gradients and their sum.
     fixed = options.global_batch_size or recipe.lr_batch or options.reduction == ADASUM
     per_batch = recipe.lr_batch and options.lr_scaling is None and options.reduction != ADASUM
+    lr = _given(options.lr, recipe.lr.of(options.optimizer))
     steps = BENCHMARK_STEPS if options.benchmark else workload.default_steps(options)
     return TrainingPlan(
         model=model,
@@ -80,7 +81,7 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         epochs=epochs,
         num_steps=_given(options.num_steps, steps),
         lr_scaling=_given(options.lr_scaling, "none" if fixed else "linear"),
-        lr=_given(options.lr, recipe.lr) * (global_batch / recipe.lr_batch if per_batch else 1),
+        lr=lr * (global_batch / recipe.lr_batch if per_batch else 1),
         schedule={
             "epochs": epochs,
             "warmup_epochs": _given(options.warmup_epochs, warmup),

@@ -16,11 +16,16 @@ from typing import Any
 
 from hvdtrain.config.options import Options, number
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.workloads.task import Recipe, Task, Workload
+from hvdtrain.workloads.task import LearningRates, Recipe, Task, Workload
 
 LONGEST = 500  # characters of what is wrong in a file
 RECIPE = Recipe(
-    batch_size=32, lr=0.01, epochs=10, warmup_epochs=0.0, lr_schedule="constant", weight_decay=0.0
+    batch_size=32,
+    lr=LearningRates(sgd=0.01, adam=0.001, adamw=0.001),
+    epochs=10,
+    warmup_epochs=0.0,
+    lr_schedule="constant",
+    weight_decay=0.0,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -122,12 +123,35 @@ class Task(ABC):
 
 
 @dataclass(frozen=True)
+class LearningRates:
+    """The default learning rate of a workload, by optimizer: Adam's step has no size of gradients.
+
+    As text it is what the help says of it.
+    """
+
+    sgd: float
+    adam: float
+    adamw: float
+
+    def of(self, optimizer: str) -> float:
+        """Return that of the optimizer that ``--optimizer`` names."""
+        return float(getattr(self, optimizer))
+
+    def __str__(self) -> str:
+        """Return such as ``0.03 for sgd, 0.001 for adam and adamw``."""
+        by_rate: dict[float, list[str]] = {}
+        for name, rate in dataclasses.asdict(self).items():
+            by_rate.setdefault(rate, []).append(name)
+        return ", ".join(f"{rate:g} for {' and '.join(names)}" for rate, names in by_rate.items())
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The defaults of a workload, measured to keep its accuracy at any number of ranks.
 
     Attributes:
         batch_size: samples per rank and step.
-        lr: learning rate for one rank, or for ``lr_batch``.
+        lr: learning rates for one rank, or for ``lr_batch``.
         epochs: length of the training.
         warmup_epochs: length of the warm-up, in epochs.
         lr_schedule: what follows it; ``lr_milestones``: of ``multistep``, in epochs.
@@ -137,7 +161,7 @@ class Recipe:
     """
 
     batch_size: int
-    lr: float
+    lr: LearningRates
     epochs: int
     warmup_epochs: float
     lr_schedule: str

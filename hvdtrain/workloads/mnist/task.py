@@ -6,9 +6,11 @@ import importlib
 
 from hvdtrain.workloads.mnist import data
 from hvdtrain.workloads.mnist.data import MnistOptions
-from hvdtrain.workloads.task import Recipe, Task, Workload
+from hvdtrain.workloads.task import LearningRates, Recipe, Task, Workload
 
-EPILOG = """\
+LR = LearningRates(sgd=0.03, adam=0.001, adamw=0.001)
+
+EPILOG = f"""\
 models:
   tutorial   two convolutions (32, 64) and a dense layer of 128; 1.2 million parameters
   small      the net of Horovod's MNIST example; 22 thousand parameters
@@ -19,8 +21,9 @@ data:
   that scikit-learn brings along.
 
 defaults:
-  batch 64 per rank, learning rate 0.03 per rank, momentum 0.9 and weight decay 1e-4; 6 epochs with
-  half an epoch of warm-up, then a straight line to 0 (20 epochs and 2 on the embedded digits)
+  batch 64 per rank; learning rate per rank {LR}; momentum 0.9
+  and weight decay 1e-4; 6 epochs with half an epoch of warm-up, then a straight line to 0 (20
+  epochs and 2 on the embedded digits)
 
 examples:
   python -m hvdtrain.mnist
@@ -33,7 +36,7 @@ def recipe(options: MnistOptions) -> Recipe:
     """Return the default recipe; the embedded digits are few, so they take more epochs."""
     return Recipe(
         batch_size=64,
-        lr=0.03,
+        lr=LR,
         epochs=6 if options.data else 20,
         warmup_epochs=0.5 if options.data else 2.0,
         lr_schedule="linear",

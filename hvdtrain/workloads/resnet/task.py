@@ -8,9 +8,11 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.output.text import plural
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.image_folder import SYNTHETIC_CLASSES, ImageOptions
-from hvdtrain.workloads.task import Recipe, Task, Workload
+from hvdtrain.workloads.task import LearningRates, Recipe, Task, Workload
 
-EPILOG = """\
+LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005)
+
+EPILOG = f"""\
 models:
   resnet18 resnet34 resnet50 (default) resnet101 resnet152
 
@@ -20,8 +22,8 @@ data:
   told otherwise, no evaluation.
 
 defaults:
-  batch 32 per rank, learning rate 0.0125 per rank (0.0005 with adam), weight decay 1e-4; 90 epochs
-  with 5 of warm-up, then a cosine to 0; bf16 where the processor or GPU has it
+  batch 32 per rank; learning rate per rank {LR}; weight decay
+  1e-4; 90 epochs with 5 of warm-up, then a cosine to 0; bf16 where the processor or GPU has it
 
 examples:
   mpirun -n 2 python -m hvdtrain.resnet --batch-size 8
@@ -37,11 +39,11 @@ SYNTHETIC_STEPS = 100
 LOADERS = {"pytorch": "torch_loader", "tensorflow": "tf_pipeline"}
 
 
-def recipe(options: ImageOptions) -> Recipe:
+def recipe(_: ImageOptions) -> Recipe:
     """Return Goyal et al.'s (2017): 0.1 for 256 images, five epochs of warm-up, 90 epochs."""
     return Recipe(
         batch_size=32,
-        lr=0.0125 if options.optimizer == "sgd" else 0.0005,
+        lr=LR,
         epochs=90,
         warmup_epochs=5.0,
         lr_schedule="cosine",

@@ -11,7 +11,9 @@ from hvdtrain.config.options import Options, option
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.data import coco
 from hvdtrain.workloads.data.image_folder import broken_files
-from hvdtrain.workloads.task import Recipe, Task, Workload
+from hvdtrain.workloads.task import LearningRates, Recipe, Task, Workload
+
+LR = LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4)
 
 ALIASES = {
     "--backbone": "--model",
@@ -49,9 +51,9 @@ data:
   Without it: coloured boxes drawn on noise, 100 updates unless told otherwise.
 
 defaults:
-  batch 64 per rank; learning rate 0.0026 for a global batch of 32, in proportion to it (unless
-  --lr-scaling says otherwise), an epoch of warm-up, a tenth of it after 43 and 54 of 65 epochs;
-  momentum 0.9, weight decay 5e-4
+  batch 64 per rank; learning rate {rates}, for a global
+  batch of 32 and in proportion to it (unless --lr-scaling says otherwise); an epoch of warm-up, a
+  tenth of it after 43 and 54 of 65 epochs; momentum 0.9, weight decay 5e-4
 
 also taken, as articles on SSD spell it:
 {aliases}
@@ -87,7 +89,7 @@ def recipe(_: DetectorOptions) -> Recipe:
     """Return that of Liu et al. (2016) for COCO, over 65 epochs."""
     return Recipe(
         batch_size=64,
-        lr=2.6e-3,
+        lr=LR,
         lr_batch=32,
         epochs=65,
         warmup_epochs=1.0,
@@ -140,10 +142,11 @@ WORKLOAD = Workload(
     name="ssd300",
     description="Train a detector, SSD300, on images with boxes.",
     epilog=EPILOG.format(
+        rates=LR,
         aliases="\n".join(
             f"  {name:27} {words or '(nothing: it is so anyway)'}"
             for name, words in ALIASES.items()
-        )
+        ),
     ),
     models=("resnet50", "resnet18", "resnet34", "resnet101", "resnet152"),
     recipe=recipe,

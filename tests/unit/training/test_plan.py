@@ -22,10 +22,15 @@ from hvdtrain.training.plan import (
     notes,
     processor_has_bf16,
 )
-from hvdtrain.workloads.task import Recipe, Workload
+from hvdtrain.workloads.task import LearningRates, Recipe, Workload
 
 RECIPE = Recipe(
-    batch_size=32, lr=0.1, epochs=10, warmup_epochs=2.0, lr_schedule="linear", weight_decay=1e-4
+    batch_size=32,
+    lr=LearningRates(sgd=0.1, adam=0.002, adamw=0.003),
+    epochs=10,
+    warmup_epochs=2.0,
+    lr_schedule="linear",
+    weight_decay=1e-4,
 )
 WORKLOAD = Workload(
     name="toy",
@@ -119,6 +124,12 @@ def test_a_rate_in_proportion_to_the_global_batch(
     made = make_plan(workload, Options(**options), World(0, 4, 0, 4, "host", 1))
     assert made.lr == pytest.approx(lr)
     assert made.lr_scaling == scaling
+
+
+@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.1), ("adam", 0.002), ("adamw", 0.003)])
+def test_each_optimizer_has_its_rate_unless_one_is_given(optimizer: str, lr: float) -> None:
+    assert plan(optimizer=optimizer).lr == lr
+    assert plan(optimizer=optimizer, lr=0.03).lr == 0.03
 
 
 def test_milestones_of_a_recipe_move_with_the_length() -> None:

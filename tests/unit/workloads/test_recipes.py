@@ -1,0 +1,39 @@
+"""The defaults of the workloads: a learning rate for each optimizer, and what the help says."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain import train
+from hvdtrain.workloads import own
+from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
+from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET
+from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
+from hvdtrain.workloads.task import LearningRates, Recipe, Workload
+
+
+def recipe(workload: Workload, **options: object) -> Recipe:
+    return workload.recipe(workload.options(**options))
+
+
+@pytest.mark.parametrize(
+    ("lr", "epilog"),
+    [
+        *((recipe(one).lr, one.epilog) for one in (MNIST, RESNET, SSD300)),
+        (own.RECIPE.lr, train.EPILOG),
+    ],
+    ids=["mnist", "resnet", "ssd300", "train"],
+)
+def test_adam_has_a_rate_of_its_own_that_the_help_shows(lr: LearningRates, epilog: str) -> None:
+    assert max(lr.adam, lr.adamw) <= lr.sgd / 10
+    assert str(lr) in epilog
+    assert max(map(len, epilog.splitlines())) <= 100
+
+
+def test_rates_as_text() -> None:
+    assert str(LearningRates(sgd=0.1, adam=0.002, adamw=0.003)) == (
+        "0.1 for sgd, 0.002 for adam, 0.003 for adamw"
+    )
+    assert str(LearningRates(sgd=0.03, adam=0.001, adamw=0.001)) == (
+        "0.03 for sgd, 0.001 for adam and adamw"
+    )
