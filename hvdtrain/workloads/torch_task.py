@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.sharding import Indices, bounds
+from hvdtrain.steps.sharding import Indices, Part, bounds
 from hvdtrain.system.machine import accelerator
 from hvdtrain.workloads.columns import CLASSES, Columns
-from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed, digest_of
+from hvdtrain.workloads.data.dataset import Augment, Batch, Dataset, Indexed, digest_of
 from hvdtrain.workloads.metrics import Accuracy, Consumer, Metric
 from hvdtrain.workloads.task import NotFinite, Task
 
@@ -27,13 +27,31 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class InMemory(Indexed):
-    """A dataset that fits into the memory of the device: a batch is cut from one tensor."""
+    """A dataset that fits into the memory of the device: a batch is cut from one tensor.
 
-    def __init__(self, images: NDArray[Any], labels: NDArray[Any], device: Any) -> None:
+    ``augment`` makes the images of a training step; by default they are those in memory.
+    """
+
+    def __init__(
+        self,
+        images: NDArray[Any],
+        labels: NDArray[Any],
+        device: Any,
+        augment: Augment | None = None,
+    ) -> None:
         self.images = torch.from_numpy(np.array(images)).to(device)
         self.labels = torch.from_numpy(np.array(labels)).to(device)
         self.samples = len(labels)
         self.digest = digest_of(labels, images)
+        self.augment = augment
+
+    @override
+    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        for part, batch in super().training(parts):
+            if self.augment:
+                images = torch.from_numpy(self.augment(part))
+                batch = Batch(accelerator.send(images, self.labels.device), batch.y)
+            yield part, batch
 
     @override
     def fetch(self, indices: Indices) -> Batch:

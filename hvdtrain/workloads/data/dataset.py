@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,10 @@ class Batch:
     def __getitem__(self, samples: slice) -> Batch:
         """Return a batch of some of the samples."""
         return Batch(self.x[samples], self.y[samples])
+
+
+Augment = Callable[[Part], NDArray[Any]]
+"""Makes the inputs of a part of the training, by seed, epoch and sample alone."""
 
 
 class Dataset(ABC):

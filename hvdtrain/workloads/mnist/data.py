@@ -20,12 +20,17 @@ from numpy.typing import NDArray
 
 from hvdtrain.config.options import Options, fraction, option
 from hvdtrain.errors import UsageError
+from hvdtrain.workloads.data.dataset import Augment
 from hvdtrain.workloads.data.packed import MNIST, Pack, is_packed, wrong_kind
+from hvdtrain.workloads.mnist.random_affine import RandomAffine
 
 SIDE = 28
 CLASSES = 10
 MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's training pixels, as fractions
 DIGITS_TEST = 297
+DIGITS_MEAN, DIGITS_DEVIATION = 0.3091, 0.3477  # of the embedded digits, likewise
+# Of the embedded digits: those of the test are by writers whom the training has not seen.
+AUGMENTATION = RandomAffine(rotation=0.25, shear=0.3, scale=0.15, shift=3.0)
 
 U8 = NDArray[np.uint8]
 
@@ -39,10 +44,33 @@ class MnistOptions(Options):
 
 @dataclass(frozen=True)
 class Samples:
-    """Images uint8 of shape (n, 28, 28) and labels int64 of shape (n,)."""
+    """Images uint8 of shape (n, 28, 28) and labels int64 of shape (n,).
+
+    Attributes:
+        augmentation: what changes the images at each epoch of a training; None: nothing.
+        mean: of the training pixels, as a fraction.
+        deviation: likewise.
+    """
 
     images: U8
     labels: NDArray[np.int64]
+    augmentation: RandomAffine | None = None
+    mean: float = MEAN
+    deviation: float = DEVIATION
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Factor and offset that turn pixels into the input of a network: mean 0, deviation 1."""
+        return 1 / (255 * self.deviation), -self.mean / self.deviation
+
+    def augment(self, seed: int, channel: int) -> Augment | None:
+        """Return what makes the images of a part, with a channel as axis ``channel``."""
+        change = self.augmentation
+        if change is None:
+            return None
+        return lambda part: np.expand_dims(
+            change(self.images, part.indices, seed=seed, epoch=part.start.epoch), channel
+        )
 
 
 def load(directory: Path | None) -> tuple[Samples, Samples]:
@@ -118,7 +146,11 @@ def embedded_digits() -> tuple[Samples, Samples]:
     )
     labels = digits[:, -1].copy()
     cut = len(labels) - DIGITS_TEST
-    return Samples(large[:cut], labels[:cut]), Samples(large[cut:], labels[cut:])
+    scale = {"mean": DIGITS_MEAN, "deviation": DIGITS_DEVIATION}
+    return (
+        Samples(large[:cut], labels[:cut], AUGMENTATION, **scale),
+        Samples(large[cut:], labels[cut:], **scale),
+    )
 
 
 DEFLATE = 1032  # bytes that one byte of a gzipped file can stand for, by its format

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hvdtrain.workloads.mnist.data import CLASSES, DEVIATION, MEAN, MnistOptions, Samples
+from hvdtrain.workloads.mnist.data import CLASSES, MnistOptions, Samples
 from hvdtrain.workloads.torch_task import InMemory, TorchTask
 
 
@@ -55,7 +55,12 @@ def task(options: MnistOptions, train: Samples, test: Samples) -> TorchTask:
     return TorchTask(
         network(options.model, options.dropout),
         options,
-        InMemory(train.images[:, None], train.labels, options.device),
+        InMemory(
+            train.images[:, None],
+            train.labels,
+            options.device,
+            augment=train.augment(options.seed, channel=1),
+        ),
         InMemory(test.images[:, None], test.labels, options.device),
-        scale=(1 / (255 * DEVIATION), -MEAN / DEVIATION),
+        scale=train.scale,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 from keras import layers
 
-from hvdtrain.workloads.mnist.data import CLASSES, DEVIATION, MEAN, SIDE, MnistOptions, Samples
+from hvdtrain.workloads.mnist.data import CLASSES, SIDE, MnistOptions, Samples
 from hvdtrain.workloads.tf_task import InMemory, TFTask, weight_dtype
 
 
@@ -54,7 +54,12 @@ def task(options: MnistOptions, train: Samples, test: Samples) -> TFTask:
     return TFTask(
         network(options.model, options.dropout, weight_dtype(options)),
         options,
-        InMemory(train.images[..., None], train.labels, options.device),
+        InMemory(
+            train.images[..., None],
+            train.labels,
+            options.device,
+            augment=train.augment(options.seed, channel=-1),
+        ),
         InMemory(test.images[..., None], test.labels, options.device),
-        scale=(1 / (255 * DEVIATION), -MEAN / DEVIATION),
+        scale=train.scale,
     )

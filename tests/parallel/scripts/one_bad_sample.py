@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from hvdtrain import mnist
-from hvdtrain.steps.sharding import permutation
+from hvdtrain.steps.sharding import Part, permutation
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.workloads.data.dataset import Batch
 
@@ -26,19 +27,15 @@ BAD = permutation(SAMPLES, 0, 0)[int(first) : int(end) if end else int(first) + 
 if __name__ == "__main__":
     framework = "tensorflow" if "--framework=tensorflow" in sys.argv else "pytorch"
     tasks = importlib.import_module(f"hvdtrain.workloads.{TASK[framework]}")
-    fetch = tasks.InMemory.fetch
+    training = tasks.InMemory.training
+    tensor = tasks.tf.constant if framework == "tensorflow" else tasks.torch.from_numpy
 
-    def spoilt(data: Any, indices: np.ndarray[Any, Any]) -> Batch:
-        batch = fetch(data, indices)
-        if data.samples != SAMPLES:
-            return batch  # of the test set
-        factor = np.where(np.isin(indices, BAD), np.nan, 1.0).reshape(-1, 1, 1, 1)
-        pixels = np.asarray(batch.x) * factor
-        if framework == "tensorflow":
-            return Batch(tasks.tf.constant(pixels), batch.y)
-        return Batch(tasks.torch.from_numpy(pixels), batch.y)
+    def spoilt(data: Any, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        for part, batch in training(data, parts):
+            factor = np.where(np.isin(part.indices, BAD), np.nan, 1.0).reshape(-1, 1, 1, 1)
+            yield part, Batch(tensor(np.asarray(batch.x) * factor), batch.y)
 
-    tasks.InMemory.fetch = spoilt
+    tasks.InMemory.training = spoilt
     if fused := os.environ.get("FUSED"):
         start = tasks.TorchTask.__init__
 

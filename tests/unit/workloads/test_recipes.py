@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hvdtrain import train
@@ -28,6 +30,19 @@ def test_adam_has_a_rate_of_its_own_that_the_help_shows(lr: LearningRates, epilo
     assert max(lr.adam, lr.adamw) <= lr.sgd / 10
     assert str(lr) in epilog
     assert max(map(len, epilog.splitlines())) <= 100
+
+
+def test_the_recipe_of_mnist_is_what_it_was_and_that_of_the_embedded_digits_is_another() -> None:
+    """An augmentation, too, is for the few digits alone."""
+    assert recipe(MNIST, data=Path("mnist")) == Recipe(
+        batch_size=64,
+        lr=LearningRates(sgd=0.03, adam=0.001, adamw=0.001),
+        epochs=6,
+        warmup_epochs=0.5,
+        lr_schedule="linear",
+        weight_decay=1e-4,
+    )
+    assert recipe(MNIST).epochs > 6
 
 
 def test_rates_as_text() -> None:

@@ -245,6 +245,11 @@ def test_the_embedded_digits() -> None:
     assert train.images.dtype == test.images.dtype == np.uint8
     assert np.array_equal(np.concatenate([train.labels, test.labels]), digits.target)
     assert train.labels.dtype == np.int64
+    assert train.augmentation and test.augmentation is None
+    factor, offset = train.scale
+    assert test.scale == train.scale
+    assert (train.images * factor + offset).mean() == pytest.approx(0, abs=1e-3)
+    assert (train.images * factor + offset).std() == pytest.approx(1, abs=1e-3)
     # Resized, not tiled nor turned: the mean of each quadrant is about that of the 8x8 digit.
     for place in (0, 1499):
         small = digits.images[place] * (255 / 16)
@@ -266,6 +271,8 @@ def test_without_a_directory_it_is_the_embedded_digits() -> None:
 def test_the_real_one(mnist: Path) -> None:
     train, test = load(mnist)
     assert (len(train.labels), len(test.labels)) == (60_000, 10_000)
+    assert train.augmentation is None and train.augment(seed=0, channel=1) is None
+    assert train.scale == (1 / (255 * 0.3081), -0.1307 / 0.3081)
     # From LeCun's page and the literature: mean and deviation of the training pixels.
     assert train.images.mean() / 255 == pytest.approx(0.1307, abs=1e-4)
     assert train.images[:].std() / 255 == pytest.approx(0.3081, abs=1e-4)
