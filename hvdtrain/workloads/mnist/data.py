@@ -6,6 +6,7 @@ as a big-endian 32-bit number, then the values. Source: LeCun's MNIST page.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import importlib.util
 import io
@@ -146,11 +147,11 @@ def embedded_digits() -> tuple[Samples, Samples]:
     )
     labels = digits[:, -1].copy()
     cut = len(labels) - DIGITS_TEST
-    scale = {"mean": DIGITS_MEAN, "deviation": DIGITS_DEVIATION}
-    return (
-        Samples(large[:cut], labels[:cut], AUGMENTATION, **scale),
-        Samples(large[cut:], labels[cut:], **scale),
+    whole = Samples(large, labels, mean=DIGITS_MEAN, deviation=DIGITS_DEVIATION)
+    train = dataclasses.replace(
+        whole, images=large[:cut], labels=labels[:cut], augmentation=AUGMENTATION
     )
+    return train, dataclasses.replace(whole, images=large[cut:], labels=labels[cut:])
 
 
 DEFLATE = 1032  # bytes that one byte of a gzipped file can stand for, by its format
