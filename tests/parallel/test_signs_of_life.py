@@ -132,7 +132,7 @@ def test_a_slow_step_and_a_slow_evaluation_show_that_they_go_on(tmp_path: Path) 
     plain = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", seen.text)
     in_step = set(re.findall(r"step 0/1  loss -  - samples/s  (\d:\d\d)  - left", plain))
     assert len(in_step) >= 3, plain  # of 0:00 to 0:03
-    evaluating = re.findall(r"evaluating ━+ (\d+)/89 samples  \d:\d\d  (\S+) left", plain)
+    evaluating = re.findall(r"evaluating [━╺╸]+ (\d+)/89 samples  \d:\d\d  (\S+) left", plain)
     assert evaluating[0] == ("0", "-"), plain
     assert {done for done, _ in evaluating} >= {"0", "48"}, plain
     assert any(done == "48" and left == "0:01" for done, left in evaluating), plain
