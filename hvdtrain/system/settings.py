@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 MOST_BYTES = 2**14  # of a file: far more than any, and read in an instant
 MOST_VALUE = 3000  # characters of one setting
 DEEPEST = 8  # collections within one another
-OPEN = ("while parsing a flow", "while scanning a quoted")  # what the parser did at the end
 LONGEST = 500  # characters of what is wrong
 
 
@@ -65,30 +64,38 @@ def read_settings(path: Path, example: str) -> list[Setting]:
 def _check_size(text: str) -> None:
     import yaml  # seconds on a cold disk, which most commands can spare
 
-    depth = 0
+    opened: list[Any] = []  # where the collections begin that are not at their end
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
             line = event.start_mark.line + 1 if event.start_mark else 1
-            if depth > DEEPEST:
+            if isinstance(event, yaml.CollectionStartEvent):
+                opened.append(event.start_mark)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                opened.pop()
+            if len(opened) > DEEPEST:
                 raise _BrokenError(line, "nested too deeply")
             if isinstance(event, yaml.AliasEvent):
                 raise _BrokenError(line, f"*{event.anchor}: write out what it stands for")
             if isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_VALUE:
                 raise _BrokenError(line, f"a value of {len(event.value):,} characters")
     except yaml.MarkedYAMLError as error:
-        raise _explained(error, text) from error
+        raise _explained(error, text, opened) from error
     except yaml.YAMLError as error:  # a character that no YAML may have
         raise _BrokenError(1, str(error)) from error
 
 
-def _explained(error: yaml.MarkedYAMLError, text: str) -> _BrokenError:
-    mark = error.context_mark
-    if str(error.context).startswith(OPEN) and mark and mark.index < len(text):
-        return _BrokenError(mark.line + 1, f"{text[mark.index]!r} is not closed")
+def _explained(error: yaml.MarkedYAMLError, text: str, opened: Sequence[Any] = ()) -> _BrokenError:
+    problem, context = str(error.problem or "no YAML"), str(error.context)
+    if context.startswith("while scanning a quoted") and error.context_mark:
+        opened = (error.context_mark,)
+    elif "<stream end>" in problem or context.startswith("while parsing a flow"):
+        opened = [mark for mark in opened if text[mark.index : mark.index + 1] in ("[", "{")]
+    else:
+        opened = ()
+    if opened:
+        return _BrokenError(opened[-1].line + 1, f"{text[opened[-1].index]!r} is not closed")
     found = error.problem_mark or error.context_mark
-    return _BrokenError(found.line + 1 if found else 1, error.problem or "no YAML")
+    return _BrokenError(found.line + 1 if found else 1, problem)
 
 
 def _settings(text: str, example: str) -> Iterator[Setting]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.settings import Setting, read_settings
@@ -29,6 +32,11 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: [1\nb: 2\nc: 3\n", "settings.yaml line 1: '[' is not closed"),
         ("a: {b: 2\n", "settings.yaml line 1: '{' is not closed"),
         ('a: "b\nc: 2\n', "settings.yaml line 1: '\"' is not closed"),
+        ("{", "settings.yaml line 1: '{' is not closed"),
+        ("a: 1\nb: [1,\n", "settings.yaml line 2: '[' is not closed"),
+        ("a: [1, {b: 2, c: [3]\n", "settings.yaml line 1: '{' is not closed"),
+        ("a: 1\nb: [1, @x]\n", "settings.yaml line 2: found character '@' that cannot start any"),
+        ("a: ]\n", "settings.yaml line 1: "),
         ("a: 1\n\tb: 2\n", "settings.yaml line 2: "),
         ("a: 1\nb: 2\na: 3\n", "settings.yaml line 3: a: line 1 has it already; leave one out"),
         ("a-b: 1\na_b: 3\n", "settings.yaml line 2: a_b: line 1 has it already; leave one out"),
@@ -55,6 +63,15 @@ def test_settings_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="no regular file"):
         read_settings(tmp_path / "pipe", "seed: 1")
+
+
+@given(st.text("[]{}:,-#\"'&*!|>@ \n\tab1", max_size=40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_is_read_or_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with contextlib.suppress(UsageError):
+        read_settings(path, "seed: 1")
 
 
 def test_each_setting_has_its_line(tmp_path: Path) -> None:
