@@ -134,8 +134,7 @@ def test_a_slow_step_and_a_slow_evaluation_show_that_they_go_on(tmp_path: Path) 
     assert len(in_step) >= 3, plain  # of 0:00 to 0:03
     evaluating = re.findall(r"evaluating [━╺╸]+ (\d+)/89 samples  \d:\d\d  (\S+) left", plain)
     assert evaluating[0] == ("0", "-"), plain
-    assert {done for done, _ in evaluating} >= {"0", "48"}, plain
-    assert any(done == "48" and left == "0:01" for done, left in evaluating), plain
+    assert any(done == "48" and left != "-" for done, left in evaluating), plain
     bars = [row for row in screen(seen.text) if "━" in row and "┏" not in row]
     assert len(bars) == 1 and "step 1/1" in bars[0], bars
 
