@@ -99,7 +99,8 @@ def test_what_there_is_not(choice: Choice, message: str) -> None:
 @pytest.mark.parametrize(
     ("words", "batch"),
     [
-        ((), 64 * 3),  # the recipe of mnist
+        ((), 16 * 3),  # the recipe of the embedded digits
+        (("--data", "mnist"), 64 * 3),
         (("--batch-size", "5"), 15),
         (("--batch_size=5", "--accumulate-steps", "2"), 30),
         (("--global-batch-size", "5", "--accumulate-steps", "2"), 5),
