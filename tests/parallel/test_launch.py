@@ -59,10 +59,13 @@ run_and_exit(mnist.main)
 """
 ENDLESS = ("--model=small", "--quiet", "--epochs=10000", "--checkpoint-every=5")
 DEAF = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, sys, tempfile, time
+from hvdtrain.system.runtime import scratch
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
-(pathlib.Path(sys.argv[1]) / os.environ["OMPI_COMM_WORLD_RANK"]).touch()
+scratch.leave_nothing_behind()
+mark = pathlib.Path(sys.argv[1]) / os.environ["OMPI_COMM_WORLD_RANK"]
+mark.write_text(tempfile.gettempdir())
 time.sleep(300)
 """
 
@@ -274,6 +277,8 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path, starte
     assert said.splitlines()[-1] == "hvdtrain: interrupted", said
     assert "prterun" not in said
     assert_gone(everyone)
+    folders = [Path(mark.read_text()) for mark in tmp_path.iterdir()]
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_ranks_end_with_a_launch_that_is_killed(tmp_path: Path, started: Start) -> None:

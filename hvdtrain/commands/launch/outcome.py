@@ -16,7 +16,7 @@ from typing import Self
 from hvdtrain.commands.launch.rank_output import REASON
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, HvdtrainError
 from hvdtrain.system.runtime.end_mark import EndMark
-from hvdtrain.system.runtime.exit import process_status
+from hvdtrain.system.runtime.exit import ProcessStatus
 
 # mpirun's own words: the first on standard error, the second on standard output.
 LOSS = re.compile(rb"has lost communication with a remote daemon|daemon failed to report back")
@@ -85,9 +85,10 @@ class Outcome:
 
 
 def _how_to_go_on(checkpoints: Path | None) -> str:
+    status = ProcessStatus()
     if checkpoints is not None:
         from hvdtrain.steps.checkpoint import newest_name
 
         if newest := newest_name(checkpoints):
-            process_status.checkpoint = str(checkpoints / newest)
-    return process_status.how_to_go_on()
+            status.checkpoint = str(checkpoints / newest)
+    return status.how_to_go_on()

@@ -38,6 +38,7 @@ from hvdtrain.commands.launch.rank_output import (
 from hvdtrain.commands.launch.stop import StopSignals, code_after_stop, report
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, start
+from hvdtrain.system.runtime.scratch import CLEAR
 
 # The signals that make a launcher end its ranks, and the seconds that it has before the next one.
 # Hydra and srun hand on a first INT, and obey a second one soon after it.
@@ -147,7 +148,8 @@ class WatchedLauncher:
         self.process.kill()
         for child in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+                if CLEAR not in child.cmdline():  # else it clears away once its rank has ended
+                    child.kill()
 
     def _hand_on(self) -> None:
         """Act on the signals that have come since the last look, and on those that had no effect.

@@ -25,6 +25,8 @@ PROCESSES = Path("/proc")
 FIRST_NAMESPACE = "pid:[4026531836]"  # proc_ns.h: in it all processes of a machine are seen
 NEW = 60.0  # seconds for which nothing is a leftover: it may just be in the making
 
+CLEAR = 'trap "" HUP INT TERM; read -r _; rm -rf "$1" /dev/shm/sem."$2"-*'  # a shell's work
+
 _clearing: list[subprocess.Popen[bytes]] = []  # keeps open what tells it that this process lives
 _locks: list[int] = []  # held until this process ends, and those that it has forked
 
@@ -46,10 +48,9 @@ def leave_nothing_behind() -> None:
         handle = os.open(folder / LOCK, os.O_CREAT | os.O_WRONLY, 0o600)
         _locks.append(handle)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    clear = 'trap "" HUP INT TERM; read -r _; rm -rf "$1" /dev/shm/sem."$2"-*'
     _clearing.append(
         subprocess.Popen(
-            ["/bin/sh", "-c", clear, "sh", str(folder), folder.name],
+            ["/bin/sh", "-c", CLEAR, "sh", str(folder), folder.name],
             stdin=subprocess.PIPE,  # its end is this process's end
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
