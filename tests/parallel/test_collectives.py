@@ -159,4 +159,4 @@ def test_the_lesson_without_mpi4py(tmp_path: Path) -> None:
     )
     assert (outcome.returncode, outcome.stdout) == (2, "")
     (line,) = outcome.stderr.splitlines()
-    assert "the collectives need mpi4py (there is none): pip install mpi4py" in line
+    assert "(there is none): pip install 'hvdtrain[mpi]'" in line

@@ -40,6 +40,7 @@ DRY = (
 SHORTER = (
     (re.compile(r"^hvdtrain scaling --ranks \S+ --"), "hvdtrain scaling --ranks 1,2 --repeat 1 --"),
     (re.compile(r"launch -n [48](?= -- )"), "launch -n 2"),
+    (re.compile(r"^mpirun -n 8 (?=python)"), "mpirun -n 2 "),
     (re.compile(r"hvdtrain\.mnist\b.*"), r"\g<0> --num-steps 2 --summary run-7/summary.json"),
     (
         re.compile(r"hvdtrain\.resnet\b.*"),
