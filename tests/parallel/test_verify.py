@@ -94,7 +94,10 @@ def test_ranks_that_mpirun_started_tell_once() -> None:
     assert outcome.code == 0, outcome.err[-3000:]
     lines = outcome.out.splitlines()
     assert lines[0] == "hvdtrain verify: pytorch over horovod, 3 ranks on 1 host"
-    assert [line.split()[:2] for line in lines[1:-1]] == [["ok", str(n)] for n in range(1, 9)]
+    rows = [
+        line.split()[:2] for line in lines[1:-1] if not line.startswith(" ")
+    ]  # a long one goes on
+    assert rows == [["ok", str(n)] for n in range(1, 9)]
     assert lines[-1] == "all steps took effect"
 
 
