@@ -281,12 +281,16 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path, starte
     assert not any(folder.exists() for folder in folders)
 
 
-def test_ranks_end_with_a_launch_that_is_killed(tmp_path: Path, started: Start) -> None:
-    saved = tmp_path / "checkpoints"
+def training(saved: Path, started: Start) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """Start a training that has saved to ``saved``; return launch, and all of its processes."""
     trainer = (sys.executable, "-m", "hvdtrain.mnist", *ENDLESS, f"--checkpoint-dir={saved}")
     process = started(*LAUNCH, "-n", "2", "--", *trainer)
     until(lambda: list(saved.glob("step-*")), process)
-    everyone = family(process)
+    return process, family(process)
+
+
+def test_ranks_end_with_a_launch_that_is_killed(tmp_path: Path, started: Start) -> None:
+    process, everyone = training(tmp_path, started)
     process.kill()
     _, alive = psutil.wait_procs(everyone, timeout=10)
     assert not alive
@@ -294,17 +298,13 @@ def test_ranks_end_with_a_launch_that_is_killed(tmp_path: Path, started: Start) 
 
 @on_demand
 def test_term_ends_ranks_of_which_one_is_stopped(tmp_path: Path, started: Start) -> None:
-    saved = tmp_path / "checkpoints"
-    trainer = (sys.executable, "-m", "hvdtrain.mnist", *ENDLESS, f"--checkpoint-dir={saved}")
-    process = started(*LAUNCH, "-n", "2", "--", *trainer)
-    until(lambda: list(saved.glob("step-*")), process)
-    everyone = family(process)
+    process, everyone = training(tmp_path, started)
     ranks = [one for one in everyone if started_by_mpirun(one) and "python" in one.name()]
     ranks[-1].suspend()
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 143, said
     assert re.search(
-        f"^hvdtrain: SIGTERM: stopped before the ranks had saved; {saved}/", said, re.M
+        f"^hvdtrain: SIGTERM: stopped before the ranks had saved; {tmp_path}/", said, re.M
     )
     assert_gone(everyone)
