@@ -68,13 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="256M",
         help="bytes of the files in a shard, about (256M; K, M and G are taken)",
     )
-    cores = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
     parser.add_argument(
         "--workers",
         metavar="N",
         type=count,
-        default=cores,
-        help=f"shards that are written or checked at once (here {cores}: one per core, at most 16)",
+        help=f"shards written or checked at once (default: one per core, at most {MOST_WORKERS})",
     )
     parser.add_argument(
         "--resize",
@@ -104,13 +102,14 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             "give DIR and OUT: what is packed, and where to (see hvdtrain pack --help)"
         )
     out = folders[-1]
+    workers = arguments.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
     if arguments.check:
-        return _check(out, arguments.workers)
+        return _check(out, workers)
     packing = Packing(
         folders[0],
         out,
         shard_size=arguments.shard_size,
-        workers=arguments.workers,
+        workers=workers,
         resize=arguments.resize,
     )
     pack, already = packing.run()
