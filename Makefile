@@ -105,7 +105,7 @@ test-all: setup  ## all tests, as the continuous integration runs them
 soak: setup  ## what takes too long for test-all: ranks and hosts lost again and again, peak memory
 	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/parallel/test_elastic*.py)
 	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/cluster/test_two_hosts.py) -k elastic
-	python -m tests.perf.memory
+	python -m benchmarks.memory
 
 docs: setup  ## make site/ of the pages and the API reference; a dead link or name fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet

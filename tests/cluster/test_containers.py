@@ -13,7 +13,7 @@ import pytest
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
 from tests.conftest import ROOT, Outcome, on_demand, run
-from tests.containers import job, manifests, services, variables
+from tests.containers.manifests import job, manifests, services, variables
 
 TRAINED = "images in 60 steps"
 START = 120.0  # seconds for a training to end on a busy machine
@@ -94,7 +94,7 @@ def test_the_hosts_of_compose(tmp_path: Path) -> None:
 @on_demand
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 def test_the_image_is_built_in_a_clean_root_and_trains() -> None:
-    outcome = run(["python", "-m", "containers.try"], timeout=1500)
+    outcome = run(["python", "-m", "tests.containers.build"], timeout=1500)
     if "debootstrap is missing" in outcome.err:
         pytest.skip(outcome.err.splitlines()[-1])
     assert outcome.code == 0, outcome.out + outcome.err

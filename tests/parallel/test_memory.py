@@ -1,12 +1,12 @@
 """ZeRO needs less memory per rank than DDP, and FSDP less than ZeRO, as theory says.
 
-How much, at more ranks and with a larger net: ``python -m tests.perf.memory``, of ``make soak``.
+How much, at more ranks and with a larger net: ``python -m benchmarks.memory``, of ``make soak``.
 """
 
 from __future__ import annotations
 
+from benchmarks.memory import BLOCK, STRATEGIES, measure, theory
 from tests.conftest import on_demand
-from tests.perf.memory import BLOCK, STRATEGIES, measure, theory
 
 
 @on_demand

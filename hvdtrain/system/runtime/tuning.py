@@ -1,6 +1,6 @@
 """Tuning at start-up: fixed by launcher, strategy and workload, never by a timing.
 
-Only what the user has not set is set. Figures: DESIGN of the project and ``tests/perf``.
+Only what the user has not set is set. Figures: DESIGN of the project and ``benchmarks``.
 """
 
 from __future__ import annotations

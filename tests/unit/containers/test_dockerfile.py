@@ -1,4 +1,4 @@
-"""The parser that `containers.try` builds by, and what it finds in containers/Dockerfile."""
+"""The parser of `tests.containers.build`, and the containers/Dockerfile that it reads."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from containers.dockerfile import Instruction, fill_in, needed, pairs, parse
 from hvdtrain.commands.install_horovod.plan import TOOLKIT
 from tests.conftest import ROOT
+from tests.containers.dockerfile import Instruction, fill_in, needed, pairs, parse
 
 TEXT = """\
 # A comment.

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from containers.dockerfile import parse
 from tests.conftest import ROOT
-from tests.containers import FOLDER, manifests, services
+from tests.containers.dockerfile import parse
+from tests.containers.manifests import FOLDER, manifests, services
 
 HOME = "/home/hvdtrain"
 (MPIJOB,) = manifests("mpijob.yaml")

@@ -1,7 +1,7 @@
 """Build an image of containers/Dockerfile without a container runtime, and train in it.
 
-    sudo python3 -m containers.try                 # from the clone; needs debootstrap
-    sudo python3 -m containers.try --compile       # Horovod too, not taken from ~/.cache/hvdtrain
+    sudo python3 -m tests.containers.build            # from the clone; needs debootstrap
+    sudo python3 -m tests.containers.build --compile  # Horovod too, not from ~/.cache/hvdtrain
 
 A bare Debian of debootstrap stands for the base image; each stage is an overlay on the one that it
 is FROM, and each instruction is run in it as it stands in the Dockerfile. Then the image's user
@@ -25,9 +25,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from containers.dockerfile import Instruction, Stage, fill_in, needed, pairs, parse
+from tests.containers.dockerfile import Instruction, Stage, fill_in, needed, pairs, parse
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "containers" / "Dockerfile"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # as in Debian's image
 INSIDE = "HVDTRAIN_TRY"  # the folder, once the namespaces are there
@@ -65,7 +65,7 @@ class Container:
 def main() -> int:
     """Try it, inside of namespaces of its own."""
     parser = argparse.ArgumentParser(
-        prog="python3 -m containers.try", description=__doc__, allow_abbrev=False,
+        prog="python3 -m tests.containers.build", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--target", default="cpu", help="the stage to build (cpu)")
@@ -84,14 +84,14 @@ def main() -> int:
     if missing := [name for name in ("debootstrap", "unshare", "ip") if not shutil.which(name)]:
         parser.error(f"{missing[0]} is missing: apt-get install debootstrap util-linux iproute2")
     if os.geteuid() != 0:
-        parser.error("mounts need root: sudo python3 -m containers.try")
+        parser.error("mounts need root: sudo python3 -m tests.containers.build")
     if folder := os.environ.get(INSIDE):
         return Try(Path(folder), stages, given, options.compile).run(options.target)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-try-", dir=options.folder) as folder:
         # Mounts are made in there alone, so that none is left when the folder is removed.
         namespaces = ("--mount", "--pid", "--ipc", "--uts", "--mount-proc")
         unshare = ("unshare", *namespaces, "--fork", "--kill-child")
-        words = [*unshare, sys.executable, "-m", "containers.try", *sys.argv[1:]]
+        words = [*unshare, sys.executable, "-m", "tests.containers.build", *sys.argv[1:]]
         return subprocess.run(words, env={**os.environ, INSIDE: folder}).returncode
 
 

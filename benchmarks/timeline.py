@@ -1,7 +1,7 @@
 """Time and memory of reading a large timeline, beside json.load of the same file.
 
-python -m tests.perf.timeline --megabytes 1000
-python -m tests.perf.timeline --megabytes 100 --tensors 2 --ranks 2
+python -m benchmarks.timeline --megabytes 1000
+python -m benchmarks.timeline --megabytes 100 --tensors 2 --ranks 2
 """
 
 from __future__ import annotations

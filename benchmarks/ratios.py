@@ -1,13 +1,13 @@
 """Compare hvdtrain with scripts written by hand: alternating runs, ratios of paired runs.
 
-python -m tests.perf.ratios resnet --framework pytorch --repeats 7
-python -m tests.perf.ratios mnist --repeats 3 --data ../shared/data/mnist [--only "by hand"]
-python -m tests.perf.ratios strategies --repeats 7 [--only "ddp" "plain DDP"]
-python -m tests.perf.ratios stages --repeats 5 [--only "ddp" "8 micro-batches"]
-python -m tests.perf.ratios images --repeats 7 --data ~/photographs
-python -m tests.perf.ratios packed --repeats 5 --data ~/photographs [--only cold]
-python -m tests.perf.ratios pi --repeats 5
-python -m tests.perf.ratios start --repeats 9 --data ../shared/data/mnist [--framework tensorflow]
+python -m benchmarks.ratios resnet --framework pytorch --repeats 7
+python -m benchmarks.ratios mnist --repeats 3 --data ../shared/data/mnist [--only "by hand"]
+python -m benchmarks.ratios strategies --repeats 7 [--only "ddp" "plain DDP"]
+python -m benchmarks.ratios stages --repeats 5 [--only "ddp" "8 micro-batches"]
+python -m benchmarks.ratios images --repeats 7 --data ~/photographs
+python -m benchmarks.ratios packed --repeats 5 --data ~/photographs [--only cold]
+python -m benchmarks.ratios pi --repeats 5
+python -m benchmarks.ratios start --repeats 9 --data ../shared/data/mnist [--framework tensorflow]
 
 images takes timm's loader along where timm can be imported. It is not among the pins: pip install
 --no-deps timm; with --target DIR, and PYTHONPATH=DIR, it stays out of this environment.

@@ -1,6 +1,6 @@
 """Measure ResNet's images/s: hvdtrain's strategies beside loops written by hand, in turn.
 
-The loops by hand are those of ``tests/perf/scripts``. Every round runs each candidate once, every
+The loops by hand are those of ``benchmarks/scripts``. Every round runs each candidate once, every
 second one backwards, until the time is up; what is worth most to know comes first.
 """
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.table import PLAIN
 from hvdtrain.commands.install_horovod.build import decisive_line
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.command import Command, run
 from tests.conftest import BIN, ROOT
-from tests.gpu.table import PLAIN
 
-SCRIPTS = ROOT / "tests" / "perf" / "scripts"
+SCRIPTS = ROOT / "benchmarks" / "scripts"
 MOST = 3  # rounds
 RATE, MEMORY = "images_per_second", "peak_memory_bytes"  # what the loops by hand print
 SYNTHETIC, REAL = "synthetic", "JPEGs"
@@ -94,7 +94,7 @@ def trainer_line(scale: Scale, precision: str, data: Path | None = None) -> tupl
 
 
 def by_hand(script: str, scale: Scale, precision: str, data: Path | None) -> tuple[str, ...]:
-    """Return the command of a loop of ``tests/perf/scripts``, as torchrun starts it."""
+    """Return the command of a loop of ``benchmarks/scripts``, as torchrun starts it."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={scale.ranks}")
     return (
         *(sys.executable, *torchrun, str(SCRIPTS / script), precision, str(scale.steps)),

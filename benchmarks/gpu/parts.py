@@ -1,7 +1,7 @@
-"""Run the parts of ``tests/gpu/run.sh run``, each whatever came of the others, and tell of them.
+"""Run the parts of ``benchmarks/gpu/run.sh run``, each even if others failed, and report on them.
 
-    python -m tests.gpu.parts --out OUT [PART...]        run them
-    python -m tests.gpu.parts --write OUT/results.json   put the tables into docs/gpus.md
+    python -m benchmarks.gpu.parts --out OUT [PART...]        run them
+    python -m benchmarks.gpu.parts --write OUT/results.json   put the tables into docs/gpus.md
 
 OUT gets gpu.md, the tables; results.json, what they are made of; and run.log. A part
 is a list of commands. What came of each is written down as soon as it is known, so that a call that
@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import bench
+from benchmarks.gpu.table import tables
 from hvdtrain.commands.install_horovod.build import decisive_line
 from hvdtrain.commands.install_horovod.wheel_cache import read_json, write_atomically
 from hvdtrain.system.machine import gpus
 from hvdtrain.system.machine.frameworks import is_installed, versions
 from hvdtrain.system.runtime.command import Command, run
-from tests.gpu import bench
-from tests.gpu.table import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gpus.md"
-BEGIN, END = "<!-- made by tests/gpu/run.sh -->", "<!-- end -->"
+BEGIN, END = "<!-- made by benchmarks/gpu/run.sh -->", "<!-- end -->"
 ALLREDUCE = str(ROOT / "tests" / "gpu" / "scripts" / "allreduce.py")
 ENOUGH = 15.0  # seconds under which nothing more is started
 SHARE = 2 / 3  # of what is left, for one command: one that hangs leaves time for others
@@ -183,7 +183,7 @@ def merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run parts, or write the page."""
-    parser = argparse.ArgumentParser("python -m tests.gpu.parts", description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu.parts", description=__doc__)
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"of {', '.join([*PARTS, 'bench'])}"
     )

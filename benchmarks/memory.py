@@ -1,6 +1,6 @@
 """Peak memory per rank of each strategy, with AdamW on a large net, beside what theory gives.
 
-python -m tests.perf.memory [--ranks 2 4] [--megabytes 320]
+python -m benchmarks.memory [--ranks 2 4] [--megabytes 320]
 
 Theory counts P bytes of parameters, as many of gradients, and 2 P of optimizer state: whole on each
 rank, or in parts (Rajbhandari et al., SC 2020). With FSDP, one block of the net is whole besides,
@@ -71,7 +71,7 @@ def measure(strategy: str, ranks: int, layers: int) -> int:
         str(ranks),
         sys.executable,
         "-m",
-        "tests.perf.memory",
+        "benchmarks.memory",
     ]
     done = subprocess.run(
         [*line, "--train", strategy, "--layers", str(layers)],

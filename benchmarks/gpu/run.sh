@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Build, test and measure on a machine that has a GPU but no network.
 #
-#   tests/gpu/run.sh prepare DIR             here: collect what that machine may lack, 60 MB at most
-#   tests/gpu/run.sh run DIR OUT [PART...]   there: all parts, or of build doctor tests tools bench
-#   tests/gpu/run.sh rehearse DIR OUT [PART...]   here: the same on the CPU, in a root without network
+#   benchmarks/gpu/run.sh prepare DIR             here: collect what that machine may lack, 60 MB at most
+#   benchmarks/gpu/run.sh run DIR OUT [PART...]   there: all parts, or of build doctor tests tools bench
+#   benchmarks/gpu/run.sh rehearse DIR OUT [PART...]   here: the same on the CPU, in a root without network
 #
 # That machine is taken to have Python, PyTorch with torchvision, NumPy, SciPy, scikit-learn,
 # Matplotlib, Pillow, a C++ compiler and nvcc. PYTHON names its Python (python3); to prepare, one of
@@ -84,7 +84,7 @@ run() {
         touch "$work/ready"
     fi
     echo "environment: $SECONDS s"
-    "$work/env/bin/python" -m tests.gpu.parts --out "$out" --images "$dir/images" \
+    "$work/env/bin/python" -m benchmarks.gpu.parts --out "$out" --images "$dir/images" \
         --work "$work" --seconds $((${SECONDS_LEFT:-570} - SECONDS)) "${@:3}"
 }
 
@@ -108,7 +108,7 @@ rehearse() { # the checkout's files in a root that is read-only, without network
         cd "$scratch/tree"
         exec env -i PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 HOME="$scratch/home" TMPDIR="$scratch/tmp" \
             PYTHON="$4" HVDTRAIN_REHEARSE=1 HOROVOD_BUILD_CUDA_CC_LIST=90 SECONDS_LEFT="$5" \
-            bash tests/gpu/run.sh run "$dir" "$out" "${@:6}"
+            bash benchmarks/gpu/run.sh run "$dir" "$out" "${@:6}"
     ' rehearse "$scratch" "$dir" "$out" "$python" "${SECONDS_LEFT:-3600}" "${@:3}"
 }
 

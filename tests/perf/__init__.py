@@ -1,1 +1,0 @@
-"""Speed, as ratios within one run. Not tests: run by hand, `python -m tests.perf.ratios --help`."""
