@@ -25,6 +25,7 @@ BANNED = {
     *("told", "said", "asked", "place", "places", "alone", "everyone", "own", "given", "made"),
     *("course", "courses", "ladder", "lever", "levers", "kit", "bench", "somebody", "whatever"),
 }
+FRAMEWORK = re.compile(r"_?(pytorch|tensorflow|torch|tf)_?")  # in the path of a file
 VAGUE = {"one", "found", "some", "thing", "things", "what", "why", "it", "its", "such", "other"}
 
 
@@ -89,22 +90,20 @@ def lengths(package: dict[Path, ast.Module]) -> list[int]:
 
 
 def stars(tree: ast.Module) -> int:
-    """Count the calls that are given a literal sequence with a star, ``f(*(a, b), c=d)``."""
+    """Count the literal sequences that are unpacked where they stand, ``f(*(a, b), c=d)``."""
     return sum(
-        isinstance(argument, ast.Starred) and isinstance(argument.value, (ast.Tuple, ast.List))
+        isinstance(node, ast.Starred) and isinstance(node.value, (ast.Tuple, ast.List))
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        for argument in node.args
     )
 
 
 def names_for_two(package: dict[Path, ast.Module]) -> list[str]:
     """Return the classes of one name that are not one thing in two frameworks."""
-    homes: dict[str, set[Path]] = defaultdict(set)
+    homes: dict[str, set[str]] = defaultdict(set)
     for path, tree in package.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes[node.name].add(path)
+                homes[node.name].add(FRAMEWORK.sub("", str(path)))
     return sorted(name for name, paths in homes.items() if len(paths) > 1)
 
 
@@ -119,7 +118,6 @@ def measure() -> dict[str, int]:
     names = Counter(name for tree in package.values() for name in bound(tree))
     pages = sorted((ROOT / "docs").glob("*.md"))
     lines = lengths(package)
-    requirements = re.search(r"^install_requires =\n((?: .*\n)+)", _read("setup.cfg"), re.M)
     return {
         "lines of the package": _lines(package),
         "files of the package": len(package),
@@ -132,11 +130,16 @@ def measure() -> dict[str, int]:
         "classes of one name": len(names_for_two(package)),
         "star-tuples in calls": sum(map(stars, package.values())),
         "modules with one importer": one_importer(package),
-        "requirements of a bare install": requirements[1].count("\n") if requirements else 0,
+        "requirements of a bare install": len(_requirements()),
         "functions, median": int(statistics.median(lines)),
         "functions, 90th percentile": lines[len(lines) * 9 // 10],
         "functions, longest": lines[-1],
     }
+
+
+def _requirements() -> list[str]:
+    block = re.search(r"^install_requires =\n((?: .*\n|\n)+)", _read("setup.cfg"), re.M)
+    return block[1].split("\n    ") if block else []
 
 
 def _read(path: str | Path) -> str:

@@ -21,7 +21,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
-from tests.conftest import BIN, Outcome, on_demand
+from tests.conftest import BIN, Outcome, on_demand, run
 from tests.conftest import LONG as ALL_CASES
 from tests.parallel.conftest import STRATEGIES, Training, assert_bit_equal, assert_close, train
 
@@ -310,6 +310,27 @@ def test_a_host_is_lost_while_its_network_stays_up(
     _, words, newest = outcome.said[-1].rpartition("again: it goes on from ")
     # A save that was under way may end after that line.
     assert words and Path(newest) in sorted(tmp_path.glob("checkpoints/step-*"))[-2:]
+
+
+@pytest.mark.parametrize("way", WAYS if ALL_CASES else WAYS[1:2])
+@pytest.mark.parametrize("once", [False, True], ids=["by launch", "by its own mpirun"])
+def test_a_job_script_fails_if_a_host_is_lost(
+    once: bool, way: Callable[[TwoHosts], None], two: TwoHosts, tmp_path: Path
+) -> None:
+    """The script that submit writes, run on the first node: its exit code is what PBS keeps."""
+    words = two.mpirun(*trainer(tmp_path, *LONG)) if once else trainer(tmp_path, *LONG)
+    words = words[len(two.on(1)) :] if once else words  # it is on that host already
+    job = ("--scheduler=pbs", "--nodes=2", "--ppn=2", "--walltime=1:00:00", "--dry-run")
+    verb = [sys.executable, "-m", "hvdtrain.cli", "submit", *job, *(["--once"] if once else [])]
+    script = tmp_path / "job.pbs"
+    script.write_text(run([*verb, "--", *words]).out)
+    command = two.on(1, "bash", str(script))
+    with two.running(command, PBS_NODEFILE=str(two.nodefile())) as process:
+        wait_for_checkpoints(2, process, tmp_path)
+        way(two)
+        outcome = wait_until_over(two, process, f"script: {way.__name__}")
+    assert outcome.code in (1, 75)  # mpirun may leave the ranks the time to save
+    assert two.name(2) in outcome.err
 
 
 @pytest.mark.parametrize("number", range(10 if ALL_CASES else 1))
