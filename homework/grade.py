@@ -1,12 +1,12 @@
-"""Which of the eight steps work in a script of the homework, and what to do about the others.
+"""Report which of the eight steps work in a script of the homework, and how to mend the others.
 
 python grade.py my_mnist_hvd.py
 python grade.py handed_in/*.py -n 3 --data ~/mnist -- --epochs 2 --lr 0.02
 
-Each script runs for two epochs under mpirun, so that a warm-up by epochs shows, then on one rank to
-compare with, in a folder of its own that is thrown away. It is watched from outside (hvdtrain
-verify --script), so it may be written in any way. A step counts if its effect was seen. Exit code
-1: not all eight work in all scripts.
+Each script runs for two epochs under mpirun, so that a warm-up over epochs is observed, then on one
+rank for comparison, in a temporary folder. It is observed from outside (hvdtrain verify --script),
+so it may be written in any way. A step counts if its effect is observed. Exit code 1: some step of
+some script does not work.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from hvdtrain.system.output.tables import entry, message
 from hvdtrain.system.runtime.command import termination_as_interrupt
 from hvdtrain.system.runtime.exit import run_and_exit
 
-# In the words of the exercise: the name of each step and, where it does not work, what to do.
+# The name of each step, as in the exercise, and what to do if it does not work.
 STEPS = (
     ("initialize", "call hvd.init() before anything else of Horovod"),
     (
         "pin device",
-        "take the GPU of hvd.local_rank(); on CPUs set the number of threads to the rank's share "
-        "of the cores",
+        "use the GPU of index hvd.local_rank(); on CPUs set the number of threads to the rank's "
+        "share of the cores",
     ),
     (
         "shard data",
-        "let each rank train on its part of every batch: by hvd.rank() and hvd.size(), with the "
-        "same order on all",
+        "train each rank on its part of every batch, by hvd.rank() and hvd.size(), in the same "
+        "order on all ranks",
     ),
     ("scale learning rate", "multiply the learning rate by hvd.size()"),
     (
@@ -46,8 +46,8 @@ STEPS = (
     ),
     (
         "broadcast state",
-        "broadcast parameters and optimizer state from rank 0 before the first update, and see "
-        "that the line is reached on every rank",
+        "broadcast parameters and optimizer state from rank 0 before the first update, and check "
+        "that every rank reaches that line",
     ),
     ("save checkpoint", "write files on rank 0 alone: if hvd.rank() == 0"),
     (
@@ -58,33 +58,33 @@ STEPS = (
 
 
 def main() -> int:
-    """Grade what the command line names; the exit code."""
-    own, theirs = split(sys.argv[1:])
-    options = read_options(own)
+    """Grade the scripts of the command line; return the exit code."""
+    words, arguments = split(sys.argv[1:])
+    options = read_options(words)
     if options.data:
-        theirs += [f"--data={options.data.resolve()}"]
+        arguments += [f"--data={options.data.resolve()}"]
     counts = {}
     for script in options.scripts:
-        counts[script] = grade(script.resolve(), theirs, options.ranks, options.timeout)
+        counts[script] = grade(script.resolve(), arguments, options.ranks, options.timeout)
     if len(counts) > 1:
         print("\n" + "\n".join(f"{count} of 8  {script}" for script, count in counts.items()))
     return EXIT_OK if set(counts.values()) == {8} else EXIT_FAILURE
 
 
 def read_options(words: list[str]) -> argparse.Namespace:
-    """Read the grader's own words."""
+    """Read the options of the grader."""
     parser = CommandParser(
         prog="grade.py",
         description=__doc__.splitlines()[0],
-        epilog="after -- follow the options of the scripts; without: --epochs 2",
+        epilog="options of the scripts follow after -- (default: --epochs 2)",
     )
     parser.add_argument("scripts", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("-n", dest="ranks", type=int, default=2, help="ranks; default 2")
-    parser.add_argument("--data", type=Path, help="handed to the scripts; default: the digits")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for a run; default 300")
+    parser.add_argument("-n", dest="ranks", type=int, default=2, help="number of ranks (2)")
+    parser.add_argument("--data", type=Path, help="their dataset (default: the digits)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds, limit of a run (300)")
     options = parser.read(words)
     if options.ranks < 2:
-        raise UsageError(f"-n {options.ranks}: what the ranks do together shows on 2 and more")
+        raise UsageError(f"-n {options.ranks}: at least 2 ranks are needed to observe the steps")
     for path in options.scripts:
         if not path.is_file():
             raise UsageError(f"{path}: no such file")
@@ -92,11 +92,11 @@ def read_options(words: list[str]) -> argparse.Namespace:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The grader's own words, and those of the scripts after ``--``."""
+    """Return the words of the grader, and those of the scripts after ``--``."""
     if "--" not in words:
         return words, ["--epochs=2"]
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
+    end = words.index("--")
+    return words[:end], words[end + 1 :]
 
 
 def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> int:
@@ -105,15 +105,15 @@ def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> int
         try:
             # Without the launcher's binding, so that pinning is the script's own work.
             seen = watch(script, arguments, ranks=ranks, updates=None, timeout=timeout, bind=False)
-        except UsageError:  # the grader's own: no mpirun, for one
+        except UsageError:  # not the script's fault: no mpirun, for example
             raise
         except HvdtrainError as error:
             print(f"{script.name}: {error}\n0 of 8 steps work", flush=True)
             return 0
     rows = seen.rows
-    if rows[0].state != OK:  # then it is so many copies of a script, whatever each of them does
-        alone = [Row(row.step, NOT_SEEN, "each rank is alone: see step 1") for row in rows]
-        rows = [other if row.state == OK else row for row, other in zip(rows, alone, strict=True)]
+    if rows[0].state != OK:  # independent copies of a script: no step has an effect on all ranks
+        reason = "each rank trains by itself: see step 1"
+        rows = [Row(row.step, NOT_SEEN, reason) if row.state == OK else row for row in rows]
     count = sum(row.state == OK for row in rows)
     print(f"{script.name} on {ranks} ranks, {seen.updates} updates")
     if seen.crash:
@@ -125,11 +125,11 @@ def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> int
 
 
 def line(row: Row, evidence: str) -> str:
-    """What was seen of a step, and what to do if it does not work."""
+    """Return the result of a step, and what to do if it does not work."""
     name, remedy = STEPS[row.step - 1]
     works = row.state == OK
-    word = "works" if works else row.state  # failed, or not seen
-    head = f"{word:8}  {row.step} {name:20}  "
+    state = "works" if works else row.state  # failed, or not seen
+    head = f"{state:8}  {row.step} {name:20}  "
     text = entry(head, evidence)
     return text if works else f"{text}\n{entry(' ' * len(head), f'-> {remedy}')}"
 

@@ -97,7 +97,7 @@ for step, picked in enumerate(batches):
 
 split = [*weights[0].values(), *weights[1].values()]  # in the order of the whole net
 pairs = zip(split, whole.state_dict().values(), strict=True)
-difference = torch.cat([(one - other).abs().flatten() for one, other in pairs]).max().item()
+difference = torch.cat([(split - whole).abs().flatten() for split, whole in pairs]).max().item()
 sent = 2 * args.batch_size * 9216 * 8
 summed = sum(value.numel() for value in split) * 8
 print(f"a step moves {sent / 1e6:.1f} MB of activations and their gradients, more with the batch")

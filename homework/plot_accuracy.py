@@ -54,8 +54,8 @@ def read(folder: Path) -> Runs:
 
 
 def series(number: int) -> dict:
-    place = number % len(COLOURS)
-    return {"color": COLOURS[place], "linestyle": LINES[place], "marker": MARKERS[place]}
+    index = number % len(COLOURS)
+    return {"color": COLOURS[index], "linestyle": LINES[index], "marker": MARKERS[index]}
 
 
 def draw_epochs(axes: plt.Axes, title: str, lines: dict[str, tuple[dict, str]]) -> None:

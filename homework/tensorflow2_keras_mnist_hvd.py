@@ -39,8 +39,8 @@ keras.config.set_floatx(args.dtype)
 # ---------------------------------------------------------------------------------------- data
 def read_idx(name: str) -> np.ndarray:
     """An IDX file: two zero bytes, the type, the number of dimensions, each of them, the values."""
-    places = [args.data / sub / (name + end) for sub in ("", "MNIST/raw") for end in ("", ".gz")]
-    path = next((place for place in places if place.is_file()), None)
+    paths = [args.data / sub / (name + end) for sub in ("", "MNIST/raw") for end in ("", ".gz")]
+    path = next((path for path in paths if path.is_file()), None)
     if path is None:
         parser.error(f"--data {args.data}: {name}[.gz] is neither there nor under MNIST/raw")
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -44,15 +44,15 @@ else:
 files, labels = tf.constant([str(p) for p in paths + val_paths]), tf.constant(labels, tf.int64)
 
 
-def read(place: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def read(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     if not args.data:
-        return made_up, labels[place]
-    image = tf.io.decode_image(tf.io.read_file(files[place]), 3, expand_animations=False)
-    return tf.image.resize(image, SHAPE[:2]), labels[place]
+        return made_up, labels[index]
+    image = tf.io.decode_image(tf.io.read_file(files[index]), 3, expand_animations=False)
+    return tf.image.resize(image, SHAPE[:2]), labels[index]
 
 
 def load(parts: list[np.ndarray]) -> tf.data.Dataset:
-    """A batch for each of ``parts``, places in ``files``, unless empty; read ahead."""
+    """A batch for each of ``parts``, indices into ``files``, unless empty; read ahead."""
     kind = tf.TensorSpec([None], tf.int64)
     stream = tf.data.Dataset.from_generator(lambda: filter(len, parts), output_signature=kind)
     kinds = (tf.float32, tf.int64)
@@ -114,8 +114,8 @@ for epoch in range(math.ceil(total / steps)):
         started = time.perf_counter()
         print(f"step {len(speeds)}: {speeds[-1]:.2f} images/s")
 
-    places = np.arange(len(paths), len(labels))
-    for x, y in load(np.split(places, range(args.batch_size, len(places), args.batch_size))):
+    indices = np.arange(len(paths), len(labels))
+    for x, y in load(np.split(indices, range(args.batch_size, len(indices), args.batch_size))):
         sums[1] += forward(x, y, False)[1].numpy()
     means = [(row[:2] / row[2]).round(4).tolist() for row in sums if row[2]]
     print(f"epoch {epoch + 1}: [loss, accuracy] of training and validation: {means}")

@@ -52,15 +52,15 @@ BATCH = [tf.TensorSpec([None, *SHAPE]), tf.TensorSpec([None], tf.int64), tf.Tens
 files, labels = tf.constant([str(p) for p in paths + val_paths]), tf.constant(labels, tf.int64)
 
 
-def read(place: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def read(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     if not args.data:
-        return made_up, labels[place]
-    image = tf.io.decode_image(tf.io.read_file(files[place]), 3, expand_animations=False)
-    return tf.image.resize(image, SHAPE[:2]), labels[place]
+        return made_up, labels[index]
+    image = tf.io.decode_image(tf.io.read_file(files[index]), 3, expand_animations=False)
+    return tf.image.resize(image, SHAPE[:2]), labels[index]
 
 
 def load(parts: list[np.ndarray]) -> tf.data.Dataset:
-    """A batch for each of ``parts``, places in ``files``, unless empty; read ahead."""
+    """A batch for each of ``parts``, indices into ``files``, unless empty; read ahead."""
     stream = tf.data.Dataset.from_generator(lambda: filter(len, parts), output_signature=BATCH[1])
     kinds = (tf.float32, tf.int64)
     stream = stream.map(lambda part: tf.map_fn(read, part, fn_output_signature=kinds), cores)
@@ -134,8 +134,8 @@ for epoch in range(math.ceil(total / steps)):
     running = [v.value for v in model.non_trainable_variables]
     for variable, mean in zip(running, hvd.grouped_allreduce(running), strict=True):
         variable.assign(mean)
-    places = np.arange(len(paths), len(labels))[mine]
-    for x, y in load(np.split(places, range(args.batch_size, len(places), args.batch_size))):
+    indices = np.arange(len(paths), len(labels))[mine]
+    for x, y in load(np.split(indices, range(args.batch_size, len(indices), args.batch_size))):
         sums[1] += forward(x, y, False)[1].numpy()
     sums = hvd.allreduce(sums, op=hvd.Sum).numpy()
     if hvd.rank() == 0:  # Step: save checkpoint

@@ -121,7 +121,7 @@ def test_wrong_use(tmp_path: Path) -> None:
     missing = grade(str(tmp_path / "none.py"))
     assert missing.code == 2 and "none.py: no such file" in missing.err
     alone = grade(GRADE, "-n", "1")
-    assert alone.code == 2 and "shows on 2 and more" in alone.err
+    assert alone.code == 2 and "at least 2 ranks" in alone.err
     broken = tmp_path / "broken.py"
     broken.write_text("import horovod.torch as hvd\nhvd.init(\n")
     outcome = grade(str(broken))

@@ -118,7 +118,7 @@ def test_the_committed_curves_show_what_the_warm_up_is_for(framework: str) -> No
     ("line", "message"),
     [
         (["-n", "two", "a.py"], "-n: 'two' is not a whole number"),
-        (["-n", "1", "a.py"], "-n 1: what the ranks do together shows on 2 and more"),
+        (["-n", "1", "a.py"], "-n 1: at least 2 ranks are needed to observe the steps"),
         (["nosuch.py"], "nosuch.py: no such file"),
         (["--tmeout", "3", "a.py"], "--tmeout: no such option; did you mean --timeout?"),
         ([], "FILE: missing; see grade.py --help"),
