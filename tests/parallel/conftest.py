@@ -64,7 +64,7 @@ CONTRACTS = (
     "test_trainers.py::test_a_signal_saves_and_the_same_command_goes_on[pytorch]",
     "test_trainers.py::test_resnet_on_real_images",
     "test_verify.py::test_ranks_that_it_starts",
-    "test_verify.py::test_a_right_script_of_a_user",
+    "test_verify.py::test_a_correct_script_of_a_user",
 )
 
 

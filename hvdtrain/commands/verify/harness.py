@@ -1,4 +1,4 @@
-"""What the eight checks work with on a rank: the adapter, and plain framework code beside it."""
+"""Define what the eight checks use on a rank: the adapter and plain framework code."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hvdtrain.steps.world import World
 
 Array = NDArray[Any]
 Facts = dict[str, Any]
-"""JSON values that one rank measured."""
+"""JSON values measured by one rank."""
 
 WIDTHS = (6, 7, 5, 8, 6, 4, 7, 2)  # inputs, layers of the network, outputs
 TENSORS = 2 * len(WIDTHS) - 2
-ROUNDING = 1e-9  # of the largest value: what the order of a float64 sum may change, and much more
+ROUNDING = 1e-9  # of the largest value; far above what the order of a float64 sum changes
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What a rank really computes on."""
+    """The device that a rank computes on."""
 
-    gpu: str | None  # what tells it from the other GPUs of its host; None on a CPU
+    gpu: str | None  # identifier, unique among the GPUs of the host; None on a CPU
     threads: int  # on a CPU; 0 on a GPU
 
 
-class Kit(ABC):
-    """A framework's own code, without hvdtrain's optimizer and collectives.
+class FrameworkProbe(ABC):
+    """A framework's plain code, without hvdtrain's optimizer and collectives.
 
-    Networks are of float64 and small; a loss is the mean over the samples of the squared errors.
+    Networks are small and of float64; a loss is the mean over the samples of the squared errors.
     """
 
     def __init__(self, adapter: CommonAdapter) -> None:
@@ -43,12 +43,12 @@ class Kit(ABC):
 
     @property
     def device(self) -> Any:
-        """Where the adapter computes, in the framework's words; known once it is pinned."""
+        """The adapter's device, in the framework's type; known after ``pin_device``."""
         return self.adapter.device
 
     @abstractmethod
     def processor(self) -> Processor:
-        """Return what the framework computes on, as the framework says."""
+        """Return the device that the framework reports."""
 
     @abstractmethod
     def network(self, seed: int, *, buffers: bool = False) -> Any:
@@ -56,11 +56,11 @@ class Kit(ABC):
 
     @abstractmethod
     def sgd(self, model: Any) -> Any:
-        """Build gradient descent at rate 1: an update subtracts the gradient and nothing else."""
+        """Build gradient descent at rate 1: an update subtracts exactly the gradient."""
 
     @abstractmethod
     def adam(self, model: Any) -> Any:
-        """Build an optimizer with a state of its own."""
+        """Build an optimizer that has state."""
 
     @abstractmethod
     def update(self, model: Any, optimizer: Any, x: Array, y: Array) -> None:
@@ -68,7 +68,7 @@ class Kit(ABC):
 
     @abstractmethod
     def gradient(self, model: Any, x: Array, y: Array) -> Array:
-        """Return the gradient of the loss over all of ``x`` as one vector; update nothing."""
+        """Return the gradient of the loss over all of ``x`` as one vector, without an update."""
 
     @abstractmethod
     def parameters(self, model: Any) -> Array:
@@ -76,7 +76,7 @@ class Kit(ABC):
 
     @abstractmethod
     def set_parameters(self, model: Any, values: Array) -> None:
-        """Put back what ``parameters`` gave."""
+        """Set the trainable parameters to a vector from ``parameters``."""
 
     @abstractmethod
     def state(self, model: Any, optimizer: Any) -> list[Array]:
@@ -84,56 +84,56 @@ class Kit(ABC):
 
     @abstractmethod
     def applied_rates(self, rates: list[float]) -> list[float]:
-        """Return the learning rates at which the trainer's task really updates, given ``rates``.
+        """Return the learning rates at which the trainer's task really updates, for ``rates``.
 
-        One weight, a known gradient, one update for each rate; the weight tells the rate.
+        Each is computed from one update of a weight whose gradient is known.
         """
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What a check measures with.
+class Probe:
+    """The adapter and the framework code that a check uses on this rank.
 
-    The eight methods of ``adapter`` are what is verified; ``adapter.world`` is true here, whatever
-    ``initialize`` said, so that a false world shows in one row.
+    The eight methods of ``adapter`` are verified. ``adapter.world`` is the true world, even if
+    ``initialize`` returned a false one, so that a false world fails only row 1.
     """
 
     adapter: CommonAdapter
-    kit: Kit
+    framework: FrameworkProbe
     claimed: World  # by ``initialize``
 
     @property
     def rank(self) -> int:
-        """This rank, as the runtime counts."""
+        """This rank, according to the runtime."""
         return self.adapter.communicator.rank
 
     @property
     def size(self) -> int:
-        """How many ranks the runtime connects."""
+        """Number of ranks that the runtime connects."""
         return self.adapter.communicator.size
 
 
 @dataclass(frozen=True)
 class Check:
-    """What every rank measures of a step, and the row that follows from what all have found."""
+    """The measurement of a step, made on every rank, and the judgement of all results."""
 
-    measure: Callable[[Bench], Facts]
+    measure: Callable[[Probe], Facts]
     judge: Callable[[list[Facts]], Row]
 
 
 def samples(seed: int, count: int) -> tuple[Array, Array]:
-    """Draw ``count`` inputs and targets of the network, the same for a seed on every rank."""
+    """Draw ``count`` inputs and targets of the network; equal on all ranks for equal ``seed``."""
     draw = np.random.default_rng([seed, count])
     return draw.standard_normal((count, WIDTHS[0])), draw.standard_normal((count, WIDTHS[-1]))
 
 
 def weights(seed: int) -> list[tuple[Array, Array]]:
-    """Return matrix (inputs, outputs) and offset of each layer of the network."""
+    """Return matrix (inputs, outputs) and bias of each layer of the network."""
     draw = np.random.default_rng(seed)
     pairs = itertools.pairwise(WIDTHS)
     return [(draw.standard_normal(pair) / 2, draw.standard_normal(pair[1]) / 2) for pair in pairs]
 
 
 def largest(values: Array) -> float:
-    """Return the largest absolute value; nan where there is a nan."""
+    """Return the largest absolute value; nan if any value is nan."""
     return float(np.max(np.abs(values), initial=0.0))

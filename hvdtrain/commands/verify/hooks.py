@@ -1,4 +1,4 @@
-"""Hook into a program that knows nothing of it: its calls, its imports, the files it writes."""
+"""Observe an unmodified program: its calls, its imports, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 
 from typing_extensions import override
 
-Seen = Callable[[tuple[Any, ...], dict[str, Any], Any], object]
-"""(arguments, keyword arguments, result): what to note of a call that has returned."""
+Listener = Callable[[tuple[Any, ...], dict[str, Any], Any], object]
+"""Called with (arguments, keyword arguments, result) after a call has returned."""
 
 
-def after(owner: Any, name: str, seen: Seen) -> None:
-    """Let ``seen`` look at each call of ``owner.name`` that returns; nothing where it has none."""
+def after(owner: Any, name: str, listener: Listener) -> None:
+    """Call ``listener`` after each call of ``owner.name``; do nothing if there is none."""
 
     def call(original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        quietly(seen, args, kwargs, result)
+        best_effort(listener, args, kwargs, result)
         return result
 
     replace(owner, name, call)
 
 
 def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Let ``replacement(original, ...)`` stand for ``owner.name``; nothing where it has none."""
+    """Replace ``owner.name`` by ``replacement(original, ...)``; do nothing if there is none."""
     original = getattr(owner, name, None)
     if original is None:
         return
@@ -42,18 +42,18 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def quietly(look: Callable[..., Any], *args: Any) -> Any:
-    """Return what ``look`` does; None where it fails: whoever only looks must not stop a script."""
+def best_effort(listener: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of ``listener``, or None if it fails: it must never stop the script."""
     try:
-        return look(*args)
+        return listener(*args)
     except Exception as error:
-        what = getattr(look, "__qualname__", look)
-        sys.stderr.write(f"hvdtrain verify: {what} overlooked something: {error!r}\n")
+        name = getattr(listener, "__qualname__", listener)
+        sys.stderr.write(f"hvdtrain verify: internal probe {name} failed: {error!r}\n")
         return None
 
 
 class Depth:
-    """How many calls of a kind are open; to tell the outermost from those inside it."""
+    """Number of open calls of a kind, to distinguish the outermost from nested ones."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -70,17 +70,17 @@ Action = Callable[[Any], None]
 
 
 class AfterImport(MetaPathFinder):
-    """A finder that finds nothing itself: it only adds an action to what the others find.
+    """A finder that finds no module itself, but runs an action after another finder's import.
 
     Args:
-        actions: what to do with a module, by its full name; done once, when the module is whole.
+        actions: by full name of a module; called with it once, when it is completely imported.
     """
 
     def __init__(self, actions: Mapping[str, Action]) -> None:
         self.actions = dict(actions)
 
     def install(self) -> None:
-        """Act from now on, and at once on modules that are imported already."""
+        """Run the actions from now on, and at once for modules that are already imported."""
         for name in [name for name in self.actions if name in sys.modules]:
             self.actions.pop(name)(sys.modules[name])
         sys.meta_path.insert(0, self)
@@ -89,16 +89,16 @@ class AfterImport(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> Any:
         if fullname not in self.actions:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec: ModuleSpec | None = next((spec for spec in found if spec), None)
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec: ModuleSpec | None = next((spec for spec in specs if spec), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if action := self.actions.pop(fullname, None):  # a spec may be asked for in vain
+            if action := self.actions.pop(fullname, None):  # find_spec does not mean import
                 action(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -123,20 +123,20 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def on_write(listener: Callable[[str], None]) -> None:
-    """Give ``listener`` each path that Python code opens to write from now on.
+    """Call ``listener`` with each path that Python code opens for writing from now on.
 
-    Files that a C++ library opens by itself are not seen.
+    Files that a C++ library opens itself are not seen.
     """
     global _installed
     if not _installed:
-        sys.addaudithook(_audit)  # it cannot be taken away again
+        sys.addaudithook(_audit)  # it cannot be removed again
         _installed = True
     _listeners.append(listener)
 
 
 @contextmanager
 def watch_writes() -> Iterator[list[str]]:
-    """Collect the paths that this process opens to write within the block."""
+    """Collect the paths that this process opens for writing within the block."""
     paths: list[str] = []
     on_write(paths.append)
     try:

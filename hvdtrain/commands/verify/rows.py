@@ -1,4 +1,4 @@
-"""One row per step: what was claimed, whether it holds, the numbers behind it, what to do."""
+"""One row per step: its title, whether it took effect, the evidence, and the remedy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hvdtrain.system.output.tables import message
 
 OK, FAILED, NOT_SEEN = "ok", "failed", "not seen"
 STYLES = {OK: "green", FAILED: "bold red", NOT_SEEN: "yellow"}
-MANY = 4  # values that are told one by one
+MANY = 4  # values that are shown individually
 
 
 @dataclass(frozen=True)
-class Step:
-    """One of the eight steps."""
+class StepDescription:
+    """One of the eight steps, for the table."""
 
     number: int
     method: str
@@ -24,19 +24,19 @@ class Step:
     remedy: str
 
 
-_STEPS = (  # method of the adapter, what has to hold after it, what to do where it does not
+_STEPS = (  # method of the adapter, its effect, and the remedy if it failed
     (
         "initialize",
         "one world",
         "initialize before anything else; start with the mpirun of this environment (`which "
-        "mpirun`), or build Horovod for the MPI that is loaded: `hvdtrain install-horovod "
+        "mpirun`), or build Horovod for the loaded MPI: `hvdtrain install-horovod "
         "--rebuild`",
     ),
     (
         "pin_device",
         "a device of its own",
-        "one rank per GPU (`hvdtrain launch --ppn`); on CPUs unset OMP_NUM_THREADS, set no threads "
-        "yourself, or give each rank its share of the cores (`hvdtrain launch --threads`)",
+        "use one rank per GPU (`hvdtrain launch --ppn`); on CPUs unset OMP_NUM_THREADS and do not "
+        "set threads, or give each rank its share of the cores (`hvdtrain launch --threads`)",
     ),
     (
         "shard_data",
@@ -58,44 +58,44 @@ _STEPS = (  # method of the adapter, what has to hold after it, what to do where
         "broadcast_state",
         "equal start",
         "broadcast parameters and optimizer state from rank 0 on every rank before the first "
-        "update, and see that the line is reached",
+        "update, and check that the call is executed",
     ),
-    ("save_checkpoint", "one writer", "let rank 0 alone write what is written once"),
+    ("save_checkpoint", "one writer", "write files on rank 0 only"),
     (
         "average_metrics",
         "metrics over all samples",
-        "reduce sums and counts over the ranks, then divide; not the ranks' averages",
+        "reduce sums and counts over the ranks, then divide; do not average the ranks' averages",
     ),
 )
-STEPS = tuple(Step(number, *about) for number, about in enumerate(_STEPS, 1))
+STEPS = tuple(StepDescription(number, *texts) for number, texts in enumerate(_STEPS, 1))
 ALL = tuple(step.number for step in STEPS)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found about one step."""
+    """The result of one step."""
 
     step: int  # its number
-    state: str  # ``ok``, ``failed``, or ``not seen``, which is neither a failure nor a pass
-    evidence: str  # the numbers behind it, for a person; ``facts``: the same for a program
+    state: str  # ``ok``, ``failed``, or ``not seen`` (neither failed nor passed)
+    evidence: str  # the numbers, for a person; ``facts``: the same for a program
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def about(self) -> Step:
-        """The step."""
+    def description(self) -> StepDescription:
+        """Name, title and remedy of the step."""
         return STEPS[self.step - 1]
 
     @property
     def remedy(self) -> str:
-        """What to do; empty unless it failed."""
-        return self.about.remedy if self.state == FAILED else ""
+        """How to repair the step; empty unless it failed."""
+        return self.description.remedy if self.state == FAILED else ""
 
     def data(self) -> dict[str, Any]:
         """Return the row as JSON values."""
         return {
             "step": self.step,
-            "name": self.about.method,
-            "title": self.about.title,
+            "name": self.description.method,
+            "title": self.description.title,
             "state": self.state,
             "evidence": self.evidence,
             "remedy": self.remedy,
@@ -104,7 +104,7 @@ class Row:
 
 
 def row(step: int, holds: bool, evidence: str, **facts: Any) -> Row:
-    """Return the row of a step that could be seen."""
+    """Return the row of a step whose effect could be checked."""
     return Row(step, OK if holds else FAILED, evidence, facts)
 
 
@@ -113,35 +113,35 @@ def read_row(data: Mapping[str, Any]) -> Row:
     return Row(data["step"], data["state"], data["evidence"], data["facts"])
 
 
-def coming(row: Row) -> str:
-    """Return what comes after a row, for who waits."""
+def progress(row: Row) -> str:
+    """Return the status line after ``row``: the step that follows."""
     if row.step == len(STEPS):
-        return f"{len(STEPS)} of {len(STEPS)} steps looked at, the ranks end"
+        return f"{len(STEPS)} of {len(STEPS)} steps checked, waiting for the ranks to exit"
     return f"step {row.step + 1} of {len(STEPS)}, {STEPS[row.step].title}"
 
 
 def complete(rows: Iterable[Row], reason: str) -> list[Row]:
     """Return all eight rows in order; missing ones are ``not seen`` for ``reason``."""
-    found = {row.step: row for row in rows}
-    return [found.get(s.number, Row(s.number, NOT_SEEN, reason)) for s in STEPS]
+    by_step = {row.step: row for row in rows}
+    return [by_step.get(number, Row(number, NOT_SEEN, reason)) for number in ALL]
 
 
 def show(headline: str, rows: Iterable[Row]) -> str:
-    """Return the rows as a table, the remedy under the evidence; in colours on a terminal."""
-    found = [
-        Finding(f"{one.step} {one.about.title}", one.state, one.evidence, one.remedy)
-        for one in rows
+    """Return the rows as a table, the remedy below the evidence; with colours on a terminal."""
+    findings = [
+        Finding(f"{row.step} {row.description.title}", row.state, row.evidence, row.remedy)
+        for row in rows
     ]
-    return f"{message(headline)}\n{findings_text(found, STYLES)}"
+    return f"{message(headline)}\n{findings_text(findings, STYLES)}"
 
 
 def number(value: float) -> str:
-    """Return a difference as a person reads it, such as ``3e-17`` or ``0``."""
+    """Return a difference with one significant digit, for example ``3e-17`` or ``0``."""
     return f"{value:.1g}"
 
 
 def by_rank(values: Sequence[Any], join: str = " + ") -> str:
-    """Return one value per rank: ``1 + 3 + 5``, or only their range where there are many."""
+    """Return one value per rank: ``1 + 3 + 5``, or their range for more than ``MANY``."""
     if len(values) > MANY:
         return f"{min(values)} to {max(values)} per rank"
     return join.join(map(str, values))

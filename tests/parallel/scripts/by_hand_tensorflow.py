@@ -1,4 +1,4 @@
-"""A right script that broadcasts and reduces tensor by tensor, as few scripts do."""
+"""A correct script that broadcasts and reduces each tensor separately."""
 
 import os
 from pathlib import Path

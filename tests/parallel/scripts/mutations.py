@@ -1,7 +1,7 @@
-"""Run on every rank by test_verify.py: switch one step off, verify, see which rows fail.
+"""Run on every rank by test_verify.py: disable one step, verify, and record the failed rows.
 
-All mutations run one after the other in one group of ranks; each rank writes what it found.
-``few`` leaves out those that no framework and no number of ranks makes a difference to.
+All mutations run one after the other in one group of ranks; each rank writes its results.
+``few`` omits those that depend neither on the framework nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.detect import detect
 
 TASK = {"pytorch": "torch_task", "tensorflow": "tf_task"}
-framework, result, how_many = sys.argv[1:]
+framework, result, selection = sys.argv[1:]
 module = importlib.import_module(f"hvdtrain.adapters.{framework}.horovod")
 tasks = importlib.import_module(f"hvdtrain.workloads.{TASK[framework]}")
 Horovod = module.HorovodAdapter
@@ -34,7 +34,7 @@ Task = tasks.TorchTask if framework == "pytorch" else tasks.TFTask
 
 
 def around(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
-    """Replace a method by one that is given the original first."""
+    """Replace a method by one whose first argument is the original."""
     original = getattr(owner, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,12 +44,12 @@ def around(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
 
 
 def lie(**changes: Any) -> Any:
-    """``initialize`` tells another world than the true one."""
+    """Let ``initialize`` return a false world."""
 
     def initialize(original: Any, self: Any, **kwargs: Any) -> Any:
         true = original(self, **kwargs)
-        told = {k: v(true) if callable(v) else v for k, v in changes.items()}
-        self.world = dataclasses.replace(true, **told)
+        values = {k: v(true) if callable(v) else v for k, v in changes.items()}
+        self.world = dataclasses.replace(true, **values)
         return self.world
 
     return around(Horovod, "initialize", initialize)
@@ -83,7 +83,7 @@ def without_tail(original: Any, self: Any, samples: int, **kwargs: Any) -> Any:
     return original(self, samples - samples % batch, **kwargs)
 
 
-def parts_untold(original: Any, self: Any, samples: int, **kwargs: Any) -> Any:
+def untracked_parts(original: Any, self: Any, samples: int, **kwargs: Any) -> Any:
     world = self.world
     return Shards(samples, kwargs["global_batch"], kwargs["seed"], world.rank, world.size)
 
@@ -104,7 +104,7 @@ def same_rate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **{**kwargs, "learning_rate": 0.1})
 
 
-def own_gradients(original: Any, self: Any, model: Any, optimizer: Any) -> Any:
+def local_gradients(original: Any, self: Any, model: Any, optimizer: Any) -> Any:
     return model, optimizer
 
 
@@ -117,7 +117,7 @@ def model_only(original: Any, self: Any, model: Any, optimizer: Any = None) -> s
 
 
 def root_has_changed(original: Any, self: Any, model: Any, optimizer: Any = None) -> str:
-    """Equal on all ranks, but not what rank 0 had."""
+    """Equal on all ranks, but not the state of rank 0."""
     digest = str(original(self, model, optimizer))
     state = self.export_state(model, optimizer)
     first = next(iter(state.model))
@@ -132,7 +132,7 @@ def save(self: Any, directory: Any, model: Any, optimizer: Any, state: Any) -> N
 
 
 def all_write(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    for rank in range(self.world.size):  # one after the other: all of them succeed
+    for rank in range(self.world.size):  # one after the other, so that all succeed
         if rank == self.world.rank:
             save(self, *args, **kwargs)
         self.communicator.gather(b"")
@@ -142,7 +142,7 @@ def all_write_at_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
     save(self, *args, **kwargs)
 
 
-def nobody_writes(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def no_rank_writes(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     return None
 
 
@@ -154,7 +154,7 @@ def half_written(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return folder
 
 
-def other_values(
+def scaled_values(
     original: Any, self: Any, directory: Any, model: Any, *args: Any, **kw: Any
 ) -> Any:
     for value in model.parameters() if framework == "pytorch" else model.trainable_variables:
@@ -166,13 +166,13 @@ def other_values(
 
 
 def mean_of_means(original: Any, self: Any, count: float, **sums: float) -> Any:
-    own = {name: value / count if count else 0.0 for name, value in sums.items()}
-    held = float(count > 0)
-    means, _ = original(self, held, **{name: value * held for name, value in own.items()})
+    local = {name: value / count if count else 0.0 for name, value in sums.items()}
+    weight = float(count > 0)
+    means, _ = original(self, weight, **{name: value * weight for name, value in local.items()})
     return means, original(self, count, **sums)[1]
 
 
-def own_metrics(original: Any, self: Any, count: float, **sums: float) -> Any:
+def local_metrics(original: Any, self: Any, count: float, **sums: float) -> Any:
     return {name: value / count if count else 0.0 for name, value in sums.items()}, int(count)
 
 
@@ -182,7 +182,7 @@ def padded(original: Any, self: Any, count: float, **sums: float) -> Any:
 
 
 def share(value: Callable[[Any], float]) -> Any:
-    """What the gradients of a part are multiplied by."""
+    """Replace the factor of the gradients of a part."""
     return patch.object(Part, "weight", property(lambda part: value(detect(os.environ))))
 
 
@@ -199,7 +199,7 @@ MUTATIONS: dict[str, tuple[int | None, Any]] = {
     "every rank draws the first shard": (3, around(Horovod, "shard_data", first_shard)),
     "every rank shuffles by its own seed": (3, around(Horovod, "shard_data", seed_by_rank)),
     "the uneven tail is dropped": (3, around(Horovod, "shard_data", without_tail)),
-    "the adapter is not told the parts": (3, around(Horovod, "shard_data", parts_untold)),
+    "the adapter is not told the parts": (3, around(Horovod, "shard_data", untracked_parts)),
     "the rate is not scaled": (
         4,
         around(Horovod, "scale_learning_rate", rescaled(lambda world: 1 / world.size)),
@@ -216,7 +216,7 @@ MUTATIONS: dict[str, tuple[int | None, Any]] = {
     "the optimizer keeps its first rate": (4, around(Task, "update", same_rate)),
     "the optimizer is not distributed": (
         5,
-        around(Horovod, "distribute_optimizer", own_gradients),
+        around(Horovod, "distribute_optimizer", local_gradients),
     ),
     "gradients are averaged over ranks": (
         5,
@@ -232,11 +232,11 @@ MUTATIONS: dict[str, tuple[int | None, Any]] = {
     "what is broadcast is not rank 0's": (6, around(Horovod, "broadcast_state", root_has_changed)),
     "every rank writes": (7, around(Horovod, "save_checkpoint", all_write)),
     "every rank writes at once": (7, around(Horovod, "save_checkpoint", all_write_at_once)),
-    "no rank writes": (7, around(Horovod, "save_checkpoint", nobody_writes)),
+    "no rank writes": (7, around(Horovod, "save_checkpoint", no_rank_writes)),
     "the checkpoint is cut short": (7, around(Horovod, "save_checkpoint", half_written)),
-    "the checkpoint holds other values": (7, around(Horovod, "save_checkpoint", other_values)),
+    "the checkpoint holds other values": (7, around(Horovod, "save_checkpoint", scaled_values)),
     "the average of averages": (8, around(Horovod, "average_metrics", mean_of_means)),
-    "metrics are not reduced": (8, around(Horovod, "average_metrics", own_metrics)),
+    "metrics are not reduced": (8, around(Horovod, "average_metrics", local_metrics)),
     "padding counts as samples": (8, around(Horovod, "average_metrics", padded)),
 }
 FEW = {
@@ -253,13 +253,13 @@ FEW = {
     "the average of averages",
 }
 
-found: dict[str, Any] = {}
+results: dict[str, Any] = {}
 for name, (step, mutation) in MUTATIONS.items():
-    if how_many == "few" and name not in FEW:
+    if selection == "few" and name not in FEW:
         continue
     if framework == "tensorflow" and step == 2:
-        continue  # its threads cannot change any more: test_verify.py starts it anew
+        continue  # its threads cannot be changed any more; test_verify.py starts new ranks
     with mutation:
         rows = verify(framework, "horovod", lambda row: None)
-    found[name] = {"expected": step, "rows": [row.data() for row in rows]}
-Path(result, f"{detect(os.environ).rank}.json").write_text(json.dumps(found))
+    results[name] = {"expected": step, "rows": [row.data() for row in rows]}
+Path(result, f"{detect(os.environ).rank}.json").write_text(json.dumps(results))

@@ -1,6 +1,6 @@
 """A user's TensorFlow script with Horovod's tape and a graph.
 
---late-guard: the broadcast is guarded by a counter that has been raised already, so it never runs.
+--late-guard: the counter that guards the broadcast is incremented first, so it never runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user's script: Horovod's own functions, no hvdtrain. --wrong makes the mistakes people make."""
+"""A user's script with Horovod's functions, without hvdtrain. --wrong makes common mistakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ parser.add_argument("--checkpoint", default="model.pt")
 options = parser.parse_args()
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # replicas start different, the broadcast has work to do
+torch.manual_seed(hvd.rank())  # replicas differ before the broadcast
 if options.wrong:
     torch.set_num_threads(64)
 generator = torch.Generator().manual_seed(1)

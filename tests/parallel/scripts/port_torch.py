@@ -1,6 +1,6 @@
-"""A right port to Horovod as people write it: loader with workers, clipping, accumulation, bf16.
+"""A typical correct port to Horovod: loader with workers, clipping, accumulation, bf16.
 
-Also transforms that are modules, a scheduler that warms up, and an evaluation of its own.
+Also transforms that are modules, a scheduler with warm-up, and an evaluation.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ EPOCHS, PASSES, RATE = 2, 2, 0.01
 
 
 class Normalize(nn.Module):
-    """A transform, as torchvision has them: a module without parameters."""
+    """A transform as in torchvision: a module without parameters."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """The image around zero."""
+        """Center the image at zero."""
         return (image - 0.5) / 0.5
 
 
 class Images(Dataset):
-    """Small pictures with a border that all have in common."""
+    """Small images with one constant channel."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.images = torch.rand(count, 3, 6, 6, generator=generator)
-        self.images[:, 0] = 0.25  # a channel that tells nothing
+        self.images[:, 0] = 0.25  # the same in all images
         self.labels = torch.randint(0, 3, (count,), generator=generator)
         self.transform = nn.Sequential(Normalize())
 
@@ -58,7 +58,7 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
 def loss_of(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean loss, computed in bf16."""
+    """Return the mean loss, computed in bf16."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(images)
     return nn.functional.cross_entropy(logits.float(), labels)

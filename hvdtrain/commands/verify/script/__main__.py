@@ -1,4 +1,4 @@
-"""Run a script on this rank and write down what is seen of it."""
+"""Run a script on this rank and record what it does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST = 300  # characters of an error
 
 
 def main() -> int:
-    """Run the script that the command line names; its own exit code, 0 where it was ended."""
+    """Run the script of the command line; return its exit code, 0 if it was ended."""
     parser = argparse.ArgumentParser(prog="python -m hvdtrain.commands.verify.script")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--updates", type=int)
@@ -34,7 +34,7 @@ def main() -> int:
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(Path(options.script).resolve().parent)
     code = EXIT_OK
-    record.write()  # from now on this rank counts, however it ends
+    record.write()  # marks this rank as started, however it ends
     try:
         runpy.run_path(options.script, run_name="__main__")
         record.data["ended"] = "its own end"
@@ -44,30 +44,30 @@ def main() -> int:
     except BaseException as error:
         traceback.print_exc()
         code = EXIT_FAILURE
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if len(told) > LONGEST:  # TensorFlow tells the way there first
-            told = f"{told[: LONGEST // 3]} ... {told[-LONGEST * 2 // 3 :]}"
-        record.data["ended"] = told + _line(error, options.script)
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if len(text) > LONGEST:  # TensorFlow puts the call stack first
+            text = f"{text[: LONGEST // 3]} ... {text[-LONGEST * 2 // 3 :]}"
+        record.data["ended"] = text + _line(error, options.script)
     record.finish()
     return code
 
 
 def _line(error: BaseException, script: str) -> str:
-    """Return where in the script the error came from; empty where not in it."""
+    """Return the line of the script that raised the error; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == script]
     return f" ({Path(script).name} line {lines[-1]})" if lines else ""
 
 
 def watch(record: Record, *, fresh: bool) -> None:
-    """Watch what the script will import, and what it writes.
+    """Watch the modules that the script imports, and the files that it writes.
 
     Args:
-        record: what is seen.
-        fresh: the script is to find no checkpoint of hvdtrain's.
+        record: where events are recorded.
+        fresh: hide hvdtrain's checkpoints from the script.
     """
-    horovod = watch_horovod.Watch(record)
-    tensorflow = watch_tensorflow.Watch(record)
+    horovod = watch_horovod.HorovodWatch(record)
+    tensorflow = watch_tensorflow.TensorFlowWatch(record)
     AfterImport(
         {
             "torch": lambda torch: watch_torch.watch(torch, record),

@@ -1,6 +1,6 @@
-"""The eight rows, from what all ranks noted about a script: pure functions of JSON values.
+"""Judge a script by the records of all ranks, in eight rows: pure functions of JSON values.
 
-``everyone`` holds one record per rank, by rank (see ``record.py``); only ranks that wrote one.
+``records`` are by rank (see ``record.py``), of the ranks that wrote one.
 """
 
 from __future__ import annotations
@@ -19,111 +19,114 @@ from hvdtrain.commands.verify.script.judge_updates import (
     learning_rate,
     mean_gradient,
 )
-from hvdtrain.commands.verify.script.record import OURS, SAME, Noted
+from hvdtrain.commands.verify.script.record import OURS, SAME, RankRecord, Records
 from hvdtrain.commands.verify.script.samples import first_epoch, on_several, repeated
 from hvdtrain.system.output.text import plural, rank_list
 
-FEW = 3  # samples on two ranks that may be chance: data has duplicates. And a sampler may pad
-ADASUM = "Adasum adds the ranks' steps by a rule of its own, with the rate of one rank"
-NO_INIT = "Horovod has not been initialized"  # in its own words
-EXPECTED = 5.0  # samples that would be on two ranks if they were drawn without shards
-COVERED = 0.9  # of what one rank alone sees: tails of batches may be dropped
+FEW = 3  # samples that two ranks may share by chance: data have duplicates, samplers pad
+ADASUM = "Adasum combines the ranks' steps by another rule, at the learning rate of one rank"
+NO_INIT = "Horovod has not been initialized"  # Horovod's message
+EXPECTED = 5.0  # samples expected on two ranks if they were drawn without shards
+COVERED = 0.9  # of the samples of a run on one rank: incomplete batches may be dropped
 
 
-def rows(everyone: Sequence[Noted], alone: Noted | None = None) -> list[Row]:
-    """Return all eight rows; ``alone``: what one rank alone noted, to compare with."""
-    gradient = mean_gradient(everyone, alone, unscaled=is_unscaled(everyone, alone))
-    rate = learning_rate(everyone, alone, summed=gradient.facts.get("summed", False))
-    if any(call.get("adasum") for record in everyone for call in record["calls"]):
+def rows(records: Records, single_rank: RankRecord | None = None) -> list[Row]:
+    """Return all eight rows; ``single_rank``: the record of a run on one rank, to compare with."""
+    gradient = mean_gradient(records, single_rank, unscaled=is_unscaled(records, single_rank))
+    rate = learning_rate(records, single_rank, summed=gradient.facts.get("summed", False))
+    if any(call.get("adasum") for record in records for call in record["calls"]):
         rate, gradient = (Row(step, NOT_SEEN, ADASUM) for step in (rate.step, gradient.step))
     return [
-        one_world(everyone),
-        devices(everyone),
-        shards(everyone, alone),
+        world(records),
+        devices(records),
+        shards(records, single_rank),
         rate,
         gradient,
-        equal_start(everyone),
-        one_writer(everyone),
-        metrics(everyone),
+        equal_start(records),
+        writers(records),
+        metrics(records),
     ]
 
 
-def one_world(everyone: Sequence[Noted]) -> Row:
-    """Judge step 1: Horovod's ranks are the launcher's."""
-    worlds = [record["world"] for record in everyone]
-    started = everyone[0]["launcher"][2]
-    told = f"{everyone[0]['launcher'][0]} started {started}" if started > 1 else "one process"
+def world(records: Records) -> Row:
+    """Judge step 1: Horovod's world is the launcher's."""
+    worlds = [record["world"] for record in records]
+    started = records[0]["launcher"][2]
+    launch = f"{records[0]['launcher'][0]} started {started}" if started > 1 else "one process"
     without = [rank for rank, world in enumerate(worlds) if world is None]
-    # Where the ranks end together, mpirun may kill one before it can tell.
-    if any(NO_INIT in (everyone[rank]["ended"] or "") for rank in without):
-        return row(1, False, f"{told}, and hvd.init() was not called before Horovod was needed")
+    # If the ranks fail together, mpirun may kill one before it has recorded the error.
+    if any(NO_INIT in (records[rank]["ended"] or "") for rank in without):
+        return row(1, False, f"{launch}, and hvd.init() was not called before Horovod was used")
     if without:
-        if started == 1 or any(everyone[rank]["updates"] == [] for rank in without):
+        if started == 1 or any(records[rank]["updates"] == [] for rank in without):
             return Row(1, NOT_SEEN, f"hvd.init() was not reached on {rank_list(without)}")
-        return row(1, False, f"hvd.init() was not called on {rank_list(without)}; {told}")
-    sizes, ranks = [w["size"] for w in worlds], [w["rank"] for w in worlds]
+        return row(1, False, f"hvd.init() was not called on {rank_list(without)}; {launch}")
+    sizes, ranks = [world["size"] for world in worlds], [world["rank"] for world in worlds]
     holds = set(sizes) == {started} and sorted(ranks) == list(range(started))
     by_host: dict[str, list[int]] = {}
-    for record in everyone:
+    for record in records:
         by_host.setdefault(record["host"], []).append(record["world"]["local_rank"])
     local = all(sorted(ranks) == list(range(len(ranks))) for ranks in by_host.values())
     hosts = ", ".join(f"{len(ranks)} on {host}" for host, ranks in by_host.items())
     if not holds:
-        seen = "; ".join(f"rank {w['rank']} of {w['size']}" for w in worlds[:4])
-        return row(1, False, f"Horovod says {seen}; {told}")
+        seen = "; ".join(f"rank {world['rank']} of {world['size']}" for world in worlds[:4])
+        return row(1, False, f"Horovod reports {seen}; {launch}")
     if not local:
-        return row(1, False, f"local ranks {by_host}; {told}")
-    known = f"{rank_list(ranks)} once each, {hosts}; {told}" if started > 1 else told
-    return row(1, True, known, ranks=started)
+        return row(1, False, f"wrong local ranks {by_host}; {launch}")
+    evidence = f"{rank_list(ranks)} once each, {hosts}; {launch}" if started > 1 else launch
+    return row(1, True, evidence, ranks=started)
 
 
-def devices(everyone: Sequence[Noted]) -> Row:
-    """Judge step 2, once the script has made an update."""
-    if any(record["processor"] is None for record in everyone):
+def devices(records: Records) -> Row:
+    """Judge step 2, if the script has made an update."""
+    if any(record["processor"] is None for record in records):
         return Row(2, NOT_SEEN, "no update was made")
-    found = judge_devices(
-        [{**one["processor"], "host": f"{one['host']} ", "cores": one["cores"]} for one in everyone]
+    result = judge_devices(
+        [
+            {**record["processor"], "host": f"{record['host']} ", "cores": record["cores"]}
+            for record in records
+        ]
     )
-    asked = [call for call in everyone[0]["calls"] if call["name"] == "torch.set_num_threads"]
-    if found.state == OK or not asked:
-        return found
-    own = f"the script itself calls {asked[-1]['name']}({asked[-1]['threads']})"
-    return replace(found, evidence=f"{found.evidence}; {own}")
+    calls = [call for call in records[0]["calls"] if call["name"] == "torch.set_num_threads"]
+    if result.state == OK or not calls:
+        return result
+    cause = f"the script calls {calls[-1]['name']}({calls[-1]['threads']})"
+    return replace(result, evidence=f"{result.evidence}; {cause}")
 
 
-def shards(everyone: Sequence[Noted], alone: Noted | None) -> Row:
-    """Judge step 3, from the calls that shard, from loaders, and from the samples themselves."""
-    size = len(everyone)
+def shards(records: Records, single_rank: RankRecord | None) -> Row:
+    """Judge step 3, from calls that shard, from loaders, and from the samples."""
+    size = len(records)
     if size == 1:
-        return Row(3, NOT_SEEN, "one rank: nothing to share out")
-    found = [shard for record in everyone if (shard := _shard_of(record))]
-    seen = first_epoch(everyone)
-    whole = first_epoch([alone])[0] if alone else []
+        return Row(3, NOT_SEEN, "one rank: nothing to shard")
+    requested = [shard for record in records if (shard := _shard_of(record))]
+    seen = first_epoch(records)
+    whole = first_epoch([single_rank])[0] if single_rank else []
     union = set[str]().union(*seen)
-    if not union and len(found) < size:
+    if not union and len(requested) < size:
         return Row(3, NOT_SEEN, "no training sample was seen")
-    twins = on_several(seen) & repeated(whole)  # the data has them several times
-    if len(repeated(whole)) > (1 - COVERED) * len(set(whole)):  # no, one rank draws them so
-        twins = set()
-    shared = len(on_several(seen) - twins)
+    duplicates = on_several(seen) & repeated(whole)  # in the data
+    if len(repeated(whole)) > (1 - COVERED) * len(set(whole)):  # not in the data: drawn repeatedly
+        duplicates = set()
+    shared = len(on_several(seen) - duplicates)
     samples = f"{shared} of {len(union):,} samples seen were on more than one rank"
-    if twins:
-        samples += f" ({len(twins)} more that the data has several times)"
-    apart = len({rank for _, rank, _ in found}) == size and {n for n, _, _ in found} == {size}
-    if len(found) == size and not apart:
-        told = ", ".join(f"{rank} of {n}" for n, rank, _ in found)
-        return row(3, False, f"the ranks ask for shards {told}; {samples}", shared=shared)
+    if duplicates:
+        samples += f" (and {len(duplicates)} duplicates in the data)"
+    distinct = len({shard[1] for shard in requested}) == size
+    if len(requested) == size and not (distinct and {shard[0] for shard in requested} == {size}):
+        names = ", ".join(f"{shard} of {count}" for count, shard, _ in requested)
+        return row(3, False, f"the ranks request shards {names}; {samples}", shared=shared)
     if shared > FEW + size - 1:
         return row(3, False, samples, shared=shared)
-    if order := _one_order(everyone):
+    if order := _equal_order(records):
         return row(3, False, order)
-    if len(found) == size:
-        return row(3, True, f"{found[0][2]} gives {size} shards; {samples}", shared=shared)
-    return _covering(seen, whole, samples) or _unsharded(everyone, seen, samples)
+    if len(requested) == size:
+        return row(3, True, f"{requested[0][2]} gives {size} shards; {samples}", shared=shared)
+    return _covering(seen, whole, samples) or _unsharded(records, seen, samples)
 
 
-def _shard_of(record: Noted) -> tuple[int, int, str] | None:
-    """Return which shard the rank asked for: of how many, which one, by what."""
+def _shard_of(record: RankRecord) -> tuple[int, int, str] | None:
+    """Return the shard that the rank requests: number of shards, index, and function."""
     for call in record["calls"]:
         if "shards" in call and call["shards"] is not None:
             return call["shards"], call["shard"], call["name"]
@@ -133,115 +136,113 @@ def _shard_of(record: Noted) -> tuple[int, int, str] | None:
     return None
 
 
-def _one_order(everyone: Sequence[Noted]) -> str:
-    """Say that a sampler which shuffles did so alike in two epochs; empty if none did."""
-    for record in everyone:
+def _equal_order(records: Records) -> str:
+    """Return a message if a sampler shuffled two epochs equally; empty if none did."""
+    for record in records:
         loader = record["loader"] or {"epochs": []}
-        begun = [*loader["epochs"], [None, record["done"]]]
-        trained = [order for (order, at), (_, end) in pairwise(begun) if end > at]
-        for epoch, (one, other) in enumerate(pairwise(trained), start=2):
-            if one == other:
+        epochs = [*loader["epochs"], [None, record["done"]]]
+        trained = [order for (order, begin), (_, end) in pairwise(epochs) if end > begin]
+        for epoch, (previous, order) in enumerate(pairwise(trained), start=2):
+            if order == previous:
                 name = loader["sampler"]
                 return (
-                    f"epoch {epoch} of the training goes through the samples in the order of the "
-                    f"one before: call set_epoch(epoch) of the {name} before each epoch"
+                    f"epoch {epoch} has the same order of samples as the epoch before: call "
+                    f"set_epoch(epoch) of the {name} before each epoch"
                 )
     return ""
 
 
 def _covering(seen: Sequence[list[str]], whole: list[str], samples: str) -> Row | None:
-    """Return the row if the ranks together saw what one alone does; None where unknown."""
+    """Return the row if the ranks together saw the samples of one rank; None if unknown."""
     if not whole:
         return None
-    all_of_it, own = set(whole), [set(marks) for marks in seen]
-    by_chance = math.prod(map(len, own[:2])) / len(all_of_it)
-    union = set.union(*own)
-    covered = len(union & all_of_it)
-    if covered < COVERED * max(len(all_of_it), len(union)) or by_chance < EXPECTED:
+    dataset, by_ranks = set(whole), [set(marks) for marks in seen]
+    by_chance = math.prod(map(len, by_ranks[:2])) / len(dataset)
+    union = set.union(*by_ranks)
+    covered = len(union & dataset)
+    if covered < COVERED * max(len(dataset), len(union)) or by_chance < EXPECTED:
         return None
-    told = f"{by_rank([f'{len(marks):,}' for marks in seen])} samples, "
-    told += "all" if covered == len(all_of_it) else f"{covered:,} of the {len(all_of_it):,}"
-    return row(3, True, f"{told} that one rank alone sees; {samples}")
+    evidence = f"{by_rank([f'{len(marks):,}' for marks in seen])} samples, "
+    evidence += "all" if covered == len(dataset) else f"{covered:,} of the {len(dataset):,}"
+    return row(3, True, f"{evidence} that a single rank sees; {samples}")
 
 
-def _unsharded(everyone: Sequence[Noted], seen: Sequence[list[str]], samples: str) -> Row:
-    """Judge where no call that shards was seen: each rank may still have data of its own."""
-    loaders = [record["loader"] for record in everyone]
+def _unsharded(records: Records, seen: Sequence[list[str]], samples: str) -> Row:
+    """Judge step 3 without a call that shards: the ranks may still have different data."""
+    loaders = [record["loader"] for record in records]
     known = [loader for loader in loaders if loader and loader["samples"]]
-    if len(known) == len(everyone):
+    if len(known) == len(records):
         whole = all(loader["drawn"] == loader["samples"] for loader in known)
         probes = {tuple(loader["probes"] or [str(rank)]) for rank, loader in enumerate(known)}
         if whole and len(probes) == 1:
             count = known[0]["samples"]
             return row(3, False, f"every rank draws from the same {count:,} samples; {samples}")
-        own = [len(set(marks)) for marks in seen]
-        if math.prod(own[:2]) / known[0]["samples"] >= EXPECTED:
-            return row(3, True, f"data of its own on each rank; {samples}")
+        counts = [len(set(marks)) for marks in seen]
+        if math.prod(counts[:2]) / known[0]["samples"] >= EXPECTED:
+            return row(3, True, f"different data on each rank; {samples}")
     return Row(3, NOT_SEEN, f"no sampler and no shard call; {samples}")
 
 
-def one_writer(everyone: Sequence[Noted]) -> Row:
+def writers(records: Records) -> Row:
     """Judge step 7: no file is written by two ranks."""
-    writers: dict[str, list[int]] = {}
-    for rank, record in enumerate(everyone):
+    by_path: dict[str, list[int]] = {}
+    for rank, record in enumerate(records):
         for path in record["written"]:
-            writers.setdefault(path, []).append(rank)
-    if not writers:
-        return Row(7, NOT_SEEN, f"no file was written in {_updates(everyone)}")
-    several_times = {path: ranks for path, ranks in writers.items() if len(ranks) > 1}
-    if several_times:
-        path, ranks = next(iter(several_times.items()))
-        more = f" and {len(several_times) - 1} more" if len(several_times) > 1 else ""
+            by_path.setdefault(path, []).append(rank)
+    if not by_path:
+        return Row(7, NOT_SEEN, f"no file was written in {_updates(records)}")
+    shared = {path: ranks for path, ranks in by_path.items() if len(ranks) > 1}
+    if shared:
+        path, ranks = next(iter(shared.items()))
+        more = f" and {plural(len(shared) - 1, 'other file')}" if len(shared) > 1 else ""
         return row(7, False, f"{rank_list(ranks)} wrote {path}{more}")
-    told = "; ".join(
+    counts = "; ".join(
         f"rank {rank} wrote {plural(len(record['written']), 'file')}"
-        for rank, record in enumerate(everyone)
+        for rank, record in enumerate(records)
         if record["written"]
     )
-    return row(7, True, f"{told}, none twice: {next(iter(writers))}", files=len(writers))
+    return row(7, True, f"{counts}, none in common: {next(iter(by_path))}", files=len(by_path))
 
 
-def metrics(everyone: Sequence[Noted]) -> Row:
-    """Judge step 8: values were reduced over the ranks, and are the same on all."""
-    found = [_metrics(record) for record in everyone]
-    if not any(found):
-        return Row(8, NOT_SEEN, f"no metric was reduced in {_updates(everyone)}")
-    missing = [rank for rank, values in enumerate(found) if not values]
-    if missing and all(everyone[rank]["ended"] is None for rank in missing):
-        return Row(
-            8, NOT_SEEN, f"{rank_list(missing)} had to end before any metric was reduced there"
-        )
+def metrics(records: Records) -> Row:
+    """Judge step 8: values were reduced over the ranks, and are equal on all."""
+    reduced = [_metrics(record) for record in records]
+    if not any(reduced):
+        return Row(8, NOT_SEEN, f"no metric was reduced in {_updates(records)}")
+    missing = [rank for rank, values in enumerate(reduced) if not values]
+    if missing and all(records[rank]["ended"] is None for rank in missing):
+        return Row(8, NOT_SEEN, f"{rank_list(missing)} ended before reducing a metric")
     if missing:
         return row(8, False, f"metrics are reduced, but not on {rank_list(missing)}")
-    for values in zip(*found, strict=False):
+    for values in zip(*reduced, strict=False):
         name, _, after = values[0]
-        if any(not _close(other[2], after) for other in values):
-            told = by_rank([_first(value[2]) for value in values], ", ")
-            return row(8, False, f"{name} is {told} by rank after the reduction")
-    name, _, after = found[0][0]
-    before = by_rank([_first(values[0][1]) for values in found], ", ")
-    told = f"{name}: {before} by rank, {_first(after)} on all after the reduction"
-    if not everyone[0]["hvdtrain"]:
-        told += "; a mean of means is right where all ranks count the same samples"
-    return row(8, True, told, reductions=min(map(len, found)))
+        if any(not _close(value[2], after) for value in values):
+            results = by_rank([_first(value[2]) for value in values], ", ")
+            return row(8, False, f"{name} is {results} by rank after the reduction")
+    name, _, after = reduced[0][0]
+    before = by_rank([_first(values[0][1]) for values in reduced], ", ")
+    evidence = f"{name}: {before} by rank, {_first(after)} on all after the reduction"
+    if not records[0]["hvdtrain"]:
+        evidence += "; a mean of means is correct only for equal numbers of samples"
+    return row(8, True, evidence, reductions=min(map(len, reduced)))
 
 
-def _metrics(record: Noted) -> list[Any]:
-    if record["hvdtrain"]:  # what its adapters reduce otherwise is none of the script's
+def _metrics(record: RankRecord) -> list[Any]:
+    if record["hvdtrain"]:  # its adapters also reduce other values
         return [metric for metric in record["metrics"] if metric[0].startswith(OURS)]
     return list(record["metrics"])
 
 
 def _first(values: list[float]) -> str:
-    return f"{values[0]:g}" if values else "nothing"  # a rank may gather nothing
+    return f"{values[0]:g}" if values else "none"  # a rank may gather no value
 
 
-def _close(one: list[float], other: list[float]) -> bool:
-    return len(one) == len(other) and all(
+def _close(left: list[float], right: list[float]) -> bool:
+    return len(left) == len(right) and all(
         math.isclose(a, b, rel_tol=SAME, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(left, right, strict=True)
     )
 
 
-def _updates(everyone: Sequence[Noted]) -> str:
-    return plural(min(record["done"] for record in everyone), "update")
+def _updates(records: Records) -> str:
+    return plural(min(record["done"] for record in records), "update")

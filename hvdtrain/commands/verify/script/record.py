@@ -1,4 +1,4 @@
-"""What one rank saw of the script, as JSON values; written to a file of its own as it grows."""
+"""Record what a script does on one rank, as JSON values in a file per rank."""
 
 from __future__ import annotations
 
@@ -16,53 +16,54 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.commands.verify.script.samples import Samples
+from hvdtrain.commands.verify.script.samples import SampleLog
 from hvdtrain.system.runtime.detect import detect
 
 Array = NDArray[Any]
-Noted = dict[str, Any]
-"""What one rank noted, as its file holds it: ``Record.data``."""
+RankRecord = dict[str, Any]
+"""The record of one rank, as in its file: ``Record.data``."""
+Records = Sequence[RankRecord]  # by rank
 
-# What a script that uses hvdtrain averages its metrics with.
+# Functions that average the metrics of a script that uses hvdtrain.
 OURS = AVERAGED, KERAS_METRICS = "average_metrics", "MetricAverageCallback"
-SAME = 1e-6  # relative difference of metrics, or of learning rates, that are the same
-DETAILED = 5  # updates that are looked at closely
-VALUES, PER_TENSOR = 4096, 64  # values that stand for all parameters, and for one tensor
-RATES = 100_000  # learning rates that are noted
-CALLS = 1000  # calls that are noted one by one
-# Files that are no result of a script: devices, caches, and what libraries lay down for a moment.
+SAME = 1e-6  # relative difference of metrics, or of learning rates, that count as equal
+DETAILED = 5  # updates that are recorded in detail
+VALUES, PER_TENSOR = 4096, 64  # values sampled from all parameters, and from one tensor
+RATES = 100_000  # learning rates that are recorded
+CALLS = 1000  # calls that are recorded individually
+# Files that are no result of a script: devices, caches, and temporary files of libraries.
 NOT_FILES = ("/dev/", "/proc/", "/sys/")
 NOT_OURS = {"__pycache__", "site-packages", ".cache", ".keras"}
-LOCKS = (".lock", "_lock")  # several ranks may well open one: that is what it is for
+LOCKS = (".lock", "_lock")  # made to be opened by several ranks
 SCRATCH = ("tmp", "__autograph", "pymp-", "torch", "hvdtrain-")
 
 
 class EnoughError(SystemExit):
-    """The script has made its updates; a SystemExit, so that scripts let it pass."""
+    """The script has made its updates; a SystemExit, so that scripts do not catch it."""
 
 
 class Record:
-    """What one rank saw, in ``folder / RANK.json``.
+    """The record of one rank, in ``folder / RANK.json``.
 
-    The script is to end after so many ``updates``; None: at its own end.
+    The script is ended after ``updates`` updates; None: not at all.
     """
 
     def __init__(self, folder: Path, updates: int | None) -> None:
-        place = detect(os.environ)
-        self.path = folder / f"{place.rank}.json"
-        self._writing = threading.RLock()  # a file that is opened for it is told to `wrote`
-        # Asked for now: `wrote` may be called from within tempfile, which holds a lock then.
+        launch = detect(os.environ)
+        self.path = folder / f"{launch.rank}.json"
+        self._writing = threading.RLock()  # re-entrant: writing calls `wrote`
+        # Not in `wrote`, which may be called from within tempfile, while it holds a lock.
         self.scratch = tempfile.gettempdir() + os.sep
         self.limit = updates
         self.done = 0  # updates
-        self.batch = 0  # samples since the last one
-        self.seen = Samples()
+        self.batch = 0  # samples since the last update
+        self.seen = SampleLog()
         self.local: list[Array] | None = None  # gradients of this rank for the next update
-        self.ignored = 0  # > 0 while what happens is not the script's training
-        self.probe: Callable[[], Any] = lambda: None  # looks at the data when all is over
-        self.gradient_tests: list[Callable[[Any], bool]] = []  # one of each framework
+        self.ignored = 0  # > 0 outside of the script's training
+        self.inspect: Callable[[], Any] = lambda: None  # reads some of the data at the end
+        self.gradient_tests: list[Callable[[Any], bool]] = []  # one per framework
         self.data: dict[str, Any] = {
-            "launcher": [place.launcher, place.rank, place.size],
+            "launcher": [launch.launcher, launch.rank, launch.size],
             "host": socket.gethostname(),
             "process": os.getpid(),
             "cores": sorted(os.sched_getaffinity(0)),
@@ -87,12 +88,12 @@ class Record:
         }
 
     def call(self, name: str, **facts: Any) -> None:
-        """Note a call of interest, with ``facts`` about it."""
+        """Record a call, with ``facts`` about it."""
         if len(self.data["calls"]) < CALLS:
             self.data["calls"].append({"name": name, "update": self.done, **facts})
 
     def broadcast(self, name: str, values: int) -> None:
-        """Note how many values were broadcast; what is broadcast tensor by tensor is added up."""
+        """Record a number of broadcast values; calls within the same update are added up."""
         for call in self.data["calls"]:
             if (call["name"], call["update"]) == (name, self.done):
                 call["values"] += values
@@ -100,18 +101,18 @@ class Record:
         self.call(name, values=values)
 
     def joined(self, world: Mapping[str, int]) -> None:
-        """Note that the rank has joined the others, and its place among them."""
+        """Record that the rank is initialized, and its world."""
         self.data["world"] = dict(world)
         self.write()
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Mark that the rank waits for the others: what it does meanwhile is no training.
+        """Mark that the rank waits for the others, and ignore the updates that it makes meanwhile.
 
-        Horovod's ``broadcast_optimizer_state`` makes an update of its own, for one.
+        Horovod's ``broadcast_optimizer_state``, for example, calls the optimizer's step.
         """
         self.ignored += 1
-        self.data["waiting"] = name  # stays so where the wait ends in an error
+        self.data["waiting"] = name  # stays set if the wait ends in an error
         self.write()
         try:
             yield
@@ -120,7 +121,7 @@ class Record:
             self.ignored -= 1
 
     def reduced(self) -> None:
-        """Note that something was summed over the ranks."""
+        """Record a reduction over the ranks."""
         self.data["reduced"] += 1
 
     def is_gradient(self, value: Any) -> bool:
@@ -128,10 +129,10 @@ class Record:
         return any(test(value) for test in self.gradient_tests)
 
     def metric(self, name: str, before: Sequence[Any], after: Sequence[Any]) -> None:
-        """Note a few values of this rank and what the reduction made of them, in parts or whole."""
+        """Record a few values of this rank before and after their reduction."""
         if len(self.data["metrics"]) < CALLS:
             values = [
-                [float(one) for part in parts for one in np.ravel(part)]
+                [float(value) for part in parts for value in np.ravel(part)]
                 for parts in (before, after)
             ]
             self.data["metrics"].append([name, *values])
@@ -139,27 +140,27 @@ class Record:
                 self.write()
 
     def wrote(self, target: Any) -> None:
-        """Note that the rank opens ``target`` to write, if it is a path."""
+        """Record that the rank opens ``target`` for writing, if it is a path."""
         if not isinstance(target, str | os.PathLike):
             return
         full = os.path.abspath(target)  # noqa: PTH100 (Path would touch the disk)
         if full not in self.data["written"] and self._counts(full):
             self.data["written"].append(full)
-            self.write()  # where another rank fails, mpirun ends this one without a warning
+            self.write()  # mpirun ends this rank without warning if another one fails
 
     def _counts(self, path: str) -> bool:
-        """Return whether the file is the script's work, not a cache or a library's scratch file."""
+        """Return whether the file is a result of the script, not a cache or a temporary file."""
         folder = str(self.path.parent) + os.sep
         if path.startswith((*NOT_FILES, folder)) or NOT_OURS & set(Path(path).parts):
             return False
         if path.endswith(LOCKS):
             return False
-        if Path(path).is_dir():  # a nameless temporary file is opened by its folder
+        if Path(path).is_dir():  # O_TMPFILE opens the folder of an unnamed file
             return False
         return not (path.startswith(self.scratch) and path[len(self.scratch) :].startswith(SCRATCH))
 
     def samples(self, values: Array) -> None:
-        """Note samples, along the first axis, that the model is trained on."""
+        """Record samples, along the first axis, that the model is trained on."""
         if self.ignored or not np.ndim(values):
             return
         self.batch += len(values)
@@ -168,11 +169,11 @@ class Record:
 
     @property
     def detailed(self) -> bool:
-        """Whether the next update is to be looked at closely."""
+        """Whether the next update is recorded in detail."""
         return self.done < DETAILED
 
     def rate(self, value: float, initial: float = 0.0) -> None:
-        """Note the rate of the next update's first group; ``initial``: what it is made from."""
+        """Record the next update's learning rate; ``initial``: the one that a scheduler scales."""
         self.data["initial_rate"] = initial
         if len(self.data["rates"]) < RATES:
             self.data["rates"].append(value)
@@ -185,7 +186,7 @@ class Record:
         after: Sequence[Array],
         state: Sequence[Array] | None,
     ) -> None:
-        """Note an update: parameters before and after it, gradients, the optimizer's old state."""
+        """Record an update: parameters before and after, gradients, optimizer state before."""
         if self.detailed:
             local = self.local
             fits = local is not None and [a.shape for a in local] == [a.shape for a in applied]
@@ -204,7 +205,7 @@ class Record:
         self.count()
 
     def count(self) -> None:
-        """Count an update, whether it was looked at or not."""
+        """Count an update, recorded in detail or not."""
         self.done += 1
         self.batch, self.local = 0, None
         self.seen.update()
@@ -224,13 +225,13 @@ class Record:
             raise EnoughError(0)
 
     def finish(self) -> None:
-        """Look at the script's data when it is over, and write all down."""
-        self.ignored += 1  # what the probe draws is no training
-        self.probe()
+        """Inspect the script's data after its end, and write the record."""
+        self.ignored += 1  # reading the data is no training
+        self.inspect()
         self.write()
 
     def write(self) -> None:
-        """Write the file anew, whole or not at all; a loader's worker leaves it to its rank."""
+        """Replace the file atomically; do nothing in a worker process of a data loader."""
         if os.getpid() != self.data["process"]:
             return
         with self._writing:
@@ -240,7 +241,7 @@ class Record:
 
 
 def summary(tensors: Sequence[Array]) -> dict[str, Any]:
-    """Return what tells these tensors from others: a digest of all bytes, and some values."""
+    """Return a digest of all bytes of the tensors, and a sample of their values."""
     digest = hashlib.sha256()
     count = max(1, min(PER_TENSOR, VALUES // max(1, len(tensors))))
     sample: list[float] = []

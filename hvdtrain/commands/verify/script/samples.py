@@ -1,8 +1,8 @@
-"""Which samples a script trains on in its first epoch: noted by each rank, counted over all.
+"""Record the samples of a script's first epoch on each rank, and compare them over all ranks.
 
-Nothing says where an epoch ends, but that samples come again: to a rank those that it had itself,
-and of all ranks together every one. What follows is left out: where each epoch is shared out anew,
-it shows a rank what others had in the first.
+The only sign of the end of an epoch is that samples repeat: on a rank its own, over all ranks any
+sample. Samples after that are ignored: if the data are shuffled and sharded again in each epoch, a
+rank then sees samples that other ranks had in the first epoch.
 """
 
 from __future__ import annotations
@@ -15,70 +15,70 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LARGEST = 1_000_000  # samples that are told apart
-REPEATED = 3  # samples that come again by chance: data has duplicates
-QUIET = 20  # updates after which a sample that came again was chance
+LARGEST = 1_000_000  # samples that are recorded
+REPEATED = 3  # samples that may repeat by chance, as data have duplicates
+QUIET = 20  # updates without a repeated sample, after which earlier repetitions were chance
 
 
-class Samples:
-    """The samples of one rank, update by update, until it is clear that they come again."""
+class SampleLog:
+    """The samples of one rank, update by update, until it is certain that they repeat."""
 
     def __init__(self) -> None:
-        self.marks: list[str] = []  # one per sample, in the order seen
-        self.ends: list[int] = []  # how many there were after each update
-        self.epoch: int | None = None  # updates before samples came again; None: they did not
+        self.marks: list[str] = []  # digest of each sample, in order
+        self.ends: list[int] = []  # number of marks after each update
+        self.epoch: int | None = None  # updates before samples repeated; None: not yet
         self._known: set[str] = set()  # before the current update
-        self._current: set[str] = set()  # those since the last one
-        self._returned = 0  # that came again in a later update
-        self._first = 0  # updates before the first that did
-        self._quiet = 0  # updates since one did
+        self._current: set[str] = set()  # since the last update
+        self._repeated = 0  # number of samples repeated in a later update
+        self._first = 0  # updates before the first repetition
+        self._quiet = 0  # updates since the last repetition
 
     def add(self, values: NDArray[Any]) -> None:
-        """Note samples, along the first axis, that the model is shown."""
+        """Record samples, along the first axis, that the model is called with."""
         over = self.epoch is not None and len(self.ends) > self.epoch + QUIET
         if over or len(self.marks) + len(values) > LARGEST:
             return
         before = frozenset(self._current)
         for value in values:
             mark = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
-            if mark in before:  # the model is shown a batch twice
+            if mark in before:  # the model is called with a batch twice
                 continue
             self.marks.append(mark)
             self._current.add(mark)
             if mark in self._known:
-                self._first = self._first if self._returned else len(self.ends)
-                self._returned += 1
+                self._first = self._first if self._repeated else len(self.ends)
+                self._repeated += 1
                 self._quiet = 0
-        if self._returned > REPEATED and self.epoch is None:
+        if self._repeated > REPEATED and self.epoch is None:
             self.epoch = self._first
 
     def update(self) -> None:
-        """Note an update, made of the samples since the last one."""
+        """Record an update, made from the samples since the last one."""
         self.ends.append(len(self.marks))
         self._known |= self._current
         self._current.clear()
         self._quiet += 1
         if self._quiet > QUIET:
-            self._returned = 0
+            self._repeated = 0
 
 
 def first_epoch(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the samples of each rank in the first epoch of all of them together.
+    """Return the samples of each rank in the first epoch over all ranks.
 
     Args:
-        ranks: what each has noted: ``rows``, the samples; ``ends`` and ``epoch``, as ``Samples``.
+        ranks: their records: ``rows``, the samples; ``ends`` and ``epoch``, as in ``SampleLog``.
     """
-    begun = [rank["epoch"] for rank in ranks if rank["epoch"] is not None]
-    updates = [*_updates(ranks)] if begun else []
-    new, shares = _new_ones(updates)
-    # Ranks make the same updates, so the first to have a sample again tells for all, unless that
+    epochs = [rank["epoch"] for rank in ranks if rank["epoch"] is not None]
+    updates = [*_updates(ranks)] if epochs else []
+    new, shares = _new_samples(updates)
+    # Ranks make the same updates, so the first repetition on any rank is the end on all, unless it
     # is a duplicate in the data, shortly before the end.
-    end = min(begun, default=0)
+    end = min(epochs, default=0)
     while end < len(updates) and max(shares[end : end + 2]) > 0.5:
         end += 1
-    if end == len(updates):  # nothing came again, or nothing else did
+    if end == len(updates):  # no sample repeated, or all further ones did
         return [list(rank["rows"]) for rank in ranks]
-    # That first one comes late where a batch of the second epoch holds none of a rank's own.
+    # The first repetition is late if a batch of the second epoch has no earlier sample of the rank.
     last = max(update for update in range(end + 1) if any(new[update]))
     seen = [
         marks + part[:count]
@@ -90,10 +90,10 @@ def first_epoch(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
     return seen if few else _joined(updates[:end], len(ranks))
 
 
-def _new_ones(updates: Sequence[list[list[str]]]) -> tuple[list[list[int]], list[float]]:
-    """Return of each update how many samples of each rank go to the last new one, and their share.
+def _new_samples(updates: Sequence[list[list[str]]]) -> tuple[list[list[int]], list[float]]:
+    """Return per update the position of each rank's last new sample, and the share of new ones.
 
-    New is what no rank has seen in an earlier update.
+    A sample is new if no rank has seen it in an earlier update.
     """
     known: set[str] = set()
     new, shares = [], []
@@ -106,7 +106,7 @@ def _new_ones(updates: Sequence[list[list[str]]]) -> tuple[list[list[int]], list
 
 
 def _joined(updates: Sequence[list[list[str]]], size: int) -> list[list[str]]:
-    """Return the samples of each rank in all of these updates."""
+    """Return the samples of each rank over all ``updates``."""
     return [[mark for parts in updates for mark in parts[rank]] for rank in range(size)]
 
 
@@ -116,7 +116,7 @@ def on_several(seen: Sequence[Sequence[str]]) -> set[str]:
 
 
 def repeated(marks: Sequence[str]) -> set[str]:
-    """Return those that are there more than once."""
+    """Return the samples that occur more than once."""
     return {mark for mark, count in Counter(marks).items() if count > 1}
 
 

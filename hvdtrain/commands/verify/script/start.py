@@ -1,4 +1,4 @@
-"""Start a script on several ranks, each watched, and on one alone to compare with."""
+"""Run a script on several ranks and then on one to compare with, and watch every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row, show
 from hvdtrain.commands.verify.script import judge
-from hvdtrain.commands.verify.script.record import DETAILED, Noted
+from hvdtrain.commands.verify.script.record import DETAILED, RankRecord, Records
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.tables import message
@@ -32,47 +32,47 @@ ALL = "all"
 
 HUNG = "a hang"
 CONSEQUENCE = "HorovodInternalError"  # of another rank's failure
-CAUSES = {  # that are known, by what the error says
-    "has no attribute 'ref'": "Keras 3: its variables are no tf.Variable, which Horovod expects. "
-    "Give Horovod the value of each: hvd.broadcast_variables([v.value for v in model.variables], "
-    "root_rank=0), and the same to the gradient of hvd.DistributedGradientTape"
+CAUSES = {  # known causes and remedies, by a part of the error
+    "has no attribute 'ref'": "Keras 3: its variables are no tf.Variable, as Horovod requires. "
+    "Pass the value of each: hvd.broadcast_variables([v.value for v in model.variables], "
+    "root_rank=0), likewise to the gradient method of hvd.DistributedGradientTape"
 }
 
-Seen = tuple[list[Noted], Result]  # what the ranks wrote down, and how the run ended
+Run = tuple[list[RankRecord], Result]  # the records by rank, and the result of the command
 
 
 @dataclass(frozen=True)
-class Watched:
-    """What was seen of a script."""
+class ScriptResult:
+    """The result of watching a script."""
 
     rows: list[Row]  # all eight
-    ended: list[str | None]  # how, on each rank that told; ``updates`` where it was ended
-    updates: int  # that it made
+    ended: list[str | None]  # how, by rank, if known; ``updates`` if by --updates
+    updates: int  # number of updates made
 
     @property
     def broken(self) -> str | None:
-        """The failure that is the script's own, and where; None where it ended in order.
+        """The failure of the script and its rank; None if there was none.
 
-        Where one rank fails, Horovod and the launcher end the others: theirs count last.
+        If one rank fails, Horovod and the launcher end the others; their errors come last.
         """
-        fine = {None, "updates", "its own end", "exit code 0"}
-        found = [(rank, end) for rank, end in enumerate(self.ended) if end not in fine]
-        if not found:
+        regular = {None, "updates", "its own end", "exit code 0"}
+        failures = [(rank, end) for rank, end in enumerate(self.ended) if end not in regular]
+        if not failures:
             return None
-        rank, end = min(found, key=lambda one: (one[1] or "").startswith(CONSEQUENCE))
+        rank, end = min(failures, key=lambda failure: (failure[1] or "").startswith(CONSEQUENCE))
         return f"rank {rank}: {end}"
 
     @property
     def crash(self) -> str:
-        """How it came to its end too early, and why; empty where it ended in order."""
+        """When and why the script failed; empty if it did not."""
         if not self.broken:
             return ""
         when = f"after {plural(self.updates, 'update')}" if self.updates else "before update 1"
         unseen = not self.updates and all(row.state != FAILED for row in self.rows)
-        nothing = "; nothing was checked" if unseen else ""
-        cause = next((f"\n-> {told}" for mark, told in CAUSES.items() if mark in self.broken), "")
-        word = "hung" if HUNG in self.broken else "crashed"
-        return f"{word} {when}{nothing}: {self.broken}{cause}"
+        note = "; nothing was checked" if unseen else ""
+        cause = next((f"\n-> {cause}" for text, cause in CAUSES.items() if text in self.broken), "")
+        verb = "hung" if HUNG in self.broken else "crashed"
+        return f"{verb} {when}{note}: {self.broken}{cause}"
 
 
 def watch(
@@ -83,59 +83,57 @@ def watch(
     updates: int | None = DETAILED,
     timeout: float = 300.0,
     bind: bool = True,
-) -> Watched:
-    """Run ``script`` on ``ranks`` ranks, then on one, and judge what was seen.
+) -> ScriptResult:
+    """Run ``script`` on ``ranks`` ranks, then on one, and judge the records.
 
-    It really runs: what it writes, it writes. What it prints goes to the log.
+    The script really runs and writes its files. Its output goes to the log.
 
     Args:
         script: a Python file that trains with Horovod; ``arguments`` are its command line.
-        ranks: how many to start.
-        updates: after how many it is ended; None: at its own end.
+        ranks: number of ranks to start.
+        updates: number of updates after which it is ended; None: not at all.
         timeout: seconds for each of the two runs.
-        bind: whether the launcher gives each rank cores of its own; without, step 2 is the
-            script's alone.
+        bind: whether the launcher binds each rank to cores; if not, step 2 is the script's task.
 
     Raises:
-        HvdtrainError: not one rank came so far that it could tell something.
+        HvdtrainError: no rank started the script.
     """
-    place = Path.cwd() if len(find_allocation(os.environ).hosts) > 1 else None
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-", dir=place) as folder:
+    shared = Path.cwd() if len(find_allocation(os.environ).hosts) > 1 else None
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-", dir=shared) as folder:
 
-        def run_on(size: int, limit: int | None, place: Path, *, fresh: bool = False) -> Seen:
-            place.mkdir(exist_ok=True)
-            start = build(size, script, arguments, limit, place, bind=bind, fresh=fresh)
+        def run_on(size: int, limit: int | None, path: Path, *, fresh: bool = False) -> Run:
+            path.mkdir(exist_ok=True)
+            start = build(size, script, arguments, limit, path, bind=bind, fresh=fresh)
             then = ", then on 1" if size > 1 else f", to compare with {ranks}" if ranks > 1 else ""
             with terminal.working(f"{script.name} runs on {plural(size, 'rank')}{then}"):
-                return _run(start, place, timeout)
+                return _run(start, path, timeout)
 
-        everyone, result = run_on(ranks, updates, Path(folder))
-        if not everyone:
+        records, result = run_on(ranks, updates, Path(folder))
+        if not records:
             raise HvdtrainError(f"{script} could not be started: {_last(result)}")
-        alone: list[Noted] = []
-        if ranks > 1 and any(record["updates"] for record in everyone):
-            # To its end only where the ranks went to theirs, to show what an epoch is.
-            # It trains from the start if they did, not from what they have saved.
-            fresh = not any(record["resumed"] for record in everyone)
-            alone, _ = run_on(1, updates and DETAILED, Path(folder) / "alone", fresh=fresh)
-    rows, ended = judge.rows(everyone, *alone), _ends(everyone, ranks, result, timeout)
-    return Watched(rows, ended, min(record["done"] for record in everyone))
+        single_rank: list[RankRecord] = []
+        if ranks > 1 and any(record["updates"] for record in records):
+            # One rank runs to the end only if the ranks do, to show which samples are an epoch.
+            # It starts without a checkpoint if they did, not from one that they have saved.
+            fresh = not any(record["resumed"] for record in records)
+            path = Path(folder) / "single_rank"
+            single_rank, _ = run_on(1, updates and DETAILED, path, fresh=fresh)
+    rows, ended = judge.rows(records, *single_rank), _ends(records, ranks, result, timeout)
+    return ScriptResult(rows, ended, min(record["done"] for record in records))
 
 
-def _run(start: Command, folder: Path, timeout: float) -> Seen:
-    """Run the script; return what the ranks wrote down, by rank, and how the run ended."""
+def _run(start: Command, folder: Path, timeout: float) -> Run:
+    """Run the script; return the records, by rank, and the result of the command."""
     log.info("%s", start.show())
     result = run(start, on_line=lambda line: log.info("%s", line), timeout=timeout)
     files = sorted(folder.glob("*.json"), key=lambda file: int(file.stem))
     return [json.loads(file.read_bytes()) for file in files], result
 
 
-def _ends(
-    everyone: Sequence[Noted], ranks: int, result: Result, timeout: float
-) -> list[str | None]:
+def _ends(records: Records, ranks: int, result: Result, timeout: float) -> list[str | None]:
     """Return how the script ended on each rank."""
-    missing = ranks - len(everyone)
-    ended = [record["ended"] for record in everyone]
+    missing = ranks - len(records)
+    ended = [record["ended"] for record in records]
     ended += [f"not started: {_last(result)}"] * missing
     if result.exit_code == TIMED_OUT:
         hung = f"{HUNG}: ended after {timeout:g} s (--timeout)"
@@ -155,10 +153,9 @@ def build(
 ) -> Command:
     """Return the command that starts the ranks."""
     limit = [] if updates is None else ["--updates", str(updates)]
-    how = [*limit, *["--fresh"] * fresh]
-    options = ["--folder", str(folder), *how, str(script), *arguments]
-    words = [sys.executable, "-m", "hvdtrain.commands.verify.script", *options]
-    return prepare(Request(ranks, words, bind=bind)).command
+    options = ["--folder", str(folder), *limit, *["--fresh"] * fresh]
+    module = [sys.executable, "-m", "hvdtrain.commands.verify.script"]
+    return prepare(Request(ranks, [*module, *options, str(script), *arguments], bind=bind)).command
 
 
 def _last(result: Result) -> str:
@@ -167,65 +164,65 @@ def _last(result: Result) -> str:
 
 
 def observe(options: argparse.Namespace, ranks: int | None) -> Report:
-    """Carry ``hvdtrain verify --script`` out.
+    """Run ``hvdtrain verify --script``.
 
     Raises:
-        UsageError: no such script, or this process is one of a launcher's ranks.
+        UsageError: the script does not exist, or this process is a rank of a launcher.
     """
     if detect(os.environ).launcher:
         raise UsageError(
-            "--script starts its ranks itself: give -n N instead of starting hvdtrain by mpirun"
+            "--script: starts its ranks itself; use -n N instead of starting hvdtrain with mpirun"
         )
     ranks = ranks or 1
     script: Path = options.script
     if not script.is_file():
         raise UsageError(f"--script {script}: no such file")
     if options.updates != ALL and not (options.updates.isdecimal() and int(options.updates)):
-        raise UsageError(f"--updates {options.updates}: give a number of at least 1, or all")
+        raise UsageError(f"--updates {options.updates}: must be a number of at least 1, or all")
     updates = None if options.updates == ALL else int(options.updates)
     if options.dry_run:
         line = build(ranks, script, options.arguments, updates, Path("FOLDER")).show()
         return Report(line, {"ok": True, "commands": [line]})
-    seen = watch(script, options.arguments, ranks=ranks, updates=updates, timeout=options.timeout)
-    return report(seen, options, ranks)
+    result = watch(script, options.arguments, ranks=ranks, updates=updates, timeout=options.timeout)
+    return report(result, options, ranks)
 
 
-def report(seen: Watched, options: argparse.Namespace, ranks: int) -> Report:
-    """Return the rows as a table and as data; how the script crashed comes before them."""
-    failed = sum(row.state == FAILED for row in seen.rows)
-    unseen = [row.step for row in seen.rows if row.state == NOT_SEEN]
-    more = _more(options, ranks) if unseen and not seen.broken else None
+def report(result: ScriptResult, options: argparse.Namespace, ranks: int) -> Report:
+    """Return the rows as a table and as data; a crash of the script comes first."""
+    failed = sum(row.state == FAILED for row in result.rows)
+    unseen = [row.step for row in result.rows if row.state == NOT_SEEN]
+    more = _more(options, ranks) if unseen and not result.broken else None
     end = f"{failed} of 8 steps failed" if failed else "nothing failed"
     if unseen:
         end += ", " if failed else ", but this is no pass: "
         end += f"{len(unseen)} of 8 not seen ({', '.join(map(str, unseen))})"
         end += "; to see more, run it to its end:" if more else ""
-    end = message(end) + (f"\n  {more}" if more else "")  # a command stays whole
+    end = message(end) + (f"\n  {more}" if more else "")  # a command is not wrapped
     headline = f"hvdtrain verify: {options.script.name}, {plural(ranks, 'rank')}, "
-    headline += plural(seen.updates, "update")
-    if seen.crash:
-        headline += f"\n{seen.crash}"
-    ok = not failed and not seen.broken and not (options.strict and unseen)
+    headline += plural(result.updates, "update")
+    if result.crash:
+        headline += f"\n{result.crash}"
+    ok = not failed and not result.broken and not (options.strict and unseen)
     data = {
         "ok": ok,
         "script": str(options.script),
         "ranks": ranks,
-        "updates": seen.updates,
-        "ended": seen.ended,
-        "crash": seen.crash,
+        "updates": result.updates,
+        "ended": result.ended,
+        "crash": result.crash,
         "not_seen": unseen,
         "to_see_more": more,
-        "rows": [row.data() for row in seen.rows],
+        "rows": [row.data() for row in result.rows],
     }
-    nothing = seen.crash and not seen.updates and not failed
-    text = message(headline) if nothing else f"{show(headline, seen.rows)}\n{end}"
+    no_rows = result.crash and not result.updates and not failed
+    text = message(headline) if no_rows else f"{show(headline, result.rows)}\n{end}"
     return Report(text, data, EXIT_OK if ok else EXIT_FAILURE)
 
 
 def _more(options: argparse.Namespace, ranks: int) -> str | None:
-    """Return the command that would see more of the script; None where all was looked at."""
+    """Return the command that would show more steps; None if this one was it."""
     if ranks > 1 and options.updates == ALL:
         return None
-    words = ["hvdtrain", "verify", "-n", str(max(ranks, 2)), "--updates", ALL]
-    given = ["--", *options.arguments] if options.arguments else []
-    return shlex.join([*words, "--script", str(options.script), *given])
+    command = ["hvdtrain", "verify", "-n", str(max(ranks, 2)), "--updates", ALL]
+    arguments = ["--", *options.arguments] if options.arguments else []
+    return shlex.join([*command, "--script", str(options.script), *arguments])

@@ -1,4 +1,4 @@
-"""What is seen of Horovod, and of hvdtrain's adapters where the script uses them."""
+"""Watch Horovod, and hvdtrain's adapters if the script uses them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.commands.verify.hooks import Depth, after, quietly, replace
+from hvdtrain.commands.verify.hooks import Depth, after, best_effort, replace
 from hvdtrain.commands.verify.script.record import AVERAGED, KERAS_METRICS, Record
 from hvdtrain.commands.verify.script.watch_tensorflow import run
 
@@ -20,51 +20,51 @@ BROADCASTS = (
 )
 REDUCTIONS = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_")
 GATHERS = ("allgather", "grouped_allgather", "allgather_object")
-BEGINNINGS = (
+ASYNC = (
     *("allreduce_async", "allreduce_async_"),
     *("grouped_allreduce_async", "grouped_allreduce_async_"),
 )
-OPERATIONS = (*BEGINNINGS, "_allreduce", "_grouped_allreduce")
-# How Horovod calls the first argument.
+OPERATIONS = (*ASYNC, "_allreduce", "_grouped_allreduce")
+# Names of the first parameter in Horovod's functions.
 FIRST = ("tensor", "tensors", "obj", "value", "params", "variables")
-SMALL = 64  # values; what is larger is no metric
+SMALL = 64  # values; larger tensors are no metrics
 SCALED = "scale_learning_rate"
 
 
-class Watch:
-    """Horovod's modules, each from when the script imports it."""
+class HorovodWatch:
+    """Watch Horovod's modules, each from its import by the script."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
         self.gradients = Depth()  # open reductions of gradients
-        self.reductions = Depth()  # open reductions that the script asked for
-        self.begun: dict[Any, tuple[Any, list[Any]]] = {}  # by handle: reductions not waited for
+        self.reductions = Depth()  # open reductions called by the script
+        self.pending: dict[Any, tuple[Any, list[Any]]] = {}  # by handle
 
     def operations(self, module: Any) -> None:
-        """Count all reductions, whoever asks for them: ``mpi_ops`` of either framework."""
+        """Count all reductions, whatever calls them: ``mpi_ops`` of either framework."""
         for name in OPERATIONS:
             after(module, name, lambda a, k, r: self.record.reduced())
 
     def calls(self, module: Any) -> None:
-        """Watch what a script calls: ``horovod.torch``, ``horovod.tensorflow`` and Keras'."""
+        """Watch the script's calls: ``horovod.torch``, ``horovod.tensorflow`` and Keras'."""
         after(module, "init", lambda a, k, r: self.record.joined(_world(module)))
         for names, watched in (
             (BROADCASTS, self._broadcast),
             (REDUCTIONS, self._reduction),
             (GATHERS, self._gather),
-            (BEGINNINGS, self._beginning),
+            (ASYNC, self._async_reduction),
         ):
             for name in names:
                 replace(module, name, watched)
-        after(module, "synchronize", self._waited)
-        told = f"{module.__name__}.DistributedOptimizer"
-        adasum = getattr(module, "Adasum", "no such operation")  # Keras' module has none
+        after(module, "synchronize", self._synchronized)
+        optimizer = f"{module.__name__}.DistributedOptimizer"
+        adasum = getattr(module, "Adasum", "no such operation")  # absent in Keras' module
         after(
             module,
             "DistributedOptimizer",
-            lambda a, k, r: self.record.call(told, adasum=k.get("op") == adasum),
+            lambda a, k, r: self.record.call(optimizer, adasum=k.get("op") == adasum),
         )
-        replace(module, "_make_allreduce_grads_fn", self._maker)
+        replace(module, "_make_allreduce_grads_fn", self._reducer)
 
     def adapters(self, module: Any) -> None:
         """Watch ``hvdtrain.adapters.common``."""
@@ -78,7 +78,7 @@ class Watch:
     def keras_data(self, module: Any) -> None:
         """Watch ``hvdtrain.keras.data``."""
         chosen = module.session.chosen
-        after(module, "shard", lambda a, k, r: self._cut(chosen(k.get("process_set")).world))
+        after(module, "shard", lambda a, k, r: self._hvd_shard(chosen(k.get("process_set")).world))
 
     def keras_callbacks(self, module: Any) -> None:
         """Watch ``hvdtrain.keras.callbacks``."""
@@ -88,60 +88,60 @@ class Watch:
         name = original.__name__
         with self.record.waiting(name):
             result = original(*args, **kwargs)
-        # On other ranks an object is what comes back; what is begun gives back a handle.
-        given = result if name == "broadcast_object" else _given(args, kwargs)
-        values = quietly(_count, given) or 0
+        # Only the root passes an object; asynchronous functions return a handle.
+        value = result if name == "broadcast_object" else _argument(args, kwargs)
+        values = best_effort(_count, value) or 0
         _note(lambda *_: self.record.broadcast(name, values))
         return result
 
-    def _maker(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the function that Horovod's tape and optimizers for TensorFlow reduce with."""
+    def _reducer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the function by which Horovod's tape and optimizers for TensorFlow reduce."""
         reduce = original(*args, **kwargs)
 
-        def reduced(*grads: Any, **more: Any) -> Any:
+        def reduce_grads(*grads: Any, **more: Any) -> Any:
             with self.gradients:
                 return reduce(*grads, **more)
 
-        return reduced
+        return reduce_grads
 
     def _reduction(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note a reduction by the script; one of a few values that are no gradient is a metric."""
+        """Record a reduction by the script; few values that are no gradient are a metric."""
         with self.reductions as level:
-            own = level == 1 and not self.gradients.value
-            before = quietly(self._few, _given(args, kwargs)) if own else None
+            by_script = level == 1 and not self.gradients.value
+            before = best_effort(self._candidates, _argument(args, kwargs)) if by_script else None
             result = original(*args, **kwargs)
         if before is not None:
-            quietly(self._metric, kwargs.get("name") or original.__name__, before, result)
+            best_effort(self._metric, kwargs.get("name") or original.__name__, before, result)
         return result
 
     def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note what the ranks gather, which is the same on all, if it may be a metric."""
+        """Record a gathered value, which is equal on all ranks, if it may be a metric."""
         with self.reductions as level:
-            own = level == 1 and not self.gradients.value
+            by_script = level == 1 and not self.gradients.value
             result = original(*args, **kwargs)
-        if own and quietly(self._few, result):
-            before = [_copy(leaf) for leaf in _leaves(_given(args, kwargs))]
-            quietly(self._metric, kwargs.get("name") or original.__name__, before, result)
+        if by_script and best_effort(self._candidates, result):
+            before = [_copy(leaf) for leaf in _leaves(_argument(args, kwargs))]
+            best_effort(self._metric, kwargs.get("name") or original.__name__, before, result)
         return result
 
-    def _beginning(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note a reduction that goes on while the script does something else."""
-        before = quietly(self._few, _given(args, kwargs))
+    def _async_reduction(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record the start of an asynchronous reduction."""
+        before = best_effort(self._candidates, _argument(args, kwargs))
         handle = original(*args, **kwargs)
         if before is not None:
-            self.begun[handle] = kwargs.get("name") or original.__name__, before
+            self.pending[handle] = kwargs.get("name") or original.__name__, before
         return handle
 
-    def _waited(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if begun := self.begun.pop(args[0] if args else kwargs["handle"], None):
-            self._metric(*begun, result)
+    def _synchronized(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if pending := self.pending.pop(args[0] if args else kwargs["handle"], None):
+            self._metric(*pending, result)
 
     def _keras_metrics(self, original: Any, callback: Any) -> Any:
-        own = quietly(type(callback.model).get_metrics_result, callback.model) or {}
+        local = best_effort(type(callback.model).get_metrics_result, callback.model) or {}
         result = original(callback)
-        names = sorted(own.keys() & result.keys())
-        values = [[_copy(found[name]) for name in names] for found in (own, result)]
-        quietly(self.record.metric, f"{KERAS_METRICS} ({', '.join(names)})", values[0], values[1])
+        names = sorted(local.keys() & result.keys())
+        before, after = ([_copy(metrics[name]) for name in names] for metrics in (local, result))
+        best_effort(self.record.metric, f"{KERAS_METRICS} ({', '.join(names)})", before, after)
         return result
 
     def _metric(self, name: Any, before: list[Any], result: Any) -> None:
@@ -152,8 +152,8 @@ class Watch:
 
         _note(note, [*before, *after])
 
-    def _few(self, value: Any) -> list[Any] | None:
-        """Copy what is to be reduced if that may be a metric; return None otherwise."""
+    def _candidates(self, value: Any) -> list[Any] | None:
+        """Return a copy of the values to be reduced, or None if they cannot be a metric."""
         leaves = _leaves(value)
         sizes = [_size(leaf) for leaf in leaves]
         if None in sizes or not 0 < sum(filter(None, sizes)) <= SMALL:
@@ -170,7 +170,7 @@ class Watch:
         size, rank = getattr(shards, "size", None), getattr(shards, "rank", None)
         self.record.call("shard_data", shards=size, shard=rank)
 
-    def _cut(self, world: Any) -> None:
+    def _hvd_shard(self, world: Any) -> None:
         self.record.call("hvd.shard", shards=world.size, shard=world.rank)
 
     def _scaled(self, rate: Any) -> None:
@@ -187,12 +187,12 @@ class Watch:
 
 
 def checkpoints(module: Any, record: Record, *, fresh: bool) -> None:
-    """Watch ``hvdtrain.steps.checkpoint``: whether one is loaded; none is if ``fresh``."""
+    """Watch ``hvdtrain.steps.checkpoint`` for loads; ``fresh``: let them find no checkpoint."""
 
     def load(original: Any, *args: Any, **kwargs: Any) -> Any:
-        found = None if fresh else original(*args, **kwargs)
-        record.data["resumed"] |= found is not None
-        return found
+        checkpoint = None if fresh else original(*args, **kwargs)
+        record.data["resumed"] |= checkpoint is not None
+        return checkpoint
 
     replace(module, "load_newest", load)
 
@@ -205,24 +205,24 @@ def _world(source: Any) -> dict[str, int]:
     return {name: int(getattr(source, name)()) for name in names}
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a function of Horovod's was given to work on."""
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first argument of a function of Horovod."""
     return args[0] if args else next((kwargs[name] for name in FIRST if name in kwargs), None)
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Return the tensors, arrays and numbers in ``value``, whatever holds them."""
+    """Return the tensors, arrays and numbers in ``value``, a nested container."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return [leaf for one in value for leaf in _leaves(one)]
+        return [leaf for item in value for leaf in _leaves(item)]
     if hasattr(value, "shape") or isinstance(value, bool | int | float):
         return [value]
     return []
 
 
 def _size(leaf: Any) -> int | None:
-    """Return how many values are in it; None where a graph does not know that yet."""
+    """Return the number of values; None if it is not yet known, in a graph."""
     shape = tuple(getattr(leaf, "shape", ()))
     return None if None in shape else math.prod(shape)
 
@@ -232,7 +232,7 @@ def _count(value: Any) -> int:
 
 
 def _copy(leaf: Any) -> Any:
-    """Return what it holds now; in a graph, a tensor that will tell."""
+    """Return a copy of the current value; in a graph, a tensor of it."""
     tf = sys.modules.get("tensorflow")
     if tf is not None and tf.is_tensor(leaf):
         return tf.identity(leaf)
@@ -242,7 +242,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _note(note: Callable[..., None], values: Sequence[Any] = ()) -> None:
-    """Call ``note`` with arrays: now, or whenever the graph that is being traced is run."""
+    """Call ``note`` with arrays: now, or each time the graph being traced is run."""
     if "tensorflow" in sys.modules:
         run(note, values)
     else:

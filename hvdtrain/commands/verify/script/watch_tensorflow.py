@@ -1,7 +1,7 @@
-"""What is seen of TensorFlow and Keras, eagerly and in graphs.
+"""Watch TensorFlow and Keras, eagerly and in graphs.
 
-In a graph a wrapped function runs when it is traced, not when it is computed: there an operation
-is added that notes the values each time the graph is run.
+In a graph, a wrapped function runs only when the graph is traced: it then adds an operation that
+records the values each time the graph is run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hvdtrain.system.machine.gpus import tensorflow_processor
 
 
 def run(note: Callable[..., None], tensors: Sequence[Any] = ()) -> Any:
-    """Call ``note`` with the arrays of ``tensors``: now, or whenever the graph is run.
+    """Call ``note`` with the arrays of ``tensors``: now, or each time the graph is run.
 
     Returns:
-        In a graph, what to wait for; else None.
+        In a graph, a tensor to depend on; otherwise None.
     """
     tf = sys.modules["tensorflow"]
     if tf.executing_eagerly():
@@ -35,14 +35,14 @@ def run(note: Callable[..., None], tensors: Sequence[Any] = ()) -> Any:
     return tf.numpy_function(noted, list(tensors), tf.int32)
 
 
-class Watch:
-    """Both packages; ``keras`` is imported when the script first needs it."""
+class TensorFlowWatch:
+    """Watch both packages; TensorFlow imports ``keras`` only when the script needs it."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
         self.tape = Depth()  # open gradient tapes
         self.layer = Depth()  # open calls of layers
-        self.gradients: list[Any] = []  # of the last tape, until they are applied
+        self.gradients: list[Any] = []  # of the last tape, until the update
         record.gradient_tests.append(self.is_gradient)
         self.tf: Any = None
 
@@ -56,7 +56,7 @@ class Watch:
         after(tf.data.Dataset, "shard", self._shard)
         for owner, name in (
             (tf.train.Checkpoint, "save"),
-            (tf.train.Checkpoint, "_write"),  # of `write`, and of `tf.train.CheckpointManager`
+            (tf.train.Checkpoint, "_write"),  # also of `write` and `tf.train.CheckpointManager`
             (tf.saved_model, "save"),
         ):
             after(owner, name, self._saved)
@@ -69,7 +69,7 @@ class Watch:
         if keras.backend.backend() != "tensorflow":
             return
         classes = keras.optimizers.Optimizer.__mro__
-        replace(next(one for one in classes if "apply" in vars(one)), "apply", self._apply)
+        replace(next(owner for owner in classes if "apply" in vars(owner)), "apply", self._apply)
         replace(keras.layers.Layer, "__call__", self._call)
         replace(keras.Model, "compile", _without_xla)
         for name in ("save", "save_weights", "export"):
@@ -80,17 +80,17 @@ class Watch:
             self.record.end_if_enough()
 
     def is_gradient(self, value: Any) -> bool:
-        """Return whether ``value`` is a gradient, or was made from one that is not yet applied.
+        """Return whether ``value`` is a gradient, or computed from one, before the update.
 
-        A scalar that was may be the loss.
+        Scalars computed from one are excluded: they may be the loss.
         """
         if not self.gradients or not self.tf.is_tensor(value):
             return False
-        shapes = [tuple(one.shape) for one in self.gradients if tuple(one.shape)]
-        return any(value is one for one in self.gradients) or tuple(value.shape) in shapes
+        shapes = [tuple(grad.shape) for grad in self.gradients if tuple(grad.shape)]
+        return any(value is grad for grad in self.gradients) or tuple(value.shape) in shapes
 
     def _gradient(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note this rank's own gradients, before anything reduces them."""
+        """Record this rank's local gradients, before they are reduced."""
         result = original(*args, **kwargs)
         tf = self.tf
         flat = tf.nest.flatten(result)
@@ -104,13 +104,13 @@ class Watch:
         if done is None:
             self.gradients = [value for value in flat if value is not None]
             return result
-        with tf.control_dependencies([done]):  # noted before whatever is done to them
+        with tf.control_dependencies([done]):  # recorded before they are used
             flat = [tf.identity(value) if tf.is_tensor(value) else value for value in flat]
         self.gradients = [value for value in flat if value is not None]
         return tf.nest.pack_sequence_as(result, flat)
 
     def _apply(self, original: Any, optimizer: Any, grads: Any, variables: Any = None) -> Any:
-        """Note an update of a Keras optimizer, after what Horovod's wrapper does to gradients."""
+        """Record an update of a Keras optimizer, after Horovod's wrapper changed the gradients."""
         tf, grads = self.tf, list(grads)
         if self.record.ignored or not grads:
             return original(optimizer, grads, variables)
@@ -120,9 +120,9 @@ class Watch:
         built = optimizer.built
         rate = tf.identity(tf.convert_to_tensor(optimizer.learning_rate))
         before = [tf.identity(v.value) for _, v in pairs]
-        # Not `.variables`: Horovod's wrapper has one of its own, which raises in Keras 3.
-        kept = [v for v in optimizer._variables if not v.name.endswith("learning_rate")]
-        state = [tf.identity(v.value) for v in kept] if built else []
+        # Not `.variables`: Horovod's wrapper overrides it, and that raises in Keras 3.
+        slots = [v for v in optimizer._variables if not v.name.endswith("learning_rate")]
+        state = [tf.identity(v.value) for v in slots] if built else []
         result = original(optimizer, grads, variables)
         applied = [tf.convert_to_tensor(g) for g, _ in pairs]
         after = [tf.identity(v.value) for _, v in pairs]
@@ -147,9 +147,9 @@ class Watch:
         return result
 
     def _call(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note what the outermost layer with weights is called with inside a gradient tape.
+        """Record the input of the outermost layer with weights, within a gradient tape.
 
-        Whether it has weights shows once it was called; layers that only augment have none.
+        Layers create their weights in the first call; layers that only augment have none.
         """
         with self.layer as level:
             result = original(layer, *args, **kwargs)
@@ -165,8 +165,8 @@ class Watch:
             self.record.data["processor"] = {"gpu": gpu, "threads": threads}
 
     def _shard(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        given = dict(zip(("num_shards", "index"), args[1:3], strict=False)) | kwargs
-        shards, shard = int(given["num_shards"]), int(given["index"])
+        arguments = dict(zip(("num_shards", "index"), args[1:3], strict=False)) | kwargs
+        shards, shard = int(arguments["num_shards"]), int(arguments["index"])
         self.record.call("Dataset.shard", shards=shards, shard=shard)
 
     def _saved(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -174,7 +174,7 @@ class Watch:
 
 
 def _without_xla(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compile nothing with XLA: it knows no Horovod, and nothing could be noted in it."""
+    """Disable XLA: it supports neither Horovod nor the operations that record values."""
     if kwargs.get("jit_compile") or original.__name__ == "compile":
         kwargs["jit_compile"] = False
     return original(*args, **kwargs)

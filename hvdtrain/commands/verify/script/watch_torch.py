@@ -1,6 +1,6 @@
-"""What is seen of PyTorch: optimizers, gradients, samples, loaders, and what ``torch.save`` writes.
+"""Watch PyTorch: optimizers, gradients, samples, loaders, and files of ``torch.save``.
 
-``torch`` is handed in: it was imported by the script, or not at all.
+``torch`` is an argument, because it must only be imported by the script.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ import numpy as np
 from hvdtrain.commands.verify.hooks import Depth, after
 from hvdtrain.commands.verify.script.record import Array, Record
 
-PROBES = 3  # samples of a dataset that tell whether two ranks have the same one
+INSPECTED = 3  # samples of a dataset that show whether two ranks have the same dataset
 
 
 def watch(torch: Any, record: Record) -> None:
-    """Watch from now on."""
-    updates = Updates(torch, record)
+    """Watch PyTorch from now on."""
+    updates = OptimizerWatch(torch, record)
     record.gradient_tests.append(updates.is_gradient)
     steps = importlib.import_module("torch.optim.optimizer")
     steps.register_optimizer_step_pre_hook(updates.before)
     steps.register_optimizer_step_post_hook(updates.after)
     after(torch.optim.Optimizer, "add_param_group", lambda a, k, r: updates.listen(a[0]))
-    forward = Forward(record, updates)
+    forward = InputWatch(record, updates)
     modules = torch.nn.modules.module
     modules.register_module_forward_pre_hook(forward.before)
     modules.register_module_forward_hook(forward.after, always_call=True)
-    loaders = Loaders(torch, record)
-    record.probe = loaders.probe
+    loaders = LoaderWatch(torch, record)
+    record.inspect = loaders.inspect
     after(torch.utils.data.DataLoader, "__iter__", lambda a, k, r: loaders.begun(a[0]))
     after(torch, "save", lambda a, k, r: record.wrote(a[1] if len(a) > 1 else k.get("f")))
     threads = "set_num_threads"
     after(torch, threads, lambda a, k, r: record.call(f"torch.{threads}", threads=int(a[0])))
 
 
-class Updates:
-    """Each step of each optimizer, seen from outside and from within Horovod's wrapper."""
+class OptimizerWatch:
+    """Record each step of each optimizer, outside and inside of Horovod's wrapper."""
 
     def __init__(self, torch: Any, record: Record) -> None:
         self.torch, self.record = torch, record
-        self.depth = 0  # open steps: Horovod's optimizer has one inside its own
-        self.open = False  # whether the step has still to be counted
-        self.gradients: dict[int, Any] = {}  # by parameter: what backward passes have given
-        self.waiting = False  # whether a backward pass has given some since the last step
-        self.parameters: dict[int, Any] = {}  # those that are listened to
+        self.depth = 0  # open steps: the step of Horovod's optimizer contains another
+        self.open = False  # whether the step is not counted yet
+        self.gradients: dict[int, Any] = {}  # by parameter: sum over the backward passes
+        self.waiting = False  # whether there was a backward pass since the last step
+        self.parameters: dict[int, Any] = {}  # those that have a hook
         self.start: dict[str, Any] = {}
 
     def listen(self, optimizer: Any) -> None:
-        """Collect what backward passes give to the parameters of ``optimizer``."""
+        """Collect the gradients that backward passes add to the parameters of ``optimizer``."""
         for parameter in _parameters(optimizer):
             if parameter.requires_grad and id(parameter) not in self.parameters:
                 self.parameters[id(parameter)] = parameter
@@ -73,17 +73,17 @@ class Updates:
         return any(id(parameter) in self.parameters for parameter in module.parameters())
 
     def is_gradient(self, value: Any) -> bool:
-        """Return whether ``value`` is a parameter's gradient, or made from one before the step."""
+        """Return whether ``value`` is a parameter's gradient, or was computed from one."""
         if not self.torch.is_tensor(value):
             return False
         if self.waiting and value.dim():
             return value.shape in {parameter.shape for parameter in self.parameters.values()}
         gradients = [parameter.grad for parameter in self.parameters.values()]
-        places = {gradient.data_ptr() for gradient in gradients if gradient is not None}
-        return value.data_ptr() in places
+        pointers = {gradient.data_ptr() for gradient in gradients if gradient is not None}
+        return value.data_ptr() in pointers
 
     def before(self, optimizer: Any, *_: Any) -> None:
-        """Note that a step begins, or the step inside Horovod's."""
+        """Record that a step begins, or the step within Horovod's."""
         self.depth += 1
         if self.depth > 1:
             return
@@ -109,7 +109,7 @@ class Updates:
         }
 
     def after(self, optimizer: Any, *_: Any) -> None:
-        """Note that the step inside Horovod's has ended, or the step itself."""
+        """Record that the step within Horovod's has ended, or the step itself."""
         if self.start:
             parameters = _parameters(optimizer)
             local = [self.gradients.get(id(parameter)) for parameter in parameters]
@@ -128,23 +128,23 @@ class Updates:
         self.start, self.open, self.waiting = {}, False, False
         self.gradients.clear()
         self.depth -= 1
-        # Adasum steps within the backward pass, where ranks are not at the same place.
+        # Adasum steps within the backward pass, in which the ranks are not synchronized.
         if not self.depth and self.torch._C._current_graph_task_id() < 0:
             self.record.end_if_enough()
 
 
-class Forward:
-    """What the model is trained on: the input of the outermost module that has its parameters.
+class InputWatch:
+    """Record the model's input: that of the outermost module with parameters of an optimizer.
 
-    A module without any is none: torchvision's transforms are modules too.
+    Other modules are ignored: torchvision's transforms are modules too.
     """
 
-    def __init__(self, record: Record, updates: Updates) -> None:
+    def __init__(self, record: Record, updates: OptimizerWatch) -> None:
         self.record, self.updates = record, updates
         self.depth = Depth()
 
     def before(self, module: Any, arguments: tuple[Any, ...]) -> None:
-        """Note that a module is called."""
+        """Record that a module is called."""
         if not self.depth.value and not self.updates.trains(module):
             return
         if self.depth.__enter__() == 1 and module.training and arguments:
@@ -153,23 +153,23 @@ class Forward:
                 self.record.samples(_array(first))
 
     def after(self, *_: Any) -> None:
-        """Note that it has returned, or raised."""
+        """Record that a module has returned, or raised."""
         if self.depth.value:
             self.depth.__exit__()
 
 
-class Loaders:
-    """The loader of the training: the last one that began an epoch before the first update."""
+class LoaderWatch:
+    """Record the training loader: the last one that began an epoch before the first update."""
 
     def __init__(self, torch: Any, record: Record) -> None:
         self.torch, self.record = torch, record
         self.dataset: Any = None
 
     def begun(self, loader: Any) -> None:
-        """Note that a loader begins an epoch."""
+        """Record that a loader begins an epoch."""
         if self.record.ignored:
             return
-        batches = loader.batch_sampler  # may be the user's own, with or without a sampler in it
+        batches = loader.batch_sampler  # may be a user's class, with or without a sampler
         sampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
         if not self.record.done:
             self._first(loader.dataset, sampler, counts=sampler is not batches)
@@ -180,7 +180,7 @@ class Loaders:
             epochs.append([int(sampler.epoch), self.record.done])
 
     def _first(self, dataset: Any, sampler: Any, *, counts: bool) -> None:
-        """Note what ``sampler``, which ``counts`` samples or batches, draws from ``dataset``."""
+        """Record ``dataset`` and ``sampler``; ``counts``: it yields samples, not batches."""
         sized = hasattr(dataset, "__len__") and hasattr(sampler, "__len__")
         self.dataset = dataset
         self.record.data["loader"] = {
@@ -190,25 +190,25 @@ class Loaders:
             "drawn": len(sampler) if sized and counts else None,
             "samples": len(dataset) if sized else None,
             "probes": None,
-            "epochs": [],  # which one the sampler was set to, after how many updates
+            "epochs": [],  # (epoch of the sampler, updates made before)
         }
 
-    def probe(self) -> None:
-        """Look, when all is over, at some samples: they tell whether two ranks have one dataset."""
+    def inspect(self) -> None:
+        """Record digests of some samples at the end, to compare the ranks' datasets."""
         loader = self.record.data["loader"]
         if not loader or not loader["samples"]:
             return
-        # The same draws on all ranks: a dataset may crop and flip by chance.
+        # The same random numbers on all ranks: a dataset may crop and flip at random.
         random.seed(0)
         np.random.seed(0)
         self.torch.manual_seed(0)
-        places = np.linspace(0, loader["samples"] - 1, PROBES).astype(int).tolist()
-        with contextlib.suppress(Exception):  # a dataset of any kind
-            loader["probes"] = [_mark(self.dataset[place]) for place in places]
+        indices = np.linspace(0, loader["samples"] - 1, INSPECTED).astype(int).tolist()
+        with contextlib.suppress(Exception):  # the dataset may be of any type
+            loader["probes"] = [_mark(self.dataset[index]) for index in indices]
 
 
 def _mark(value: Any) -> str:
-    """Return a digest of a sample, whatever it is made of."""
+    """Return a digest of a sample of any type."""
     if isinstance(value, tuple | list):
         return "".join(_mark(part) for part in value)
     data = _array(value).tobytes() if hasattr(value, "detach") else np.asarray(value).tobytes()

@@ -1,4 +1,4 @@
-"""The rows of world, devices, shards and metrics: the rules, without any rank."""
+"""The rules of the rows world, devices, shards and metrics, without ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = st.integers(1, 9)
 
 
 def worlds(*hosts: str) -> list[dict[str, Any]]:
-    """What the ranks on these hosts tell where all is well."""
+    """Correct measurements of ranks on these hosts."""
     return [
         {
             "claimed": vars(true_world(rank, list(hosts))),
@@ -59,22 +59,22 @@ def test_two_hosts_of_one_name_are_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "evidence"),
     [
-        (lambda facts: facts[1]["claimed"].update(rank=0), "rank 1 believes it is 0 of 2"),
-        (lambda facts: facts[0]["claimed"].update(size=1), "rank 0 believes it is 0 of 1"),
-        (lambda facts: facts[1]["claimed"].update(local_rank=0), "(local 0 of 2, 1 host)"),
-        (lambda facts: facts[1].update(process=100), "2 ranks are 1 processes"),
-        (lambda facts: facts[1].update(launcher=["mpirun", 0, 2]), "numbers them 0, 0"),
-        (lambda facts: [one["launcher"].__setitem__(2, 3) for one in facts], "mpirun started 3"),
+        (lambda facts: facts[1]["claimed"].update(rank=0), "rank 1 was initialized as rank 0 of 2"),
+        (lambda facts: facts[0]["claimed"].update(size=1), "rank 0 was initialized as rank 0 of 1"),
+        (lambda facts: facts[1]["claimed"].update(local_rank=0), "(local rank 0 of 2, 1 host)"),
+        (lambda facts: facts[1].update(process=100), "processes: 1 for 2 ranks"),
+        (lambda facts: facts[1].update(launcher=["mpirun", 0, 2]), "launcher's ranks: 0, 0"),
+        (lambda facts: [rank["launcher"].__setitem__(2, 3) for rank in facts], "mpirun started 3"),
     ],
 )
-def test_false_worlds(change: Any, words: str) -> None:
+def test_false_worlds(change: Any, evidence: str) -> None:
     facts = copy.deepcopy(worlds("a x", "a x"))
     change(facts)
     row = judge_world(facts)
     assert row.state == FAILED
-    assert words in row.evidence
+    assert evidence in row.evidence
 
 
 def processors(*ranks: tuple[str, list[int], str | None, int]) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def processors(*ranks: tuple[str, list[int], str | None, int]) -> list[dict[str,
 
 
 @pytest.mark.parametrize(
-    ("ranks", "state", "words"),
+    ("ranks", "state", "evidence"),
     [
         ([("a", [0, 1], None, 1)] * 2, OK, "1 + 1 = 2 threads on 2 cores"),
         ([("a", [0], None, 1), ("a", [1], None, 1)], OK, "1 + 1 = 2 threads on 2 cores"),
@@ -99,18 +99,18 @@ def processors(*ranks: tuple[str, list[int], str | None, int]) -> list[dict[str,
         ([("a", [0], "u", 0), ("a", [0], None, 1)], FAILED, "1 of them on the CPU"),
     ],
 )
-def test_devices(ranks: Any, state: str, words: str) -> None:
+def test_devices(ranks: Any, state: str, evidence: str) -> None:
     row = judge_devices(processors(*[(f"{host} boot", *rest) for host, *rest in ranks]))
-    assert (row.state, words in row.evidence) == (state, True), row.evidence
+    assert (row.state, evidence in row.evidence) == (state, True), row.evidence
 
 
 def drawn(size: int) -> list[dict[str, Any]]:
-    """What ``size`` ranks draw by the true rule."""
+    """The samples that ``size`` ranks draw if all is correct."""
     samples, batch = 2 * (3 * size + 1) + max(1, size - 1), 3 * size + 1
     return [
         {
             "samples": samples,
-            "told": True,
+            "tracked": True,
             "epochs": [
                 [part.indices.tolist() for part in Shards(samples, batch, 7, rank, size).epoch(e)]
                 for e in range(DRAWN)
@@ -127,29 +127,29 @@ def test_true_shards(size: int) -> None:
 
 
 @given(SIZES, st.data())
-def test_any_one_sample_elsewhere_is_found(size: int, data: st.DataObject) -> None:
+def test_any_single_wrong_sample_is_detected(size: int, data: st.DataObject) -> None:
     facts = drawn(size)
-    places = [
+    parts = [
         (rank, epoch, step)
-        for rank, one in enumerate(facts)
-        for epoch, steps in enumerate(one["epochs"])
+        for rank, drawn_by_rank in enumerate(facts)
+        for epoch, steps in enumerate(drawn_by_rank["epochs"])
         for step, part in enumerate(steps)
         if part
     ]
-    rank, epoch, step = data.draw(st.sampled_from(places))
+    rank, epoch, step = data.draw(st.sampled_from(parts))
     part = facts[rank]["epochs"][epoch][step]
     old = part[0]
     part[0] = data.draw(st.integers(-1, facts[0]["samples"]).filter(lambda new: new != old))
     assert judge_shards(facts).state == FAILED
 
 
-def test_unequal_steps_and_parts_untold() -> None:
+def test_unequal_steps_and_untracked_parts() -> None:
     facts = drawn(2)
     facts[1]["epochs"][0].append([])
     assert "steps by rank: 3, 4" in judge_shards(facts).evidence
     facts = drawn(2)
-    facts[1]["told"] = False
-    assert "cannot weigh it" in judge_shards(facts).evidence
+    facts[1]["tracked"] = False
+    assert "current part" in judge_shards(facts).evidence
 
 
 def averaged(size: int) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def averaged(size: int) -> list[dict[str, Any]]:
     for total in (3 * size + 1, sum(map(len, slices_of(size)))):
         loss = sum(map(loss_of, range(total))) / total
         accuracy = sum(map(is_correct, range(total))) / total
-        rounds.append({"loss": loss, "accuracy": accuracy, "count": total, "mine": 1})
+        rounds.append({"loss": loss, "accuracy": accuracy, "count": total, "local": 1})
     return [{"rounds": copy.deepcopy(rounds)} for _ in range(size)]
 
 
@@ -171,7 +171,7 @@ def test_metrics(size: int) -> None:
 
 
 @given(SIZES)
-def test_slices_are_disjoint_and_whole(size: int) -> None:
+def test_slices_are_disjoint_and_complete(size: int) -> None:
     slices = slices_of(size)
     assert sorted(sample for part in slices for sample in part) == list(
         range(sum(map(len, slices)))

@@ -1,4 +1,4 @@
-"""The rows of rate, gradients, broadcast and checkpoint: the rules, without any rank."""
+"""The rules of the rows rate, gradients, broadcast and checkpoint, without ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ SIZES = st.integers(1, 9)
     st.floats(0, 8, exclude_max=True),
     SIZES,
 )
-def test_the_rule_anew_is_the_rule(scaling: str, schedule: str, place: float, size: int) -> None:
+def test_the_rule_equals_the_trainers(
+    scaling: str, schedule: str, position: float, size: int
+) -> None:
     rate = LearningRate(
         BASE,
         scale_factor(scaling, size),
@@ -51,19 +53,19 @@ def test_the_rule_anew_is_the_rule(scaling: str, schedule: str, place: float, si
         milestones=MILESTONES,
         decay=DECAY,
     )
-    expected = rule(scaling, schedule, place, size)
-    assert math.isclose(rate(place), expected, rel_tol=1e-12, abs_tol=1e-15)
+    expected = rule(scaling, schedule, position, size)
+    assert math.isclose(rate(position), expected, rel_tol=1e-12, abs_tol=1e-15)
 
 
 def rates(size: int) -> list[dict[str, Any]]:
-    told = expected_rates(size)
-    applied = [rule("linear", "cosine", place, size) for place in APPLIED]
-    return [{"told": list(told), "applied": list(applied)} for _ in range(size)]
+    returned = expected_rates(size)
+    applied = [rule("linear", "cosine", position, size) for position in APPLIED]
+    return [{"returned": list(returned), "applied": list(applied)} for _ in range(size)]
 
 
 def test_learning_rates() -> None:
     assert judge_rate(rates(3)).state == OK
-    for field in ("told", "applied"):
+    for field in ("returned", "applied"):
         for value in (0.1001, float("nan")):
             facts = rates(3)
             facts[2][field][-1] = value
@@ -78,18 +80,16 @@ def gradients(size: int) -> list[dict[str, Any]]:
 def test_gradients() -> None:
     row = judge_gradient(gradients(3))
     assert row.state == OK
-    assert row.evidence == (
-        "max difference between ranks 0, to one rank's 0; 3 ranks, 2 tensors, samples 1+3+5, "
-        "0+3+5, 1+3+0"
-    )
+    assert row.evidence.startswith("max difference between ranks 0, ")
+    assert row.evidence.endswith("3 ranks, 2 tensors, samples 1+3+5, 0+3+5, 1+3+0")
     facts = gradients(3)
     facts[1]["applied"][2][0] = 1e-7
     row = judge_gradient(facts)
     assert row.state == FAILED
-    assert row.evidence.startswith("rank 1 applied other gradients than rank 0; ")
+    assert row.evidence.startswith("rank 1 applied different gradients")
     facts = gradients(2)
-    for one in facts:  # equal on all ranks, and wrong
-        one["applied"][0][0] = 2.0
+    for rank in facts:  # equal on all ranks, and wrong
+        rank["applied"][0][0] = 2.0
     assert judge_gradient(facts).state == FAILED
     facts[1]["applied"][0][0] = float("nan")
     assert judge_gradient(facts).state == FAILED
@@ -118,15 +118,15 @@ def test_broadcast() -> None:
     for wrong in ([1.0, 2.0], [0.0, 2.0 + 4e-16], [0.0], [float("nan"), 2.0]):
         row = judge_broadcast(states([0.0, 2.0], wrong))
         assert row.state == FAILED, wrong
-        assert row.evidence.startswith("not so on rank 1: ")
-    # Equal on all ranks, but not what rank 0 had.
+        assert row.evidence.startswith("not equal on rank 1: ")
+    # Equal on all ranks, but not the state of rank 0.
     assert judge_broadcast(states([1.0, 2.0], [1.0, 2.0])).state == FAILED
 
 
 def saved(*written: int, **root: Any) -> list[dict[str, Any]]:
     good = {
         "failure": "",
-        "found": ["step-000000001"],
+        "entries": ["step-000000001"],
         "bytes": 10_627,
         "tensors": 56,
         "loaded": True,
@@ -138,27 +138,26 @@ def saved(*written: int, **root: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("facts", "words"),
+    ("facts", "evidence"),
     [
         (saved(3, 3), "ranks 0, 1 wrote"),
         (saved(0, 0), "no rank wrote"),
-        (saved(3, 0, found=["step-000000001", ".partial-x"]), "where one checkpoint was due"),
-        (saved(3, 0, found=[]), "nothing where one checkpoint was due"),
-        (saved(3, 0, loaded=False), "no checkpoint could be read"),
-        (saved(3, 0, difference=1e-9), "read back with a difference of 1e-09"),
-        (saved(3, 0, difference=math.nan), "read back with a difference of nan"),
+        (saved(3, 0, entries=["step-000000001", ".partial-x"]), "expected one checkpoint: step-0"),
+        (saved(3, 0, entries=[]), "expected one checkpoint: none"),
+        (saved(3, 0, loaded=False), "no checkpoint could be loaded"),
+        (saved(3, 0, difference=1e-9), "loaded values differ by 1e-09"),
+        (saved(3, 0, difference=math.nan), "loaded values differ by nan"),
         (saved(3, 0, failure="CheckpointError: full"), "rank 0: CheckpointError: full"),
     ],
 )
-def test_wrong_writers(facts: Any, words: str) -> None:
+def test_wrong_writers(facts: Any, evidence: str) -> None:
     row = judge_checkpoint(facts)
     assert row.state == FAILED
-    assert words in row.evidence
+    assert evidence in row.evidence
 
 
 def test_one_writer() -> None:
     row = judge_checkpoint(saved(3, 0, 0))
     assert row.state == OK
-    assert row.evidence == (
-        "rank 0 of 3 wrote 3 files, 10,627 bytes; read back: max difference 0, 56 tensors"
-    )
+    assert row.evidence.startswith("rank 0 of 3 wrote 3 files, 10,627 bytes; ")
+    assert row.evidence.endswith("max difference 0, 56 tensors")

@@ -1,4 +1,4 @@
-"""Starting ranks anew for the rows that a broken step kept unseen; the ranks are small programs."""
+"""Restarting the ranks for the steps after one that ended them; the ranks are small programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.system.runtime.command import Command
 
 ROW = """
 import json, os, sys, time
-def tell(step, state="ok", evidence="seen"):
+def print_row(step, state="ok", evidence="seen"):
     row = {"step": step, "state": state, "evidence": evidence, "facts": {}}
     print("MARK" + json.dumps(row), flush=True)
 steps = [int(step) for step in sys.argv[1].split(",")]
@@ -23,39 +23,39 @@ steps = [int(step) for step in sys.argv[1].split(",")]
 
 
 def ranks(body: str, log: Path) -> Callable[[Sequence[int]], Command]:
-    """A command that runs ``body`` with ``steps`` and notes what it was asked for in ``log``."""
+    """Return a command that runs ``body`` with ``steps``, which it appends to ``log``."""
 
     def command(steps: Sequence[int]) -> Command:
-        words = ",".join(map(str, steps))
+        numbers = ",".join(map(str, steps))
         note = f"open({str(log)!r}, 'a').write(sys.argv[1] + '\\n')\n"
-        return Command((sys.executable, "-c", ROW + note + body, words))
+        return Command((sys.executable, "-c", ROW + note + body, numbers))
 
     return command
 
 
-def test_one_start_where_all_is_well(tmp_path: Path) -> None:
-    body = "print('a word between')\nfor step in steps: tell(step)"
+def test_one_start_if_no_step_fails(tmp_path: Path) -> None:
+    body = "print('another line')\nfor step in steps: print_row(step)"
     rows = start_ranks(ranks(body, tmp_path / "log"), 60)
     assert [(row.step, row.state) for row in rows] == [(step, OK) for step in range(1, 9)]
     assert (tmp_path / "log").read_text() == "1,2,3,4,5,6,7,8\n"
 
 
-def test_a_step_that_kills_its_ranks_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_steps_after_one_that_kills_the_ranks_are_verified(tmp_path: Path) -> None:
     body = (
         "for step in steps:\n"
         "    if step in (3, 7): print('out of memory', flush=True); os._exit(137)\n"
-        "    tell(step)"
+        "    print_row(step)"
     )
     rows = start_ranks(ranks(body, tmp_path / "log"), 60)
     assert [row.step for row in rows if row.state == FAILED] == [3, 7]
-    assert rows[2].evidence == "the ranks ended with exit code 137: out of memory"
+    assert "code 137: out of memory" in rows[2].evidence
     assert (tmp_path / "log").read_text() == "1,2,3,4,5,6,7,8\n4,5,6,7,8\n8\n"
 
 
-def test_a_step_in_which_the_ranks_lose_each_other(tmp_path: Path) -> None:
+def test_steps_after_one_that_ends_the_ranks_are_verified(tmp_path: Path) -> None:
     body = (
         "for step in steps:\n"
-        "    tell(step, 'failed' if step == 5 else 'ok')\n"
+        "    print_row(step, 'failed' if step == 5 else 'ok')\n"
         "    if step == 5: sys.exit()"
     )
     rows = start_ranks(ranks(body, tmp_path / "log"), 60)
@@ -64,17 +64,17 @@ def test_a_step_in_which_the_ranks_lose_each_other(tmp_path: Path) -> None:
 
 
 def test_a_step_that_hangs(tmp_path: Path) -> None:
-    body = "for step in steps:\n    time.sleep(600 * (step == 8))\n    tell(step)"
+    body = "for step in steps:\n    time.sleep(600 * (step == 8))\n    print_row(step)"
     rows = start_ranks(ranks(body, tmp_path / "log"), 3)
     assert [row.step for row in rows if row.state == FAILED] == [8]
-    assert rows[7].evidence == "no answer after 3 s: a rank hangs, or --timeout is too short"
+    assert "3 s" in rows[7].evidence and "--timeout" in rows[7].evidence
 
 
-def test_a_line_that_was_torn_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_step_whose_line_was_torn_is_verified_again(tmp_path: Path) -> None:
     body = (
         "for step in steps:\n"
         '    if step == 2 and len(steps) > 1: print(\'MARK{"step": 2, ano{"ther\')\n'
-        "    else: tell(step)"
+        "    else: print_row(step)"
     ).replace("MARK", MARK)
     rows = start_ranks(ranks(body, tmp_path / "log"), 60)
     assert [row.state for row in rows] == [OK] * 8
@@ -82,7 +82,7 @@ def test_a_line_that_was_torn_is_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_without_a_world_there_is_one_start(tmp_path: Path) -> None:
-    body = "tell(1, 'failed', 'two MPI libraries')"
+    body = "print_row(1, 'failed', 'two MPI libraries')"
     rows = start_ranks(ranks(body, tmp_path / "log"), 60)
     assert [(row.step, row.state) for row in rows] == [(1, FAILED)]
     assert (tmp_path / "log").read_text() == "1,2,3,4,5,6,7,8\n"
@@ -91,12 +91,10 @@ def test_without_a_world_there_is_one_start(tmp_path: Path) -> None:
 def test_a_program_that_does_not_exist() -> None:
     rows = start_ranks(lambda steps: Command(("/nowhere/mpirun",)), 60)
     assert [(row.step, row.state) for row in rows] == [(1, FAILED)]
-    assert rows[0].evidence == (
-        "the ranks ended with exit code 127: /nowhere/mpirun: No such file or directory"
-    )
+    assert "code 127: /nowhere/mpirun: No such file or directory" in rows[0].evidence
 
 
-def test_wrong_use_is_what_the_ranks_said(tmp_path: Path) -> None:
+def test_wrong_use_of_the_ranks_is_raised(tmp_path: Path) -> None:
     body = (
         "print('hvdtrain: error: --strategy zero is not built yet', file=sys.stderr)\nsys.exit(2)"
     )

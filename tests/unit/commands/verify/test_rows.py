@@ -43,9 +43,9 @@ def test_the_table_keeps_its_columns_in_a_file() -> None:
     ]
 
 
-def test_a_row_as_data_and_back() -> None:
-    one = row(3, False, "7 of 9 on no rank", samples=9)
-    data = one.data()
+def test_a_row_is_restored_from_its_data() -> None:
+    failed = row(3, False, "7 of 9 on no rank", samples=9)
+    data = failed.data()
     assert data == {
         "step": 3,
         "name": "shard_data",
@@ -55,25 +55,25 @@ def test_a_row_as_data_and_back() -> None:
         "remedy": STEPS[2].remedy,
         "facts": {"samples": 9},
     }
-    assert read_row(data) == one
+    assert read_row(data) == failed
     assert row(3, True, "").remedy == ""
 
 
-def test_what_is_missing_is_not_seen() -> None:
-    rows = complete([Row(4, OK, "here")], "the rest never came")
-    assert [one.step for one in rows] == list(range(1, 9))
-    assert [one.state for one in rows] == [NOT_SEEN] * 3 + [OK] + [NOT_SEEN] * 4
-    assert rows[7].evidence == "the rest never came"
+def test_missing_rows_are_not_seen() -> None:
+    rows = complete([Row(4, OK, "here")], "not reached")
+    assert [row.step for row in rows] == list(range(1, 9))
+    assert [row.state for row in rows] == [NOT_SEEN] * 3 + [OK] + [NOT_SEEN] * 4
+    assert rows[7].evidence == "not reached"
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0"), (3.1e-17, "3e-17"), (0.25, "0.2"), (float("nan"), "nan")]
 )
-def test_a_difference_in_words(value: float, text: str) -> None:
+def test_a_difference_as_text(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_ranks_in_words() -> None:
+def test_ranks_as_text() -> None:
     assert rank_list([1]) == "rank 1"
     assert rank_list([3, 0]) == "ranks 0, 3"
     assert rank_list(range(512)) == "ranks 0 to 511"

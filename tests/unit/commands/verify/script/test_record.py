@@ -1,4 +1,4 @@
-"""What a rank notes of a script: samples, files, calls; and acting right after an import."""
+"""The record of a rank: samples, files, calls; and actions after an import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.commands.verify.hooks import AfterImport, after, quietly, replace, watch_writes
+from hvdtrain.commands.verify.hooks import AfterImport, after, best_effort, replace, watch_writes
 from hvdtrain.commands.verify.script.record import EnoughError, Record, summary
 
 
@@ -31,13 +31,13 @@ def update(record: Record, value: float = 1.0) -> None:
     record.update(before=tensors, applied=tensors, after=tensors, state=[])
 
 
-def test_samples_and_where_they_come_again(record: Record) -> None:
+def test_samples_and_their_repetition(record: Record) -> None:
     record.samples(np.arange(6.0).reshape(3, 2))
     record.samples(np.arange(6.0, 10.0).reshape(2, 2))
     assert (len(record.data["rows"]), record.batch) == (5, 5)
-    record.samples(np.arange(10.0).reshape(5, 2))  # shown twice before the update
+    record.samples(np.arange(10.0).reshape(5, 2))  # repeated before the update
     record.count()
-    record.samples(np.arange(2.0, 6.0).reshape(2, 2))  # the data has duplicates
+    record.samples(np.arange(2.0, 6.0).reshape(2, 2))  # duplicates in the data
     record.samples(np.arange(10.0, 14.0).reshape(2, 2))
     assert (len(record.data["rows"]), record.data["epoch"]) == (9, None)
     record.count()
@@ -45,27 +45,27 @@ def test_samples_and_where_they_come_again(record: Record) -> None:
     assert (record.data["ends"], record.data["epoch"], record.batch) == ([5, 9], 1, 14)
 
 
-def test_what_is_not_the_script_s_training_is_not_noted(record: Record) -> None:
+def test_samples_outside_of_the_training_are_not_recorded(record: Record) -> None:
     with record.waiting("broadcast_optimizer_state"):
         record.samples(np.ones((4, 2)))
         assert json.loads(record.path.read_text())["waiting"] == "broadcast_optimizer_state"
     assert (record.batch, record.data["waiting"]) == (0, None)
     with pytest.raises(RuntimeError), record.waiting("broadcast_parameters"):
         raise RuntimeError("Horovod has been shut down")
-    assert record.data["waiting"] == "broadcast_parameters"  # it never came back
+    assert record.data["waiting"] == "broadcast_parameters"  # the wait did not end
     assert record.ignored == 0
 
 
-def test_what_was_seen_is_on_disk_before_a_rank_may_be_ended(record: Record) -> None:
-    """Where one rank fails, mpirun ends the others: nothing can be written down any more then."""
+def test_the_record_is_on_disk_before_a_rank_may_be_ended(record: Record) -> None:
+    """If a rank fails, mpirun ends the others, which can then write nothing any more."""
     record.metric("allreduce", [np.float64(2.0)], [np.float64(5.0)])
     assert json.loads(record.path.read_text())["metrics"] == [["allreduce", [2.0], [5.0]]]
     record.wrote("/work/model.pt")
     assert json.loads(record.path.read_text())["written"] == ["/work/model.pt"]
 
 
-def test_what_a_probe_draws_is_no_training(record: Record) -> None:
-    record.probe = lambda: record.samples(np.ones((3, 2)))
+def test_inspecting_the_data_is_no_training(record: Record) -> None:
+    record.inspect = lambda: record.samples(np.ones((3, 2)))
     record.finish()
     assert json.loads(record.path.read_text())["rows"] == []
 
@@ -82,7 +82,7 @@ def test_a_lock_is_no_result(record: Record) -> None:
     assert record.data["written"] == ["/work/locked.csv"]
 
 
-def test_what_is_broadcast_bit_by_bit_is_added_up(record: Record) -> None:
+def test_broadcasts_of_single_tensors_are_added_up(record: Record) -> None:
     for values in (6, 3):
         record.broadcast("broadcast_", values)
     record.broadcast("broadcast_object", 1)
@@ -92,9 +92,9 @@ def test_what_is_broadcast_bit_by_bit_is_added_up(record: Record) -> None:
     ]
 
 
-def test_a_look_that_fails_does_not_stop_the_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert quietly(np.reshape, np.ones(3), (2, 2)) is None
-    assert "overlooked something: ValueError" in capsys.readouterr().err
+def test_a_failing_listener_does_not_stop_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert best_effort(np.reshape, np.ones(3), (2, 2)) is None
+    assert "reshape failed: ValueError" in capsys.readouterr().err
 
 
 def test_updates_and_their_end(record: Record) -> None:
@@ -112,26 +112,26 @@ def test_updates_and_their_end(record: Record) -> None:
     assert second["local"] is None
     assert first["before"]["digest"] != second["before"]["digest"]
     assert record.data["ended"] == "updates"
-    record.end_if_enough()  # the script may go on to its own end
+    record.end_if_enough()  # the script may continue to its end
 
 
-def test_summary_tells_any_bit(record: Record) -> None:
+def test_summary_distinguishes_any_bit(record: Record) -> None:
     tensor = np.zeros(10_000, np.float32)
-    one = summary([tensor])
-    assert len(one["sample"]) == 64
+    zeros = summary([tensor])
+    assert len(zeros["sample"]) == 64
     tensor[5000] = 1e-30
-    assert summary([tensor])["digest"] != one["digest"]
+    assert summary([tensor])["digest"] != zeros["digest"]
     assert summary([]) == {"digest": summary([])["digest"], "sample": []}
 
 
-def test_files_of_the_script_and_others(record: Record, tmp_path: Path) -> None:
+def test_only_files_of_the_script_are_recorded(record: Record, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     record.wrote(str(folder / "model.pt"))
     record.wrote(os.path.relpath(folder / "model.pt"))
     record.wrote(str(folder / "logs" / ".." / "loss.txt"))
     assert record.data["written"] == [str(folder / "model.pt"), str(folder / "loss.txt")]
-    for other in (
+    for path in (
         "/dev/null",
         str(folder),
         str(record.path),
@@ -139,11 +139,11 @@ def test_files_of_the_script_and_others(record: Record, tmp_path: Path) -> None:
         f"{tempfile.gettempdir()}/tmpabc/x",
         str(Path.home() / ".keras" / "keras.json"),
     ):
-        record.wrote(other)
+        record.wrote(path)
     assert len(record.data["written"]) == 2
 
 
-def test_writes_are_seen_however_python_opens(tmp_path: Path) -> None:
+def test_writes_are_seen_for_all_ways_to_open(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("x")
     with watch_writes() as paths:
         (tmp_path / "a").write_text("x")
@@ -156,8 +156,8 @@ def test_writes_are_seen_however_python_opens(tmp_path: Path) -> None:
     assert paths == [str(tmp_path / name) for name in ("a", "b", "c.npy", "old")]
 
 
-def test_opening_within_tempfile_does_not_wait_for_itself(tmp_path: Path) -> None:
-    # tempfile holds a lock while it tries its folder, and the listener is called from there.
+def test_opening_within_tempfile_does_not_deadlock(tmp_path: Path) -> None:
+    # tempfile calls the listener while it holds a lock and tests its folder.
     program = (
         "import pathlib, tempfile\n"
         "from hvdtrain.commands.verify.script.record import Record\n"
@@ -180,7 +180,7 @@ def test_after_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     finder.install()
     assert seen == [early_module]
-    assert importlib.util.find_spec("late_module") is not None  # only asked for
+    assert importlib.util.find_spec("late_module") is not None  # no import yet
     assert seen == [early_module]
     import late_module  # type: ignore[import-not-found]
 
@@ -191,16 +191,16 @@ def test_after_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Thing:
+    class Number:
         def double(self, value: int) -> int:
             """Twice."""
             return 2 * value
 
     seen: list[Any] = []
-    after(Thing, "double", lambda a, k, result: seen.append((a[1:], k, result)))
-    replace(Thing, "double", lambda original, *a, **k: original(*a, **k) + 1)
-    after(Thing, "absent", lambda a, k, r: seen.append("never"))
-    assert Thing().double(4) == 9
-    assert Thing().double(value=5) == 11
+    after(Number, "double", lambda a, k, result: seen.append((a[1:], k, result)))
+    replace(Number, "double", lambda original, *a, **k: original(*a, **k) + 1)
+    after(Number, "absent", lambda a, k, r: seen.append("never"))
+    assert Number().double(4) == 9
+    assert Number().double(value=5) == 11
     assert seen == [((4,), {}, 8), ((), {"value": 5}, 10)]
-    assert Thing.double.__doc__ == "Twice."
+    assert Number.double.__doc__ == "Twice."

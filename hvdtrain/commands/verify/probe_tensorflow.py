@@ -1,4 +1,4 @@
-"""Plain TensorFlow and Keras for the checks."""
+"""Compute with plain TensorFlow and Keras, for the checks of the eight steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.commands.verify.harness import Array, Kit, Processor, weights
+from hvdtrain.commands.verify.harness import Array, FrameworkProbe, Processor, weights
 from hvdtrain.config.options import Options
 from hvdtrain.system.machine.gpus import tensorflow_processor
 from hvdtrain.workloads.tf_task import InMemory, TFTask
 
 
-class FrameworkKit(Kit):
-    """Compute with plain TensorFlow."""
+class PlainFramework(FrameworkProbe):
+    """Plain TensorFlow."""
 
     @override
     def processor(self) -> Processor:
@@ -27,10 +27,10 @@ class FrameworkKit(Kit):
         layers = weights(seed)
         with tf.device(self.device):
             model = keras.Sequential([keras.Input((layers[0][0].shape[0],), dtype="float64")])
-            for number, (_, offset) in enumerate(layers):
+            for number, (_, bias) in enumerate(layers):
                 last = number == len(layers) - 1
                 activation = None if last else "tanh"
-                model.add(keras.layers.Dense(len(offset), activation, dtype="float64"))
+                model.add(keras.layers.Dense(len(bias), activation, dtype="float64"))
                 if buffers and not number:
                     model.add(keras.layers.BatchNormalization(dtype="float64"))
         dense = [layer for layer in model.layers if isinstance(layer, keras.layers.Dense)]
@@ -92,13 +92,13 @@ class FrameworkKit(Kit):
         with tf.device(self.device):
             model = keras.Sequential([keras.Input((1, 1, 1), dtype="float64"), *layers])
             task = TFTask(model, options, data, None)
-        found = []
+        applied = []
         for rate in rates:
             layers[1].set_weights([np.zeros((1, 2)), np.zeros(2)])
             batch = data.fetch(np.zeros(1, np.int64))
             task.update(batch, learning_rate=rate, seed=0)
-            found.append(2 * float(layers[1].bias[0]))  # two equal logits: the gradient is -1/2
-        return found
+            applied.append(2 * float(layers[1].bias[0]))  # two equal logits: the gradient is -1/2
+        return applied
 
 
 def _flat(values: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Plain PyTorch for the checks."""
+"""Compute with plain PyTorch, for the checks of the eight steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from hvdtrain.commands.verify.harness import WIDTHS, Array, Kit, Processor, weights
+from hvdtrain.commands.verify.harness import WIDTHS, Array, FrameworkProbe, Processor, weights
 from hvdtrain.config.options import Options
 from hvdtrain.system.machine import accelerator
 from hvdtrain.workloads.torch_task import InMemory, TorchTask
 
 
-class FrameworkKit(Kit):
-    """Compute with plain PyTorch."""
+class PlainFramework(FrameworkProbe):
+    """Plain PyTorch."""
 
     @override
     def processor(self) -> Processor:
@@ -28,11 +28,11 @@ class FrameworkKit(Kit):
     @override
     def network(self, seed: int, *, buffers: bool = False) -> torch.nn.Module:
         layers: list[torch.nn.Module] = []
-        for matrix, offset in weights(seed):
+        for matrix, bias in weights(seed):
             layer = torch.nn.Linear(*matrix.shape).double()
             with torch.no_grad():
                 layer.weight.copy_(torch.from_numpy(matrix.T.copy()))
-                layer.bias.copy_(torch.from_numpy(offset))
+                layer.bias.copy_(torch.from_numpy(bias))
             layers += [layer, torch.nn.Tanh()]
         if buffers:
             layers.insert(2, torch.nn.BatchNorm1d(WIDTHS[1], dtype=torch.float64))
@@ -82,17 +82,17 @@ class FrameworkKit(Kit):
         layer = torch.nn.Linear(1, 2)
         options = Options(precision="fp64", momentum=0.0, device=self.device)
         task = TorchTask(torch.nn.Sequential(torch.nn.Flatten(), layer), options, data, None)
-        found = []
+        applied = []
         for rate in rates:
             for value in layer.parameters():
                 torch.nn.init.zeros_(value)
             batch = data.fetch(np.zeros(1, np.int64))
             task.update(batch, learning_rate=rate, seed=0)
-            found.append(2 * layer.bias[0].item())  # two equal logits: the gradient is -1/2
-        return found
+            applied.append(2 * layer.bias[0].item())  # two equal logits: the gradient is -1/2
+        return applied
 
 
 def _flat(tensors: Any) -> Array:
-    # A strategy may hold a parameter in parts (a DTensor): all ranks look at the same time.
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in tensors]
-    return np.concatenate([tensor.detach().cpu().numpy().ravel() for tensor in whole])
+    # A strategy may shard a parameter (a DTensor); gathering it is a collective of all ranks.
+    full = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in tensors]
+    return np.concatenate([tensor.detach().cpu().numpy().ravel() for tensor in full])
