@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""Fixtures of the tests with several hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cluster.slurm import Cluster
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A private Slurm, stopped at the end with all that it started."""
+    """A private Slurm, stopped at the end with all its processes."""
     if reason := slurm.lacks():
         pytest.skip(reason)
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))

@@ -1,8 +1,8 @@
 """Two hosts on one machine: network namespaces joined by a third one, which is their switch.
 
 Each has its own network card, address, loopback and hostname; files and processors are common, as
-with a shared file system. Links can be cut, on and off, slowed down; a host can lose its power.
-Nothing is changed outside the namespaces, and all of it is gone at the end.
+with a shared file system. Links can be cut, restored and slowed down; a host can be switched off.
+Nothing is changed outside the namespaces, which are removed at the end.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 from tests.conftest import BIN, Outcome, environment, run
 
 NET = "10.99.0"
-SLOTS = 2  # of each host
+SLOTS = 2  # per host
 NAMES = Path("/etc/netns")
-DELIVERY = 10.0  # seconds for a process that was killed to be gone
+DELIVERY = 10.0  # seconds for a killed process to exit
 
-# What ssh does, for mpirun: run a command on another host. When that host is lost it does not
-# notice; when only the command is killed it ends with 255, but with 0 where that is Open MPI's
-# daemon, as a real ssh was seen to do, whose daemon is in a session of its own; TERM ends it,
-# unless it is started deaf to it. Here the daemon stays in the session of mpirun: the two hosts
-# share their cores, and Linux 6.18 lets a session whose processes call sched_yield all the time
-# starve another session on the same core for minutes.
+# A replacement of ssh for mpirun: it runs a command on another host. It does not notice that the
+# host is lost; if only the command is killed it ends with 255, but with 0 if that is Open MPI's
+# daemon, as observed with a real ssh, whose daemon is in a separate session; TERM ends it, unless
+# it is started to ignore it. Here the daemon stays in the session of mpirun: the two hosts share
+# their cores, and on Linux 6.18 a session whose processes call sched_yield all the time starves
+# another session on the same core for minutes.
 AGENT = """\
 #!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -48,7 +48,7 @@ exit $code
 
 
 def lacks() -> str | None:
-    """Why there can be no such hosts here; installs what is missing where it may."""
+    """Return the reason why there can be no such hosts; install missing packages if possible."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None and shutil.which("apt-get"):
@@ -69,11 +69,11 @@ class TwoHosts:
     """Hosts 1 and 2; mpirun is started on host 1."""
 
     def __init__(self, folder: Path, names: Sequence[str] = ("", "")) -> None:
-        """Nothing happens yet.
+        """Prepare the hosts; ``start`` creates them.
 
         Args:
             folder: for the files of mpirun and of the agent.
-            names: by which each host finds the others, beside their addresses; "" for none.
+            names: host names by which each host finds the others, besides addresses; "" for none.
         """
         self.folder, self.tag = folder, f"ht{os.getpid()}"
         self.names = dict(enumerate(names, 1))
@@ -81,7 +81,7 @@ class TwoHosts:
         self.agent = folder / "bin" / "ssh"
 
     def start(self) -> None:
-        """Make the hosts and their links; what a run that was killed has left is taken down."""
+        """Create the hosts and their links, after removing those of a killed run."""
         _take_down_the_forgotten()
         self.agent.parent.mkdir()
         self.agent.write_text(AGENT.format(tag=self.tag, folder=self.folder))
@@ -98,39 +98,39 @@ class TwoHosts:
             self._do(f"ip -n {host} addr add {self.address(number)}/24 dev eth0")
             self._do(f"ip -n {host} link set lo up")
             self._do(f"ip -n {host} link set eth0 up")
-            if any(self.names.values()):  # what `ip netns exec` shows as /etc/hosts
+            if any(self.names.values()):  # shown as /etc/hosts by `ip netns exec`
                 hosts = NAMES / host / "hosts"
                 hosts.parent.mkdir(parents=True)
-                lines = [f"{self.address(one)} {name}" for one, name in self.names.items()]
-                own = f"{self.address(number)} {self.name(number)}"  # as Kubernetes does
-                hosts.write_text("\n".join(["127.0.0.1 localhost", own, *lines, ""]))
+                lines = [f"{self.address(n)} {name}" for n, name in self.names.items()]
+                local = f"{self.address(number)} {self.name(number)}"  # as Kubernetes does
+                hosts.write_text("\n".join(["127.0.0.1 localhost", local, *lines, ""]))
 
     def stop(self) -> None:
-        """End what runs on the hosts, by its id, and take everything down."""
+        """Kill the processes on the hosts, by id, and remove the hosts."""
         self.kill(*self.names)
         for name in (*map(self.namespace, self.names), self.switch):
             run(["ip", "netns", "del", name])
             shutil.rmtree(NAMES / name, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another's hosts are in it, or it was never made
+        with contextlib.suppress(OSError):  # it has hosts of another run, or does not exist
             NAMES.rmdir()
-        for file in Path("/dev/shm").glob(f"*{self.tag}-host*"):  # of ranks that were killed
+        for file in Path("/dev/shm").glob(f"*{self.tag}-host*"):  # of killed ranks
             file.unlink(missing_ok=True)
 
     def namespace(self, number: int) -> str:
-        """The network namespace of a host."""
+        """Return the network namespace of a host."""
         return f"{self.tag}-{number}"
 
     def name(self, number: int) -> str:
-        """The hostname of a host."""
+        """Return the hostname of a host."""
         return f"{self.tag}-host{number}"
 
     def address(self, number: int) -> str:
-        """The address of a host."""
+        """Return the address of a host."""
         return f"{NET}.{number}"
 
     @property
     def variables(self) -> dict[str, str]:
-        """How mpirun reaches the hosts, for any command that starts it."""
+        """The variables with which mpirun reaches the hosts, for any command that starts it."""
         return {
             "PATH": os.pathsep.join([str(self.folder / "bin"), str(BIN), os.environ["PATH"]]),
             "PRTE_MCA_prte_if_include": f"{NET}.0/24",
@@ -139,19 +139,19 @@ class TwoHosts:
         }
 
     def nodefile(self) -> Path:
-        """A file as PBS writes it: a host once for each of its slots."""
+        """Write a nodefile as PBS does, with a line per slot; return its path."""
         file = self.folder / "nodefile"
         lines = [self.address(number) for number in (1, 2) for _ in range(SLOTS)]
         file.write_text("\n".join(lines) + "\n")
         return file
 
     def on(self, number: int, *words: str) -> list[str]:
-        """The command that runs ``words`` on a host."""
+        """Return the command that runs ``words`` on a host."""
         hostname = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name(number)]
         return ["ip", "netns", "exec", self.namespace(number), "unshare", "-u", *hostname, *words]
 
     def mpirun(self, *words: str) -> list[str]:
-        """The command on host 1 that starts two ranks on each host."""
+        """Return the command on host 1 that starts two ranks on each host."""
         slots = ",".join(f"{self.address(number)}:{SLOTS}" for number in (1, 2))
         return self.on(1, "mpirun", "-H", slots, "-n", str(2 * SLOTS), *words)
 
@@ -161,7 +161,7 @@ class TwoHosts:
 
     @contextlib.contextmanager
     def running(self, command: list[str], **extra: str) -> Iterator[subprocess.Popen[str]]:
-        """A command that runs meanwhile; standard error goes where standard output does."""
+        """Run a command in the background, with standard error in standard output."""
         with subprocess.Popen(
             command,
             env=environment(**self.variables, **extra),
@@ -177,24 +177,24 @@ class TwoHosts:
                 self.kill(*self.names)
 
     def processes(self, *numbers: int) -> list[int]:
-        """What runs on these hosts, by process id."""
+        """Return the ids of the processes on these hosts."""
         listed = [run(["ip", "netns", "pids", self.namespace(number)]) for number in numbers]
         return [int(word) for outcome in listed for word in outcome.out.split()]
 
     def ranks(self) -> list[int]:
-        """The ranks that live on both hosts, by process id."""
+        """Return the ids of the running ranks on both hosts."""
         return [pid for pid in self.processes(1, 2) if _is_rank(pid)]
 
     def daemons(self, number: int) -> list[int]:
-        """Open MPI's daemons on a host, by process id."""
+        """Return the ids of Open MPI's daemons on a host."""
         return [pid for pid in self.processes(number) if _program(pid).startswith("prted ")]
 
     def agents(self) -> list[int]:
-        """What runs in place of ssh on host 1, by process id."""
+        """Return the ids of the replacements of ssh on host 1."""
         return [pid for pid in self.processes(1) if f" {self.agent} " in _program(pid)]
 
     def kill(self, *numbers: int) -> None:
-        """Kill all that runs on these hosts, at once."""
+        """Kill all processes on these hosts at once."""
         deadline = time.monotonic() + DELIVERY
         while (left := self.processes(*numbers)) and time.monotonic() < deadline:
             for pid in left:
@@ -203,12 +203,12 @@ class TwoHosts:
             time.sleep(0.02)
 
     def cut(self) -> None:
-        """Let nothing pass between the hosts any more; their network cards do not notice."""
+        """Cut the link between the hosts; their network cards stay up."""
         (self.folder / "cut").touch()
         self._do(f"bridge -n {self.switch} link set dev port2 state 0")
 
     def power_off(self) -> None:
-        """Host 2 is gone at once: no farewell from its kernel either."""
+        """Switch host 2 off, without closing its connections."""
         self.cut()
         self.kill(2)
 
@@ -219,7 +219,7 @@ class TwoHosts:
 
     @contextlib.contextmanager
     def slow(self, rate: str) -> Iterator[None]:
-        """Both directions carry no more than ``rate``, as tc spells it; what is behind waits."""
+        """Limit both directions to ``rate``, in the format of tc; packets are queued."""
         for number in (1, 2):
             limit = f"tbf rate {rate} burst 16kb latency 400ms"
             self._do(f"tc -n {self.namespace(number)} qdisc add dev eth0 root {limit}")
@@ -246,7 +246,7 @@ def _take_down_the_forgotten() -> None:
 
 
 def _program(pid: int) -> str:
-    """The name of a program and its arguments."""
+    """Return the name of a program and its arguments."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         return " ".join([Path(words[0]).name, *words[1:]])

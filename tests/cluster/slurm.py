@@ -18,12 +18,12 @@ from tests.conftest import Outcome, run
 
 PACKAGES = ("slurm-wlm", "slurm-wlm-torque", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "qsub")
-CPUS = 8  # more than there are: jobs of four ranks run beside one another
+CPUS = 8  # more than real ones, so that jobs of four ranks run concurrently
 START = 120.0  # seconds
 
 
 def lacks() -> str | None:
-    """Why there can be no Slurm here; installs the packages where it may."""
+    """Return the reason why there can be no Slurm; install missing packages if possible."""
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
     if not missing:
         return None
@@ -40,7 +40,7 @@ def lacks() -> str | None:
 
 @contextlib.contextmanager
 def _no_services() -> Iterator[None]:
-    """Packages bring daemons, which must not be started for the whole machine."""
+    """Prevent the start of the packages' daemons for the whole machine."""
     policy = Path("/usr/sbin/policy-rc.d")
     if policy.exists():
         yield
@@ -58,7 +58,7 @@ def _path() -> str:
 
 
 def configuration(directory: Path, host: str, ports: tuple[int, int]) -> str:
-    """The text of slurm.conf."""
+    """Return the text of slurm.conf."""
     settings = {
         "ClusterName": "hvdtrain",
         "SlurmctldHost": f"{host}(127.0.0.1)",
@@ -105,15 +105,15 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a command needs to find it."""
+        """The variables with which commands find this Slurm."""
         return {"SLURM_CONF": str(self.directory / "slurm.conf")}
 
     def command(self, *words: str, cwd: Path, timeout: float = 480, **extra: str) -> Outcome:
-        """Run a command of a user of this cluster."""
+        """Run a command as a user of this cluster."""
         return run(list(words), cwd=cwd, timeout=timeout, **self.environment, **extra)
 
     def start(self) -> None:
-        """Start the three daemons and wait until the node takes jobs."""
+        """Start the three daemons and wait until the node accepts jobs."""
         for name in ("state", "spool", "munge"):
             (self.directory / name).mkdir()
         (self.directory / "munge" / "key").write_bytes(os.urandom(128))
@@ -137,7 +137,7 @@ class Cluster:
             time.sleep(0.2)
 
     def _daemon(self, words: list[str]) -> None:
-        # Its output goes to a file: a pipe would stay open as long as the daemon lives.
+        # Its output goes to a file: a pipe would stay open until the daemon ends.
         with (self.directory / "start.log").open("a") as log:
             subprocess.run(
                 words,
@@ -150,7 +150,7 @@ class Cluster:
             )
 
     def stop(self) -> None:
-        """Take all jobs away, stop the daemons by their ids, and see that nothing is left."""
+        """Delete all jobs, stop the daemons by id, and check that no process remains."""
         self.command("scancel", "--user=root", cwd=self.directory)
         end = time.monotonic() + START
         while self.command("squeue", "-h", cwd=self.directory).out and time.monotonic() < end:
@@ -158,28 +158,28 @@ class Cluster:
         for file in ("slurmd.pid", "slurmctld.pid", "munge/pid"):
             if (self.directory / file).is_file():
                 _end(int((self.directory / file).read_text()))
-        left = self.processes()
-        for process in left:
+        remaining = self.processes()
+        for process in remaining:
             process.kill()
-        assert not left, f"left behind: {left}"
+        assert not remaining, f"processes remain: {remaining}"
 
     def processes(self) -> list[psutil.Process]:
-        """What was started by this cluster and still runs."""
-        found = []
+        """Return the running processes of this cluster."""
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 marks = [*process.cmdline(), process.cwd(), process.environ().get("SLURM_CONF", "")]
                 ours = any(str(self.directory) in mark for mark in marks)
                 if ours and process.pid != os.getpid():
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
 
 
 def _end(pid: int) -> None:
@@ -187,7 +187,7 @@ def _end(pid: int) -> None:
         process = psutil.Process(pid)
         process.terminate()
         end = time.monotonic() + START
-        # In a container nobody may be there to bury it.
+        # In a container there may be no process to reap it.
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             if time.monotonic() > end:
                 process.kill()

@@ -1,4 +1,4 @@
-"""The commands of containers/, run as they stand: between hosts that have the names of the pods."""
+"""The commands of containers/, run between hosts with the names of the pods."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_the_launcher_of_the_mpi_job(tmp_path: Path) -> None:
     workers = spec["mpiReplicaSpecs"]["Worker"]["replicas"]
     names = [f"{name}-worker-{number}.{name}.default.svc" for number in range(workers)]
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("".join(f"{one} slots={slots}\n" for one in names))
+    hostfile.write_text("".join(f"{host} slots={slots}\n" for host in names))
     (container,) = launcher["template"]["spec"]["containers"]
-    words = [str(hostfile) if one == "/etc/mpi/hostfile" else one for one in job(container)]
+    words = [str(hostfile) if word == "/etc/mpi/hostfile" else word for word in job(container)]
     operator = {
         "K_MPI_JOB_ROLE": "launcher",
         "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
@@ -70,24 +70,24 @@ def test_the_agents_of_the_torchrun_job(tmp_path: Path) -> None:
     name, domain = manifest["metadata"]["name"], service["metadata"]["name"]
     names = [f"{name}-{number}.{domain}" for number in range(spec["completions"])]
     with pods(tmp_path, names) as two:
-        # Kubernetes itself fills in what it sets.
+        # Kubernetes sets this variable.
         index = {number: {"JOB_COMPLETION_INDEX": str(number)} for number in range(len(names))}
         first, second = (
             two.on(1 + number, *job(container, index[number])) for number in range(len(names))
         )
-        with two.running(second) as other:
+        with two.running(second) as process:
             outcome = two.run(first)
-            said, _ = other.communicate(timeout=START)
-    assert other.returncode == 0, said
+            output, _ = process.communicate(timeout=START)
+    assert process.returncode == 0, output
     assert_trained(outcome, 4)
 
 
 @on_demand  # launch reaches the hosts as in the MPI job
 def test_the_hosts_of_compose(tmp_path: Path) -> None:
-    found = services()
-    names = [found[one]["hostname"] for one in ("host1", "host2")]
+    containers = services()
+    names = [containers[name]["hostname"] for name in ("host1", "host2")]
     with pods(tmp_path, names) as two:
-        outcome = two.run(two.on(1, *found["host1"]["command"]))
+        outcome = two.run(two.on(1, *containers["host1"]["command"]))
     assert_trained(outcome, 4)
 
 

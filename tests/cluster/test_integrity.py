@@ -1,4 +1,4 @@
-"""Ranks that a real srun starts without PMIx, and ``hvdtrain doctor`` inside a real job."""
+"""Ranks started by srun without PMIx, and ``hvdtrain doctor`` inside a Slurm job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_doctor_in_a_job_of_four_slots(cluster: Cluster, tmp_path: Path) -> None
     line = ("salloc", "-n", "4", sys.executable, "-m", "hvdtrain.cli", "doctor", "--json")
     outcome = cluster.command(*line, cwd=tmp_path, OMP_NUM_THREADS="64")
     assert outcome.code == 0, outcome.out + outcome.err
-    found = {finding["check"]: finding for finding in json.loads(outcome.out)["findings"]}
-    assert "inside job" in found["scheduler"]["evidence"]
-    assert ":4, 4 slots" in found["hosts of the job"]["evidence"]
-    assert "64 threads per rank, 4 ranks" in found["OMP_NUM_THREADS"]["evidence"]
+    findings = {finding["check"]: finding for finding in json.loads(outcome.out)["findings"]}
+    assert "inside job" in findings["scheduler"]["evidence"]
+    assert ":4, 4 slots" in findings["hosts of the job"]["evidence"]
+    assert "64 threads per rank, 4 ranks" in findings["OMP_NUM_THREADS"]["evidence"]

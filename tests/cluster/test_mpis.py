@@ -18,15 +18,16 @@ from tests.cluster import slurm
 from tests.conftest import BIN, ROOT, Outcome, environment, run
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
-# What a rank takes its place to be, and what it does when it is asked to stop.
+LAST_OUTPUT = r"last output from rank (\d) on \S+, at step 1\1: 'step 1\1 of 100'$"
+# A rank that prints its launch, and saves for 3 s on a stop request.
 RANK = """
 import os, signal, sys, time
 from hvdtrain.system.runtime.detect import detect
-place = detect(os.environ)
+launch = detect(os.environ)
 signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(3), os._exit(75)))
-print(place, flush=True)
+print(launch, flush=True)
 if sys.argv[1:] == ["hang"]:
-    print("step", 10 + place.rank, "of 100", flush=True)
+    print("step", 10 + launch.rank, "of 100", flush=True)
 if sys.argv[1:]:
     time.sleep(300)
 """
@@ -34,14 +35,14 @@ if sys.argv[1:]:
 
 @dataclass(frozen=True)
 class Stack:
-    """An MPI, and how it is reached."""
+    """An MPI and its environment."""
 
     dialect: str
-    """As ``hvdtrain.commands.launch.mpirun`` names it."""
+    """Its name in ``hvdtrain.commands.launch.mpirun``."""
     launcher: str
-    """As ``hvdtrain.system.runtime.detect`` names it."""
+    """Its name in ``hvdtrain.system.runtime.detect``."""
     environ: dict[str, str] = field(default_factory=dict)
-    """What has to be set for it."""
+    """Its environment variables."""
 
     def launch(self, *words: str, code: int = 0) -> Outcome:
         """Run `hvdtrain launch` with it first on the PATH."""
@@ -51,13 +52,13 @@ class Stack:
 
 
 def first(folder: Path) -> str:
-    """A PATH with ``folder`` before all others."""
+    """Return a PATH with ``folder`` first."""
     return os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
 
 
 @pytest.fixture(scope="session")
 def openmpi4(tmp_path_factory: pytest.TempPathFactory) -> Stack:
-    """Debian 12's Open MPI, unpacked into a folder of its own: nothing is installed."""
+    """Debian 12's Open MPI, unpacked into a temporary folder: nothing is installed."""
     if not shutil.which("apt-get") or not shutil.which("dpkg"):
         pytest.skip("Open MPI 4 comes from Debian's packages: no apt-get here")
     folder = tmp_path_factory.mktemp("openmpi4")
@@ -72,16 +73,16 @@ def openmpi4(tmp_path_factory: pytest.TempPathFactory) -> Stack:
     for package in folder.glob("*.deb"):
         assert run(["dpkg", "--extract", str(package), str(folder)]).code == 0
     root = folder if packages else Path("/")  # installed here already
-    found = sorted(root.glob("usr/lib/*/libmpi.so.40"))
-    if not found or not list(found[0].parent.glob("libopen-rte.so.40")):
+    files = sorted(root.glob("usr/lib/*/libmpi.so.40"))
+    if not files or not list(files[0].parent.glob("libopen-rte.so.40")):
         pytest.skip("the openmpi-bin of this system is no Open MPI 4")
-    library, programs = found[0], folder / "first"
+    library, programs = files[0], folder / "first"
     programs.mkdir()
     for name in ("mpirun", "mpiexec"):
         (programs / name).symlink_to(root / "usr/bin/orterun")
     (programs / "orted").symlink_to(root / "usr/bin/orted")
     libraries = [library.parent, root / "lib" / library.parent.name]
-    libraries += [one.parent for one in library.parent.glob("libpsm*/*.so.1")]
+    libraries += [file.parent for file in library.parent.glob("libpsm*/*.so.1")]
     return Stack(
         "openmpi4",
         "mpirun (Open MPI)",
@@ -108,13 +109,13 @@ def hydra(mpich: Path) -> Stack:
 
 @pytest.fixture(params=["openmpi4", "hydra"])
 def stack(request: pytest.FixtureRequest) -> Stack:
-    """Each of them."""
-    found: Stack = request.getfixturevalue(request.param)
-    return found
+    """Each of the other launchers."""
+    stack: Stack = request.getfixturevalue(request.param)
+    return stack
 
 
-def places(launcher: str, size: int) -> list[str]:
-    """What the ranks print, sorted, on one host."""
+def launches(launcher: str, size: int) -> list[str]:
+    """Return the sorted output of the ranks on one host."""
     return [
         f"[{rank}] LaunchInfo(launcher='{launcher}', rank={rank}, size={size}, local_rank={rank}, "
         f"local_size={size})"
@@ -122,28 +123,28 @@ def places(launcher: str, size: int) -> list[str]:
     ]
 
 
-def test_each_rank_knows_its_place(stack: Stack) -> None:
+def test_each_rank_detects_its_launch(stack: Stack) -> None:
     for size in (2, 3):
         outcome = stack.launch("-n", str(size), "--tag", "--", sys.executable, "-c", RANK)
         seen = sorted(line for line in outcome.out.splitlines() if "LaunchInfo(" in line)
-        assert seen == places(stack.launcher, size)
+        assert seen == launches(stack.launcher, size)
 
 
 def test_pi_has_the_same_digits_as_with_open_mpi_5(stack: Stack) -> None:
     words = ("-n", "2", "--", sys.executable, "-m", "hvdtrain.pi", "--samples=1e6", "--json")
-    here, there = stack.launch(*words), run([*LAUNCH, *words])
-    assert there.code == 0, there.err
-    one, other = (json.loads(outcome.out.splitlines()[-1]) for outcome in (here, there))
-    assert (one["ranks"], one["pi"]) == (2, other["pi"])
+    outcome, default = stack.launch(*words), run([*LAUNCH, *words])
+    assert default.code == 0, default.err
+    result, expected = (json.loads(text.out.splitlines()[-1]) for text in (outcome, default))
+    assert (result["ranks"], result["pi"]) == (2, expected["pi"])
 
 
-def test_silence_names_the_last_to_speak(stack: Stack) -> None:
+def test_silence_reports_the_last_output(stack: Stack) -> None:
     line = ("-n", "2", "--timeout", "3", "--", sys.executable, "-c", RANK, "hang")
-    (said,) = stack.launch(*line, code=124).said
-    assert re.search(r"last output from rank (\d) on \S+, at step 1\1: 'step 1\1 of 100'$", said)
+    (message,) = stack.launch(*line, code=124).said
+    assert re.search(LAST_OUTPUT, message)
 
 
-def test_term_is_handed_on_and_waited_for(stack: Stack) -> None:
+def test_term_is_forwarded_and_waited_for(stack: Stack) -> None:
     process = subprocess.Popen(
         [*LAUNCH, "-n", "2", "--tag", "--", sys.executable, "-c", RANK, "stop"],
         cwd=ROOT,
@@ -155,18 +156,18 @@ def test_term_is_handed_on_and_waited_for(stack: Stack) -> None:
     )
     assert process.stdout is not None
     seen: list[str] = []
-    while len(seen) < 2:  # until both listen
+    while len(seen) < 2:  # until both handle signals
         line = process.stdout.readline()
         assert line, "it ended before"
         seen += [line] if "LaunchInfo(" in line else []
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
 
 
 def test_srun_where_no_mpi_is_on_the_path(cluster: slurm.Cluster, tmp_path: Path) -> None:
     (tmp_path / "srun").symlink_to(shutil.which("srun") or "srun")
-    # Debian's srun lacks the library for --mpi=pmix, so the ranks are told their places only.
+    # Debian's srun lacks the library for --mpi=pmix, so the ranks get only their numbers.
     bare = {"PATH": str(tmp_path), "SLURM_MPI_TYPE": "none"}
     allocation = (shutil.which("salloc") or "salloc", "--quiet", "--ntasks=3")
 
@@ -176,13 +177,13 @@ def test_srun_where_no_mpi_is_on_the_path(cluster: slurm.Cluster, tmp_path: Path
     program = ("--", sys.executable, "-c", RANK)
     outcome = launch("-n", "3", "--tag", *program)
     assert outcome.code == 0, outcome.err
-    assert sorted(outcome.out.splitlines()) == places("srun", 3)
+    assert sorted(outcome.out.splitlines()) == launches("srun", 3)
     assert f"{tmp_path}/srun --ntasks=3 --nodes=1 --nodelist=" in outcome.err
     assert launch("-n", "2", "--", sys.executable, "-c", "exit(75)").code == 75
     hung = launch("-n", "2", "--timeout", "3", *program, "hang")
     assert hung.code == 124, hung.err
-    (said,) = hung.said
-    assert re.search(r"last output from rank (\d) on \S+, at step 1\1: 'step 1\1 of 100'$", said)
+    (message,) = hung.said
+    assert re.search(LAST_OUTPUT, message)
     too_many = launch("-n", "4", *program)
     assert too_many.code == 2
     assert "-n 4 is more than the 3 slots of Slurm" in too_many.said[0]

@@ -1,4 +1,4 @@
-"""A ladder as jobs of a real batch system, one a size, and what they say together."""
+"""A sweep as jobs of a real batch system, one per size, and its report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TRAIN = ("python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "1
 OPTIONS = "--walltime 0:05:00 --ppn 2 --scheduler pbs"
 
 
-def test_each_size_is_a_job_and_all_make_a_table(user: User) -> None:  # noqa: F811
+def test_each_size_is_a_job_and_a_row_of_the_report(user: User) -> None:  # noqa: F811
     verb = (str(BIN / "hvdtrain"), "scaling")
-    ladder = (*verb, "--ranks", "1,2", "--repeat", "1", "--submit", OPTIONS, "--json")
-    jobs = json.loads(user.types(*ladder, "--", *TRAIN).out)["jobs"]
+    sweep = (*verb, "--ranks", "1,2", "--repeat", "1", "--submit", OPTIONS, "--json")
+    jobs = json.loads(user.types(*sweep, "--", *TRAIN).out)["jobs"]
     assert [job["ranks"] for job in jobs] == [1, 2]
-    # At once they would disturb each other.
+    # Concurrent jobs would disturb each other.
     assert user.job(jobs[1]["jobs"][0])["Dependency"].startswith(f"afterany:{jobs[0]['jobs'][0]}")
     end = time.monotonic() + PATIENCE
     for job in jobs:
@@ -26,8 +26,8 @@ def test_each_size_is_a_job_and_all_make_a_table(user: User) -> None:  # noqa: F
             assert state in ("PENDING", "RUNNING", "COMPLETING"), user.log(number)
             assert time.monotonic() < end
             time.sleep(0.5)
-    told = json.loads(user.types(*verb, "--json").out)
-    assert [(size["ranks"], size["runs"]) for size in told["sizes"]] == [(1, 1), (2, 1)]
+    report = json.loads(user.types(*verb, "--json").out)
+    assert [(size["ranks"], size["runs"]) for size in report["sizes"]] == [(1, 1), (2, 1)]
     assert (user.directory / "scaling" / "scaling.png").is_file()
-    again = json.loads(user.types(*ladder, "--", *TRAIN).out)
-    assert again["jobs"] == []  # nothing is missing
+    second = json.loads(user.types(*sweep, "--", *TRAIN).out)
+    assert second["jobs"] == []  # nothing is missing

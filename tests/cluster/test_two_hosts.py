@@ -1,4 +1,4 @@
-"""Two hosts of two ranks each: the same results as one host's, and what happens when one is lost.
+"""Two hosts of two ranks each: the same results as on one host, and the loss of a host.
 
 The seconds until every rank has stopped are printed (pytest -s); 30 is the contract.
 """
@@ -25,20 +25,20 @@ from tests.conftest import BIN, Outcome, on_demand, run
 from tests.conftest import LONG as ALL_CASES
 from tests.parallel.conftest import STRATEGIES, Training, assert_bit_equal, assert_close, train
 
-CONTRACT = 30.0  # seconds in which a job has to be over after a host or a link is lost
-START = 120.0  # seconds for a training to come to its first steps on a busy machine
+CONTRACT = 30.0  # seconds within which a job must end after the loss of a host or a link
+START = 120.0  # seconds until the first steps of a training on a busy machine
 EXACT = (
     *("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--dropout=0"),
     *("--global-batch-size=96", "--seed=1"),
 )
-# Steps of a few milliseconds, each second one saved: a run can be cut anywhere, and compared there.
+# Steps of a few milliseconds, each second one saved: a run can be interrupted anywhere.
 LONG = ("--model=small", "--epochs=100", "--checkpoint-every=2", "--keep=1000", "--deterministic")
-LAST = 60  # step of the uncut run
+LAST = 60  # step of the uninterrupted run
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
-    """Two hosts, taken down at the end."""
+    """Two hosts, removed at the end."""
     if reason := hosts.lacks():
         pytest.skip(reason)
     two = TwoHosts(tmp_path_factory.mktemp("hosts"))
@@ -50,7 +50,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
 
 
 def trainer(folder: Path, *options: str) -> list[str]:
-    """The command of a rank that trains on digits."""
+    """Return the command of a rank that trains on digits."""
     files = (f"--summary={folder / 'summary.json'}", f"--checkpoint-dir={folder / 'checkpoints'}")
     return [sys.executable, "-m", "hvdtrain.mnist", "--quiet", *files, *options]
 
@@ -64,7 +64,7 @@ def train_on(two: TwoHosts, folder: Path, *options: str) -> Training:
 
 @pytest.fixture(scope="module")
 def uncut(two: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A run that nothing happens to, with a checkpoint each second step."""
+    """An uninterrupted run with a checkpoint at each second step."""
     return train_on(two, tmp_path_factory.mktemp("uncut"), *LONG, f"--num-steps={LAST}")
 
 
@@ -89,20 +89,20 @@ def test_the_world(two: TwoHosts, tmp_path: Path) -> None:
 
 def test_launch_by_a_nodefile_trains_as_one_rank_does(two: TwoHosts, tmp_path: Path) -> None:
     options = ("--model=small", "--num-steps=20", *EXACT)
-    one = train(1, tmp_path / "one", "mnist", *options)
+    single = train(1, tmp_path / "one", "mnist", *options)
     launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
     command = two.on(1, *launch, *trainer(tmp_path / "four", *options))
     outcome = two.run(command, PBS_NODEFILE=str(two.nodefile()))
     assert outcome.code == 0, outcome.err[-3000:]
     four = Training(outcome, tmp_path / "four")
-    assert_close(one, four, 1e-9)
+    assert_close(single, four, 1e-9)
     assert (four.summary["world_size"], four.summary["hosts"]) == (4, 2)
-    assert four.summary["eval_accuracy"] == one.summary["eval_accuracy"]
+    assert four.summary["eval_accuracy"] == single.summary["eval_accuracy"]
     assert four.summary["eval_samples"] == 297
 
 
 def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) -> None:
-    """One training: launch starts an agent per host; torchrun and mpirun go on; launch again."""
+    """Start a training by launch with an agent per host; resume by torchrun, mpirun, launch."""
     options = ("--strategy=ddp", "--model=small", "--checkpoint-every=2", "--keep=1000", *EXACT)
     launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--launcher=torchrun")
     command = two.on(1, *launch, "--", *trainer(tmp_path, *options, "--epochs=1000"))
@@ -123,7 +123,7 @@ def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) 
     assert four.summary["steps_completed"] == end
     assert_close(train(1, tmp_path / "one", "mnist", *more), four, 1e-9)
 
-    # The names of these hosts lead nowhere: the ranks find the network that both are in.
+    # The names of these hosts do not resolve: the ranks find their common network.
     on = train_on(two, tmp_path, *options, "--epochs=1000", f"--num-steps={end + 2}")
     assert (on.summary["steps_completed"], on.summary["hosts"]) == (end + 2, 2)
     elastic = (*launch[:4], *launch[6:], "--elastic", "--min=2", "--max=4", "--")
@@ -134,9 +134,9 @@ def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) 
     assert outcome.code == 0, outcome.err
     assert (four.summary["steps_completed"], four.summary["world_size"]) == (end + 4, 4)
 
-    there = len(list(tmp_path.glob("checkpoints/step-*")))
+    count = len(list(tmp_path.glob("checkpoints/step-*")))
     with two.running(command, **variables) as process:
-        wait_for_checkpoints(there + 1, process, tmp_path)
+        wait_for_checkpoints(count + 1, process, tmp_path)
         (agent,) = (pid for pid in two.processes(2) if _runs(pid, "hvdtrain.commands.launch.agent"))
         os.kill(agent, signal.SIGKILL)
         outcome = wait_until_over(two, process, "an agent killed")
@@ -151,13 +151,13 @@ def _by_torchrun(two: TwoHosts, words: Sequence[str], variables: Mapping[str, st
         two.on(number, str(BIN / "torchrun"), f"--node_rank={number - 1}", *static, *words)
         for number in (1, 2)
     )
-    with two.running(first, **variables) as one, two.running(second, **variables) as other:
-        said = [process.communicate(timeout=START)[0] for process in (one, other)]
-    assert (one.returncode, other.returncode) == (0, 0), said
+    with two.running(first, **variables) as agent1, two.running(second, **variables) as agent2:
+        outputs = [agent.communicate(timeout=START)[0] for agent in (agent1, agent2)]
+    assert (agent1.returncode, agent2.returncode) == (0, 0), outputs
 
 
 def _runs(pid: int, word: str) -> bool:
-    """Whether a process is the Python that runs ``word``."""
+    """Return whether a process is the Python that runs the module ``word``."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -167,14 +167,14 @@ def _runs(pid: int, word: str) -> bool:
 
 def test_tensorflow_trains_as_one_rank_does(two: TwoHosts, tmp_path: Path) -> None:
     options = ("--framework=tensorflow", "--model=small", "--num-steps=6", *EXACT)
-    one = train(1, tmp_path / "one", "mnist", *options)
+    single = train(1, tmp_path / "one", "mnist", *options)
     four = train_on(two, tmp_path / "four", *options)
-    assert_close(one, four, 1e-9)
+    assert_close(single, four, 1e-9)
     assert four.summary["hosts"] == 2
 
 
 class At(Training):
-    """A training as it stood after a step."""
+    """A training after a step."""
 
     def __init__(self, training: Training, step: int) -> None:
         super().__init__(training.outcome, training.folder)
@@ -187,7 +187,7 @@ class At(Training):
 
 
 def wait_for_checkpoints(number: int, process: subprocess.Popen[str], folder: Path) -> None:
-    """Wait until the training that runs has come so far."""
+    """Wait until the running training has saved ``number`` checkpoints."""
     deadline = time.monotonic() + START
     while len(list(folder.glob("checkpoints/step-*"))) < number:
         assert process.poll() is None, process.communicate()[0][-3000:]
@@ -195,15 +195,15 @@ def wait_for_checkpoints(number: int, process: subprocess.Popen[str], folder: Pa
         time.sleep(0.02)
 
 
-def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], what: str) -> Outcome:
-    """Wait until mpirun and every rank on both hosts have ended, and show how that went."""
+def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], event: str) -> Outcome:
+    """Wait until mpirun and all ranks on both hosts have ended; return and print the outcome."""
     began = time.monotonic()
-    while (left := two.ranks()) or process.poll() is None:
-        assert time.monotonic() - began < CONTRACT, f"{what}: ranks {left} are still there"
+    while (running := two.ranks()) or process.poll() is None:
+        assert time.monotonic() - began < CONTRACT, f"{event}: ranks {running} are still running"
         time.sleep(0.1)
     seconds = time.monotonic() - began
-    output, _ = process.communicate(timeout=CONTRACT)  # who reads it is not kept waiting either
-    print(f"\n{what}: all was over after {seconds:.1f} s, code {process.returncode}\n{output}")
+    output, _ = process.communicate(timeout=CONTRACT)  # its readers do not wait either
+    print(f"\n{event}: all ended after {seconds:.1f} s, code {process.returncode}\n{output}")
     return Outcome(process.returncode, "", output)
 
 
@@ -249,11 +249,11 @@ def test_a_host_is_lost_under_another_strategy(
 
 @on_demand
 def test_horovod_elastic_goes_on_without_a_lost_host(two: TwoHosts, tmp_path: Path) -> None:
-    """The names of these hosts lead nowhere: the ranks talk over the interface to the launcher."""
-    there, script = tmp_path / "hosts", tmp_path / "discover.sh"
-    script.write_text(f"#!/bin/sh\ncat {there}\n")
+    """The names of these hosts do not resolve: ranks use the interface to the launcher."""
+    available, script = tmp_path / "hosts", tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\ncat {available}\n")
     script.chmod(0o755)
-    there.write_text("".join(f"{two.address(number)}:2\n" for number in (1, 2)))
+    available.write_text("".join(f"{two.address(number)}:2\n" for number in (1, 2)))
     launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "--elastic", "--min=2", "--max=4")
     options = ("--model=small", "--epochs=100", "--checkpoint-every=5", *EXACT, "--num-steps=400")
     command = two.on(1, *launch, f"--discovery={script}", "--", *trainer(tmp_path, *options))
@@ -261,7 +261,7 @@ def test_horovod_elastic_goes_on_without_a_lost_host(two: TwoHosts, tmp_path: Pa
         wait_for_checkpoints(1, process, tmp_path)
         two.power_off()
         began = time.monotonic()
-        there.write_text(f"{two.address(1)}:2\n")
+        available.write_text(f"{two.address(1)}:2\n")
         output, _ = process.communicate(timeout=START)
     print(f"\na host lost: {time.monotonic() - began:.1f} s to the end\n{output}")
     assert process.returncode == 0, output
@@ -298,7 +298,7 @@ WAYS = (kill_daemon, end_daemon, kill_agent, kill_host)
 def test_a_host_is_lost_while_its_network_stays_up(
     way: Callable[[TwoHosts], None], number: int, two: TwoHosts, tmp_path: Path
 ) -> None:
-    """mpirun itself notices, at once, and returns 0 for a job that it has ended in the middle."""
+    """mpirun detects it at once, and returns 0 for a job that it has ended early."""
     launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
     command = two.on(1, *launch, *trainer(tmp_path, *LONG))
     with two.running(command, PBS_NODEFILE=str(two.nodefile())) as process:
@@ -308,7 +308,7 @@ def test_a_host_is_lost_while_its_network_stays_up(
     assert outcome.code == 1
     assert outcome.said[-1].startswith(f"hvdtrain: error: host {two.name(2)} was lost")
     _, words, newest = outcome.said[-1].rpartition("again: it goes on from ")
-    # A save that was under way may end after that line.
+    # A concurrent save may end after that line.
     assert words and Path(newest) in sorted(tmp_path.glob("checkpoints/step-*"))[-2:]
 
 
@@ -338,7 +338,7 @@ def test_a_job_script_fails_if_a_host_is_lost(
 def test_a_host_is_lost_under_a_bare_mpirun(
     way: Callable[[TwoHosts], None], number: int, two: TwoHosts, tmp_path: Path
 ) -> None:
-    """A job script reads rank 0's own exit code."""
+    """A job script reads the exit code of rank 0."""
     mark = tmp_path / "mark"
     mark.touch()
     with two.running(two.mpirun(*trainer(tmp_path, *LONG)), HVDTRAIN_END_MARK=str(mark)) as process:
@@ -351,9 +351,9 @@ def test_a_host_is_lost_under_a_bare_mpirun(
 
 @on_demand
 def test_a_slow_link_is_no_cut_link(two: TwoHosts, tmp_path: Path) -> None:
-    """Queues of 400 ms, and nothing at all for five seconds: late, but right."""
+    """Queues of 400 ms, and no connection for five seconds: slow, but correct."""
     options = ("--model=small", "--num-steps=20", "--checkpoint-every=5", *EXACT)
-    one = train(1, tmp_path / "one", "mnist", *options)
+    single = train(1, tmp_path / "one", "mnist", *options)
     folder = tmp_path / "four"
     with two.slow("8mbit"), two.running(two.mpirun(*trainer(folder, *options))) as process:
         wait_for_checkpoints(1, process, folder)
@@ -362,7 +362,7 @@ def test_a_slow_link_is_no_cut_link(two: TwoHosts, tmp_path: Path) -> None:
         two.mend()
         output, _ = process.communicate(timeout=START)
     assert (process.returncode, output) == (0, "")
-    assert_close(one, Training(Outcome(0, "", ""), folder), 1e-9)
+    assert_close(single, Training(Outcome(0, "", ""), folder), 1e-9)
 
 
 @pytest.mark.parametrize("number", range(10 if ALL_CASES else 1))
@@ -370,7 +370,7 @@ def test_a_slow_link_is_no_cut_link(two: TwoHosts, tmp_path: Path) -> None:
 def test_term_to_all_that_a_job_runs_on_its_first_node(
     agent: str, number: int, two: TwoHosts, tmp_path: Path
 ) -> None:
-    """As PBS ends a job, ssh included: the ranks save, on both nodes, before mpirun hears of it."""
+    """PBS ends a job so, including ssh: the ranks save, on both nodes, before mpirun notices."""
     # Steps of more than the half second in which mpirun kills, and an evaluation after each.
     steps = ("--batch-size=375", "--precision=fp32", "--epochs=10000", "--checkpoint-every=1")
     launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
@@ -398,7 +398,7 @@ def test_term_to_all_that_a_job_runs_on_its_first_node(
 
 @on_demand
 def test_doctor_times_allreduce_on_hosts_that_share_cores(two: TwoHosts, tmp_path: Path) -> None:
-    """As under a real sshd: the daemon of each host is in a session of its own."""
+    """As with sshd, the daemon of each host is in a separate session."""
     agent = tmp_path / "ssh"
     text = two.agent.read_text().replace(" --leave-session-attached", "")
     agent.write_text(text.replace("unshare -u sh", "unshare -u setsid -w sh"))
@@ -407,7 +407,7 @@ def test_doctor_times_allreduce_on_hosts_that_share_cores(two: TwoHosts, tmp_pat
     variables = {"PBS_NODEFILE": str(two.nodefile()), "PRTE_MCA_plm_ssh_agent": str(agent)}
     outcome = two.run(two.on(1, *doctor), timeout=500, **variables)
     report = json.loads(outcome.out)
-    assert [one for one in report["findings"] if "allreduce" in one["check"]] == [
+    assert [row for row in report["findings"] if "allreduce" in row["check"]] == [
         {
             "check": "allreduce",
             "state": "ok",

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.commands.launch.elastic_driver import choose_slots, place_ranks
+from hvdtrain.commands.launch.elastic_driver import assign_ranks, choose_slots
 from tests.conftest import BIN, LONG, begin, end_session, on_demand, run
 from tests.parallel.conftest import show_seconds_lost, until
 
@@ -192,8 +192,8 @@ def test_slots_in_use_stay_so() -> None:
     assert choose_slots(["a+0", "b+0"], ["a+0"], 4) == ["a+0", "b+0"]
 
 
-def test_ranks_are_placed_host_after_host() -> None:
-    slots = place_ranks(["b+10", "a+1", "b+2"], ["b", "a"])
+def test_ranks_are_assigned_host_by_host() -> None:
+    slots = assign_ranks(["b+10", "a+1", "b+2"], ["b", "a"])
     assert [slot.hostname for slot in slots] == ["b+2", "b+10", "a+1"]
     # rank, size, local rank and size, cross rank and size, as Horovod counts them
     assert [slot.to_response_string() for slot in slots] == [

@@ -1,4 +1,4 @@
-"""hvdtrain launch with the mpirun of this environment: codes, marks, silence, signals."""
+"""hvdtrain launch with the mpirun of this environment: exit codes, marks, silence, signals."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.conftest import BIN, ROOT, Outcome, environment, on_demand, ranks, ru
 from tests.parallel.conftest import Start, assert_gone, family, until
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
-PLACE = """
+PRINT_RANK = """
 import json, os, sys
 from hvdtrain.system.runtime.detect import detect
-place = detect(os.environ)
-json.dump([place.rank, place.size, place.local_rank, sorted(os.sched_getaffinity(0))], sys.stdout)
+info = detect(os.environ)
+json.dump([info.rank, info.size, info.local_rank, sorted(os.sched_getaffinity(0))], sys.stdout)
 print()
 """
 HANG = """
@@ -38,7 +38,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         print(f"epoch 1  step {step}/100  loss 0.5", flush=True)
 time.sleep(300)
 """
-# A trainer in which an evaluation or a save takes longer than the time that mpirun gives its ranks.
+# A trainer whose evaluation or save takes longer than mpirun waits for its ranks.
 SLOW = """
 import pathlib, sys, time
 from hvdtrain import mnist
@@ -47,18 +47,18 @@ from hvdtrain.steps import checkpoint
 from hvdtrain.training.loop import Run
 mark, moment = pathlib.Path(sys.argv[1]), sys.argv[2]
 del sys.argv[1:3]
-where = {"evaluation": (Run, "_evaluate"), "save": (checkpoint, "save")}.get(moment)
-if where:
-    real = getattr(*where)
+target = {"evaluation": (Run, "_evaluate"), "save": (checkpoint, "save")}.get(moment)
+if target:
+    real = getattr(*target)
     def slow(*arguments):
         mark.write_text(str(arguments[1].state["step"]) if moment == "save" else "")
         time.sleep(2)
         return real(*arguments)
-    setattr(*where, slow)
+    setattr(*target, slow)
 run_and_exit(mnist.main)
 """
 ENDLESS = ("--model=small", "--quiet", "--epochs=10000", "--checkpoint-every=5")
-DEAF = """
+STUBBORN = """
 import os, pathlib, signal, sys, tempfile, time
 from hvdtrain.system.runtime import scratch
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -70,8 +70,8 @@ time.sleep(300)
 """
 
 
-def launch(*words: str, timeout: float = 120, **extra: str) -> Outcome:
-    return run([*LAUNCH, *words], timeout=timeout, **extra)
+def launch(*words: str, timeout: float = 120, **environ: str) -> Outcome:
+    return run([*LAUNCH, *words], timeout=timeout, **environ)
 
 
 def test_the_exit_code_is_the_jobs() -> None:
@@ -81,23 +81,23 @@ def test_the_exit_code_is_the_jobs() -> None:
     assert launch("-n", "1", "--", sys.executable, "-c", killed).code == 128 + signal.SIGKILL
 
 
-def test_what_is_printed_is_what_runs() -> None:
+def test_a_dry_run_prints_the_command_that_runs() -> None:
     words = ("-n", "2", "--threads", "1", "--tag")
-    program = ("--", sys.executable, "-c", PLACE)
+    program = ("--", sys.executable, "-c", PRINT_RANK)
     dry, real = launch(*words, "--dry-run", *program), launch(*words, *program)
     assert (dry.code, real.code) == (0, 0), real.err
-    # The same words in the same order, though the program is written over several lines.
+    # The same words in the same order, although the program has several lines.
     assert real.err.startswith(dry.out)
     line = shlex.split(dry.out)
     assert line[:4] == ["env", "OMP_NUM_THREADS=1", "mpirun", "-n"]
-    assert line[-3:] == [sys.executable, "-c", PLACE]
+    assert line[-3:] == [sys.executable, "-c", PRINT_RANK]
     pasted = run(["bash", "-c", dry.out])
     assert (pasted.code, pasted.out.count("[1,0]<stdout>")) == (0, 1)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_marks_and_places(number: int) -> None:
-    outcome = launch("-n", str(number), "--tag", "--", sys.executable, "-c", PLACE)
+def test_marks_and_cores(number: int) -> None:
+    outcome = launch("-n", str(number), "--tag", "--", sys.executable, "-c", PRINT_RANK)
     assert outcome.code == 0, outcome.err
     seen = {}
     for line in outcome.out.splitlines():
@@ -106,19 +106,19 @@ def test_marks_and_places(number: int) -> None:
         assert (mark, size, local_rank) == (f"[{rank}", number, rank)
         seen[rank] = set(cores)
     assert sorted(seen) == list(range(number))
-    # Each rank has cores of its own where there are enough, and all of them where not.
-    mine = os.sched_getaffinity(0)
-    if number <= len(mine):
+    # Each rank has separate cores if there are enough, otherwise all of them.
+    available = os.sched_getaffinity(0)
+    if number <= len(available):
         assert sum(len(cores) for cores in seen.values()) == len(set.union(*seen.values()))
     else:
-        assert all(cores == mine for cores in seen.values())
+        assert all(cores == available for cores in seen.values())
 
 
-def test_cores_that_may_be_others_are_not_bound_to() -> None:
+def test_ranks_are_not_bound_to_cores_of_other_jobs() -> None:
     for words, environ in ((["--hosts", "localhost:1"], {}), ([], {"NCPUS": "1"})):
         outcome = launch("-n", "1", *words, "--dry-run", "--", "true", **environ)
-        alone = len(os.sched_getaffinity(0)) == 1 and not words  # NCPUS is all there is
-        assert ("--bind-to none" in outcome.out) != alone, outcome.out + outcome.err
+        exclusive = len(os.sched_getaffinity(0)) == 1 and not words  # NCPUS covers all cores
+        assert ("--bind-to none" in outcome.out) != exclusive, outcome.out + outcome.err
 
 
 @pytest.mark.parametrize(("packages", "each"), [(1, 16), (2, 8), (2, 10)])
@@ -129,7 +129,7 @@ def test_mpirun_accepts_the_binding_on_larger_machines(packages: int, each: int)
         placement = Placement(layout, cores=packages * each, packages=packages, root=True)
         mpirun, *words = build(Mpi("openmpi5", "mpirun", ""), placement, ["true"]).argv
         show = ["--display", "bind", "--runtime-options", "donotlaunch"]
-        # Slots are counted on the real machine: told, they need not be there.
+        # Slots are counted on the real machine unless they are specified.
         line = [str(BIN / mpirun), "--host", f"localhost:{number}", *show, *words]
         outcome = run(line, HWLOC_SYNTHETIC=topology)
         assert "failed to map" not in outcome.out + outcome.err
@@ -149,7 +149,7 @@ def test_pi_is_the_same_as_under_mpirun() -> None:
 def test_silence_ends_the_job() -> None:
     outcome = launch("-n", "2", "--timeout", "4", "--", sys.executable, "-c", HANG)
     assert outcome.code == 124
-    # The marks that tell who spoke are not shown unless asked for.
+    # The marks of ranks are shown only with --tag.
     assert outcome.out.splitlines() == [f"epoch 1  step {n}/100  loss 0.5" for n in (1, 2, 3)]
     assert outcome.said == [
         "hvdtrain: error: no output from any rank for 4 s, so the job was ended: last output from "
@@ -169,57 +169,59 @@ def test_term_saves_and_leaves_nothing(moment: str, tmp_path: Path, started: Sta
     if moment != "training":
         mark.unlink(missing_ok=True)
         until(mark.exists, process)
-    everyone = family(process)
-    assert len(everyone) >= 4  # hvdtrain launch, mpirun, two ranks
-    # As PBS and Slurm do it: every process at once. The ranks may be faster than launch.
-    for one in everyone:
-        one.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, said
+    processes = family(process)
+    assert len(processes) >= 4  # hvdtrain launch, mpirun, two ranks
+    # PBS and Slurm signal every process at once. The ranks may be faster than launch.
+    for member in processes:
+        member.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
     result = json.loads(summary.read_text())
     step = result["steps_completed"]
     assert result["stopped"] == "preempted"
     assert Path(result["checkpoint"]).name.partition("+")[0] == f"step-{step:09d}"
     assert Path(result["checkpoint"]).is_dir()
-    assert re.findall("^hvdtrain: SIG.*: (stopped .*)", said, re.MULTILINE) == [
+    assert re.findall("^hvdtrain: SIG.*: (stopped .*)", output, re.MULTILINE) == [
         f"stopped after step {step}, saved {result['checkpoint']}: run the same command again to "
         "go on"
     ]
-    assert "non-zero" not in said
-    assert_gone(everyone)
+    assert "non-zero" not in output
+    assert_gone(processes)
 
 
-def test_what_mpirun_says_of_a_failure_is_shown() -> None:
+def test_mpiruns_message_about_a_failure_is_shown() -> None:
     outcome = launch("-n", "2", "--", sys.executable, "-c", "exit(3)")
     assert outcome.code == 3
     assert outcome.err.count("non-zero status") == 1
 
 
 @pytest.mark.parametrize("moment", ["of mpirun", "of the ranks", "of the framework"])
-def test_term_during_the_start_names_the_checkpoint_that_is_there(
+def test_term_during_the_start_reports_the_existing_checkpoint(
     moment: str, tmp_path: Path, started: Start
 ) -> None:
-    there = tmp_path / "step-000000012"
-    there.mkdir()
+    saved = tmp_path / "step-000000012"
+    saved.mkdir()
     trainer = (sys.executable, "-m", "hvdtrain.mnist", *ENDLESS, f"--checkpoint-dir={tmp_path}")
     process = started(*LAUNCH, "-n", "2", "--", *trainer)
 
-    def has_come() -> bool:
-        ranks = [one for one in family(process) if started_by_mpirun(one)]
+    def has_started() -> bool:
+        ranks = [member for member in family(process) if started_by_mpirun(member)]
         if moment == "of mpirun":
             return len(family(process)) > 1
         return len(ranks) >= 2 and (moment == "of the ranks" or any(map(has_torch, ranks)))
 
-    until(has_come, process)
-    everyone = family(process)
+    until(has_started, process)
+    processes = family(process)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, said
-    again = f"{there} is there: run the same command again to go on"
-    assert re.search(f"^hvdtrain: SIG[A-Z0-9]+: stopped before .* first step; {again}$", said, re.M)
-    assert "non-zero" not in said
-    assert "-----" not in said
-    assert_gone(everyone)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    line = re.search(r"^hvdtrain: SIG[A-Z0-9]+: stopped before .* first step.*$", output, re.M)
+    assert line, output
+    assert str(saved) in line[0]
+    assert "run the same command again" in line[0]
+    assert "non-zero" not in output
+    assert "-----" not in output
+    assert_gone(processes)
 
 
 def started_by_mpirun(process: psutil.Process) -> bool:
@@ -236,7 +238,7 @@ def has_torch(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_save_that_mpirun_cuts_short_is_finished(tmp_path: Path) -> None:
+def test_a_save_that_mpirun_interrupts_is_finished(tmp_path: Path) -> None:
     saved, mark = tmp_path / "checkpoints", tmp_path / "mark"
     mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
     program = ["-c", SLOW, str(mark), "save", *ENDLESS, f"--checkpoint-dir={saved}"]
@@ -252,11 +254,11 @@ def test_a_save_that_mpirun_cuts_short_is_finished(tmp_path: Path) -> None:
     mark.unlink(missing_ok=True)
     until(mark.exists, process)
     newest = int(mark.read_text())
-    everyone = family(process)
+    processes = family(process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert process.returncode not in (0, 75)
-    assert_gone(everyone)
+    assert_gone(processes)
     end = time.monotonic() + 60
     while not (saved / f"step-{newest:09d}").exists():
         assert time.monotonic() < end, f"step {newest} is not saved"
@@ -264,47 +266,49 @@ def test_a_save_that_mpirun_cuts_short_is_finished(tmp_path: Path) -> None:
     assert checkpoint.load_newest(saved) is not None
 
 
-def test_a_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path, started: Start) -> None:
-    process = started(*LAUNCH, "-n", "2", "--", sys.executable, "-c", DEAF, str(tmp_path))
+def test_a_second_interrupt_kills_ranks_that_ignore_the_first(
+    tmp_path: Path, started: Start
+) -> None:
+    process = started(*LAUNCH, "-n", "2", "--", sys.executable, "-c", STUBBORN, str(tmp_path))
     until(lambda: len(list(tmp_path.iterdir())) == 2, process)
-    everyone = family(process)
+    processes = family(process)
     process.send_signal(signal.SIGINT)
     time.sleep(1)  # two keystrokes
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert said.splitlines()[-1] == "hvdtrain: interrupted", said
-    assert "prterun" not in said
-    assert_gone(everyone)
+    assert output.splitlines()[-1] == "hvdtrain: interrupted", output
+    assert "prterun" not in output
+    assert_gone(processes)
     folders = [Path(mark.read_text()) for mark in tmp_path.iterdir()]
     assert not any(folder.exists() for folder in folders)
 
 
 def training(saved: Path, started: Start) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """Start a training that has saved to ``saved``; return launch, and all of its processes."""
+    """Start a training; once it has saved, return launch and all of its processes."""
     trainer = (sys.executable, "-m", "hvdtrain.mnist", *ENDLESS, f"--checkpoint-dir={saved}")
     process = started(*LAUNCH, "-n", "2", "--", *trainer)
     until(lambda: list(saved.glob("step-*")), process)
     return process, family(process)
 
 
-def test_ranks_end_with_a_launch_that_is_killed(tmp_path: Path, started: Start) -> None:
-    process, everyone = training(tmp_path, started)
+def test_ranks_end_with_a_killed_launch(tmp_path: Path, started: Start) -> None:
+    process, processes = training(tmp_path, started)
     process.kill()
-    _, alive = psutil.wait_procs(everyone, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
 
 
 @on_demand
-def test_term_ends_ranks_of_which_one_is_stopped(tmp_path: Path, started: Start) -> None:
-    process, everyone = training(tmp_path, started)
-    ranks = [one for one in everyone if started_by_mpirun(one) and "python" in one.name()]
+def test_term_ends_the_ranks_if_one_is_suspended(tmp_path: Path, started: Start) -> None:
+    process, processes = training(tmp_path, started)
+    ranks = [p for p in processes if started_by_mpirun(p) and "python" in p.name()]
     ranks[-1].suspend()
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 143, said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, output
     assert re.search(
-        f"^hvdtrain: SIGTERM: stopped before the ranks had saved; {tmp_path}/", said, re.M
+        f"^hvdtrain: SIGTERM: stopped before the ranks had saved;.* {tmp_path}/", output, re.M
     )
-    assert_gone(everyone)
+    assert_gone(processes)

@@ -1,4 +1,4 @@
-"""``--spawn N``: ranks without a launcher, and that none is left however they end."""
+"""``--spawn N``: ranks without a launcher, none of which survives the end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_it_trains_as_under_mpirun_and_shows_it_on_a_terminal(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "variables", "told"),
+    ("words", "variables", "text"),
     [
         (("--strategy=horovod",), {}, "--strategy horovod is started by mpirun, not by --spawn"),
         ((), {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "mpirun (Open MPI) start"),
@@ -56,36 +56,36 @@ def test_it_trains_as_under_mpirun_and_shows_it_on_a_terminal(tmp_path: Path) ->
     ],
 )
 def test_wrong_use_is_one_line(
-    words: tuple[str, ...], variables: dict[str, str], told: str
+    words: tuple[str, ...], variables: dict[str, str], text: str
 ) -> None:
     outcome = run([*SPAWN, *words], **variables)
     assert outcome.code == 2, outcome.err
-    (said,) = outcome.err.splitlines()
-    assert said.startswith("hvdtrain: error: ")
-    assert told in said
+    (message,) = outcome.err.splitlines()
+    assert message.startswith("hvdtrain: error: ")
+    assert text in message
 
 
 def endless(started: Start, folder: Path) -> subprocess.Popen[str]:
-    """Start a training that goes on until it is stopped; each start resumes the one before."""
+    """Start a training without end, which resumes the previous one."""
     options = ("--quiet", "--epochs=10000", "--checkpoint-every=5", f"--checkpoint-dir={folder}")
     return started(*SPAWN, *options, process_group=0)  # as a shell starts it
 
 
 def steps(folder: Path) -> set[str]:
-    """The checkpoints that are there."""
+    """Return the names of the checkpoints."""
     return {path.name for path in folder.glob("step-*")}
 
 
-def test_however_it_ends_nothing_is_left(started: Start, tmp_path: Path) -> None:
+def test_no_process_survives_the_end(started: Start, tmp_path: Path) -> None:
     def ended(stop: Callable[[subprocess.Popen[str]], object]) -> tuple[int, str]:
         """Return code and output of a run that is stopped in the middle of its training."""
         before, process = steps(tmp_path), endless(started, tmp_path)
         until(lambda: steps(tmp_path) - before, process)
-        everyone = family(process)
-        assert len(everyone) > 2
+        processes = family(process)
+        assert len(processes) > 2
         stop(process)
         said, _ = process.communicate(timeout=60)
-        assert_gone(everyone)
+        assert_gone(processes)
         return process.returncode, said
 
     code, said = ended(lambda process: process.send_signal(signal.SIGTERM))
@@ -105,21 +105,21 @@ def test_however_it_ends_nothing_is_left(started: Start, tmp_path: Path) -> None
     assert (code, said) == (-signal.SIGKILL, "")
 
 
-def test_ctrl_c_while_it_starts_is_heard(started: Start, tmp_path: Path) -> None:
+def test_ctrl_c_during_the_start_is_handled(started: Start, tmp_path: Path) -> None:
     process = endless(started, tmp_path)
     until(lambda: rank_of(process, 1), process)
-    everyone = family(process)
+    processes = family(process)
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert [line for line in said.splitlines() if line] == [
         "hvdtrain: SIGINT: stopped before its first step: there is no checkpoint yet"
     ]
-    assert_gone(everyone)
+    assert_gone(processes)
 
 
 def rank_of(process: subprocess.Popen[str], rank: int) -> psutil.Process | None:
-    """The process of a rank, if it has been started."""
+    """Return the process of a rank, if it has been started."""
     for child in psutil.Process(process.pid).children():
         try:
             if child.environ().get("RANK") == str(rank):

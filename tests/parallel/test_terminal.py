@@ -1,4 +1,4 @@
-"""What a person sees who sits at a terminal while ranks start and train."""
+"""The output on a terminal while ranks start and train."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Slow())
 @pytest.mark.parametrize(
     "start", [pytest.param(MPIRUN, id="mpirun", marks=on_demand), pytest.param(LAUNCH, id="launch")]
 )
-def test_signs_of_life_come_while_ranks_start_and_train(
+def test_progress_is_shown_while_ranks_start_and_train(
     start: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW)
@@ -53,7 +53,7 @@ def test_signs_of_life_come_while_ranks_start_and_train(
     assert any(row.startswith("epoch 1 done: loss") for row in rows)
 
 
-def test_an_error_while_ranks_start_stands_on_a_line_of_its_own() -> None:
+def test_an_error_while_ranks_start_is_on_a_separate_line() -> None:
     seen = record((*MPIRUN, *TRAIN, "--data", "/nowhere"))
     rows = screen(seen.text)
     assert "hvdtrain: error: --data /nowhere: no such directory" in rows, seen.text
@@ -108,7 +108,7 @@ def test_ctrl_c_at_a_bare_mpirun_is_reported() -> None:
 
 @on_demand
 def test_a_second_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
-    # A rank that does not stop: it handles the signal that asks it to, and sleeps on.
+    # A rank that handles the stop signal, but does not stop.
     stubborn = tmp_path / "stubborn.py"
     stubborn.write_text(
         "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: None)\n"
@@ -128,7 +128,7 @@ def test_a_second_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
         ((sys.executable, "-c", "raise ValueError('mine')"), 1, "ValueError: mine"),
     ],
 )
-def test_what_mpirun_says_of_an_error_that_a_rank_reports_is_left_out(
+def test_mpiruns_message_about_a_reported_error_is_hidden(
     words: tuple[str, ...], code: int, error: str
 ) -> None:
     options = ("--framework", "pytorhc") if words is TRAIN else ()

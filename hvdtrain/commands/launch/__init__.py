@@ -1,1 +1,1 @@
-"""``hvdtrain launch``: start N ranks with the options that the MPI here wants."""
+"""``hvdtrain launch``: start N ranks with the options of the installed MPI."""

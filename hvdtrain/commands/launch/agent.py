@@ -1,15 +1,15 @@
 """The agent that ``hvdtrain launch --launcher torchrun`` starts on each host.
 
-``python -m hvdtrain.commands.launch.agent`` takes torchrun's options and does what torchrun does.
-Besides,
+``python -m hvdtrain.commands.launch.agent`` takes torchrun's options and behaves like torchrun,
+except that
 
-- its exit code is that of the first of its ranks to fail; torchrun's own is always 1;
-- a signal reaches its ranks as SIGUSR1, on which they save and stop; torchrun would end them;
-- where standard input is a pipe, a byte on it asks the ranks to stop too, also through ssh; and
-  when the pipe closes, because whoever started the agent is gone, it ends with all of its ranks;
-- each rank has its share of the host's cores; torchrun gives it one thread;
-- with ``--max-restarts``, ranks that saved and stopped, or that were used wrongly, are not started
-  anew.
+- its exit code is that of the first rank to fail; torchrun's is always 1;
+- it forwards signals to its ranks as SIGUSR1, on which they save and stop; torchrun kills them;
+- if standard input is a pipe, a byte on it stops the ranks too, also through ssh; and when the pipe
+  closes, because the process that started the agent has exited, it exits with all of its ranks;
+- each rank gets its share of the host's cores; torchrun gives it one thread;
+- with ``--max-restarts``, ranks that saved and stopped, or that ended with a usage error, are not
+  restarted.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ STANDARD_INPUT = 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks of this host as torchrun's ``arguments`` say; return the exit code."""
+    """Start the ranks of this host with torchrun's ``arguments``; return the exit code."""
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: ask())
-    watch_input(lambda _: ask())
-    if "LOGLEVEL" not in os.environ:  # of torchrun
-        logging.disable(logging.ERROR)  # ranks that fail tell so themselves, or are told of below
+        signal.signal(number, lambda *_: request_stop())
+    watch_input(lambda _: request_stop())
+    if "LOGLEVEL" not in os.environ:  # torchrun's
+        logging.disable(logging.ERROR)  # failed ranks report it themselves, or are reported below
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    if quiet:  # the store of an agent that ended first is gone: 20 lines for each question to it
+    if quiet:  # 20 lines for each request to the store of an agent that has exited
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     if quiet:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks have their own
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the ranks
     codes = _restart_only_after_loss()
     parsed = parse_args(list(arguments))
-    if hasattr(parsed, "signals_to_handle"):  # else TERM ends the ranks, as torchrun does it
+    if hasattr(parsed, "signals_to_handle"):  # otherwise TERM kills the ranks, as under torchrun
         parsed.signals_to_handle = "SIGQUIT"
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(parsed.nproc_per_node))))
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as stop:
         return 128 + int(stop.sigval)
     except RendezvousError as error:
-        if codes == {EXIT_PREEMPTED}:  # of no concern to ranks that have saved
+        if codes == {EXIT_PREEMPTED}:  # harmless: the ranks have saved
             return EXIT_PREEMPTED
         say(f"{socket.gethostname()}: the rendezvous of the agents failed: {error}")
         return EXIT_FAILURE
@@ -75,10 +75,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _restart_only_after_loss() -> set[int]:
-    """Let an agent give up where its ranks end in a way that a new start would only repeat.
+    """Make the agent give up if its ranks end in a way that a restart would only repeat.
 
     Returns:
-        The exit codes of the ranks that have failed last; changes when others do.
+        The exit codes of the ranks that failed last; updated when others fail.
     """
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -86,7 +86,7 @@ def _restart_only_after_loss() -> set[int]:
 
     codes: set[int] = set()
 
-    class Agent(LocalElasticAgent):
+    class LossOnlyAgent(LocalElasticAgent):
         @override
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
@@ -98,7 +98,7 @@ def _restart_only_after_loss() -> set[int]:
                     self._remaining_restarts = 0
             return result
 
-    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # which starts it
+    api.LocalElasticAgent = LossOnlyAgent  # type: ignore[attr-defined]  # used by run()
     return codes
 
 
@@ -106,8 +106,8 @@ def _ranks() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
-def ask() -> None:
-    """Ask the ranks of this host to save and stop; end at once where there are none yet."""
+def request_stop() -> None:
+    """Signal the ranks of this host to save and stop; exit at once if none has been started."""
     ranks = _ranks()
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -116,28 +116,28 @@ def ask() -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def kill() -> None:
-    """End the ranks of this host, for certain."""
+def kill_ranks() -> None:
+    """Kill the ranks of this host."""
     for rank in _ranks():
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.kill()
 
 
-def watch_input(obey: Callable[[bytes], None]) -> None:
-    """Keep standard input from the ranks; where it is a pipe, ``obey`` each byte, and its end."""
+def watch_input(handle: Callable[[bytes], None]) -> None:
+    """Keep standard input from the ranks; if it is a pipe, ``handle`` its bytes and its end."""
     kind = os.fstat(STANDARD_INPUT).st_mode
-    leash = os.dup(STANDARD_INPUT)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, STANDARD_INPUT)
-    os.close(nothing)
+    pipe = os.dup(STANDARD_INPUT)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, STANDARD_INPUT)
+    os.close(null)
     if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
-        threading.Thread(target=_listen, args=(leash, obey), name="leash", daemon=True).start()
+        threading.Thread(target=_listen, args=(pipe, handle), name="stdin", daemon=True).start()
 
 
-def _listen(leash: int, obey: Callable[[bytes], None]) -> None:
-    while order := os.read(leash, 1):
-        obey(order)
-    kill()
+def _listen(pipe: int, handle: Callable[[bytes], None]) -> None:
+    while order := os.read(pipe, 1):
+        handle(order)
+    kill_ranks()
     os._exit(EXIT_FAILURE)
 
 

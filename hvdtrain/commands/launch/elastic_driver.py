@@ -1,9 +1,9 @@
-"""Horovod's elastic driver: which slot has which rank, and what ranks ask.
+"""Horovod's elastic driver: it assigns ranks to slots and answers the requests of ranks.
 
-Horovod blacklists a whole host when a rank on it fails, and ends the other ranks there. So each
-slot is a host to it, named ``node1+0``: a rank that is killed costs its own slot, on one machine
-too. A blacklisted slot comes back after 2 to 3 s, the next time 4 to 5, and so on, at most an hour.
-The ranks themselves are told of hosts as they are.
+Horovod blacklists a whole host when a rank on it fails, and ends the other ranks there. So the
+driver gets each slot as a host, named ``node1+0``: a rank that is killed costs only its slot, also
+on one machine. A blacklisted slot comes back after 2 to 3 s, the next time after 4 to 5, and so on,
+at most an hour. The ranks get the real host names.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from hvdtrain.system.runtime import elastic
 
 log = logging.getLogger(__name__)
 
-COOLDOWN = (1, 3600)  # seconds that a slot is blacklisted: half of the shortest, and the longest
-MOMENT = 4.5  # seconds in which a slot is used again that has failed for the first time
-POLL = 0.1  # seconds between two looks at processes and signals
+COOLDOWN = (1, 3600)  # seconds that a slot is blacklisted: half the minimum, and the maximum
+MOMENT = 4.5  # seconds until a slot that failed for the first time is available again
+POLL = 0.1  # seconds between two checks of processes and signals
 
 
 @dataclass
 class Slot(SlotInfo):
-    """A slot with its rank, to Horovod's driver a host with one rank."""
+    """A slot and its rank; for Horovod's driver a host with one rank."""
 
-    place: SlotInfo | None = None  # rank, local rank and so on, on hosts as they are
+    real: SlotInfo | None = None  # rank, local rank and so on, by real host
 
     @override
     def to_response_string(self) -> str:
-        return str(self.place.to_response_string() if self.place else "")
+        return str(self.real.to_response_string() if self.real else "")
 
 
 def host_of(slot: str) -> str:
@@ -58,75 +58,75 @@ def host_of(slot: str) -> str:
     return slot.rpartition("+")[0]
 
 
-def choose_slots(there: Iterable[str], used: Collection[str], most: int) -> list[str]:
-    """Return the names of at most ``most`` slots that are there; those in use stay so."""
-    return sorted(there, key=lambda name: name not in used)[:most]
+def choose_slots(available: Iterable[str], used: Collection[str], most: int) -> list[str]:
+    """Return the names of at most ``most`` of the available slots, those in use first."""
+    return sorted(available, key=lambda name: name not in used)[:most]
 
 
-def place_ranks(slots: Iterable[str], hosts: Sequence[str]) -> list[Slot]:
-    """Give each of ``slots`` a rank, host after host, in the order of ``hosts``."""
-    names = sorted(slots, key=lambda name: _place(name, hosts))
+def assign_ranks(slots: Iterable[str], hosts: Sequence[str]) -> list[Slot]:
+    """Assign a rank to each of ``slots``, host by host, in the order of ``hosts``."""
+    names = sorted(slots, key=lambda name: _position(name, hosts))
     ranks = [HostInfo(host, number) for host, number in Counter(map(host_of, names)).items()]
-    places = get_host_assignments(ranks, len(names))
+    assignments = get_host_assignments(ranks, len(names))
     return [
-        Slot(name, place.rank, 0, place.rank, place.size, 1, place.size, place)
-        for name, place in zip(names, places, strict=True)
+        Slot(name, real.rank, 0, real.rank, real.size, 1, real.size, real)
+        for name, real in zip(names, assignments, strict=True)
     ]
 
 
-def _place(slot: str, hosts: Sequence[str]) -> tuple[int, int]:
-    """Return where ``slot`` stands, host after host."""
+def _position(slot: str, hosts: Sequence[str]) -> tuple[int, int]:
+    """Return the index of the host of ``slot``, and that of the slot on it."""
     return hosts.index(host_of(slot)), int(slot.rpartition("+")[2])
 
 
 class Discovery(HostDiscovery):
-    """The slots of a pool on hosts that answer, as the driver asks for them every second."""
+    """The slots of a pool on hosts that answer; the driver queries them every second."""
 
     def __init__(self, pool: Pool, reachable: Reachable) -> None:
         self.pool, self.reachable = pool, reachable
-        self.hosts: list[str] = []  # all that were ever there, in order
-        self.asked = threading.Event()
+        self.hosts: list[str] = []  # all hosts seen so far, in order
+        self.queried = threading.Event()
 
     @override
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         try:
-            found = self.pool.find()
-            answer = self.reachable.among(host.name for host in found)
+            hosts = self.pool.find()
+            answering = self.reachable.among(host.name for host in hosts)
         finally:
-            self.asked.set()
-        self.hosts += [host.name for host in found if host.name not in self.hosts]
-        there = [host for host in found if host.name in answer]
-        return {f"{host.name}+{number}": 1 for host in there for number in range(host.slots)}
+            self.queried.set()
+        self.hosts += [host.name for host in hosts if host.name not in self.hosts]
+        available = [host for host in hosts if host.name in answering]
+        return {f"{host.name}+{number}": 1 for host in available for number in range(host.slots)}
 
 
-class Driver(ElasticDriver):
-    """Horovod's driver for a ``pool``; ``server`` is where ranks ask it."""
+class PoolDriver(ElasticDriver):
+    """Horovod's driver for a ``pool``; ranks reach it through ``server``."""
 
     def __init__(self, pool: Pool, server: RendezvousServer) -> None:
         self.pool, self.discovery = pool, Discovery(pool, Reachable())
         self.running: dict[str, subprocess.Popen[bytes]] = {}  # workers, by slot
         self.codes: dict[int, int] = {}  # exit codes of this world, by rank
-        self.ready: set[str] = set()  # slots that wait for the next one
-        self.trouble = ""  # why there is no next world
+        self.ready: set[str] = set()  # slots that wait for the next world
+        self.trouble = ""  # reason why there is no next world; empty: none
         super().__init__(server, self.discovery, pool.fewest, pool.most, cooldown_range=COOLDOWN)
 
     def rank_of(self, slot: str) -> int | None:
-        """Return the rank that the process in ``slot`` has now; None: it has none."""
+        """Return the current rank of the process in ``slot``; None: it has none."""
         here = self.host_assignments.get(slot)
         return here[0].rank if here else None
 
     def hosts_changed(self) -> bool:
-        """Return whether other slots are to be used than those of this world."""
-        there = self._host_manager.current_hosts
-        if there.count_available_slots() < self.pool.fewest:
+        """Return whether the next world would use other slots than this one."""
+        current = self._host_manager.current_hosts
+        if current.count_available_slots() < self.pool.fewest:
             return False
-        return set(self._get_host_assignments(there)[0]) != set(self.host_assignments)
+        return set(self._get_host_assignments(current)[0]) != set(self.host_assignments)
 
     @property
     def failed(self) -> set[int]:
-        """The ranks of this world that are lost."""
-        well = (EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE)
-        return {rank for rank, code in list(self.codes.items()) if code not in well}
+        """The lost ranks of this world."""
+        orderly = (EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE)
+        return {rank for rank, code in list(self.codes.items()) if code not in orderly}
 
     @override
     def record_ready(self, host: str, slot: int) -> None:
@@ -135,39 +135,43 @@ class Driver(ElasticDriver):
 
     @override
     def resume(self) -> None:
-        # A slot that failed for the first time is back in a moment: one start instead of two.
+        # Wait for a slot that failed for the first time: one restart instead of two.
         end = time.monotonic() + MOMENT
         while self.failed and self._slots() < self.world_size() and time.monotonic() < end:
             time.sleep(POLL)
         try:
             super().resume()
         except Exception as error:
-            self.trouble = self.told(error)
+            self.trouble = self.message(error)
             raise
 
-    def told(self, error: Exception) -> str:
-        """Return what the user is told of an error of Horovod's driver."""
+    def message(self, error: Exception) -> str:
+        """Return the message for the user about an error of Horovod's driver."""
         if isinstance(error, TimeoutException):
             return (
-                f"{plural(self._slots(), 'slot')} after {self._timeout} s, and --min asks for "
-                f"{self.pool.fewest} ({self.pool.source}); HOROVOD_ELASTIC_TIMEOUT gives it longer"
+                f"--min {self.pool.fewest}: {plural(self._slots(), 'slot')} after "
+                f"{self._timeout} s ({self.pool.source}); to wait longer, set "
+                "HOROVOD_ELASTIC_TIMEOUT=SECONDS"
             )
         return str(error)
 
     def _slots(self) -> int:
-        """Return how many slots are there and not blacklisted."""
+        """Return the number of available slots that are not blacklisted."""
         with self._wait_hosts_cond:
             return int(self._host_manager.current_hosts.count_available_slots())
 
     @override
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> Any:
-        self.discovery.asked.wait()
+        self.discovery.queried.wait()
         slots = self._slots()
         if slots < min_num_proc:
             log.info(
-                "hvdtrain: %s, and --min asks for %d: waiting up to %d s for more (%s; a slot "
-                "whose rank failed comes back after 2 s, the next time after 4, and so on)",
-                *(plural(slots, "slot"), min_num_proc, self._timeout, self.pool.source),
+                "hvdtrain: --min %d: %s: waiting up to %d s for more (%s; a slot whose rank failed "
+                "is available again after 2 s, the next time after 4, and so on)",
+                min_num_proc,
+                plural(slots, "slot"),
+                self._timeout,
+                self.pool.source,
             )
         return super().wait_for_available_slots(min_num_proc, min_hosts)
 
@@ -175,29 +179,29 @@ class Driver(ElasticDriver):
     def _get_host_assignments(self, current_hosts: Any) -> tuple[dict[str, list[Slot]], list[Slot]]:
         # Horovod's order is that of a set.
         hosts = self.discovery.hosts
-        there = sorted(current_hosts.host_assignment_order, key=lambda name: _place(name, hosts))
-        chosen = choose_slots(there, self._host_assignments, self.pool.most)
-        slots = place_ranks(chosen, hosts)
+        names = sorted(current_hosts.host_assignment_order, key=lambda name: _position(name, hosts))
+        chosen = choose_slots(names, self._host_assignments, self.pool.most)
+        slots = assign_ranks(chosen, hosts)
         return {slot.hostname: [slot] for slot in slots}, slots
 
     @override
     def _update_host_assignments(self, current_hosts: Any) -> Any:
         self.codes.clear()
         self.ready.clear()
-        # A slot that came back while all waited for it has no process any more; Horovod's driver
-        # would not start one in a slot that is in use.
+        # A slot that came back while the others waited for it has no process any more; Horovod's
+        # driver would not start one in a slot that is in use.
         kept = {
             name: slots for name, slots in self.host_assignments.items() if name in self.running
         }
-        # It ends the job where none of the slots stays, which would have the state; here that comes
-        # from the checkpoint.
-        stays = kept.keys() & self._get_host_assignments(current_hosts)[0].keys()
-        self._host_assignments: dict[str, list[Slot]] = kept if stays else {}
+        # It ends the job if no slot is kept, since only kept ones have the state; here the state
+        # comes from the checkpoint.
+        common = kept.keys() & self._get_host_assignments(current_hosts)[0].keys()
+        self._host_assignments: dict[str, list[Slot]] = kept if common else {}
         return super()._update_host_assignments(current_hosts)
 
 
-def make_handler(driver: Driver) -> type:
-    """Return the class that answers what ranks ask ``driver``."""
+def make_handler(driver: PoolDriver) -> type:
+    """Return the class that answers the requests of ranks to ``driver``."""
     base: Any = create_rendezvous_handler(driver)
 
     class Handler(base):

@@ -1,7 +1,7 @@
-"""The hosts that the batch system gave, or that the user names; nothing is resolved.
+"""The hosts allocated by the batch system or specified by the user; no name is resolved.
 
-PBS gives a file that names a host once per slot, Slurm and LSF give variables. A slot is room for
-one rank, as the batch system counts.
+PBS provides a file with a line per slot, Slurm and LSF set variables. A slot is the room for one
+rank, as counted by the batch system.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
 
-MOST_NODES = 250_000  # of a job; a list of more is no list of nodes
-MOST_BRACKETS = 8  # in a name
-SHOWN = 200  # characters of a wrong value
+MOST_NODES = 250_000  # per job; a longer list is not a node list
+MOST_BRACKETS = 8  # per name
+SHOWN = 200  # characters of an invalid value
 
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
@@ -26,27 +26,27 @@ _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 class Host:
     """A host and its slots."""
 
-    name: str  # as the batch system or the user spells it
-    slots: int  # ranks it has room for, at least 1
+    name: str  # as spelled by the batch system or the user
+    slots: int  # number of ranks it has room for, at least 1
 
 
 @dataclass(frozen=True)
 class Allocation:
     """The hosts that ranks may be started on."""
 
-    source: str  # who gave them: "PBS", "Slurm", "LSF", the option that names them, or "none"
-    hosts: tuple[Host, ...] = ()  # in the order given; empty: this machine
+    source: str  # their origin: "PBS", "Slurm", "LSF", the option with the hosts, or "none"
+    hosts: tuple[Host, ...] = ()  # in their original order; empty: this machine
 
     @property
     def slots(self) -> int:
-        """The slots of all hosts together."""
+        """The total number of slots."""
         return sum(host.slots for host in self.hosts)
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation:
-    """Return what the batch system gave this job, from ``environ`` and the file it names.
+    """Return the hosts of this batch job, from ``environ`` and the nodefile.
 
-    A Slurm job of the Torque wrappers has no PBS_NODEFILE; Slurm's variables serve it.
+    Slurm jobs submitted by the Torque wrappers have no PBS_NODEFILE; Slurm's variables count.
 
     Raises:
         UsageError: the batch system's file is missing or empty, or a variable cannot be read.
@@ -72,30 +72,30 @@ def read_hostfile(path: Path, named_by: str) -> tuple[Host, ...]:
     """Return the hosts in a file of lines `host`, `host:4`, `host slots=4`; repeated ones add up.
 
     Args:
-        path: the file; blank lines and what follows a ``#`` do not count.
-        named_by: the option or variable that names it, for messages.
+        path: the file; blank lines and comments after a ``#`` are skipped.
+        named_by: the option or variable with the path, for messages.
 
     Raises:
-        UsageError: missing, empty, or with a line that is none of these.
+        UsageError: missing, empty, or a line has another form.
     """
     try:
         lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UsageError(f"{named_by}: {path}: {reason}; name the hosts by --hosts") from error
-    found = parse_lines(lines, f"{named_by}: {path}")
-    if not found:
-        raise UsageError(f"{named_by}: {path} names no host; name them by --hosts")
-    return found
+        raise UsageError(f"{named_by}: {path}: {reason}; specify the hosts by --hosts") from error
+    hosts = parse_lines(lines, f"{named_by}: {path}")
+    if not hosts:
+        raise UsageError(f"{named_by}: {path} contains no host; specify the hosts by --hosts")
+    return hosts
 
 
 def parse_lines(lines: Iterable[str], source: str) -> tuple[Host, ...]:
-    """Return the hosts in ``lines``, which may name none; see ``read_hostfile``.
+    """Return the hosts in ``lines``, possibly none; see ``read_hostfile``.
 
     Raises:
-        UsageError: a line of ``source``, which the message names, is none of those.
+        UsageError: a line has another form; the message contains ``source``.
     """
-    found = []
+    hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -104,30 +104,30 @@ def parse_lines(lines: Iterable[str], source: str) -> tuple[Host, ...]:
         name, slots = _split(words[0], options.get("slots"))
         if not name or not slots or set(options) - {"slots", "max_slots", "max-slots"}:
             raise UsageError(
-                f"{source}, line {number}: {line.strip()!r} is none of "
-                "`host`, `host:4`, `host slots=4`"
+                f"{source}, line {number}: {line.strip()!r} is not of the form "
+                "`host`, `host:4` or `host slots=4`"
             )
-        found.append(Host(name, slots))
-    return merge(found)
+        hosts.append(Host(name, slots))
+    return merge(hosts)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Return the hosts in `a:2,b:2`, the form of --hosts; without a number a host has one slot.
+    """Return the hosts in `a:2,b:2`, the form of --hosts; the default number of slots is 1.
 
     Raises:
-        UsageError: a part is empty or its number is none.
+        UsageError: a part is empty or its number of slots is invalid.
     """
-    found = []
+    hosts = []
     for part in text.split(","):
         name, slots = _split(part.strip(), None)
         if not name or not slots:
-            raise UsageError(f"--hosts {text}: write it like node1:4,node2:4")
-        found.append(Host(name, slots))
-    return merge(found)
+            raise UsageError(f"--hosts {text}: must be a list such as node1:4,node2:4")
+        hosts.append(Host(name, slots))
+    return merge(hosts)
 
 
 def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Return each host once, in the order first named, with its slots added up."""
+    """Return each host once, in order of first occurrence, with the sum of its slots."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -135,27 +135,29 @@ def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 def _split(word: str, slots: str | None) -> tuple[str, int]:
-    """Return name and slots of `host` or `host:4`; 0 slots where the number is none."""
-    name, colon, behind = word.partition(":")
-    number = behind if colon else slots if slots is not None else "1"
+    """Return name and slots of `host` or `host:4`; 0 slots if the number is invalid."""
+    name, colon, suffix = word.partition(":")
+    number = suffix if colon else slots if slots is not None else "1"
     valid = _NUMBER.fullmatch(number) and not (colon and slots is not None)
-    # A name that starts with a dash would reach mpirun as an option.
+    # mpirun would read a name that starts with a dash as an option.
     plain = re.fullmatch(r"[A-Za-z0-9_][\w.-]*", name, re.ASCII)
     return name if plain else "", int(number) if valid else 0
 
 
 def _slurm(nodes: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
     names = expand_nodelist(nodes)
-    # Tasks as asked for; a job that asked for nodes only has as many slots as CPUs.
+    # The requested tasks; a job that requested only nodes has one slot per CPU.
     variables = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
     variable = next((name for name in variables if environ.get(name)), None)
     if variable is None:
-        raise UsageError("SLURM_TASKS_PER_NODE is not set in this Slurm job; name them by --hosts")
+        raise UsageError(
+            "SLURM_TASKS_PER_NODE is not set in this Slurm job; specify the hosts by --hosts"
+        )
     slots = expand_counts(environ[variable])
     if len(slots) != len(names):
         raise UsageError(
             f"{variable}={environ[variable][:SHOWN]} is for {len(slots)} nodes, "
-            f"SLURM_JOB_NODELIST={nodes[:SHOWN]} has {len(names)}; name them by --hosts"
+            f"SLURM_JOB_NODELIST={nodes[:SHOWN]} has {len(names)}; specify the hosts by --hosts"
         )
     return tuple(Host(name, number) for name, number in zip(names, slots, strict=True))
 
@@ -164,7 +166,7 @@ def expand_counts(text: str) -> list[int]:
     """Expand Slurm's counts, one per node: "4(x2),3" is [4, 4, 3].
 
     Raises:
-        UsageError: it is written otherwise.
+        UsageError: the text has another form.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -172,25 +174,25 @@ def expand_counts(text: str) -> list[int]:
         times = int(match[2] or 1) if match else 0
         if not match or len(counts) + times > MOST_NODES:
             raise UsageError(
-                f"{text[:SHOWN]!r} does not count tasks as Slurm does, such as 4(x2),3"
+                f"{text[:SHOWN]!r} is not a list of task counts of Slurm such as 4(x2),3"
             )
         counts += [int(match[1])] * times
     return counts
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Expand Slurm's list of nodes: "a[01-03,7],b" is [a01, a02, a03, a7, b].
+    """Expand Slurm's node list: "a[01-03,7],b" is [a01, a02, a03, a7, b].
 
-    Several brackets in one name multiply, the last one running fastest.
+    Several brackets in a name give all combinations, the last one varying fastest.
 
     Raises:
-        UsageError: it is written otherwise.
+        UsageError: the text has another form.
     """
     names = list(islice(_names(text), MOST_NODES + 1))
     if len(names) > MOST_NODES:
         raise UsageError(f"{text[:SHOWN]!r} names more than {MOST_NODES:,} nodes")
     if not names or not all(re.fullmatch(r"[\w.-]+", name, re.ASCII) for name in names):
-        raise UsageError(f"{text[:SHOWN]!r} does not name nodes as Slurm does, such as node[01-04]")
+        raise UsageError(f"{text[:SHOWN]!r} is not a node list of Slurm such as node[01-04]")
     return names
 
 
@@ -201,26 +203,25 @@ def _names(text: str) -> Iterator[str]:
         if part != "," and len(pieces) <= 2 * MOST_BRACKETS:
             yield from _expanded(pieces[0].strip(), pieces[1:], text)
         elif part != ",":
-            yield part  # no name of a node
+            yield part  # not a node name
 
 
-def _expanded(head: str, pieces: list[str], whole: str) -> Iterator[str]:
-    """Yield ``head`` with the ranges and the texts behind them, which alternate in ``pieces``."""
+def _expanded(head: str, pieces: list[str], text: str) -> Iterator[str]:
+    """Yield ``head`` followed by the ranges and texts that alternate in ``pieces``."""
     if not pieces:
         yield head
         return
-    ranges, tail, *others = pieces
-    for number in _numbers(ranges, whole):
-        yield from _expanded(f"{head}{number}{tail}", others, whole)
+    ranges, tail, *rest = pieces
+    for number in _numbers(ranges, text):
+        yield from _expanded(f"{head}{number}{tail}", rest, text)
 
 
-def _numbers(ranges: str, whole: str) -> Iterator[str]:
-    """Yield the numbers in `01-03,7`, with their leading zeros."""
+def _numbers(ranges: str, text: str) -> Iterator[str]:
+    """Yield the numbers in `01-03,7` of the node list ``text``, with their leading zeros."""
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), re.ASCII)
         low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(high) < int(low):
-            where = f"[{ranges[:SHOWN]}]"
-            raise UsageError(f"{whole[:SHOWN]!r} does not name nodes as Slurm does: {where}")
+            raise UsageError(f"{text[:SHOWN]!r} is not a node list of Slurm: [{ranges[:SHOWN]}]")
         for number in range(int(low), int(high) + 1):
             yield f"{number:0{len(low)}d}"

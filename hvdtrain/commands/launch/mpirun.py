@@ -1,4 +1,4 @@
-"""The launcher on the PATH and its kind, as ``--version`` reports it."""
+"""The launcher on the PATH and its dialect, detected by ``--version``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.command import Command, run
 
-# What the first lines of `--version` look like. Spectrum MPI 10 is an Open MPI 4 at heart; an
-# mpiexec of Open MPI 4 calls itself OpenRTE.
+# The first lines of `--version`. Spectrum MPI 10 is based on Open MPI 4; the mpiexec of Open MPI 4
+# calls itself OpenRTE.
 VERSIONS = (
     ("openmpi4", re.compile(r"\((?:Open MPI|OpenRTE)\)\s+([1-4]\.[\w.]+)")),
     ("openmpi4", re.compile(r"\(IBM Spectrum MPI\)\s+([\w.]+)")),
@@ -25,11 +25,11 @@ VERSIONS = (
     ("srun", re.compile(r"\Aslurm(?:-\w+)? ([\w.]+)")),
 )
 OPEN_MPI = ("openmpi4", "openmpi5")
-# The variable that names the program by which each starts its daemons on other hosts.
+# The variable with the agent, the program that starts daemons on other hosts.
 AGENT = {"openmpi4": "OMPI_MCA_plm_rsh_agent", "openmpi5": "PRTE_MCA_plm_ssh_agent"}
 AGENT_NAME = re.compile(r"(?:OMPI|PRTE)_MCA_[a-z]+_[rs]sh_agent")
 AGENT_SET = re.compile(r"^\s*[a-z]+_[rs]sh_agent\s*=\s*(.*?)\s*$", re.MULTILINE)  # in a file
-OTHER_AGENTS = ("PE_HOSTFILE", "LOADL_STEP_ID")  # jobs of Grid Engine and IBM, which have their own
+SITE_AGENTS = ("PE_HOSTFILE", "LOADL_STEP_ID")  # set in jobs of Grid Engine and LoadLeveler
 REMEDY = "load the MPI module that Horovod was built with, or pip install 'hvdtrain[mpi]'"
 NAMES = {
     "openmpi4": "Open MPI",
@@ -47,60 +47,61 @@ class Mpi:
 
     dialect: str  # openmpi4, openmpi5, mpich (any Hydra), intel, pals or srun
     program: str  # its path
-    version: str  # such as "5.0.11"; empty where it is unknown
+    version: str  # e.g. "5.0.11"; empty: unknown
 
     def __str__(self) -> str:
         return f"{NAMES[self.dialect]} {self.version}".strip()
 
 
 def find_mpi(environ: Mapping[str, str]) -> Mpi:
-    """Find the first launcher on the PATH of ``environ``: mpirun, mpiexec; srun in a Slurm job.
+    """Return the first launcher on the PATH of ``environ``: mpirun, mpiexec; srun in a Slurm job.
 
     Raises:
-        UsageError: there is none, or none of a known kind.
+        UsageError: there is none, or none of a known dialect.
     """
-    strangers = []
+    unrecognized = []
     for name in ("mpirun", "mpiexec"):
         program = shutil.which(name, path=environ.get("PATH"))
         if program is None:
             continue
-        said = run(Command((program, "--version"), env=dict(environ)), timeout=30).output
-        found = classify(said)
-        if found:
-            return Mpi(found[0], _behind(found[0], program), found[1])
-        # Debian's Slurm, for one, brings an mpirun that only calls srun.
-        strangers.append(program)
+        output = run(Command((program, "--version"), env=dict(environ)), timeout=30).output
+        if match := classify(output):
+            dialect, version = match
+            return Mpi(dialect, _executable(dialect, program), version)
+        # For example, Debian's Slurm has an mpirun that only calls srun.
+        unrecognized.append(program)
     srun = shutil.which("srun", path=environ.get("PATH"))
     if srun and environ.get("SLURM_JOB_ID"):
-        said = run(Command((srun, "--version"), env=dict(environ)), timeout=30).output
-        found = classify(said)
-        return Mpi("srun", srun, found[1] if found else "")
-    unknown = f" ({' and '.join(strangers)} report no known version)" if strangers else ""
+        output = run(Command((srun, "--version"), env=dict(environ)), timeout=30).output
+        match = classify(output)
+        return Mpi("srun", srun, match[1] if match else "")
+    unknown = " and ".join(unrecognized)
+    unknown = f" ({unknown}: unknown version)" if unknown else ""
     raise UsageError(f"no mpirun, mpiexec or srun of an MPI is on the PATH{unknown}: {REMEDY}")
 
 
-def _behind(dialect: str, program: str) -> str:
-    """Return the launcher itself: Intel's mpirun is a script that hands no signal on."""
+def _executable(dialect: str, program: str) -> str:
+    """Return the actual launcher: Intel's mpirun is a script that forwards no signals."""
     hydra = Path(program).with_name("mpiexec.hydra")
     return str(hydra) if dialect == "intel" and hydra.exists() else program
 
 
-def classify(said: str) -> tuple[str, str] | None:
-    """Return dialect and version of the launcher whose ``--version`` said this; None: unknown."""
+def classify(output: str) -> tuple[str, str] | None:
+    """Return dialect and version by the ``output`` of ``--version``; None: unknown."""
     for dialect, pattern in VERSIONS:
-        match = pattern.search(said)
+        match = pattern.search(output)
         if match:
             return dialect, match[1]
     return None
 
 
 def agent_settings(mpi: Mpi, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which Open MPI's agent for other hosts outlives TERM.
+    """Return the variables that make Open MPI's agent for other hosts ignore TERM.
 
-    The agent is the one that the user or the site has chosen, in the environment or in a file of
-    Open MPI's parameters, else ssh. Where there is none, there are no variables.
+    The agent is the one set in the environment or in a parameter file of Open MPI, by default ssh.
+    If its program does not exist, the result is empty.
     """
-    if mpi.dialect not in AGENT or any(name in environ for name in OTHER_AGENTS):
+    if mpi.dialect not in AGENT or any(name in environ for name in SITE_AGENTS):
         return {}
     chosen = {name: value for name, value in environ.items() if AGENT_NAME.fullmatch(name)}
     if not chosen:
@@ -110,7 +111,7 @@ def agent_settings(mpi: Mpi, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _agent_in_file(mpi: Mpi, environ: Mapping[str, str]) -> str:
-    """Return the agent that a file of Open MPI's parameters sets, the user's first; or nothing."""
+    """Return the agent set in a parameter file of Open MPI, the user's first; empty: none."""
     root, home = Path(mpi.program).absolute().parent.parent, Path(environ.get("HOME", "/"))
     files = [home / f".{name}" / "mca-params.conf" for name in ("prte", "openmpi")]
     files += [
@@ -120,25 +121,25 @@ def _agent_in_file(mpi: Mpi, environ: Mapping[str, str]) -> str:
     ]
     for file in files:
         with contextlib.suppress(OSError):
-            if found := AGENT_SET.findall(file.read_text(errors="replace")):
-                return str(found[-1])
+            if agents := AGENT_SET.findall(file.read_text(errors="replace")):
+                return str(agents[-1])
     return ""
 
 
 def _deaf_to_term(agent: str, environ: Mapping[str, str]) -> str:
-    """Return ``agent`` in a form that outlives TERM; empty where it is to be left as it is.
+    """Return ``agent`` wrapped so that it ignores TERM; empty: leave it as it is.
 
     Args:
-        agent: alternatives joined by colons, each a program and its arguments.
-        environ: for the PATH.
+        agent: alternatives separated by colons, each a program and its arguments.
+        environ: environment with the PATH.
     """
     wrapper = Path(__file__).with_name("deaf_to_term")
-    if not os.access(wrapper, os.X_OK) or re.search(r"[\s:]", str(wrapper)):  # it would be split
+    if not os.access(wrapper, os.X_OK) or re.search(r"[\s:]", str(wrapper)):  # would be split
         return ""
     for alternative in agent.split(":"):
         words = alternative.split()
         if words and shutil.which(words[0], path=environ.get("PATH")):
-            # As Open MPI itself does with an ssh, which it no longer sees to be one.
+            # Open MPI adds -x to an ssh, which it does not recognize when wrapped.
             no_x = ["-x"] if Path(words[0]).name == "ssh" and "-x" not in words else []
             return " ".join([str(wrapper), *words, *no_x])
     return ""

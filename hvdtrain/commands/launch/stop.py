@@ -1,4 +1,4 @@
-"""How a job is asked to stop, and how it ends then: its exit code, and a line for the user."""
+"""Requests to stop a job, and its end then: its exit code, and a line for the user."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hvdtrain.system.runtime.processes import STOP_SIGNALS
 log = logging.getLogger(__name__)
 
 # Exit codes of ranks without a handler for a signal.
-UNHEARD = tuple(128 + number for number in STOP_SIGNALS)
+UNHANDLED = tuple(128 + number for number in STOP_SIGNALS)
 
 
 class StopSignals:
-    """Notes signals that ask for a stop, while it is open, in place of ending this process.
+    """Records signals that request a stop, while it is open, instead of ending this process.
 
-    Open it before the launcher starts: what comes during the start is handed on after it.
+    Open it before the launcher starts: signals during the start are forwarded after it.
     """
 
     def __init__(self) -> None:
-        self.came: list[int] = []  # and are not yet handed on
+        self.came: list[int] = []  # and are not yet forwarded
 
     def __enter__(self) -> Self:
-        # What the caller turned off stays off: nohup ignores HUP, a shell INT in the background.
+        # Ignored signals stay ignored: nohup ignores HUP, a shell INT in the background.
         self._before = {
             number: signal.signal(number, self._note)
             for number in STOP_SIGNALS
@@ -47,7 +47,7 @@ class StopSignals:
 
 
 def report(text: str) -> None:
-    """Write a line for the user, in place of a bar that the ranks may have left on the terminal."""
+    """Write a line for the user, over a progress bar that ranks may have left on the terminal."""
     if sys.stdout.isatty() and sys.stderr.isatty():
         sys.stderr.write(terminal.ERASE)
     log.info("hvdtrain: %s", text)
@@ -56,20 +56,20 @@ def report(text: str) -> None:
 def code_after_stop(
     code: int, stop: str, words: Sequence[str], *, reported: bool = False, forced: bool = False
 ) -> int:
-    """Return the exit code of a job that was asked to stop, and report what was saved.
+    """Return the exit code of a job that was requested to stop, and report the checkpoint.
 
-    It is 75 if the same command would go on from a checkpoint: the trainers listen as soon as they
-    have read their options, and the signal may have come before. If nothing was saved, it is that
-    of the signal which the user sent, such as 130 after Ctrl-C.
+    It is 75 if the same command would resume from a checkpoint: the trainers handle signals as soon
+    as they have read their options, and the signal may have come before. If nothing was saved, it
+    is that of the signal that the user sent, e.g. 130 after Ctrl-C.
 
     Args:
         code: the launcher's.
-        stop: the signal by which the job was asked to stop; empty: it was not.
+        stop: the signal that requested the stop; empty: none.
         words: the program of the ranks, and its arguments.
-        reported: whether a rank has said why it ended.
-        forced: whether the ranks were ended before they had stopped by themselves.
+        reported: whether a rank has reported why it ended.
+        forced: whether the ranks were killed before they had stopped.
     """
-    if not stop or not (forced or code in UNHEARD):
+    if not stop or not (forced or code in UNHANDLED):
         return code
     from hvdtrain.steps.checkpoint import newest_name
 
@@ -78,17 +78,17 @@ def code_after_stop(
     newest = directory and newest_name(directory)
     if directory and newest and not forced:
         report(
-            f"{stop}: stopped before the first step; {directory / newest} is there: run the same "
-            "command again to go on"
+            f"{stop}: stopped before the first step; run the same command again to resume from "
+            f"{directory / newest}"
         )
         return EXIT_PREEMPTED
     if directory and newest:
         report(
-            f"{ended} before the ranks had saved; {directory / newest} is there: run the same "
-            "command again to go on"
+            f"{ended} before the ranks had saved; run the same command again to resume from "
+            f"{directory / newest}"
         )
     elif not reported or forced:
-        of_ours = any(word.startswith("hvdtrain.") for word in words)
-        why = "there is no checkpoint yet" if directory else "no --checkpoint-dir"
-        report(f"{ended}; nothing was saved ({why})" if of_ours or directory else ended)
+        is_trainer = any(word.startswith("hvdtrain.") for word in words)
+        reason = "there is no checkpoint yet" if directory else "no --checkpoint-dir"
+        report(f"{ended}; nothing was saved ({reason})" if is_trainer or directory else ended)
     return 128 + signal.Signals[stop]

@@ -1,4 +1,4 @@
-"""``hvdtrain launch --launcher torchrun``: an agent on each host, which starts the ranks there."""
+"""``hvdtrain launch --launcher torchrun``: an agent per host starts the ranks there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from hvdtrain.commands.launch.hosts import Host
-from hvdtrain.commands.launch.layout import Layout
+from hvdtrain.commands.launch.layout import RankLayout
 from hvdtrain.commands.launch.remote import on_host
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.machine.threads import thread_variables
@@ -27,68 +27,70 @@ from hvdtrain.system.runtime.detect import JOB_VARIABLES
 from hvdtrain.system.runtime.processes import AFTER_STOP, Processes, exit_code
 
 AGENT = (sys.executable, "-m", "hvdtrain.commands.launch.agent")
-PORT = "29500"  # torchrun's own, of the rendezvous of several hosts; MASTER_PORT is another
-RESTARTS = "--max-restarts=10"  # losses of a rank or a host that a job goes on after
-# By itself torchrun 2.13 tells an agent that joins the address of a store that is not made anew.
-OWN_ADDRESS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-PATIENCE = 3.0  # seconds for an agent to end its ranks when it is told to
+PORT = "29500"  # torchrun's default for the rendezvous of several hosts; set by MASTER_PORT
+RESTARTS = "--max-restarts=10"  # losses of a rank or a host that a job survives
+# By default torchrun 2.13 gives an agent that joins the address of a store that is not recreated.
+NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+PATIENCE = 3.0  # seconds for an agent to kill its ranks on request
 
 
 @dataclass(frozen=True)
-class Agent:
-    """An agent that is to be started."""
+class AgentCommand:
+    """The command that starts an agent."""
 
-    host: str  # as the batch system or the user spells it; empty: this machine
+    host: str  # as spelled by the batch system or the user; empty: this machine
     command: Command
 
 
-def agents(
-    layout: Layout,
+def agent_commands(
+    layout: RankLayout,
     words: Sequence[str],
     threads: int | None,
     environ: Mapping[str, str],
     folder: Path,
     here: Collection[str],
     fewest: int | None = None,
-) -> list[Agent]:
-    """Return the agents that start ``words`` as ``layout`` says.
+) -> list[AgentCommand]:
+    """Return the commands of the agents that start ``words`` with ``layout``.
 
     Args:
         layout: ranks and hosts.
         words: the program that each rank runs, and its arguments.
         threads: OMP_NUM_THREADS of each rank; None leaves it to the agent.
-        environ: the user's environment, of which other hosts get what they need.
+        environ: the user's environment; other hosts get the part that they need.
         folder: the working directory, on all hosts.
         here: names and addresses of this machine.
-        fewest: ranks to go on with where others are lost; None: with all or none.
+        fewest: minimum number of ranks after losses; None: all.
     """
-    own = thread_variables(threads, environ)
+    variables = thread_variables(threads, environ)
     hosts = layout.hosts or (Host("", layout.ranks),)
     port = environ.get("MASTER_PORT", PORT)
     rendezvous = ["--standalone"]
     if fewest:
-        own |= OWN_ADDRESS
+        variables |= NO_SHARED_STORE
         job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), port)
-        alone = len(hosts) == 1
-        rendezvous = [*rendezvous, RESTARTS] if alone else _elastic(hosts, fewest, port, job)
+        single_host = len(hosts) == 1
+        rendezvous = [*rendezvous, RESTARTS] if single_host else _elastic(hosts, fewest, port, job)
     elif len(hosts) > 1:
         rendezvous = [f"--nnodes={len(hosts)}", f"--master-addr={hosts[0].name}"]
         rendezvous += [f"--master-port={port}"]
-    found = []
+    commands = []
     for number, host in enumerate(hosts):
-        own_words = [f"--nproc-per-node={host.slots}", "--no-python", *words]
+        options = [f"--nproc-per-node={host.slots}", "--no-python", *words]
         if len(hosts) > 1:
-            leads = f"--rdzv-conf=is_host={int(number == 0)}"
-            # The rendezvous of its ranks may be there, and its own name may lead elsewhere.
-            joins = [leads, f"--local-addr={host.name}"]
-            own_words = [*(joins if fewest else [f"--node-rank={number}"]), *own_words]
-        command = Command((*AGENT, *rendezvous, *own_words), own)
-        found.append(Agent(host.name, on_host(host.name, command, environ, folder, here)))
-    return found
+            is_host = f"--rdzv-conf=is_host={int(number == 0)}"
+            # Its ranks may rendezvous there; its own name may resolve to another address.
+            address = [is_host, f"--local-addr={host.name}"]
+            options = [*(address if fewest else [f"--node-rank={number}"]), *options]
+        command = on_host(
+            host.name, Command((*AGENT, *rendezvous, *options), variables), environ, folder, here
+        )
+        commands.append(AgentCommand(host.name, command))
+    return commands
 
 
 def _elastic(hosts: Sequence[Host], fewest: int, port: str, job: str) -> list[str]:
-    """Return torchrun's options for agents that may be lost, and come later."""
+    """Return torchrun's options for agents that may be lost, and may join later."""
     slots = list(accumulate(sorted(host.slots for host in hosts)))
     needed = 1 + sum(total < fewest for total in slots)  # hosts, whichever they are
     return [
@@ -100,30 +102,30 @@ def _elastic(hosts: Sequence[Host], fewest: int, port: str, job: str) -> list[st
     ]
 
 
-def show(wanted: Sequence[Agent]) -> str:
-    """Return a line per agent, which does the same when pasted into a shell."""
-    return "\n".join(agent.command.show() for agent in wanted)
+def show(agents: Sequence[AgentCommand]) -> str:
+    """Return a line per agent, which can be pasted into a shell."""
+    return "\n".join(agent.command.show() for agent in agents)
 
 
 class Agents(Processes):
-    """The agents that this process has started."""
+    """The running agents that this process has started."""
 
-    def start(self, wanted: Sequence[Agent]) -> None:
+    def start(self, agents: Sequence[AgentCommand]) -> None:
         """Start the agents.
 
         Raises:
-            HvdtrainError: one cannot be started.
+            HvdtrainError: an agent cannot be started.
         """
-        self._hosts = [agent.host for agent in wanted]
-        for agent in wanted:
+        self._hosts = [agent.host for agent in agents]
+        for agent in agents:
             try:
                 self.running.append(start(agent.command, fed=True))
             except OSError as error:
                 raise HvdtrainError(f"{agent.command.argv[0]}: {error.strerror}") from error
 
     @override
-    def name(self, place: int) -> str:
-        return f"the agent on {self._hosts[place] or socket.gethostname()}"
+    def name(self, index: int) -> str:
+        return f"the agent on {self._hosts[index] or socket.gethostname()}"
 
     @override
     def hand_on(self, number: signal.Signals) -> None:
@@ -143,7 +145,7 @@ class Agents(Processes):
 
 
 class ElasticAgents(Agents):
-    """Agents of which all may be lost but the first, which has the rendezvous."""
+    """Agents that may be lost, except the first, which hosts the rendezvous."""
 
     @override
     def _have_ended(self) -> bool:

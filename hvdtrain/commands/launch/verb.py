@@ -1,4 +1,4 @@
-"""``hvdtrain launch``: find the hosts and the MPI, and start N ranks of a program the right way."""
+"""``hvdtrain launch``: find the hosts and the MPI, and start N ranks of a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from hvdtrain.commands.launch.elastic import check_gloo, make_pool
-from hvdtrain.commands.launch.outcome import Outcome
+from hvdtrain.commands.launch.outcome import JobOutcome
 from hvdtrain.commands.launch.prepare import (
     Request,
     add_host_options,
@@ -34,20 +34,20 @@ EPILOG = f"""example:
   hvdtrain launch -n 2 --timeout 600 --tag -- python train.py --epochs 3
   hvdtrain launch -n 8 --ppn 4 --hosts node1,node2 --dry-run -- python -m hvdtrain.resnet
 
-The exit code is the job's; 124 after --timeout. {page("launch")} tells more."""
+The exit code is that of the job; 124 after --timeout. See {page("launch")}."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.usage = "hvdtrain launch -n N [options] -- COMMAND..."
     parser.epilog = EPILOG
-    parser.add_argument("-n", type=int, metavar="N", help="ranks over all hosts")
+    parser.add_argument("-n", type=int, metavar="N", help="total number of ranks")
     add_host_options(parser)
     parser.add_argument(
         "--launcher",
         choices=("mpi", "torchrun"),
         default="mpi",
-        help="what starts the ranks: that of the MPI here, or torchrun, an agent per host (mpi)",
+        help="launcher of the ranks: that of the installed MPI, or torchrun (default: mpi)",
     )
     _add_elastic_options(parser)
     parser.add_argument(
@@ -57,36 +57,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--room-for",
         type=int,
         metavar="K",
-        help="cores and threads per rank as if K ran per host, to compare numbers of ranks",
+        help="number of ranks per host to divide cores and threads by (default: those that run)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="end the job when no rank has written anything for so long",
+        help="seconds without output from any rank until the job is ended (default: none)",
     )
-    parser.add_argument("--tag", action="store_true", help="put [RANK] before each line")
+    parser.add_argument("--tag", action="store_true", help="prefix each line of output with [RANK]")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be run, and run nothing"
+        "--dry-run", action="store_true", help="print the command without running it"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(f"a world that changes ({page('elastic')})")
+    group = parser.add_argument_group(f"elastic training ({page('elastic')})")
     group.add_argument(
         "--elastic",
         action="store_true",
-        help="go on when ranks are lost or hosts come and go, by Horovod's elastic driver or "
-        "torchrun; instead of -n",
+        help="survive lost ranks and changing hosts, with Horovod's elastic driver or torchrun; "
+        "requires --min and --max instead of -n",
     )
-    group.add_argument("--min", type=count, metavar="N", help="ranks that it waits for")
-    group.add_argument("--max", type=count, metavar="M", help="ranks, whatever slots there are")
+    group.add_argument("--min", type=count, metavar="N", help="minimum number of ranks")
+    group.add_argument("--max", type=count, metavar="M", help="maximum number of ranks")
     group.add_argument(
         "--discovery",
         type=Path,
         metavar="SCRIPT",
-        help="a program that prints lines `host:slots`, asked every second",
+        help="executable that prints the available hosts as lines `host:slots`; run every second",
     )
 
 
@@ -95,15 +95,17 @@ def run_verb(arguments: argparse.Namespace) -> Report:
 
     Raises:
         UsageError: see ``prepare``.
-        HvdtrainError: the job was ended for its silence.
+        HvdtrainError: the job was ended after --timeout.
     """
     words, timeout = arguments.command, arguments.timeout
     if timeout is not None and not timeout > 0:
-        raise UsageError(f"--timeout {timeout:g}: give seconds, more than 0")
+        raise UsageError(f"--timeout {timeout:g}: must be more than 0 seconds")
     if arguments.elastic is (arguments.n is not None):
-        raise UsageError("give the number of ranks by -n N, or by --elastic --min N --max M")
+        raise UsageError(
+            "the number of ranks is required: use either -n N, or --elastic --min N --max M"
+        )
     if not arguments.elastic and (arguments.min or arguments.max or arguments.discovery):
-        raise UsageError("--min, --max and --discovery are for --elastic: give it too")
+        raise UsageError("--min, --max and --discovery require --elastic")
     request = Request(
         arguments.max or 1 if arguments.n is None else arguments.n,
         words[1:] if words[:1] == ["--"] else words,
@@ -116,28 +118,28 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         fewest=arguments.min,
     )
     if arguments.elastic and None in (arguments.min, arguments.max):
-        raise UsageError("--elastic: how many ranks may run? Give --min N and --max M")
+        raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
     if arguments.launcher == "torchrun" and not arguments.discovery:
         return _by_torchrun(request, dry_run=arguments.dry_run)
     if arguments.elastic:
         return _elastic(arguments, request)
-    with StopSignals() as signals:  # a job may be stopped while mpirun is asked for its version
+    with StopSignals() as signals:  # signals may arrive during `mpirun --version`
         launch = prepare(request)
         if arguments.dry_run:
             return Report(launch.command.show())
-        for note in notes(launch.placed):
+        for note in notes(launch.placement):
             log.warning("hvdtrain: %s", note)
         clear_leftovers()
         log.info("%s", launch.command.show())
-        with Outcome() as outcome:
+        with JobOutcome() as outcome:
             code = watch(
                 launch, signals, outcome, request.words, tag=arguments.tag, timeout=timeout
             )
     return Report("", exit_code=code)
 
 
-def _know_the_end() -> None:
-    """Ask when the batch job ends: rank 0 may be on a host where it cannot ask."""
+def _export_job_end() -> None:
+    """Export when the batch job ends: rank 0 may be on a host where it cannot be queried."""
     end = ends_at()
     if end is not None:
         os.environ[ENDS] = f"{end:.0f}"
@@ -147,13 +149,13 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
     """Start Horovod's elastic driver, and wait for its ranks.
 
     Raises:
-        UsageError: see ``make_pool``; an option is for other launchers, or Horovod is not there.
+        UsageError: see ``make_pool``; an option is for other launchers, or Horovod is missing.
         HvdtrainError: there were too few slots for too long.
     """
     if request.tag or arguments.launcher != "mpi":
         raise UsageError(
-            "--tag and --timeout are not for --elastic, nor is --launcher for --discovery: leave "
-            "them out"
+            "--elastic does not support --tag and --timeout, and --discovery does not support "
+            "--launcher"
         )
     pool = make_pool(request, arguments.min, arguments.max, arguments.discovery)
     check_gloo()
@@ -162,31 +164,31 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
     if arguments.dry_run:
         return Report(show(pool, request.words, os.environ))
     with StopSignals() as signals:
-        _know_the_end()
+        _export_job_end()
         job = ElasticJob(pool, request.words, signals)
         log.info("hvdtrain: Horovod's elastic driver, at %s:%d", job.address, job.port)
         code = job.run()
-    return Report("", exit_code=code_after_stop(code, job.asked, request.words))
+    return Report("", exit_code=code_after_stop(code, job.stop, request.words))
 
 
 def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
     """Start an agent on each host, and wait for them.
 
     Raises:
-        UsageError: see ``prepare_agents``; or the output would have to be read.
+        UsageError: see ``prepare_agents``; or an option requires reading the output.
         HvdtrainError: an agent cannot be started.
     """
     if request.tag:
-        raise UsageError("--tag and --timeout are for an MPI's launcher: leave them out")
+        raise UsageError("--launcher torchrun does not support --tag and --timeout")
     with StopSignals() as signals:
         if not dry_run:
-            _know_the_end()
-        wanted = prepare_agents(request)
+            _export_job_end()
+        agents = prepare_agents(request)
         if dry_run:
-            return Report(show(wanted))
-        log.info("%s", show(wanted))
+            return Report(show(agents))
+        log.info("%s", show(agents))
         with (ElasticAgents if request.fewest else Agents)(signals.came) as running:
-            running.start(wanted)
+            running.start(agents)
             code = running.wait()
-    asked = signal.Signals(running.asked[0]).name if running.asked else ""
-    return Report("", exit_code=code_after_stop(code, asked, request.words))
+    stop = signal.Signals(running.asked[0]).name if running.asked else ""
+    return Report("", exit_code=code_after_stop(code, stop, request.words))

@@ -1,9 +1,9 @@
-"""What ``hvdtrain launch --elastic`` starts for each slot, on its host; it starts the rank there.
+"""The worker that ``hvdtrain launch --elastic`` starts for each slot; it starts the rank there.
 
-A rank that wants so is started anew, with the rank that the driver gives the slot then; otherwise
-this process ends with the rank, and with its exit code. Standard input is the driver's: ``ASK``
-asks the rank to save and stop, as a signal does, ``ANEW`` ends it and starts it anew; and when it
-closes, because the driver is gone, the rank is ended.
+A rank that requests it is restarted, with the number that the driver assigns to the slot then;
+otherwise the worker ends with the rank, and with its exit code. The driver writes to standard
+input: on ``STOP`` the rank saves and stops, as on a signal, on ``RESTART`` it is killed and
+restarted; when the pipe closes, because the driver has exited, the rank is killed.
 """
 
 from __future__ import annotations
@@ -16,61 +16,62 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hvdtrain.commands.launch.agent import ask, kill, watch_input
+from hvdtrain.commands.launch.agent import kill_ranks, request_stop, watch_input
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.system.machine.network import interface_towards
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.processes import STOP_SIGNALS, exit_code, say
 
-ASK, ANEW = b"\n", b"r"
-PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")  # of HOROVOD_*
+STOP, RESTART = b"\n", b"r"
+# Suffixes of HOROVOD_*.
+RANK_FIELDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 INTERFACE = "HOROVOD_GLOO_IFACE"
-# By these Horovod's own threads end a rank that has lost another one.
-OF_LIBRARIES = (128 + signal.SIGABRT, 128 + signal.SIGSEGV)
-PATIENCE = 3.0  # seconds for the driver to know who was lost before
+# Exit codes of a rank that Horovod's threads abort when another one is lost.
+ABORTED = (128 + signal.SIGABRT, 128 + signal.SIGSEGV)
+PATIENCE = 3.0  # seconds for the driver to detect the rank that was lost first
 
 
 def main(words: Sequence[str]) -> int:
-    """Start the rank, as often as it takes; return its last exit code."""
+    """Start the rank, and restart it on request; return its last exit code."""
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: ask())
-    told = threading.Event()
+        signal.signal(number, lambda *_: request_stop())
+    restart = threading.Event()
 
-    def obey(order: bytes) -> None:
-        if order == ANEW:
-            told.set()
-            kill()
+    def handle(order: bytes) -> None:
+        if order == RESTART:
+            restart.set()
+            kill_ranks()
         else:
-            ask()
+            request_stop()
 
-    watch_input(obey)
-    own: dict[str, str] = {}
+    watch_input(handle)
+    environ: dict[str, str] = {}
     if INTERFACE not in os.environ:
-        own[INTERFACE] = interface_towards(os.environ[elastic.ADDRESS]) or "lo"
+        environ[INTERFACE] = interface_towards(os.environ[elastic.ADDRESS]) or "lo"
     while True:
-        told.clear()
-        code = exit_code(start(Command(tuple(words), own)).wait())
-        if not (code == elastic.EXIT_ANEW or told.is_set() or _comes_of_a_loss(code)):
+        restart.clear()
+        code = exit_code(start(Command(tuple(words), environ)).wait())
+        if not (code == elastic.EXIT_ANEW or restart.is_set() or _is_caused_by_a_loss(code)):
             return code
         try:
-            place = elastic.ask(elastic.RANK_AND_SIZE).split(",")
+            values = elastic.ask(elastic.RANK_AND_SIZE).split(",")
         except OSError as error:
-            say(f"{socket.gethostname()}: the driver of the ranks cannot be asked: {error}")
+            say(f"{socket.gethostname()}: no answer from the elastic driver: {error}")
             return code
-        if len(place) != len(PLACE) or int(place[0]) < 0:  # this slot is not used any more
+        if len(values) != len(RANK_FIELDS) or int(values[0]) < 0:  # this slot is no longer used
             return EXIT_OK
-        own |= variables(place)
+        environ |= variables(values)
 
 
-def variables(place: Sequence[str]) -> dict[str, str]:
-    """Return the variables that tell a rank its ``place``, as the driver spells it."""
-    return {f"HOROVOD_{name}": value for name, value in zip(PLACE, place, strict=True)}
+def variables(values: Sequence[str]) -> dict[str, str]:
+    """Return the variables of a rank: rank, size and so on, in the order of the driver's answer."""
+    return {f"HOROVOD_{name}": value for name, value in zip(RANK_FIELDS, values, strict=True)}
 
 
-def _comes_of_a_loss(code: int) -> bool:
+def _is_caused_by_a_loss(code: int) -> bool:
     end = time.monotonic() + PATIENCE
-    while code in OF_LIBRARIES and time.monotonic() < end:
+    while code in ABORTED and time.monotonic() < end:
         if elastic.another_is_lost():
             return True
         time.sleep(PATIENCE / 10)
@@ -78,4 +79,4 @@ def _comes_of_a_loss(code: int) -> bool:
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # an order that comes now has nobody to go to
+    os._exit(main(sys.argv[1:]))  # an order that comes now has no receiver

@@ -1,1 +1,1 @@
-"""``hvdtrain submit``: write a job script and hand it to PBS or Slurm."""
+"""``hvdtrain submit``: write a job script and submit it to PBS or Slurm."""

@@ -1,17 +1,17 @@
-"""A chain of jobs, each of which goes on where the one before it stopped.
+"""A chain of jobs, each of which resumes where the previous one stopped.
 
-``submit --chain`` submits all of them at once, each waiting for the end of the one before
+``submit --chain`` submits all of them at once, each waiting for the end of the previous one
 (``afterany``), because compute nodes often may not submit, and because a job that is killed has no
-time to. Every job first asks here whether there is anything left to do. They communicate through
-one file, a line of JSON per event:
+time to. Every job first checks here whether there is anything left to do. They communicate through
+a file with a line of JSON per event:
 
     {"event": "link", "job": "12"}                           submitted
-    {"event": "begin", "job": "12", "progress": "..."}       with the newest checkpoint then
-    {"event": "end", "job": "12", "code": 75}                what the command ended with
-    {"event": "over", "job": "12", "why": "..."}             nothing is left to do after it
+    {"event": "begin", "job": "12", "progress": "..."}       with the newest checkpoint
+    {"event": "end", "job": "12", "code": 75}                exit code of the command
+    {"event": "over", "job": "12", "why": "..."}             the last job of the chain
 
-A job that is killed writes no ``end``. It is followed by another all the same, if a checkpoint has
-been saved since it began; so no chain goes on for ever without getting anywhere.
+A job that is killed writes no ``end``. It is still followed by another if a checkpoint has been
+saved since it began; so no chain continues without progress.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GO, OVER, STUCK = "go", "over", "stuck"  # what a job script reads
 
 
 def read(file: Path) -> list[Event]:
-    """Return the events so far; a line that a killed job left unfinished is skipped."""
+    """Return the events so far, without incomplete lines of killed jobs."""
     events = []
     for line in file.read_text().splitlines() if file.is_file() else []:
         try:
@@ -48,30 +48,33 @@ def read(file: Path) -> list[Event]:
 
 
 def write(file: Path, **event: Any) -> None:
-    """Add an event."""
+    """Append an event."""
     with file.open("a") as lines:
         lines.write(json.dumps(event) + "\n")
 
 
 def progress_of(directory: Path) -> str:
-    """Return a word that changes whenever something is saved in ``directory``: its newest entry."""
+    """Return a text that changes with every save in ``directory``: its newest entry."""
     entries = []
     for entry in directory.iterdir() if directory.is_dir() else []:
-        if not entry.name.startswith("."):  # one that is being written
+        if not entry.name.startswith("."):  # incomplete
             entries.append((entry.stat().st_mtime_ns, entry.name))
     return "{1} {0}".format(*max(entries)) if entries else "nothing"
 
 
 def decide(events: Sequence[Event], progress: str) -> tuple[str, str]:
-    """Decide whether the job that begins now has anything to do: a word for the script, and why."""
-    if found := last(events, "over"):
-        return OVER, found["why"]
+    """Return whether the job that begins now has anything to do, for the script, and the reason."""
+    if over := last(events, "over"):
+        return OVER, over["why"]
     began = last(events, "begin")
     if began is None:
         return GO, "the first job of the chain"
     if began["progress"] == progress:
-        return STUCK, f"job {began['job']} saved nothing new: going on would not get any further"
-    return GO, f"goes on where job {began['job']} stopped, with {progress.split()[0]}"
+        return (
+            STUCK,
+            f"job {began['job']} saved no new checkpoint: another job would make no progress",
+        )
+    return GO, f"resuming after job {began['job']}, from {progress.split()[0]}"
 
 
 def last(events: Sequence[Event], kind: str) -> Event | None:
@@ -91,21 +94,21 @@ def is_last(events: Sequence[Event], job: str) -> bool:
 
 
 def begin(file: Path, directory: Path, job: str) -> str:
-    """Decide, and record that this job begins."""
+    """Return the decision for this job, and record that it begins."""
     progress = progress_of(directory)
-    word, why = decide(read(file), progress)
+    word, reason = decide(read(file), progress)
     if word == GO:
         write(file, event="begin", job=job, progress=progress)
     elif word == STUCK:
-        _end_chain(file, job, why)
-    log.info("chain: %s", why)
+        _end_chain(file, job, reason)
+    log.info("chain: %s", reason)
     return word
 
 
 def unfinished(directory: Path) -> str:
-    """Return the newest checkpoint in ``directory`` if it says that its training is not finished.
+    """Return the newest checkpoint in ``directory`` if its training is not finished.
 
-    Empty where it is finished, or where that is not known: the checkpoints of another program.
+    Empty if it is finished, or unknown: checkpoints of another program.
     """
     from hvdtrain.steps.checkpoint import newest_name
     from hvdtrain.steps.checkpoint_files import STATE_FILE
@@ -121,47 +124,47 @@ def unfinished(directory: Path) -> str:
 
 
 def end(file: Path, directory: Path, job: str, code: int) -> None:
-    """Record how the command ended; delete the waiting jobs if nothing is left to do."""
+    """Record the exit code of the command; delete the waiting jobs if nothing is left to do."""
     write(file, event="end", job=job, code=code)
     newest = unfinished(directory) if code == EXIT_OK else ""
     if newest:
         log.info("chain: exit code 0, but %s is not the end of the training", newest)
     if code == EXIT_OK and not newest:
-        _end_chain(file, job, f"job {job} finished it")
+        _end_chain(file, job, f"job {job} finished the training")
     elif code == EXIT_USAGE:
-        _end_chain(file, job, f"job {job} was wrong use, which another job would be, too")
+        _end_chain(file, job, f"job {job} ended with a usage error, as another job would")
     elif not _after(read(file), job):
-        log.info("chain: this was its last job; submit it again to go on")
+        log.info("chain: this was its last job; submit it again to continue")
 
 
-def _end_chain(file: Path, job: str, why: str) -> None:
-    write(file, event="over", job=job, why=why)
-    # Where a compute node may not do that, each of them begins, finds nothing to do, and ends.
+def _end_chain(file: Path, job: str, reason: str) -> None:
+    write(file, event="over", job=job, why=reason)
+    # On a compute node that may not delete jobs, each begins, has nothing to do, and ends.
     if rest := _after(read(file), job):
-        # The last first: with a waiting job PBS deletes those that wait for it.
+        # The last first: PBS also deletes jobs that wait for a deleted one.
         command = ("scancel" if "SLURM_JOB_ID" in os.environ else "qdel", *reversed(rest))
         run(Command(command), timeout=30)
 
 
 def _after(events: Sequence[Event], job: str) -> list[str]:
     """Return the jobs of the chain after ``job``."""
-    known = links(events)
-    numbers = [number(one) for one in known]
-    return known[numbers.index(number(job)) + 1 :] if number(job) in numbers else []
+    jobs = links(events)
+    numbers = [number(link) for link in jobs]
+    return jobs[numbers.index(number(job)) + 1 :] if number(job) in numbers else []
 
 
 def number(job: str) -> str:
-    """Return the id of a job without PBS's server, which has more than one name."""
+    """Return the id of a job without the PBS server, whose name varies."""
     return job.partition(".")[0]
 
 
 def this_job(environ: Mapping[str, str]) -> str:
-    """Return the id of the job that this process runs in, as its submission gave it."""
+    """Return the id of the job of this process, as reported at its submission."""
     return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or "?"
 
 
 def main(words: Sequence[str]) -> int:
-    """Run what a job script calls before its command and after it."""
+    """Run the event of a job script: ``begin`` before its command, ``end`` after it."""
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain.commands.submit.chain", allow_abbrev=False
     )
@@ -169,13 +172,13 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--progress", type=Path, required=True)
     parser.add_argument("event", choices=("begin", "end"))
     parser.add_argument("code", type=int, nargs="?", default=0)
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="hvdtrain: %(message)s", stream=sys.stderr)
     job = this_job(os.environ)
-    if given.event == "end":
-        end(given.file, given.progress, job, given.code)
+    if arguments.event == "end":
+        end(arguments.file, arguments.progress, job, arguments.code)
     else:
-        sys.stdout.write(begin(given.file, given.progress, job) + "\n")
+        sys.stdout.write(begin(arguments.file, arguments.progress, job) + "\n")
     return EXIT_OK
 
 

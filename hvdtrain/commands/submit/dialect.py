@@ -1,6 +1,6 @@
-"""What differs between batch systems: texts, argument lists and parsing, all of it pure.
+"""The interface to batch systems: texts, argument lists and parsing, all pure functions.
 
-``pbs.py`` and ``slurm.py`` hold one each; ``Local`` is the absence of both.
+``pbs.py`` and ``slurm.py`` implement one each; ``Local`` is a machine without one.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from hvdtrain.system.runtime.command import Command
 WAITING, RUNNING, ENDED, GONE = "waiting", "running", "ended", "gone"
 
 SIGNALLED = 128  # a shell's exit code for a program that signal n ended: 128 + n
-WALLTIME_OVER = 124  # what timeout(1) answers
+WALLTIME_OVER = 124  # as of timeout(1)
 
 
 @dataclass(frozen=True)
 class State:
     """The state of a job."""
 
-    phase: str  # one of those above; ``gone``: the batch system knows no such job
-    detail: str = ""  # the batch system's own words
-    exit_code: int | None = None  # of a job that has ended, as a shell would see it
-    logs: tuple[Path, ...] = field(default=())  # files of its output, one per task of an array
-    ran: bool = True  # whether the job began; False once it has ended without
+    phase: str  # one of the above; ``gone``: the batch system has no such job
+    detail: str = ""  # in the batch system's terms
+    exit_code: int | None = None  # of a job that has ended, as in a shell
+    logs: tuple[Path, ...] = field(default=())  # its log files, one per task of an array
+    ran: bool = True  # whether the job ran; False once it has ended before
     tasks: Mapping[str, State] = field(default_factory=dict)  # of an array, by number
-    host: str = ""  # the first that it ran on
-    failure: str = ""  # why the batch system will not start it, though it keeps it
+    host: str = ""  # its first host
+    failure: str = ""  # reason why the batch system holds it forever; empty: none
 
 
 NEVER_RAN = State(ENDED, "deleted before it ran", ran=False)
 
 
-def of_array(tasks: Mapping[str, State], phase: str | None = None) -> State:
-    """Sum up the state of an array; its exit code is the largest of its tasks'.
+def array_state(tasks: Mapping[str, State], phase: str | None = None) -> State:
+    """Return the state of an array; its exit code is the largest of its tasks.
 
     Args:
-        tasks: by number. One that ended without an exit code counts as failed, with 1.
-        phase: of the array where it is known; else it has ended when all tasks have.
+        tasks: by number. A task that ended without an exit code counts as failed, with 1.
+        phase: of the array; None: it has ended when all tasks have.
     """
     states = tasks.values()
     phases = {state.phase for state in states}
-    phase = phase or next(one for one in (RUNNING, WAITING, ENDED) if one in phases)
+    phase = phase or next(name for name in (RUNNING, WAITING, ENDED) if name in phases)
     codes = [1 if state.exit_code is None else state.exit_code for state in states]
     details = Counter(state.detail for state in states)
     counts = [f"{number} {detail}" for detail, number in sorted(details.items())]
@@ -66,10 +66,10 @@ def of_array(tasks: Mapping[str, State], phase: str | None = None) -> State:
 
 @dataclass(frozen=True)
 class Query:
-    """A way to ask for the state of a job."""
+    """A query for the state of a job."""
 
     command: Command
-    read: Callable[[str], State | None]  # parses its output; None where there is no state in it
+    read: Callable[[str], State | None]  # parses its output; None: it has no state
 
 
 class Dialect(ABC):
@@ -77,11 +77,11 @@ class Dialect(ABC):
 
     name: str  # as in ``--scheduler``
     suffix: str  # of a script's file name
-    shebang: str = "#!/bin/bash -l"  # a login shell: there, and only there, modules are for sure
-    change: str  # how a user sets a variable of the script, for its reader
-    nodes: str  # bash for the number of nodes that the job got
-    prologue: tuple[str, ...] = ()  # bash that undoes what the batch system does to a job
-    in_job: bool = True  # whether there is a job, with a walltime and signals of its own
+    shebang: str = "#!/bin/bash -l"  # a login shell: only there modules are always available
+    change: str  # how to set a variable of the script, for its comment
+    nodes: str  # bash expression for the number of nodes of the job
+    prologue: tuple[str, ...] = ()  # bash that undoes effects of the batch system on a job
+    in_job: bool = True  # whether there is a batch job, with a walltime and signals
 
     @abstractmethod
     def directives(self, job: Job, site: Site) -> list[str]:
@@ -95,35 +95,35 @@ class Dialect(ABC):
             script: its path.
             log: path of the file that its output goes to.
             array: range of its tasks.
-            after: job whose end, whatever it is, this one waits for.
+            after: job whose end, with any exit code, to wait for.
         """
 
     def log_path(self, log: str, job: Job, job_id: str, task: str = "") -> Path:
-        """Return where the log is that ``submit`` asked for.
+        """Return the path of the log requested by ``submit``.
 
         Args:
-            log: as given to ``submit``.
-            job: what was submitted.
-            job_id: the id that it got.
+            log: as passed to ``submit``.
+            job: the submitted job.
+            job_id: its id.
             task: number of the task of an array.
         """
         return Path(f"{log}.{task}" if task else log)
 
     def lost_log(self, log: str, host: str) -> str:
-        """Return where to look for a log that has not come to ``log``, of a job that has ended."""
-        return f"its log has not come: look for {log} on {host}"
+        """Return where to find a log that is not at ``log``, of a job that has ended."""
+        return f"its log was not delivered: see {log} on {host}"
 
     @abstractmethod
     def read_id(self, output: str) -> str | None:
-        """Return the job's id from the output of ``submit``; None where there is none."""
+        """Return the job's id from the output of ``submit``; None: there is none."""
 
     @abstractmethod
     def queries(self, job_id: str) -> Sequence[Query]:
-        """Return the ways to ask for the state of a job; the first that answers counts."""
+        """Return the queries for the state of a job; the first with a result counts."""
 
     @abstractmethod
     def delete(self, job_ids: Sequence[str]) -> Command:
-        """Return the command that deletes jobs, waiting or running."""
+        """Return the command that deletes waiting or running jobs."""
 
 
 class Local(Dialect):

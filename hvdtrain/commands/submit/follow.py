@@ -1,4 +1,4 @@
-"""``submit --follow``: the state of a job, and the new lines of its log, until it has ended."""
+"""``submit --follow``: the state of a job and the new lines of its log, until it has ended."""
 
 from __future__ import annotations
 
@@ -17,102 +17,102 @@ from hvdtrain.commands.submit.dialect import (
     RUNNING,
     Dialect,
     State,
-    of_array,
+    array_state,
 )
 from hvdtrain.errors import EXIT_INTERRUPTED, HvdtrainError
 from hvdtrain.system.runtime.command import run
 
 log = logging.getLogger(__name__)
 
-LOOK = 1.0  # seconds between two looks at the log, which is a file
-ASK_FIRST, ASK_LAST = 1.0, 10.0  # and between two questions, which are work for a whole cluster
-ANSWER = 30.0  # seconds that an answer may take
-MISSES = 5  # questions without an answer before we give up
-NO_LOG = 30.0  # seconds that a job may run without a log before we say why
-DELIVERY = 10.0  # seconds in which PBS may still bring the log of a job that has ended
+LOG_PERIOD = 1.0  # seconds between two reads of the log
+QUERY_FIRST, QUERY_LAST = 1.0, 10.0  # seconds between two queries, which load the batch system
+QUERY_TIMEOUT = 30.0  # seconds
+MISSES = 5  # consecutive queries without an answer before an error
+NO_LOG = 30.0  # seconds that a job may run without a log before the reason is shown
+DELIVERY = 10.0  # seconds in which PBS may still deliver the log of a job that has ended
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """A job that was submitted."""
+class SubmittedJob:
+    """A submitted job."""
 
-    id: str  # as the batch system calls it
-    logs: Mapping[str, Path]  # by the number of the task of an array, else of the job
+    id: str  # of the batch system
+    logs: Mapping[str, Path]  # by the number of the task of an array, or of the job
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How the following ended, most often with the job."""
+class JobEnd:
+    """The state of a job when following it ended, usually with the job."""
 
-    state: str  # in the batch system's words
+    state: str  # in the batch system's terms
     code: int | None  # exit code; of a chain, of its last job that ran; None: unknown
-    tasks: Mapping[str, State] = field(default_factory=dict)  # how each task of an array ended
+    tasks: Mapping[str, State] = field(default_factory=dict)  # the tasks of an array, by number
 
 
 def follow(
     dialect: Dialect,
-    jobs: Sequence[Submitted],
+    jobs: Sequence[SubmittedJob],
     exit_file: Path,
     chain_file: Path | None,
     out: TextIO,
-) -> Ended:
-    """Follow a job, or a chain of them, to the end; Ctrl-C ends only the following.
+) -> JobEnd:
+    """Follow a job or a chain of jobs to the end; Ctrl-C stops following, not the job.
 
     Args:
         dialect: the batch system.
         jobs: the job, or the jobs of a chain in order.
-        exit_file: where a job leaves its exit code, but for a dot and its number or its task's.
+        exit_file: file of the exit code, without the suffix of a dot and the number of job or task.
         chain_file: the file through which the jobs of a chain communicate.
-        out: where the lines of the log go.
+        out: output for the lines of the log.
 
     Raises:
-        HvdtrainError: the batch system no longer answers, or will not start a job.
+        HvdtrainError: the batch system no longer answers, or cannot start a job.
     """
-    ended = Ended(NEVER_RAN.detail, None)
+    end = JobEnd(NEVER_RAN.detail, None)
     for number, job in enumerate(jobs):
-        delete = dialect.delete([one.id for one in reversed(jobs[number:])]).show()
+        delete = dialect.delete([link.id for link in reversed(jobs[number:])]).show()
         try:
-            state = FollowedJob(dialect, job, exit_file, out).to_the_end()
+            state = FollowedJob(dialect, job, exit_file, out).wait()
         except KeyboardInterrupt:
-            log.info("\njob %s goes on; to end it: %s", job.id, delete)
-            return Ended("running", EXIT_INTERRUPTED)
+            log.info("\njob %s continues; to delete it: %s", job.id, delete)
+            return JobEnd("running", EXIT_INTERRUPTED)
         if state.failure:
-            raise HvdtrainError(f"job {job.id}: {state.failure}. To delete it: {delete}")
+            raise HvdtrainError(f"job {job.id}: {state.failure}; to delete it: {delete}")
         if state.ran:
-            ended = Ended(state.detail, state.exit_code, state.tasks)
+            end = JobEnd(state.detail, state.exit_code, state.tasks)
         if chain_file and chain.is_last(chain.read(chain_file), job.id):
             break
-    return ended
+    return end
 
 
-def ask(dialect: Dialect, job: str) -> tuple[State | None, str]:
-    """Ask for the state of a job: the state, or None and the output instead."""
-    said = ""
+def query_state(dialect: Dialect, job: str) -> tuple[State | None, str]:
+    """Return the state of a job, or None and the output of the query."""
+    output = ""
     for query in dialect.queries(job):
-        result = run(query.command, timeout=ANSWER)
+        result = run(query.command, timeout=QUERY_TIMEOUT)
         state = query.read(result.output)
         if state and (result.ok or state.phase == GONE):
             return state, ""
-        said = said or " ".join(result.output.split())
-    return None, said
+        output = output or " ".join(result.output.split())
+    return None, output
 
 
 @dataclass
 class Tail:
-    """The lines of a file as they come."""
+    """The new lines of a growing file."""
 
     path: Path
-    read: int = 0  # bytes that have been shown
+    read: int = 0  # bytes read so far
 
-    def new(self, *, all_of_it: bool = False) -> str:
-        """Return what was written since; whole lines only, unless ``all_of_it``."""
+    def new(self, *, partial: bool = False) -> str:
+        """Return the text since the last call; an incomplete last line only if ``partial``."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.read)
                 data = file.read()
-        except OSError:  # not there yet
+        except OSError:  # no file yet
             return ""
-        if not all_of_it:
+        if not partial:
             data = data[: data.rfind(b"\n") + 1]
         self.read += len(data)
         return data.decode(errors="replace")
@@ -120,31 +120,31 @@ class Tail:
 
 @dataclass
 class FollowedJob:
-    """One job that is followed."""
+    """A job that is followed."""
 
     dialect: Dialect
-    job: Submitted
+    job: SubmittedJob
     exit_file: Path
     out: TextIO
     tails: dict[Path, Tail] = field(default_factory=dict)
-    running: float | None = None  # since when it runs without a log (monotonic clock)
-    host: str = ""  # the first that it ran on
+    running: float | None = None  # start of running without a log (monotonic clock)
+    host: str = ""  # its first host
 
-    def to_the_end(self) -> State:
-        """Show what changes until the job has ended, and return its state then.
+    def wait(self) -> State:
+        """Show changes until the job has ended; return its final state.
 
         Raises:
             HvdtrainError: the batch system does not answer.
         """
-        shown, wait, misses, due = "", ASK_FIRST, 0, 0.0
+        shown, wait, misses, due = "", QUERY_FIRST, 0, 0.0
         while True:
             if time.monotonic() >= due:
-                state, said = ask(self.dialect, self.job.id)
-                wait = min(ASK_LAST, 1.2 * wait)
+                state, output = query_state(self.dialect, self.job.id)
+                wait = min(QUERY_LAST, 1.2 * wait)
                 due = time.monotonic() + wait
                 misses = 0 if state else misses + 1
                 if misses == MISSES:
-                    raise HvdtrainError(f"the state of job {self.job.id} is unknown: {said}")
+                    raise HvdtrainError(f"the state of job {self.job.id} is unknown: {output}")
                 for path in state.logs if state else ():
                     self.tails.setdefault(path, Tail(path))
                 self.host = state.host or self.host if state else self.host
@@ -156,13 +156,13 @@ class FollowedJob:
                     shown = state.detail
                     log.info("job %s: %s", self.job.id, shown)
                 if state and state.phase == RUNNING:
-                    self._miss_log()
+                    self._check_log()
             self._show()
-            time.sleep(LOOK)
+            time.sleep(LOG_PERIOD)
         return self._end(state)
 
-    def _miss_log(self) -> None:
-        """Say once why there may be no log while the job runs."""
+    def _check_log(self) -> None:
+        """Report once why there may be no log while the job runs."""
         now = time.monotonic()
         if self.running is None:
             self.running = now
@@ -170,33 +170,33 @@ class FollowedJob:
         if late and self.dialect.name == "pbs":
             self.running = float("inf")
             log.info(
-                "job %s: no log yet; where PBS's mom does not know that this directory is shared "
-                "($usecp in its configuration), the log comes when the job has ended",
+                "job %s: no log yet; it is delivered after the job if $usecp in the configuration "
+                "of PBS's mom does not declare this directory as shared",
                 self.job.id,
             )
 
     def _end(self, state: State) -> State:
-        """Show the last lines, and how the job ended, by its own record where there is no other."""
-        if state.logs or not self.tails:  # Slurm names a log of its own for tasks that wait
+        """Show the last lines and the end of the job, by its exit file if PBS has forgotten it."""
+        if state.logs or not self.tails:  # Slurm reports another log for tasks that wait
             logs = state.logs or self.job.logs.values()
             self.tails = {path: self.tails.get(path, Tail(path)) for path in logs}
         if state.ran:
             self._last_lines(state)
         numbers = list(self.job.logs)
         if numbers == [chain.number(self.job.id)]:
-            state = self._settle(state, numbers[0])
+            state = self._complete(state, numbers[0])
         else:
-            tasks = {one: self._settle(state.tasks.get(one, State(GONE)), one) for one in numbers}
-            state = of_array(tasks)
-            for one, task in tasks.items():
+            tasks = {n: self._complete(state.tasks.get(n, State(GONE)), n) for n in numbers}
+            state = array_state(tasks)
+            for number, task in tasks.items():
                 path = next(iter(task.logs), None)
-                where = f"; log {path}" if task.ran and path and path.exists() else ""
-                log.info("task %s: %s%s", one, self._words(task), where)
-        log.info("job %s: %s", self.job.id, self._words(state))
+                suffix = f"; log {path}" if task.ran and path and path.exists() else ""
+                log.info("task %s: %s%s", number, self._summary(task), suffix)
+        log.info("job %s: %s", self.job.id, self._summary(state))
         return state
 
-    def _words(self, state: State) -> str:
-        """Say how a job or a task ended, and where its log is if it has not come."""
+    def _summary(self, state: State) -> str:
+        """Return how a job or a task ended, and where to find a log that was not delivered."""
         if not state.ran:
             return state.detail
         code = "unknown" if state.exit_code is None else state.exit_code
@@ -206,35 +206,35 @@ class FollowedJob:
         host = state.host or self.host or "the first node of the job"
         return f"{state.detail}, exit code {code}; {self.dialect.lost_log(lost[0], host)}"
 
-    def _settle(self, state: State, number: str) -> State:
-        """Complete a state by what the script left behind: PBS may forget a job at its end."""
+    def _complete(self, state: State, number: str) -> State:
+        """Complete a state by the exit file of the script: PBS may forget a job at its end."""
         if state.phase == ENDED and (state.exit_code is not None or not state.ran):
             return state
-        left, path = self._left(number), self.job.logs[number]
+        text, path = self._exit_text(number), self.job.logs[number]
         seen = self.running is not None and number == chain.number(self.job.id)
-        if left is None and not path.exists() and not seen:
+        if text is None and not path.exists() and not seen:
             return NEVER_RAN
-        code = int(left) if left and left.strip().isdecimal() else None
+        code = int(text) if text and text.strip().isdecimal() else None
         return State(ENDED, state.detail or "ended", code, state.logs or (path,))
 
-    def _left(self, number: str) -> str | None:
-        """Return what the exit code's file holds: nothing while the job runs; None without one."""
+    def _exit_text(self, number: str) -> str | None:
+        """Return the content of the exit file: empty while the job runs; None: no file."""
         try:
             return self.exit_file.with_name(f"{self.exit_file.name}.{number}").read_text()
         except OSError:
             return None
 
-    def _show(self, *, all_of_it: bool = False) -> None:
+    def _show(self, *, partial: bool = False) -> None:
         for tail in self.tails.values():
-            self.out.write(tail.new(all_of_it=all_of_it))
+            self.out.write(tail.new(partial=partial))
         self.out.flush()
 
     def _last_lines(self, state: State) -> None:
-        """Show what is left of the log, which may arrive a little later than the job's end."""
+        """Show the rest of the log, which may be delivered shortly after the end of the job."""
         end = time.monotonic() + DELIVERY
-        asked = self.job.logs if state.exit_code is None else ()
+        numbers = self.job.logs if state.exit_code is None else ()
         while time.monotonic() < end:
-            if all(path.exists() for path in self.tails) and all(map(self._left, asked)):
+            if all(path.exists() for path in self.tails) and all(map(self._exit_text, numbers)):
                 break
-            time.sleep(LOOK)
-        self._show(all_of_it=True)
+            time.sleep(LOG_PERIOD)
+        self._show(partial=True)

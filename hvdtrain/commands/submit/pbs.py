@@ -1,8 +1,8 @@
-"""PBS: OpenPBS and PBS Professional, and the PBS commands that Slurm can be given.
+"""PBS: OpenPBS and PBS Professional, and the PBS commands of Slurm's Torque wrappers.
 
-A script has to be right for both, so it asks for nothing that either refuses: one ``select`` and
-one ``walltime``, each on a line of its own, no chunks joined by ``+``, ``mem`` last. Resources that
-a site has to define (GPUs, file systems) come from its site file only: PBS refuses unknown ones.
+A script has to be valid for both, so it requests nothing that either refuses: one ``select`` and
+one ``walltime``, each on a separate line, no chunks joined by ``+``, ``mem`` last. Resources that a
+site has to define (GPUs, file systems) come only from its site file: PBS refuses unknown ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvdtrain.commands.submit.dialect import (
     Dialect,
     Query,
     State,
-    of_array,
+    array_state,
 )
 from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.site import Site
@@ -47,17 +47,17 @@ _PLAIN = re.compile(r"[\w./+=@^%-]+", re.ASCII)  # of a path
 _TASK = re.compile(r"\d+\[(\d+)\]")  # id of a task of an array
 
 JOB_KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME in pbs_error.h
-# Values of substate with which a 0 means nothing: of a job that qdel ended while it ran, and of an
-# array whose tasks did not all end well.
+# Values of substate that invalidate an exit status of 0: a running job was deleted by qdel, or
+# tasks of an array failed.
 FAILED = ("91", "93")
-# Comments of tasks that PBS has let go before the array: all else it then tells is the array's.
+# Comments of tasks that PBS has dropped before the array: their other values are the array's.
 SUBJOB = {"Subjob finished": 0, "Subjob failed": None, "Subjob terminated": None}
-GIVEN_UP = "too many failed attempts"  # in the comment of a job that PBS holds for it
+HELD = "too many failed attempts"  # in the comment of a job that PBS holds after them
 SIGNAL_OFFSET = 256  # PBS adds it to the number of the signal that ended the job
 
 
 class Pbs(Dialect):
-    """PBS, real or in front of Slurm."""
+    """PBS, or Slurm's Torque wrappers."""
 
     name, suffix = "pbs", ".pbs"
     change = "qsub -v NAME=VALUE,NAME=VALUE SCRIPT"
@@ -73,7 +73,7 @@ class Pbs(Dialect):
     )
 
     def __init__(self, wraps_slurm: bool = False) -> None:
-        """Set ``wraps_slurm`` where qsub and qstat are the wrappers that come with Slurm."""
+        """Set ``wraps_slurm`` if qsub and qstat are Slurm's Torque wrappers."""
         self.wraps_slurm = wraps_slurm
 
     @override
@@ -83,17 +83,17 @@ class Pbs(Dialect):
         lines += [f"-A {job.account}"] if job.account else []
         lines.append(f"-l select={self._select(job, site)}")
         lines.append(f"-l walltime={show_clock(job.walltime)}")
-        placed = any("place=" in line for line in site.directives)
-        if (job.nodes > 1 or site.whole_nodes) and not placed:
+        has_placement = any("place=" in line for line in site.directives)
+        if (job.nodes > 1 or site.whole_nodes) and not has_placement:
             lines.append("-l place=scatter")  # without it PBS may put two chunks on one node
         lines += [f"-l filesystems={job.filesystems}"] if job.filesystems else []
         lines += [f"-J {job.array}"] if job.array else []
         lines += [f"-W depend=afterok:{job.after}"] if job.after else []
-        if job.requeue or not job.array:  # qsub refuses an array that is not to be rerun
+        if job.requeue or not job.array:  # qsub refuses arrays that are not rerunable
             lines.append(f"-r {'y' if job.requeue else 'n'}")
         lines += ["-W tolerate_node_failures=all"] if job.tolerate_node_failures else []
         lines += site.directives
-        # One file for both streams, written while the job runs and not only at its end.
+        # One file for both streams, written while the job runs, not only at its end.
         return [f"#PBS {line}" for line in [*lines, "-j oe", "-k oed"]]
 
     def _select(self, job: Job, site: Site) -> str:
@@ -108,17 +108,17 @@ class Pbs(Dialect):
 
     @override
     def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
-        # -j is a directive as well; the wrappers of Slurm obey it on the command line only.
+        # -j is a directive, too, but the wrappers of Slurm read it only on the command line.
         words = ["qsub", "-j", "oe"]
         if array:
             log += ".%a" if self.wraps_slurm else ".^array_index^"
             words += ["-J", array]
-        # PBS takes what stands before a colon for a host: such a log goes where it goes by default.
+        # PBS reads text before a colon as a host: such a log gets its default path.
         words += ["-o", log] if _PLAIN.fullmatch(log) else []
         words += ["-W", f"depend=afterany:{after}"] if after else []
         if self.wraps_slurm and not _PLAIN.fullmatch(script):
             raise UsageError(
-                f"--logs: the qsub here hands {script!r} to a shell, unquoted; use another "
+                f"--logs: Slurm's qsub passes {script!r} to a shell unquoted; use another "
                 "directory, or --scheduler slurm"
             )
         return Command((*words, script))
@@ -133,21 +133,21 @@ class Pbs(Dialect):
 
     @override
     def lost_log(self, log: str, host: str) -> str:
-        there = super().lost_log(log, host)
+        text = super().lost_log(log, host)
         if self.wraps_slurm:
-            return there
-        return f"{there}, or for a *.OU in the folder undelivered of PBS there (/var/spool/pbs)"
+            return text
+        return f"{text}, or *.OU in /var/spool/pbs/undelivered there"
 
     @override
     def read_id(self, output: str) -> str | None:
-        found = re.findall(r"^\d+(?:\[\])?(?:\.[\w.-]+)?$", output, re.MULTILINE)
-        return found[-1] if found else None
+        ids = re.findall(r"^\d+(?:\[\])?(?:\.[\w.-]+)?$", output, re.MULTILINE)
+        return ids[-1] if ids else None
 
     @override
     def queries(self, job_id: str) -> Sequence[Query]:
-        # PBS writes broken JSON where a variable of the job holds a quote; then its text has to do.
-        # -x shows finished jobs where PBS remembers them, and Torque does not know -x. -t shows the
-        # tasks of an array; the array itself always ends with 0.
+        # PBS writes invalid JSON if a variable of the job contains a quote; then its text is read.
+        # -x shows finished jobs if PBS keeps them; Torque does not know -x. -t shows the tasks of
+        # an array; the array itself always ends with 0.
         if self.wraps_slurm:
             return slurm.Slurm().queries(job_id)
         words = ("-t", "-f") if "[]" in job_id else ("-f",)
@@ -163,7 +163,7 @@ class Pbs(Dialect):
 
 
 def read_json(output: str) -> State | None:
-    """Parse the state from the output of ``qstat -f -F json``."""
+    """Return the state in the output of ``qstat -f -F json``."""
     try:
         jobs = json.loads(output)["Jobs"]
     except (ValueError, KeyError, TypeError):
@@ -172,32 +172,32 @@ def read_json(output: str) -> State | None:
 
 
 def read_text(output: str) -> State | None:
-    """Parse the state from the output of ``qstat -f``."""
+    """Return the state in the output of ``qstat -f``."""
     if "Unknown Job Id" in output:
         return State(GONE)
     _, *parts = re.split(r"^Job Id: *(\S+)$", output.replace("\n\t", ""), flags=re.MULTILINE)
     jobs: dict[str, dict[str, str]] = {}
     for name, part in zip(parts[::2], parts[1::2], strict=True):
-        found = re.findall(r"^\s+([\w.]+) = (.*)$", part, re.MULTILINE)
-        # The first counts: a variable may hold such lines, too.
-        jobs.setdefault(name, dict(reversed(found)))
+        pairs = re.findall(r"^\s+([\w.]+) = (.*)$", part, re.MULTILINE)
+        # The first counts: a variable may contain such lines, too.
+        jobs.setdefault(name, dict(reversed(pairs)))
     return _read(jobs)
 
 
 def _read(jobs: Mapping[str, Mapping[str, str]]) -> State | None:
-    """Return the state of the first job, or of the array whose tasks the others are."""
+    """Return the state of the first job, or of the array of the tasks."""
     tasks: dict[str, State] = {}
-    whole: list[State] = []
+    states: list[State] = []
     for name, values in jobs.items():
         match = _TASK.match(name)
         state = _state(values, match[1] if match else "")
         if state and match:
             tasks[match[1]] = state
         elif state:
-            whole.append(state)
+            states.append(state)
     if tasks:
-        return of_array(tasks, whole[0].phase if whole else None)
-    return whole[0] if whole else None
+        return array_state(tasks, states[0].phase if states else None)
+    return states[0] if states else None
 
 
 def _state(values: Mapping[str, str], task: str) -> State | None:
@@ -206,7 +206,7 @@ def _state(values: Mapping[str, str], task: str) -> State | None:
         return None
     phase = PHASES[letter]
     path = values.get("Output_Path", "").partition(":")[2]
-    path = path.replace("^array_index^", task)  # as PBS names the log of each task
+    path = path.replace("^array_index^", task)  # the log of each task
     status = values.get("Exit_status", values.get("exit_status"))
     if letter == "F" and not status and "stime" not in values:
         return NEVER_RAN
@@ -217,7 +217,7 @@ def _state(values: Mapping[str, str], task: str) -> State | None:
         code = code or None
     return State(
         phase,
-        " ".join(filter(None, (WORDS.get(letter, letter), _why(phase, values)))),
+        " ".join(filter(None, (WORDS.get(letter, letter), _pending_reason(phase, values)))),
         code,
         (Path(path),) if path else (),
         host=values.get("exec_host", "").partition("/")[0],
@@ -225,24 +225,24 @@ def _state(values: Mapping[str, str], task: str) -> State | None:
     )
 
 
-def _why(phase: str, values: Mapping[str, str]) -> str:
+def _pending_reason(phase: str, values: Mapping[str, str]) -> str:
     comment = values.get("comment", "")
     return f"({comment})" if comment and phase == WAITING else ""
 
 
 def _failure(letter: str, comment: str, log: str) -> str:
-    """Return why PBS will not try to start a job again; empty if it will."""
-    if letter != "H" or GIVEN_UP not in comment:
+    """Return the reason why PBS will not start a job; empty: it will."""
+    if letter != "H" or HELD not in comment:
         return ""
     return (
-        f"PBS could not start it and holds it ({comment}): most likely the directory of its log, "
-        f"{Path(log).parent}, does not exist on the node. Submit from a directory that all nodes "
-        "share, or name one by --logs"
+        f"PBS could not start it and holds it ({comment}); probably the directory of its log, "
+        f"{Path(log).parent}, does not exist on the node: submit from a directory shared by all "
+        "nodes, or specify one by --logs"
     )
 
 
 def exit_code(status: int) -> int:
-    """Return ``Exit_status`` as a shell would have it."""
+    """Return ``Exit_status`` as an exit code of a shell."""
     if status == JOB_KILLED_BY_WALLTIME:
         return WALLTIME_OVER
     if status < 0:  # PBS could not run the job

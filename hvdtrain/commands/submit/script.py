@@ -1,7 +1,7 @@
-"""The text of a job script: what a job does, from the first line to the last.
+"""The text of a job script.
 
-It relies on nothing that only one batch system gives: not on the directory it starts in, on an
-inherited environment, on the place of the script itself, or on who wrote the list of nodes.
+It does not depend on features of a single batch system: its initial directory, an inherited
+environment, the location of the script, or the origin of the node list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvdtrain.commands.submit.site import Site
 from hvdtrain.system.runtime import end_mark
 from hvdtrain.system.runtime.walltime import show_clock
 
-WIDTH = 92  # of a line of the command, before the backslash
+WIDTH = 92  # of lines of the command, before the backslash
 _REFERENCE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SPECIAL = re.compile(r'[\\"$`]')  # inside double quotes
@@ -27,15 +27,15 @@ Lines = list[str]
 def script_text(
     job: Job, dialect: Dialect, site: Site, chain: str = "", exit_file: str = ""
 ) -> str:
-    """Return the whole script; pure, so that it can be compared with one known to be right.
+    """Return the text of the script; a pure function.
 
     Args:
-        job: what is asked for, checked.
+        job: the requested job, checked.
         dialect: the batch system.
-        site: what else its directives need.
+        site: for its directives.
         chain: path of the file through which the jobs of a chain communicate.
-        exit_file: path of the file that the exit code goes to, but for a dot and a number; empty:
-            nobody follows the job.
+        exit_file: path of the file for the exit code, without the suffix of a dot and a number;
+            empty: the job is not followed.
     """
     comments = [f"# {line}".rstrip() for line in job.comment.splitlines()]
     blocks = [
@@ -46,11 +46,11 @@ def script_text(
         _environment(job, site),
         _end_of_job(job) if dialect.in_job else [],
     ]
-    if job.ladder:
-        blocks.append(_ladder(job, dialect))
+    if job.sweep:
+        blocks.append(_sweep(job, dialect))
     else:
         begin, end = _chain(job, chain) if job.chain else ([], [])
-        # A command that is run once may start ranks by another launcher than ours.
+        # A command that is run once may start ranks by another launcher.
         foreign = job.once and job.command[0] != "hvdtrain"
         file, check = _end_mark() if foreign else ([], [])
         blocks += [begin, file, _launch(job, str(job.ranks), str(job.ppn))]
@@ -59,7 +59,7 @@ def script_text(
 
 
 def _variables(job: Job, dialect: Dialect) -> Lines:
-    lines = [f"{one.name}=${{{one.name}:-{_default(one.default)}}}" for one in job.variables]
+    lines = [f"{var.name}=${{{var.name}:-{_default(var.default)}}}" for var in job.variables]
     if lines:
         lines.insert(0, f"# To change a value: {dialect.change}")
     if job.array:
@@ -86,11 +86,11 @@ def _environment(job: Job, site: Site) -> Lines:
 
 
 def _end_of_job(job: Job) -> Lines:
-    asked = f"python -m hvdtrain.system.runtime.walltime {show_clock(job.walltime)}"
+    query = f"python -m hvdtrain.system.runtime.walltime {show_clock(job.walltime)}"
     return [
         "# The trainers save before the job ends and leave with exit code 75. The batch system is",
         "# asked when that is; where it does not answer, the time counts from now.",
-        f"HVDTRAIN_WALLTIME_ENDS=$({asked})",
+        f"HVDTRAIN_WALLTIME_ENDS=$({query})",
         "export HVDTRAIN_WALLTIME_ENDS",
         "# TERM is for the ranks, which save. Without a trap this shell would end at once, and the",
         "# job with it.",
@@ -110,15 +110,15 @@ def _exit_code(job: Job, file: str) -> Lines:
 
 
 def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
-    """Return the command that starts the ranks, folded."""
+    """Return the lines of the command that starts the ranks."""
     options = f" --threads {job.threads}" if job.threads else ""
-    # Else one rank would get a whole node, and two of them would be no more hardware.
-    options += f" --room-for {job.ppn}" if job.ladder else ""
+    # Otherwise one rank would get all cores of a node, and two would get no more.
+    options += f" --room-for {job.ppn}" if job.sweep else ""
     lines = [f"{indent}hvdtrain launch -n {ranks} --ppn {ppn}{options} --"]
     words = [render(word, job.names, job.optional) for word in job.command]
     line = f"{indent}    {words[0]}"
     if job.once:
-        # Bare, a first word with "=" would be an assignment.
+        # Unquoted, a first word with "=" would be an assignment.
         assigns = words[0] == job.command[0] and "=" in words[0]
         lines, line = [], indent + (f"'{words[0]}'" if assigns else words[0])
     for word in words[1:]:
@@ -126,11 +126,11 @@ def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
             lines.append(line)
             line = f"{indent}   "
         line += f" {word}"
-    return [f"{one} \\" for one in lines] + [line]
+    return [f"{folded} \\" for folded in lines] + [line]
 
 
 def _end_mark() -> tuple[Lines, Lines]:
-    """Return what gives a training a file for its own exit code, and what reads it."""
+    """Return the lines that create a file for the exit code of a training, and that read it."""
     file = f'"${end_mark.FILE}"'
     return [
         "# Where a host is lost, the mpirun of Open MPI 5 may end with 0. In this file a training",
@@ -143,8 +143,8 @@ def _end_mark() -> tuple[Lines, Lines]:
     ]
 
 
-def _ladder(job: Job, dialect: Dialect) -> Lines:
-    sizes = " ".join(map(str, ladder(job.nodes, job.ppn)))
+def _sweep(job: Job, dialect: Dialect) -> Lines:
+    sizes = " ".join(map(str, sweep_sizes(job.nodes, job.ppn)))
     ppn = f"$(({RANKS} < {job.ppn} ? {RANKS} : {job.ppn}))"
     return [
         "# One size after the other, as far as the nodes of this job reach.",
@@ -158,14 +158,14 @@ def _ladder(job: Job, dialect: Dialect) -> Lines:
     ]
 
 
-def ladder(nodes: int, ppn: int) -> list[int]:
-    """Return numbers of ranks that double: on one node up to ``ppn``, then on whole nodes."""
+def sweep_sizes(nodes: int, ppn: int) -> list[int]:
+    """Return numbers of ranks, doubling: on one node up to ``ppn``, then on whole nodes."""
     small = [2**k for k in range(ppn.bit_length()) if 2**k < ppn]
     return small + [ppn * 2**k for k in range(nodes.bit_length())]
 
 
 def _chain(job: Job, file: str) -> tuple[Lines, Lines]:
-    """Return what stands before the command of a job of a chain, and after it."""
+    """Return the lines before and after the command of a job of a chain."""
     words = (quote(f"--file={file}"), render(f"--progress={job.progress}", job.names))
     word = " ".join(("python -m hvdtrain.commands.submit.chain", *words))
     return [
@@ -181,8 +181,8 @@ def _chain(job: Job, file: str) -> tuple[Lines, Lines]:
 def quote(word: str) -> str:
     """Return ``word`` quoted for bash, on one line.
 
-    A newline inside quotes would be right for bash, but a batch system reads the lines of a script
-    too: one that begins with ``#PBS`` could be taken for a directive, and sbatch refuses a CR.
+    Bash accepts a newline inside quotes, but batch systems read the script, too: a line that begins
+    with ``#PBS`` could be read as a directive, and sbatch refuses a CR.
     """
     if not _CONTROL.search(word):
         return shlex.quote(word)
@@ -191,10 +191,10 @@ def quote(word: str) -> str:
 
 
 def render(word: str, variables: Collection[str], optional: Collection[str] = ()) -> str:
-    """Return ``word`` quoted, but for ``$NAME`` and ``${NAME}`` with a name in ``variables``.
+    """Return ``word`` quoted, except ``$NAME`` and ``${NAME}`` with a name in ``variables``.
 
-    Any other ``$`` stands for itself. A word with a variable in ``optional`` is left out where the
-    variable is empty.
+    Any other ``$`` is literal. A word with a variable in ``optional`` is left out if the variable
+    is empty.
     """
     text, end, names = "", 0, []
     for match in _REFERENCE.finditer(word):
@@ -206,7 +206,7 @@ def render(word: str, variables: Collection[str], optional: Collection[str] = ()
     if not names:
         return quote(word)
     text += _inner(word[end:])
-    # "$A/b" reads better than "${A}/b", where it means the same.
+    # "$A/b" reads better than "${A}/b", if it means the same.
     text = re.sub(r"(?<!\\)\$\{(\w+)\}(?!\w)", r"$\1", text)
     guard = next((name for name in names if name in optional), None)
     return f'${{{guard}:+"{text}"}}' if guard else f'"{text}"'
@@ -217,5 +217,5 @@ def _inner(literal: str) -> str:
     escaped = _SPECIAL.sub(r"\\\g<0>", literal)
     if not _CONTROL.search(escaped):
         return escaped
-    # Double quotes have no escape for a newline: they are closed for it, and opened again.
+    # Double quotes have no escape for a newline: they are closed and reopened around it.
     return _CONTROL.sub(lambda match: f'"{quote(match[0])}"', escaped)

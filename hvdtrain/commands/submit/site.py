@@ -1,7 +1,7 @@
-"""What all jobs of a cluster have in common: a small YAML file, read once by ``submit``.
+"""The site file: defaults and rules of a cluster in YAML, read by ``submit``.
 
-``--site NAME`` takes one of the examples in ``sites/``, ``--site FILE.yaml`` one's own; without it
-``~/.config/hvdtrain/site.yaml`` counts, where it exists. The command line wins over all of them.
+``--site NAME`` selects an example in ``sites/``, ``--site FILE.yaml`` another file; the default is
+``~/.config/hvdtrain/site.yaml``, if it exists. Options of the command line override it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NODES = re.compile(r"(\d+)(?:-(\d*))?")
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a queue, in the file ``debug: {nodes: 1-2, walltime: "1:00:00"}``."""
+    """The limits of a queue; in the file ``debug: {nodes: 1-2, walltime: "1:00:00"}``."""
 
     fewest: int = 1  # nodes
     most: int | None = None  # nodes; None: no limit
@@ -38,29 +38,29 @@ class Limits:
 class Site:
     """Defaults and rules of a cluster; the fields are the keys of its file."""
 
-    scheduler: str | None = None  # ``pbs``, ``slurm`` or ``none``; None: whichever is found
-    queue: str | None = None  # where ``--queue`` is not given
+    scheduler: str | None = None  # ``pbs``, ``slurm`` or ``none``; None: detected
+    queue: str | None = None  # default of ``--queue``
     queue_is_qos: bool = False  # Slurm: a queue is a quality of service, not a partition
-    account: str | None = None  # where ``--account`` is not given
-    filesystems: str | None = None  # where ``--filesystems`` is not given
-    cores_per_node: int | None = None  # more cores than that are refused
-    gpus_per_node: int | None = None  # also the ranks per node where ``--ppn`` is not given
+    account: str | None = None  # default of ``--account``
+    filesystems: str | None = None  # default of ``--filesystems``
+    cores_per_node: int | None = None  # maximum number of cores
+    gpus_per_node: int | None = None  # maximum number of GPUs, and default of ``--ppn``
     gpu_resource: str | None = None  # PBS: the resource that counts GPUs, often ``ngpus``
-    whole_nodes: bool = False  # PBS: cores, ranks and GPUs are not asked for
-    select: str | None = None  # PBS: what else each node must have, such as ``system=polaris``
-    directives: tuple[str, ...] = ()  # more of them, such as ``-l place=scatter``
+    whole_nodes: bool = False  # PBS: cores, ranks and GPUs are not requested
+    select: str | None = None  # PBS: other resources of each node, e.g. ``system=polaris``
+    directives: tuple[str, ...] = ()  # more directives, e.g. ``-l place=scatter``
     modules: tuple[str, ...] = ()  # loaded before those of ``--module``
     setup: tuple[str, ...] = ()  # lines of shell, before those of ``--setup``
     name_limit: int = LONGEST_NAME  # characters; 15 for Torque and old PBS
-    walltime_limit: int | None = None  # seconds, in the file as H:MM:SS: of any job
+    walltime_limit: int | None = None  # seconds, in the file H:MM:SS; of any job
     queues: Mapping[str, Limits] = dataclasses.field(default_factory=dict)  # see ``Limits``
 
 
 def load_site(name: str | None, environ: Mapping[str, str]) -> Site:
-    """Return the site called ``name``, the one in the file ``name``, the user's own, or none.
+    """Return the example or file ``name``; None: the user's file, or an empty site.
 
     Raises:
-        UsageError: the file cannot be read, or holds something that it should not.
+        UsageError: the file cannot be read, or is invalid.
     """
     if name is None:
         home = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")) / ".config"
@@ -71,43 +71,43 @@ def load_site(name: str | None, environ: Mapping[str, str]) -> Site:
         return read_site(example)
     if not Path(name).is_file():
         names = ", ".join(sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
-        raise UsageError(f"--site {name}: no such file, and no example of hvdtrain ({names})")
+        raise UsageError(f"--site {name}: no such file or example (examples: {names})")
     return read_site(Path(name))
 
 
 def read_site(path: Path) -> Site:
-    """Read a site file.
+    """Return the site of a file.
 
     Raises:
-        UsageError: naming the file, the line and the key.
+        UsageError: the file is invalid; the message contains the file, line and key.
     """
     fields = {field.name: field for field in dataclasses.fields(Site)}
     values = {}
     for setting in read_settings(path, "queue: debug"):
-        key, where = setting.name, f"{path} line {setting.line}"
+        key, location = setting.name, f"{path} line {setting.line}"
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
-            raise UsageError(f"{where}: unknown key {key!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(fields)}"
+            raise UsageError(f"{location}: unknown key {key!r}; {hint}")
         if setting.value is None:
             continue
         try:
             values[key] = _READERS.get(key, _text)(setting.value)
         except ValueError as error:
-            raise UsageError(f"{where}: {key}: {error}") from error
+            raise UsageError(f"{location}: {key}: {error}") from error
     return Site(**values)
 
 
-def _of(kind: type, what: str) -> Callable[[Any], Any]:
+def _reader(kind: type, name: str) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
         if not isinstance(value, kind):
-            raise ValueError(f"{value!r} is not {what}")
+            raise ValueError(f"{value!r} is not {name}")
         return value
 
     return read
 
 
-_text, _switch = _of(str, "a text"), _of(bool, "true or false")
+_text, _switch = _reader(str, "a text"), _reader(bool, "true or false")
 
 
 def _number(value: Any) -> int:
@@ -119,49 +119,49 @@ def _number(value: Any) -> int:
 def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{value!r} is not a list, such as [one, two]")
-    return tuple(_text(one) for one in value)
+    return tuple(_text(item) for item in value)
 
 
 def _directives(value: Any) -> tuple[str, ...]:
     for line in _texts(value):
         if re.match(r"-l\s*(select|nodes|walltime)=", line):  # PBS refuses two of a kind
-            raise ValueError(f"{line!r}: submit writes that line itself, with what `select` says")
+            raise ValueError(f"{line!r}: written by submit; use the key `select`")
     return _texts(value)
 
 
 def _modules(value: Any) -> tuple[str, ...]:
     for word in _texts(value):
-        if not PLAIN.fullmatch(word):  # it stands in the script as it is, as that of --module does
-            raise ValueError(f"{word!r} is not one module; give each as an item of its own")
+        if not PLAIN.fullmatch(word):  # it is in the script unquoted, as that of --module
+            raise ValueError(f"{word!r} is not one module; use an item per module")
     return _texts(value)
 
 
 def _scheduler(value: Any) -> str:
     if value not in SCHEDULERS:
-        raise ValueError(f"{value!r}: choose one of {', '.join(SCHEDULERS)}")
+        raise ValueError(f"{value!r}: must be one of {', '.join(SCHEDULERS)}")
     return str(value)
 
 
 def _seconds(value: Any) -> int:
-    # YAML 1.1 reads 1:00:00 without quotes as a number to the base of 60: 3600, the same thing.
+    # YAML 1.1 reads 1:00:00 without quotes as a number to base 60: 3600, the same value.
     seconds = value if isinstance(value, int) else parse_clock(str(value))
     if seconds is None or isinstance(value, bool):
-        raise ValueError(f"{value!r} is no time such as 1:00:00")
+        raise ValueError(f"{value!r} is not a time such as 1:00:00")
     return seconds
 
 
 def _queues(value: Any) -> dict[str, Limits]:
     if not isinstance(value, dict):
-        raise ValueError("it needs a line for each queue, such as `debug: {nodes: 1-2}`")
+        raise ValueError("must have a line per queue, e.g. `debug: {nodes: 1-2}`")
     return {str(name): _limits(str(name), entry) for name, entry in value.items()}
 
 
 def _limits(queue: str, entry: Any) -> Limits:
     if not isinstance(entry, dict) or not set(entry) <= {"nodes", "walltime"}:
-        raise ValueError(f"{queue}: {entry!r}: it may hold nodes and walltime")
+        raise ValueError(f"{queue}: {entry!r}: valid keys: nodes, walltime")
     span = _NODES.fullmatch(str(entry.get("nodes", "1-")))
     if span is None:
-        raise ValueError(f"{queue}: nodes: {entry['nodes']!r} is no range such as 1-2")
+        raise ValueError(f"{queue}: nodes: {entry['nodes']!r} is not a range such as 1-2")
     most = span[2] if span[2] is not None else span[1]
     walltime = entry.get("walltime")
     return Limits(
@@ -185,10 +185,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_limits(job: Job, site: Site) -> None:
-    """Refuse what this site would.
+    """Raise an error if the job exceeds the limits of the site.
 
     Raises:
-        UsageError: naming the option and the limit.
+        UsageError: an option exceeds a limit.
     """
     cores = job.ppn * (job.threads or 1)
     if site.cores_per_node is not None and cores > site.cores_per_node:
@@ -199,11 +199,13 @@ def check_limits(job: Job, site: Site) -> None:
             f"--gpus-per-node {job.gpus_per_node}: a node of this site has {site.gpus_per_node}"
         )
     limits = site.queues.get(job.queue or "", Limits())
-    where = f"queue {job.queue}" if job.queue in site.queues else "this site"
+    scope = f"queue {job.queue}" if job.queue in site.queues else "this site"
     walltime = min(filter(None, (limits.walltime, site.walltime_limit)), default=job.walltime)
     if job.walltime > walltime:
         longest = show_clock(walltime)
-        raise UsageError(f"--walltime: {where} takes at most {longest}; --chain makes several jobs")
+        raise UsageError(
+            f"--walltime: the limit of {scope} is {longest}; --chain submits several jobs"
+        )
     if job.nodes < limits.fewest or job.nodes > (limits.most or job.nodes):
         most = f"to {limits.most}" if limits.most else "or more"
-        raise UsageError(f"--nodes {job.nodes}: {where} takes {limits.fewest} {most}")
+        raise UsageError(f"--nodes {job.nodes}: {scope} accepts {limits.fewest} {most}")

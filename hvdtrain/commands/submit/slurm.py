@@ -19,7 +19,7 @@ from hvdtrain.commands.submit.dialect import (
     Dialect,
     Query,
     State,
-    of_array,
+    array_state,
 )
 from hvdtrain.commands.submit.job import Job, memory_megabytes
 from hvdtrain.commands.submit.site import Site
@@ -29,7 +29,7 @@ from hvdtrain.system.runtime.walltime import show_clock
 PHASES = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"), WAITING),
     **dict.fromkeys(("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"), RUNNING),
-}  # anything else is an end
+}  # all others: the job has ended
 
 
 class Slurm(Dialect):
@@ -52,7 +52,7 @@ class Slurm(Dialect):
         lines.append(f"--time={show_clock(job.walltime)}")
         lines += [f"--licenses={job.filesystems.replace(':', ',')}"] if job.filesystems else []
         lines += [f"--array={job.array}"] if job.array else []
-        if job.after:  # else it would wait for ever where that job ends badly
+        if job.after:  # without the second option it would wait forever if that job fails
             lines += [f"--dependency=afterok:{job.after}", "--kill-on-invalid-dep=yes"]
         lines.append("--requeue" if job.requeue else "--no-requeue")
         lines += ["--no-kill"] if job.tolerate_node_failures else []
@@ -67,8 +67,8 @@ class Slurm(Dialect):
 
     @override
     def read_id(self, output: str) -> str | None:
-        found = re.findall(r"^(\d+)(?:;\S+)?$", output, re.MULTILINE)
-        return found[-1] if found else None
+        ids = re.findall(r"^(\d+)(?:;\S+)?$", output, re.MULTILINE)
+        return ids[-1] if ids else None
 
     @override
     def queries(self, job_id: str) -> Sequence[Query]:
@@ -80,7 +80,7 @@ class Slurm(Dialect):
 
 
 def read(output: str) -> State | None:
-    """Parse the state from ``scontrol show job -o``: a line for the job, or one per task."""
+    """Return the state in the output of ``scontrol show job -o``: a line per job or task."""
     if "Invalid job id specified" in output:
         return State(GONE)
     lines = {line: state for line in output.splitlines() if (state := _read_line(line))}
@@ -89,11 +89,11 @@ def read(output: str) -> State | None:
         for line, state in lines.items()
         if (match := re.search(r" ArrayTaskId=(\S+)", line))
     }
-    return of_array(tasks) if tasks else next(iter(lines.values()), None)
+    return array_state(tasks) if tasks else next(iter(lines.values()), None)
 
 
 def _read_line(line: str) -> State | None:
-    # Values may hold blanks and equal signs. Those read here do not, but for the path of the log,
+    # Values may contain blanks and equal signs. Those read here do not, except the path of the log,
     # which ends at the next key.
     word = re.search(r"\bJobState=(\w+)(?: Reason=(\S+))?", line)
     if word is None:
@@ -101,12 +101,12 @@ def _read_line(line: str) -> State | None:
     phase = PHASES.get(word[1], ENDED)
     if word[1] == "CANCELLED" and re.search(r" NodeList=(\(null\))? ", line):
         return NEVER_RAN
-    why = word[2] if phase == WAITING and word[2] not in (None, "None") else ""
+    reason = word[2] if phase == WAITING and word[2] not in (None, "None") else ""
     log = re.search(r" StdOut=(.*?)(?: [A-Z]\w*=|\s*$)", line)
     code = re.search(r"\bExitCode=(\d+):(\d+)", line)
     return State(
         phase,
-        word[1].lower() + (f" ({why})" if why else ""),
+        word[1].lower() + (f" ({reason})" if reason else ""),
         exit_code(word[1], int(code[1]), int(code[2])) if phase == ENDED and code else None,
         (Path(log[1]),) if log and log[1] else (),
         host=host[1] if (host := re.search(r" BatchHost=(\S+)", line)) else "",
@@ -114,7 +114,7 @@ def _read_line(line: str) -> State | None:
 
 
 def exit_code(state: str, code: int, number: int) -> int:
-    """Return ``ExitCode=code:number`` as a shell would have it; 0 only if the job completed."""
+    """Return ``ExitCode=code:number`` as in a shell; 0 only if the job completed."""
     if number:
         return WALLTIME_OVER if state == "TIMEOUT" else SIGNALLED + number
     if code == 0 and state != "COMPLETED":

@@ -1,4 +1,4 @@
-"""``hvdtrain submit``: make a job of a command, check it, and hand it to PBS or Slurm."""
+"""``hvdtrain submit``: turn a command into a job, check it, and submit it to PBS or Slurm."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["add_arguments", "run_verb"]
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
-    """Carry the verb out with parsed ``arguments``.
+    """Submit the job of the parsed ``arguments``; return the report.
 
     Raises:
         UsageError: an option is wrong.
-        HvdtrainError: the batch system refused the job, or no longer answers about it.
+        HvdtrainError: the batch system refused the job, or no longer answers.
     """
     return submit(Request.of(arguments))

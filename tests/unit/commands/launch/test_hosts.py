@@ -1,4 +1,4 @@
-"""On which hosts: the files and variables of PBS, Slurm and LSF, and how ranks are laid out."""
+"""Hosts: the files and variables of PBS, Slurm and LSF, and the layout of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdtrain.commands.launch.hosts import (
     parse_hosts,
     read_hostfile,
 )
-from hvdtrain.commands.launch.layout import Layout, lay_out
+from hvdtrain.commands.launch.layout import RankLayout, lay_out
 from hvdtrain.errors import UsageError
 
 A2B2 = (Host("a", 2), Host("b", 2))
@@ -29,14 +29,14 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-# The nodefile and its relatives
+# Hostfiles
 
 
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("a\na\nb\nb\n", A2B2),  # PBS: a line a slot
-        ("a\nb\na\nb\n", A2B2),  # in turns
+        ("a\na\nb\nb\n", A2B2),  # PBS: a line per slot
+        ("a\nb\na\nb\n", A2B2),  # alternating
         ("a slots=2\nb slots=2 max_slots=4\n", A2B2),  # Open MPI
         ("a:2\nb:2", A2B2),  # Hydra
         ("\n# two of them\na slots=1 # one\na\n\tb:2 \n", A2B2),
@@ -51,17 +51,17 @@ def test_forms_of_a_hostfile(tmp_path: Path, text: str, hosts: tuple[Host, ...])
     "line",
     ["a slots=0", "a slots=x", "a:0", "a:", ":2", "a:2 slots=2", "a 4", "a cpus=4", "-o", "a;b"],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_reported(tmp_path: Path, line: str) -> None:
     file = write(tmp_path / "f", f"fine\n{line}\n")
-    with pytest.raises(UsageError, match=r"line 2: .*is none of `host`, `host:4`, `host slots=4`"):
+    with pytest.raises(UsageError, match=r"line 2: .*`host slots=4`"):
         read_hostfile(file, "--hostfile")
 
 
-def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_empty_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^PBS_NODEFILE: .*/gone: No such file or directory"):
         find_allocation({"PBS_NODEFILE": str(tmp_path / "gone")})
     empty = write(tmp_path / "empty", "\n # nobody\n")
-    with pytest.raises(UsageError, match=r"^--hostfile: .*/empty names no host"):
+    with pytest.raises(UsageError, match=r"^--hostfile: .*/empty contains no host"):
         read_hostfile(empty, "--hostfile")
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
@@ -69,12 +69,12 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
         read_hostfile(binary, "--hostfile")
 
 
-def test_hosts_as_typed() -> None:
+def test_hosts_of_the_option() -> None:
     assert parse_hosts("a:2, b:2") == A2B2
     assert parse_hosts("a,b,a") == (Host("a", 2), Host("b", 1))
-    for wrong in ("", "a,,b", "a:0", "a:-1", "a:x", "-x:2", "a b"):
-        with pytest.raises(UsageError, match="write it like node1:4,node2:4"):
-            parse_hosts(wrong)
+    for text in ("", "a,,b", "a:0", "a:-1", "a:x", "-x:2", "a b"):
+        with pytest.raises(UsageError, match="node1:4,node2:4"):
+            parse_hosts(text)
 
 
 # Slurm
@@ -95,8 +95,8 @@ def test_nodelists(text: str, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", ",", "a[", "a[]", "a[3-1]", "a[x]", "a[1-]", "a b", "a]"])
-def test_no_nodelist(text: str) -> None:
-    with pytest.raises(UsageError, match="does not name nodes as Slurm does"):
+def test_an_invalid_nodelist_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="not a node list of Slurm"):
         expand_nodelist(text)
 
 
@@ -104,11 +104,11 @@ NUMBERS = st.lists(st.integers(0, 120), min_size=1, max_size=12, unique=True).ma
 
 
 @given(st.sampled_from(["n", "gpu-a", "x3.y"]), NUMBERS, st.integers(1, 4), st.data())
-def test_a_list_that_was_shortened_is_written_out_again(
+def test_a_compressed_nodelist_is_expanded(
     prefix: str, numbers: list[int], width: int, data: st.DataObject
 ) -> None:
     names = [f"{prefix}{number:0{width}d}" for number in numbers]
-    # As scontrol does it: neighbours become a range, wherever it likes to.
+    # Like scontrol: neighbours may become a range.
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1 and data.draw(st.booleans()):
@@ -136,8 +136,8 @@ def test_counts(runs: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "4(x0)", "4(x2", "x2", "4,", "-1"])
-def test_no_counts(text: str) -> None:
-    with pytest.raises(UsageError, match="does not count tasks as Slurm does"):
+def test_invalid_counts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="task counts of Slurm"):
         expand_counts(text)
 
 
@@ -149,15 +149,15 @@ LONG = "9" * 6000
     ["n[1-999999999]", "n[1-9999][1-9999]", f"n[{LONG}]", "n[1-99]" * 500, "[" * 50_000],
     ids=["range", "product", "digits", "brackets", "open"],
 )
-def test_a_nodelist_that_no_machine_has_is_refused_in_a_line(text: str) -> None:
-    with pytest.raises(UsageError, match=r"more than 250,000 nodes|does not name nodes") as refused:
+def test_a_nodelist_that_is_too_large_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"more than 250,000 nodes|not a node list") as refused:
         expand_nodelist(text)
     assert len(str(refused.value)) < 600
 
 
-def test_other_numbers_that_no_machine_has_are_refused_too(tmp_path: Path) -> None:
+def test_other_numbers_that_are_too_large_are_refused(tmp_path: Path) -> None:
     for text in ("4(x999999999)", LONG):
-        with pytest.raises(UsageError, match="does not count tasks"):
+        with pytest.raises(UsageError, match="task counts"):
             expand_counts(text)
     with pytest.raises(UsageError, match="expected pairs"):
         find_allocation({"LSB_MCPU_HOSTS": f"a {LONG}"})
@@ -168,10 +168,10 @@ def test_other_numbers_that_no_machine_has_are_refused_too(tmp_path: Path) -> No
         read_hostfile(tmp_path / "pipe", "--hostfile")
 
 
-# Who gave the hosts
+# The origin of the hosts
 
 
-def test_who_gives_the_hosts(tmp_path: Path) -> None:
+def test_the_source_of_the_hosts(tmp_path: Path) -> None:
     file = str(write(tmp_path / "nodes", "a\na\nb\nb\n"))
     slurm = {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "2(x2)"}
     assert find_allocation({}) == Allocation("none")
@@ -179,12 +179,12 @@ def test_who_gives_the_hosts(tmp_path: Path) -> None:
     assert find_allocation(slurm) == Allocation("Slurm", A2B2)
     assert find_allocation({"LSB_DJOB_HOSTFILE": file}) == Allocation("LSF", A2B2)
     assert find_allocation({"LSB_MCPU_HOSTS": "a 2 b 2 "}) == Allocation("LSF", A2B2)
-    # A job script of the Torque wrappers on Slurm may have made itself a nodefile, or not.
+    # A job script of the Torque wrappers on Slurm may have created a nodefile, or not.
     assert find_allocation({**slurm, "PBS_NODEFILE": file}).source == "PBS"
     assert find_allocation({**slurm, "PBS_JOBID": "12", "PBS_NODEFILE": ""}).source == "Slurm"
 
 
-def test_a_slurm_job_that_asked_for_nodes_only() -> None:
+def test_a_slurm_job_that_requested_only_nodes() -> None:
     environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}
     assert find_allocation(environ).hosts == (Host("n1", 64), Host("n2", 64))
     assert find_allocation({**environ, "SLURM_TASKS_PER_NODE": "4,3"}).hosts[1].slots == 3
@@ -202,7 +202,7 @@ def test_a_slurm_job_that_asked_for_nodes_only() -> None:
         ({"LSB_MCPU_HOSTS": "a b"}, "expected pairs `host slots`"),
     ],
 )
-def test_variables_that_do_not_fit(environ: dict[str, str], message: str) -> None:
+def test_inconsistent_variables_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         find_allocation(environ)
 
@@ -214,24 +214,24 @@ def allocation(*slots: int, source: str = "PBS") -> Allocation:
     return Allocation(source, tuple(Host(f"n{i}", number) for i, number in enumerate(slots)))
 
 
-def counts(layout: Layout) -> list[int]:
+def counts(layout: RankLayout) -> list[int]:
     return [host.slots for host in layout.hosts]
 
 
-def test_this_machine_takes_any_number() -> None:
+def test_this_machine_takes_any_number_of_ranks() -> None:
     layout = lay_out(9, Allocation("none"))
-    assert layout == Layout(9)
+    assert layout == RankLayout(9)
     assert (layout.per_host, layout.host_of(8)) == (9, None)
 
 
-def test_hosts_are_filled_one_after_the_other() -> None:
+def test_hosts_are_filled_one_by_one() -> None:
     layout = lay_out(5, allocation(4, 3, 2))
     assert counts(layout) == [4, 1]
     assert layout.idle == ("n2",)
     assert [layout.host_of(rank) for rank in range(5)] == ["n0"] * 4 + ["n1"]
 
 
-def test_so_many_a_host() -> None:
+def test_a_fixed_number_of_ranks_per_host() -> None:
     assert counts(lay_out(4, allocation(4, 4, 4, 4), ppn=2)) == [2, 2]
     assert lay_out(4, allocation(4, 4, 4, 4), ppn=2).idle == ("n2", "n3")
     oversubscribed = lay_out(6, allocation(2, 4), ppn=3)
@@ -240,35 +240,37 @@ def test_so_many_a_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given", "ppn", "message"),
+    ("ranks", "hosts", "ppn", "message"),
     [
-        (0, allocation(2), None, "-n 0: give a number of at least 1"),
-        (2, allocation(2), 0, "--ppn 0: give a number of at least 1"),
+        (0, allocation(2), None, "-n 0: must be at least 1"),
+        (2, allocation(2), 0, "--ppn 0: must be at least 1"),
         (5, allocation(2, 2), None, r"-n 5 is more than the 4 slots of PBS \(n0:2,n1:2\)"),
         (3, allocation(2, 2), 2, r"-n 3 is not --ppn 2 times the 2 hosts .*2 x 2 is 4"),
         (6, allocation(2, 2), 2, r"-n 6 is not --ppn 2 times the 2 hosts"),
         (2, allocation(2, 2, source="--hosts"), 2, "-n 2 is not --ppn 2 times the 2 hosts of --ho"),
-        (4, Allocation("none"), 2, "-n 4 --ppn 2: outside an allocation .* --hosts or --hostfile"),
+        (4, Allocation("none"), 2, "-n 4 --ppn 2: .* outside an allocation; .* --hosts"),
     ],
 )
-def test_what_does_not_fit(ranks: int, given: Allocation, ppn: int | None, message: str) -> None:
+def test_ranks_that_do_not_fit(
+    ranks: int, hosts: Allocation, ppn: int | None, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
-        lay_out(ranks, given, ppn)
+        lay_out(ranks, hosts, ppn)
 
 
 SLOTS = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 
 
 @given(SLOTS, st.data())
-def test_every_rank_has_one_place(slots: list[int], data: st.DataObject) -> None:
-    given_hosts = allocation(*slots)
-    ranks = data.draw(st.integers(1, given_hosts.slots))
-    layout = lay_out(ranks, given_hosts)
+def test_every_rank_has_one_host(slots: list[int], data: st.DataObject) -> None:
+    available = allocation(*slots)
+    ranks = data.draw(st.integers(1, available.slots))
+    layout = lay_out(ranks, available)
     assert sum(counts(layout)) == ranks
-    assert all(count <= there for count, there in zip(counts(layout), slots, strict=False))
+    assert all(count <= limit for count, limit in zip(counts(layout), slots, strict=False))
     assert counts(layout)[:-1] == slots[: len(layout.hosts) - 1]
     names = [host.name for host in layout.hosts]
-    assert [*names, *layout.idle] == [host.name for host in given_hosts.hosts]
+    assert [*names, *layout.idle] == [host.name for host in available.hosts]
     order = [names.index(str(layout.host_of(rank))) for rank in range(ranks)]
     assert order == sorted(order)
-    assert layout.per_host == max(order.count(place) for place in order)
+    assert layout.per_host == max(order.count(index) for index in order)

@@ -1,4 +1,4 @@
-"""hvdtrain launch without an MPI: marks of ranks, who spoke last, wrong use, notes, the machine."""
+"""hvdtrain launch without an MPI: marks, the last output, wrong use, warnings, the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import packages, physical_cores
 
-# Which rank wrote a line
+# The rank of a line
 
 MARK = {
     "openmpi4": b"[1,%d]<stdout>:",
@@ -38,7 +38,7 @@ MARK = {
     "pals": b"x3005c0s13b0n0.hsn.example.org %d: ",
     "srun": b" %d: ",
 }
-BROKEN = ("openmpi4", "openmpi5", "mpich")  # that mark pieces of lines, not only lines
+BROKEN = ("openmpi4", "openmpi5", "mpich")  # dialects that mark pieces of lines
 
 
 def untangle(dialect: str, *chunks: bytes) -> list[tuple[int | None, bytes]]:
@@ -48,20 +48,20 @@ def untangle(dialect: str, *chunks: bytes) -> list[tuple[int | None, bytes]]:
 
 
 @pytest.mark.parametrize("dialect", MARKS)
-def test_a_mark_is_read_and_taken_off(dialect: str) -> None:
+def test_a_mark_is_read_and_removed(dialect: str) -> None:
     mark = MARK[dialect]
     text = mark % 0 + b"step 1: [3] and <b>\n" + mark % 12 + b"\n" + mark % 1 + b"no end"
     assert untangle(dialect, text) == [(0, b"step 1: [3] and <b>"), (12, b""), (1, b"no end")]
 
 
 @pytest.mark.parametrize("dialect", MARKS)
-def test_what_has_no_mark_is_the_launchers(dialect: str) -> None:
-    said = b"-----\nOne process has failed\n"
-    assert untangle(dialect, said) == [(None, b"-----"), (None, b"One process has failed")]
+def test_a_line_without_a_mark_is_the_launchers(dialect: str) -> None:
+    text = b"-----\nOne process has failed\n"
+    assert untangle(dialect, text) == [(None, b"-----"), (None, b"One process has failed")]
 
 
 @pytest.mark.parametrize("dialect", BROKEN)
-def test_pieces_of_lines_are_put_together(dialect: str) -> None:
+def test_pieces_of_lines_are_joined(dialect: str) -> None:
     mark = MARK[dialect]
     # As MPICH 5.0.2 and Open MPI 4.1.4 write it, when two ranks flush in the middle of a line.
     text = mark % 1 + b"part" + mark % 0 + b"part" + mark % 1 + b"ial\n" + mark % 0 + b"ial\n"
@@ -69,7 +69,7 @@ def test_pieces_of_lines_are_put_together(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", sorted(set(MARKS) - set(BROKEN)))
-def test_elsewhere_a_mark_counts_at_the_beginning_only(dialect: str) -> None:
+def test_in_other_dialects_a_mark_counts_only_at_the_beginning(dialect: str) -> None:
     mark = MARK[dialect]
     text = mark % 1 + b"quotes " + mark % 0 + b"of another\n"
     assert untangle(dialect, text) == [(1, b"quotes " + mark % 0 + b"of another")]
@@ -92,10 +92,10 @@ def test_no_byte_is_lost_wherever_the_stream_is_cut(
         pieces = [line] if dialect not in BROKEN else _split(line, cuts)
         stream += b"".join(MARK[dialect] % rank + piece for piece in pieces) + b"\n"
     chunks = _split(stream, sorted(chance.sample(range(len(stream) + 1), min(5, len(stream)))))
-    found = untangle(dialect, *chunks)
-    # A line that itself looks like a mark behind its own is the only thing that cannot be told.
-    if not any(MARKS[dialect].search(line) for _, line in lines if dialect in BROKEN):
-        assert found == lines
+    output = untangle(dialect, *chunks)
+    # Only the beginning of a mark in a line, before a real one, is ambiguous.
+    if dialect not in BROKEN or not any(b"[" in line or b"<" in line for _, line in lines):
+        assert output == lines
 
 
 def _split(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -103,7 +103,7 @@ def _split(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[low:high] for low, high in itertools.pairwise(ends)]
 
 
-# What mpirun says about ranks that end with a code other than 0
+# mpirun's messages about ranks with an exit code other than 0
 
 DASHES = b"-" * 74 + b"\n"
 FIVE = (
@@ -128,25 +128,25 @@ OTHER = DASHES + b"There are not enough slots available in the system\n" + DASHE
 
 
 @pytest.mark.parametrize("block", [FIVE, FOUR, SIGNAL])
-def test_what_mpirun_says_about_codes_is_taken_out(block: bytes) -> None:
+def test_mpiruns_messages_about_exit_codes_are_removed(block: bytes) -> None:
     text = b"hvdtrain: saved\n" + OTHER + block + b"the end\n"
     assert take_out_endings(text) == (b"hvdtrain: saved\n" + OTHER + b"the end\n", block)
     assert take_out_endings(OTHER) == (OTHER, b"")
 
 
 @given(st.integers(0, len(FOUR) + 10), st.integers(0, len(FOUR) + 10))
-def test_a_block_that_arrives_in_pieces(one: int, other: int) -> None:
+def test_a_block_that_arrives_in_pieces(cut1: int, cut2: int) -> None:
     stream = b"a rank\n" + FOUR + b"end"
-    first, second = sorted((one, other))
-    shown, taken, begun = b"", b"", b""
+    first, second = sorted((cut1, cut2))
+    shown, removed, block = b"", b"", b""
     for piece in (stream[:first], stream[first:second], stream[second:]):
-        whole, begun = cut_block(begun + piece)
-        text, endings = take_out_endings(whole)
-        shown, taken = shown + text, taken + endings
-    assert (shown + begun, taken) == (b"a rank\nend", FOUR)
+        complete, block = cut_block(block + piece)
+        text, endings = take_out_endings(complete)
+        shown, removed = shown + text, removed + endings
+    assert (shown + block, removed) == (b"a rank\nend", FOUR)
 
 
-def test_what_begins_with_a_rule_and_is_none_is_not_kept_for_ever() -> None:
+def test_a_table_that_begins_with_a_rule_is_no_block() -> None:
     text = DASHES + b"a table of a rank\n" * 400
     assert cut_block(text) == (text, b"")
     assert cut_block(b"step 1\rstep 2") == (b"step 1\rstep 2", b"")
@@ -163,7 +163,7 @@ def test_what_begins_with_a_rule_and_is_none_is_not_kept_for_ever() -> None:
         "train.py: error: unrecognized arguments: --epoch 3",
     ],
 )
-def test_a_rank_has_said_why_it_ends(line: str) -> None:
+def test_the_reason_of_a_rank_is_recognized(line: str) -> None:
     assert REASON.search(b"[prterun-n-1@1,1]<stderr>: " + line.encode())
 
 
@@ -175,11 +175,11 @@ def test_a_rank_has_said_why_it_ends(line: str) -> None:
         "epoch 1  step 3/100  loss 0.5",
     ],
 )
-def test_a_line_that_says_nothing_of_an_end(line: str) -> None:
+def test_a_line_without_a_reason(line: str) -> None:
     assert not REASON.search(line.encode())
 
 
-def test_a_rank_that_waits_for_another_one_gives_no_sign_of_life() -> None:
+def test_a_rank_that_waits_for_another_one_makes_no_progress() -> None:
     waiting = b"hvdtrain: 30 s in the sum of the gradients: rank 0 on n waiting for rank 1 on n\n"
     assert not holds_output(waiting)
     assert holds_output(waiting + b"step 4\n")
@@ -190,12 +190,12 @@ def test_a_rank_that_waits_for_another_one_gives_no_sign_of_life() -> None:
     assert last.rank == 1
 
 
-# Which output was the last
+# The last output
 
 TWO_HOSTS = lay_out(4, Allocation("PBS", (Host("node1", 2), Host("node2", 2))))
 
 
-def test_who_spoke_last() -> None:
+def test_the_last_output() -> None:
     last = LastOutput()
     assert last.describe(TWO_HOSTS) == "no rank has produced output"
     last.note(0, b"epoch 1  step 40/100  loss 0.3")
@@ -204,13 +204,13 @@ def test_who_spoke_last() -> None:
         "last output from rank 0 on node1, at step 40: 'epoch 1  step 40/100  loss 0.3'"
     )
     last.note(3, b"waiting \xff")
-    waits = "last output from rank 3 on node2, after step 40: 'waiting \ufffd'"  # which is not told
+    waits = "last output from rank 3 on node2, after step 40: 'waiting \ufffd'"
     assert last.describe(TWO_HOSTS) == waits
     last.note(3, b"step 38, then step 39: footstep 7")
     assert "last output from rank 3 on node2, at step 39: " in last.describe(TWO_HOSTS)
 
 
-def test_a_long_line_is_cut() -> None:
+def test_a_long_line_is_truncated() -> None:
     last = LastOutput()
     last.note(1, b"x" * 500)
     assert last.describe(TWO_HOSTS) == f"last output from rank 1 on node1: '{'x' * 97}...'"
@@ -222,17 +222,17 @@ def test_a_long_line_is_cut() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("-n 2", "no program to start: put it after --"),
-        ("-n 2 --", "no program to start: put it after --"),
+        ("-n 2", "missing command: put it after `--`"),
+        ("-n 2 --", "missing command: put it after `--`"),
         ("-n 2 -- no-such-program-here", "no-such-program-here: no such program on the PATH"),
         ("-n 2 -- ./nowhere/train.py", "./nowhere/train.py: no such program on the PATH"),
-        ("-n 0 -- true", "-n 0: give a number of at least 1"),
-        ("-n 2 --threads 0 -- true", "--threads 0: give a number of at least 1"),
-        ("-n 2 --timeout 0 -- true", "--timeout 0: give seconds, more than 0"),
-        ("-n 2 --timeout nan -- true", "--timeout nan: give seconds, more than 0"),
+        ("-n 0 -- true", "-n 0: must be at least 1"),
+        ("-n 2 --threads 0 -- true", "--threads 0: must be at least 1"),
+        ("-n 2 --timeout 0 -- true", "--timeout 0: must be more than 0"),
+        ("-n 2 --timeout nan -- true", "--timeout nan: must be more than 0"),
         ("-n 3 --hosts a:2 -- true", "-n 3 is more than the 2 slots of --hosts (a:2)"),
         ("-n 3 --ppn 2 --hosts a:2,b:2 -- true", "-n 3 is not --ppn 2 times the 2 hosts"),
-        ("-n 2 --hosts a: -- true", "--hosts a:: write it like node1:4,node2:4"),
+        ("-n 2 --hosts a: -- true", "--hosts a:: "),
         ("-n 2 --hostfile /nowhere/at/all -- true", "--hostfile: /nowhere/at/all: No such file"),
     ],
 )
@@ -250,67 +250,66 @@ def test_an_empty_nodefile(
     (tmp_path / "nodes").touch()
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
     assert cli.main(["launch", "-n", "2", "--", "true"]) == 2
-    assert f"PBS_NODEFILE: {tmp_path}/nodes names no host" in capsys.readouterr().err
+    assert f"PBS_NODEFILE: {tmp_path}/nodes contains no host" in capsys.readouterr().err
 
 
 def test_a_script_that_cannot_be_executed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    with pytest.raises(UsageError, match=f"start the script by `python {script}`"):
+    with pytest.raises(UsageError, match=f"`python {script}`"):
         prepare(Request(2, [str(script)]), {"PATH": "/bin"})
 
 
-# What the user may not have meant
+# Warnings
 
 
-def job(**more: object) -> Placement:
+def job(**options: object) -> Placement:
     layout = lay_out(4, Allocation("none"))
-    return Placement(**{"layout": layout, "cores": 8, **more})  # type: ignore[arg-type]
+    return Placement(**{"layout": layout, "cores": 8, **options})  # type: ignore[arg-type]
 
 
-def test_nothing_to_note() -> None:
+def test_no_warning() -> None:
     assert notes(job()) == []
     assert notes(job(environ={"OMP_NUM_THREADS": "2", "NCPUS": "8"})) == []
     assert notes(job(environ={"OMP_NUM_THREADS": "8"}, threads=2)) == []
     assert notes(job(layout=lay_out(16, Allocation("none")))) == []
 
 
-def test_threads_of_the_users_that_are_too_many() -> None:
-    assert notes(job(environ={"OMP_NUM_THREADS": "8"})) == [
-        "4 ranks of 8 threads are more than 8 cores: --threads 2 gives each its share"
-    ]
+def test_too_many_threads_of_the_users() -> None:
+    (note,) = notes(job(environ={"OMP_NUM_THREADS": "8"}))
+    assert "4 ranks of 8 threads" in note
+    assert "--threads 2" in note
 
 
-def test_more_ranks_on_a_host_than_its_part_has_cores() -> None:
-    assert notes(job(cores=64, threads=1, environ={"NCPUS": "2"})) == [
-        "4 ranks on a host of which the batch system gave this job 2 cores: ask for 4 (PBS: ncpus "
-        "and mpiprocs), or give --ppn 2"
-    ]
+def test_more_ranks_per_host_than_allocated_cores() -> None:
+    (note,) = notes(job(cores=64, threads=1, environ={"NCPUS": "2"}))
+    assert "only 2 cores" in note
+    assert "--ppn 2" in note
 
 
 def in_pbs(ncpus: int, threads: int | None) -> dict[str, str]:
-    given = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return {"PBS_JOBID": "7.pbs1", "NCPUS": str(ncpus), **given}
+    variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {"PBS_JOBID": "7.pbs1", "NCPUS": str(ncpus), **variables}
 
 
 @pytest.mark.parametrize(
     ("environ", "request_", "threads"),
     [
-        (in_pbs(8, 8), Request(4, ()), 2),  # set by PBS: all of them for every rank
+        (in_pbs(8, 8), Request(4, ()), 2),  # set by PBS: all cores for every rank
         (in_pbs(8, None), Request(4, ()), 2),  # a part of the host, which has 64
         (in_pbs(8, None), Request(4, (), ranks_per_host=8), 1),
         (in_pbs(2, 2), Request(4, ()), 1),
-        (in_pbs(8, 3), Request(4, ()), None),  # the user's own stays
+        (in_pbs(8, 3), Request(4, ()), None),  # set by the user: kept
         (in_pbs(8, None), Request(4, (), hosts="a:4"), None),
         (in_pbs(64, 64), Request(4, ()), 16),
-        (in_pbs(64, None), Request(4, ()), None),  # bound, a rank sees its own cores
+        (in_pbs(64, None), Request(4, ()), None),  # bound, a rank sees only its cores
         ({"SLURM_CPUS_ON_NODE": "8"}, Request(4, ()), 2),
-        ({"OMP_NUM_THREADS": "8", "NCPUS": "8"}, Request(4, ()), None),  # no job of PBS
+        ({"OMP_NUM_THREADS": "8", "NCPUS": "8"}, Request(4, ()), None),  # no PBS job
         ({}, Request(4, ()), None),
         ({}, Request(4, (), ranks_per_host=8), 8),
     ],
 )
-def test_threads_of_a_rank_are_its_share_of_what_the_job_got(
+def test_threads_of_a_rank_are_its_share_of_the_allocated_cores(
     environ: dict[str, str], request_: Request, threads: int | None
 ) -> None:
     layout = lay_out(4, Allocation("none"))
@@ -320,8 +319,8 @@ def test_threads_of_a_rank_are_its_share_of_what_the_job_got(
 
 
 def test_idle_hosts() -> None:
-    given_hosts = Allocation("PBS", (Host("a", 4), Host("b", 4), Host("c", 4)))
-    assert notes(job(layout=lay_out(4, given_hosts))) == ["no rank for host b, c"]
+    hosts = Allocation("PBS", (Host("a", 4), Host("b", 4), Host("c", 4)))
+    assert notes(job(layout=lay_out(4, hosts))) == ["no rank for host b, c"]
 
 
 # The machine
@@ -334,7 +333,7 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
         (folder / "thread_siblings_list").write_text(siblings + "\n")
     assert physical_cores({0, 1, 2, 3}, tmp_path) == 2
     assert physical_cores({0, 2}, tmp_path) == 1
-    assert physical_cores({0, 1, 7}, tmp_path) == 3  # nothing is told of the last one
+    assert physical_cores({0, 1, 7}, tmp_path) == 3  # the last one is unknown
 
 
 def test_packages(tmp_path: Path) -> None:
@@ -345,7 +344,7 @@ def test_packages(tmp_path: Path) -> None:
     assert packages({0, 1, 2, 3}, tmp_path) == 2
     assert packages({0, 1}, tmp_path) == 1
     assert packages({0, 1, 2}, tmp_path) == 0
-    assert packages({0, 8, 9}, tmp_path / "nothing is told") == 1
+    assert packages({0, 8, 9}, tmp_path / "unknown") == 1
 
 
 def test_gpus(tmp_path: Path) -> None:

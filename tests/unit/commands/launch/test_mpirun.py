@@ -1,6 +1,6 @@
-"""Which launcher is there, and the whole argv for each of them; ``golden/launch.txt`` holds it.
+"""The detected launcher, and the whole argv for each, compared with ``golden/launch.txt``.
 
-This prints the golden text anew, to be put there and read for what has changed:
+To print the current text, to review and commit:
 python -c "from tests.unit.commands.launch.test_mpirun import golden; print(golden(), end='')"
 """
 
@@ -18,7 +18,7 @@ import pytest
 from hvdtrain.commands.launch import mpirun
 from hvdtrain.commands.launch.argv import BUILDERS, Placement, build, forwarded
 from hvdtrain.commands.launch.hosts import Allocation, Host
-from hvdtrain.commands.launch.layout import Layout, lay_out
+from hvdtrain.commands.launch.layout import RankLayout, lay_out
 from hvdtrain.commands.launch.mpirun import AGENT, NAMES, Mpi, agent_settings, classify, find_mpi
 from hvdtrain.errors import UsageError
 
@@ -76,16 +76,16 @@ def golden() -> str:
 
 
 def test_every_command_is_the_golden_one() -> None:
-    expected, found = GOLDEN.read_text(), golden()
-    changes = difflib.unified_diff(expected.splitlines(), found.splitlines(), "golden", "found")
-    assert expected == found, "\n".join(changes)
+    expected, text = GOLDEN.read_text(), golden()
+    changes = difflib.unified_diff(expected.splitlines(), text.splitlines(), "golden", "current")
+    assert expected == text, "\n".join(changes)
 
 
 def test_every_dialect_has_a_name_and_a_builder() -> None:
     assert set(NAMES) == set(BUILDERS) == set(PROGRAMS)
 
 
-# What the user has set is left alone
+# Settings of the user are not changed
 
 
 def argv(dialect: str, environ: Mapping[str, str], **job: object) -> list[str]:
@@ -103,8 +103,8 @@ def test_pinning_of_intel_is_left_to_the_user() -> None:
     assert "I_MPI_PIN_DOMAIN" not in argv("intel", {"I_MPI_PIN_DOMAIN": "socket"})
     mpi, job = Mpi("intel", "/bin/x", ""), Placement(lay_out(4, TWO), cores=8)
     assert build(mpi, job, WORDS).env["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] == "0"
-    own = Placement(lay_out(4, TWO), cores=8, environ={"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "1"})
-    assert "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" not in build(mpi, own, WORDS).env
+    user = Placement(lay_out(4, TWO), cores=8, environ={"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "1"})
+    assert "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" not in build(mpi, user, WORDS).env
 
 
 def test_the_pmi_of_srun_is_left_to_the_site() -> None:
@@ -113,7 +113,7 @@ def test_the_pmi_of_srun_is_left_to_the_site() -> None:
     assert "--mpi=pmix" not in argv("srun", {"CRAY_MPICH_VERSION": "8.1.28"})
 
 
-def test_threads_are_set_and_handed_on_where_asked_for() -> None:
+def test_requested_threads_are_set_and_exported() -> None:
     mpi, layout = Mpi("openmpi5", "/bin/mpirun", "5.0.11"), lay_out(4, TWO)
     command = build(mpi, Placement(layout, cores=8, threads=2), WORDS)
     assert command.env == {"OMP_NUM_THREADS": "2"}
@@ -122,14 +122,14 @@ def test_threads_are_set_and_handed_on_where_asked_for() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["openmpi5", "mpich", "srun"])
-def test_what_a_job_exports_reaches_the_ranks(dialect: str) -> None:
+def test_the_environment_of_a_job_reaches_the_ranks(dialect: str) -> None:
     mpi, layout = Mpi(dialect, f"/bin/{dialect}", "1"), lay_out(4, TWO)
     bare = Placement(layout, cores=8, environ={"SLURM_EXPORT_ENV": "NONE"})
     assert build(mpi, bare, WORDS).env == {"SLURM_EXPORT_ENV": "ALL"}
     assert "SLURM_EXPORT_ENV" not in build(mpi, Placement(layout, cores=8), WORDS).env
 
 
-def test_more_threads_than_cores_of_its_own_are_not_bound() -> None:
+def test_more_threads_than_cores_per_rank_are_not_bound() -> None:
     assert Placement(lay_out(2, Allocation("none")), cores=8, threads=4).width == 4
     assert Placement(lay_out(2, Allocation("none")), cores=8, threads=5).width == 0
     assert not Placement(lay_out(2, Allocation("none")), cores=8, threads=5).oversubscribed
@@ -139,10 +139,10 @@ def test_more_threads_than_cores_of_its_own_are_not_bound() -> None:
     ("ranks", "packages", "mapping"),
     [
         (1, 1, "slot:PE=20"),
-        (1, 2, "slot"),  # has both packages: bound to more than one it would be refused
+        (1, 2, "slot"),  # binding to more than one package would be refused
         (2, 2, "slot:PE=10"),
         (3, 2, "slot"),
-        (6, 2, "slot:PE=3"),  # not 20 // 6 cores from end to end: the fourth would be torn apart
+        (6, 2, "slot:PE=3"),  # not 20 // 6 cores: the fourth rank would span both packages
         (20, 2, "slot:PE=1"),
         (2, 0, "slot"),
     ],
@@ -159,7 +159,7 @@ def test_open_mpi_binds_within_packages(ranks: int, packages: int, mapping: str)
     ("cores", "packages", "ranks_per_host", "width"),
     [(8, 1, 4, 2), (8, 1, 3, 2), (8, 2, 4, 2), (8, 1, 64, 1)],
 )
-def test_fewer_ranks_have_the_cores_of_a_full_host(
+def test_fewer_ranks_get_the_cores_of_a_full_host(
     dialect: str, cores: int, packages: int, ranks_per_host: int, width: int
 ) -> None:
     for ranks in range(1, min(ranks_per_host, cores) + 1):
@@ -175,7 +175,7 @@ def test_fewer_ranks_have_the_cores_of_a_full_host(
         assert shown in ([options[0]], [options[1]], [options[2]], [f"{width}"])
 
 
-def test_a_gpu_by_its_uuid_stays_at_home() -> None:
+def test_a_gpu_uuid_is_not_exported() -> None:
     assert forwarded({"CUDA_VISIBLE_DEVICES": "0,1", "HOME": "/"}) == ["CUDA_VISIBLE_DEVICES"]
     assert forwarded({"CUDA_VISIBLE_DEVICES": ""}) == ["CUDA_VISIBLE_DEVICES"]
     assert forwarded({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"}) == []
@@ -183,17 +183,17 @@ def test_a_gpu_by_its_uuid_stays_at_home() -> None:
 
 @pytest.mark.parametrize("dialect", ["intel", "pals", "srun"])
 @pytest.mark.parametrize("slots", [(2, 4), (4, 2, 4), (4, 2, 2)])
-def test_launchers_that_cannot_place_unevenly_say_so(dialect: str, slots: tuple[int, ...]) -> None:
+def test_launchers_without_uneven_placement_report_it(dialect: str, slots: tuple[int, ...]) -> None:
     hosts = tuple(Host(f"n{i}", number) for i, number in enumerate(slots))
-    job = Placement(Layout(sum(slots), hosts), cores=8)
+    job = Placement(RankLayout(sum(slots), hosts), cores=8)
     with pytest.raises(UsageError, match="starts the same number of ranks on each host, not"):
         build(Mpi(dialect, "/bin/x", ""), job, WORDS)
     assert build(Mpi("openmpi5", "/bin/x", ""), job, WORDS)
 
 
-# Which launcher is there
+# The detected launcher
 
-SAID = {
+VERSIONS = {
     "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/\n": "openmpi5 5.0.11",
     "mpiexec (Open MPI) 6.0.0rc1\n": "openmpi5 6.0.0rc1",
     "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/\n": "openmpi4 4.1.4",
@@ -208,28 +208,28 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_versions(said: str) -> None:
-    assert classify(said) == tuple(SAID[said].split())
+@pytest.mark.parametrize("output", VERSIONS)
+def test_versions(output: str) -> None:
+    assert classify(output) == tuple(VERSIONS[output].split())
 
 
-@pytest.mark.parametrize("said", ["", "Unknown option: version\nUsage:\n    mpiexec.slurm args"])
-def test_strangers(said: str) -> None:
-    assert classify(said) is None
+@pytest.mark.parametrize("output", ["", "Unknown option: version\nUsage:\n    mpiexec.slurm args"])
+def test_unknown_launchers(output: str) -> None:
+    assert classify(output) is None
 
 
-def program(folder: Path, name: str, said: str) -> str:
-    """A program that says its version; what the launchers themselves do, real runs tell."""
+def program(folder: Path, name: str, output: str) -> str:
+    """Write a program that prints ``output``, and return its path."""
     folder.mkdir(exist_ok=True)
-    (folder / "said").write_text(said)
+    (folder / "output").write_text(output)
     path = folder / name
-    path.write_text('#!/bin/sh\nexec /bin/cat "${0%/*}/said"\n')
+    path.write_text('#!/bin/sh\nexec /bin/cat "${0%/*}/output"\n')
     path.chmod(0o755)
     return str(path)
 
 
 OPEN_MPI, HYDRA, INTEL, SLURM = (
-    next(said for said, what in SAID.items() if what.startswith(kind))
+    next(output for output, version in VERSIONS.items() if version.startswith(kind))
     for kind in ("openmpi5", "mpich", "intel", "srun")
 )
 IN_JOB = {"SLURM_JOB_ID": "7"}
@@ -250,7 +250,7 @@ def test_srun_counts_in_a_slurm_job_without_mpirun(tmp_path: Path) -> None:
     program(tmp_path / "b", "mpirun", "Unknown option: version\n")
     path = f"{tmp_path}/a:{tmp_path}/b"
     assert find_mpi({"PATH": path, **IN_JOB}) == Mpi("srun", srun, "22.05.8")
-    with pytest.raises(UsageError, match=r"no mpirun.* \(.*/b/mpirun report no known version"):
+    with pytest.raises(UsageError, match=r"no mpirun.* \(.*/b/mpirun: unknown version"):
         find_mpi({"PATH": path})
     real = program(tmp_path / "c", "mpirun", OPEN_MPI)
     assert find_mpi({"PATH": f"{tmp_path}/a:{tmp_path}/c", **IN_JOB}).program == real
@@ -261,7 +261,7 @@ def test_no_launcher_at_all(tmp_path: Path) -> None:
         find_mpi({"PATH": str(tmp_path)})
 
 
-def test_intels_script_is_passed_over(tmp_path: Path) -> None:
+def test_intels_script_is_skipped(tmp_path: Path) -> None:
     script = program(tmp_path, "mpirun", INTEL)
     assert find_mpi({"PATH": str(tmp_path)}).program == script
     hydra = program(tmp_path, "mpiexec.hydra", INTEL)
@@ -273,7 +273,7 @@ def test_intels_script_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> tuple[Mpi, dict[str, str]]:
-    """An Open MPI in a folder of its own, and the environment of a user who has set nothing."""
+    """Return an Open MPI in a temporary directory, and an environment without settings."""
     (tmp_path / "mpi" / "etc").mkdir(parents=True)
     launcher = program(tmp_path / "mpi" / "bin", "mpirun", OPEN_MPI)
     ssh = program(tmp_path / "bin", "ssh", "")
@@ -284,13 +284,13 @@ def site(tmp_path: Path) -> tuple[Mpi, dict[str, str]]:
 WRAPPER = Path(mpirun.__file__).with_name("deaf_to_term")
 
 
-def test_an_ssh_that_is_deaf_to_term(site: tuple[Mpi, dict[str, str]]) -> None:
+def test_ssh_is_wrapped_to_ignore_term(site: tuple[Mpi, dict[str, str]]) -> None:
     mpi, environ = site
     for dialect, name in AGENT.items():
         ours = {name: f"{WRAPPER} ssh -x"}
         assert agent_settings(Mpi(dialect, mpi.program, ""), environ) == ours
     assert agent_settings(Mpi("mpich", mpi.program, ""), environ) == {}
-    assert agent_settings(mpi, {**environ, "PATH": "/nowhere"}) == {}  # another way is taken there
+    assert agent_settings(mpi, {**environ, "PATH": "/nowhere"}) == {}  # Open MPI reports it
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How a job has ended, where the launcher's exit code is wrong."""
+"""The outcome of a job if the launcher's exit code is wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.commands.launch.outcome import Outcome
+from hvdtrain.commands.launch.outcome import JobOutcome
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime import end_mark
 from tests.conftest import environment
@@ -34,14 +34,14 @@ NOT_BACK = (
 
 
 @pytest.fixture
-def outcome() -> Iterator[Outcome]:
-    """That of a job that runs."""
-    with Outcome() as outcome:
+def outcome() -> Iterator[JobOutcome]:
+    """The outcome of a running job."""
+    with JobOutcome() as outcome:
         yield outcome
 
 
-def run_rank_0(outcome: Outcome, end: str) -> None:
-    """Run a rank 0 that has come so far as to leave its mark."""
+def run_rank_0(outcome: JobOutcome, end: str) -> None:
+    """Run a rank 0 that leaves its mark, then ``end``."""
     begin = "from hvdtrain.system.runtime import end_mark, exit; end_mark.leave_mark(); "
     variables = environment(**outcome.mark.environment)
     subprocess.run([sys.executable, "-c", begin + end], env=variables, check=False, timeout=60)
@@ -50,31 +50,35 @@ def run_rank_0(outcome: Outcome, end: str) -> None:
 @pytest.mark.parametrize("text", [LOST, NOT_BACK])
 @pytest.mark.parametrize("code", [0, 255])
 @pytest.mark.parametrize("length", [1, 100, 5000])
-def test_a_lost_host_is_no_success(code: int, text: bytes, length: int, outcome: Outcome) -> None:
+def test_a_lost_host_is_no_success(
+    code: int, text: bytes, length: int, outcome: JobOutcome
+) -> None:
     stream = b"a warning\n" * 200 + text + b"last words of the ranks\n" * 200
     for start in range(0, len(stream), length):
         outcome.read(2, stream[start : start + length])
     assert outcome.lost_host == "node2"
-    with pytest.raises(HvdtrainError, match=f"host node2 was lost .*: {code}.*no checkpoint") as it:
-        outcome.exit_code(code, None, stop_asked=False)
-    assert it.value.exit_code == 1
+    with pytest.raises(
+        HvdtrainError, match=f"host node2 was lost .*: {code}.*no checkpoint"
+    ) as error:
+        outcome.exit_code(code, None, stop_requested=False)
+    assert error.value.exit_code == 1
 
 
-def test_the_newest_checkpoint_is_named(outcome: Outcome, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_named(outcome: JobOutcome, tmp_path: Path) -> None:
     for step in (9, 10):
         (tmp_path / f"step-{step:09}").mkdir()
     outcome.read(2, LOST)
-    with pytest.raises(HvdtrainError, match=f"goes on from {tmp_path}/step-000000010"):
-        outcome.exit_code(0, tmp_path, stop_asked=True)
+    with pytest.raises(HvdtrainError, match=f"{tmp_path}/step-000000010"):
+        outcome.exit_code(0, tmp_path, stop_requested=True)
 
 
 @pytest.mark.parametrize("code", [0, 1, 137, 75])
-def test_any_other_exit_code_is_the_launchers(code: int, outcome: Outcome) -> None:
+def test_any_other_exit_code_is_the_launchers(code: int, outcome: JobOutcome) -> None:
     outcome.read(2, b"[node1:1] a rank's own words\n" * 100)
-    assert outcome.exit_code(code, None, stop_asked=False) == code
+    assert outcome.exit_code(code, None, stop_requested=False) == code
     if code:
-        outcome.read(2, LOST)  # a rank has said why it ends
-        assert outcome.exit_code(code, None, stop_asked=False) == code
+        outcome.read(2, LOST)  # a rank has reported why it ends
+        assert outcome.exit_code(code, None, stop_requested=False) == code
 
 
 @pytest.mark.parametrize(
@@ -85,38 +89,38 @@ def test_any_other_exit_code_is_the_launchers(code: int, outcome: Outcome) -> No
         ("exit.leave(75)", 75),
         ("exit.leave(3)", 3),
         ("raise KeyError", 1),
-        ("import os; os._exit(0)", 1),  # as where it is killed
+        ("import os; os._exit(0)", 1),  # as if it is killed
         ("import os, sys; os.fork() or sys.exit(0); os.wait(); os._exit(0)", 1),
     ],
 )
-def test_rank_0_leaves_its_mark(end: str, mark: int, outcome: Outcome) -> None:
+def test_rank_0_leaves_its_mark(end: str, mark: int, outcome: JobOutcome) -> None:
     run_rank_0(outcome, end)
     assert outcome.mark.read() == mark
     if mark:
-        with pytest.raises(HvdtrainError, match="rank 0 has not come to its end"):
-            outcome.exit_code(0, None, stop_asked=False)
+        with pytest.raises(HvdtrainError, match="rank 0 ended early"):
+            outcome.exit_code(0, None, stop_requested=False)
     else:
-        assert outcome.exit_code(0, None, stop_asked=False) == 0
-    assert outcome.exit_code(9, None, stop_asked=False) == 9
+        assert outcome.exit_code(0, None, stop_requested=False) == 0
+    assert outcome.exit_code(9, None, stop_requested=False) == 9
 
 
-def test_all_ranks_have_saved_though_a_host_was_lost(outcome: Outcome) -> None:
-    """TERM to all that a job runs, the ssh to the other host too."""
+def test_all_ranks_have_saved_though_a_host_was_lost(outcome: JobOutcome) -> None:
+    """TERM to all processes of a job, including the ssh to the other host."""
     run_rank_0(outcome, "exit.leave(75)")
     outcome.read(2, NOT_BACK)
-    assert outcome.exit_code(0, None, stop_asked=True) == 75
+    assert outcome.exit_code(0, None, stop_requested=True) == 75
     with pytest.raises(HvdtrainError, match="host node2 was lost"):  # mpirun itself ended them
-        outcome.exit_code(0, None, stop_asked=False)
+        outcome.exit_code(0, None, stop_requested=False)
 
 
 def test_no_file_of_another_process_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On another host the number of launch's process may be that of any."""
-    with (tmp_path / "log").open("w+") as other:
-        other.write("important\n")
-        other.flush()
-        path = f"/proc/self/fd/{other.fileno()}"
+    """On another host the process id of launch may be that of any process."""
+    with (tmp_path / "log").open("w+") as file:
+        file.write("important\n")
+        file.flush()
+        path = f"/proc/self/fd/{file.fileno()}"
         end_mark._write(path, 1)
         end_mark._write("/proc/0/fd/9", 1)
     assert (tmp_path / "log").read_text() == "important\n"

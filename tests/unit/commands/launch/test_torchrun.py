@@ -1,4 +1,4 @@
-"""Agents of torchrun: what is started on which host, and how they end together."""
+"""Agents of torchrun: their commands per host, and how they end together."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.launch.hosts import Host
-from hvdtrain.commands.launch.layout import Layout
+from hvdtrain.commands.launch.layout import RankLayout
 from hvdtrain.commands.launch.remote import SSH, names_here
 from hvdtrain.commands.launch.torchrun import (
     AGENT,
-    OWN_ADDRESS,
-    Agent,
+    NO_SHARED_STORE,
+    AgentCommand,
     Agents,
     ElasticAgents,
-    agents,
+    agent_commands,
     show,
 )
 from hvdtrain.system.runtime.command import Command
 
 WORDS = ("python", "-m", "hvdtrain.resnet", "--data", "my images")
 ENVIRON = {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "ib0", "HOME": "/root", "MASTER_PORT": "4711"}
-TWO = Layout(3, (Host("node1.cluster", 2), Host("node2", 1)))
+TWO = RankLayout(3, (Host("node1.cluster", 2), Host("node2", 1)))
 
 
 def test_one_host_needs_no_rendezvous() -> None:
-    for layout in (Layout(2), Layout(2, (Host("node1", 2),))):
-        (one,) = agents(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"})
-        assert one.command == Command(
+    for layout in (RankLayout(2), RankLayout(2, (Host("node1", 2),))):
+        (agent,) = agent_commands(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"})
+        assert agent.command == Command(
             (*AGENT, "--standalone", "--nproc-per-node=2", "--no-python", *WORDS)
         )
 
 
-def test_two_hosts_of_which_this_is_one() -> None:
-    here, there = agents(TWO, WORDS, 4, ENVIRON, Path("/my work"), {"node1"})
+def test_this_host_and_a_remote_one() -> None:
+    local, remote = agent_commands(TWO, WORDS, 4, ENVIRON, Path("/my work"), {"node1"})
     rendezvous = ("--nnodes=2", "--master-addr=node1.cluster", "--master-port=4711")
     first = (*AGENT, *rendezvous, "--node-rank=0", "--nproc-per-node=2", "--no-python", *WORDS)
-    assert here == Agent("node1.cluster", Command(first, {"OMP_NUM_THREADS": "4"}))
-    assert there.host == "node2"
-    assert there.command.argv[:4] == (*SSH, "node2")
-    # What the shell on the other host makes of it.
-    assert shlex.split(there.command.argv[-1]) == [
+    assert local == AgentCommand("node1.cluster", Command(first, {"OMP_NUM_THREADS": "4"}))
+    assert remote.host == "node2"
+    assert remote.command.argv[:4] == (*SSH, "node2")
+    # As the remote shell splits it.
+    assert shlex.split(remote.command.argv[-1]) == [
         *("exec", "env", "--chdir=/my work", "GLOO_SOCKET_IFNAME=ib0", "OMP_NUM_THREADS=4"),
         *("PATH=/bin", *AGENT, *rendezvous, "--node-rank=1", "--nproc-per-node=1"),
         *("--no-python", *WORDS),
@@ -52,15 +52,15 @@ def test_two_hosts_of_which_this_is_one() -> None:
 
 
 def test_hosts_that_may_be_lost() -> None:
-    layout = Layout(8, tuple(Host(name, 2) for name in ("node1", "node2", "node3", "node4")))
-    found = agents(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"}, 3)
+    layout = RankLayout(8, tuple(Host(name, 2) for name in ("node1", "node2", "node3", "node4")))
+    commands = agent_commands(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"}, 3)
     rendezvous = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1:4711", "--rdzv-id=4711")
     first = (*AGENT, "--nnodes=2:4", *rendezvous, "--max-restarts=10", "--rdzv-conf=is_host=1")
     words = ("--local-addr=node1", "--nproc-per-node=2", "--no-python", *WORDS)
-    assert found[0].command == Command((*first, *words), OWN_ADDRESS)
-    for other in found[1:]:
-        line = shlex.split(other.command.argv[-1])
-        assert f"--local-addr={other.host}" in line
+    assert commands[0].command == Command((*first, *words), NO_SHARED_STORE)
+    for remote in commands[1:]:
+        line = shlex.split(remote.command.argv[-1])
+        assert f"--local-addr={remote.host}" in line
         assert {"--rdzv-conf=is_host=0", "--nnodes=2:4", *rendezvous} < set(line)
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line
 
@@ -70,22 +70,22 @@ def test_hosts_that_may_be_lost() -> None:
     [((4, 1), 4, 2), ((4, 1), 1, 1), ((4, 4, 2), 8, 3), ((4, 4, 2), 6, 2), ((2, 2), 4, 2)],
 )
 def test_hosts_of_unequal_slots(slots: tuple[int, ...], fewest: int, expected: int) -> None:
-    """As many as have the ranks, whichever they are."""
-    layout = Layout(sum(slots), tuple(Host(f"node{n}", one) for n, one in enumerate(slots)))
+    """The minimum number of hosts holds the ranks, whichever hosts they are."""
+    layout = RankLayout(sum(slots), tuple(Host(f"node{n}", count) for n, count in enumerate(slots)))
     job = {"PBS_JOBID": "7.server"}
-    for agent in agents(layout, WORDS, None, job, Path("/work"), {"node0"}, fewest):
+    for agent in agent_commands(layout, WORDS, None, job, Path("/work"), {"node0"}, fewest):
         assert f"--nnodes={expected}:{len(slots)}" in agent.command.show()
         assert "--rdzv-id=7.server" in agent.command.show()
 
 
 def test_ranks_that_may_be_lost_on_one_host() -> None:
-    (one,) = agents(Layout(2), WORDS, None, {}, Path("/work"), (), 1)
-    own = ("--standalone", "--max-restarts=10", "--nproc-per-node=2", "--no-python")
-    assert one.command == Command((*AGENT, *own, *WORDS), OWN_ADDRESS)
+    (agent,) = agent_commands(RankLayout(2), WORDS, None, {}, Path("/work"), (), 1)
+    options = ("--standalone", "--max-restarts=10", "--nproc-per-node=2", "--no-python")
+    assert agent.command == Command((*AGENT, *options, *WORDS), NO_SHARED_STORE)
 
 
 def test_the_port_is_torchruns() -> None:
-    assert "--master-port=29500" in show(agents(TWO, WORDS, None, {}, Path("/"), ()))
+    assert "--master-port=29500" in show(agent_commands(TWO, WORDS, None, {}, Path("/"), ()))
 
 
 def test_this_machine_has_names_and_addresses() -> None:
@@ -96,22 +96,22 @@ def test_a_dry_run_prints_a_line_per_host(capsys: pytest.CaptureFixture[str]) ->
     words = "launch -n 4 --hosts a:2,b:2 --launcher torchrun --dry-run -- true --epochs 3"
     assert cli.main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [shlex.split(line)[:4] for line in lines] == [[*SSH, one] for one in "ab"]
+    assert [shlex.split(line)[:4] for line in lines] == [[*SSH, host] for host in "ab"]
 
 
 @pytest.mark.parametrize("words", ["--tag", "--timeout 5"])
-def test_output_that_is_not_read_has_no_marks(
+def test_options_that_read_the_output_are_refused(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(f"launch -n 2 --launcher torchrun {words} -- true".split()) == 2
-    assert "--tag and --timeout are for an MPI's launcher" in capsys.readouterr().err
+    assert "--launcher torchrun does not support --tag" in capsys.readouterr().err
 
 
 def started(*programs: str, kind: type[Agents] = Agents) -> Agents:
-    """Agents that are these programs of Python."""
+    """Return agents that run these Python programs."""
     running = kind()
     commands = [Command((sys.executable, "-c", program)) for program in programs]
-    running.start([Agent(f"node{place}", one) for place, one in enumerate(commands)])
+    running.start([AgentCommand(f"node{n}", command) for n, command in enumerate(commands)])
     return running
 
 
@@ -122,7 +122,7 @@ def test_an_agent_that_fails_ends_the_others_by_closing_their_input() -> None:
     assert [process.returncode for process in running.running] == [9, 5]
 
 
-def test_of_agents_that_may_be_lost_the_first_counts() -> None:
+def test_the_first_of_elastic_agents_counts() -> None:
     lost, last = "import sys; sys.exit(9)", "import sys, time; time.sleep(1); sys.exit(5)"
     with started(last, lost, lost, kind=ElasticAgents) as running:
         assert running.wait() == 5
@@ -134,9 +134,9 @@ def test_an_agent_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().err == "hvdtrain: the agent on node0 was ended by SIGKILL\n"
 
 
-def test_agents_that_are_asked_to_stop_read_it() -> None:
+def test_a_stop_request_reaches_the_input_of_agents() -> None:
     stops = "import os, sys; sys.exit(75 if os.read(0, 1) else 1)"
     running = Agents([15])
-    running.start([Agent("", Command((sys.executable, "-c", stops)))] * 2)
+    running.start([AgentCommand("", Command((sys.executable, "-c", stops)))] * 2)
     with running:
         assert running.wait() == 75

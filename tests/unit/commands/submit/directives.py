@@ -1,4 +1,4 @@
-"""A reader of job scripts that finds what a batch system would pass over or refuse."""
+"""A checker of job scripts, for lines that a batch system would ignore or refuse."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ DIRECTIVE = re.compile(r"#(PBS|SBATCH)\b")
 
 
 def check_script(text: str) -> list[str]:
-    """Return what a batch system would not do as the script says; empty where all is well.
+    """Return the problems of the script for a batch system; empty: none.
 
-    Batch systems stop reading at the first command, and say nothing about directives after it.
+    Batch systems stop reading at the first command, and silently ignore directives after it.
     """
     problems = []
     lines = text.split("\n")
@@ -37,9 +37,9 @@ def _check_directives(directives: list[str]) -> list[str]:
     problems = []
     resources = [line.split("-l", 1)[1].strip() for line in directives if " -l" in line]
     for name in ("select", "walltime"):
-        found = [line for line in resources if line.startswith(f"{name}=")]
-        if len(found) > 1:
-            problems.append(f"{name} is asked for {len(found)} times")
+        lines = [line for line in resources if line.startswith(f"{name}=")]
+        if len(lines) > 1:
+            problems.append(f"{name} is requested {len(lines)} times")
     for line in resources:
         if "walltime=" in line and "select=" in line:
             problems.append(f"{line!r}: Slurm wants select and walltime on lines of their own")
@@ -47,6 +47,6 @@ def _check_directives(directives: list[str]) -> list[str]:
             problems.append(f"{line!r}: Slurm knows no chunks joined by +")
         if re.search(r"\bmem=[^:,]*[:,]", line):
             problems.append(f"{line!r}: Slurm reads mem= only at the end")
-        if re.match(r"nodes=", line) and any(one.startswith("select=") for one in resources):
+        if re.match(r"nodes=", line) and any(item.startswith("select=") for item in resources):
             problems.append(f"{line!r}: PBS refuses nodes= beside select=")
     return problems

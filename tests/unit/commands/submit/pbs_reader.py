@@ -1,7 +1,7 @@
-"""A job script as real PBS reads and runs it, where there is no PBS: batch-systems, right column.
+"""An emulation of PBS, which reads and runs job scripts as PBS does.
 
-What it refuses, PBS refuses. What it runs, it runs as PBS does: from a copy in a spool directory,
-in the home directory, with the environment of a login and nothing that was exported before.
+It refuses the scripts that PBS refuses, and runs the others from a copy in a spool directory, in
+the home directory, with the environment of a login and without exported variables.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ WHOLE_JOB = {"ncpus", "mem", "walltime"}
 
 
 class RefusedError(Exception):
-    """qsub says no."""
+    """The script is refused by qsub."""
 
 
 @dataclass
-class Request:
-    """What a script asks of PBS."""
+class Directives:
+    """The directives of a script."""
 
     options: dict[str, str] = field(default_factory=dict)
     resources: dict[str, str] = field(default_factory=dict)
 
     @property
     def chunk(self) -> dict[str, str]:
-        """The resources of each node; ``count`` is how many there are."""
+        """The resources of each node; ``count`` is the number of nodes."""
         count, *parts = self.resources["select"].split(":")
         return {"count": count, **dict(part.split("=", 1) for part in parts)}
 
 
-def read_script(text: str, site_defines: frozenset[str] = frozenset()) -> Request:
-    """What qsub makes of the directives; resources of the site's own making must be defined."""
-    request = Request()
+def read_script(text: str, site_defines: frozenset[str] = frozenset()) -> Directives:
+    """Return the directives as qsub reads them; resources of the site must be defined."""
+    directives = Directives()
     for line in text.splitlines():
         if line.startswith("#PBS"):
-            _read_directive(line.removeprefix("#PBS").strip(), request, site_defines)
+            _read_directive(line.removeprefix("#PBS").strip(), directives, site_defines)
         elif line and not line.startswith("#"):
             break  # PBS reads no further
-    if "J" in request.options and request.options.get("r") == "n":
+    if "J" in directives.options and directives.options.get("r") == "n":
         raise RefusedError("cannot submit non-rerunable Array Job")
-    return request
+    return directives
 
 
-def _read_directive(text: str, request: Request, site_defines: frozenset[str]) -> None:
+def _read_directive(text: str, directives: Directives, site_defines: frozenset[str]) -> None:
     match = re.fullmatch(r"-(\w)\s*(.*)", text)
     if match is None or match[1] not in OPTIONS:
         raise RefusedError(f"illegal option: {text}")
@@ -59,27 +59,27 @@ def _read_directive(text: str, request: Request, site_defines: frozenset[str]) -
     if option == "k" and not set(value) <= set("oed"):
         raise RefusedError(f"illegal -k value: {value}")
     if option != "l":
-        request.options[option] = value
+        directives.options[option] = value
         return
     for part in value.split(","):
         name, _, amount = part.partition("=")
         if name not in BUILT_IN | WHOLE_JOB | site_defines:
             raise RefusedError(f"Unknown resource: {name}")
-        if name in request.resources:
-            raise RefusedError(f"{name} is given twice")
-        request.resources[name] = amount
-    if {"select", "nodes"} <= request.resources.keys():
+        if name in directives.resources:
+            raise RefusedError(f"{name} is specified twice")
+        directives.resources[name] = amount
+    if {"select", "nodes"} <= directives.resources.keys():
         raise RefusedError("nodes= and select= exclude each other")
-    if "select" in request.resources:
-        for name in request.chunk.keys() - {"count"} - CHUNK - site_defines:
+    if "select" in directives.resources:
+        for name in directives.chunk.keys() - {"count"} - CHUNK - site_defines:
             raise RefusedError(f"Unknown resource: {name}")
-    if not re.fullmatch(r"(\d+:)?\d+:\d\d|", request.resources.get("walltime", "")):
+    if not re.fullmatch(r"(\d+:)?\d+:\d\d|", directives.resources.get("walltime", "")):
         raise RefusedError("illegal -l value: walltime")
 
 
 @dataclass
 class Node:
-    """Where jobs run: a home, a spool directory, and a directory in which they are submitted."""
+    """A node: a home, a spool directory, and the directory of submission."""
 
     root: Path
 
@@ -92,13 +92,13 @@ class Node:
         return self.root / "submit"
 
     def start(
-        self, text: str, hosts: tuple[str, ...], request: Request, **values: str
+        self, text: str, hosts: tuple[str, ...], directives: Directives, **values: str
     ) -> subprocess.Popen[str]:
-        """Run a script as a job; ``values`` is what ``qsub -v`` was given."""
+        """Run a script as a job; ``values`` are the variables of ``qsub -v``."""
         script = self.root / "spool" / "12.server.SC"
         script.write_bytes(os.fsencode(text))
         script.chmod(0o700)
-        chunk = request.chunk
+        chunk = directives.chunk
         nodefile = self.root / "spool" / "nodes"
         lines = [host for host in hosts for _ in range(int(chunk.get("mpiprocs", "1")))]
         nodefile.write_text("".join(f"{line}\n" for line in lines))
@@ -111,7 +111,7 @@ class Node:
                 "LANG": "C.UTF-8",
                 "PBS_ENVIRONMENT": "PBS_BATCH",
                 "PBS_JOBID": "12.server",
-                "PBS_JOBNAME": request.options["N"],
+                "PBS_JOBNAME": directives.options["N"],
                 "PBS_NODEFILE": str(nodefile),
                 "PBS_O_WORKDIR": str(self.submit),
                 "PBS_QUEUE": "workq",

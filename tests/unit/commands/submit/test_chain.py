@@ -1,4 +1,4 @@
-"""Chains: what the next job decides, and that none goes on for ever without getting anywhere."""
+"""Chains: the decision of the next job, and that a chain without progress ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvdtrain.steps.checkpoint_files import STATE_FILE
 
 @pytest.fixture(autouse=True)
 def bin_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only directory of programs: no job of a real batch system is taken away."""
+    """The only directory of programs, so that no job of a real batch system is deleted."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return tmp_path
@@ -35,7 +35,7 @@ def bin_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A chain of three jobs that have been submitted."""
+    """A chain of three submitted jobs."""
     path = tmp_path / "x.chain"
     for job in ("1.server", "2.server", "3.server"):
         write(path, event="link", job=job)
@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Where checkpoints are kept; there is none yet."""
+    """The directory of checkpoints, which does not exist yet."""
     return tmp_path / "checkpoints"
 
 
@@ -55,7 +55,7 @@ def save(directory: Path, name: str) -> None:
     os.utime(directory / name, ns=(newest + 1, newest + 1))
 
 
-def test_the_first_job_goes(file: Path, saved: Path) -> None:
+def test_the_first_job_runs(file: Path, saved: Path) -> None:
     assert begin(file, saved, "1.server") == GO
     assert chain.last(read(file), "begin") == {
         "event": "begin",
@@ -65,10 +65,10 @@ def test_the_first_job_goes(file: Path, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [75, 1, 143, None])
-def test_the_next_job_goes_where_something_was_saved(
+def test_the_next_job_runs_if_a_checkpoint_was_saved(
     code: int | None, file: Path, saved: Path
 ) -> None:
-    """Also after a failure, and after a job that was killed and wrote nothing: ``None``."""
+    """Also after a failure, and after a killed job, which records no code: ``None``."""
     begin(file, saved, "1.server")
     save(saved, "step-1")
     if code is not None:
@@ -87,26 +87,28 @@ def test_no_progress_ends_the_chain(code: int | None, file: Path, saved: Path) -
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_what_is_finished_or_wrong_use_ends_the_chain(code: int, file: Path, saved: Path) -> None:
+def test_a_finished_training_or_wrong_use_ends_the_chain(
+    code: int, file: Path, saved: Path
+) -> None:
     begin(file, saved, "1.server")
     save(saved, "step-1")
     end(file, saved, "1.server", code)
     assert begin(file, saved, "2.server") == OVER
 
 
-def test_the_jobs_that_are_left_are_taken_away(file: Path, bin_directory: Path) -> None:
+def test_the_waiting_jobs_are_deleted(file: Path, bin_directory: Path) -> None:
     qdel = bin_directory / "qdel"
     qdel.write_text(f'#!/bin/sh\necho "$@" > {bin_directory}/deleted\n')
     qdel.chmod(0o755)
-    end(file, bin_directory, "1.server.domain.org", 0)  # PBS may tell a job its id in another form
+    end(file, bin_directory, "1.server.domain.org", 0)  # the form of a job's id varies in PBS
     assert (bin_directory / "deleted").read_text() == "3.server 2.server\n"
 
 
 @pytest.mark.parametrize("stopped", ["finished", "steps", None])
-def test_exit_code_0_in_the_middle_of_a_training_ends_no_chain(
+def test_exit_code_0_of_an_unfinished_training_continues_the_chain(
     stopped: str | None, file: Path, saved: Path
 ) -> None:
-    """As where the command ends with 0 though it has lost a host."""
+    """The command may end with 0 after the loss of a host."""
     begin(file, saved, "1.server")
     save(saved, "step-000000004")
     (saved / "step-000000004" / STATE_FILE).write_text(json.dumps({"stopped": stopped}))
@@ -114,7 +116,7 @@ def test_exit_code_0_in_the_middle_of_a_training_ends_no_chain(
     assert begin(file, saved, "2.server") == (GO if stopped is None else OVER)
 
 
-def test_a_line_that_was_cut_is_passed_over(file: Path) -> None:
+def test_an_incomplete_line_is_skipped(file: Path) -> None:
     with file.open("a") as lines:
         lines.write('{"event": "be')
     assert len(read(file)) == 3
@@ -124,7 +126,7 @@ def test_no_file_no_events(tmp_path: Path) -> None:
     assert read(tmp_path / "none") == []
 
 
-def test_progress_is_the_newest_that_is_whole(saved: Path) -> None:
+def test_progress_is_the_newest_complete_checkpoint(saved: Path) -> None:
     assert progress_of(saved) == "nothing"
     save(saved, "step-2")
     first = progress_of(saved)
@@ -136,10 +138,10 @@ def test_progress_is_the_newest_that_is_whole(saved: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([75, 1, 143, None])), max_size=8))
-def test_a_chain_without_progress_is_at_most_two_jobs_long(
+def test_a_chain_ends_one_job_after_the_last_progress(
     jobs: list[tuple[bool, int | None]],
 ) -> None:
-    """Each job saves or not, and ends with a code or is killed; decided from the events alone."""
+    """Each job saves or not, and ends with a code or is killed."""
     events: list[chain.Event] = []
     progress, idle = 0, 0
     for job, (saves, code) in enumerate(jobs):

@@ -1,4 +1,4 @@
-"""What PBS and Slurm are asked, and what their answers mean. Outputs as the programs wrote them."""
+"""The commands of PBS and Slurm, and the parsing of their original output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.slurm import Slurm
 from hvdtrain.errors import UsageError
 
-# --- what is typed --------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_submission(dialect: Dialect, array: str | None, after: str | None, line
     assert dialect.submit("d/x", "d/x.log", array=array, after=after).show() == line
 
 
-def test_strange_paths() -> None:
+def test_paths_with_special_characters() -> None:
     assert Pbs().submit("a b:c/x", "a b:c/x.log", array=None, after=None).argv == (
         *("qsub", "-j", "oe", "a b:c/x"),
     )
@@ -76,14 +76,14 @@ def test_ids(dialect: Dialect, output: str, job: str | None) -> None:
     assert dialect.read_id(output) == job
 
 
-def test_questions_and_deletions() -> None:
+def test_queries_and_deletions() -> None:
     assert [query.command.show() for query in Pbs().queries("7.s")] == [
         "qstat -x -f -F json 7.s",
         "qstat -x -f 7.s",
         "qstat -f 7.s",
     ]
     assert [q.command.show() for q in Slurm().queries("7")] == ["scontrol show job -o 7"]
-    # Of an array, its tasks.
+    # The tasks of an array.
     assert [query.command.show() for query in Pbs().queries("8[].s")] == [
         "qstat -x -t -f -F json '8[].s'",
         "qstat -x -t -f '8[].s'",
@@ -96,9 +96,9 @@ def test_questions_and_deletions() -> None:
     assert Slurm().delete(["1", "2"]).show() == "scancel 1 2"
 
 
-# --- what is answered -----------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
-# scontrol show job -o, Slurm 22.05; with a path and a comment that hold blanks and equal signs.
+# scontrol show job -o, Slurm 22.05; with blanks and equal signs in a path and a comment.
 SLURM_LINE = (
     "JobId=1 JobName=hello UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 "
     "Nice=0 Account=later QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 "
@@ -128,8 +128,9 @@ SLURM_LINE = (
 )
 def test_slurm_states(state: str, reason: str, code: str, expected: State) -> None:
     line = SLURM_LINE.format(state=state, reason=reason, code=code)
-    found = slurm.read(line)
-    assert found == State(expected.phase, expected.detail, expected.exit_code, (Path("/w/a b.o1"),))
+    assert slurm.read(line) == State(
+        expected.phase, expected.detail, expected.exit_code, (Path("/w/a b.o1"),)
+    )
 
 
 def test_a_slurm_array_ends_with_its_last_task() -> None:
@@ -155,7 +156,7 @@ def test_a_slurm_array_ends_with_its_last_task() -> None:
     assert slurm.read(first + second) == State(ENDED, "1 completed, 1 failed", 2, logs, tasks=tasks)
 
 
-def test_slurm_knows_no_such_job() -> None:
+def test_a_job_that_slurm_does_not_know() -> None:
     assert slurm.read("slurm_load_jobs error: Invalid job id specified\n") == State(GONE)
 
 
@@ -205,7 +206,7 @@ def test_a_finished_pbs_job(status: int, code: int) -> None:
     assert pbs.read_json(PBS_JSON % status) == State(ENDED, "finished", code, (LOG,))
 
 
-def test_pbs_json_that_is_none() -> None:
+def test_invalid_json_of_pbs() -> None:
     assert pbs.read_json(PBS_JSON.replace('"hello"', '"say "hello""')) is None
     assert pbs.read_json("qstat: Unknown Job Id 12.server\n") is None
 
@@ -251,40 +252,40 @@ Job Id: 8[2].pbs1
 
 
 def test_a_pbs_array_ends_as_its_tasks_do() -> None:
-    """PBS itself says 0 of it, whatever they did."""
+    """PBS always reports 0 for the array."""
     logs = tuple(Path(f"/home/u/hvdtrain-jobs/f-1.log.{task}") for task in (1, 2))
     tasks = {
         "1": State(ENDED, "finished", 0, logs[:1]),
         "2": State(ENDED, "finished", 3, logs[1:]),
     }
     assert pbs.read_text(PBS_ARRAY) == State(ENDED, "finished", 3, logs, tasks=tasks)
-    found = pbs.read_text(PBS_ARRAY.replace("job_state = F", "job_state = B", 1))
-    assert found is not None
-    assert (found.phase, found.exit_code) == (RUNNING, None)
-    # Without -t there is only this to go by.
-    alone = pbs.read_text(PBS_ARRAY.partition("\n\n")[0])
-    assert alone is not None
-    assert alone.exit_code is None
+    state = pbs.read_text(PBS_ARRAY.replace("job_state = F", "job_state = B", 1))
+    assert state is not None
+    assert (state.phase, state.exit_code) == (RUNNING, None)
+    # Without -t only the state of the array is known.
+    array = pbs.read_text(PBS_ARRAY.partition("\n\n")[0])
+    assert array is not None
+    assert array.exit_code is None
 
 
-def test_an_array_of_which_some_tasks_run() -> None:
+def test_an_array_with_running_tasks() -> None:
     text = PBS_ARRAY.replace("job_state = F", "job_state = B", 1)
-    found = pbs.read_text(text.replace("job_state = F", "job_state = R", 1))
-    assert found is not None
-    assert found.detail == "1 finished, 1 running"
+    state = pbs.read_text(text.replace("job_state = F", "job_state = R", 1))
+    assert state is not None
+    assert state.detail == "1 finished, 1 running"
 
 
 @pytest.mark.parametrize(
     ("comment", "code"),
     [("Subjob finished", 0), ("Subjob failed", None), ("Subjob terminated", None)],
 )
-def test_a_task_that_pbs_has_let_go_before_its_array(comment: str, code: int | None) -> None:
-    """It is then shown with what the array has, also its exit code."""
+def test_a_task_that_pbs_has_dropped_before_its_array(comment: str, code: int | None) -> None:
+    """It is then shown with the values of the array, including its exit code."""
     task = f"Job Id: 8[1].s\n    job_state = X\n    Exit_status = 0\n    comment = {comment}\n"
-    found = pbs.read_text("Job Id: 8[].s\n    job_state = F\n    Exit_status = 0\n\n" + task)
-    assert found is not None
-    assert found.tasks["1"].exit_code == code
-    assert found.exit_code == (1 if code is None else 0)
+    state = pbs.read_text("Job Id: 8[].s\n    job_state = F\n    Exit_status = 0\n\n" + task)
+    assert state is not None
+    assert state.tasks["1"].exit_code == code
+    assert state.exit_code == (1 if code is None else 0)
 
 
 def test_a_pbs_array_as_json() -> None:
@@ -293,14 +294,14 @@ def test_a_pbs_array_as_json() -> None:
         for task, code in enumerate((0, 3), 1)
     )
     parent = '"8[].pbs1": {"job_state": "F", "stime": "x", "Exit_status": 0, "substate": 93}'
-    found = pbs.read_json(f'{{"Jobs": {{{parent},{tasks}}}}}')
-    assert found is not None
-    assert found.exit_code == 3
-    assert {number: task.exit_code for number, task in found.tasks.items()} == {"1": 0, "2": 3}
+    state = pbs.read_json(f'{{"Jobs": {{{parent},{tasks}}}}}')
+    assert state is not None
+    assert state.exit_code == 3
+    assert {number: task.exit_code for number, task in state.tasks.items()} == {"1": 0, "2": 3}
 
 
 def test_a_pbs_job_that_was_deleted_while_it_ran() -> None:
-    """PBS tells 0 of it, whatever it ended with: what the job left behind counts."""
+    """PBS always reports 0: the exit file of the job counts."""
     deleted = PBS_JSON.replace('"Exit_status":%d', '"substate":91,"stime":"x","Exit_status":%d')
     assert pbs.read_json(deleted % 0) == State(ENDED, "finished", None, (LOG,))
     assert pbs.read_json(deleted % 271) == State(ENDED, "finished", 143, (LOG,))
@@ -311,11 +312,11 @@ def test_a_pbs_job_that_was_deleted_before_it_ran() -> None:
     assert pbs.read_json(PBS_JSON.replace(',\n            "Exit_status":%d', "")) == NEVER_RAN
 
 
-def test_torque_spells_the_exit_code_otherwise() -> None:
+def test_the_exit_code_of_torque() -> None:
     text = (PBS_TEXT % "C") + "    exit_status = 3\n"
-    found = pbs.read_text(text)
-    assert found is not None
-    assert (found.phase, found.exit_code) == (ENDED, 3)
+    state = pbs.read_text(text)
+    assert state is not None
+    assert (state.phase, state.exit_code) == (ENDED, 3)
 
 
 def test_a_job_that_pbs_has_forgotten() -> None:
@@ -325,7 +326,7 @@ def test_a_job_that_pbs_has_forgotten() -> None:
 
 
 @given(st.integers(-100, 1000))
-def test_exit_codes_fit_into_a_byte_and_only_0_is_0(status: int) -> None:
+def test_exit_codes_fit_into_a_byte_and_only_status_0_is_0(status: int) -> None:
     code = pbs.exit_code(status)
     assert 0 <= code <= 255
     assert (code == 0) == (status == 0)

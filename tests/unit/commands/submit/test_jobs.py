@@ -1,4 +1,4 @@
-"""The scripts in jobs/: how they are made, and what a real PBS would do with them."""
+"""The scripts in jobs/: their generation, and their execution as by PBS."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ POLARIS = frozenset({"filesystems", "system"})
 
 
 def defined(name: str) -> frozenset[str]:
-    """The resources that the site of a script defines."""
+    """Return the resources defined by the site of a script."""
     return POLARIS if "polaris" in name else frozenset()
 
 
-def test_they_are_all_here() -> None:
+def test_all_scripts_are_listed() -> None:
     assert [
         *(
             "elastic_horovod.pbs",
@@ -54,8 +54,8 @@ def test_they_are_all_here() -> None:
     assert [name for name in SCRIPTS if f"| `{name}` |" not in readme] == []
 
 
-def test_they_are_made_by_submit(tmp_path: Path) -> None:
-    """The lines of the README, run as they stand, give the files as they stand."""
+def test_the_scripts_are_generated_by_submit(tmp_path: Path) -> None:
+    """The commands in the README generate the files."""
     block = re.search(r"```sh\n(.*?)```", (JOBS / "README.md").read_text(), re.DOTALL)
     assert block is not None
     (tmp_path / "jobs").mkdir()
@@ -67,24 +67,24 @@ def test_they_are_made_by_submit(tmp_path: Path) -> None:
         capture_output=True,
         timeout=120,
     )
-    made = {path.name: path.read_text() for path in (tmp_path / "jobs").iterdir()}
-    assert made == {name: (JOBS / name).read_text() for name in SCRIPTS}
+    generated = {path.name: path.read_text() for path in (tmp_path / "jobs").iterdir()}
+    assert generated == {name: (JOBS / name).read_text() for name in SCRIPTS}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_they_are_fit_for_any_machine(name: str) -> None:
+def test_the_scripts_are_portable(name: str) -> None:
     text = (JOBS / name).read_text()
     assert check_script(text) == []
     for word in ("$0", "BASH_SOURCE", "generate_pbs_nodefile", "pip ", "curl", "wget", "git "):
         assert word not in text
-    # /soft is Polaris's own; any other path would be of the machine that it was written on.
+    # /soft exists on Polaris; other paths would be those of a developer's machine.
     paths = set(re.findall(r"(?<=[\s='\"(])/\w[\w/]*", text))
     assert paths <= {"/soft/modulefiles"}
     assert len(text.splitlines()) < 50
 
 
 @pytest.mark.parametrize("name", PBS_SCRIPTS)
-def test_real_pbs_takes_them(name: str) -> None:
+def test_pbs_accepts_the_scripts(name: str) -> None:
     text = (JOBS / name).read_text()
     request = read_script(text, defined(name))
     chunk = request.chunk
@@ -95,18 +95,18 @@ def test_real_pbs_takes_them(name: str) -> None:
     if int(chunk["count"]) > 1:
         assert request.resources["place"] == "scatter"
     if "polaris" not in name:
-        ladder = "$((RANKS < 4 ? RANKS : 4)) --room-for 4"
-        ranks = ladder if "scaling" in name else "4"
+        sweep = "$((RANKS < 4 ? RANKS : 4)) --room-for 4"
+        ranks = sweep if "scaling" in name else "4"
         assert chunk["mpiprocs"] == "4"
         assert f" --ppn {ranks} -- " in text
 
 
 @pytest.mark.parametrize("by", ["torchrun", "horovod"])
-def test_a_job_outlives_a_node(by: str, node: Node) -> None:
+def test_an_elastic_job_survives_a_lost_node(by: str, node: Node) -> None:
     text = (JOBS / f"elastic_{by}.pbs").read_text()
     assert "\n#PBS -W tolerate_node_failures=all\n" in text
     assert run_as_pbs(node, text) == 0
-    ((_, _, _, *words),) = told(node)
+    ((_, _, _, *words),) = launches(node)
     launcher = ["--launcher", "torchrun"] if by == "torchrun" else []
     ranks = ["--elastic", "--min", "4", "--max", "16", "--ppn", "4"]
     assert words[: words.index("--")] == ["launch", *launcher, *ranks]
@@ -124,16 +124,16 @@ def test_a_job_outlives_a_node(by: str, node: Node) -> None:
         ("#PBS --nodes=1", "illegal option"),
     ],
 )
-def test_the_reader_refuses_what_pbs_does(lines: str, reason: str) -> None:
+def test_the_emulation_refuses_as_pbs_does(lines: str, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
         read_script(f"#!/bin/bash\n{lines}\n")
 
 
 # --- run as PBS runs them -------------------------------------------------------------------------
 
-# What `hvdtrain launch` is given, in which directory, with how many threads, and until when.
+# Records the directory, threads, end of the job and arguments of `hvdtrain launch`.
 LAUNCH = """#!/bin/bash
-printf '%s\\0' "$PWD" "${OMP_NUM_THREADS-unset}" "$HVDTRAIN_WALLTIME_ENDS" "$#" "$@" >> told
+printf '%s\\0' "$PWD" "${OMP_NUM_THREADS-unset}" "$HVDTRAIN_WALLTIME_ENDS" "$#" "$@" >> launches
 """
 SAVES_ON_TERM = f"""#!{sys.executable}
 import signal, sys, time
@@ -145,7 +145,7 @@ time.sleep(60)
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    """A node with an environment in the submit directory whose hvdtrain writes what it is told."""
+    """A node, with an environment in the submit directory whose hvdtrain records its arguments."""
     node = Node(tmp_path)
     programs = node.submit / ".venv" / "bin"
     programs.mkdir(parents=True)
@@ -160,7 +160,7 @@ def put(path: Path, text: str) -> None:
 
 
 def run_as_pbs(node: Node, text: str, name: str = "", hosts: str = "a", **values: str) -> int:
-    """The exit code of a script that real PBS runs."""
+    """Return the exit code of a script run as by PBS."""
     job = node.start(text, tuple(hosts.split()), read_script(text, defined(name)), **values)
     out, err = job.communicate(timeout=60)
     assert out == ""
@@ -169,38 +169,38 @@ def run_as_pbs(node: Node, text: str, name: str = "", hosts: str = "a", **values
     return job.returncode
 
 
-def told(node: Node) -> list[list[str]]:
-    """What each launch was told: directory, threads, end, and the arguments."""
-    words = os.fsdecode((node.submit / "told").read_bytes()).split("\0")[:-1]
-    launches = []
+def launches(node: Node) -> list[list[str]]:
+    """Return the directory, threads, end and arguments of each launch."""
+    words = os.fsdecode((node.submit / "launches").read_bytes()).split("\0")[:-1]
+    records = []
     while words:
         count = int(words[3])
-        launches.append(words[:3] + words[4 : 4 + count])
+        records.append(words[:3] + words[4 : 4 + count])
         del words[: 4 + count]
-    return launches
+    return records
 
 
 @pytest.mark.parametrize("name", ["pi.pbs", "mnist_1node.pbs", "timeline_capture.pbs"])
-def test_a_script_relies_on_nothing_that_pbs_lacks(name: str, node: Node) -> None:
+def test_a_script_runs_under_pbs(name: str, node: Node) -> None:
     before = time.time()
     assert run_as_pbs(node, (JOBS / name).read_text(), name) == 0
-    ((directory, threads, ends, *words),) = told(node)
+    ((directory, threads, ends, *words),) = launches(node)
     assert directory == str(node.submit)
     assert threads == "unset"
-    assert float(ends) > before + 500  # there is no qstat here: so long from now
+    assert float(ends) > before + 500  # without qstat, from now
     assert words[:6] == ["launch", "-n", "4", "--ppn", "4", "--"]
     assert not any("DATA" in word or "$" in word for word in words)
 
 
-def test_threads_of_the_users_stay(node: Node) -> None:
+def test_threads_of_the_user_are_kept(node: Node) -> None:
     assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), OMP_NUM_THREADS="3") == 0
-    assert told(node)[0][1] == "3"
+    assert launches(node)[0][1] == "3"
 
 
 def test_values_are_changed_by_qsub_v(node: Node) -> None:
     text = (JOBS / "mnist_1node.pbs").read_text()
     assert run_as_pbs(node, text, DATA="/a b/mnist", EPOCHS="2", STEPS="7", RESULTS="r $x") == 0
-    assert told(node)[0][3 + 6 :] == [
+    assert launches(node)[0][3 + 6 :] == [
         *("python", "-m", "hvdtrain.mnist", "--data=/a b/mnist", "--epochs=2", "--num-steps=7"),
         *("--checkpoint-dir=r $x/checkpoints", "--summary=r $x/summary.json"),
     ]
@@ -215,40 +215,40 @@ def test_values_are_changed_by_qsub_v(node: Node) -> None:
         (" ".join(f"n{i}" for i in range(16)), {}, ["1", "2", "4", "8", "16", "32", "64"]),
     ],
 )
-def test_a_ladder_goes_as_far_as_the_nodes_reach(
+def test_a_sweep_ends_at_the_number_of_nodes(
     hosts: str, values: dict[str, str], sizes: list[str], node: Node
 ) -> None:
     text = (JOBS / "mnist_scaling.pbs").read_text()
     assert run_as_pbs(node, text, hosts=hosts, **values) == 0
-    assert [launch[5] for launch in told(node)] == sizes
-    assert all(launch[8:11] == ["--room-for", "4", "--"] for launch in told(node))
-    assert [launch[-1] for launch in told(node)] == [
+    assert [launch[5] for launch in launches(node)] == sizes
+    assert all(launch[8:11] == ["--room-for", "4", "--"] for launch in launches(node))
+    assert [launch[-1] for launch in launches(node)] == [
         f"--summary=results/mnist_scaling/{size}.json" for size in sizes
     ]
 
 
-def test_in_a_slurm_that_reads_pbs_lines_there_is_no_node_file(node: Node) -> None:
+def test_slurm_jobs_with_pbs_directives_have_no_nodefile(node: Node) -> None:
     text = (JOBS / "mnist_scaling.pbs").read_text()
     values = {"PBS_NODEFILE": "", "SLURM_JOB_NUM_NODES": "2"}
     assert run_as_pbs(node, text, **values) == 0
-    assert [launch[5] for launch in told(node)] == ["1", "2", "4", "8"]
+    assert [launch[5] for launch in launches(node)] == ["1", "2", "4", "8"]
 
 
-def test_a_failure_ends_the_ladder_with_its_code(node: Node) -> None:
+def test_a_failure_ends_the_sweep_with_its_code(node: Node) -> None:
     put(node.submit / ".venv" / "bin" / "hvdtrain", LAUNCH + '[ "$3" != 2 ] || exit 3\n')
     assert run_as_pbs(node, (JOBS / "mnist_scaling.pbs").read_text()) == 3
-    assert len(told(node)) == 2
+    assert len(launches(node)) == 2
 
 
 @pytest.mark.parametrize(
-    ("own", "returned", "code"),
+    ("mark", "returned", "code"),
     [("1", 0, 1), ("75", 0, 75), ("0", 0, 0), ("", 0, 0), ("1", 137, 137)],
 )
-def test_a_training_without_launch_has_its_own_exit_code(
-    own: str, returned: int, code: int, node: Node
+def test_a_training_without_launch_reports_its_exit_code(
+    mark: str, returned: int, code: int, node: Node
 ) -> None:
-    """mpirun may end with 0 in the middle of it; another program leaves no code."""
-    leave = f'printf "{own}" > "$HVDTRAIN_END_MARK"; echo "$HVDTRAIN_END_MARK" > mark'
+    """mpirun may return 0 for an incomplete training; other programs leave no mark."""
+    leave = f'printf "{mark}" > "$HVDTRAIN_END_MARK"; echo "$HVDTRAIN_END_MARK" > mark'
     put(node.submit / ".venv" / "bin" / "mpirun", f"#!/bin/sh\n{leave}\nexit {returned}\n")
     job = Job(("mpirun", "-n", "2", "python", "x.py"), 600, environment=".venv", once=True)
     assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
@@ -261,10 +261,10 @@ def test_a_module_that_cannot_be_loaded_ends_the_job(node: Node) -> None:
     for name, code in (("there", 0), ("nowhere", 2)):
         job = Job(("x",), 600, environment=".venv", modules=(name,))
         assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
-    assert len(told(node)) == 1
+    assert len(launches(node)) == 1
 
 
-def test_an_environment_that_is_not_there(node: Node) -> None:
+def test_a_missing_environment(node: Node) -> None:
     assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), HVDTRAIN_ENV="nowhere") == 2
 
 
@@ -272,7 +272,7 @@ def test_another_environment(node: Node) -> None:
     (node.submit / ".venv").rename(node.root / "an other")
     values = {"HVDTRAIN_ENV": str(node.root / "an other")}
     assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), **values) == 0
-    assert len(told(node)) == 1
+    assert len(launches(node)) == 1
 
 
 def test_term_to_every_process_lets_the_ranks_save(node: Node) -> None:
@@ -289,17 +289,17 @@ def test_term_to_every_process_lets_the_ranks_save(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setup", "signals", "left"),
+    ("setup", "signals", "exit_text"),
     [
         ("", (), "3\n"),
         ("sh -c 'touch ready; exec sleep 60'", (signal.SIGTERM,), "143\n"),
         ("sh -c 'touch ready; exec sleep 60'", (signal.SIGKILL,), ""),
     ],
 )
-def test_what_a_followed_job_leaves(
-    setup: str, signals: tuple[signal.Signals, ...], left: str, node: Node
+def test_the_exit_file_of_a_followed_job(
+    setup: str, signals: tuple[signal.Signals, ...], exit_text: str, node: Node
 ) -> None:
-    """Also where it ends before its ranks have begun, as by qdel."""
+    """Also if it ends before its ranks have started, e.g. by qdel."""
     words = ("bash", "-c", "exit 3")
     job = Job(words, 600, environment=".venv", once=True, setup=(setup,) if setup else ())
     text = script_text(job, Pbs(), Site(), exit_file="x.exit")
@@ -311,13 +311,13 @@ def test_what_a_followed_job_leaves(
     for number in signals:
         os.killpg(process.pid, number)
     process.communicate(timeout=60)
-    assert (node.submit / "x.exit.12").read_text() == left
+    assert (node.submit / "x.exit.12").read_text() == exit_text
 
 
 @settings(max_examples=20)
 @given(st.lists(WORDS.filter(bool), min_size=1, max_size=6), WORDS)
 def test_any_command_in_any_directory(words: list[str], name: str) -> None:
-    """The script is read by bash, with a program that writes what it is told."""
+    """The script is run by bash, with a program that records its arguments."""
     job = Job(tuple(words), 60, environment=None)
     text = script_text(job, Pbs(), Site())
     assert check_script(text) == []
@@ -327,17 +327,17 @@ def test_any_command_in_any_directory(words: list[str], name: str) -> None:
         put(programs / "hvdtrain", LAUNCH)
         put(programs / "python", "#!/bin/sh\n")
         script = Path(root, "script")
-        put(script, text.replace("bash -l", "bash"))  # a login sets a PATH of its own
+        put(script, text.replace("bash -l", "bash"))  # a login shell resets PATH
         directory = Path(root, "d" + name.replace("/", ""))
         directory.mkdir()
         values = {"PBS_O_WORKDIR": str(directory), "PATH": f"{programs}:/bin"}
         subprocess.run([str(script)], env=values, check=True, timeout=60)
-        found = os.fsdecode((directory / "told").read_bytes()).split("\0")[:-1]
-    assert found[0] == str(directory)
-    assert found[4:] == ["launch", "-n", "1", "--ppn", "1", "--", *words]
+        record = os.fsdecode((directory / "launches").read_bytes()).split("\0")[:-1]
+    assert record[0] == str(directory)
+    assert record[4:] == ["launch", "-n", "1", "--ppn", "1", "--", *words]
 
 
-def test_the_last_words_of_a_dry_run_tell_how_it_is_submitted(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_command_of_the_submission(tmp_path: Path) -> None:
     words = ["submit", "--scheduler", "pbs", "--walltime", "1:00:00", "--dry-run", "--json", "--"]
     result = subprocess.run(
         [str(BIN / "hvdtrain"), *words, "python", "train.py"],

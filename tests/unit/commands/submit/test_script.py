@@ -1,4 +1,4 @@
-"""Script texts compared whole, and read as a batch system would."""
+"""The whole text of scripts, and their directives as a batch system reads them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hvdtrain.commands.submit.dialect import Dialect, Local
 from hvdtrain.commands.submit.job import Job, Variable
 from hvdtrain.commands.submit.pbs import Pbs
-from hvdtrain.commands.submit.script import ladder, quote, render, script_text
+from hvdtrain.commands.submit.script import quote, render, script_text, sweep_sizes
 from hvdtrain.commands.submit.site import Site
 from hvdtrain.commands.submit.slurm import Slurm
 from tests.unit.commands.submit.directives import check_script
 
-# Everything that can be asked for at once, with what is hard to quote.
+# All options at once, with words that are hard to quote.
 FULL = Job(
     command=("python", "it's.py", "--data=$DATA", "--seed=$TASK", "$HOME", "a\n#PBS -q other"),
     walltime=90_061,
@@ -155,14 +155,14 @@ exit "$code"
 """
 
 
-def test_everything_at_once_for_pbs() -> None:
+def test_all_options_for_pbs() -> None:
     assert script_text(FULL, Pbs(), SITE) == FULL_PBS
 
 
-def test_everything_at_once_for_slurm() -> None:
+def test_all_options_for_slurm() -> None:
     text = script_text(FULL, Slurm(), Site(directives=("--constraint=gpu",), modules=("base",)))
     assert text.startswith(FULL_SLURM_HEAD)
-    # From here on the two differ in nothing.
+    # The rest is the same.
     assert text.split("DATA=", 1)[1] == FULL_PBS.split("DATA=", 1)[1]
 
 
@@ -175,20 +175,20 @@ def test_a_program_with_an_equals_sign_is_no_assignment() -> None:
     assert "\n'X=1' Y=2\n" in text
 
 
-def test_whole_nodes_ask_for_nodes_only() -> None:
+def test_whole_nodes_request_only_nodes() -> None:
     job = Job(("x",), 60, nodes=2, ppn=4, gpus_per_node=4)
     lines = Pbs().directives(job, Site(whole_nodes=True, select="system=polaris"))
     assert "#PBS -l select=2:system=polaris" in lines
 
 
-def test_a_site_may_place_the_nodes_itself() -> None:
+def test_a_site_may_set_the_placement() -> None:
     exclusive = "-l place=scatter:excl"
     lines = Pbs().directives(Job(("x",), 60, nodes=2), Site(directives=(exclusive,)))
     assert [line for line in lines if "place=" in line] == [f"#PBS {exclusive}"]
 
 
-def test_a_job_starts_again_only_if_that_is_asked_for() -> None:
-    """Of itself PBS reruns every job, and Slurm as its configuration says."""
+def test_a_job_is_rerun_only_on_request() -> None:
+    """By default PBS reruns every job, and Slurm as configured."""
     job = Job(command=("x",), walltime=60)
     assert "#PBS -r n" in Pbs().directives(job, Site())
     assert "#PBS -r y" in Pbs().directives(replace(job, requeue=True), Site())
@@ -199,14 +199,14 @@ def test_a_job_starts_again_only_if_that_is_asked_for() -> None:
     ]
 
 
-def test_a_quality_of_service_is_called_a_queue() -> None:
+def test_a_queue_may_be_a_quality_of_service() -> None:
     job = Job(("x",), 60, queue="debug")
     assert "#SBATCH --qos=debug" in Slurm().directives(job, Site(queue_is_qos=True))
 
 
 @pytest.mark.parametrize("dialect", [Pbs(), Slurm(), Local()])
 @pytest.mark.parametrize("job", [FULL, CHAIN])
-def test_our_own_scripts_have_no_problem(job: Job, dialect: Dialect) -> None:
+def test_generated_scripts_have_no_problem(job: Job, dialect: Dialect) -> None:
     assert check_script(script_text(job, dialect, SITE, "c")) == []
 
 
@@ -220,19 +220,19 @@ HEAD = "#!/bin/bash\n#PBS -l select=1:ncpus=1\n#PBS -l walltime=1:00:00\n"
         (HEAD + "cd x\n\n#SBATCH -p debug\n", "(line 4), so no batch system reads it"),
         (HEAD[12:], "line 1: no #!"),
         (HEAD.replace("\n", "\r\n"), "DOS line ends"),
-        (HEAD + "#PBS -l select=2\n", "select is asked for 2 times"),
-        (HEAD + "#PBS -l walltime=2:00:00\n", "walltime is asked for 2 times"),
+        (HEAD + "#PBS -l select=2\n", "select is requested 2 times"),
+        (HEAD + "#PBS -l walltime=2:00:00\n", "walltime is requested 2 times"),
         (HEAD + "#PBS -l nodes=2:ppn=4\n", "PBS refuses nodes= beside select="),
         ("#!/bin/bash\n#PBS -l select=1,walltime=1:00\n", "on lines of their own"),
         ("#!/bin/bash\n#PBS -l select=2:ncpus=1+1:ncpus=2\n", "no chunks joined by +"),
         ("#!/bin/bash\n#PBS -l select=1:mem=1gb:ncpus=1\n", "mem= only at the end"),
     ],
 )
-def test_problems_are_seen(text: str, problem: str) -> None:
+def test_problems_are_detected(text: str, problem: str) -> None:
     assert problem in "; ".join(check_script(text))
 
 
-def test_no_problem_where_there_is_none() -> None:
+def test_a_correct_script_has_no_problem() -> None:
     assert check_script(HEAD + "# a comment\n\n#PBS -q debug\ncd x\n") == []
 
 
@@ -246,23 +246,21 @@ def test_no_problem_where_there_is_none() -> None:
         (1, 6, [1, 2, 4, 6]),
     ],
 )
-def test_a_ladder_doubles_and_then_takes_whole_nodes(
-    nodes: int, ppn: int, sizes: list[int]
-) -> None:
-    assert ladder(nodes, ppn) == sizes
+def test_a_sweep_doubles_ranks_and_then_nodes(nodes: int, ppn: int, sizes: list[int]) -> None:
+    assert sweep_sizes(nodes, ppn) == sizes
 
 
-# Words come back from bash as they went in, whatever is in them
+# Words pass through bash unchanged
 
-# What a file system or an option can hold: anything but NUL. Lone surrogates are bytes that are
-# no UTF-8; Python writes them back as the bytes they were.
+# A path or an option may contain any character but NUL. Lone surrogates are bytes that are not
+# UTF-8; Python writes the original bytes.
 NASTY = st.sampled_from([*" '\"$`\\\n\r\t!#&*;|<>(){}[]~-=,:%^@?", "$A", "${A}", "#PBS", "é"])
 CHARACTERS = st.characters(max_codepoint=0x2FF, exclude_characters="\0")
 WORDS = st.lists(st.one_of(NASTY, CHARACTERS), max_size=12).map("".join)
 
 
 def from_bash(line: str, **variables: str) -> list[str]:
-    """The words that bash makes of ``line``."""
+    """Return ``line`` as split by bash."""
     script = f'set -- {line}\nprintf \'%s\\0\' "$#" "$@"\n'
     result = subprocess.run(
         ["bash", "-c", script],
@@ -278,7 +276,7 @@ def from_bash(line: str, **variables: str) -> list[str]:
 
 @given(st.lists(WORDS, max_size=8))
 @example(["", "-n", "--", "#PBS -q other", "a\n#PBS -q other", "x\r\ny", "'", '"', "\\", "\udcff"])
-def test_words_come_back(words: list[str]) -> None:
+def test_quoted_words_are_unchanged(words: list[str]) -> None:
     line = " ".join(map(quote, words))
     assert "\n" not in line
     assert "\r" not in line
@@ -289,15 +287,15 @@ def test_words_come_back(words: list[str]) -> None:
 @example(["$A", "${A}", "$A$A", "${A}b", "$A[0]", "\\$A", "$$A", "$B", "\n$A"], "two words\n*", "")
 @example(["--data=$E", "$E", "a'b$E"], "", "")
 @example(["--data=$E/$A", "x}$E", "\n$E"], "a", "}")
-def test_only_declared_variables_are_bash_s(words: list[str], a: str, e: str) -> None:
-    """A may not be empty, E may: then a word that names it is left out."""
+def test_only_declared_variables_are_expanded(words: list[str], a: str, e: str) -> None:
+    """A may not be empty; E may: a word with it is left out then."""
     a = a or "a"
     line = " ".join(render(word, ["A", "E"], ["E"]) for word in words)
     expected = []
     for word in words:
         plain = word.replace("${A}", "\0a").replace("${E}", "\0e")
         if name_follows(plain):
-            return  # $Ab names Ab, which is not declared: told by the examples below
+            return  # $Ab is the undeclared variable Ab: see the examples below
         plain = plain.replace("$A", "\0a").replace("$E", "\0e")
         if "\0e" in plain and not e:
             continue
@@ -306,7 +304,7 @@ def test_only_declared_variables_are_bash_s(words: list[str], a: str, e: str) ->
 
 
 def name_follows(word: str) -> bool:
-    """Whether a reference goes on with a character of a name."""
+    """Return whether a character of a name follows a reference."""
     ends = [end for mark in ("$A", "$E") for end in ends_of(word, mark)]
     return any(word[end : end + 1].isalnum() or word[end : end + 1] == "_" for end in ends)
 
@@ -327,5 +325,5 @@ def ends_of(word: str, mark: str) -> list[int]:
         ("plain", "plain"),
     ],
 )
-def test_it_stays_readable(word: str, text: str) -> None:
+def test_quoting_is_minimal(word: str, text: str) -> None:
     assert render(word, ["EPOCHS", "DATA"], ["DATA"]) == text

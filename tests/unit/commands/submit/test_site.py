@@ -1,4 +1,4 @@
-"""Site files: the examples that are shipped, and what is wrong in one's own."""
+"""Site files: the shipped examples, and errors in a user's."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_polaris() -> None:
     )
 
 
-def test_where_a_site_file_is_looked_for(tmp_path: Path) -> None:
-    own = tmp_path / ".config" / "hvdtrain" / "site.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("queue: mine\n")
+def test_the_location_of_a_site_file(tmp_path: Path) -> None:
+    file = tmp_path / ".config" / "hvdtrain" / "site.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("queue: mine\n")
     assert load_site(None, {"HOME": str(tmp_path)}).queue == "mine"
     assert load_site(None, {"HOME": str(tmp_path / "other")}) == Site()
-    assert load_site(None, {"XDG_CONFIG_HOME": str(own.parent.parent)}).queue == "mine"
-    assert load_site(str(own), {}).queue == "mine"
-    with pytest.raises(UsageError, match=r"--site polari: no such file.*\(aurora, pbs, perlmutter"):
+    assert load_site(None, {"XDG_CONFIG_HOME": str(file.parent.parent)}).queue == "mine"
+    assert load_site(str(file), {}).queue == "mine"
+    with pytest.raises(UsageError, match=r"--site polari: no such file.*aurora, pbs, perlmutter"):
         load_site("polari", {})
 
 
@@ -54,7 +54,7 @@ def test_where_a_site_file_is_looked_for(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("quue: x", "unknown key 'quue'; did you mean queue?"),
-        ("zzz: x", "unknown key 'zzz'; known are scheduler, queue"),
+        ("zzz: x", "unknown key 'zzz'; valid keys: scheduler, queue"),
         ("queue: 3", "queue: 3 is not a text"),
         ("cores_per_node: many", "cores_per_node: 'many' is not a number of 1 or more"),
         ("cores_per_node: true", "cores_per_node: True is not a number"),
@@ -64,18 +64,18 @@ def test_where_a_site_file_is_looked_for(tmp_path: Path) -> None:
         ("modules: [gcc openmpi]", "modules: 'gcc openmpi' is not one module"),
         ("modules: ['gcc; date']", "modules: 'gcc; date' is not one module"),
         ("modules: [-f]", "modules: '-f' is not one module"),
-        ("directives: ['-l select=2']", "directives: '-l select=2': submit writes that line"),
-        ("scheduler: lsf", "scheduler: 'lsf': choose one of pbs, slurm, none"),
-        ("walltime_limit: soon", "walltime_limit: 'soon' is no time such as 1:00:00"),
-        ("queues: [a]", "queues: it needs a line for each queue"),
-        ("queues: {a: {cores: 3}}", "queues: a: {'cores': 3}: it may hold nodes and walltime"),
-        ("queues: {a: {nodes: few}}", "queues: a: nodes: 'few' is no range such as 1-2"),
+        ("directives: ['-l select=2']", "directives: '-l select=2': written by submit"),
+        ("scheduler: lsf", "scheduler: 'lsf': must be one of pbs, slurm, none"),
+        ("walltime_limit: soon", "walltime_limit: 'soon' is not a time such as 1:00:00"),
+        ("queues: [a]", "queues: must have a line per queue"),
+        ("queues: {a: {cores: 3}}", "queues: a: {'cores': 3}: valid keys: nodes, walltime"),
+        ("queues: {a: {nodes: few}}", "queues: a: nodes: 'few' is not a range such as 1-2"),
         ("- a list", "it must hold lines such as `queue: debug`"),
         ("a: b: c", "line 1: mapping values are not allowed here"),
         ("queue: x\nqueue: y", "line 2: queue: line 1 has it already; leave one out"),
     ],
 )
-def test_what_is_wrong_in_a_site_file(text: str, message: str, tmp_path: Path) -> None:
+def test_errors_in_a_site_file(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text(text)
     with pytest.raises(UsageError) as error:
@@ -104,20 +104,20 @@ LIMITED = Site(
         (Job(("x",), 60, ppn=9), "--ppn 9: a node of this site has 8 cores"),
         (Job(("x",), 60, ppn=4, threads=3), "--ppn 4 --threads 3: a node of this site has 8"),
         (Job(("x",), 60, gpus_per_node=5), "--gpus-per-node 5: a node of this site has 4"),
-        (Job(("x",), 7201), "--walltime: this site takes at most 02:00:00; --chain"),
-        (Job(("x",), 7201, queue="long"), "queue long takes at most 02:00:00"),
-        (Job(("x",), 3601, nodes=2, queue="debug"), "queue debug takes at most 01:00:00"),
-        (Job(("x",), 60, nodes=1, queue="debug"), "--nodes 1: queue debug takes 2 to 4"),
-        (Job(("x",), 60, nodes=5, queue="debug"), "--nodes 5: queue debug takes 2 to 4"),
+        (Job(("x",), 7201), "--walltime: the limit of this site is 02:00:00; --chain"),
+        (Job(("x",), 7201, queue="long"), "queue long is 02:00:00"),
+        (Job(("x",), 3601, nodes=2, queue="debug"), "queue debug is 01:00:00"),
+        (Job(("x",), 60, nodes=1, queue="debug"), "--nodes 1: queue debug accepts 2 to 4"),
+        (Job(("x",), 60, nodes=5, queue="debug"), "--nodes 5: queue debug accepts 2 to 4"),
     ],
 )
-def test_what_a_site_would_refuse(job: Job, message: str) -> None:
+def test_a_job_beyond_the_limits_of_a_site_is_refused(job: Job, message: str) -> None:
     with pytest.raises(UsageError) as error:
         check_limits(job, LIMITED)
     assert message in str(error.value)
 
 
-def test_what_a_site_takes() -> None:
+def test_a_job_within_the_limits_of_a_site_is_accepted() -> None:
     check_limits(Job(("x",), 7200, nodes=99, ppn=8, queue="long"), LIMITED)
     check_limits(Job(("x",), 3600, nodes=4, ppn=2, threads=4, queue="debug"), LIMITED)
     check_limits(Job(("x",), 10**9, nodes=10**6, ppn=999, gpus_per_node=999), Site())

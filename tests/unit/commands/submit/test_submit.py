@@ -1,4 +1,4 @@
-"""``hvdtrain submit``: what it refuses, what it fills in, and what it hands to qsub and sbatch."""
+"""``hvdtrain submit``: wrong use, defaults, and the commands of qsub and sbatch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.commands.submit.dialect import Local
 from hvdtrain.commands.submit.job import memory_megabytes
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.slurm import Slurm
-from hvdtrain.commands.submit.submission import choose
+from hvdtrain.commands.submit.submission import choose_dialect
 from hvdtrain.errors import UsageError
 
 Captured = pytest.CaptureFixture[str]
@@ -44,7 +44,7 @@ def submit(*words: str) -> int:
 
 
 def refusal(captured: Captured, *words: str) -> str:
-    """The one line with which wrong use is answered."""
+    """Return the line of the error message."""
     assert submit(*words) == 2
     streams = captured.readouterr()
     assert streams.out == ""
@@ -59,41 +59,41 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
     ("words", "message"),
     [
         ((), "neither sbatch nor qsub is on the PATH"),
-        (("--scheduler", "pbs", "--", "x"), "--walltime: how long may the job run?"),
-        (("--scheduler", "pbs", "x", "--walltime", "1:00:00"), "it stands behind the command"),
-        (("--scheduler", "pbs", "--walltime", "60", "--", "x"), "--walltime '60': write H:MM:SS"),
+        (("--scheduler", "pbs", "--", "x"), "--walltime is required"),
+        (("--scheduler", "pbs", "x", "--walltime", "1:00:00"), "--walltime after the command"),
+        (("--scheduler", "pbs", "--walltime", "60", "--", "x"), "--walltime '60': must be H:MM:SS"),
         (("--scheduler", "pbs", "--walltime", "0:00", "--", "x"), "--walltime '0:00'"),
-        (PBS, "what should the job run? Give it after --"),
-        ((*PBS, "--", ""), "what should the job run?"),
-        ((*PBS, "--nodes", "0", "--", "x"), "--nodes 0: it must be 1 or more"),
-        ((*PBS, "--threads", "0", "--", "x"), "--threads 0: it must be 1 or more"),
-        ((*PBS, "--name", "two words", "--", "x"), "--name 'two words': a letter, then"),
+        (PBS, "missing command: put it after `--`"),
+        ((*PBS, "--", ""), "missing command"),
+        ((*PBS, "--nodes", "0", "--", "x"), "--nodes 0: must be at least 1"),
+        ((*PBS, "--threads", "0", "--", "x"), "--threads 0: must be at least 1"),
+        ((*PBS, "--name", "two words", "--", "x"), "--name 'two words': must be a letter, then"),
         ((*PBS, "--name", "n" * 231, "--", "x"), "at most 230 characters"),
         ((*PBS, "--name", "a\n#PBS -q x", "--", "x"), "--name 'a\\n#PBS -q x'"),
-        ((*PBS, "--account", "me\n#PBS", "--", "x"), "--account 'me\\n#PBS': one word"),
-        ((*PBS, "--queue", "a b", "--", "x"), "--queue 'a b': one word"),
-        ((*PBS, "--module", "a b", "--", "x"), "--module 'a b': give one module; repeat"),
-        ((*PBS, "--memory", "64", "--", "x"), "--memory '64': a number with its unit"),
-        ((*PBS, "--array", "5", "--", "x"), "--array '5': a range such as 1-10"),
-        ((*PBS, "--array", "5-5", "--", "x"), "--array '5-5': a range"),
+        ((*PBS, "--account", "me\n#PBS", "--", "x"), "--account 'me\\n#PBS': must be one word"),
+        ((*PBS, "--queue", "a b", "--", "x"), "--queue 'a b': must be one word"),
+        ((*PBS, "--module", "a b", "--", "x"), "--module 'a b': must be one module; repeat"),
+        ((*PBS, "--memory", "64", "--", "x"), "--memory '64': must be a number with a unit"),
+        ((*PBS, "--array", "5", "--", "x"), "--array '5': must be a range such as 1-10"),
+        ((*PBS, "--array", "5-5", "--", "x"), "--array '5-5': must be a range"),
         ((*PBS, "--array", "1-2", "--chain", "--progress", "d", "--", "x"), "--array and --chain"),
         ((*PBS, "--ladder", "--chain", "--progress", "d", "--", "x"), "--chain and --ladder"),
-        ((*PBS, "--ladder", "--once", "--", "x"), "--once and --ladder: once, or once for each"),
-        ((*PBS, "--chain", "--", "x"), "--chain: from what should a job of the chain go on?"),
-        ((*PBS, "--chain", "--chain-limit", "1", "--", "x"), "--chain-limit 1: a chain has 2 jobs"),
-        ((*PBS, "--var", "A", "--", "x"), "--var 'A': write NAME=VALUE"),
-        ((*PBS, "--var", "1A=", "--", "x"), "--var 1A: no name for a variable"),
-        ((*PBS, "--var", "PATH=x", "--", "x"), "--var PATH: no name for a variable"),
-        ((*PBS, "--var", "RANKS=x", "--", "x"), "--var RANKS: the script sets it itself"),
-        ((*PBS, "--var", "A=1", "--var", "A=2", "--", "x"), "--var A: it is given twice"),
+        ((*PBS, "--ladder", "--once", "--", "x"), "--once and --ladder"),
+        ((*PBS, "--chain", "--", "x"), "--checkpoint-dir"),
+        ((*PBS, "--chain", "--chain-limit", "1", "--", "x"), "--chain-limit 1: must be at least 2"),
+        ((*PBS, "--var", "A", "--", "x"), "--var 'A': must be NAME=VALUE"),
+        ((*PBS, "--var", "1A=", "--", "x"), "--var 1A: not a valid variable"),
+        ((*PBS, "--var", "PATH=x", "--", "x"), "--var PATH: not a valid variable"),
+        ((*PBS, "--var", "RANKS=x", "--", "x"), "--var RANKS: reserved for the script"),
+        ((*PBS, "--var", "A=1", "--var", "A=2", "--", "x"), "--var A: specified twice"),
         ((*PBS, "--ppn", "4", "--gpus-per-node", "2", "--", "x"), "--ppn 4: more ranks than"),
-        ((*PBS, "--gpus-per-node", "2", "--", "x"), "--gpus-per-node: PBS refuses a resource"),
-        ((*PBS, "--setup", "#PBS -q other", "--", "x"), "comes after the first command"),
-        ((*PBS, "--setup", "cd x\n#SBATCH -p q", "--", "x"), "comes after the first command"),
+        ((*PBS, "--gpus-per-node", "2", "--", "x"), "--gpus-per-node: PBS refuses"),
+        ((*PBS, "--setup", "#PBS -q other", "--", "x"), "directive after the first command"),
+        ((*PBS, "--setup", "cd x\n#SBATCH -p q", "--", "x"), "directive after the first command"),
         ((*PBS, "--setup", "cd x\r", "--", "x"), "DOS line ends"),
         ((*PBS, "--site", "nowhere", "--", "x"), "--site nowhere: no such file"),
-        (("--scheduler", "none", "--follow", "--", "x"), "--follow, --chain and --array need"),
-        (("--site", "polaris", "--walltime", "2:00:00", "--", "x"), "queue debug takes at most"),
+        (("--scheduler", "none", "--follow", "--", "x"), "--follow, --chain and --array require"),
+        (("--site", "polaris", "--walltime", "2:00:00", "--", "x"), "the limit of queue debug is"),
     ],
 )
 def test_wrong_use(words: tuple[str, ...], message: str, capsys: Captured) -> None:
@@ -103,36 +103,36 @@ def test_wrong_use(words: tuple[str, ...], message: str, capsys: Captured) -> No
 
 def test_a_job_script_is_no_command(capsys: Captured) -> None:
     Path("train.pbs").write_text("#!/bin/bash\n#PBS -q debug\npython train.py\n")
-    said = refusal(capsys, *PBS, "--", "bash", "train.pbs")
-    assert "train.pbs is a job script itself" in said
-    assert "`qsub train.pbs`" in said
-    assert refusal(capsys, "--scheduler", "pbs", "train.pbs", "--walltime", "0:05:00") == said
+    message = refusal(capsys, *PBS, "--", "bash", "train.pbs")
+    assert "train.pbs is a job script" in message
+    assert "`qsub train.pbs`" in message
+    assert refusal(capsys, "--scheduler", "pbs", "train.pbs", "--walltime", "0:05:00") == message
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "warning"),
     [
-        (("--walltime", "0:00:50", "--chain"), "--walltime 00:00:50: the trainers need up to"),
+        (("--walltime", "0:00:50", "--chain"), "--walltime 00:00:50: trainers need up to"),
         (("--walltime", "0:01:59"), "30 s and two steps before the end to save, so that the job"),
         (("--walltime", "0:02:00"), ""),
     ],
 )
-def test_a_walltime_that_leaves_nothing_for_training(
-    words: tuple[str, ...], said: str, caplog: pytest.LogCaptureFixture
+def test_a_walltime_that_leaves_little_time_for_training(
+    words: tuple[str, ...], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     command = ("--dry-run", "--", "python", "-m", "hvdtrain.mnist", "--checkpoint-dir", "c")
     assert submit("--scheduler", "pbs", *words, *command) == 0
     assert [
-        said in record.message for record in caplog.records if record.levelname == "WARNING"
-    ] == ([True] if said else [])
+        warning in record.message for record in caplog.records if record.levelname == "WARNING"
+    ] == ([True] if warning else [])
     caplog.clear()
     assert submit("--scheduler", "pbs", "--walltime", "0:00:50", "--dry-run", "--", "pi") == 0
     assert "WARNING" not in caplog.text
 
 
-def test_a_log_directory_that_cannot_be_one(bin_directory: Path, capsys: Captured) -> None:
+def test_an_invalid_log_directory(bin_directory: Path, capsys: Captured) -> None:
     Path("file").touch()
-    assert "--logs file: it is no directory" in refusal(capsys, *PBS, "--logs", "file", "--", "x")
+    assert "--logs file: not a directory" in refusal(capsys, *PBS, "--logs", "file", "--", "x")
     assert "--logs file/in: Not a directory" in refusal(
         capsys, *PBS, "--logs", "file/in", "--", "x"
     )
@@ -172,32 +172,32 @@ def test_memory() -> None:
     ]
 
 
-def test_which_batch_system(bin_directory: Path) -> None:
+def test_the_detected_batch_system(bin_directory: Path) -> None:
     environ = {"PATH": str(bin_directory)}
     with pytest.raises(UsageError, match="--scheduler"):
-        choose(None, environ)
+        choose_dialect(None, environ)
     program(bin_directory, "qsub", "")
-    found = choose(None, environ)
-    assert isinstance(found, Pbs)
-    assert not found.wraps_slurm
+    dialect = choose_dialect(None, environ)
+    assert isinstance(dialect, Pbs)
+    assert not dialect.wraps_slurm
     program(bin_directory, "sbatch", "")
-    assert isinstance(choose(None, environ), Slurm)
+    assert isinstance(choose_dialect(None, environ), Slurm)
     program(bin_directory, "qsub", "# part of Slurm")
-    found = choose("pbs", environ)
-    assert isinstance(found, Pbs)
-    assert found.wraps_slurm
-    assert isinstance(choose("none", environ), Local)
+    dialect = choose_dialect("pbs", environ)
+    assert isinstance(dialect, Pbs)
+    assert dialect.wraps_slurm
+    assert isinstance(choose_dialect("none", environ), Local)
 
 
-def test_a_script_that_cannot_be_handed_in_leaves_no_file(
+def test_a_script_that_cannot_be_submitted_leaves_no_file(
     capsys: Captured, bin_directory: Path
 ) -> None:
     program(bin_directory, "qsub", "# part of Slurm")
-    assert "hands 'a b/x-1.pbs' to a shell" in refusal(capsys, *PBS, "--logs", "a b", "--", "x")
+    assert "passes 'a b/x-1.pbs' to a shell" in refusal(capsys, *PBS, "--logs", "a b", "--", "x")
     assert list(Path("a b").iterdir()) == []
 
 
-def test_a_dry_run_prints_the_script_and_touches_nothing(capsys: Captured) -> None:
+def test_a_dry_run_prints_the_script_and_writes_nothing(capsys: Captured) -> None:
     assert submit(*PBS, "--dry-run", "--env", "none", "--", "python", "train.py") == 0
     streams = capsys.readouterr()
     assert streams.out.startswith("#!/bin/bash -l\n#PBS -N train\n")
@@ -211,12 +211,12 @@ def test_a_dry_run_prints_the_script_and_touches_nothing(capsys: Captured) -> No
     ]
 
 
-def test_the_environment_is_the_one_that_submit_runs_in(capsys: Captured) -> None:
+def test_the_default_environment_is_that_of_submit(capsys: Captured) -> None:
     assert submit(*PBS, "--dry-run", "--", "x") == 0
     assert f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{sys.prefix}}}\n" in capsys.readouterr().out
 
 
-def test_site_defaults_and_options_that_win_over_them(capsys: Captured) -> None:
+def test_options_override_site_defaults(capsys: Captured) -> None:
     words = ("--site", "polaris", "--walltime", "0:10:00", "--dry-run")
     assert submit(*words, "--", "x") == 0
     text = capsys.readouterr().out
@@ -229,7 +229,7 @@ def test_site_defaults_and_options_that_win_over_them(capsys: Captured) -> None:
     assert "hvdtrain launch -n 18 --ppn 2 --" in text
 
 
-def test_a_name_is_cut_where_the_site_says(capsys: Captured) -> None:
+def test_a_name_is_cut_at_the_limit_of_the_site(capsys: Captured) -> None:
     Path("site.yaml").write_text("name_limit: 15\n")
     words = ("--site", "site.yaml", "--name", "a_name_of_twenty_two", "--dry-run")
     assert submit(*PBS, *words, "--", "x") == 0
@@ -242,7 +242,7 @@ def test_without_a_batch_system_the_script_is_written(capsys: Captured) -> None:
     assert Path("hvdtrain-jobs/x-1.sh").read_text().endswith("    x 'a b'\n")
 
 
-# What a PBS with history answered of an array, one of whose tasks failed, and of other jobs.
+# Output of a PBS with history for an array with a failed task, and for other jobs.
 QSTAT = """for job; do :; done
 case $* in
     *json*|"-f "*) exit 1 ;;
@@ -277,7 +277,7 @@ def test_a_failed_task_of_an_array_fails_the_job(bin_directory: Path, capsys: Ca
 def test_a_job_to_wait_for_that_does_not_exist(bin_directory: Path, capsys: Captured) -> None:
     program(bin_directory, "qsub", "echo 9.s")
     program(bin_directory, "qstat", QSTAT)
-    assert "--after 9999: pbs knows no such job" in refusal(
+    assert "--after 9999: pbs has no such job" in refusal(
         capsys, *PBS, "--after", "9999", "--", "x"
     )
     finished = "echo 'Job Id: 7.s'; echo '    job_state = F'"
@@ -287,12 +287,12 @@ def test_a_job_to_wait_for_that_does_not_exist(bin_directory: Path, capsys: Capt
     program(bin_directory, "qstat", finished)
     assert "it was deleted before it ran" in refusal(capsys, *words)
     assert list(Path.cwd().iterdir()) == []
-    program(bin_directory, "qstat", "exit 255")  # who does not answer does not refuse
+    program(bin_directory, "qstat", "exit 255")  # no answer is no refusal
     assert submit(*words) == 0
 
 
-def test_a_directory_that_pbs_cannot_be_told(bin_directory: Path, capsys: Captured) -> None:
-    """Its log goes where PBS puts it by default: that is the one to name."""
+def test_a_directory_that_qsub_cannot_accept(bin_directory: Path, capsys: Captured) -> None:
+    """The log gets the default path of PBS, which is reported."""
     program(bin_directory, "qsub", "echo '9[].s'")
     words = ("--logs", "lo gs: a,b", "--name", "f", "--json")
     assert submit(*PBS, *words, "--array", "1-2", "--", "x") == 0
@@ -304,11 +304,11 @@ def test_a_directory_that_pbs_cannot_be_told(bin_directory: Path, capsys: Captur
 
 
 def test_a_job_that_is_followed_leaves_its_exit_code(capsys: Captured) -> None:
-    for more, number in (
+    for options, number in (
         ((), "${SLURM_JOB_ID:-${PBS_JOBID%%.*}}"),
         (("--array", "1-2"), "$TASK"),
     ):
-        assert submit(*PBS, *more, "--follow", "--dry-run", "--", "x") == 0
+        assert submit(*PBS, *options, "--follow", "--dry-run", "--", "x") == 0
         text = capsys.readouterr().out
         assert f'realpath -m -- hvdtrain-jobs/x-1.exit)."{number}"' in text
     assert submit(*PBS, "--dry-run", "--", "x") == 0
@@ -360,21 +360,21 @@ def test_the_jobs_of_a_chain_wait_for_one_another(bin_directory: Path, capsys: C
     assert links == [{"event": "link", "job": f"{number}.server"} for number in (1, 2, 3)]
 
 
-def test_a_site_that_takes_only_so_many_jobs(
+def test_a_site_that_limits_the_number_of_jobs(
     bin_directory: Path, capsys: Captured, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = "qsub: would exceed queue generic's per-user limit"
     program(bin_directory, "qsub", f'[ ! -s calls ] || {{ echo "{full}"; exit 1; }}\n{QSUB}')
     assert chain_of(3) == 0
     assert capsys.readouterr().out == "1.server\n"
-    assert f"only 1 of 3 jobs were taken: {full}" in caplog.text
+    assert f"only 1 of 3 jobs were accepted: {full}" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("echo qsub: Unknown queue; exit 170", "qsub did not take hvdtrain-jobs/x-1.pbs: qsub: U"),
-        ("echo no number", "qsub did not take hvdtrain-jobs/x-1.pbs: no number"),
+        ("echo qsub: Unknown queue; exit 170", "qsub refused hvdtrain-jobs/x-1.pbs: qsub: U"),
+        ("echo no number", "qsub refused hvdtrain-jobs/x-1.pbs: no number"),
         (None, "is this a login node?"),
     ],
 )
@@ -389,7 +389,7 @@ def test_a_job_that_is_refused(
 
 @pytest.mark.parametrize("words", [["--", "-x", "--", "--nodes", "3", ""], ["--"], ["--nodes"]])
 @pytest.mark.parametrize("mark", [["--"], []])
-def test_the_command_is_taken_as_it_is(mark: list[str], words: list[str], capsys: Captured) -> None:
+def test_the_command_is_not_changed(mark: list[str], words: list[str], capsys: Captured) -> None:
     assert submit(*PBS, "--dry-run", "--env", "none", *mark, "x", *words) == 0
     shown = " ".join(word or "''" for word in words)
     assert capsys.readouterr().out.endswith(f"    x {shown}\n")
