@@ -18,7 +18,7 @@ STEP = re.compile(rb"\bstep (\d+)")
 # tial". The others write whole lines, so that a mark counts only at the beginning.
 MARKS = {
     "openmpi4": re.compile(rb"\[\d+,(\d+)\]<std(?:out|err|diag)>:"),
-    "openmpi5": re.compile(rb"\[[^\]\s]*,(\d+)\]<std(?:out|err|diag)>: ?"),
+    "openmpi5": re.compile(rb"\[[^\[\]\s]*,(\d+)\]<std(?:out|err|diag)>: ?"),
     "mpich": re.compile(rb"<rank (\d+)> "),
     "intel": re.compile(rb"\A\[(\d+)\] ?"),
     "pals": re.compile(rb"\A\S+ (\d+): ?"),
