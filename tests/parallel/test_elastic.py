@@ -45,7 +45,7 @@ class Torchrun:
         rendezvous = ("--rdzv-backend=c10d", place, "--rdzv-id=1", QUICK)
         world = (f"--nnodes={hosts}", "--nproc-per-node=1", f"--max-restarts={restarts}")
         local = ("--local-addr=127.0.0.1", "-m")
-        # As docs/elastic.md says: otherwise an agent that joins waits for an address in vain.
+        # As docs/launch.md says: otherwise an agent that joins waits for an address in vain.
         alone = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") if ":" in hosts else ()
         torchrun = str(BIN / "torchrun")
         self.line = [*alone, torchrun, *rendezvous, *world, *local, *TRAIN, *training]

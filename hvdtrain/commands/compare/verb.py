@@ -30,7 +30,7 @@ EPILOG = f"""example:
   hvdtrain compare --out compare
 
 An interrupted comparison continues where it stopped: type the same command again. Without a command
-what is in --out is reported again. {page("compare")} explains the figures."""
+what is in --out is reported again. {page("measuring")} explains the figures."""
 
 HELP = {
     "--strategies": "which, or all (all); options of one stand behind it, in quotes",

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(f"elastic training ({page('elastic')})")
+    group = parser.add_argument_group(f"elastic training ({page('launch')})")
     group.add_argument(
         "--elastic",
         action="store_true",

@@ -23,7 +23,7 @@ EPILOG = f"""example:
   hvdtrain scaling --from measured.csv --leave-out 8
 
 An interrupted study continues where it stopped: type the same command again. Without a command the
-runs in --out are reported again. {page("scaling")} explains the figures."""
+runs in --out are reported again. {page("measuring")} explains the figures."""
 
 
 LADDER = ("ppn", "threads", "hosts", "hostfile", "timeout")  # options that are its fields

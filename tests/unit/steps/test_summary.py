@@ -12,7 +12,6 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Bubble, GradientMessages, StepSplit, Stopped, Summary
-from tests.conftest import ROOT
 
 WHOLE = Summary(
     workload="mnist",
@@ -108,9 +107,3 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_keys_of_another_version_are_left_out() -> None:
     assert Summary.from_json({"model": "small", "new": 1}) == Summary(model="small")
     assert Summary.from_json({"seconds_total": 3}).seconds_total == 3
-
-
-def test_the_page_tells_every_key() -> None:
-    page = (ROOT / "docs" / "training.md").read_text()
-    table = page[page.index("The keys of a summary:") :]
-    assert [name for name in Summary.__dataclass_fields__ if f"`{name}`" not in table] == []
