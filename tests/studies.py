@@ -1,4 +1,4 @@
-"""Runs of a scaling study, as a trainer would have left them."""
+"""Runs of a scaling study, as written by a trainer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hvdtrain.steps.summary import Summary
 
 TUTORIAL = "ranks,images_per_second\n1,281.22\n2,382.01\n4,689.22\n8,1341.25\n"
 WORDS = ("python", "-m", "hvdtrain.mnist", "--num-steps", "20")
-OWN = ("scaling", "command", "machine", "cores", "threads", "ranks_per_host")  # fields of a run
+RUN_FIELDS = ("scaling", "command", "machine", "cores", "threads", "ranks_per_host")
 
 
-def summary(ranks: int, rate: float = 100.0, **other: Any) -> dict[str, Any]:
-    """Return what a trainer would have written."""
+def summary(ranks: int, rate: float = 100.0, **changed: Any) -> dict[str, Any]:
+    """Return the summary of a trainer."""
     return {
         "workload": "mnist",
         "framework": "pytorch",
@@ -27,12 +27,12 @@ def summary(ranks: int, rate: float = 100.0, **other: Any) -> dict[str, Any]:
         "timeline": None,
         "stopped": "steps",
         "step_split": {"data": 0.1, "compute": 0.3, "communication": 0.0, "waiting": 0.0},
-        **other,
+        **changed,
     }
 
 
-def run(ranks: int, repeat: int = 1, rate: float = 100.0, **other: Any) -> Run:
-    """Return one run; keys that are no field of it belong to its summary."""
-    own = {k: other.pop(k) for k in OWN if k in other}
-    found = Summary.from_json(summary(ranks, rate, **other))
-    return Run(ranks, repeat, found, **{"command": WORDS, **own})
+def run(ranks: int, repeat: int = 1, rate: float = 100.0, **changed: Any) -> Run:
+    """Return one run; keys that are not its fields belong to its summary."""
+    fields = {key: changed.pop(key) for key in RUN_FIELDS if key in changed}
+    content = Summary.from_json(summary(ranks, rate, **changed))
+    return Run(ranks, repeat, content, **{"command": WORDS, **fields})

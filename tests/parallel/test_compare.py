@@ -1,4 +1,4 @@
-"""A real comparison on the embedded digits, held against what its runs say themselves."""
+"""A real comparison on the embedded digits, checked against the summaries of its runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     return folder, outcome
 
 
-def test_the_rows_say_what_the_runs_say(compared: tuple[Path, Outcome]) -> None:
+def test_the_rows_agree_with_the_runs(compared: tuple[Path, Outcome]) -> None:
     folder, outcome = compared
     *rows, missing = json.loads(outcome.out)["rows"]  # nothing else is on standard output
     assert [row["strategy"] for row in rows] == ["single", *OVER_TWO]
@@ -41,27 +41,27 @@ def test_the_rows_say_what_the_runs_say(compared: tuple[Path, Outcome]) -> None:
     runs = {
         line["method"]["strategy"]: line["summary"] for line in lines(folder) if line["summary"]
     }
-    alone = runs["single"]
-    assert (alone["world_size"], alone["gradient_messages"]) == (1, None)
+    single = runs["single"]
+    assert (single["world_size"], single["gradient_messages"]) == (1, None)
     for row in rows:
-        one = runs[row["strategy"]]
-        rate = one["images_per_second_mean"]
+        summary = runs[row["strategy"]]
+        rate = summary["images_per_second_mean"]
         assert (row["available"], row["precision"], row["compression"]) == (True, "fp64", "none")
-        assert (row["ranks"], one["global_batch_size"]) == (one["world_size"], 66)
+        assert (row["ranks"], summary["global_batch_size"]) == (summary["world_size"], 66)
         assert row["images_per_second"] == rate
-        assert row["speedup"] == rate / alone["images_per_second_mean"]
+        assert row["speedup"] == rate / single["images_per_second_mean"]
         assert row["epoch_seconds"] == pytest.approx(1500 / rate)
-        assert row["peak_memory_bytes"] == one["peak_memory_bytes"] > 100 * 2**20
-        assert row["setup_seconds"] == one["seconds_to_first_step"] > 0.5
-        assert row["loss_distance"] < 1e-9  # N ranks compute what one computes
-        assert row["utilisation"] == one["utilisation_mean"] > 0.05
-        assert one["training_samples"] == 1500
-        assert 0 < row["target_seconds"] < one["seconds_total"]  # the only epoch's end
+        assert row["peak_memory_bytes"] == summary["peak_memory_bytes"] > 100 * 2**20
+        assert row["setup_seconds"] == summary["seconds_to_first_step"] > 0.5
+        assert row["loss_distance"] < 1e-9  # N ranks compute the same as one
+        assert row["utilisation"] == summary["utilisation_mean"] > 0.05
+        assert summary["training_samples"] == 1500
+        assert 0 < row["target_seconds"] < summary["seconds_total"]  # the end of the only epoch
         assert row["target_speedup"] == rows[0]["target_seconds"] / row["target_seconds"]
-        # 21,840 parameters in fp64; at two ranks each sends them once.
+        # 21,840 parameters in fp64; with two ranks each sends them once.
         sent = row["bytes_per_step"]
         if row["strategy"] == "pipeline":  # it sends no gradients
-            bubble = one["bubble"]
+            bubble = summary["bubble"]
             assert (sent, row["bubble_formula"]) == (None, 1 / 9)
             assert row["bubble"] == bubble["measured"] > 0
             continue
@@ -69,16 +69,16 @@ def test_the_rows_say_what_the_runs_say(compared: tuple[Path, Outcome]) -> None:
         assert sent == 0 if row["ranks"] == 1 else 8 * 21_840 <= sent < 8 * 22_200
 
 
-def test_another_training_is_not_mixed_in(compared: tuple[Path, Outcome]) -> None:
+def test_another_training_is_rejected(compared: tuple[Path, Outcome]) -> None:
     folder, _ = compared
     outcome = run([*VERB, "--out", str(folder), "--", *TRAIN, *PLAIN, "--lr", "1"])
     assert (outcome.code, json.loads(outcome.out)["ok"]) == (2, False)
-    assert "holds runs of another command" in outcome.err
+    assert "runs of another command" in outcome.err
 
 
-def test_what_the_trainer_refuses_is_not_available(tmp_path: Path) -> None:
-    asked = ["--strategies", "single", "--precision", "fp16", "--out", str(tmp_path)]
-    outcome = run([*VERB, *asked, "--", *TRAIN], CUDA_VISIBLE_DEVICES="")
+def test_a_method_that_the_trainer_rejects_is_not_available(tmp_path: Path) -> None:
+    options = ["--strategies", "single", "--precision", "fp16", "--out", str(tmp_path)]
+    outcome = run([*VERB, *options, "--", *TRAIN], CUDA_VISIBLE_DEVICES="")
     assert outcome.code == 0, outcome.err
     (row,) = json.loads(outcome.out)["rows"]
     assert (row["available"], row["precision"], row["images_per_second"]) == (False, "fp16", None)
@@ -93,4 +93,4 @@ def test_a_command_that_fails(code: int, expected: int, tmp_path: Path) -> None:
     if expected == 1:
         assert json.loads(outcome.out)["rows"][0]["reason"].startswith("failed: exit code 3")
     else:
-        assert "the command cannot be run, not even in one process" in outcome.err
+        assert "the command cannot be run, even in a single process" in outcome.err

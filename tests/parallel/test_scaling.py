@@ -1,4 +1,4 @@
-"""A real ladder on the embedded digits: broken off, resumed, told, refused, reported."""
+"""A real sweep on the embedded digits: interrupted, resumed, evaluated, rejected, reported."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.parallel.conftest import FRAMEWORKS
 VERB = [sys.executable, "-m", "hvdtrain.cli"]
 TRAIN = ["python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "10"]
 PLOTS = ("scaling.pdf", "scaling.png")
-LADDER = [*VERB, "scaling", "--ranks", "1,2", "--repeat", "1", "--json"]
+SWEEP = [*VERB, "scaling", "--ranks", "1,2", "--repeat", "1", "--json"]
 
 
 def scaling(folder: Path, *command: str) -> Outcome:
-    return run([*LADDER, "--out", str(folder), "--", *command])
+    return run([*SWEEP, "--out", str(folder), "--", *command])
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -35,11 +35,11 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ladder that was interrupted in its second run, when that had begun to train."""
-    folder = tmp_path_factory.mktemp("ladder")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep that was interrupted in its second run, while training."""
+    folder = tmp_path_factory.mktemp("sweep")
     process = subprocess.Popen(
-        [*LADDER, "--out", str(folder), "--", *TRAIN],
+        [*SWEEP, "--out", str(folder), "--", *TRAIN],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.DEVNULL,
@@ -56,81 +56,80 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 children = psutil.Process(process.pid).children(recursive=True)
                 family = [psutil.Process(process.pid), *children]
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+        _, messages = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode, said.splitlines()[-1]) == (130, b"hvdtrain: error: interrupted")
+    last = messages.splitlines()[-1]
+    assert (process.returncode, last) == (130, b"hvdtrain: error: interrupted")
     _, alive = psutil.wait_procs(family, timeout=20)
-    assert alive == [], "ranks live on"
+    assert alive == [], "ranks are still running"
     return folder
 
 
 @pytest.fixture(scope="module")
-def study(broken: Path) -> tuple[Path, Outcome]:
-    """The same ladder, gone on with to its end."""
-    first = lines(broken)
-    assert [one["ranks"] for one in first] == [1]
-    outcome = scaling(broken, *TRAIN)
+def study(interrupted: Path) -> tuple[Path, Outcome]:
+    """The same sweep, continued to its end."""
+    first = lines(interrupted)
+    assert [line["ranks"] for line in first] == [1]
+    outcome = scaling(interrupted, *TRAIN)
     assert outcome.code == 0, outcome.err[-3000:]
-    assert lines(broken)[0] == first[0]  # not run again
-    return broken, outcome
+    assert lines(interrupted)[0] == first[0]  # not run again
+    return interrupted, outcome
 
 
-def test_a_broken_ladder_goes_on_where_it_stopped(study: tuple[Path, Outcome]) -> None:
+def test_an_interrupted_sweep_continues(study: tuple[Path, Outcome]) -> None:
     folder, outcome = study
-    assert [(one["ranks"], one["repeat"]) for one in lines(folder)] == [(1, 1), (2, 1)]
+    assert [(line["ranks"], line["repeat"]) for line in lines(folder)] == [(1, 1), (2, 1)]
     assert "[2/2] 2 ranks, run 1" in outcome.err
     assert "[1/2]" not in outcome.err
 
 
-def test_what_a_ladder_tells(study: tuple[Path, Outcome]) -> None:
+def test_the_results_of_a_sweep(study: tuple[Path, Outcome]) -> None:
     folder, outcome = study
     data = json.loads(outcome.out)  # nothing else is on standard output
-    one, two = data["sizes"]
+    single, double = data["sizes"]
     rates = [line["summary"]["images_per_second_mean"] for line in lines(folder)]
-    assert [one["images_per_second_mean"], two["images_per_second_mean"]] == rates
-    assert two["efficiency"] == pytest.approx(rates[1] / rates[0] / 2)
+    assert [single["images_per_second_mean"], double["images_per_second_mean"]] == rates
+    assert double["efficiency"] == pytest.approx(rates[1] / rates[0] / 2)
     assert (folder / "results.csv").read_text().startswith("ranks,repeat,images_per_second,")
     assert (folder / "scaling.pdf").read_bytes().startswith(b"%PDF")
     assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert data["files"] == [str(folder / name) for name in ("results.csv", *PLOTS)]
 
 
-def test_a_step_is_taken_apart(study: tuple[Path, Outcome]) -> None:
-    one, two = (line["summary"] for line in lines(study[0]))
-    for summary in (one, two):
+def test_the_parts_of_a_step(study: tuple[Path, Outcome]) -> None:
+    single, double = (line["summary"] for line in lines(study[0]))
+    for summary in (single, double):
         split = summary["step_split"]
         assert split["steps"] == 8  # of ten, two are dropped
         assert split["undivided"] is None
         assert min(split["data"], split["compute"]) > 0
-    assert one["step_split"]["waiting"] == 0
-    assert one["gradient_messages"] is None
-    assert min(two["step_split"]["communication"], two["step_split"]["waiting"]) > 0
-    assert two["step_split"]["slowest_rank"] in (0, 1)
-    # The small net has 21,840 parameters in fp32; each is aligned, and a wish to stop goes along.
-    assert two["gradient_messages"]["count"] == 1
-    assert 4 * 21_840 < two["gradient_messages"]["bytes"] < 4 * 22_200
+    assert single["step_split"]["waiting"] == 0
+    assert single["gradient_messages"] is None
+    assert min(double["step_split"]["communication"], double["step_split"]["waiting"]) > 0
+    assert double["step_split"]["slowest_rank"] in (0, 1)
+    # The small net has 21,840 parameters in fp32, aligned; a stop flag is sent with them.
+    assert double["gradient_messages"]["count"] == 1
+    assert 4 * 21_840 < double["gradient_messages"]["bytes"] < 4 * 22_200
 
 
 def test_each_rank_had_the_same_threads(study: tuple[Path, Outcome]) -> None:
     threads = {line["threads"] for line in lines(study[0])}
-    given = {
-        line["summary"]["environment"]["variables"]["OMP_NUM_THREADS"] for line in lines(study[0])
-    }
-    assert given == {str(number) for number in threads}
+    variables = [line["summary"]["environment"]["variables"] for line in lines(study[0])]
+    assert {values["OMP_NUM_THREADS"] for values in variables} == set(map(str, threads))
     assert len(threads) == 1
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ([*TRAIN, "--lr", "1"], "holds runs of another command"),
-        (["python", "-m", "hvdtrain.resnet"], "holds runs of another command"),
+        ([*TRAIN, "--lr", "1"], "runs of another command"),
+        (["python", "-m", "hvdtrain.resnet"], "runs of another command"),
         ([*TRAIN, "--timeline", "t.json"], "--timeline in the command"),
     ],
 )
-def test_another_training_is_not_mixed_in(
+def test_another_training_is_rejected(
     command: list[str], message: str, study: tuple[Path, Outcome]
 ) -> None:
     outcome = scaling(study[0], *command)
@@ -139,10 +138,10 @@ def test_another_training_is_not_mixed_in(
     assert len(lines(study[0])) == 2
 
 
-def test_runs_of_two_models_make_no_table(study: tuple[Path, Outcome], tmp_path: Path) -> None:
-    one, two = lines(study[0])
-    two["summary"]["model"] = "tutorial"
-    text = "".join(json.dumps(line) + "\n" for line in (one, two))
+def test_runs_of_two_models_are_not_comparable(study: tuple[Path, Outcome], tmp_path: Path) -> None:
+    single, double = lines(study[0])
+    double["summary"]["model"] = "tutorial"
+    text = "".join(json.dumps(line) + "\n" for line in (single, double))
     (tmp_path / "results.jsonl").write_text(text)
     outcome = run([*VERB, "scaling", "--out", str(tmp_path)])
     assert outcome.code == 2
@@ -162,16 +161,16 @@ def test_a_command_that_fails(tmp_path: Path) -> None:
 def test_the_report_of_a_study(study: tuple[Path, Outcome]) -> None:
     outcome = run([*VERB, "report", str(study[0]), "--json"])
     assert outcome.code == 0, outcome.err
-    found = json.loads(outcome.out)
-    assert (found["summaries"], found["courses"], found["studies"]) == (2, 2, 1)
+    counts = json.loads(outcome.out)
+    assert (counts["summaries"], counts["courses"], counts["studies"]) == (2, 2, 1)
     page = (study[0] / "report.html").read_text()
     for word in ("Scaling study", "runs/2-1.json", "speed-up", "Learning rate", "num_steps"):
         assert word in page
-    assert "http" not in page.replace("http-equiv", "")  # nothing is fetched
+    assert "http" not in page.replace("http-equiv", "")  # no network access
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_rank_that_the_others_wait_for_is_named(framework: str, tmp_path: Path) -> None:
+def test_the_slowest_rank_is_named(framework: str, tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
     script = str(ROOT / "tests" / "parallel" / "scripts" / "late_trainer.py")
     options = ("--model", "small", "--num-steps", "10", "--framework", framework, "--quiet")

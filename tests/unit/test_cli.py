@@ -170,7 +170,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["verfy", "-n", "2"], "unknown verb 'verfy': did you mean verify?"),
         (["help", "lanch"], "unknown verb 'lanch': did you mean launch?"),
         (["compar"], "unknown verb 'compar': did you mean compare?"),
-        (["compare", "--strategies", "ddp"], "what should be run? Give it after --"),
+        (["compare", "--strategies", "ddp"], "missing command"),
         (["install-horovod", "--frameworks", "mxnet"], "choose from pytorch, tensorflow"),
         (["install-horovod", "--gpu", "ncl"], "--gpu: 'ncl': choose one of auto, nccl, none (did"),
         (["install-horovod", "--jobs", "many"], "--jobs: 'many' is not a whole number"),

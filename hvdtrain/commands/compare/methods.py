@@ -1,4 +1,4 @@
-"""The methods that are compared: which there are, which can run here, and the words of each."""
+"""The methods to compare: their selection, availability on this machine, and commands."""
 
 from __future__ import annotations
 
@@ -11,72 +11,78 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.adapters.select import check_version
-from hvdtrain.commands.runs.words import REFUSED, batches, given, value_of, without
+from hvdtrain.commands.runs.command_options import (
+    REFUSED,
+    batch_sizes,
+    effective_value,
+    value_of,
+    without_option,
+)
 from hvdtrain.config.command_line import parse
 from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output.text import plural
-from hvdtrain.workloads import own
+from hvdtrain.workloads.own import RECIPE
 
 ALL = "all"
-AUTO = "auto"  # as --precision: workload and device decide
-NONE = "none"  # as --compression
-PLAIN = (AUTO, NONE)
+AUTO = "auto"  # --precision: chosen by workload and device
+NONE = "none"  # --compression
+DEFAULTS = (AUTO, NONE)
 COMPRESSION = "--compression"
-# What the methods of a comparison differ or agree in, and so no option of a single one.
+# Options that are set by the comparison for all methods, and so not allowed for a single one.
 SHARED = (
     *("--strategy", "--framework", "--precision", "--batch-size", "--global-batch-size"),
-    "--config",  # it may hold any of these
+    "--config",  # it may set any of these
 )
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train; a row of the table."""
+    """A training method; a row of the table."""
 
     strategy: str
     framework: str
     precision: str = AUTO
     compression: str = NONE
     ranks: int = 1
-    options: str = ""  # more of its own, as on a command line
+    options: str = ""  # additional options, as on a command line
 
     @property
     def name(self) -> str:
-        """Return what its files are called: ``ddp-pytorch-bf16-n2``, defaults left out."""
-        packed = "" if self.compression == NONE else f"packed-{self.compression}"
-        own = re.sub(r"[^\w.]+", "-", self.options).strip("-")
-        parts = [part for part in (self.precision, packed, own) if part not in (AUTO, "")]
+        """The stem of its file names, without defaults, e.g. ``ddp-pytorch-bf16-n2``."""
+        compression = "" if self.compression == NONE else f"packed-{self.compression}"
+        options = re.sub(r"[^\w.]+", "-", self.options).strip("-")
+        parts = [part for part in (self.precision, compression, options) if part not in (AUTO, "")]
         return "-".join([self.strategy, self.framework, *parts, f"n{self.ranks}"])
 
     @property
     def label(self) -> str:
-        """Return what a person calls it among others of its framework and precision."""
-        packed = "" if self.compression == NONE else f" + {self.compression} gradients"
-        return f"{self.strategy} {self.options}".strip() + packed
+        """The strategy with its options, without framework and precision."""
+        compression = "" if self.compression == NONE else f" + {self.compression} gradients"
+        return f"{self.strategy} {self.options}".strip() + compression
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is the one process that the others are compared with."""
+        """Whether it is the single process that the other methods are compared with."""
         return self.strategy == ONE_PROCESS.name and not self.options
 
     @property
-    def takes_the_host(self) -> bool:
+    def uses_all_devices(self) -> bool:
         """Whether it is one process with all devices of its host: ``nn.DataParallel``."""
         return self.strategy != ONE_PROCESS.name and self.ranks == 1
 
-    def shares_baseline(self, other: Method) -> bool:
-        """Whether both are measured against the same one process."""
-        return (self.framework, self.precision) == (other.framework, other.precision)
+    def shares_baseline(self, method: Method) -> bool:
+        """Return whether both have the same baseline."""
+        return (self.framework, self.precision) == (method.framework, method.precision)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked for; None: as the command has it."""
+    """The requested methods; None: as in the command."""
 
-    strategies: tuple[str, ...] = (ALL,)  # each a name, which options of its own may follow
+    strategies: tuple[str, ...] = (ALL,)  # each a name, optionally followed by options
     frameworks: tuple[str, ...] | None = None
     precisions: tuple[str, ...] | None = None
     ranks: int = 2
@@ -86,55 +92,62 @@ def choose(choice: Choice, words: Sequence[str]) -> list[Method]:
     """Return the methods in the order of the table: by framework, precision, strategy.
 
     Raises:
-        UsageError: a strategy or framework that there is not, or an option that is not one
-            method's own.
+        UsageError: an unknown strategy or framework, or an option that is not allowed for a
+            single method.
     """
-    frameworks = choice.frameworks or (given(words, "--framework") or next(iter(PACKAGES)),)
-    precisions = choice.precisions or (given(words, "--precision") or AUTO,)
-    compression = given(words, COMPRESSION)
+    default = effective_value(words, "--framework") or next(iter(PACKAGES))
+    frameworks = choice.frameworks or (default,)
+    precisions = choice.precisions or (effective_value(words, "--precision") or AUTO,)
+    requested = effective_value(words, COMPRESSION)
     for framework in frameworks:
         if framework not in PACKAGES:
-            raise UsageError(f"--frameworks {framework}: choose of {', '.join(PACKAGES)}")
+            raise UsageError(f"--frameworks {framework}: choose from {', '.join(PACKAGES)}")
     methods = [
-        Method(name, framework, precision, packed, _ranks(name, choice.ranks), more)
+        Method(name, framework, precision, compression, _ranks(name, choice.ranks), options)
         for framework in frameworks
         for precision in precisions
-        for name, options in _strategies(choice.strategies)
-        for packed, more in _compressions(name, options, compression)
+        for name, words_of_strategy in _strategies(choice.strategies)
+        for compression, options in _compressions(name, words_of_strategy, requested)
     ]
     return list(dict.fromkeys(methods))
 
 
-def _strategies(asked: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return names and options, the one process first: the others are told as multiples of it."""
-    found: list[tuple[str, list[str]]] = []
-    for text in asked:
+def _strategies(requested: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return names and options, the baseline first."""
+    strategies: list[tuple[str, list[str]]] = []
+    for text in requested:
         try:
             name, *options = shlex.split(text)
         except ValueError as error:
             raise UsageError(f"--strategies {text!r}: {error}") from error
         if name not in {ALL, *STRATEGIES}:
-            raise UsageError(f"--strategies {name}: choose of {', '.join([ALL, *STRATEGIES])}")
+            raise UsageError(f"--strategies {name}: choose from {', '.join([ALL, *STRATEGIES])}")
         for option in (*SHARED, *REFUSED):
             if value_of(options, option) is not None:
-                raise UsageError(f"--strategies {text!r}: {option} is not of one strategy alone")
-        found += [(one, options) for one in (STRATEGIES if name == ALL else [name])]
-    return sorted(found, key=lambda one: one != (ONE_PROCESS.name, []))
+                raise UsageError(
+                    f"--strategies {text!r}: {option} is not allowed for a single strategy"
+                )
+        names = STRATEGIES if name == ALL else [name]
+        strategies += [(strategy, options) for strategy in names]
+    return sorted(strategies, key=lambda strategy: strategy != (ONE_PROCESS.name, []))
 
 
-def _compressions(name: str, options: Sequence[str], asked: str | None) -> list[tuple[str, str]]:
-    """Return how a strategy sends gradients, and its other options.
+def _compressions(
+    name: str, options: Sequence[str], requested: str | None
+) -> list[tuple[str, str]]:
+    """Return the gradient compressions of a strategy, each with its remaining options.
 
-    As the options say, or the command; else as they are and packed, where it has no options.
+    The compression is that of the options or the command; by default, none, and also the first
+    supported one if the strategy has no options.
     """
-    record, own = STRATEGIES.get(name), value_of(options, COMPRESSION)
+    record, compression = STRATEGIES.get(name), value_of(options, COMPRESSION)
     types = record.compressions if record else ()
-    rest = shlex.join(without(options, COMPRESSION))
-    if own is not None:
-        return [(own, rest)]
-    if asked is not None:
-        return [(asked if types else NONE, rest)]
-    return [(packed, rest) for packed in (NONE, *(() if rest else types[:1]))]
+    remaining = shlex.join(without_option(options, COMPRESSION))
+    if compression is not None:
+        return [(compression, remaining)]
+    if requested is not None:
+        return [(requested if types else NONE, remaining)]
+    return [(value, remaining) for value in (NONE, *(() if remaining else types[:1]))]
 
 
 def _ranks(name: str, ranks: int) -> int:
@@ -142,12 +155,12 @@ def _ranks(name: str, ranks: int) -> int:
     return ranks if record is None or record.launchers else 1
 
 
-def why_not(method: Method) -> str:
-    """Return why a method cannot run here, as far as that is seen without starting it; or ""."""
+def unavailable_reason(method: Method) -> str:
+    """Return the reason if a method cannot run here, without starting it; or ""."""
     framework, package = method.framework, PACKAGES[method.framework]
     record = STRATEGIES[method.strategy]
     if framework not in record.adapters:
-        return f"is for {' and '.join(record.adapters)} alone"
+        return f"supports only {' and '.join(record.adapters)}"
     if not is_installed(package):
         return f"{package} is not installed: pip install 'hvdtrain[{framework}]'"
     if framework in record.requires and not is_installed(record.requires[framework]):
@@ -165,38 +178,39 @@ def _too_old(record: Strategy, framework: str) -> str:
 
 
 def global_batch(words: Sequence[str], ranks: int) -> int:
-    """Return the samples of an update in every row: those of ``ranks`` ranks of the command.
+    """Return the samples per update of every method: those of the command on ``ranks`` ranks.
 
     Raises:
-        UsageError: the command does not say it, nor is it one whose default is known; or an
-            option of it is wrong.
+        UsageError: the command has neither a batch size nor a known default, or an invalid option.
     """
-    own_batch, total = batches(words)
-    passes = given(words, "--accumulate-steps") or "1"
-    size = total or own_batch or str(default_batch(words) or "")
+    per_rank, total = batch_sizes(words)
+    passes = effective_value(words, "--accumulate-steps") or "1"
+    size = total or per_rank or str(default_batch(words) or "")
     if not size:
         raise UsageError(
-            "say how large the batch is, as in `-- python train.py --batch-size 32`: the same "
-            "global batch is given to each strategy"
+            "missing batch size in the command, e.g. `-- python train.py --batch-size 32`: every "
+            "method gets the same global batch"
         )
     for text in (size, passes):
         if not text.isdecimal() or int(text) < 1:
-            raise UsageError(f"the batch or its passes, {text}: give a whole number of 1 or more")
+            raise UsageError(
+                f"batch size or --accumulate-steps {text}: must be a whole number of at least 1"
+            )
     return int(size) if total else int(size) * ranks * int(passes)
 
 
 def default_batch(words: Sequence[str]) -> int | None:
-    """Return the batch per rank of one of hvdtrain's programs; None for any other.
+    """Return the default batch per rank of one of hvdtrain's programs; None for other programs.
 
     Raises:
-        UsageError: an option that the program does not take.
+        UsageError: the program does not have an option of the command.
     """
     after = [*words[words.index("-m") + 1 :], ""] if "-m" in words else [""]
     package, _, name = after[0].rpartition(".")
     if package != "hvdtrain":
         return None
     if name == "train":
-        return own.RECIPE.batch_size
+        return RECIPE.batch_size
     if importlib.util.find_spec(f"hvdtrain.workloads.{name}") is None:
         return None
     workload = importlib.import_module(f"hvdtrain.workloads.{name}.task").WORKLOAD
@@ -205,7 +219,7 @@ def default_batch(words: Sequence[str]) -> int | None:
 
 
 def method_words(words: Sequence[str], method: Method, batch: int) -> list[str]:
-    """Return the command with the options of ``method`` in place of its own."""
+    """Return the command with its options replaced by those of ``method``."""
     changed: dict[str, str] = {
         "--strategy": method.strategy,
         "--framework": method.framework,
@@ -215,23 +229,23 @@ def method_words(words: Sequence[str], method: Method, batch: int) -> list[str]:
     }
     kept = list(words)
     for option in (*changed, "--batch-size"):
-        kept = without(kept, option)
-    # What the file of --config says is overruled; what is the default need not be said.
+        kept = without_option(kept, option)
+    # Defaults are only needed to override the command or its --config file.
     added = [
         word
         for option, value in changed.items()
-        if value not in PLAIN or given(words, option) not in (None, value)
+        if value not in DEFAULTS or effective_value(words, option) not in (None, value)
         for word in (option, value)
     ]
-    return [*kept, *added, *shlex.split(method.options)]  # the last one counts
+    return [*kept, *added, *shlex.split(method.options)]  # the last value of an option counts
 
 
 def sent_bytes(method: Method, summary: Summary) -> int | None:
-    """Return the bytes that a rank sends in a step, by theory; None where it is not known.
+    """Return the theoretical number of bytes that a rank sends per step; None if unknown.
 
-    An allreduce of n bytes that moves the least sends 2 (p - 1) / p n from each rank (R.
-    Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). The
-    gradient bytes are those that the adapter counts; ``Strategy.traffic`` has other factors.
+    A bandwidth-optimal allreduce of n bytes sends 2 (p - 1) / p n from each rank (R. Thakur et
+    al., "Optimization of Collective Communication Operations in MPICH", 2005). The gradient bytes
+    are counted by the adapter; ``Strategy.traffic`` has the factors of other collectives.
     """
     record, ranks = STRATEGIES.get(method.strategy), method.ranks
     messages = summary.gradient_messages
@@ -242,26 +256,26 @@ def sent_bytes(method: Method, summary: Summary) -> int | None:
     return round(record.traffic * (ranks - 1) / ranks * messages.bytes)
 
 
-def in_words(method: Method) -> str:
-    """Return the method with its framework and precision."""
+def full_label(method: Method) -> str:
+    """Return the label of a method with its framework and precision."""
     parts = [method.label, method.framework, method.precision]
-    return " ".join(part for part in parts if part not in PLAIN)
+    return " ".join(part for part in parts if part not in DEFAULTS)
 
 
 def title(method: Method) -> str:
-    """Return the method in words, with its ranks."""
-    return f"{in_words(method)}, {plural(method.ranks, 'rank')}"
+    """Return the label of a method with its framework, precision and ranks."""
+    return f"{full_label(method)}, {plural(method.ranks, 'rank')}"
 
 
-def as_method(content: Mapping[str, object]) -> Method:
-    """Return the method that a line of results holds.
+def method_from_json(content: Mapping[str, object]) -> Method:
+    """Return the method in a line of results.
 
     Raises:
-        TypeError, KeyError: it holds none.
+        TypeError, KeyError: the line has no valid method.
     """
     ranks = content["ranks"]
     if not isinstance(ranks, int):
-        raise TypeError("ranks is no number")
+        raise TypeError("ranks is not a number")
     return Method(
         strategy=str(content["strategy"]),
         framework=str(content["framework"]),

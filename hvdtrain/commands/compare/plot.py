@@ -15,8 +15,8 @@ from hvdtrain.commands.runs.accuracy_plot import Line
 from hvdtrain.commands.runs.target import Target
 from hvdtrain.system.output import plots
 
-BAR = 0.34  # inches of a row of bars
-MARKER = 60  # points squared
+BAR = 0.34  # height of a row of bars, inches
+MARKER = 60  # area, points squared
 GIB = 2**30
 SERIES = len(plots.COLOURS)
 
@@ -28,14 +28,14 @@ def draw(
     target: Target | None = None,
     unit: str = "images",
 ) -> list[Path]:
-    """Write the plot as PDF and PNG; return the files, none where there is nothing to draw.
+    """Write the plot as PDF and PNG; return the files, none if there is nothing to draw.
 
     Args:
-        rows: of the table.
-        stem: the path without an ending.
-        lines: the evaluations of each method, to be drawn over the seconds.
-        target: how good they have to be.
-        unit: what the samples are, in the plural.
+        rows: the rows of the table.
+        stem: the path without suffix.
+        lines: the evaluations of each method, drawn over seconds.
+        target: the metric value to reach.
+        unit: unit of the samples, in the plural.
     """
     panels = _panels(rows)
     if not panels:
@@ -45,33 +45,33 @@ def draw(
     timed = [line for line in lines if line[1]] if target else []
     count = len(panels) + bool(timed)
     figure, axes = plt.subplots(1, count, figsize=(5.4 * count, height), squeeze=False)
-    for one, (name, some) in zip(axes[0], panels, strict=False):
-        PANELS[name](one, some, unit)
-        one.set_title(name, loc="left")
+    for panel_axes, (name, panel_rows) in zip(axes[0], panels, strict=False):
+        PANELS[name](panel_axes, panel_rows, unit)
+        panel_axes.set_title(name, loc="left")
     if target and timed:
         accuracy_plot.draw(axes[0][-1], timed, target, "seconds")
         axes[0][-1].set_title(f"Time to {target}", loc="left")
     return plots.save(figure, stem)
 
 
-def apart(rows: Sequence[Row], unit: str = "images") -> Iterator[tuple[str, Any]]:
-    """Yield each panel as a figure of its own, after its title; the caller closes them."""
+def panel_figures(rows: Sequence[Row], unit: str = "images") -> Iterator[tuple[str, Any]]:
+    """Yield each panel as (title, figure); the caller closes the figures."""
     plots.style()
-    for name, some in _panels(rows):
-        figure, axes = plt.subplots(figsize=(5.4, 1.4 + BAR * max(6, len(some))))
-        PANELS[name](axes, some, unit)
+    for name, panel_rows in _panels(rows):
+        figure, axes = plt.subplots(figsize=(5.4, 1.4 + BAR * max(6, len(panel_rows))))
+        PANELS[name](axes, panel_rows, unit)
         yield name, figure
 
 
 def _panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     speed = [row for row in rows if row.images_per_second]
     memory = [row for row in speed if row.peak_memory_bytes]
-    found = [("Throughput", speed), ("Memory and speed", memory)]
-    return [(name, some) for name, some in found if some]
+    panels = [("Throughput", speed), ("Memory and speed", memory)]
+    return [(name, panel_rows) for name, panel_rows in panels if panel_rows]
 
 
 def names(rows: Sequence[Row] | Sequence[Method]) -> list[str]:
-    """Return what rows are called: with framework and precision where these differ."""
+    """Return the names of the rows, with framework and precision if these differ."""
     labels = []
     several = [len({getattr(row, key) for row in rows}) > 1 for key in ("framework", "precision")]
     for row in rows:
@@ -81,7 +81,7 @@ def names(rows: Sequence[Row] | Sequence[Method]) -> list[str]:
 
 
 def _kinds(rows: Sequence[Row]) -> list[tuple[str, str | None]]:
-    """Return framework and precision of all rows, each once: what a colour stands for."""
+    """Return the pairs of framework and precision, without duplicates: one colour for each."""
     return list(dict.fromkeys((row.framework, row.precision) for row in rows))
 
 
@@ -91,15 +91,15 @@ def _throughput(axes: Any, rows: Sequence[Row], unit: str) -> None:
     pairs = list(zip(rates, rows, strict=True))
     low = [rate - (row.images_per_second_lowest or rate) for rate, row in pairs]
     high = [(row.images_per_second_highest or rate) - rate for rate, row in pairs]
-    places = range(len(rows))
+    positions = range(len(rows))
     colours = [plots.COLOURS[kinds.index((row.framework, row.precision)) % SERIES] for row in rows]
     bars = (low, high) if any(row.repeats > 1 for row in rows) else None
     axes.set_axisbelow(True)
-    axes.barh(places, rates, 0.7, xerr=bars, color=colours, ecolor=plots.GREY, capsize=2)
-    for place, (rate, above, row) in enumerate(zip(rates, high, rows, strict=True)):
+    axes.barh(positions, rates, 0.7, xerr=bars, color=colours, ecolor=plots.GREY, capsize=2)
+    for position, (rate, above, row) in enumerate(zip(rates, high, rows, strict=True)):
         text = "" if row.speedup is None else f" {row.speedup:.2f} x"
-        axes.annotate(text, (rate + above, place), va="center", fontsize="small")
-    axes.set_yticks(places, names(rows))
+        axes.annotate(text, (rate + above, position), va="center", fontsize="small")
+    axes.set_yticks(positions, names(rows))
     axes.invert_yaxis()  # as in the table
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.14)
@@ -109,7 +109,7 @@ def _throughput(axes: Any, rows: Sequence[Row], unit: str) -> None:
 
 
 def _marker(number: int) -> str:
-    """Return another marker, too, where the colours begin anew."""
+    """Return the marker of a row; it changes when the colours repeat."""
     return plots.MARKERS[(number + number // SERIES) % SERIES]
 
 

@@ -1,4 +1,4 @@
-"""Report a comparison: the table with its notes, the JSON, and the files beside the runs."""
+"""Report a comparison: as text, as JSON, and as files in its directory."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def report(
     """Return a comparison as JSON and as text; write its table and plots.
 
     Args:
-        folder: where its runs are.
-        methods: the rows that are asked for; None: all that there are.
-        price: of an hour of a node.
-        copy: a file that gets the table as CSV, too.
-        target: how good an evaluation has to be, where the time until then counts.
+        folder: the directory of its runs.
+        methods: the requested rows; None: all.
+        price: of one node-hour.
+        copy: another file to write the CSV table to.
+        target: the metric value to report the time to, if any.
 
     Raises:
         UsageError: there are no runs, or a file cannot be written.
@@ -52,7 +52,7 @@ def report(
     trials = read_trials(folder)
     if not trials:
         raise UsageError(
-            f"no results in {folder} ({LINES}): give a command after --, or the --out of a "
+            f"no results in {folder} ({LINES}): use a command after --, or the --out of a previous "
             "comparison"
         )
     if methods is not None:
@@ -65,14 +65,14 @@ def report(
     lines = evaluated(trials, folder, target) if target else []
     unit = unit_of(trial.summary for trial in trials)
     files += plot.draw(rows, folder / STEM, lines, target, unit)
-    told = [nan_to_null(asdict(row)) for row in rows]
-    data = {"ok": True, "rows": told, "files": list(map(str, files))}
+    row_data = [nan_to_null(asdict(row)) for row in rows]
+    data = {"ok": True, "rows": row_data, "files": list(map(str, files))}
     head = headline(trials) + (f", target {target}" if target else "")
     return data, text(head, rows, files, unit)
 
 
 def text(head: str, rows: Sequence[Row], files: Sequence[Path], unit: str = "images") -> str:
-    """Return the whole report: the table, what its columns mean, and the rows without figures."""
+    """Return the report: the table, the meaning of its columns, and the unavailable methods."""
     header, cells = figures(rows, unit)
     parts = [message(head)]
     if cells:

@@ -1,4 +1,4 @@
-"""Find in a directory what a report can be made of."""
+"""Find the results in a directory that a report can show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.commands.compare.trials import Trial, read_trials
 from hvdtrain.commands.runs.comparable import check_comparable
-from hvdtrain.commands.runs.course import Course, Record, read_course
+from hvdtrain.commands.runs.curves import Record, TrainingCurves, read_curves
 from hvdtrain.commands.runs.records import LINES, TABLE, WEAK, read_folder, read_table
 from hvdtrain.commands.scaling.study import Study, make_study
 from hvdtrain.commands.timeline.facts import analyse
@@ -21,13 +21,13 @@ from hvdtrain.steps.checkpoint_files import STATE_FILE
 from hvdtrain.steps.summary import MOST, Summary, typed
 from hvdtrain.system.files import is_regular
 
-PICTURES, FEW = "pictures", 24  # a folder of them, and how many are shown
-DEEPEST = 3  # directories below the one that is given
+PICTURES, FEW = "pictures", 24  # name of their folder, and maximum number shown
+DEEPEST = 3  # maximum depth of subdirectories
 SUMMARY_KEYS = {"workload", "world_size", "steps_completed", "images_per_second_mean"}
 
-# What reading a file may lead to that has the right name and quite another content.
-MEANT = (OSError, ValueError, HvdtrainError)  # with a message for users
-ODD = (*MEANT, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+# Errors from reading a file that has a known name, but unexpected content.
+READABLE = (OSError, ValueError, HvdtrainError)  # with a message for users
+UNREADABLE = (*READABLE, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Metrics:
 
 @dataclass(frozen=True)
 class _State:
-    """What a report needs of a checkpoint's state."""
+    """The part of a checkpoint's state that a report shows."""
 
     step: Any = None
     position: _Position | None = None
@@ -50,24 +50,24 @@ class _State:
 
 
 @dataclass
-class Found:
-    """Everything, with paths relative to the directory."""
+class Contents:
+    """The results in a directory, with paths relative to it."""
 
     folder: Path
     summaries: dict[Path, Summary] = field(default_factory=dict)
-    courses: list[Course] = field(default_factory=list)
+    curves: list[TrainingCurves] = field(default_factory=list)
     checkpoints: dict[Path, Record] = field(default_factory=dict)
     timelines: dict[Path, Record] = field(default_factory=dict)
     pictures: list[Path] = field(default_factory=list)
     study: Study | None = None
     comparison: list[Trial] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be read, and why
+    notes: list[str] = field(default_factory=list)  # unreadable files, with the reasons
 
     def counts(self) -> dict[str, int]:
-        """Return how many there are of each, by their name in the plural."""
+        """Return the number of results of each kind, with the keys of ``--json``."""
         return {
             "summaries": len(self.summaries),
-            "courses": len(self.courses),
+            "courses": len(self.curves),
             "checkpoints": len(self.checkpoints),
             "timelines": len(self.timelines),
             "pictures": len(self.pictures),
@@ -81,101 +81,102 @@ class Found:
         return not any(self.counts().values())
 
 
-def look(folder: Path) -> Found:
-    """Return what is found in ``folder`` and the directories below it."""
-    found = Found(folder)
+def look(folder: Path) -> Contents:
+    """Return the results in ``folder`` and its subdirectories."""
+    contents = Contents(folder)
     for path in _files(folder):
-        place = path.relative_to(folder)
+        relative = path.relative_to(folder)
         if path.parent.name == PICTURES and path.suffix == ".jpg" and is_regular(path):
-            found.pictures = [*found.pictures, place][:FEW]
+            contents.pictures = [*contents.pictures, relative][:FEW]
         if not path.name.endswith((".json", ".jsonl", ".json.gz")):
             continue
         try:
             if not is_regular(path):
-                raise OSError("no regular file")  # a pipe would be waited for
+                raise OSError("not a regular file")  # reading a pipe would block
             if path.name == STATE_FILE and path.parent.name.startswith(PREFIX):
-                found.checkpoints[place.parent] = _checkpoint(path)
+                contents.checkpoints[relative.parent] = _checkpoint(path)
             elif path.suffix == ".jsonl" and path.name != LINES:
-                course = read_course(path, place)
-                found.courses += [course] if course else []
+                curves = read_curves(path, relative)
+                contents.curves += [curves] if curves else []
             elif path.suffix != ".jsonl":
-                _json(path, place, found)
-        except ODD as error:
+                _json(path, relative, contents)
+        except UNREADABLE as error:
             reason = _reason(error).replace(str(path), "").removeprefix(": ").strip()
-            found.notes.append(f"{place}: {reason}")
-    for place, summary in found.summaries.items():
+            contents.notes.append(f"{relative}: {reason}")
+    for relative, summary in contents.summaries.items():
         try:
-            _timeline_elsewhere(summary.timeline, place, found)
-        except ODD as error:
-            found.notes.append(f"{place}: its timeline: {_reason(error)}")
+            _outside_timeline(summary.timeline, relative, contents)
+        except UNREADABLE as error:
+            contents.notes.append(f"{relative}: its timeline: {_reason(error)}")
     readers: dict[str, Callable[[Path], Any]] = {"study": _study, "comparison": read_trials}
     for kind, read in readers.items():
         try:
-            setattr(found, kind, read(folder))
-        except ODD as error:
+            setattr(contents, kind, read(folder))
+        except UNREADABLE as error:
             named = isinstance(error, HvdtrainError)  # the message names the file
-            found.notes.append(f"{'' if named else f'the {kind}: '}{_reason(error)}")
-    return found
+            contents.notes.append(f"{'' if named else f'the {kind}: '}{_reason(error)}")
+    return contents
 
 
 def _reason(error: Exception) -> str:
-    """Return what was wrong: the message of an error meant for users, else the error itself."""
-    return str(error) if isinstance(error, MEANT) else f"not in the form expected ({error!r})"
+    """Return the message of an error for users, or a description of another error."""
+    return str(error) if isinstance(error, READABLE) else f"unexpected format ({error!r})"
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files below ``folder``, by name, without hidden ones and what was set aside."""
-    for place, folders, names in os.walk(folder):
-        depth = len(Path(place).relative_to(folder).parts)
+    """Yield the files below ``folder``, by name, without hidden and set-aside (before-) ones."""
+    for directory, folders, names in os.walk(folder):
+        depth = len(Path(directory).relative_to(folder).parts)
         folders[:] = sorted(
             name for name in folders if depth < DEEPEST and not name.startswith((".", "before-"))
         )
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+        yield from (Path(directory, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _json(path: Path, place: Path, found: Found) -> None:
-    """Add a summary or a timeline; any other file is passed over."""
+def _json(path: Path, relative: Path, contents: Contents) -> None:
+    """Add a summary or a timeline; other files are ignored."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()
     if start.startswith((b"[", b"\x1f\x8b")):
         facts, _ = analyse(path)
         if facts["file"]["events"]:
-            found.timelines[place] = facts
+            contents.timelines[relative] = facts
     elif start.startswith(b"{") and path.stat().st_size < MOST:
         content = json.loads(path.read_bytes())
         if content.keys() >= SUMMARY_KEYS:
-            found.summaries[place] = Summary.from_json(content, needed=["world_size"])
+            contents.summaries[relative] = Summary.from_json(content, needed=["world_size"])
 
 
-def _timeline_elsewhere(name: str | None, place: Path, found: Found) -> None:
-    """Add the timeline that a summary names, where it lies outside the folder."""
+def _outside_timeline(name: str | None, summary: Path, contents: Contents) -> None:
+    """Add the timeline that a summary names, if it is outside the folder."""
     if not name:
         return
-    # As the training was given it: from where that was started.
-    paths = [base / name for base in (Path(), found.folder, found.folder.resolve().parent)]
+    # The name is relative to the directory in which the training was started.
+    folder, timelines = contents.folder, contents.timelines
+    paths = [base / name for base in (Path(), folder, folder.resolve().parent)]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        found.notes.append(f"{place}: its timeline {name} is not to be found from here")
-    elif not any((found.folder / known).resolve() == path.resolve() for known in found.timelines):
-        found.timelines[path.resolve()], _ = analyse(path)
+        contents.notes.append(f"{summary}: its timeline {name} does not exist relative to here")
+    elif not any((folder / timeline).resolve() == path.resolve() for timeline in timelines):
+        timelines[path.resolve()], _ = analyse(path)
 
 
 def _checkpoint(path: Path) -> Record:
-    """Return what a report shows of a checkpoint, from its ``state.json`` and its size.
+    """Return the row of a checkpoint, from its ``state.json`` and its size.
 
     Raises:
-        ValueError: it is no state of a checkpoint.
+        ValueError: the file is not a checkpoint state.
     """
-    state = json.loads(path.read_bytes())
-    if not isinstance(state, dict):
-        raise ValueError("no object, so no state of a checkpoint")
-    found = typed(_State, state)
-    if found.step is None:
-        raise ValueError("it has no step, so it is no state of a checkpoint")
+    content = json.loads(path.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError("not a checkpoint state: not a JSON object")
+    state = typed(_State, content)
+    if state.step is None:
+        raise ValueError("not a checkpoint state: missing step")
     return {
-        "step": found.step,
-        "epoch": found.position and found.position.epoch,
-        "accuracy": found.metrics and found.metrics.accuracy,
+        "step": state.step,
+        "epoch": state.position and state.position.epoch,
+        "accuracy": state.metrics and state.metrics.accuracy,
         "bytes": sum(file.stat().st_size for file in path.parent.iterdir()),
     }
 

@@ -1,4 +1,4 @@
-"""Write the page of a report: the facts as tables, laid out by ``report.html``."""
+"""Write the page of a report: results as tables and plots, with the template ``report.html``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvdtrain import __version__
 from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
 from hvdtrain.commands.compare.trials import Trial, run_stem
-from hvdtrain.commands.report import curves
-from hvdtrain.commands.report.find import Found
-from hvdtrain.commands.runs.course import Course, Record
+from hvdtrain.commands.report import curve_plot
+from hvdtrain.commands.report.find import Contents
+from hvdtrain.commands.runs.curves import Record, TrainingCurves
 from hvdtrain.commands.runs.records import SPLIT
-from hvdtrain.commands.runs.start import COURSE, file_of
+from hvdtrain.commands.runs.start import CURVES, file_path
 from hvdtrain.commands.scaling import plot, report
 from hvdtrain.commands.scaling.study import Study, title
 from hvdtrain.steps.summary import Summary, unit_of
@@ -28,46 +28,47 @@ from hvdtrain.system.output import plots
 from hvdtrain.system.output.tables import Table
 from hvdtrain.system.output.text import duration, number, percent, printable, size
 
-FEW = 3  # runs that each get a section of their own
+FEW = 3  # maximum number of runs with separate sections
 
 Rows = list[tuple[str, str]]
 
 
-def write(target: Path, found: Found) -> None:
-    """Write the page, complete or not at all.
+def write(target: Path, contents: Contents) -> None:
+    """Write the page atomically.
 
     Raises:
         UsageError, HvdtrainError: it cannot be written.
     """
     with replacing(target) as file:
-        # Half of a surrogate pair, in a name of a file or a text in it, cannot be encoded.
-        file.write(render(found).encode(errors="replace"))
+        # Lone surrogates, in file names or contents, cannot be encoded.
+        file.write(render(contents).encode(errors="replace"))
 
 
-def render(found: Found) -> str:
-    """Return the text of the page; whatever stands in the files is escaped."""
+def render(contents: Contents) -> str:
+    """Return the HTML of the page; all text from files is escaped."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(
         (files("hvdtrain.commands.report") / "report.html").read_text()
     )
-    single, count = len(found.summaries) <= FEW, len(found.courses)
-    unit = unit_of(found.summaries.values())
+    folder, summaries, trials = contents.folder, contents.summaries, contents.comparison
+    few, count = len(summaries) <= FEW, len(contents.curves)
+    unit, most = unit_of(summaries.values()), curve_plot.MOST
     return template.render(
-        title=_title(found),
-        folder=found.folder.resolve().name,
-        made=time.strftime("%d %B %Y, %H:%M"),
+        title=_title(contents),
+        folder=folder.resolve().name,
+        created=time.strftime("%d %B %Y, %H:%M"),
         version=__version__,
-        runs=_runs(found) if single else [],
-        run_table=None if single else _run_table(found.summaries, unit),
-        common=[] if single else _common(found.summaries),
-        study=_study(found.study) if found.study else None,
-        comparison=_comparison(found.comparison, found.folder) if found.comparison else None,
-        curves=curves.curves(found.courses, unit, _methods(found)),
-        curve_note=f"The first {curves.MOST} of {count} runs." if count > curves.MOST else "",
-        timelines=[_timeline(path, facts) for path, facts in found.timelines.items()],
-        checkpoints=_checkpoints(found.checkpoints),
-        pictures=[(path.stem, _inline(found.folder / path)) for path in found.pictures],
-        notes=found.notes,
+        runs=_runs(contents) if few else [],
+        run_table=None if few else _run_table(summaries, unit),
+        common=[] if few else _common(summaries),
+        study=_study(contents.study) if contents.study else None,
+        comparison=_comparison(trials, folder) if trials else None,
+        curves=curve_plot.inline_plots(contents.curves, unit, _methods(contents)),
+        curve_note=f"The first {most} of {count} runs." if count > most else "",
+        timelines=[_timeline(path, facts) for path, facts in contents.timelines.items()],
+        checkpoints=_checkpoints(contents.checkpoints),
+        pictures=[(path.stem, _inline(folder / path)) for path in contents.pictures],
+        notes=contents.notes,
     )
 
 
@@ -75,43 +76,44 @@ def _inline(path: Path) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def _title(found: Found) -> str:
-    if found.study:
+def _title(contents: Contents) -> str:
+    if contents.study:
         return "Scaling study"
-    if found.comparison:
+    if contents.comparison:
         return "Comparison of methods"
     names = {
-        " ".join(name for name in dict.fromkeys((one.workload, one.model)) if name)
-        for one in found.summaries.values()
+        " ".join(name for name in dict.fromkeys((summary.workload, summary.model)) if name)
+        for summary in contents.summaries.values()
     }
     return f"Training: {names.pop()}" if len(names) == 1 else "Training"
 
 
-def _methods(found: Found) -> dict[Path, str]:
-    """Return what the runs of a comparison are called in its table, by the paths of their files."""
-    called = compare_plot.names([trial.method for trial in found.comparison])
+def _methods(contents: Contents) -> dict[Path, str]:
+    """Return the labels of a comparison's runs, by the paths of their curves."""
+    labels = compare_plot.names([trial.method for trial in contents.comparison])
     return {
-        file_of(run_stem(Path(), trial.method, trial.repeat), COURSE): name
-        for trial, name in zip(found.comparison, called, strict=True)
+        file_path(run_stem(Path(), trial.method, trial.repeat), CURVES): label
+        for trial, label in zip(contents.comparison, labels, strict=True)
     }
 
 
-def _runs(found: Found) -> list[dict[str, Any]]:
-    """Return the few runs that each get a section: by their summary, else by their course."""
-    if not found.summaries and not found.study and len(found.courses) <= FEW:
-        called = curves.names([one.path for one in found.courses])
+def _runs(contents: Contents) -> list[dict[str, Any]]:
+    """Return the sections of runs: from their summaries, or from their curves without these."""
+    summaries, all_curves = contents.summaries, contents.curves
+    if not summaries and not contents.study and len(all_curves) <= FEW:
+        labels = curve_plot.names([curves.path for curves in all_curves])
         return [
-            {"name": name, "tiles": [_evaluation(None, one)], "tables": []}
-            for name, one in zip(called, found.courses, strict=True)
+            {"name": label, "tiles": [_evaluation(None, curves)], "tables": []}
+            for label, curves in zip(labels, all_curves, strict=True)
         ]
-    single = found.courses[0] if len(found.courses) == len(found.summaries) == 1 else None
-    called = curves.names(list(found.summaries))
-    runs = zip(called, found.summaries.values(), strict=True)
-    return [_run(name, summary, single) for name, summary in runs]
+    single = all_curves[0] if len(all_curves) == len(summaries) == 1 else None
+    labels = curve_plot.names(list(summaries))
+    runs = zip(labels, summaries.values(), strict=True)
+    return [_run(label, summary, single) for label, summary in runs]
 
 
-def _run(name: str, summary: Summary, course: Course | None) -> dict[str, Any]:
-    """Return a run with its tables; ``course`` is its own, where that is known."""
+def _run(name: str, summary: Summary, curves: TrainingCurves | None) -> dict[str, Any]:
+    """Return the section of a run; ``curves``: the curves of the same run, if known."""
     tables = (
         ("Result", _result(summary)),
         ("Options", _flat(summary.options)),
@@ -119,13 +121,13 @@ def _run(name: str, summary: Summary, course: Course | None) -> dict[str, Any]:
     )
     return {
         "name": name,
-        "tiles": _tiles(summary, course),
-        "tables": [(name, rows) for name, rows in tables if rows],
+        "tiles": _tiles(summary, curves),
+        "tables": [(title, rows) for title, rows in tables if rows],
     }
 
 
-def _tiles(summary: Summary, course: Course | None) -> Rows:
-    """Return the few numbers that one looks for first."""
+def _tiles(summary: Summary, curves: TrainingCurves | None) -> Rows:
+    """Return the key figures of a run."""
     rate, seconds = summary.images_per_second_mean, summary.seconds_total
     tiles = [("ranks", f"{summary.world_size}")]
     tiles += [(f"{unit_of([summary])}/s", number(rate))] if rate else []
@@ -133,15 +135,15 @@ def _tiles(summary: Summary, course: Course | None) -> Rows:
     if metric and summary.eval_accuracy is None:
         tiles += [(f"test {metric[0]}", _plain(metric[1]))]
     else:
-        tiles += [_evaluation(summary.eval_accuracy, course)]
-    return tiles + ([("in all", duration(seconds))] if seconds else [])
+        tiles += [_evaluation(summary.eval_accuracy, curves)]
+    return tiles + ([("total time", duration(seconds))] if seconds else [])
 
 
-def _evaluation(accuracy: float | None, course: Course | None) -> tuple[str, str]:
-    """Return the test accuracy: the last one, else that of the last epoch evaluated, else none."""
+def _evaluation(accuracy: float | None, curves: TrainingCurves | None) -> tuple[str, str]:
+    """Return the test accuracy: the final one, or that of the last evaluated epoch, if any."""
     if accuracy is not None:
         return "test accuracy", _accuracy(accuracy)
-    for record in reversed(course.epochs if course else []):
+    for record in reversed(curves.epochs if curves else []):
         if record.get("eval_accuracy") is not None:
             return f"test accuracy, step {record['step']}", _accuracy(record["eval_accuracy"])
     return "test accuracy", "not evaluated"
@@ -157,9 +159,9 @@ def _result(summary: Summary) -> Rows:
             parts = {part: value[part] for part in SPLIT if value[part] is not None}
             shown |= {f"step: {part}": duration(seconds) for part, seconds in parts.items()}
         elif key == "gradient_messages":
-            shown[label] = f"{value['count']}, together {size(value['bytes'])}"
+            shown[label] = f"{value['count']}, {size(value['bytes'])} in total"
         elif key == "eval_metrics":
-            shown |= {f"evaluation: {name}": _plain(one) for name, one in value.items()}
+            shown |= {f"evaluation: {name}": _plain(metric) for name, metric in value.items()}
         elif key.endswith("_bytes"):
             shown[label] = size(value)
         elif "seconds" in key:
@@ -191,15 +193,15 @@ def _flat(value: Any, prefix: str = "") -> Rows:
 
 
 def _run_table(summaries: Mapping[Path, Summary], unit: str) -> Table:
-    """Return a row per run, where there are many."""
+    """Return a table with a row per run."""
     counted = ["run", "ranks", "hosts", "global batch", "steps", f"{unit}/s"]
     header = [*counted, "test accuracy", "time"]
     rows = []
-    for path, one in summaries.items():
-        rate, seconds = one.images_per_second_mean, one.seconds_total
-        counts = (one.world_size, one.hosts, one.global_batch_size, one.steps_completed)
+    for path, run in summaries.items():
+        rate, seconds = run.images_per_second_mean, run.seconds_total
+        counts = (run.world_size, run.hosts, run.global_batch_size, run.steps_completed)
         speed, time = number(rate) if rate else "-", duration(seconds) if seconds else "-"
-        result = [speed, _accuracy(one.eval_accuracy), time]
+        result = [speed, _accuracy(run.eval_accuracy), time]
         rows.append([printable(path), *map(_plain, counts), *result])
     return header, rows
 
@@ -209,11 +211,11 @@ def _accuracy(value: float | None) -> str:
 
 
 def _common(summaries: Mapping[Path, Summary]) -> list[tuple[str, Rows]]:
-    """Return options and environment as far as they are the same for all runs."""
+    """Return the options and environment that are the same for all runs."""
     tables = []
     for name in ("options", "environment"):
-        some = [_flat(getattr(one, name)) for one in summaries.values()]
-        rows = [row for row in some[0] if all(row in other for other in some)]
+        by_run = [_flat(getattr(summary, name)) for summary in summaries.values()]
+        rows = [row for row in by_run[0] if all(row in run_rows for run_rows in by_run)]
         tables += [(f"{name.capitalize()} of all runs", rows)] if rows else []
     return tables
 
@@ -222,7 +224,7 @@ def _study(study: Study) -> dict[str, Any]:
     plots.style()
     split = report.step_table(study.sizes)
     tables = [("Throughput", report.size_table(study.sizes, study.unit))]
-    tables += [("Where a step goes", split)] if split else []
+    tables += [("Parts of a step", split)] if split else []
     if study.shown:
         tables += [
             ("Predicted efficiency, with the shares of a step", report.prediction_table(study)),
@@ -230,11 +232,11 @@ def _study(study: Study) -> dict[str, Any]:
         ]
     return {
         "title": title(study),
-        "plots": [(name, plots.inline(figure)) for name, figure in plot.apart(study)],
+        "plots": [(name, plots.inline(figure)) for name, figure in plot.panel_figures(study)],
         "tables": tables,
         "notes": [report.notes(study), report.fit_text(study), report.uncertain_text(study)],
         "limit": report.limit_text(study) if study.shown else "",
-        "remedies": [(one.name, one.what) for one in study.remedies],
+        "remedies": [(remedy.name, remedy.action) for remedy in study.remedies],
     }
 
 
@@ -242,51 +244,52 @@ def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, Any]:
     rows = compare_table.make_rows(trials, folder=folder)
     unit = unit_of(trial.summary for trial in trials)
     header, cells = compare_table.figures(rows, unit)
+    panels = compare_plot.panel_figures(rows, unit)
     return {
         "title": compare_table.headline(trials),
-        "plots": [(name, plots.inline(figure)) for name, figure in compare_plot.apart(rows, unit)],
+        "plots": [(name, plots.inline(figure)) for name, figure in panels],
         "table": (header, cells) if cells else None,
         "meanings": compare_table.notes(header),
         "unavailable": compare_table.unavailable(rows),
     }
 
 
-def _checkpoints(found: Mapping[Path, Record]) -> Table | None:
-    if not found:
+def _checkpoints(checkpoints: Mapping[Path, Record]) -> Table | None:
+    if not checkpoints:
         return None
     rows = []
-    for path, one in found.items():
-        counts = [_plain(one["step"]), _plain(one["epoch"])]
-        rows.append([printable(path), *counts, _accuracy(one["accuracy"]), size(one["bytes"])])
-    return ["checkpoint", "step", "whole epochs", "test accuracy", "size"], rows
+    for path, row in checkpoints.items():
+        counts = [_plain(row["step"]), _plain(row["epoch"])]
+        rows.append([printable(path), *counts, _accuracy(row["accuracy"]), size(row["bytes"])])
+    return ["checkpoint", "step", "completed epochs", "test accuracy", "size"], rows
 
 
 def _timeline(path: Path, facts: Record) -> dict[str, Any]:
-    """Return head, verdict and tables of a timeline."""
+    """Return heading, verdict and tables of a timeline."""
     file, steps = facts["file"], facts["steps"]
     head = f"{file['events']:,} events in {duration(facts['seconds'])}"
     states: Table | None = None
     if steps:
-        head += f", {steps['whole']:,} whole steps, {duration(steps['seconds']['median'])} each"
+        head += f", {steps['whole']:,} complete steps, {duration(steps['seconds']['median'])} each"
         names = {"neither": "neither: computing, data"}
         rows = [
-            [names.get(name, name), duration(one["median"]), percent(one["share"])]
-            for name, one in steps["states"].items()
+            [names.get(name, name), duration(state["median"]), percent(state["share"])]
+            for name, state in steps["states"].items()
         ]
-        states = ["seen from rank 0", "of a step, median", "share"], rows
+        states = ["state of rank 0", "median per step", "share"], rows
     return {
         "path": printable(path),
         "head": head,
-        "verdict": [(one["text"], one["advice"]) for one in facts["verdict"]],
+        "verdict": [(finding["text"], finding["advice"]) for finding in facts["verdict"]],
         "tables": [table for table in (states, _lateness(facts["lateness"])) if table],
     }
 
 
 def _lateness(lateness: Record) -> Table | None:
-    """Return who was late; None where the file does not show it for most steps.
+    """Return the lateness of the ranks; None if the file does not show it for most steps.
 
-    With its cache of responses on Horovod notes it in the first steps alone, which start late
-    and say nothing about the others.
+    With its response cache enabled, Horovod records it only in the first steps, which start late
+    and are not representative.
     """
     if not lateness["told"]:
         return None
@@ -299,4 +302,4 @@ def _lateness(lateness: Record) -> Table | None:
         ]
         for row in lateness["ranks"]
     ]
-    return ["rank", "last to be ready", "then late by", "costs in all"], rows
+    return ["rank", "last to be ready", "median lateness", "total cost"], rows

@@ -1,4 +1,4 @@
-"""``hvdtrain report``: make one page of a run or a study, to be mailed to an advisor."""
+"""``hvdtrain report``: write a self-contained HTML page of a run or a study."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ EPILOG = """example:
   hvdtrain report scaling
   hvdtrain report run-7 --html run-7.html
 
-A run is what the trainers leave: --summary, --metrics, --checkpoint-dir and --timeline in one
-directory. A study is the --out of `hvdtrain scaling` or
-`hvdtrain compare`. The page is one file; it needs no network."""
+A run is a directory with the files of a trainer's --summary, --metrics, --checkpoint-dir and
+--timeline. A study is the --out of `hvdtrain scaling` or `hvdtrain compare`. The page is a single
+file without references to the network."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.epilog = EPILOG
-    parser.add_argument("folder", metavar="DIR", type=Path, help="of a run or a study")
-    parser.add_argument("--html", metavar="OUT", type=Path, help=f"the page (DIR/{NAME})")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="directory of a run or a study")
+    page = f"file of the page (default: DIR/{NAME})"
+    parser.add_argument("--html", metavar="OUT", type=Path, help=page)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
     """Write the page.
 
     Raises:
-        UsageError: nothing was found, or the page cannot be written.
+        UsageError: there are no results, or the page cannot be written.
     """
     folder: Path = arguments.folder
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such directory")
-    with terminal.working(f"looking through {printable(folder)}"):
-        from hvdtrain.commands.report.find import look  # imported here: --help needs none of it
+    with terminal.working(f"reading {printable(folder)}"):
+        from hvdtrain.commands.report.find import look  # imported here to keep --help fast
         from hvdtrain.commands.report.page import write
 
-        found = look(folder)
-    if found.is_empty:
-        left_out = f". Left out: {printable('; '.join(found.notes))}" if found.notes else ""
+        contents = look(folder)
+    if contents.is_empty:
+        left_out = f". Left out: {printable('; '.join(contents.notes))}" if contents.notes else ""
         raise UsageError(
-            f"{folder}: neither a run nor a study is in it. A report is made of a summary "
+            f"{folder}: no results of a run or a study. A report needs a summary "
             "(--summary FILE.json), its curves (--metrics FILE.jsonl), checkpoints "
             "(--checkpoint-dir), a Horovod timeline (--timeline), or the results of `hvdtrain "
             f"scaling --out` or `hvdtrain compare --out`{left_out}"
         )
     target = arguments.html or folder / NAME
-    with terminal.working(f"drawing {printable(target)}"):
-        write(target, found)
-    counts = found.counts()
+    with terminal.working(f"writing {printable(target)}"):
+        write(target, contents)
+    counts = contents.counts()
     names = {**{name: name for name in counts}, "courses": "training curves"}
     shown = ", ".join(f"{names[name]}: {number}" for name, number in counts.items() if number)
-    lines = [f"{target}: {shown}", *(f"left out: {note}" for note in found.notes)]
+    lines = [f"{target}: {shown}", *(f"left out: {note}" for note in contents.notes)]
     lines = [message(printable(line), "  ") for line in lines]
-    data = {"ok": True, "html": str(target), **counts, "left_out": found.notes}
+    data = {"ok": True, "html": str(target), **counts, "left_out": contents.notes}
     return Report("\n".join(lines), data)

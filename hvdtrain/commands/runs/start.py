@@ -1,4 +1,4 @@
-"""Start one run, and keep what it leaves; the share of a host that its ranks get."""
+"""Start a run, and keep its files; determine the share of a host per rank."""
 
 from __future__ import annotations
 
@@ -17,104 +17,103 @@ from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
 
 Kind = TypeVar("Kind")  # of runs that take about the same time
-SUMMARY, COURSE, LOG = ".json", ".jsonl", ".log"  # how the files of a run end
+SUMMARY, CURVES, LOG = ".json", ".jsonl", ".log"  # suffixes of the files of a run
 
 
-KEPT = "what is measured is kept in %s: the same command goes on from there"
+KEPT = "completed runs are kept in %s: run the same command again to continue"
 
 
-def file_of(stem: Path, ending: str) -> Path:
-    """Return a file of the run whose files are called ``stem``."""
-    return stem.with_name(stem.name + ending)
+def file_path(stem: Path, suffix: str) -> Path:
+    """Return the path of a file of a run: ``stem`` with a suffix."""
+    return stem.with_name(stem.name + suffix)
 
 
-def file_words(stem: Path) -> list[str]:
+def file_options(stem: Path) -> list[str]:
     """Return the options that make a trainer write the files of a run."""
-    return [f"--summary={file_of(stem, SUMMARY)}", f"--metrics={file_of(stem, COURSE)}"]
+    return [f"--summary={file_path(stem, SUMMARY)}", f"--metrics={file_path(stem, CURVES)}"]
 
 
-def start(command: Command, stem: Path, timeout: float | None, what: str) -> Result:
-    """Run ``command`` to its end; its output is kept beside its files.
+def start(command: Command, stem: Path, timeout: float | None, label: str) -> Result:
+    """Run ``command`` to its end, and keep its output in the directory of its files.
 
     Args:
-        command: what to run.
-        stem: where its files lie, without their endings.
-        timeout: seconds that it may take.
-        what: its name for who waits, who sees the last line of its output beside it.
+        command: the command.
+        stem: path of its files, without their suffixes.
+        timeout: time limit in seconds.
+        label: name of the run in the status line, which also shows the last line of output.
 
     Raises:
-        UsageError: the folder cannot be made.
+        UsageError: the folder cannot be created.
     """
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {stem.parent.parent}: {error.strerror}") from error
-    for ending in (SUMMARY, COURSE, LOG):  # of a run that was broken off
-        file_of(stem, ending).unlink(missing_ok=True)
+    for suffix in (SUMMARY, CURVES, LOG):  # of an interrupted run
+        file_path(stem, suffix).unlink(missing_ok=True)
 
     def show(line: str) -> None:
-        if line[:1].isalnum():  # no frame of a table
-            terminal.status(f"{what}: {printable(line)}")
+        if line[:1].isalnum():  # not the frame of a table
+            terminal.status(f"{label}: {printable(line)}")
 
-    with terminal.working(f"{what}: starting"):
+    with terminal.working(f"{label}: starting"):
         result = run(command, on_line=show, timeout=timeout)
-    file_of(stem, LOG).write_text(f"{result.command.show()}\n{result.output}")
+    file_path(stem, LOG).write_text(f"{result.command.show()}\n{result.output}")
     return result
 
 
-def time_left(took: Mapping[Kind, float], rest: Sequence[Kind]) -> str:
-    """Return how long the rest of the runs takes, for a person; empty where none is done yet.
+def time_left(durations: Mapping[Kind, float], remaining: Sequence[Kind]) -> str:
+    """Return the estimated time for the remaining runs, as text; empty before the first run.
 
     Args:
-        took: seconds of a run of each kind that has been run.
-        rest: the kinds of the runs to come. One that has not been run counts as the others' mean.
+        durations: seconds of a run of each kind, for the kinds that have run.
+        remaining: the kinds of the remaining runs; for a new kind the mean duration is assumed.
     """
-    if not took:
+    if not durations:
         return ""
-    mean = sum(took.values()) / len(took)
-    return f" ({about(sum(took.get(kind, mean) for kind in rest))} to go)"
+    mean = sum(durations.values()) / len(durations)
+    return f" ({about(sum(durations.get(kind, mean) for kind in remaining))} to go)"
 
 
-def why(result: Result) -> str:
-    """Return in a few words how a run ended that failed."""
-    return "took too long" if result.exit_code == TIMED_OUT else f"exit code {result.exit_code}"
+def exit_reason(result: Result) -> str:
+    """Return a short reason for a failed run."""
+    return "timed out" if result.exit_code == TIMED_OUT else f"exit code {result.exit_code}"
 
 
-def read_summary(stem: Path, what: str) -> Summary:
-    """Return what a run measured.
+def read_summary(stem: Path, label: str) -> Summary:
+    """Return the summary of a run.
 
     Raises:
-        HvdtrainError: it left no summary.
+        HvdtrainError: it wrote no summary.
     """
-    file = file_of(stem, SUMMARY)
     try:
-        return Summary.read(file)
+        return Summary.read(file_path(stem, SUMMARY))
     except UsageError as error:
-        raise no_throughput(stem, what, error) from error
+        raise no_throughput(stem, label, error) from error
 
 
-def no_throughput(stem: Path, what: str, error: Exception) -> HvdtrainError:
-    """Return the error that tells what a command has to do to be measured."""
+def no_throughput(stem: Path, label: str, error: Exception) -> HvdtrainError:
+    """Return the error for a run without a throughput, with the requirements of a command."""
     return HvdtrainError(
-        f"{what} left no throughput in {file_of(stem, SUMMARY)} ({error}): the command must take "
-        "--summary FILE as hvdtrain's trainers do, and take a step or more"
+        f"{label} wrote no throughput to {file_path(stem, SUMMARY)} ({error}): the command must "
+        "accept --summary FILE like hvdtrain's trainers, and run at least one step"
     )
 
 
 def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> int:
     """Return the ranks on the fullest host: at every size, each rank gets its share of that host.
 
-    Left alone, one rank takes all cores of its host and two take half of them each: then more
-    ranks would be no more hardware, and no efficiency could come near 1. Without ``ppn``, ranks per
-    host, each host is filled.
+    By default, one rank takes all cores of its host, and two ranks half of them each: then more
+    ranks would not be more hardware, and no efficiency could approach 1. Without ``ppn``, ranks
+    per host, each host is filled.
     """
     return ppn or max(lay_out(ranks, hosts).per_host for ranks in sizes)
 
 
 def describe_machine(environ: Mapping[str, str]) -> tuple[str, int | None]:
-    """Return what this host computes with, in words, and its cores (None where GPUs compute)."""
+    """Return a description of this host's GPUs or CPU, and its cores (None with GPUs)."""
     count = count_gpus(environ)
     if count:
         return f"{plural(count, 'GPU')} per host", None
-    cores = physical_cores()  # the words stand in the results, and are compared
+    cores = physical_cores()  # the description is stored in the results, and compared
     return f"{processor()}, {plural(cores, 'core')} per host", cores

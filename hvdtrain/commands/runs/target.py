@@ -1,7 +1,7 @@
-"""``--target accuracy=0.985``: the seconds until an evaluation first was that good.
+"""``--target accuracy=0.985``: the seconds until an evaluation first reached the value.
 
-As MLPerf counts it: from the start of the first update, evaluations on the way included, to the end
-of the evaluation that reached it. Source: Mattson et al., "MLPerf Training Benchmark", 2020.
+As in MLPerf: from the start of the first update to the end of the evaluation that reached it,
+including evaluations. Source: Mattson et al., "MLPerf Training Benchmark", 2020.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdtrain.commands.runs.course import Course
+from hvdtrain.commands.runs.curves import TrainingCurves
 
-LOSS = "loss"  # better the lower; every other metric the higher, unless it is said
+LOSS = "loss"  # lower is better; for other metrics higher is better, unless specified
 
 
 class Evaluation(NamedTuple):
-    """What one evaluation in a training gave."""
+    """The result of one evaluation during a training."""
 
-    epochs: int  # trained until then
+    epochs: int  # completed
     seconds: float  # since the start of the first update
     value: float
 
 
 @dataclass(frozen=True)
 class Target:
-    """A metric, by its name in ``eval_NAME``, and how good it has to be."""
+    """A metric, by its name in ``eval_NAME``, and the value to reach."""
 
     metric: str
     value: float
-    falls: bool = False  # better the lower
+    falls: bool = False  # lower is better
 
     def __str__(self) -> str:
         return f"{self.metric} {self.value:g}"
 
     def is_reached(self, value: float) -> bool:
-        """Whether ``value`` is as good, or better."""
+        """Return whether ``value`` is at least as good as the target."""
         return value <= self.value if self.falls else value >= self.value
 
 
 def read_target(text: str) -> Target:
-    """Return the target that ``NAME=VALUE`` spells; with ``NAME<=VALUE`` lower is better.
+    """Return the target in ``NAME=VALUE``; with ``NAME<=VALUE`` lower is better.
 
     Raises:
-        argparse.ArgumentTypeError: it spells none.
+        argparse.ArgumentTypeError: the text has another form.
     """
     left, _, value = text.partition("=")
     name = left.removesuffix("<").strip().removeprefix("eval_")
@@ -54,20 +54,21 @@ def read_target(text: str) -> Target:
         target = Target("", 0.0)
     if not target.metric:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=VALUE, such as accuracy=0.985, or NAME<=VALUE"
+            f"{text!r} is not NAME=VALUE, e.g. accuracy=0.985, or NAME<=VALUE"
         )
     return target
 
 
-def evaluations(course: Course, metric: str) -> list[Evaluation]:
-    """Return the evaluations of a training that know ``metric`` and when they were."""
+def evaluations(curves: TrainingCurves, metric: str) -> list[Evaluation]:
+    """Return the evaluations that have ``metric`` and their time."""
+    key = f"eval_{metric}"
     return [
-        Evaluation(int(one["epoch"]) + 1, float(one["elapsed"]), float(one[f"eval_{metric}"]))
-        for one in course.epochs
-        if one.get("elapsed") is not None and one.get(f"eval_{metric}") is not None
+        Evaluation(int(record["epoch"]) + 1, float(record["elapsed"]), float(record[key]))
+        for record in curves.epochs
+        if record.get("elapsed") is not None and record.get(key) is not None
     ]
 
 
-def seconds_to(target: Target, found: Sequence[Evaluation]) -> float | None:
-    """Return the seconds until the target was first reached; None where it was not."""
-    return next((one.seconds for one in found if target.is_reached(one.value)), None)
+def seconds_to(target: Target, curve: Sequence[Evaluation]) -> float | None:
+    """Return the seconds until the target was first reached; None if it was not."""
+    return next((point.seconds for point in curve if target.is_reached(point.value)), None)

@@ -1,14 +1,14 @@
 """Fit the cost model to measured steps, by least squares; the covariance gives the uncertainty.
 
-Fitted are the measured seconds per step, or its parts where they are known, and a table of
-allreduce times where there is one. Two or three points cannot determine latency and bandwidth, so
-each parameter has a weak prior, a half-Cauchy distribution, which decides only what the points
-leave open (A. Gelman, "Prior distributions for variance parameters in hierarchical models",
-Bayesian Analysis 1, 2006). What else fits within the errors is drawn from the normal distribution
-of the least squares; in place of a draw with a negative cost the one without that fits it best is
-taken. Ring and tree are both fitted and share the draws by how well they fit.
+The data are the measured seconds per step, or its parts if known, and optionally a table of
+allreduce times. Two or three points cannot determine latency and bandwidth, so each parameter has
+a weak prior, a half-Cauchy distribution, which decides only what the points leave undetermined (A.
+Gelman, "Prior distributions for variance parameters in hierarchical models", Bayesian Analysis 1,
+2006). Other costs that fit within the errors are sampled from the normal distribution of the least
+squares; a sample with a negative cost is replaced by the nearest one without. Ring and tree are
+both fitted; each gets a number of samples in proportion to its likelihood.
 
-From steps alone a hidden reduction cannot be told from a short one. So without a table ``overlap``
+Step times without a table cannot distinguish a hidden reduction from a short one. Then ``overlap``
 is 0, and latency and transfer are those that computing does not hide.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import least_squares, nnls
 
 from hvdtrain.collectives.model import Law
-from hvdtrain.commands.scaling.model import LAWS, Candidate, Costs, Fit, Traffic
+from hvdtrain.commands.scaling.cost_model import LAWS, Candidate, Costs, Fit, Traffic
 from hvdtrain.commands.scaling.results import Estimate
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, STRATEGIES
 from hvdtrain.errors import UsageError
@@ -35,17 +35,17 @@ SEED = 20250601  # the same points give the same answer
 
 # Relative standard errors.
 UNKNOWN_ERROR = 0.03  # of a point that was measured once
-LEAST_ERROR = 0.01  # what the model itself is wrong by, at least
-PART_ERROR = 0.03  # of a part of a step, at least: who came last is an estimate
-LEAST_PART = 1e-3  # of a step: less of it cannot be told
-TABLE_ERROR = 0.2  # latency plus bytes over bandwidth is a crude picture of an allreduce
+LEAST_ERROR = 0.01  # of the model itself, at least
+PART_ERROR = 0.03  # of a part of a step, at least: the last rank to arrive is an estimate
+LEAST_PART = 1e-3  # of a step: smaller parts cannot be measured
+TABLE_ERROR = 0.2  # latency plus bytes over bandwidth is a crude model of an allreduce
 
-# Scales of the priors: seconds in units of the longest step, the overlap as a share.
+# Scales of the priors: seconds in units of the longest step, the overlap as a fraction.
 PRIORS = {"compute": 10.0, "latency": 0.008}
 PRIORS |= dict.fromkeys(("transfer", "fixed", "slowdown", "overlap"), 1.0)
-OVERLAP_STARTS = (0.1, 0.5, 0.9)  # what can be hidden is bounded: there may be several minima
+OVERLAP_STARTS = (0.1, 0.5, 0.9)  # the hidden time is bounded: there may be several minima
 
-# Whose table says what a training waits for: its own library's, else the fastest there is.
+# Preferred tables of allreduce times: those of the training's own library, then the fastest.
 ALLREDUCE = "allreduce"
 FASTEST = ("nccl", "gloo", "horovod", "mpi4py")
 
@@ -57,7 +57,7 @@ class Step:
     ranks: int
     seconds: float  # per step; mean over the repeats
     error: float = UNKNOWN_ERROR  # relative standard error of ``seconds``
-    exposed: float | None = None  # those that communicate and do not compute; None: not known
+    exposed: float | None = None  # seconds of communication not hidden by computing, if known
     exposed_error: float = UNKNOWN_ERROR  # relative standard error of ``exposed``
 
 
@@ -73,15 +73,15 @@ class Reduction:
 def errors(rates: Mapping[int, Estimate]) -> dict[int, float]:
     """Return relative standard errors of the points, with one deviation pooled over all sizes.
 
-    A few repeats of one size tell its deviation badly; all sizes together do better.
+    A few repeats of one size estimate its deviation poorly; all sizes together do better.
     """
-    repeated = [one for one in rates.values() if one.deviation is not None]
+    repeated = [rate for rate in rates.values() if rate.deviation is not None]
     if not repeated:
         return dict.fromkeys(rates, UNKNOWN_ERROR)
-    degrees = sum(one.count - 1 for one in repeated)
-    squares = sum((one.count - 1) * (one.deviation or 0.0) ** 2 / one.mean**2 for one in repeated)
+    degrees = sum(rate.count - 1 for rate in repeated)
+    squares = sum((r.count - 1) * (r.deviation or 0.0) ** 2 / r.mean**2 for r in repeated)
     pooled = math.sqrt(squares / degrees)
-    return {ranks: max(LEAST_ERROR, pooled / math.sqrt(one.count)) for ranks, one in rates.items()}
+    return {ranks: max(LEAST_ERROR, pooled / math.sqrt(r.count)) for ranks, r in rates.items()}
 
 
 def fit(
@@ -95,32 +95,32 @@ def fit(
     """Fit the model with each law.
 
     Args:
-        steps: measured points, of two numbers of ranks or more.
-        strong: the global batch stayed; else the batch per rank.
-        reductions: a table of allreduce times, on two ranks or more; needs ``traffic``.
-        traffic: what a step reduces.
-        samples: how many to draw.
+        steps: measured points, of two or more numbers of ranks.
+        strong: strong scaling (constant global batch), else weak (constant batch per rank).
+        reductions: a table of allreduce times, on two or more ranks; needs ``traffic``.
+        traffic: the gradient messages of a step.
+        samples: number of samples.
     """
     steps = sorted(steps, key=lambda step: step.ranks)
-    solved = [_LeastSquares(law, steps, strong, reductions, traffic) for law in LAWS]
-    misfit = min(one.misfit() for one in solved)
-    squares = [one.squares(misfit) for one in solved]
-    likely = [math.exp((min(squares) - one) / 2) for one in squares]
+    solutions = [_LeastSquares(law, steps, strong, reductions, traffic) for law in LAWS]
+    misfit = min(solution.misfit() for solution in solutions)
+    squares = [solution.squares(misfit) for solution in solutions]
+    likelihoods = [math.exp((min(squares) - value) / 2) for value in squares]
     generator = np.random.default_rng(SEED)
     drawn: list[tuple[Law, Costs]] = []
     candidates = []
-    for one, chance in zip(solved, likely, strict=True):
-        weight = chance / sum(likely)
-        candidates.append(Candidate(one.law, one.costs(one.best), weight))
-        costs = one.draw(round(weight * samples), misfit, generator)
-        drawn += [(one.law, some) for some in costs]
-    candidates.sort(key=lambda one: -one.weight)
+    for solution, likelihood in zip(solutions, likelihoods, strict=True):
+        weight = likelihood / sum(likelihoods)
+        candidates.append(Candidate(solution.law, solution.costs(solution.best), weight))
+        draws = solution.draw(round(weight * samples), misfit, generator)
+        drawn += [(solution.law, costs) for costs in draws]
+    candidates.sort(key=lambda candidate: -candidate.weight)
     return Fit(strong, steps[0].ranks, tuple(candidates), tuple(drawn), misfit)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Something that was measured, and what the model says instead; seconds."""
+    """A measured value, and the model for it; seconds."""
 
     seconds: float
     error: float  # standard error of ``seconds``
@@ -128,7 +128,7 @@ class _Row:
 
 
 def _rows(law: Law, steps: Sequence[Step], strong: bool) -> list[_Row]:
-    """Return what was measured of the steps, by rising number of ranks: parts or whole."""
+    """Return the measured steps, or parts of steps, by increasing number of ranks."""
 
     def part(name: str, step: Step, seconds: float, error: float) -> _Row:
         def model(costs: Costs) -> float:
@@ -138,12 +138,12 @@ def _rows(law: Law, steps: Sequence[Step], strong: bool) -> list[_Row]:
         return _Row(seconds, error, model)
 
     if any(step.exposed is None for step in steps):
-        return [part("total", one, one.seconds, one.error * one.seconds) for one in steps]
+        return [part("total", step, step.seconds, step.error * step.seconds) for step in steps]
     rows = []
     for step in steps:
         exposed = step.exposed or 0.0
-        # In weak scaling computing slows down with the ranks of a host in a way of its own; what
-        # counts for more ranks is how slow it is at last.
+        # In weak scaling the slowdown of computing depends on the ranks per host; for more ranks
+        # the slowdown at the largest size counts.
         if strong or step in (steps[0], steps[-1]):
             local = step.seconds - exposed
             rows.append(part("local", step, local, step.error * local))
@@ -164,7 +164,7 @@ def _table_row(law: Law, row: Reduction, traffic: Traffic) -> _Row:
 
 
 class _LeastSquares:
-    """The least squares of one law; a vector x holds the parameters, in units of their priors."""
+    """The least squares of one law; a vector x has the parameters, in units of their priors."""
 
     def __init__(
         self,
@@ -186,19 +186,19 @@ class _LeastSquares:
         self.least = np.array([1e-9 if name == "compute" else 0.0 for name in names])
         self.most = np.array([1.0 if name == "overlap" else np.inf for name in names])
         starts = OVERLAP_STARTS if "overlap" in names else (0.0,)
-        found = min((self._solve(overlap) for overlap in starts), key=lambda one: one.cost)
-        self.best, self.jacobian, self.residuals = found.x, found.jac, found.fun
+        best = min((self._solve(overlap) for overlap in starts), key=lambda result: result.cost)
+        self.best, self.jacobian, self.residuals = best.x, best.jac, best.fun
 
     def costs(self, x: Any) -> Costs:
-        """Return the costs that ``x`` stands for."""
-        value = dict(zip(self.names, (x * self.unit).tolist(), strict=True))
-        value["compute"] += value.get("fixed", 0.0)  # in x the part that shrinks with the batch
-        if "slowdown" in value:  # in x seconds
-            value["slowdown"] /= value["compute"]
-        return Costs(**value)
+        """Return the costs of the parameters ``x``."""
+        values = dict(zip(self.names, (x * self.unit).tolist(), strict=True))
+        values["compute"] += values.get("fixed", 0.0)  # in x the part that shrinks with the batch
+        if "slowdown" in values:  # in x seconds
+            values["slowdown"] /= values["compute"]
+        return Costs(**values)
 
     def _solve(self, overlap: float) -> Any:
-        """Return scipy's solution from a start with this ``overlap``."""
+        """Return scipy's solution starting from this ``overlap``."""
         start = np.array([overlap if name == "overlap" else 0.01 for name in self.names])
         start[0] = self.rows[0].seconds / self.unit[0]
 
@@ -210,58 +210,58 @@ class _LeastSquares:
         return least_squares(residuals, start, bounds=(self.least, self.most))
 
     def misfit(self) -> float:
-        """Return the factor on the errors with which the rows scatter as they should; 1 or more."""
+        """Return the factor by which to widen the errors to match the scatter; at least 1."""
         free = len(self.rows) - len(self.names)
         squares = float(np.sum(self.residuals[: len(self.rows)] ** 2))
         return max(1.0, math.sqrt(squares / free)) if free > 0 else 1.0
 
     def squares(self, misfit: float) -> float:
-        """Return the sum of squares, priors included, with errors that ``misfit`` widens."""
+        """Return the sum of squares, including priors, with errors widened by ``misfit``."""
         return float(np.sum((self.residuals / self._widening(misfit)) ** 2))
 
     def draw(self, count: int, misfit: float, generator: np.random.Generator) -> list[Costs]:
-        """Return costs drawn from the covariance; errors that ``misfit`` widens."""
-        # R of the Jacobian: the inverse of RᵀR is the covariance, and |R (x - y)| how far y is.
+        """Return costs sampled from the covariance, with errors widened by ``misfit``."""
+        # R of the Jacobian: the inverse of RᵀR is the covariance, |R (x - y)| the distance of y.
         factor = np.linalg.qr(self.jacobian / self._widening(misfit)[:, None], mode="r")
         draws = factor @ self.best + generator.standard_normal((count, len(factor)))
-        inside = [nnls(factor, draw)[0] for draw in draws]
-        return [self.costs(np.clip(x, self.least, self.most)) for x in inside]
+        positive = [nnls(factor, draw)[0] for draw in draws]
+        return [self.costs(np.clip(x, self.least, self.most)) for x in positive]
 
     def _widening(self, misfit: float) -> Any:
-        """Return what the residuals are divided by: the priors keep their widths."""
+        """Return the divisors of the residuals: ``misfit`` for data, 1 for priors."""
         return np.where(np.arange(len(self.residuals)) < len(self.rows), misfit, 1.0)
 
 
 def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reduction]:
     """Read tables of allreduce times: the rows of the library that ``strategy`` trains with.
 
-    A file holds what ``hvdtrain doctor -n N --json`` prints, or the object of
-    ``python -m hvdtrain.collectives --time --json`` itself (``collectives/bench.py``):
+    A file has the output of ``hvdtrain doctor -n N --json``, or of
+    ``python -m hvdtrain.collectives --time --json`` (``collectives/bench.py``):
     {"ranks": N, "backends": {NAME: {"state": "ok", "rows": [{"bytes", "seconds"}]}}}.
 
     Raises:
-        UsageError: a file is none of these, or no library has rows in it.
+        UsageError: a file has neither format, or has no rows of any library.
     """
-    found: list[Reduction] = []
-    own = STRATEGIES.get(strategy or DEFAULT.name, ONE_PROCESS).gradient_libraries
+    reductions: list[Reduction] = []
+    libraries = STRATEGIES.get(strategy or DEFAULT.name, ONE_PROCESS).gradient_libraries
     for path in paths:
         try:
             content = json.loads(path.read_text())
             times = content.get("allreduce", content)
             ranks = int(times["ranks"])
-            tables = {name: one.get("rows") for name, one in times["backends"].items()}
-            rows = next((tables[name] for name in (*own, *FASTEST) if tables.get(name)), ())
+            tables = {name: backend.get("rows") for name, backend in times["backends"].items()}
+            rows = next((tables[name] for name in (*libraries, *FASTEST) if tables.get(name)), ())
             rows = [row for row in rows if row.get("collective", ALLREDUCE) == ALLREDUCE]
-            read = [Reduction(ranks, int(row["bytes"]), float(row["seconds"])) for row in rows]
+            table = [Reduction(ranks, int(row["bytes"]), float(row["seconds"])) for row in rows]
         except OSError as error:
             raise UsageError(f"--allreduce {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
-                f"--allreduce {path}: not a table of allreduce times ({error!r}); make one by "
+                f"--allreduce {path}: not a table of allreduce times ({error!r}); create one with "
                 "`hvdtrain doctor -n N --json`"
             ) from error
-        read = [row for row in read if row.nbytes > 0 and row.seconds > 0]
-        if ranks < 2 or not read:
-            raise UsageError(f"--allreduce {path}: no times of an allreduce over 2 ranks or more")
-        found += read
-    return found
+        table = [row for row in table if row.nbytes > 0 and row.seconds > 0]
+        if ranks < 2 or not table:
+            raise UsageError(f"--allreduce {path}: no allreduce times on 2 or more ranks")
+        reductions += table
+    return reductions

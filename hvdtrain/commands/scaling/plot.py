@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib import ticker
 
 from hvdtrain.commands.runs.records import SPLIT
-from hvdtrain.commands.scaling.model import efficiency_at
+from hvdtrain.commands.scaling.cost_model import efficiency_at
 from hvdtrain.commands.scaling.results import RankResult
 from hvdtrain.commands.scaling.study import Study, title
 from hvdtrain.system.output import plots
@@ -19,28 +19,28 @@ from hvdtrain.system.output.text import plural
 
 HATCHES = ("xxxx", "", "////", "....", "\\\\")  # legible in grey
 SHADE = "#DDDDDD"
-TICKS = 5  # ranks that an axis names
+TICKS = 5  # labelled ranks on an axis
 Bounds = tuple[float, float]
 
 
 def draw(study: Study, stem: Path) -> list[Path]:
     """Write the plot as PDF and PNG; return the files."""
     plots.style()
-    return plots.save(make(study), stem)
+    return plots.save(make_figure(study), stem)
 
 
-def make(study: Study) -> Any:
+def make_figure(study: Study) -> Any:
     """Return the plot, a matplotlib figure."""
     panels = _panels(study)
     figure, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.8))
-    for one, draw_panel in zip(axes, panels.values(), strict=True):
-        draw_panel(one)
+    for panel_axes, draw_panel in zip(axes, panels.values(), strict=True):
+        draw_panel(panel_axes)
     figure.suptitle(title(study).replace("; ", ", "), fontsize="small", wrap=True)
     return figure
 
 
-def apart(study: Study) -> Iterator[tuple[str, Any]]:
-    """Yield each panel of the plot as a figure of its own, after its title."""
+def panel_figures(study: Study) -> Iterator[tuple[str, Any]]:
+    """Yield each panel of the plot as (title, figure)."""
     for name, draw_panel in _panels(study).items():
         figure, axes = plt.subplots(figsize=(5.2, 3.6))
         draw_panel(axes)
@@ -48,7 +48,7 @@ def apart(study: Study) -> Iterator[tuple[str, Any]]:
 
 
 def _panels(study: Study) -> dict[str, Callable[[Any], None]]:
-    """Return what draws each panel into its axes, by title."""
+    """Return the functions that draw the panels into their axes, by title."""
     panels: dict[str, Callable[[Any], None]] = {
         "Throughput": partial(_throughput, study),
         "Efficiency": partial(_efficiency, study),
@@ -59,9 +59,9 @@ def _panels(study: Study) -> dict[str, Callable[[Any], None]]:
 
 
 def _legend(axes: Any) -> None:
-    """Put the legend above the plot, where it covers nothing."""
-    form = {"ncols": 2, "fontsize": "small", "columnspacing": 1, "borderaxespad": 0.2}
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), **form)
+    """Place the legend above the plot, outside the data."""
+    style = {"ncols": 2, "fontsize": "small", "columnspacing": 1, "borderaxespad": 0.2}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), **style)
 
 
 def _throughput(study: Study, axes: Any) -> None:
@@ -86,19 +86,19 @@ def _efficiency(study: Study, axes: Any) -> None:
     points = study.sizes
     axes.axhline(100, color=plots.GREY, linestyle="--", linewidth=1)
     values = [100 * point.efficiency for point in points]
-    bounds = [one.interval and (100 * one.interval[0], 100 * one.interval[1]) for one in points]
+    bounds = [p.interval and (100 * p.interval[0], 100 * p.interval[1]) for p in points]
     _measured(axes, study, values, bounds, "measured")
-    ranks = [point.ranks for point in points] + [one.ranks for one in study.shown]
+    ranks = [point.ranks for point in points] + [prediction.ranks for prediction in study.shown]
     if study.fit:
         fit, start = study.fit, study.fit.base
-        if fit.best.costs.slowdown:  # fitted at the last size, so it holds from there on
+        if fit.best.costs.slowdown:  # fitted at the last size, so it is valid from there on
             start = max(size.ranks for size in study.sizes if not size.oversubscribed)
-        seen = sorted({fit.base, *(number for number in ranks if number >= start)})
-        expected = [efficiency_at(fit, number) for number in seen]
-        low, high = [100 * one.low for one in expected], [100 * one.high for one in expected]
-        axes.fill_between(seen, low, high, color=SHADE, linewidth=0, label="model, 95 %")
-        middle = [100 * one.middle for one in expected]
-        axes.plot(seen, middle, color="C1", linestyle=":", label="model")
+        fitted = sorted({fit.base, *(number for number in ranks if number >= start)})
+        expected = [efficiency_at(fit, number) for number in fitted]
+        low, high = [100 * value.low for value in expected], [100 * v.high for v in expected]
+        axes.fill_between(fitted, low, high, color=SHADE, linewidth=0, label="model, 95 %")
+        middle = [100 * value.middle for value in expected]
+        axes.plot(fitted, middle, color="C1", linestyle=":", label="model")
     _ranks_axis(axes, ranks)
     axes.set_ylim(0, 5 + max(100, *values))
     axes.set_ylabel(f"efficiency, % of {plural(points[0].ranks, 'rank')}")
@@ -108,9 +108,9 @@ def _efficiency(study: Study, axes: Any) -> None:
 def _measured(
     axes: Any, study: Study, values: Sequence[float], bounds: Sequence[Bounds | None], label: str
 ) -> None:
-    """Draw a value per size, with error bars where they are known.
+    """Draw a value per size, with error bars if known.
 
-    Open markers where ranks shared cores: such points say nothing about the hardware.
+    Markers are open if ranks shared cores: such points do not measure the hardware.
     """
     ranks = [size.ranks for size in study.sizes]
     pairs = [bound or (value, value) for value, bound in zip(values, bounds, strict=True)]
@@ -126,16 +126,16 @@ def _measured(
 
 def _steps(sizes: Sequence[RankResult], axes: Any) -> None:
     axes.set_axisbelow(True)  # the grid behind the bars
-    places = range(len(sizes))
+    positions = range(len(sizes))
     bottom = [0.0] * len(sizes)
     for number, part in enumerate(SPLIT):
         if not any(part in size.split for size in sizes):
             continue
         heights = [1000 * size.split.get(part, 0.0) for size in sizes]
         style = {"color": f"C{number}", "hatch": HATCHES[number], "edgecolor": "white"}
-        axes.bar(places, heights, 0.6, bottom=bottom, linewidth=0.5, label=part, **style)
+        axes.bar(positions, heights, 0.6, bottom=bottom, linewidth=0.5, label=part, **style)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.set_xticks(places, [str(size.ranks) for size in sizes])
+    axes.set_xticks(positions, [str(size.ranks) for size in sizes])
     axes.set_xlabel("ranks")
     axes.set_ylabel("step, ms")
     _legend(axes)
@@ -143,7 +143,7 @@ def _steps(sizes: Sequence[RankResult], axes: Any) -> None:
 
 def _ranks_axis(axes: Any, ranks: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
-    few = sorted(set(ranks))[:: -(-len(ranks) // TICKS)]
-    axes.set_xticks(few, [str(number) for number in few])
+    ticks = sorted(set(ranks))[:: -(-len(ranks) // TICKS)]
+    axes.set_xticks(ticks, [str(number) for number in ticks])
     axes.minorticks_off()
     axes.set_xlabel("ranks")

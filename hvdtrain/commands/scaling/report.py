@@ -1,4 +1,4 @@
-"""Report what the runs of a study say: as text, as data, as a table and as plots."""
+"""Report a scaling study: as text, as JSON, as a CSV table and as plots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvdtrain.commands.runs.records import SPLIT, STRONG, TABLE, WEAK, Run, tabl
 from hvdtrain.commands.runs.target import Target
 from hvdtrain.commands.scaling import plot
 from hvdtrain.commands.scaling import target as time_to
+from hvdtrain.commands.scaling.cost_model import NOTABLE, Fit, Forecast, Parts
 from hvdtrain.commands.scaling.fit import UNKNOWN_ERROR, read_reductions
-from hvdtrain.commands.scaling.model import NOTABLE, Fit, Forecast, Parts
 from hvdtrain.commands.scaling.results import RankResult
 from hvdtrain.commands.scaling.study import WIDEST, LeftOut, Study, make_study, study_data, title
 from hvdtrain.errors import UsageError
@@ -22,16 +22,14 @@ from hvdtrain.system.output.tables import Table, entry, known, message, paragrap
 from hvdtrain.system.output.text import duration, number, plural, size
 
 PLOT = "scaling"  # the stem of its files
-ENOUGH = 3  # sizes, from which computing, latency and bandwidth can be told apart
-TOO_FEW = (
-    f"No prediction from fewer than {ENOUGH} sizes, unless it is asked for: --predict 8,16 adds it."
-)
-SPREAD = ("±", "95 % interval", "95 %")  # columns that tell of the one before them
+ENOUGH = 3  # sizes needed to distinguish computing, latency and bandwidth
+TOO_FEW = f"No prediction from fewer than {ENOUGH} sizes by default; use --predict 8,16 to add one."
+SPREAD = ("±", "95 % interval", "95 %")  # columns that belong to the preceding one
 LIMITS = {
     "latency": "latency",
     "bandwidth": "bandwidth",
     "slowdown": "slower computing",
-    "fixed": "computing that more ranks do not shrink",
+    "fixed": "computing that does not shrink with more ranks",
     "": "computing",
 }
 
@@ -44,38 +42,38 @@ def report(
     folder: Path | None = None,
     tables: Sequence[Path] = (),
     target: Target | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> Report:
-    """Evaluate ``runs``, and write table and plots where there is a folder for them.
+    """Evaluate ``runs``, and write table and plots if a folder is given.
 
     Args:
         runs: one or more.
-        source: where they come from, for messages.
-        scaling: ``weak`` or ``strong``; None: as the runs say, else weak.
+        source: their file or directory, for messages.
+        scaling: ``weak`` or ``strong``; None: the scaling of the runs, by default weak.
         folder: for table and plots; None: nothing is written.
         tables: files with allreduce times.
-        target: how good an evaluation has to be, where the time until then is asked for.
-        asked: ``ranks`` to predict and the size to ``leave_out``, see ``make_study``.
+        target: the metric value to report the time to, if any.
+        options: ``ranks`` to predict and the size to ``leave_out``, see ``make_study``.
 
     Raises:
-        UsageError: the runs do not belong together, or a table or the folder cannot be used.
+        UsageError: the runs are not comparable, or a table or the folder cannot be used.
     """
     scaling = scaling or runs[0].scaling or WEAK
     check_comparable(runs, scaling, str(source))
     reductions = read_reductions(tables, runs[0].summary.strategy)
-    study = make_study(runs, scaling, reductions=reductions, **asked)
-    wanted = any((asked.get("ranks"), asked.get("leave_out"), tables))
-    predicted = wanted or sum(not one.oversubscribed for one in study.sizes) >= ENOUGH
-    data, lines = study_data(study), [study_text(study, predicted=predicted)]
+    study = make_study(runs, scaling, reductions=reductions, **options)
+    requested = any((options.get("ranks"), options.get("leave_out"), tables))
+    predicted = requested or sum(not size.oversubscribed for size in study.sizes) >= ENOUGH
+    data, sections = study_data(study), [study_text(study, predicted=predicted)]
     if folder is not None:
         data["files"] = [str(file) for file in write(study, folder)]
         if target is not None:
-            found = time_to.results(runs, folder, target)
-            data["target"] = time_to.data(found, target)
-            lines.append(time_to.text(found, target))
-            data["files"] += map(str, time_to.draw(found, target, folder))
-        lines.append(message("written: " + ", ".join(data["files"])))
-    return Report("\n\n".join(lines), data)
+            times = time_to.results(runs, folder, target)
+            data["target"] = time_to.data(times, target)
+            sections.append(time_to.text(times, target))
+            data["files"] += map(str, time_to.draw(times, target, folder))
+        sections.append(message("written: " + ", ".join(data["files"])))
+    return Report("\n\n".join(sections), data)
 
 
 def write(study: Study, folder: Path) -> list[Path]:
@@ -95,9 +93,9 @@ def write(study: Study, folder: Path) -> list[Path]:
 
 
 def study_text(study: Study, *, predicted: bool = True) -> str:
-    """Return the whole report: the answer, what was measured, and the prediction if wanted."""
+    """Return the report: the headline, the measurements, and the prediction if ``predicted``."""
     sections = [
-        paragraph(answer(study)),
+        paragraph(headline(study)),
         paragraph(title(study)),
         table(*size_table(study.sizes, study.unit), joined=SPREAD),
         table(*split) if (split := step_table(study.sizes)) else "",
@@ -107,10 +105,10 @@ def study_text(study: Study, *, predicted: bool = True) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
-def answer(study: Study) -> str:
-    """Return the efficiency of the largest size that has its cores; nothing of one size alone."""
-    whole = [one for one in study.sizes if not one.oversubscribed]
-    base, last = study.sizes[0], (whole if len(whole) > 1 else study.sizes)[-1]
+def headline(study: Study) -> str:
+    """Return the efficiency of the largest size without oversubscription; empty for one size."""
+    exclusive = [size for size in study.sizes if not size.oversubscribed]
+    base, last = study.sizes[0], (exclusive if len(exclusive) > 1 else study.sizes)[-1]
     if base is last:
         return ""
     return (
@@ -121,44 +119,45 @@ def answer(study: Study) -> str:
 
 def size_table(sizes: Sequence[RankResult], unit: str) -> Table:
     """Return the throughput: a row per number of ranks."""
+    rates = [size.rate for size in sizes]
     return known(
         {
             "ranks": _names(sizes),
-            "hosts": [str(one.hosts or "-") for one in sizes],
-            f"{unit}/s": [number(one.rate.mean) for one in sizes],
-            "±": [_or_dash(one.rate.deviation, number, one.rate.mean) for one in sizes],
-            "95 % interval": [_interval(one.rate.interval, number) for one in sizes],
-            "speed-up": [f"{one.speedup:.2f}" for one in sizes],
-            "efficiency": [f"{100 * one.efficiency:.1f} %" for one in sizes],
-            "95 %": [_interval(one.interval, lambda x: f"{100 * x:.1f}") for one in sizes],
+            "hosts": [str(size.hosts or "-") for size in sizes],
+            f"{unit}/s": [number(rate.mean) for rate in rates],
+            "±": [_or_dash(rate.deviation, number, rate.mean) for rate in rates],
+            "95 % interval": [_interval(rate.interval, number) for rate in rates],
+            "speed-up": [f"{size.speedup:.2f}" for size in sizes],
+            "efficiency": [f"{100 * size.efficiency:.1f} %" for size in sizes],
+            "95 %": [_interval(size.interval, lambda x: f"{100 * x:.1f}") for size in sizes],
         }
     )
 
 
 def step_table(sizes: Sequence[RankResult]) -> Table | None:
-    """Return where a step goes: a row per number of ranks; None where that is not known."""
-    if not any(one.split for one in sizes):
+    """Return the parts of a step: a row per number of ranks; None if unknown."""
+    if not any(size.split for size in sizes):
         return None
     return known(
         {
             "ranks": _names(sizes),
-            "step": [_or_dash(one.seconds, duration) for one in sizes],
-            **{part: [_or_dash(one.split.get(part), duration) for one in sizes] for part in SPLIT},
-            "slowest rank": [_slowest(one.slowest) for one in sizes],
+            "step": [_or_dash(size.seconds, duration) for size in sizes],
+            **{part: [_or_dash(s.split.get(part), duration) for s in sizes] for part in SPLIT},
+            "slowest rank": [_slowest(size.slowest) for size in sizes],
         }
     )
 
 
 def _names(sizes: Sequence[RankResult]) -> list[str]:
-    return [f"{one.ranks}{'*' * one.oversubscribed}" for one in sizes]
+    return [f"{size.ranks}{'*' * size.oversubscribed}" for size in sizes]
 
 
 def _slowest(value: tuple[int, float] | None) -> str:
     return "-" if value is None else f"rank {value[0]} in {100 * value[1]:.0f} %"
 
 
-def _or_dash(value: float | None, show: Callable[..., str], *more: float) -> str:
-    return "-" if value is None else show(value, *more)
+def _or_dash(value: float | None, show: Callable[..., str], *arguments: float) -> str:
+    return "-" if value is None else show(value, *arguments)
 
 
 def _interval(value: tuple[float, float] | None, show: Callable[[float], str]) -> str:
@@ -166,40 +165,40 @@ def _interval(value: tuple[float, float] | None, show: Callable[[float], str]) -
 
 
 def notes(study: Study, *, predicted: bool = True) -> str:
-    """Return what a reader of the table must know."""
-    found = []
+    """Return the notes to the tables."""
+    texts = []
     base = study.sizes[0].ranks
     if base > 1:
-        found.append(f"Speed-up and efficiency are relative to {base} ranks, the fewest measured.")
-    if any(one.oversubscribed for one in study.sizes):
-        found.append(
-            "* oversubscribed (more threads than cores): their efficiency says nothing about more "
-            f"hardware{', so the prediction leaves them out' * predicted}."
+        texts.append(f"Speed-up and efficiency are relative to {base} ranks, the smallest size.")
+    if any(size.oversubscribed for size in study.sizes):
+        texts.append(
+            "* oversubscribed (more threads than cores): not representative of more hardware"
+            f"{', so excluded from the prediction' * predicted}."
         )
-    if all(one.rate.deviation is None for one in study.sizes):
-        found.append(
-            "Each size ran once, so the errors are not known (--repeat 3 measures them)"
+    if all(size.rate.deviation is None for size in study.sizes):
+        texts.append(
+            "Each size ran once, so the errors are unknown (use --repeat 3 to measure them)"
             + f"; the prediction assumes {100 * UNKNOWN_ERROR:.0f} %" * predicted
             + "."
         )
-    if any(one.split for one in study.sizes):
-        found.append(
-            "Parts of a step: data (waiting for the next batch), compute (everything not named "
-            "here), communication (in allreduce after all ranks arrived), waiting (for the slowest "
+    if any(size.split for size in study.sizes):
+        texts.append(
+            "Parts of a step: data (waiting for the next batch), compute (the rest of the step), "
+            "communication (in allreduce after all ranks arrived), waiting (for the slowest "
             "rank to arrive); means over ranks, steps and runs."
         )
-    if any("undivided" in one.split for one in study.sizes):
-        found.append("undivided: compute, communication and waiting together.")
-    return " ".join(found)
+    if any("undivided" in size.split for size in study.sizes):
+        texts.append("undivided: compute, communication and waiting together.")
+    return " ".join(texts)
 
 
 def _prediction(study: Study) -> list[str]:
-    """Return the prediction: what was fitted, what follows from it, what would help."""
+    """Return the prediction: the fit, the predicted efficiencies, the possible changes."""
     sections = [paragraph(fit_text(study))]
     if study.left_out:
         sections.append(message(left_out_text(study.left_out, study.unit)))
-    if study.passed_over:
-        sections.append(paragraph(passed_over_text(study)))
+    if study.not_predicted:
+        sections.append(paragraph(not_predicted_text(study)))
     if uncertain := uncertain_text(study):
         sections.append(paragraph(uncertain))
     if study.shown:
@@ -210,63 +209,63 @@ def _prediction(study: Study) -> list[str]:
         sections += [
             f"Predicted efficiency, with the shares of a step:\n{expected}",
             f"{paragraph(f'{limit_text(study)} Efficiency after a change:')}\n{changed}",
-            "\n".join(entry(f"  {one.name:<27} ", one.what) for one in study.remedies),
+            "\n".join(entry(f"  {remedy.name:<27} ", remedy.action) for remedy in study.remedies),
         ]
     return sections
 
 
-def left_out_text(left: LeftOut, unit: str) -> str:
-    """Return a measured size beside the prediction of the fit that has not seen it."""
-    low, middle, high = left.predicted.low, left.predicted.middle, left.predicted.high
+def left_out_text(point: LeftOut, unit: str) -> str:
+    """Return the comparison of a measured size with its prediction by a fit without it."""
+    low, middle, high = point.predicted.low, point.predicted.middle, point.predicted.high
     return (
-        f"Left out of the fit: {plural(left.ranks, 'rank')}, {number(middle)} {unit}/s predicted "
-        f"({number(low)} to {number(high)}), {number(left.measured)} measured: "
-        f"{100 * (middle / left.measured - 1):+.1f} %"
+        f"Left out of the fit: {plural(point.ranks, 'rank')}, {number(middle)} {unit}/s predicted "
+        f"({number(low)} to {number(high)}), {number(point.measured)} measured: "
+        f"{100 * (middle / point.measured - 1):+.1f} %"
     )
 
 
-def passed_over_text(study: Study) -> str:
-    """Return which numbers of ranks are not predicted, and why."""
-    ranks = ", ".join(map(str, study.passed_over))
+def not_predicted_text(study: Study) -> str:
+    """Return the requested numbers of ranks that are not predicted, with the reason."""
+    ranks = ", ".join(map(str, study.not_predicted))
     text = f"Not predicted: {ranks} ranks. The largest size measured has {study.sizes[-1].ranks}"
     if study.scaling == STRONG and (batch := study.runs[0].batch):
         return f"{text}, and more than {batch} would be more ranks than samples."
-    return f"{text}; a prediction is for more ranks."
+    return f"{text}; only larger sizes are predicted."
 
 
 def uncertain_text(study: Study) -> str:
-    """Return for which numbers of ranks the points say too little; nothing where for none."""
+    """Return the numbers of ranks whose prediction is too uncertain; empty if none."""
     shown = study.shown
-    left = [str(one.ranks) for one in study.predictions if one not in shown]
-    if not left:
+    uncertain = [str(p.ranks) for p in study.predictions if p not in shown]
+    if not uncertain:
         return ""
     return (
-        f"Not predicted: {', '.join(left)} ranks. From these sizes the efficiency there is known "
-        f"to no better than {100 * WIDEST:.0f} points (95 %); larger sizes, more repeats or "
-        "--allreduce narrow it."
+        f"Not predicted: {', '.join(uncertain)} ranks. Their efficiency is uncertain by more than "
+        f"{100 * WIDEST:.0f} percentage points (95 %); larger sizes, more repeats or --allreduce "
+        "reduce the uncertainty."
     )
 
 
 def limit_text(study: Study) -> str:
-    """Return what limits the largest size that is predicted."""
+    """Return the limit of the largest predicted size."""
     last = study.shown[-1]
     return f"At {last.ranks} ranks {LIMITS[last.limit]} is the limit."
 
 
 def prediction_table(study: Study) -> Table:
-    """Return what the fit predicts, size by size."""
+    """Return the prediction: a row per number of ranks."""
     shown = study.shown
-    steps = [one.parts for one in shown]
+    steps = [prediction.parts for prediction in shown]
     return known(
         {
-            "ranks": [str(one.ranks) for one in shown],
-            "efficiency": [_known_digits(one.efficiency) for one in shown],
-            "95 %": [_span(one.efficiency) for one in shown],
-            "compute": [_share(one.compute, one) for one in steps],
-            "slowdown": [_share(one.slowdown, one) for one in steps],
-            "latency": [_share(one.latency, one) for one in steps],
-            "bandwidth": [_share(one.transfer, one) for one in steps],
-            "limited by": [LIMITS[one.limit] for one in shown],
+            "ranks": [str(prediction.ranks) for prediction in shown],
+            "efficiency": [_significant(prediction.efficiency) for prediction in shown],
+            "95 %": [_range(prediction.efficiency) for prediction in shown],
+            "compute": [_share(step.compute, step) for step in steps],
+            "slowdown": [_share(step.slowdown, step) for step in steps],
+            "latency": [_share(step.latency, step) for step in steps],
+            "bandwidth": [_share(step.transfer, step) for step in steps],
+            "limited by": [LIMITS[prediction.limit] for prediction in shown],
         }
     )
 
@@ -276,34 +275,34 @@ def _share(seconds: float, step: Parts) -> str:
 
 
 def remedy_table(study: Study) -> Table:
-    """Return what could be changed, and the efficiency then."""
+    """Return the possible changes, with the resulting efficiencies."""
     header = ["change", *(f"at {ranks}" for ranks in study.remedies_at)]
-    now = {one.ranks: one.efficiency for one in study.shown}
-    changes = [("as it is", [now[ranks] for ranks in study.remedies_at])]
-    changes += [(one.name, [*one.efficiencies]) for one in study.remedies]
-    return header, [[name, *map(_known_digits, expected)] for name, expected in changes]
+    now = {prediction.ranks: prediction.efficiency for prediction in study.shown}
+    changes = [("none", [now[ranks] for ranks in study.remedies_at])]
+    changes += [(remedy.name, [*remedy.efficiencies]) for remedy in study.remedies]
+    return header, [[name, *map(_significant, expected)] for name, expected in changes]
 
 
 def _digits(value: Forecast) -> int:
-    """Return the decimals of a per cent: one where the range is no wider than two per cent."""
+    """Return the decimals of a percentage: one if the range is narrower than two points."""
     return int(value.high - value.low < 0.02)
 
 
-def _known_digits(value: Forecast) -> str:
+def _significant(value: Forecast) -> str:
     return f"{100 * value.middle:.{_digits(value)}f} %"
 
 
-def _span(value: Forecast) -> str:
+def _range(value: Forecast) -> str:
     digits = _digits(value)
     return f"{100 * value.low:.{digits}f} to {100 * value.high:.{digits}f}"
 
 
 def fit_text(study: Study) -> str:
-    """Return what was fitted, and what to keep in mind about it."""
+    """Return the fitted model and its limitations, or the reason for not fitting."""
     if study.fit is None:
-        return f"No prediction: {study.why_no_fit}."
+        return f"No prediction: {study.no_fit_reason}."
     fit = study.fit
-    laws = " or ".join(f"{one.law.name} ({100 * one.weight:.0f} %)" for one in fit.candidates)
+    laws = " or ".join(f"{c.law.name} ({100 * c.weight:.0f} %)" for c in fit.candidates)
     text = f"Prediction, for an allreduce by {laws}: {'; '.join(_costs(study, fit))}."
     if fit.misfit > 1:
         text += f" The points scatter {fit.misfit:.1f} times as much as their errors allow."
@@ -312,34 +311,35 @@ def fit_text(study: Study) -> str:
             f" The smallest size fitted has {fit.base} ranks; the prediction starts from its "
             f"measured efficiency, {100 * fit.at_base:.1f} %."
         )
-    if all(one.hosts == 1 for one in study.sizes):
-        text += " All runs were on one host: no network between hosts is in it."
+    if all(size.hosts == 1 for size in study.sizes):
+        text += " All runs were on one host: no network between hosts is included."
     return text
 
 
 def _costs(study: Study, fit: Fit) -> list[str]:
-    """Return the best fit in words."""
+    """Return a description of the best fit, as phrases."""
     costs, batch = fit.best.costs, study.runs[0].batch
-    words = [
+    phrases = [
         f"computing takes {duration(costs.compute)} per {'step' if batch else study.unit[:-1]}"
     ]
     if costs.slowdown >= NOTABLE:
-        words.append(
-            f"with other ranks it takes {100 * costs.slowdown:.0f} % longer (they share memory and "
-            "caches, and wait for the slowest)"
+        phrases.append(
+            f"on several ranks it takes {100 * costs.slowdown:.0f} % longer (shared memory and "
+            "caches, waiting for the slowest rank)"
         )
     if study.traffic:
         messages, nbytes = study.traffic.messages, study.traffic.nbytes
-        words += [
+        phrases += [
             f"a step sums {size(nbytes)} in {plural(messages, 'message')}",
             f"{duration(costs.latency / messages)} per hop and message",
             f"{nbytes / costs.transfer / 1e9:.2g} GB/s",
         ]
     else:
-        words += [
+        phrases += [
             f"latency {duration(costs.latency)} per hop",
             f"sending the gradients once takes {duration(costs.transfer)}",
         ]
     if costs.overlap:
-        return [*words, f"{100 * costs.overlap:.0f} % of the reduction is hidden behind computing"]
-    return [*words, "latency and bandwidth are effective ones: of what computing does not hide"]
+        hidden = f"{100 * costs.overlap:.0f} % of the reduction is overlapped with computing"
+        return [*phrases, hidden]
+    return [*phrases, "latency and bandwidth exclude the time overlapped with computing"]

@@ -1,9 +1,9 @@
-"""Sum up the runs of each number of ranks: throughput, efficiency, errors, parts of a step.
+"""Summarize the runs of each number of ranks: throughput, efficiency, errors, parts of a step.
 
-Everything is relative to the smallest number of ranks measured, most often 1: the speed-up of n
-ranks is rate(n) / rate(base), the efficiency is the speed-up over n / base. It is the same for weak
-scaling (the batch per rank stays) and strong scaling (the global batch stays), because both compare
-images per second.
+All results are relative to the smallest number of ranks measured, usually 1: the speed-up of n
+ranks is rate(n) / rate(base), the efficiency is the speed-up over n / base. This is the same for
+weak scaling (constant batch per rank) and strong scaling (constant global batch), because both
+compare images per second.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from scipy.special import stdtrit
 from hvdtrain.commands.runs.records import SPLIT, Run
 
 CONFIDENCE = 0.95
-# The parts that together are a step, told apart or not.
-WHOLE = ({"data", "compute", "communication", "waiting"}, {"data", "undivided"})
+# The sets of parts that add up to a step.
+COMPLETE = ({"data", "compute", "communication", "waiting"}, {"data", "undivided"})
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Estimate:
 
     mean: float
     count: int
-    deviation: float | None = None  # sample standard deviation; None of a single value
+    deviation: float | None = None  # sample standard deviation; None for a single value
     interval: tuple[float, float] | None = None
-    """Where the true mean lies with 95 %; None of a single value."""
+    """95 % confidence interval of the mean; None for a single value."""
 
     @property
     def relative_error(self) -> float | None:
-        """Standard error of the mean over the mean; None of a single value."""
+        """Standard error of the mean over the mean; None for a single value."""
         if self.deviation is None:
             return None
         return self.deviation / math.sqrt(self.count) / self.mean
@@ -42,14 +42,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Point:
-    """Throughput of one number of ranks."""
+    """Throughput on one number of ranks."""
 
     ranks: int
     rate: Estimate  # images per second over all ranks
     speedup: float
     efficiency: float  # a fraction; 1 is ideal
     interval: tuple[float, float] | None
-    """Of the efficiency, 95 %; None where it is not known, and of the base, which is 1."""
+    """95 % confidence interval of the efficiency; None if unknown, and for the base (exactly 1)."""
 
 
 def student(degrees: float) -> float:
@@ -63,7 +63,7 @@ def student(degrees: float) -> float:
 def estimate(values: Sequence[float]) -> Estimate:
     """Return mean, sample standard deviation and 95 % interval (Student's t) of measurements.
 
-    They are positive, so the interval reaches no further down than 0.
+    They are positive, so the lower end of the interval is at least 0.
     """
     mean, count = statistics.fmean(values), len(values)
     if count == 1:
@@ -74,7 +74,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def points(rates: Mapping[int, Sequence[float]]) -> list[Point]:
-    """Return speed-up and efficiency by rising ranks; ``rates``: images/s of each repeat."""
+    """Return speed-up and efficiency by increasing ranks; ``rates``: images/s of each repeat."""
     estimates = {ranks: estimate(rates[ranks]) for ranks in sorted(rates)}
     base = next(iter(estimates))
     result = []
@@ -86,38 +86,38 @@ def points(rates: Mapping[int, Sequence[float]]) -> list[Point]:
     return result
 
 
-def _interval(ratio: float, one: Estimate, other: Estimate) -> tuple[float, float] | None:
+def _interval(ratio: float, upper: Estimate, lower: Estimate) -> tuple[float, float] | None:
     """Return the 95 % interval of a ratio of two means.
 
     To first order the squares of the relative errors add; the degrees of freedom are those of
     Welch and Satterthwaite (B. L. Welch, Biometrika 34, 1947).
     """
-    first, second = one.relative_error, other.relative_error
+    first, second = upper.relative_error, lower.relative_error
     if first is None or second is None:
         return None
     variance = first**2 + second**2
     if variance == 0:
         return ratio, ratio
-    degrees = variance**2 / (first**4 / (one.count - 1) + second**4 / (other.count - 1))
+    degrees = variance**2 / (first**4 / (upper.count - 1) + second**4 / (lower.count - 1))
     half = student(degrees) * math.sqrt(variance) * ratio
     return max(0.0, ratio - half), ratio + half
 
 
 @dataclass(frozen=True)
 class RankResult(Point):
-    """What one number of ranks achieved: the means over its runs."""
+    """The results of one number of ranks: means over its runs."""
 
     hosts: int | None
-    seconds: float | None  # per step, mean; None where the batch is not known
-    split: Mapping[str, float]  # seconds per step by part; without those that are not known
-    communication: Estimate | None  # that part over the runs; None: not known, or nothing
-    oversubscribed: bool  # whether ranks had to share cores, which says little about scaling
+    seconds: float | None  # per step, mean; None if the batch size is unknown
+    split: Mapping[str, float]  # seconds per step by part; only the known parts
+    communication: Estimate | None  # that part over the runs; None if unknown or zero
+    oversubscribed: bool  # whether ranks shared cores: such a result does not measure scaling
     slowest: tuple[int, float] | None
-    """The rank that came last most often, and in what share of the steps; None if it differed."""
+    """The rank that was most often last, and in what fraction of steps; None if it varied."""
 
 
 def summarize(runs: Sequence[Run]) -> tuple[RankResult, ...]:
-    """Return the results by rising number of ranks."""
+    """Return the results by increasing number of ranks."""
     by_ranks: dict[int, list[Run]] = {}
     for run in runs:
         by_ranks.setdefault(run.ranks, []).append(run)
@@ -131,11 +131,11 @@ def _result(point: Point, runs: Sequence[Run]) -> RankResult:
     threads = math.ceil(point.ranks / (hosts or 1)) * (first.threads or 1)
     splits = [run.split for run in runs]
     split = {
-        part: statistics.fmean(one[part] for one in splits)
+        part: statistics.fmean(run_split[part] for run_split in splits)
         for part in SPLIT
-        if all(part in one for one in splits)
+        if all(part in run_split for run_split in splits)
     }
-    communication = [one.get("communication", 0.0) for one in splits]
+    communication = [run_split.get("communication", 0.0) for run_split in splits]
     return RankResult(
         **vars(point),
         hosts=hosts,
@@ -148,11 +148,11 @@ def _result(point: Point, runs: Sequence[Run]) -> RankResult:
 
 
 def _seconds(split: Mapping[str, float]) -> float | None:
-    """Return the sum of the parts of a mean step, where they are all there.
+    """Return the sum of the parts of a mean step; None if a part is missing.
 
-    Where epochs end in a smaller batch, that is shorter than a step of a whole batch.
+    If epochs end with a smaller batch, that is shorter than a step with a full batch.
     """
-    return sum(split.values()) if any(whole <= split.keys() for whole in WHOLE) else None
+    return sum(split.values()) if any(parts <= split.keys() for parts in COMPLETE) else None
 
 
 def _slowest(runs: Sequence[Run]) -> tuple[int, float] | None:

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvdtrain.commands.runs.records import STRONG, Run
-from hvdtrain.commands.scaling.fit import UNKNOWN_ERROR, Reduction, Step, errors, fit
-from hvdtrain.commands.scaling.model import (
+from hvdtrain.commands.scaling.cost_model import (
     RANKS,
     Fit,
     Forecast,
@@ -19,18 +18,19 @@ from hvdtrain.commands.scaling.model import (
     remedies,
     step_at,
 )
+from hvdtrain.commands.scaling.fit import UNKNOWN_ERROR, Reduction, Step, errors, fit
 from hvdtrain.commands.scaling.results import RankResult, summarize
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import unit_of
 from hvdtrain.system.output.text import plural
 
-WIDEST = 0.4  # a range of efficiencies that is wider tells nothing
-NOISIEST = 0.2  # relative standard error of a throughput from which nothing can be predicted
+WIDEST = 0.4  # widest range of efficiencies that is reported
+NOISIEST = 0.2  # largest relative standard error of a throughput for a prediction
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A measured point held against a fit that has not seen it; images per second."""
+    """A measured point, and its prediction by a fit without it; images per second."""
 
     ranks: int
     measured: float
@@ -46,28 +46,28 @@ class Study:
     sizes: tuple[RankResult, ...]
     traffic: Traffic | None
     fit: Fit | None = None
-    why_no_fit: str = ""
+    no_fit_reason: str = ""
     predictions: tuple[Prediction, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     remedies_at: tuple[int, ...] = ()
     left_out: LeftOut | None = None
-    passed_over: tuple[int, ...] = ()
-    """Numbers of ranks that the user asked for and that need no prediction, or can have none."""
+    not_predicted: tuple[int, ...] = ()
+    """Requested numbers of ranks that were measured, or exceed the samples of a batch."""
 
     @property
     def unit(self) -> str:
-        """What the samples are, in the plural."""
+        """Unit of the samples, in the plural, e.g. ``images``."""
         return unit_of(run.summary for run in self.runs)
 
     @property
     def shown(self) -> tuple[Prediction, ...]:
-        """The predictions that say something: their 95 % range is at most ``WIDEST``."""
-        ranges = ((one, one.efficiency.high - one.efficiency.low) for one in self.predictions)
-        return tuple(one for one, width in ranges if width <= WIDEST)
+        """The predictions that are reported: their 95 % range is at most ``WIDEST``."""
+        ranges = ((p, p.efficiency.high - p.efficiency.low) for p in self.predictions)
+        return tuple(prediction for prediction, width in ranges if width <= WIDEST)
 
 
 def title(study: Study) -> str:
-    """Return what was measured, in a line, as far as it is known."""
+    """Return a one-line description of the measurement: training, scaling, repeats, machine."""
     first, summary = study.runs[0], study.runs[0].summary
     strong = study.scaling == STRONG
     batch = first.batch if strong or not first.batch else first.batch / first.ranks
@@ -96,11 +96,11 @@ def make_study(
     """Summarize the runs, fit the model to them, and predict.
 
     Args:
-        runs: that belong together (``comparable.check_comparable``), one or more.
+        runs: one or more comparable runs (``comparable.check_comparable``).
         scaling: ``weak`` or ``strong``.
-        ranks: numbers of ranks to predict (None: some); what was measured is passed over.
+        ranks: numbers of ranks to predict (None: ``RANKS``); measured ones are skipped.
         reductions: a table of allreduce times.
-        leave_out: a size that the fit is not to see.
+        leave_out: a size to exclude from the fit.
 
     Raises:
         UsageError: ``leave_out`` was not measured, or ``reductions`` cannot be used.
@@ -114,84 +114,82 @@ def make_study(
             "--allreduce: the runs do not report how many messages and bytes a step reduces "
             "(columns messages and gradient_bytes), so the table cannot be used"
         )
-    seen = [size for size in study.sizes if not size.oversubscribed and size.ranks != leave_out]
-    if why := _why(study.sizes) if len(seen) < 2 else _noisy(seen):
-        return replace(study, why_no_fit=why)
+    sizes = [size for size in study.sizes if not size.oversubscribed and size.ranks != leave_out]
+    if reason := _too_few_reason(study.sizes) if len(sizes) < 2 else _noise_reason(sizes):
+        return replace(study, no_fit_reason=reason)
     images = _images(runs, scaling)
-    points, strong = _steps(seen, images), scaling == STRONG
+    points, strong = _steps(sizes, images), scaling == STRONG
     fitted = fit(points, strong=strong, reductions=reductions, traffic=study.traffic)
-    # So that model and measurement are of the same rank, also where the fit begins with another.
-    fitted = replace(fitted, at_base=seen[0].efficiency)
+    # Model and measurement must be relative to the same size, even if the fit starts at another.
+    fitted = replace(fitted, at_base=sizes[0].efficiency)
     left_out = _left_out(fitted, study.sizes, leave_out, images)
     return _predict(replace(study, fit=fitted, left_out=left_out), fitted, ranks)
 
 
 def _predict(study: Study, fitted: Fit, ranks: Sequence[int] | None) -> Study:
-    """Return ``study`` with what its fit predicts at those of ``ranks`` that were not reached."""
-    wanted = [number for number in ranks or RANKS if number > study.sizes[-1].ranks]
+    """Return ``study`` with the predictions for ``ranks`` beyond the largest measured size."""
+    larger = [number for number in ranks or RANKS if number > study.sizes[-1].ranks]
     if study.scaling == STRONG and (batch := study.runs[0].batch):
-        wanted = [number for number in wanted if number <= batch]  # others would have no sample
-    study = replace(study, passed_over=tuple(sorted({*(ranks or ())} - {*wanted})))
-    study = replace(study, predictions=tuple(predict(fitted, number) for number in wanted))
+        larger = [number for number in larger if number <= batch]  # each rank needs a sample
+    study = replace(study, not_predicted=tuple(sorted({*(ranks or ())} - {*larger})))
+    study = replace(study, predictions=tuple(predict(fitted, number) for number in larger))
     if not study.shown:
         return study
-    shown = [one.ranks for one in study.shown]
+    shown = [prediction.ranks for prediction in study.shown]
     at = tuple(dict.fromkeys((shown[0], shown[len(shown) // 2], shown[-1])))
     return replace(study, remedies=tuple(remedies(fitted, study.traffic, at)), remedies_at=at)
 
 
 def _steps(sizes: Sequence[RankResult], images: Callable[[int], float]) -> list[Step]:
-    """Return the points of the fit; with their communication, where that is known."""
+    """Return the points of the fit, with their communication if known."""
     relative = errors({size.ranks: size.rate for size in sizes})
-    known = {size.ranks: size.communication for size in sizes if size.communication}
-    exposed_errors = errors(known)
+    exposed_errors = errors({s.ranks: s.communication for s in sizes if s.communication})
     steps = []
     for size in sizes:
         step = Step(size.ranks, images(size.ranks) / size.rate.mean, relative[size.ranks])
         if size.seconds and (part := size.split.get("communication")) is not None:
             exposed = part / size.seconds * step.seconds
             error = exposed_errors.get(size.ranks, UNKNOWN_ERROR)
-            if exposed < step.seconds:  # parts that leave no time to compute were not measured so
+            if exposed < step.seconds:  # otherwise no compute time is left: a wrong measurement
                 step = replace(step, exposed=exposed, exposed_error=error)
         steps.append(step)
     return steps
 
 
 def _traffic(runs: Sequence[Run]) -> Traffic | None:
-    """Return what a step reduces, from a run that reports it."""
+    """Return the gradient messages of a step, from the first run that reports them."""
     reported = (run.summary.gradient_messages for run in runs)
-    return next((Traffic(one.count, one.bytes) for one in reported if one), None)
+    return next((Traffic(sums.count, sums.bytes) for sums in reported if sums), None)
 
 
 def _images(runs: Sequence[Run], scaling: str) -> Callable[[int], float]:
-    """Return the images per step by number of ranks.
+    """Return a function for the images per step by number of ranks.
 
-    Where the batch is not known it is one image per rank (strong: at the smallest size), so that
-    seconds are those of an image.
+    An unknown batch counts as one image per rank (strong: at the smallest size), so seconds are
+    per image.
     """
     first, base = runs[0], min(run.ranks for run in runs)
     total = first.batch or (base if scaling == STRONG else first.ranks)
     return lambda ranks: total if scaling == STRONG else total / first.ranks * ranks
 
 
-def _why(sizes: Sequence[RankResult]) -> str:
+def _too_few_reason(sizes: Sequence[RankResult]) -> str:
     if len(sizes) < 2:
-        return "it takes two numbers of ranks"
+        return "at least two sizes are needed"
     if any(size.oversubscribed for size in sizes):
-        return "it takes two numbers of ranks that do not share cores"
-    return "without the size left out there is but one"
+        return "at least two non-oversubscribed sizes are needed"
+    return "only one size remains after --leave-out"
 
 
-def _noisy(sizes: Sequence[RankResult]) -> str:
-    """Return why the repeats of a size are no ground for a prediction; nothing where they are."""
+def _noise_reason(sizes: Sequence[RankResult]) -> str:
+    """Return the reason if the repeats of a size vary too much for a prediction, or ""."""
     errors = {size.ranks: size.rate.relative_error or 0.0 for size in sizes}
     ranks = max(errors, key=lambda ranks: errors[ranks])
     if errors[ranks] <= NOISIEST:
         return ""
     return (
-        f"the runs on {plural(ranks, 'rank')} differ so much that their mean is known to "
-        f"± {100 * errors[ranks]:.0f} % only; repeat them (--repeat) on a machine that does "
-        "nothing else"
+        f"the runs on {plural(ranks, 'rank')} vary too much (standard error of the mean: "
+        f"± {100 * errors[ranks]:.0f} %); increase --repeat, or use an otherwise idle machine"
     )
 
 
@@ -207,12 +205,12 @@ def _left_out(
 
 
 def study_data(study: Study) -> dict[str, Any]:
-    """Return the study for programs: fractions, seconds, images per second."""
+    """Return the study as JSON: fractions, seconds, images per second."""
     fit, traffic = study.fit, study.traffic
     return {
         "ok": True,
         "scaling": study.scaling,
-        "sizes": [_size_data(one) for one in study.sizes],
+        "sizes": [_size_data(size) for size in study.sizes],
         "runs": len(study.runs),
         "fit": fit
         and {
@@ -220,39 +218,39 @@ def study_data(study: Study) -> dict[str, Any]:
             "efficiency_at_base": fit.at_base,
             "misfit": fit.misfit,
             "laws": [
-                {"law": one.law.name, "weight": one.weight, **asdict(one.costs)}
-                for one in fit.candidates
+                {"law": candidate.law.name, "weight": candidate.weight, **asdict(candidate.costs)}
+                for candidate in fit.candidates
             ],
             "traffic": traffic and asdict(traffic),
         },
-        "why_no_fit": study.why_no_fit or None,
-        "predictions": [asdict(one) for one in study.predictions],
-        "remedies": [_remedy_data(one, study.remedies_at) for one in study.remedies],
-        "passed_over": list(study.passed_over),
+        "why_no_fit": study.no_fit_reason or None,
+        "predictions": [asdict(prediction) for prediction in study.predictions],
+        "remedies": [_remedy_data(remedy, study.remedies_at) for remedy in study.remedies],
+        "passed_over": list(study.not_predicted),
         "left_out": study.left_out and asdict(study.left_out),
     }
 
 
-def _remedy_data(one: Remedy, ranks: Sequence[int]) -> dict[str, Any]:
-    pairs = zip(ranks, one.efficiencies, strict=True)
+def _remedy_data(remedy: Remedy, ranks: Sequence[int]) -> dict[str, Any]:
+    pairs = zip(ranks, remedy.efficiencies, strict=True)
     efficiency = {str(number): asdict(expected) for number, expected in pairs}
-    return {"name": one.name, "what": one.what, "efficiency": efficiency}
+    return {"name": remedy.name, "what": remedy.action, "efficiency": efficiency}
 
 
-def _size_data(one: RankResult) -> dict[str, Any]:
-    rate = one.rate
+def _size_data(size: RankResult) -> dict[str, Any]:
+    rate, slowest = size.rate, size.slowest
     return {
-        "ranks": one.ranks,
-        "hosts": one.hosts,
+        "ranks": size.ranks,
+        "hosts": size.hosts,
         "runs": rate.count,
         "images_per_second_mean": rate.mean,
         "images_per_second_std": rate.deviation,
         "images_per_second_interval": rate.interval,
-        "speedup": one.speedup,
-        "efficiency": one.efficiency,
-        "efficiency_interval": one.interval,
-        "step_seconds": one.seconds,
-        "step_split": dict(one.split) or None,
-        "slowest": dict(zip(("rank", "share"), one.slowest, strict=True)) if one.slowest else None,
-        "shares_cores": one.oversubscribed,
+        "speedup": size.speedup,
+        "efficiency": size.efficiency,
+        "efficiency_interval": size.interval,
+        "step_seconds": size.seconds,
+        "step_split": dict(size.split) or None,
+        "slowest": dict(zip(("rank", "share"), slowest, strict=True)) if slowest else None,
+        "shares_cores": size.oversubscribed,
     }

@@ -1,4 +1,4 @@
-"""``hvdtrain scaling``: run a ladder of sizes, and report how well a training scales, and why."""
+"""``hvdtrain scaling``: run a training on several numbers of ranks, and report its scaling."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ EPILOG = f"""example:
   hvdtrain scaling --ranks 4,8,16 --submit "--walltime 0:20:00 --ppn 4" -- python train.py
   hvdtrain scaling --from measured.csv --leave-out 8
 
-An interrupted study continues where it stopped: type the same command again. Without a command the
-runs in --out are reported again. {page("measuring")} explains the figures."""
+To continue an interrupted study, run the same command again. Without a command, the results in
+--out are reported again. {page("measuring")} explains the figures."""
 
 
-LADDER = ("ppn", "threads", "hosts", "hostfile", "timeout")  # options that are its fields
+FIELDS = ("ppn", "threads", "hosts", "hostfile", "timeout")  # options that are fields of a Sweep
 HELP = {
-    "--threads": "threads per rank, the same at every size (default: as the largest size allows)",
-    "--timeout": "limit for one run",
-    "--submit": "make each size a job, with these options of hvdtrain submit, in quotes",
-    "--out": f"where results and plots go ({OUT})",
-    "--from": "run nothing: read the columns ranks, images_per_second of a table",
-    "--allreduce": "JSON of `hvdtrain doctor -n N --json`, for the prediction; may be repeated",
-    "--predict": "for these numbers of ranks (16 ... 4096)",
-    "--target": "also the seconds until an evaluation reached it, such as accuracy=0.985",
-    "--leave-out": "leave this size out of the fit and compare it with the prediction",
+    "--threads": "threads per rank at every size (default: cores per rank at the largest size)",
+    "--timeout": "time limit of one run, in seconds",
+    "--submit": "options of hvdtrain submit, in quotes: submit each size as a job",
+    "--out": f"directory for results and plots (default: {OUT})",
+    "--from": "table to report instead of runs, with columns ranks, images_per_second",
+    "--allreduce": "JSON of `hvdtrain doctor -n N --json`, for the prediction; repeatable",
+    "--predict": "numbers of ranks to predict (default: 16 ... 4096)",
+    "--target": "metric to reach, e.g. accuracy=0.985: report the time to it",
+    "--leave-out": "size to exclude from the fit and compare with the prediction",
 }
 
 
@@ -47,24 +47,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       hvdtrain scaling --from FILE.csv [options]"
     )
     parser.epilog = EPILOG
-    what = parser.add_argument_group("what is run")
-    what.add_argument("--ranks", type=_sizes, metavar="N,N,...", help="numbers of ranks")
-    how = what.add_mutually_exclusive_group()
-    how.add_argument("--weak", action="store_true", help="keep the batch per rank (the default)")
-    how.add_argument("--strong", action="store_true", help="keep the global batch")
-    what.add_argument("--repeat", type=count, default=3, metavar="K", help="runs per size (3)")
-    add_host_options(what)
+    runs = parser.add_argument_group("runs")
+    runs.add_argument("--ranks", type=_sizes, metavar="N,N,...", help="numbers of ranks")
+    scaling = runs.add_mutually_exclusive_group()
+    scaling.add_argument("--weak", action="store_true", help="constant batch per rank (default)")
+    scaling.add_argument("--strong", action="store_true", help="constant global batch")
+    repeat = "number of runs per size (default: 3)"
+    runs.add_argument("--repeat", type=count, default=3, metavar="K", help=repeat)
+    add_host_options(runs)
     kind: Callable[[str], Any]
     for name, kind, metavar in (
         ("--threads", count, "T"),
         ("--timeout", float, "SECONDS"),
         ("--submit", str, "OPTIONS"),
     ):
-        what.add_argument(name, type=kind, metavar=metavar, help=HELP[name])
-    what.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
-    reported = parser.add_argument_group("what is reported")
-    more: dict[str, Any]
-    for name, kind, metavar, more in (
+        runs.add_argument(name, type=kind, metavar=metavar, help=HELP[name])
+    runs.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    report = parser.add_argument_group("report")
+    keywords: dict[str, Any]
+    for name, kind, metavar, keywords in (
         ("--out", Path, "DIR", {}),
         ("--from", Path, "FILE.csv", {"dest": "table"}),
         ("--allreduce", Path, "FILE", {"action": "append", "default": []}),
@@ -72,55 +73,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--leave-out", count, "N", {}),
         ("--target", read_target, "NAME=VALUE", {}),
     ):
-        reported.add_argument(name, type=kind, metavar=metavar, help=HELP[name], **more)
-    reported.add_argument("--json", action="store_true", help="print the result as one JSON object")
+        report.add_argument(name, type=kind, metavar=metavar, help=HELP[name], **keywords)
+    report.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Return ``1,2,4`` as rising numbers, each once."""
+    """Return ``1,2,4`` as increasing numbers, without duplicates."""
     return tuple(sorted({count(part.strip()) for part in text.split(",")}))
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
-    """Carry the verb out with parsed ``arguments``.
+    """Run the verb with parsed ``arguments``.
 
     Raises:
-        UsageError: an option is wrong, or runs do not belong together.
+        UsageError: an option is wrong, or runs are not comparable.
         HvdtrainError: a run failed.
     """
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if arguments.table is not None:
         if words or arguments.ranks:
-            raise UsageError("--from runs nothing: leave --ranks and the command out")
+            raise UsageError("--from only reads a table: remove --ranks and the command")
         if arguments.target:
             raise UsageError("--target needs the training curves of the runs, not a table")
         return _report(read_table(arguments.table), arguments.table, arguments, arguments.out)
     folder = arguments.out or OUT
     if words:
-        from hvdtrain.commands.scaling.ladder import Ladder, climb, command, complete, missing_runs
+        from hvdtrain.commands.scaling.sweep import Sweep, command, missing_runs, resolve, run_sweep
 
-        given = {name: getattr(arguments, name) for name in LADDER}
-        ladder = Ladder(
+        sweep = Sweep(
             words=tuple(words),
             sizes=arguments.ranks or (),
             repeats=arguments.repeat,
             scaling=STRONG if arguments.strong else WEAK,
             folder=folder,
-            **given,
+            **{name: getattr(arguments, name) for name in FIELDS},
         )
-        ladder = complete(ladder, here=arguments.submit is None)
+        sweep = resolve(sweep, local=arguments.submit is None)
         if arguments.submit is not None:
             from hvdtrain.commands.scaling.jobs import submit_sizes
 
-            return submit_sizes(ladder, arguments.submit, dry_run=arguments.dry_run)
+            return submit_sizes(sweep, arguments.submit, dry_run=arguments.dry_run)
         if arguments.dry_run:
-            lines = [command(ladder, *run).show() for run in missing_runs(ladder)]
+            lines = [command(sweep, *run).show() for run in missing_runs(sweep)]
             return Report("\n".join(lines), {"ok": True, "commands": lines})
         with termination_as_interrupt():  # the ranks must not outlive this process
-            climb(ladder)
+            run_sweep(sweep)
     elif arguments.ranks or arguments.dry_run or arguments.submit:
-        raise UsageError("what should be run? Give it after --, as in `-- python train.py`")
+        raise UsageError("missing command: put it after --, e.g. `-- python train.py`")
     return _report(read_folder(folder), folder, arguments, folder)
 
 

@@ -1,4 +1,4 @@
-"""The largest batch that fits: the search and the line in closed form, and where they are kept."""
+"""The largest batch that fits: search, extrapolation, and records."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ SIZES = st.integers(1, 10_000)
 
 
 @given(threshold=st.integers(0, 10_000), start=SIZES, most=SIZES)
-def test_the_search_ends_below_what_does_not_fit(threshold: int, start: int, most: int) -> None:
+def test_the_search_returns_a_batch_that_fits(threshold: int, start: int, most: int) -> None:
     tried = []
 
     def fits(batch: int) -> bool:
         tried.append(batch)
         return batch <= threshold
 
-    found = search(fits, start, most)
-    assert found <= min(threshold, most)
+    batch = search(fits, start, most)
+    assert batch <= min(threshold, most)
     assert max(tried) <= most
-    assert found + max(1, found // FINE) >= min(threshold, most)
+    assert batch + max(1, batch // FINE) >= min(threshold, most)
     assert len(tried) == len(set(tried)) <= 30
 
 
 @pytest.mark.parametrize(
     ("points", "budget", "batch"),
     [
-        ([(8, 1080), (16, 1160), (32, 1320)], 2000, 100),  # 1000 bytes, and 10 for each sample
+        ([(8, 1080), (16, 1160), (32, 1320)], 2000, 100),  # 1000 bytes plus 10 per sample
         ([(8, 1080), (16, 1160), (32, 1320)], 13_990, 1200),
         ([(8, 1080), (16, 1160)], 500, 0),
         ([(8, 1080), (16, 1000)], 2000, None),  # noise
@@ -49,7 +49,7 @@ def test_the_line_through_the_peaks(
     assert predict(points, budget) == batch
 
 
-def test_what_is_known_stands_in_the_rows(tmp_path: Path) -> None:
+def test_the_largest_batches_are_in_the_rows(tmp_path: Path) -> None:
     lines = [
         {"method": vars(SINGLE), "batch": 4096, "predicted": True},
         {"method": vars(DDP), "batch": None, "predicted": False},

@@ -1,4 +1,4 @@
-"""Which methods there are, what each runs, and what it sends; nothing is started."""
+"""The methods of a comparison: selection, commands, and bytes sent; nothing is started."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hvdtrain.commands.compare import methods, verb
 from hvdtrain.commands.compare.methods import (
     Choice,
     Method,
-    as_method,
     choose,
     global_batch,
+    method_from_json,
     method_words,
     sent_bytes,
-    why_not,
+    unavailable_reason,
 )
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
@@ -26,22 +26,22 @@ from hvdtrain.steps.summary import GradientMessages, Summary
 PROGRAM = ("python", "-m", "hvdtrain.mnist")
 
 
-def test_all_are_the_registry_with_the_one_process_first() -> None:
-    found = choose(Choice(ranks=3), PROGRAM)
-    plain = [method.strategy for method in found if method.compression == "none"]
-    assert plain == sorted(STRATEGIES, key=lambda name: name != "single")
-    assert {method.framework for method in found} == {"pytorch"}
-    assert {method.precision for method in found} == {"auto"}
-    for method in found:
+def test_all_is_the_registry_with_the_baseline_first() -> None:
+    chosen = choose(Choice(ranks=3), PROGRAM)
+    uncompressed = [method.strategy for method in chosen if method.compression == "none"]
+    assert uncompressed == sorted(STRATEGIES, key=lambda name: name != "single")
+    assert {method.framework for method in chosen} == {"pytorch"}
+    assert {method.precision for method in chosen} == {"auto"}
+    for method in chosen:
         assert method.ranks == (3 if STRATEGIES[method.strategy].launchers else 1)
-    packed = {method.strategy for method in found if method.compression != "none"}
-    assert packed == {name for name, record in STRATEGIES.items() if record.compressions}
+    compressed = {method.strategy for method in chosen if method.compression != "none"}
+    assert compressed == {name for name, record in STRATEGIES.items() if record.compressions}
 
 
-def test_what_is_asked_for() -> None:
-    asked = Choice(("ddp", "single", "ddp"), ("pytorch", "tensorflow"), ("fp32", "bf16"), 2)
+def test_the_requested_methods_are_chosen() -> None:
+    choice = Choice(("ddp", "single", "ddp"), ("pytorch", "tensorflow"), ("fp32", "bf16"), 2)
     command = [*PROGRAM, "--compression", "none", "--precision", "fp64"]
-    assert [method.name for method in choose(asked, command)] == [
+    assert [method.name for method in choose(choice, command)] == [
         *("single-pytorch-fp32-n1", "ddp-pytorch-fp32-n2"),
         *("single-pytorch-bf16-n1", "ddp-pytorch-bf16-n2"),
         *("single-tensorflow-fp32-n1", "ddp-tensorflow-fp32-n2"),
@@ -50,48 +50,48 @@ def test_what_is_asked_for() -> None:
     assert Method("ddp", "pytorch", "fp32", "fp16", 3).name == "ddp-pytorch-fp32-packed-fp16-n3"
 
 
-def test_unless_told_more_it_is_as_the_command_has_it(tmp_path: Path) -> None:
+def test_the_default_is_that_of_the_command(tmp_path: Path) -> None:
     file = tmp_path / "o.yaml"
     file.write_text("precision: fp64\ncompression: fp16\n")
     command = [*PROGRAM, "--framework=tensorflow", "--config", str(file)]
-    asked = Choice(("single", "horovod"))
-    assert choose(asked, command) == [
+    assert choose(Choice(("single", "horovod")), command) == [
         Method("single", "tensorflow", "fp64"),
         Method("horovod", "tensorflow", "fp64", "fp16", 2),
     ]
 
 
 def test_options_of_one_strategy() -> None:
-    asked = ("ddp --fusion-threshold-mb 0.5", "ddp --compression bf16 --lr=1", "ddp", "single")
-    single, slow, packed, ddp, _ = choose(Choice(asked), PROGRAM)
-    assert [one.label for one in (single, slow, ddp)] == ["single", asked[0], "ddp"]
+    fusion = "ddp --fusion-threshold-mb 0.5"
+    choice = Choice((fusion, "ddp --compression bf16 --lr=1", "ddp", "single"))
+    single, slow, compressed, ddp, _ = choose(choice, PROGRAM)
+    assert [method.label for method in (single, slow, ddp)] == ["single", fusion, "ddp"]
     assert slow.name == "ddp-pytorch-fusion-threshold-mb-0.5-n2"
-    assert method_words([*PROGRAM, "--fusion-threshold-mb=9"], slow, 8)[-2:] == asked[0].split()[1:]
-    assert (packed.compression, packed.options) == ("bf16", "--lr=1")
-    assert as_method(asdict(slow)) == slow
-    first, other = choose(Choice(("single --lr=1", "single")), PROGRAM)
-    assert (first.is_baseline, other.is_baseline) == (True, False)  # whatever the order
+    assert method_words([*PROGRAM, "--fusion-threshold-mb=9"], slow, 8)[-2:] == fusion.split()[1:]
+    assert (compressed.compression, compressed.options) == ("bf16", "--lr=1")
+    assert method_from_json(asdict(slow)) == slow
+    first, second = choose(Choice(("single --lr=1", "single")), PROGRAM)
+    assert (first.is_baseline, second.is_baseline) == (True, False)  # in any order
 
 
 def test_options_are_read_off_the_command_line() -> None:
     parser = argparse.ArgumentParser()
     verb.add_arguments(parser)
-    asked = parser.parse_args(["--strategies", "single, ddp --lr-milestones 1,2,mpi", "--", "x"])
-    assert asked.strategies == ("single", "ddp --lr-milestones 1,2", "mpi")
+    words = ["--strategies", "single, ddp --lr-milestones 1,2,mpi", "--", "x"]
+    assert parser.parse_args(words).strategies == ("single", "ddp --lr-milestones 1,2", "mpi")
 
 
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (Choice(("dpd",)), "--strategies dpd: choose of all, "),
+        (Choice(("dpd",)), "--strategies dpd: choose from all, "),
         (Choice(("ddp 'x",)), "--strategies .*: No closing quotation"),
-        (Choice(("ddp --batch-size=3",)), "--batch-size is not of one strategy alone"),
-        (Choice(("ddp --config x",)), "--config is not of one strategy alone"),
-        (Choice(("ddp --summary x",)), "--summary is not of one strategy alone"),
-        (Choice(frameworks=("jax",)), "--frameworks jax: choose of pytorch, tensorflow"),
+        (Choice(("ddp --batch-size=3",)), "--batch-size is not allowed"),
+        (Choice(("ddp --config x",)), "--config is not allowed"),
+        (Choice(("ddp --summary x",)), "--summary is not allowed"),
+        (Choice(frameworks=("jax",)), "--frameworks jax: choose from pytorch, tensorflow"),
     ],
 )
-def test_what_there_is_not(choice: Choice, message: str) -> None:
+def test_invalid_choices_are_reported(choice: Choice, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         choose(choice, PROGRAM)
 
@@ -115,18 +115,18 @@ def test_the_default_batch_of_each_program() -> None:
     assert methods.default_batch(["python", "-m", "hvdtrain.train", "own.py"]) == 32
     for words in (["python", "train.py"], ["python", "-m", "my.thing"], ["python", "-m"]):
         assert methods.default_batch(words) is None
-    with pytest.raises(UsageError, match="say how large the batch is"):
+    with pytest.raises(UsageError, match=r"missing batch size .* --batch-size 32"):
         global_batch(["python", "train.py"], 2)
     with pytest.raises(UsageError, match="--batchsize: no such option; did you mean --batch-size"):
         global_batch([*PROGRAM, "--batchsize", "3"], 2)
-    with pytest.raises(UsageError, match="0: give a whole number"):
+    with pytest.raises(UsageError, match=r"batch size .* 0: must be a whole number"):
         global_batch([*PROGRAM, "--batch-size", "0"], 2)
 
 
-def test_the_words_of_a_method_take_the_place_of_the_commands() -> None:
+def test_the_options_of_a_method_replace_those_of_the_command() -> None:
     command = [*PROGRAM, "--strategy", "mpi", "--batch-size=5", "--lr", "0.1"]
-    packed = Method("horovod", "tensorflow", "bf16", "fp16", 2)
-    assert method_words(command, packed, 10) == [
+    compressed = Method("horovod", "tensorflow", "bf16", "fp16", 2)
+    assert method_words(command, compressed, 10) == [
         *(*PROGRAM, "--lr", "0.1", "--strategy", "horovod", "--framework", "tensorflow"),
         *("--precision", "bf16", "--compression", "fp16", "--global-batch-size", "10"),
     ]
@@ -136,34 +136,34 @@ def test_the_words_of_a_method_take_the_place_of_the_commands() -> None:
     ]
 
 
-def test_the_default_is_said_where_the_command_says_otherwise(tmp_path: Path) -> None:
+def test_the_default_overrides_the_command(tmp_path: Path) -> None:
     file = tmp_path / "o.yaml"
     file.write_text("compression: fp16\n")
     words = method_words([*PROGRAM, "--config", str(file)], Method("single", "pytorch"), 4)
     assert words[words.index("--compression") + 1] == "none"
 
 
-def test_why_a_method_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_not(Method("ddp", "tensorflow")) == "is for pytorch alone"
+def test_the_reason_for_an_unavailable_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unavailable_reason(Method("ddp", "tensorflow")) == "supports only pytorch"
     monkeypatch.setattr(methods, "is_installed", lambda name: name == "torch")
-    assert why_not(Method("single", "pytorch")) == ""
-    assert why_not(Method("horovod", "pytorch")) == (
+    assert unavailable_reason(Method("single", "pytorch")) == ""
+    assert unavailable_reason(Method("horovod", "pytorch")) == (
         "Horovod is not installed for pytorch: run `hvdtrain install-horovod`"
     )
-    assert why_not(Method("single", "tensorflow")) == (
+    assert unavailable_reason(Method("single", "tensorflow")) == (
         "tensorflow is not installed: pip install 'hvdtrain[tensorflow]'"
     )
     monkeypatch.setattr(methods.importlib.metadata, "version", lambda name: "2.3.1")
-    assert "needs torch 2.4 or newer, here is 2.3.1" in why_not(Method("ddp", "pytorch"))
+    assert "needs torch 2.4 or newer, here is 2.3.1" in unavailable_reason(Method("ddp", "pytorch"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_bytes_of_an_allreduce(ranks: int) -> None:
     summary = Summary(gradient_messages=GradientMessages(count=3, bytes=1200))
-    # A ring passes 1/p of the gradients on 2 (p - 1) times.
+    # Each rank of a ring sends 1/p of the gradients 2 (p - 1) times.
     sent = sent_bytes(Method("horovod", "pytorch", ranks=ranks), summary)
     assert sent == 2 * (ranks - 1) * 1200 // ranks
-    for sharded in ("zero", "fsdp"):  # the parameters are passed on, too
+    for sharded in ("zero", "fsdp"):  # the parameters are sent, too
         sent = sent_bytes(Method(sharded, "pytorch", ranks=ranks), summary)
         assert sent == 3 * (ranks - 1) * 1200 // ranks
     assert sent_bytes(Method("ddp", "pytorch", ranks=ranks), Summary()) is None

@@ -1,4 +1,4 @@
-"""The rows of a comparison in closed form, and what stands in table, JSON and CSV."""
+"""The rows of a comparison in closed form, and their table, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ from hvdtrain.commands.compare.table import (
 )
 from hvdtrain.commands.compare.trials import LINES, Trial, run_stem
 from hvdtrain.errors import UsageError
-from tests.unit.commands.compare.trials import DDP, HOROVOD, PACKED, SINGLE, trial, without
+from tests.unit.commands.compare.trials import (
+    DDP,
+    HOROVOD,
+    PACKED,
+    SINGLE,
+    trial,
+    unavailable_trial,
+)
 
 CONTRACT = {
     *("strategy", "framework", "precision", "compression", "ranks", "available", "reason"),
@@ -40,15 +47,16 @@ THREE = [
 
 
 def write(folder: Path, trials: list[Trial]) -> None:
-    """Write what ``compare`` would have left, with a loss of 1 / step, and twice that for ddp."""
-    lines = [json.dumps(one.to_json()) + "\n" for one in trials]
+    """Write the files of ``compare``, with a loss of 1 / step, and twice that for ddp."""
+    lines = [json.dumps(record.to_json()) + "\n" for record in trials]
     (folder / LINES).write_text("".join(lines))
     (folder / "runs").mkdir()
-    for one in trials:
-        stem, factor = run_stem(folder, one.method, one.repeat), 1 + (one.method == DDP)
+    for record in trials:
+        stem = run_stem(folder, record.method, record.repeat)
+        factor = 1 + (record.method == DDP)
         steps = [{"kind": "step", "step": n, "loss": factor / n} for n in (1, 2, 4)]
         text = "".join(json.dumps(step) + "\n" for step in steps)
-        if one.summary:
+        if record.summary:
             stem.with_name(stem.name + ".jsonl").write_text(text)
 
 
@@ -58,15 +66,15 @@ def test_medians_and_ratios() -> None:
     assert (single.speedup, ddp.speedup) == (1.0, 2.5)
     assert (ddp.images_per_second_lowest, ddp.images_per_second_highest) == (150.0, 500.0)
     assert (single.epoch_seconds, ddp.epoch_seconds) == (15.0, 6.0)
-    assert ddp.peak_memory_bytes == 3000  # the largest
+    assert ddp.peak_memory_bytes == 3000  # the maximum
     assert ddp.setup_seconds == 6.0
     assert ddp.node_hours_per_epoch == pytest.approx(2 * 6 / 3600)
     assert ddp.price_per_epoch == pytest.approx(12.0)
     assert (single.bytes_per_step, ddp.bytes_per_step) == (0, None)
 
 
-def test_each_precision_has_its_own_one_process() -> None:
-    low = [replace(one, precision="bf16") for one in (SINGLE, DDP)]
+def test_each_precision_has_a_baseline() -> None:
+    low = [replace(method, precision="bf16") for method in (SINGLE, DDP)]
     rows = make_rows([*THREE, trial(low[0], rate=200.0), trial(low[1], rate=300.0)])
     assert [row.speedup for row in rows] == [1.0, 2.5, 1.0, 1.5]
     assert [row.speedup for row in make_rows([trial(DDP)])] == [None]  # nothing to compare with
@@ -78,8 +86,9 @@ def test_the_distance_of_two_loss_curves() -> None:
     assert distance({}, {}) is None
 
 
-def test_a_row_that_has_no_figures() -> None:
-    trials = [*THREE, without(HOROVOD, "no GPU"), without(PACKED, "exit code 1", failed=True)]
+def test_unavailable_rows() -> None:
+    absent = unavailable_trial(HOROVOD, "no GPU")
+    trials = [*THREE, absent, unavailable_trial(PACKED, "exit code 1", failed=True)]
     rows = make_rows(trials)
     assert [row.available for row in rows] == [True, True, False, False]
     assert (rows[2].reason, rows[3].reason) == ("no GPU", "failed: exit code 1")
@@ -92,7 +101,7 @@ def test_a_row_that_has_no_figures() -> None:
     assert newer[2].available
 
 
-def test_the_table_has_the_columns_that_are_known() -> None:
+def test_the_table_has_no_empty_columns() -> None:
     header, cells = figures(make_rows(THREE))
     assert header == [
         *("strategy", "ranks", "images/s", "range", "speed-up", "epoch", "memory"),
@@ -122,15 +131,15 @@ def test_the_bubble_of_a_pipeline() -> None:
     assert notes(header)[-1][0] == "by formula"
 
 
-def test_csv_and_json_have_the_same_names() -> None:
+def test_csv_and_json_have_the_same_keys() -> None:
     rows = list(csv.DictReader(io.StringIO(csv_text(make_rows(THREE)))))
     assert set(rows[0]) >= CONTRACT
     assert (rows[1]["strategy"], float(rows[1]["speedup"])) == ("ddp", 2.5)
     assert set(Row.__dataclass_fields__) == set(rows[0])
 
 
-def test_what_is_reported_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, [*THREE, without(HOROVOD, "no GPU")])
+def test_results_are_reported_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [*THREE, unavailable_trial(HOROVOD, "no GPU")])
     copy = tmp_path / "copy.csv"
     words = ["compare", "--out", str(tmp_path), "--csv", str(copy)]
     assert cli.main([*words, "--json"]) == 0
@@ -142,27 +151,27 @@ def test_what_is_reported_again(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert copy.read_text() == (tmp_path / "compare.csv").read_text()
     assert (tmp_path / "compare.pdf").read_bytes().startswith(b"%PDF")
     assert cli.main(words) == 0
-    said = capsys.readouterr().out
-    assert "loss: largest distance of the training loss" in said
-    assert "horovod (pytorch): not available: no GPU" in said
+    text = capsys.readouterr().out
+    assert "loss: largest difference of the training loss" in text
+    assert "horovod (pytorch): not available: no GPU" in text
 
 
-def test_a_row_that_failed_is_a_failure(tmp_path: Path) -> None:
-    write(tmp_path, [trial(SINGLE), without(DDP, "exit code 9", failed=True)])
+def test_a_failed_row_is_a_failure(tmp_path: Path) -> None:
+    write(tmp_path, [trial(SINGLE), unavailable_trial(DDP, "exit code 9", failed=True)])
     assert cli.main(["compare", "--out", str(tmp_path), "--json"]) == 1
 
 
-def test_where_there_is_nothing_to_report(tmp_path: Path) -> None:
+def test_a_comparison_without_results(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no results in"):
         report(tmp_path)
-    write(tmp_path, [without(DDP, "no GPU")])
+    write(tmp_path, [unavailable_trial(DDP, "no GPU")])
     data, text = report(tmp_path)
-    assert "nothing could be measured" in text
+    assert "no method could be measured" in text
     assert data["files"] == [str(tmp_path / "compare.csv")]
 
 
 def test_the_page_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, [*THREE, without(HOROVOD, "<b>no GPU</b>")])
+    write(tmp_path, [*THREE, unavailable_trial(HOROVOD, "<b>no GPU</b>")])
     assert cli.main(["report", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["comparisons"] == 1
     page = (tmp_path / "report.html").read_text()
@@ -175,7 +184,7 @@ def test_the_page_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_no_marker_is_cut_off() -> None:
-    for name, figure in plot.apart(make_rows(THREE)):
+    for name, figure in plot.panel_figures(make_rows(THREE)):
         (axes,) = figure.axes
         right, top = axes.get_xlim()[1], axes.get_ylim()[1]
         if name == "Memory and speed":
@@ -189,7 +198,7 @@ def test_no_marker_is_cut_off() -> None:
 
 def test_the_time_to_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, [trial(SINGLE), trial(SINGLE, 2), trial(DDP), trial(DDP, 2), trial(HOROVOD)])
-    # One process takes 8 s and 12 s to an accuracy of 0.9, ddp 5 s; horovod never gets there.
+    # A single process takes 8 s and 12 s to an accuracy of 0.9, ddp 5 s; horovod never reaches it.
     for method, repeat, seconds, accuracy in (
         *((SINGLE, 1, 8.0, 0.9), (SINGLE, 2, 12.0, 0.95), (DDP, 1, 5.0, 0.9), (DDP, 2, 5.0, 0.9)),
         (HOROVOD, 1, 5.0, 0.89),

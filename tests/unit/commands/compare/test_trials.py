@@ -1,4 +1,4 @@
-"""The order of the runs, what of them is missing, and what is said of those that fail."""
+"""The order of the runs, the missing runs, and the reasons for failed runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hvdtrain.commands.compare import trials
 from hvdtrain.commands.compare.trials import (
     LINES,
     Comparison,
-    missing,
-    order,
+    classify_failure,
+    missing_runs,
     read_trials,
-    why_no_result,
+    run_order,
 )
-from hvdtrain.commands.runs import lines
+from hvdtrain.commands.runs import json_lines
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.command import Command, Result
-from tests.unit.commands.compare.trials import DDP, SINGLE, WORDS, trial, without
+from tests.unit.commands.compare.trials import DDP, SINGLE, WORDS, trial, unavailable_trial
 
 
 def plan(folder: Path, *, repeats: int = 2, batch: int = 64) -> Comparison:
@@ -29,20 +29,21 @@ def plan(folder: Path, *, repeats: int = 2, batch: int = 64) -> Comparison:
 
 
 def test_the_methods_come_in_turn() -> None:
-    assert list(order("ABC", 2)) == [(m, r) for r in (1, 2) for m in "ABC"]  # type: ignore[arg-type]
+    order = list(run_order("ABC", 2))  # type: ignore[arg-type]
+    assert order == [(method, repeat) for repeat in (1, 2) for method in "ABC"]
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
-    for one in (trial(SINGLE), without(DDP, "no MPI"), trial(SINGLE, 2)):
-        lines.append(tmp_path / LINES, one.to_json(), trials._trial)
+def test_complete_runs_are_not_repeated(tmp_path: Path) -> None:
+    for record in (trial(SINGLE), unavailable_trial(DDP, "no MPI"), trial(SINGLE, 2)):
+        json_lines.append(tmp_path / LINES, record.to_json(), trials._trial)
     assert read_trials(tmp_path)[0] == trial(SINGLE)
-    assert missing(plan(tmp_path)) == [(DDP, 1), (DDP, 2)]  # MPI may be there by now
-    assert missing(plan(tmp_path, repeats=3))[-2:] == [(SINGLE, 3), (DDP, 3)]
+    assert missing_runs(plan(tmp_path)) == [(DDP, 1), (DDP, 2)]  # MPI may be available now
+    assert missing_runs(plan(tmp_path, repeats=3))[-2:] == [(SINGLE, 3), (DDP, 3)]
     with (tmp_path / LINES).open("a") as file:
         file.write('{"method": ')  # a crash
     assert len(read_trials(tmp_path)) == 3
-    with pytest.raises(UsageError, match="holds runs of another global batch: 64, now 32"):
-        missing(plan(tmp_path, batch=32))
+    with pytest.raises(UsageError, match="has runs of another global batch: 64, now 32"):
+        missing_runs(plan(tmp_path, batch=32))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
         {"command": 3},
     ],
 )
-def test_a_line_that_is_no_run(change: dict[str, object], tmp_path: Path) -> None:
+def test_an_invalid_line_is_reported(change: dict[str, object], tmp_path: Path) -> None:
     line = json.dumps({**trial(DDP).to_json(), **change})
     (tmp_path / LINES).write_text(f"{line}\n")
     with pytest.raises(UsageError, match=r"compare.jsonl, line 1: not a run of a comparison"):
@@ -74,15 +75,15 @@ def test_a_line_that_is_no_run(change: dict[str, object], tmp_path: Path) -> Non
         ),
         (1, "hvdtrain: rank 1 on a: error: no luck\n", "no luck", True),
         (1, "Traceback\n", "exit code 1", True),
-        (124, "", "took too long", True),
+        (124, "", "timed out", True),
         (1, "torch.OutOfMemoryError: CUDA out of memory.", "global batch of 64 does not", False),
         (1, "hvdtrain: ResourceExhaustedError: OOM", "global batch of 64 does not", False),
     ],
 )
-def test_why_a_run_left_nothing(code: int, output: str, reason: str, failed: bool) -> None:
-    found = why_no_result(Result(Command(("mpirun",)), code, output), 64)
-    assert found[0].startswith(reason) or reason in found[0]
-    assert found[1] is failed
+def test_failed_runs_are_classified(code: int, output: str, reason: str, failed: bool) -> None:
+    text, is_failure = classify_failure(Result(Command(("mpirun",)), code, output), 64)
+    assert reason in text
+    assert is_failure is failed
 
 
 def test_dry_run_shows_the_command_of_each_run(
@@ -111,15 +112,14 @@ def test_dry_run_shows_the_command_of_each_run(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--repeat", "2"], "what should be run? Give it after --"),
+        (["--repeat", "2"], "missing command"),
         (["--", "python", "-m", "hvdtrain.mnist", "--summary=x"], "--summary in the command"),
         (["--", "python", "-m", "hvdtrain.mnist", "--foo"], "--foo: no such option"),
         (
             ["--", "python", "-m", "hvdtrain.mnist", "--strategy", "ddp"],
-            "--strategy ddp in the command: each run has another; say which by hvdtrain compare "
             "--strategies ddp,single -- ...",
         ),
     ],
 )
-def test_wrong_use(words: list[str], message: str, refused: Callable[..., str]) -> None:
+def test_wrong_use_is_reported(words: list[str], message: str, refused: Callable[..., str]) -> None:
     assert message in refused("compare", *words)

@@ -1,4 +1,4 @@
-"""Trials as runs would have left them."""
+"""Trials for tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HOROVOD = Method("horovod", "pytorch", ranks=2)
 PACKED = Method("horovod", "pytorch", compression="fp16", ranks=2)
 
 
-def trial(method: Method, repeat: int = 1, rate: float = 100.0, **other: Any) -> Trial:
-    """Return one run; what is given besides belongs to its summary."""
+def trial(method: Method, repeat: int = 1, rate: float = 100.0, **changed: Any) -> Trial:
+    """Return one run; ``changed`` are keys of its summary."""
     content = {
         "workload": "mnist",
         "framework": method.framework,
@@ -31,12 +31,11 @@ def trial(method: Method, repeat: int = 1, rate: float = 100.0, **other: Any) ->
         "seconds_to_first_step": 4.0 + repeat,
         "peak_memory_bytes": 1000 * repeat,
         "utilisation_mean": 0.5,
-        **other,
+        **changed,
     }
-    facts = (WORDS, 64, "a machine", 1)
-    return Trial(method, repeat, *facts, summary=Summary.from_json(content))
+    return Trial(method, repeat, WORDS, 64, "a machine", 1, summary=Summary.from_json(content))
 
 
-def without(method: Method, reason: str, *, failed: bool = False) -> Trial:
-    """Return what is noted of a method that has no run."""
+def unavailable_trial(method: Method, reason: str, *, failed: bool = False) -> Trial:
+    """Return the record of a method without a run."""
     return Trial(method, 1, WORDS, 64, "a machine", 1, reason=reason, failed=failed)

@@ -1,4 +1,4 @@
-"""Files with the right name and the wrong content: left out, each with its cause, and no more."""
+"""Files with a known name and unexpected content are left out, each with the cause."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hvdtrain.commands.report.page import render
 from hvdtrain.commands.runs.records import append_line
 from tests.studies import run, summary
 
-WHOLE = {"steps_completed": 7}
+COMPLETE = {"steps_completed": 7}
 
 
-def write_summary(folder: Path, name: str = "good.json", **other: Any) -> None:
+def write_summary(folder: Path, name: str = "good.json", **changed: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(summary(2, **{**WHOLE, **other})))
+    (folder / name).write_text(json.dumps(summary(2, **{**COMPLETE, **changed})))
 
 
 def step(number: Any, **values: Any) -> str:
@@ -41,46 +41,46 @@ def step(number: Any, **values: Any) -> str:
         ({"step_split": [1]}, "step_split is [1], no object"),
     ],
 )
-def test_a_summary_whose_values_are_odd(values: dict[str, Any], cause: str, tmp_path: Path) -> None:
+def test_a_summary_with_invalid_values(values: dict[str, Any], cause: str, tmp_path: Path) -> None:
     write_summary(tmp_path)
     write_summary(tmp_path, "odd.json", **values)
-    found = look(tmp_path)
-    assert list(map(str, found.summaries)) == ["good.json"]
-    (note,) = found.notes
+    contents = look(tmp_path)
+    assert list(map(str, contents.summaries)) == ["good.json"]
+    (note,) = contents.notes
     assert note.startswith(f"odd.json: {cause}")
-    assert "odd.json" in render(found)
+    assert "odd.json" in render(contents)
 
 
 @pytest.mark.parametrize("value", [None, 0, 3, 0.5, float("nan"), float("inf")])
-def test_a_summary_of_a_training_that_went_astray_is_one(value: Any, tmp_path: Path) -> None:
+def test_the_summary_of_a_diverged_training_is_shown(value: Any, tmp_path: Path) -> None:
     names = ("images_per_second_mean", "eval_accuracy", "eval_loss", "seconds_total")
     write_summary(tmp_path, **dict.fromkeys(names, value), gradient_messages=None)
-    found = look(tmp_path)
-    assert not found.notes
-    assert "<h2>Result</h2>" in render(found)
+    contents = look(tmp_path)
+    assert not contents.notes
+    assert "<h2>Result</h2>" in render(contents)
 
 
 @pytest.mark.parametrize(
     ("state", "cause"),
     [
-        ("{}", "it has no step"),
-        ("[1]", "no object"),
+        ("{}", "missing step"),
+        ("[1]", "not a JSON object"),
         ('{"step": 3, "metrics": [1]}', "metrics is [1], no object"),
         ('{"step": 3, "metrics": {"accuracy": "all"}}', "accuracy is 'all', no number"),
         ('{"a":' * 100_000, ""),
     ],
 )
-def test_a_checkpoint_without_a_state(state: str, cause: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_valid_state(state: str, cause: str, tmp_path: Path) -> None:
     write_summary(tmp_path)
     for name, text in (("step-000000001", '{"step": 1}'), ("step-000000003", state)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").write_text(text)
-    found = look(tmp_path)
-    assert list(map(str, found.checkpoints)) == ["step-000000001"]
-    (note,) = found.notes
+    contents = look(tmp_path)
+    assert list(map(str, contents.checkpoints)) == ["step-000000001"]
+    (note,) = contents.notes
     assert note.startswith("step-000000003/state.json: ")
     assert cause in note
-    render(found)
+    render(contents)
 
 
 @pytest.mark.parametrize(
@@ -88,49 +88,47 @@ def test_a_checkpoint_without_a_state(state: str, cause: str, tmp_path: Path) ->
     [
         ("garbage\n", "line 2: "),
         (step(2, loss="x"), "line 2: loss is 'x', no number"),
-        (step(None), "line 2: it has no step"),
+        (step(None), "line 2: missing step"),
         (step("2"), "line 2: step is '2', no number"),
         (step(float("inf")), "line 2: "),
         ('{"kind": "step", "step": 1e999}\n', "line 2: "),
-        ("[1]\n", "line 2: no record of a training"),
-        ('{"kind": [1], "step": 2}\n', "line 2: no record of a training"),
+        ("[1]\n", "line 2: not a training record"),
+        ('{"kind": [1], "step": 2}\n', "line 2: not a training record"),
     ],
 )
-def test_a_course_with_an_odd_line_is_left_out_and_told(
-    line: str, cause: str, tmp_path: Path
-) -> None:
+def test_curves_with_an_invalid_line_are_left_out(line: str, cause: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(step(1, loss=1) + line + step(3, loss=0.5))
     (tmp_path / "other.jsonl").write_text(step(1, loss=1) + step(3, loss=0.5) + line[:-1])
-    found = look(tmp_path)
-    assert [str(course.path) for course in found.courses] == ["other.jsonl"]  # its last line is odd
-    (note,) = found.notes
+    contents = look(tmp_path)
+    assert [str(run.path) for run in contents.curves] == ["other.jsonl"]  # its last line is invalid
+    (note,) = contents.notes
     assert note.startswith(f"metrics.jsonl: {cause}")
-    render(found)
+    render(contents)
 
 
 def write_study(folder: Path, **changed: Any) -> None:
-    """Write a study whose first run has a summary that the trainers do not write."""
+    """Write a study whose first run has a changed summary."""
     file = folder / "results.jsonl"
-    for one in (run(1), run(2)):
-        append_line(file, one)
+    for record in (run(1), run(2)):
+        append_line(file, record)
     first, second = file.read_text().splitlines()
-    odd = json.loads(first)
-    odd["summary"] |= changed
-    file.write_text(f"{json.dumps(odd)}\n{second}\n")
+    line = json.loads(first)
+    line["summary"] |= changed
+    file.write_text(f"{json.dumps(line)}\n{second}\n")
 
 
-def test_a_study_that_lacks_what_it_is_made_of(tmp_path: Path) -> None:
+def test_a_study_with_an_incomplete_summary(tmp_path: Path) -> None:
     write_summary(tmp_path)
     write_study(tmp_path, gradient_messages={"n": 1})
-    found = look(tmp_path)
-    assert found.study is None
-    (note,) = found.notes
-    assert "results.jsonl, line 1: not a run of a ladder" in note
+    contents = look(tmp_path)
+    assert contents.study is None
+    (note,) = contents.notes
+    assert "results.jsonl, line 1: not a run of a sweep" in note
     assert "gradient_messages has no count" in note
-    render(found)
+    render(contents)
 
 
-def test_any_other_oddity_of_a_study_takes_nothing_else_down(
+def test_an_invalid_study_does_not_affect_other_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_summary(tmp_path)
@@ -138,13 +136,13 @@ def test_any_other_oddity_of_a_study_takes_nothing_else_down(
     assert cli.main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "summaries: 1" in printed
-    assert "results.jsonl, line 1: not a run of a ladder" in printed
+    assert "results.jsonl, line 1: not a run of a sweep" in printed
     assert "hosts is 'one', no whole number" in printed
 
 
-def test_where_nothing_is_left_the_causes_are_told(
+def test_the_causes_are_reported_if_no_file_is_valid(
     tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     write_summary(tmp_path, "odd.json", gradient_messages={})
-    said = refused("report", str(tmp_path))
-    assert "Left out: odd.json: gradient_messages has no count" in said
+    message = refused("report", str(tmp_path))
+    assert "Left out: odd.json: gradient_messages has no count" in message

@@ -1,4 +1,4 @@
-"""What a report is made of, and that nothing in the files gets out of hand in the page."""
+"""The contents of a report, and the escaping of text from files."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.timelines import straggling
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
 
 
-def write_run(folder: Path, **other: Any) -> None:
-    """What a training leaves in a directory."""
+def write_run(folder: Path, **changed: Any) -> None:
+    """Write the files of a training."""
     (folder / "checkpoints" / "step-000000020").mkdir(parents=True)
     state = {"step": 20, "position": {"epoch": 2}, "metrics": {"accuracy": 0.875}}
     checkpoint = folder / "checkpoints" / "step-000000020"
     (checkpoint / "state.json").write_text(json.dumps(state))
     (checkpoint / "model.safetensors").write_bytes(b"x" * 2048)
-    whole = {"steps_completed": 20, "seconds_total": 61.0, "eval_accuracy": 0.875, **other}
-    (folder / "summary.json").write_text(json.dumps(summary(2, 1234.0, **whole)))
+    fields = {"steps_completed": 20, "seconds_total": 61.0, "eval_accuracy": 0.875, **changed}
+    (folder / "summary.json").write_text(json.dumps(summary(2, 1234.0, **fields)))
     lines = [
         {"kind": "step", "step": 10, "loss": 2.0, "learning_rate": 0.1, "images_per_second": 9.0},
         {"kind": "step", "step": 20, "loss": 1.0, "learning_rate": 0.2, "images_per_second": 9.5},
@@ -42,19 +42,19 @@ def write_run(folder: Path, **other: Any) -> None:
 
 
 class Elements(html.parser.HTMLParser):
-    """The elements of a page with their attributes, and whether all were closed."""
+    """The elements of a page with their attributes; all must be closed."""
 
     VOID = ("meta", "img", "br")
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.feed(page)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs)))
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -96,51 +96,51 @@ def test_titles_and_units_are_those_of_the_terminal(tmp_path: Path) -> None:
 
 def test_a_page_needs_no_network_and_runs_nothing(tmp_path: Path) -> None:
     write_run(tmp_path)
-    elements = Elements(render(look(tmp_path))).found
+    elements = Elements(render(look(tmp_path))).elements
     assert {tag for tag, _ in elements} & {"script", "link", "iframe", "object"} == set()
     sources = [attributes["src"] or "" for tag, attributes in elements if tag == "img"]
     assert len(sources) == 4
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
 
 
-def test_what_stands_in_the_files_stays_text(tmp_path: Path) -> None:
+def test_text_from_files_is_escaped(tmp_path: Path) -> None:
     folder = tmp_path / "a<b>&"
     folder.mkdir()
     write_run(folder, model=HOSTILE, options={HOSTILE: HOSTILE}, environment={"x": [HOSTILE]})
     (folder / f"{HOSTILE.replace('/', '')}.json").write_text((folder / "summary.json").read_text())
-    elements = Elements(render(look(folder))).found
+    elements = Elements(render(look(folder))).elements
     assert not any(tag == "script" or "onerror" in attributes for tag, attributes in elements)
 
 
 def test_a_study(tmp_path: Path) -> None:
-    for one in (run(1, rate=100), run(2, rate=180), run(2, 2, rate=190)):
-        append_line(tmp_path / "results.jsonl", one)
+    for record in (run(1, rate=100), run(2, rate=180), run(2, 2, rate=190)):
+        append_line(tmp_path / "results.jsonl", record)
     page = render(look(tmp_path))
-    for word in ("Scaling study", "92.5 %", "Where a step goes", "Predicted efficiency"):
+    for word in ("Scaling study", "92.5 %", "Parts of a step", "Predicted efficiency"):
         assert word in page, word
-    # Each panel is a picture of its own, which a phone shows one below the other.
-    alts = [attributes["alt"] for tag, attributes in Elements(page).found if tag == "img"]
+    # Each panel is a separate image: a phone shows one below the other.
+    alts = [attributes["alt"] for tag, attributes in Elements(page).elements if tag == "img"]
     assert alts == [
         f"{name} by number of ranks" for name in ("Throughput", "Efficiency", "Parts of a step")
     ]
 
 
 def tiles(folder: Path) -> dict[str, str]:
-    """Value by label, as the page shows them."""
-    found = re.findall(r"<div><b>(.*?)</b>(.*?)</div>", render(look(folder)))
-    return {label: value for value, label in found}
+    """Return the values on the page by label."""
+    pairs = re.findall(r"<div><b>(.*?)</b>(.*?)</div>", render(look(folder)))
+    return {label: value for value, label in pairs}
 
 
 def test_a_run_has_a_tile_for_its_accuracy(tmp_path: Path) -> None:
     write_run(tmp_path)
     assert tiles(tmp_path)["test accuracy"] == "87.50 %"
-    told = summary(2, 1234.0, steps_completed=25)  # stopped before it was evaluated again
-    (tmp_path / "summary.json").write_text(json.dumps(told))
+    stopped = summary(2, 1234.0, steps_completed=25)  # before the next evaluation
+    (tmp_path / "summary.json").write_text(json.dumps(stopped))
     assert tiles(tmp_path)["test accuracy, step 20"] == "87.50 %"
     (tmp_path / "summary.json").unlink()
     assert tiles(tmp_path) == {"test accuracy, step 20": "87.50 %"}
     (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "summary.json").write_text(json.dumps(told))
+    (tmp_path / "summary.json").write_text(json.dumps(stopped))
     assert tiles(tmp_path)["test accuracy"] == "not evaluated"
 
 
@@ -150,37 +150,35 @@ def test_a_task_without_accuracy_has_a_tile_for_its_first_metric(tmp_path: Path)
     assert "test accuracy" not in tiles(tmp_path)
 
 
-def test_pictures_stand_in_the_page(tmp_path: Path) -> None:
+def test_pictures_are_embedded_in_the_page(tmp_path: Path) -> None:
     write_run(tmp_path)
-    for folder in ("pictures", "data"):  # a data set beside it is none of the run's
+    for folder in ("pictures", "data"):  # a dataset in the same directory is ignored
         (tmp_path / folder).mkdir()
         for number in range(30):
             (tmp_path / folder / f"{number:03}.jpg").write_bytes(b"JPEG %d" % number)
-    os.mkfifo(tmp_path / "pictures" / "000-pipe.jpg")  # is not waited for
-    found = look(tmp_path)
-    assert [path.name for path in found.pictures] == [f"{number:03}.jpg" for number in range(24)]
-    sources = [
-        attributes["src"] for tag, attributes in Elements(render(found)).found if tag == "img"
-    ]
-    shown = [one for one in sources if one and one.startswith("data:image/jpeg;base64,")]
+    os.mkfifo(tmp_path / "pictures" / "000-pipe.jpg")  # must not block
+    contents = look(tmp_path)
+    assert [path.name for path in contents.pictures] == [f"{number:03}.jpg" for number in range(24)]
+    elements = Elements(render(contents)).elements
+    sources = [attributes["src"] for tag, attributes in elements if tag == "img"]
+    shown = [src for src in sources if src and src.startswith("data:image/jpeg;base64,")]
     assert base64.b64decode(shown[7].partition(",")[2]) == b"JPEG 7"
     assert len(shown) == 24
 
 
-def test_a_timeline_outside_the_folder_is_taken_in(tmp_path: Path) -> None:
+def test_a_timeline_outside_the_folder_is_included(tmp_path: Path) -> None:
     write_run(tmp_path / "run", timeline="traces/timeline.json")
-    found = look(tmp_path / "run")
-    assert found.notes == [
-        "summary.json: its timeline traces/timeline.json is not to be found from here"
-    ]
+    contents = look(tmp_path / "run")
+    (note,) = contents.notes
+    assert note.startswith("summary.json: its timeline traces/timeline.json does not exist")
     (tmp_path / "traces").mkdir()
     path = straggling(10).write(tmp_path / "traces")
-    found = look(tmp_path / "run")
-    assert (list(found.timelines), found.notes) == ([path.resolve()], [])
-    assert "bound by a straggler" in render(found)
-    write_run(tmp_path / "own", timeline="timeline.json")  # inside: once
-    straggling(10).write(tmp_path / "own")
-    assert list(look(tmp_path / "own").timelines) == [Path("timeline.json")]
+    contents = look(tmp_path / "run")
+    assert (list(contents.timelines), contents.notes) == ([path.resolve()], [])
+    assert "bound by a straggler" in render(contents)
+    write_run(tmp_path / "inside", timeline="timeline.json")  # included once
+    straggling(10).write(tmp_path / "inside")
+    assert list(look(tmp_path / "inside").timelines) == [Path("timeline.json")]
 
 
 def test_a_table_is_a_study(tmp_path: Path) -> None:
@@ -190,8 +188,8 @@ def test_a_table_is_a_study(tmp_path: Path) -> None:
 
 def test_many_runs_are_a_table(tmp_path: Path) -> None:
     for ranks in (1, 2, 4, 8):
-        whole = {"steps_completed": 7, "options": {"lr": ranks, "epochs": 3}}
-        text = json.dumps(summary(ranks, **whole))
+        fields = {"steps_completed": 7, "options": {"lr": ranks, "epochs": 3}}
+        text = json.dumps(summary(ranks, **fields))
         (tmp_path / f"{ranks}.json").write_text(text)
     page = render(look(tmp_path))
     options = page[page.index("Options of all runs") :]
@@ -199,15 +197,15 @@ def test_many_runs_are_a_table(tmp_path: Path) -> None:
     assert page.count("<td>8.json</td>") == 1
 
 
-def test_a_resumed_course_counts_each_step_once(tmp_path: Path) -> None:
+def test_the_curves_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None:
     lines = [
         {"kind": "step", "step": step, "loss": loss}
         for step, loss in ((1, 9.0), (2, 8.0), (3, 7.0), (2, 6.0), (3, 5.0), (4, 4.0))
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text + '{"kind": "step", "st')  # cut by a crash
-    (course,) = look(tmp_path).courses
-    assert [(one["step"], one["loss"]) for one in course.steps] == [
+    (tmp_path / "metrics.jsonl").write_text(text + '{"kind": "step", "st')  # a crash
+    (curves,) = look(tmp_path).curves
+    assert [(record["step"], record["loss"]) for record in curves.steps] == [
         *((1, 9.0), (2, 6.0), (3, 5.0), (4, 4.0)),
     ]
 
@@ -223,14 +221,14 @@ def test_a_timeline(tmp_path: Path) -> None:
             events.append({"ph": "E", "ts": at + end, "pid": 0})
     with gzip.open(tmp_path / "timeline.json.gz", "wt") as file:
         file.write(json.dumps(events))
-    found = look(tmp_path)
-    assert list(found.timelines) == [Path("timeline.json.gz")]
-    assert "Timeline timeline.json.gz" in render(found)
+    contents = look(tmp_path)
+    assert list(contents.timelines) == [Path("timeline.json.gz")]
+    assert "Timeline timeline.json.gz" in render(contents)
 
 
-def test_who_was_late_is_told_where_most_steps_tell_it(tmp_path: Path) -> None:
+def test_lateness_is_shown_if_known_for_most_steps(tmp_path: Path) -> None:
     text = straggling(10).text
-    for name, steps in (("all", 10), ("first", 2)):  # with Horovod's cache on, the first ones
+    for name, steps in (("all", 10), ("first", 2)):  # with Horovod's cache, only the first ones
         end = text.find(f'"ts": {1_000_000 + 70_000 * steps}')
         end = len(text) if end < 0 else end
         cached = re.sub(r'\{"ph": "X"[^}]*\},', "", text[end:])
@@ -240,7 +238,7 @@ def test_who_was_late_is_told_where_most_steps_tell_it(tmp_path: Path) -> None:
     assert "last to be ready" not in render(look(tmp_path / "first"))
 
 
-def test_what_is_broken_or_foreign_is_left_out(
+def test_invalid_and_unknown_files_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path)
@@ -250,30 +248,30 @@ def test_what_is_broken_or_foreign_is_left_out(
     (tmp_path / "list.json").write_text("[1, 2, 3]")
     (tmp_path / ".hidden.json").write_text("{")
     for name in ("pipe.json", "pipe.jsonl", "pipe.txt", "results.jsonl"):
-        os.mkfifo(tmp_path / name)  # nobody writes to them
+        os.mkfifo(tmp_path / name)  # must not block
     assert cli.main(["report", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["summaries"], data["courses"], data["timelines"]) == (1, 1, 0)
     assert any(note.startswith("broken.json: ") for note in data["left_out"])
     for name in ("pipe.json", "pipe.jsonl", "results.jsonl"):
-        assert f"{name}: no regular file" in data["left_out"]
+        assert f"{name}: not a regular file" in data["left_out"]
     assert not any("hidden" in note or "foreign" in note for note in data["left_out"])
     assert "broken.json" in (tmp_path / "o.html").read_text()
 
 
-def test_runs_that_do_not_belong_together_are_no_study(tmp_path: Path) -> None:
+def test_runs_that_are_not_comparable_are_not_a_study(tmp_path: Path) -> None:
     write_run(tmp_path)
-    for one in (run(1), run(2, model="small")):
-        append_line(tmp_path / "results.jsonl", one)
-    found = look(tmp_path)
-    assert found.study is None
-    assert any("the model is not the same" in note for note in found.notes)
+    for record in (run(1), run(2, model="small")):
+        append_line(tmp_path / "results.jsonl", record)
+    contents = look(tmp_path)
+    assert contents.study is None
+    assert any("the model is not the same" in note for note in contents.notes)
 
 
-def test_nothing_to_report(tmp_path: Path, refused: Callable[..., str]) -> None:
-    said = refused("report", str(tmp_path))
+def test_a_directory_without_results(tmp_path: Path, refused: Callable[..., str]) -> None:
+    message = refused("report", str(tmp_path))
     for word in ("--summary", "--metrics", "--checkpoint-dir", "--timeline", "hvdtrain scaling"):
-        assert word in said
+        assert word in message
     assert list(tmp_path.iterdir()) == []
     assert "no such directory" in refused("report", str(tmp_path / "none"))
 

@@ -1,4 +1,4 @@
-"""The files of a study: lines of JSON and a table, whole, cut and wrong."""
+"""The files of a study, JSON Lines and a table: valid, incomplete and invalid."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tests.studies import WORDS, run, summary
 def test_lines_are_read_back(tmp_path: Path) -> None:
     file, runs = tmp_path / "results.jsonl", [run(1), run(2), run(2, 2)]
     assert read_lines(file) == []
-    for one in runs:
-        append_line(file, one)
+    for record in runs:
+        append_line(file, record)
     assert read_lines(file) == runs
 
 
-def test_a_ladder_of_before_goes_on(tmp_path: Path) -> None:
-    file, one = tmp_path / "results.jsonl", run(1, machine="2 cores per host", ranks_per_host=2)
-    append_line(file, one)
+def test_a_sweep_of_an_older_version_is_continued(tmp_path: Path) -> None:
+    file, record = tmp_path / "results.jsonl", run(1, machine="2 cores per host", ranks_per_host=2)
+    append_line(file, record)
     line = file.read_text()
     assert json.loads(line)["room"] == 2
     file.write_text(line.replace("per host", "a host"))
-    assert read_lines(file) == [one]
+    assert read_lines(file) == [record]
 
 
 @pytest.mark.parametrize("line", ["5", '"text"', "[]", "null", '{"summary": {}}'])
-def test_a_line_of_something_else(line: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_reported(line: str, tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text(f"{line}\n")
     with pytest.raises(UsageError, match=r"results.jsonl, line 1: not a run"):
@@ -42,19 +42,19 @@ def test_a_line_of_something_else(line: str, tmp_path: Path) -> None:
 
 
 @given(cut=st.integers(1, 400))
-def test_a_line_that_a_crash_cut_is_repeated(cut: int, tmp_path_factory: Any) -> None:
+def test_an_incomplete_line_is_replaced(cut: int, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.mktemp("cut") / "results.jsonl"
     append_line(file, run(1))
-    whole = file.read_bytes()
+    first = file.read_bytes()
     append_line(file, run(2))
-    second = len(file.read_bytes()) - len(whole)
-    file.write_bytes(file.read_bytes()[: len(whole) + min(cut, second - 1)])
+    second = len(file.read_bytes()) - len(first)
+    file.write_bytes(file.read_bytes()[: len(first) + min(cut, second - 1)])
     assert read_lines(file) == [run(1)]
     append_line(file, run(4))
     assert read_lines(file) == [run(1), run(4)]
 
 
-def test_a_run_that_lacks_but_the_end_of_its_line_is_kept(tmp_path: Path) -> None:
+def test_a_run_without_a_newline_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     for ranks in (1, 2):
         append_line(file, run(ranks))
@@ -83,13 +83,13 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
         ({"images_per_second_mean": float("inf")}, "inf images/s on 1 ranks"),
     ],
 )
-def test_a_line_whose_summary_is_none_is_named(
+def test_an_invalid_summary_is_reported(
     changed: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "results.jsonl"
     line = {"ranks": 1, "repeat": 1, "command": WORDS, "summary": {**summary(1), **changed}}
     file.write_text(json.dumps(line) + "\n")
-    with pytest.raises(UsageError, match=f"line 1: not a run of a ladder .*{message}"):
+    with pytest.raises(UsageError, match=f"line 1: not a run of a sweep .*{message}"):
         read_lines(file)
 
 
@@ -113,8 +113,8 @@ def test_the_table_is_read_back(tmp_path: Path) -> None:
         ("", "no column ranks and images_per_second"),
         ("ranks,images_per_second\n", "no rows"),
         (f"ranks,images_per_second\n{10**400},2\n", r"ranks '10+\.\.\.' is not a whole number"),
-        ("ranks,images_per_second\n1,1e308\n", "'1e308' is not a number above 0 that could"),
-        ("ranks,images_per_second\n1,5e-324\n", "'5e-324' is not a number above 0"),
+        ("ranks,images_per_second\n1,1e308\n", "'1e308' is not a positive number in the"),
+        ("ranks,images_per_second\n1,5e-324\n", "'5e-324' is not a positive number"),
         ("ranks,rate\n1,2\n", "no column images_per_second"),
         ("ranks,images_per_second\n1.5,2\n", "line 2: ranks '1.5' is not a whole number"),
         ("ranks,images_per_second\n0,2\n", "line 2: ranks '0' is not"),
@@ -124,7 +124,7 @@ def test_the_table_is_read_back(tmp_path: Path) -> None:
         ("ranks,images_per_second,hosts\n1,2,x\n", "hosts 'x' is not a whole number"),
     ],
 )
-def test_tables_that_are_none(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_tables_are_reported(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text(text)
     with pytest.raises(UsageError, match=message):

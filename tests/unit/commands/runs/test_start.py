@@ -1,4 +1,4 @@
-"""How long the runs of a study take that are still to come."""
+"""The estimated time of the remaining runs of a study."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from hvdtrain.commands.runs.start import time_left
 
 
 @pytest.mark.parametrize(
-    ("took", "rest", "text"),
+    ("durations", "remaining", "text"),
     [
         ({}, "ab", ""),
         ({"a": 10.0}, "a", " (about 10 s to go)"),
-        ({"a": 10.0}, "abc", " (about 30 s to go)"),  # others count as what is known
+        ({"a": 10.0}, "abc", " (about 30 s to go)"),  # the mean for new kinds
         ({"a": 10.0, "b": 30.0}, "abc", " (about 60 s to go)"),
         ({"a": 14.0}, "a" * 39, " (about 9 min to go)"),
         ({"a": 3600.0}, "aa", " (about 2 h to go)"),
         ({"a": 86_400.0}, "aaa", " (about 3 days to go)"),
     ],
 )
-def test_the_time_left_is_that_of_the_runs_so_far(
-    took: dict[str, float], rest: str, text: str
+def test_the_time_left_is_estimated_from_completed_runs(
+    durations: dict[str, float], remaining: str, text: str
 ) -> None:
-    assert time_left(took, rest) == text
+    assert time_left(durations, remaining) == text

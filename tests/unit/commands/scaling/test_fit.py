@@ -1,4 +1,4 @@
-"""The cost model in closed form, and the fit on data whose truth is known."""
+"""The cost model in closed form, and the fit on data with known costs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.collectives.model import RING, TREE, Law
+from hvdtrain.commands.scaling.cost_model import (
+    LAWS,
+    Costs,
+    efficiency_at,
+    predict,
+    remedies,
+    step_at,
+)
 from hvdtrain.commands.scaling.fit import (
     Fit,
     Reduction,
@@ -22,14 +30,6 @@ from hvdtrain.commands.scaling.fit import (
     errors,
     fit,
     read_reductions,
-)
-from hvdtrain.commands.scaling.model import (
-    LAWS,
-    Costs,
-    efficiency_at,
-    predict,
-    remedies,
-    step_at,
 )
 from hvdtrain.commands.scaling.results import estimate
 from hvdtrain.config.options import Options
@@ -48,12 +48,12 @@ TRUTH = Costs(compute=0.2, latency=5e-3, transfer=0.08)
 
 
 def steps(truth: Costs, law: Law, *, strong: bool = False, noise: float = 0.0) -> list[Step]:
-    """What a machine of these costs would measure."""
+    """Return the step times of a machine with these costs."""
     scatter = np.random.default_rng(1).standard_normal(len(SIZES))
     times = [truth.parts(law, p, 1 / p if strong else 1.0).total for p in SIZES]
     return [
-        Step(p, time * (1 + noise * one), 0.01)
-        for p, time, one in zip(SIZES, times, scatter, strict=True)
+        Step(p, time * (1 + noise * deviation), 0.01)
+        for p, time, deviation in zip(SIZES, times, scatter, strict=True)
     ]
 
 
@@ -85,7 +85,7 @@ def test_strong_scaling_shrinks_all_but_the_fixed_part() -> None:
 
 
 @given(COSTS, st.sampled_from(LAWS), st.integers(1, 4096), st.integers(1, 8))
-def test_what_holds_for_any_costs(costs: Costs, law: Law, ranks: int, passes: int) -> None:
+def test_invariants_for_any_costs(costs: Costs, law: Law, ranks: int, passes: int) -> None:
     parts = costs.parts(law, ranks, 1.0, passes)
     assert parts.compute == passes * costs.compute
     assert parts.latency >= 0 and parts.transfer >= 0
@@ -99,10 +99,10 @@ def test_what_holds_for_any_costs(costs: Costs, law: Law, ranks: int, passes: in
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 @pytest.mark.parametrize("noise", [0.0, 0.002])
 def test_the_truth_is_recovered(law: Law, noise: float) -> None:
-    found = fit(steps(TRUTH, law, noise=noise), samples=20).best
-    assert found.law is law
+    fitted = fit(steps(TRUTH, law, noise=noise), samples=20).best
+    assert fitted.law is law
     for name in ("compute", "latency", "transfer"):
-        assert getattr(found.costs, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
+        assert getattr(fitted.costs, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
@@ -117,61 +117,61 @@ def test_the_truth_is_recovered_with_overlap_from_a_table(law: Law) -> None:
         for ranks in (8, 64)
         for nbytes in (4, 4096, 2**16, 2**20, 2**24, 2**26)
     ]
-    found = fit(steps(truth, law), reductions=table, traffic=traffic, samples=20).best
-    assert found.law is law
+    fitted = fit(steps(truth, law), reductions=table, traffic=traffic, samples=20).best
+    assert fitted.law is law
     for name in ("compute", "latency", "transfer", "overlap"):
-        assert getattr(found.costs, name) == pytest.approx(getattr(truth, name), rel=0.05), name
+        assert getattr(fitted.costs, name) == pytest.approx(getattr(truth, name), rel=0.05), name
 
 
 def divided(truth: Costs, law: Law, *, strong: bool = False) -> list[Step]:
-    """What a machine of these costs would measure, with its communication told apart."""
-    found = []
+    """Return the step times of a machine with these costs, with separate communication times."""
+    measured = []
     for p in SIZES:
-        costs = truth if p > 1 else truth.alone()
+        costs = truth if p > 1 else truth.without_slowdown()
         parts = costs.parts(law, p, 1 / p if strong else 1.0)
-        found.append(Step(p, parts.total, 0.01, parts.exposed))
-    return found
+        measured.append(Step(p, parts.total, 0.01, parts.exposed))
+    return measured
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-def test_slower_computing_is_told_from_communication(law: Law) -> None:
+def test_slower_computing_is_distinguished_from_communication(law: Law) -> None:
     truth = replace(TRUTH, slowdown=0.4)
-    found = fit(divided(truth, law), samples=20).best
-    assert found.law is law
+    fitted = fit(divided(truth, law), samples=20).best
+    assert fitted.law is law
     for name in ("compute", "latency", "transfer", "slowdown"):
-        assert getattr(found.costs, name) == pytest.approx(getattr(truth, name), rel=0.05), name
+        assert getattr(fitted.costs, name) == pytest.approx(getattr(truth, name), rel=0.05), name
 
 
-def test_two_sizes_that_were_taken_apart_tell_what_limits() -> None:
+def test_two_sizes_with_separate_communication_times_determine_the_limit() -> None:
     truth = Costs(compute=0.4, latency=1e-4, transfer=0.02, slowdown=0.7)
-    found = fit(divided(truth, RING)[:2])
-    assert predict(found, 16).limit == "slowdown"
-    assert 2 / step_at(found, 2).middle == pytest.approx(2 / 0.7002, rel=0.03)
-    best = remedies(found, None, (16,))[0]
-    assert best.name == "computing as fast as alone"
-    assert best.efficiencies[0].middle > efficiency_at(found, 16).middle + 0.2
+    fitted = fit(divided(truth, RING)[:2])
+    assert predict(fitted, 16).limit == "slowdown"
+    assert 2 / step_at(fitted, 2).middle == pytest.approx(2 / 0.7002, rel=0.03)
+    best = remedies(fitted, None, (16,))[0]
+    assert best.name == "no slowdown of computing"
+    assert best.efficiencies[0].middle > efficiency_at(fitted, 16).middle + 0.2
 
 
-def test_communication_apart_from_strong_scaling() -> None:
+def test_strong_scaling_with_separate_communication_times() -> None:
     truth = replace(TRUTH, compute=4.0, fixed=0.4, latency=4e-3, transfer=0.4)
-    found = fit(divided(truth, RING, strong=True), strong=True, samples=20).best.costs
+    fitted = fit(divided(truth, RING, strong=True), strong=True, samples=20).best.costs
     for name in ("compute", "latency", "transfer", "fixed"):
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.05), name
+        assert getattr(fitted, name) == pytest.approx(getattr(truth, name), rel=0.05), name
 
 
 def test_the_truth_is_recovered_in_strong_scaling() -> None:
     truth = replace(TRUTH, compute=4.0, fixed=0.4, latency=4e-3, transfer=0.4)
-    found = fit(steps(truth, RING, strong=True), strong=True, samples=20).best
-    assert found.law is RING
-    assert found.costs.compute == pytest.approx(truth.compute, rel=0.05)
-    assert found.costs.latency == pytest.approx(truth.latency, rel=0.05)
-    # What stays whatever the ranks is told apart by two ranks alone, which send half as much.
-    both = found.costs.fixed + 2 * found.costs.transfer
+    fitted = fit(steps(truth, RING, strong=True), strong=True, samples=20).best
+    assert fitted.law is RING
+    assert fitted.costs.compute == pytest.approx(truth.compute, rel=0.05)
+    assert fitted.costs.latency == pytest.approx(truth.latency, rel=0.05)
+    # Only two ranks, which send half as much, distinguish the constant parts.
+    both = fitted.costs.fixed + 2 * fitted.costs.transfer
     assert both == pytest.approx(truth.fixed + 2 * truth.transfer, rel=0.05)
 
 
 def tutorial(*left_out: int) -> Fit:
-    """The fit to the tutorial's figures; a step is an image on each rank."""
+    """Return the fit to the tutorial's figures; a step is one image per rank."""
     return fit([Step(p, p / rate) for p, rate in TUTORIAL.items() if p not in left_out])
 
 
@@ -182,31 +182,31 @@ def test_the_tutorials_eight_ranks_left_out_of_the_fit() -> None:
 
 
 def test_the_fit_goes_through_the_tutorials_points() -> None:
-    found = tutorial()
+    fitted = tutorial()
     for ranks, rate in TUTORIAL.items():
-        assert ranks / step_at(found, ranks).middle == pytest.approx(rate, rel=0.05)
+        assert ranks / step_at(fitted, ranks).middle == pytest.approx(rate, rel=0.05)
 
 
 @pytest.mark.parametrize("ranks", [16, 256, 4096])
 def test_the_share_of_computing_is_the_efficiency(ranks: int) -> None:
-    """In weak scaling. Also where rings and trees, equally likely, are far apart."""
-    found = tutorial(8)
-    parts = predict(found, ranks).parts
-    middle = efficiency_at(found, ranks).middle
+    """In weak scaling, also if rings and trees are equally likely and differ much."""
+    fitted = tutorial(8)
+    parts = predict(fitted, ranks).parts
+    middle = efficiency_at(fitted, ranks).middle
     assert parts.compute / parts.total == pytest.approx(middle, abs=0.05)
 
 
-def test_two_points_predict_little_and_say_so() -> None:
-    few, more = efficiency_at(tutorial(4, 8), 4096), efficiency_at(tutorial(), 64)
-    assert few.low < 0.05 and few.high > 0.4
-    assert more.high - more.low < 0.3
+def test_two_points_give_a_wide_range() -> None:
+    two, four = efficiency_at(tutorial(4, 8), 4096), efficiency_at(tutorial(), 64)
+    assert two.low < 0.05 and two.high > 0.4
+    assert four.high - four.low < 0.3
 
 
 def test_the_range_grows_with_the_distance() -> None:
-    found = tutorial()
+    fitted = tutorial()
     widths = [
         forecast.high - forecast.low
-        for forecast in (efficiency_at(found, ranks) for ranks in (8, 64, 512, 4096))
+        for forecast in (efficiency_at(fitted, ranks) for ranks in (8, 64, 512, 4096))
     ]
     assert widths == sorted(widths)
 
@@ -216,13 +216,13 @@ def test_the_same_points_give_the_same_answer() -> None:
 
 
 def test_points_that_scatter_more_than_their_errors_widen_the_range() -> None:
-    good = [replace(one, error=0.001) for one in steps(TRUTH, RING, noise=0.0)]
-    bad = [replace(one, error=0.001) for one in steps(TRUTH, RING, noise=0.02)]
+    good = [replace(step, error=0.001) for step in steps(TRUTH, RING, noise=0.0)]
+    bad = [replace(step, error=0.001) for step in steps(TRUTH, RING, noise=0.02)]
     assert fit(good, samples=10).misfit == 1
     assert fit(bad, samples=10).misfit > 3
 
 
-def test_what_limits_is_named() -> None:
+def test_the_limit_is_named() -> None:
     slow = fit(steps(Costs(0.2, 5e-3, 1e-3), RING))
     narrow = fit(steps(Costs(0.2, 1e-6, 0.3), RING))
     free = fit(steps(Costs(0.2, 1e-7, 1e-5), RING))
@@ -233,51 +233,52 @@ def test_what_limits_is_named() -> None:
     assert shares.transfer / shares.total == pytest.approx(0.5625 / 0.7625, rel=0.05)
 
 
-def test_remedies_help_against_what_limits() -> None:
+def test_remedies_help_against_the_limit() -> None:
     def gains(costs: Costs) -> dict[str, float]:
-        found = fit(steps(costs, RING), samples=50)
-        base = efficiency_at(found, 256).middle
-        some = remedies(found, Traffic(4, 10**8), (64, 256))
-        return {one.name: one.efficiencies[-1].middle - base for one in some}
+        fitted = fit(steps(costs, RING), samples=50)
+        base = efficiency_at(fitted, 256).middle
+        changes = remedies(fitted, Traffic(4, 10**8), (64, 256))
+        return {remedy.name: remedy.efficiencies[-1].middle - base for remedy in changes}
 
     slow, narrow = gains(Costs(0.2, 4e-3, 1e-3)), gains(Costs(0.2, 1e-6, 0.3))
     assert slow["1 message, not 4"] > 0.1 > slow["gradients in fp16"] >= 0
     assert narrow["gradients in fp16"] > 0.1 > narrow["1 message, not 4"] >= 0
-    for some in (slow, narrow):
-        assert some["batch per rank x 4"] > 0.1
-        assert some["accumulate 4 batches"] == pytest.approx(some["batch per rank x 4"])
+    for gain in (slow, narrow):
+        assert gain["batch per rank x 4"] > 0.1
+        assert gain["accumulate 4 batches"] == pytest.approx(gain["batch per rank x 4"])
 
 
 def test_half_the_bytes_in_closed_form() -> None:
-    found = fit(steps(Costs(0.2, 1e-7, 0.3), RING), samples=20)
-    fp16 = next(one for one in remedies(found, None, (64,)) if one.name == "gradients in fp16")
+    fitted = fit(steps(Costs(0.2, 1e-7, 0.3), RING), samples=20)
+    fp16 = next(r for r in remedies(fitted, None, (64,)) if r.name == "gradients in fp16")
     expected = 0.2 / (0.2 + 0.15 * RING.volume(64))
     assert fp16.efficiencies[0].middle == pytest.approx(expected, rel=0.03)
 
 
 def test_no_remedy_changes_the_batch_of_strong_scaling() -> None:
-    found = fit(steps(TRUTH, RING, strong=True), strong=True, samples=10)
-    names = {one.name for one in remedies(found, Traffic(1, 10**8), (64,))}
+    fitted = fit(steps(TRUTH, RING, strong=True), strong=True, samples=10)
+    names = {remedy.name for remedy in remedies(fitted, Traffic(1, 10**8), (64,))}
     assert names == {"gradients in fp16"}
 
 
-def test_no_remedy_names_an_option_that_the_trainers_do_not_take() -> None:
-    built = {"--" + field.name.replace("_", "-") for field in fields(Options)}
-    advice = [one.what for one in remedies(fit(steps(TRUTH, RING), samples=10), None, (64,))]
-    named = {option for what in advice for option in re.findall(r"--[a-z-]+", what)}
-    assert "--batch-size" in named <= built
-    for what in advice:
-        assert len(what) <= 70  # behind its name, on a line
-    # Horovod itself can do what the trainers cannot yet.
-    assert any("backward_passes_per_step=4" in what for what in advice)
-    assert any("Compression.fp16" in what for what in advice)
+def test_no_remedy_names_an_option_that_the_trainers_do_not_have() -> None:
+    existing = {"--" + field.name.replace("_", "-") for field in fields(Options)}
+    changes = remedies(fit(steps(TRUTH, RING), samples=10), None, (64,))
+    actions = [remedy.action for remedy in changes]
+    named = {option for action in actions for option in re.findall(r"--[a-z-]+", action)}
+    assert "--batch-size" in named <= existing
+    for action in actions:
+        assert len(action) <= 70  # one line, after its name
+    # For scripts that use Horovod without the trainers.
+    assert any("backward_passes_per_step=4" in action for action in actions)
+    assert any("Compression.fp16" in action for action in actions)
 
 
 def test_errors_are_pooled_over_the_sizes() -> None:
     rates = {1: estimate([98.0, 102.0]), 2: estimate([190.0, 210.0]), 4: estimate([400.0])}
-    found = errors(rates)
+    relative = errors(rates)
     pooled = ((8 / 100**2 + 200 / 200**2) / 2) ** 0.5
-    assert found == pytest.approx({1: pooled / 2**0.5, 2: pooled / 2**0.5, 4: pooled})
+    assert relative == pytest.approx({1: pooled / 2**0.5, 2: pooled / 2**0.5, 4: pooled})
     assert errors({1: estimate([5.0]), 2: estimate([9.0])}) == {1: 0.03, 2: 0.03}
     assert errors({1: estimate([5.0, 5.0])}) == {1: 0.01}  # the model is no better
 
@@ -310,11 +311,11 @@ def test_a_table_of_allreduce_times(tmp_path: Path) -> None:
         ("{", "not a table of allreduce times"),
         ("[]", "not a table of allreduce times"),
         (json.dumps({"allreduce": None}), "not a table of allreduce times"),
-        (json.dumps({**TABLE, "ranks": 1}), "no times of an allreduce over 2 ranks or more"),
-        (json.dumps({**TABLE, "backends": {}}), "no times of an allreduce"),
+        (json.dumps({**TABLE, "ranks": 1}), "no allreduce times"),
+        (json.dumps({**TABLE, "backends": {}}), "no allreduce times"),
     ],
 )
-def test_what_is_no_table(text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_table_is_reported(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     file.write_text(text)
     with pytest.raises(UsageError, match=f"--allreduce .*table.json: {message}"):

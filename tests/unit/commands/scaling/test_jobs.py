@@ -1,4 +1,4 @@
-"""A ladder as jobs: each size a job of its own, one after the other."""
+"""A sweep as jobs: one job per size, one after the other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.runs.records import OUT, append_line
 from hvdtrain.commands.scaling.jobs import submit_sizes
-from hvdtrain.commands.scaling.ladder import Ladder, complete
+from hvdtrain.commands.scaling.sweep import Sweep, resolve
 from hvdtrain.errors import UsageError
 from tests.studies import WORDS, run
 
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what shows the job scripts of a ladder."""
+    """Return a function for the job scripts of a sweep."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no site of the user's
+    monkeypatch.setenv("HOME", str(tmp_path))  # no site file of the user
 
     def show(
         options: str,
@@ -27,8 +27,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         scaling: str = "weak",
         sizes: tuple[int, ...] = (1, 4, 8),
     ) -> list[dict[str, Any]]:
-        plan = complete(Ladder(words, sizes, 3, scaling, OUT), here=False)
-        jobs: list[dict[str, Any]] = submit_sizes(plan, options, dry_run=True).data["jobs"]
+        sweep = resolve(Sweep(words, sizes, 3, scaling, OUT), local=False)
+        jobs: list[dict[str, Any]] = submit_sizes(sweep, options, dry_run=True).data["jobs"]
         return jobs
 
     return show
@@ -52,10 +52,10 @@ def test_each_size_is_a_job(scripts: Any) -> None:
     )
 
 
-def test_the_sizes_come_one_after_the_other(
+def test_each_job_waits_for_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the same time, on a node that they share, they would slow one another down."""
+    """At the same time, on a shared node, they would slow one another down."""
     qsub = tmp_path / "qsub"
     qsub.write_text('#!/bin/sh\necho "$@" >> calls\nset -- $(wc -l < calls)\necho "$1.pbs1"\n')
     qsub.chmod(0o755)
@@ -69,7 +69,7 @@ def test_the_sizes_come_one_after_the_other(
     assert waits == [[], ["afterany:1.pbs1"], ["afterany:2.pbs1"]]
 
 
-def test_a_job_keeps_the_batch_of_all_ranks(scripts: Any) -> None:
+def test_a_job_has_the_global_batch(scripts: Any) -> None:
     words = ("python", "t.py", "--batch-size", "8")
     jobs = scripts("--walltime 1:00:00 --scheduler slurm", words, "strong", (2, 4))
     for job in jobs:
@@ -77,7 +77,7 @@ def test_a_job_keeps_the_batch_of_all_ranks(scripts: Any) -> None:
         assert "--global-batch-size 16" in job["script"]
 
 
-def test_a_size_that_is_complete_is_no_job(
+def test_no_job_is_submitted_for_a_complete_size(
     scripts: Any,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -90,11 +90,10 @@ def test_a_size_that_is_complete_is_no_job(
     assert [job["ranks"] for job in jobs] == [1, 8]
     words = ("--ranks", "4", "--submit", "--walltime 1:00:00 --scheduler pbs")
     assert cli.main(["scaling", *words, "--", *WORDS]) == 0
-    assert "4 ranks: no job, its runs are there" in caplog.text
-    assert (
-        capsys.readouterr().out
-        == "Nothing to submit. To see what the runs say: hvdtrain scaling --out scaling\n"
-    )
+    assert "4 ranks: no job" in caplog.text
+    shown = capsys.readouterr().out
+    assert shown.startswith("Nothing to submit. ")
+    assert shown.endswith(": hvdtrain scaling --out scaling\n")
     assert cli.main(["scaling", *words, "--dry-run", "--", *WORDS]) == 0
     assert capsys.readouterr().out.strip() == ""
 
@@ -102,15 +101,15 @@ def test_a_size_that_is_complete_is_no_job(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--walltime 1:00:00 --nodes 2", "--nodes is for the ladder to decide"),
-        ("--walltime 1:00:00 --chain", "--chain is for the ladder to decide"),
-        ("--walltime 1:00:00 --follow", "--follow is for the ladder to decide"),
-        ("--walltime 1:00:00 --speed 9", "hvdtrain submit has no --speed"),
+        ("--walltime 1:00:00 --nodes 2", "--nodes is set by the sweep"),
+        ("--walltime 1:00:00 --chain", "--chain is set by the sweep"),
+        ("--walltime 1:00:00 --follow", "--follow is set by the sweep"),
+        ("--walltime 1:00:00 --speed 9", "--speed"),
         ("--ppn x", "invalid int value: 'x'"),
         ("'", "No closing quotation"),
-        ("--scheduler pbs", "--walltime: how long may the job run?"),
+        ("--scheduler pbs", "--walltime"),
     ],
 )
-def test_options_that_no_job_takes(scripts: Any, options: str, message: str) -> None:
+def test_invalid_options_of_a_job_are_reported(scripts: Any, options: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         scripts(options)

@@ -1,4 +1,4 @@
-"""Speed-up, efficiency and their intervals in closed form, and what holds for any measurement."""
+"""Speed-up, efficiency and their intervals in closed form, and invariants for any measurement."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_students_t(degrees: float, t: float) -> None:
 
 
 def test_the_interval_of_three_repeats() -> None:
-    found = estimate([90.0, 100.0, 110.0])
-    assert found.mean == 100
-    assert found.deviation == 10
-    assert found.interval == pytest.approx((100 - 24.84, 100 + 24.84), abs=0.01)
+    rate = estimate([90.0, 100.0, 110.0])
+    assert rate.mean == 100
+    assert rate.deviation == 10
+    assert rate.interval == pytest.approx((100 - 24.84, 100 + 24.84), abs=0.01)
 
 
-def test_one_repeat_tells_no_interval() -> None:
-    found = estimate([5.0])
-    assert (found.mean, found.deviation, found.interval) == (5.0, None, None)
+def test_one_repeat_has_no_interval() -> None:
+    rate = estimate([5.0])
+    assert (rate.mean, rate.deviation, rate.interval) == (5.0, None, None)
     assert all(point.interval is None for point in points(TUTORIAL))
 
 
@@ -75,11 +75,11 @@ def test_without_one_rank_the_fewest_are_the_base() -> None:
 
 @given(STUDIES)
 def test_any_study(rates: dict[int, list[float]]) -> None:
-    found = points(rates)
-    base = found[0]
-    assert [point.ranks for point in found] == sorted(rates)
+    results = points(rates)
+    base = results[0]
+    assert [point.ranks for point in results] == sorted(rates)
     assert (base.speedup, base.efficiency, base.interval) == (1.0, 1.0, None)
-    for point in found:
+    for point in results:
         mean = statistics.fmean(rates[point.ranks])
         assert point.rate.mean == pytest.approx(mean)
         assert point.speedup == pytest.approx(mean / base.rate.mean)
@@ -92,6 +92,6 @@ def test_any_study(rates: dict[int, list[float]]) -> None:
 def test_a_machine_twice_as_fast_scales_no_better(
     rates: dict[int, list[float]], factor: float
 ) -> None:
-    faster = {ranks: [rate * factor for rate in some] for ranks, some in rates.items()}
-    for one, other in zip(points(rates), points(faster), strict=True):
-        assert other.efficiency == pytest.approx(one.efficiency)
+    scaled = {ranks: [rate * factor for rate in repeats] for ranks, repeats in rates.items()}
+    for slow, fast in zip(points(rates), points(scaled), strict=True):
+        assert fast.efficiency == pytest.approx(slow.efficiency)

@@ -12,8 +12,8 @@ from hvdtrain import cli
 from hvdtrain.commands.runs.records import LINES, append_line
 from tests.studies import run
 
-# By ranks and repeat: the seconds at the end of each epoch, and the accuracy then.
-COURSES = {
+# By ranks and repeat: seconds and accuracy at the end of each epoch.
+CURVES = {
     (1, 1): [(10.0, 0.5), (20.0, 0.9), (30.0, 0.95)],
     (1, 2): [(12.0, 0.5), (24.0, 0.9), (36.0, 0.95)],
     (2, 1): [(6.0, 0.4), (12.0, 0.8), (18.0, 0.92)],
@@ -24,7 +24,7 @@ COURSES = {
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
     (tmp_path / "runs").mkdir()
-    for (ranks, repeat), course in COURSES.items():
+    for (ranks, repeat), curve in CURVES.items():
         append_line(tmp_path / LINES, run(ranks, repeat, rate=100.0 * ranks))
         records = [
             {
@@ -34,7 +34,7 @@ def study(tmp_path: Path) -> Path:
                 "elapsed": seconds,
                 "eval_accuracy": accuracy,
             }
-            for epoch, (seconds, accuracy) in enumerate(course)
+            for epoch, (seconds, accuracy) in enumerate(curve)
         ]
         text = "".join(json.dumps(record) + "\n" for record in records)
         (tmp_path / "runs" / f"{ranks}-{repeat}.jsonl").write_text(text)
@@ -63,11 +63,11 @@ def test_the_time_at_each_size(study: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target", "map=0.5"], "no run in {} was evaluated at the end of an epoch"),
+        (["--target", "map=0.5"], "no run in {} has an evaluation with this metric"),
         (["--target", "accuracy=0.5", "--from", "x.csv"], "--target needs the training curves"),
     ],
 )
-def test_what_cannot_be_told(
+def test_a_target_without_evaluations_is_reported(
     words: list[str], message: str, study: Path, refused: Callable[..., str]
 ) -> None:
     assert message.format(study) in refused("scaling", "--out", str(study), *words)

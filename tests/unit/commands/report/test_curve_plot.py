@@ -1,4 +1,4 @@
-"""Curves of several runs: each can be told from all others, in colour and in grey."""
+"""Curves of several runs: all are distinguishable, in colour and in grey."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from hvdtrain.commands.report.curves import FEW, MOST, SMOOTH, figures, first, names, smoothed
-from hvdtrain.commands.report.find import Course
+from hvdtrain.commands.report.curve_plot import FEW, MOST, SMOOTH, figures, first, names, smoothed
+from hvdtrain.commands.runs.curves import TrainingCurves
 
-LOOK = ("color", "linestyle", "marker", "markerfacecolor")
+STYLE = ("color", "linestyle", "marker", "markerfacecolor")
 
 
 @pytest.fixture(autouse=True)
@@ -22,51 +22,52 @@ def _close() -> Iterator[None]:
     plt.close("all")
 
 
-def course(path: str, points: int = 5) -> Course:
+def training(path: str, points: int = 5) -> TrainingCurves:
     steps = [{"step": n, "loss": 1 / (1 + n), "learning_rate": 0.1} for n in range(points)]
     epochs = [{"step": n, "eval_loss": 2 / (1 + n), "eval_accuracy": 0.5} for n in range(points)]
-    return Course(Path(path), steps, epochs)
+    return TrainingCurves(Path(path), steps, epochs)
 
 
-def drawn(courses: list[Course]) -> dict[str, list[dict[str, Any]]]:
-    """By title, how each line looks, in the order of the legend."""
-    found = {}
-    for title, figure in figures(courses):
+def drawn(runs: list[TrainingCurves]) -> dict[str, list[dict[str, Any]]]:
+    """Return the styles of the lines by title, in the order of the legend."""
+    styles = {}
+    for title, figure in figures(runs):
         lines = figure.axes[0].get_lines()
-        found[title] = [
-            {**{key: plt.getp(line, key) for key in LOOK}, "line": line} for line in lines
+        styles[title] = [
+            {**{key: plt.getp(line, key) for key in STYLE}, "line": line} for line in lines
         ]
-        legends = [text.get_text() for one in figure.legends for text in one.get_texts()]
-        assert legends == ([line.get_label() for line in lines] if len(lines) > 1 else [])
-    return found
+        labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+        assert labels == ([line.get_label() for line in lines] if len(lines) > 1 else [])
+    return styles
 
 
-def test_every_line_of_the_most_runs_has_a_look_of_its_own() -> None:
-    runs = [course(f"run-{number}/metrics.jsonl") for number in range(MOST)]
+def test_all_lines_have_different_styles() -> None:
+    runs = [training(f"run-{number}/metrics.jsonl") for number in range(MOST)]
     for title, lines in drawn(runs).items():
-        looks = {tuple(line[key] for key in LOOK) for line in lines}
-        grey = {look[1:] for look in looks}
+        styles = {tuple(line[key] for key in STYLE) for line in lines}
+        grey = {style[1:] for style in styles}
         labels = {line["line"].get_label() for line in lines}
-        assert len(looks) == len(labels) == len(lines), title
+        assert len(styles) == len(labels) == len(lines), title
         assert len({(line["linestyle"], line["marker"]) for line in lines}) == len(lines), title
         assert len(grey) == len(lines), title
 
 
-def test_a_run_has_one_colour_and_its_test_another_line() -> None:
-    lines = drawn([course("run-0/m.jsonl"), course("run-1/m.jsonl")])["Loss"]
+def test_a_run_has_one_colour_and_two_line_styles() -> None:
+    lines = drawn([training("run-0/m.jsonl"), training("run-1/m.jsonl")])["Loss"]
     assert [line["line"].get_label() for line in lines] == [
         *("run-0/m training", "run-0/m test", "run-1/m training", "run-1/m test"),
     ]
-    one, one_test, other, other_test = lines
-    assert one["color"] == one_test["color"] != other["color"] == other_test["color"]
-    assert one["linestyle"] == other["linestyle"] != one_test["linestyle"]
-    assert one["markerfacecolor"] != one_test["markerfacecolor"]
+    first_train, first_test, second_train, second_test = lines
+    assert first_train["color"] == first_test["color"]
+    assert second_train["color"] == second_test["color"] != first_train["color"]
+    assert first_train["linestyle"] == second_train["linestyle"] != first_test["linestyle"]
+    assert first_train["markerfacecolor"] != first_test["markerfacecolor"]
 
 
-def test_of_one_run_training_and_test_have_their_colours_and_no_name() -> None:
-    training, test = drawn([course("run-0/metrics.jsonl")])["Loss"]
-    assert training["color"] != test["color"]
-    assert [one["line"].get_label() for one in (training, test)] == ["training", "test"]
+def test_a_single_run_has_two_colours_and_no_name() -> None:
+    lines = drawn([training("run-0/metrics.jsonl")])["Loss"]
+    assert lines[0]["color"] != lines[1]["color"]
+    assert [line["line"].get_label() for line in lines] == ["training", "test"]
 
 
 @pytest.mark.parametrize(
@@ -81,17 +82,15 @@ def test_of_one_run_training_and_test_have_their_colours_and_no_name() -> None:
         (["\udcff.jsonl", "\x1b.jsonl"], ["?", "?"]),
     ],
 )
-def test_runs_are_named_by_as_much_of_their_paths_as_it_takes(
-    paths: list[str], expected: list[str]
-) -> None:
+def test_run_names_are_unique(paths: list[str], expected: list[str]) -> None:
     assert names([Path(path) for path in paths]) == expected
 
 
-def test_a_rate_that_hardly_changes_is_written_out_on_its_axis() -> None:
-    one = course("m.jsonl")
-    for number, record in enumerate(one.steps):
+def test_the_axis_of_a_nearly_constant_rate_has_no_offset() -> None:
+    run = training("m.jsonl")
+    for number, record in enumerate(run.steps):
         record["learning_rate"] = 0.0125 + 1e-9 * number
-    plot = dict(figures([one]))["Learning rate"]
+    plot = dict(figures([run]))["Learning rate"]
     plot.draw_without_rendering()
     axis = plot.axes[0].yaxis
     assert axis.get_offset_text().get_text() == ""  # no 1e-7+1.25e-2
@@ -99,9 +98,9 @@ def test_a_rate_that_hardly_changes_is_written_out_on_its_axis() -> None:
     assert plot.axes[0].get_ylim()[0] == 0
 
 
-def test_of_a_study_the_first_run_of_each_size_is_drawn() -> None:
+def test_the_first_run_of_each_size_of_a_study_is_drawn() -> None:
     paths = [f"runs/{ranks}-{repeat}.jsonl" for ranks in (1, 16, 2, 8) for repeat in (1, 2, 3)]
-    lines = drawn(first([course(path) for path in paths]))["Learning rate"]
+    lines = drawn(first([training(path) for path in paths]))["Learning rate"]
     assert [line["line"].get_label() for line in lines] == [
         *("1 rank, run 1", "2 ranks, run 1", "8 ranks, run 1", "16 ranks, run 1"),
         *("1 rank, run 2", "2 ranks, run 2"),
@@ -109,21 +108,21 @@ def test_of_a_study_the_first_run_of_each_size_is_drawn() -> None:
 
 
 def test_the_loss_does_not_fall_at_the_end_of_an_epoch() -> None:
-    """That of each step falls evenly; the epoch's running mean, beside it, jumps."""
-    run, per_epoch = course("m.jsonl", points=60), 20
+    """The loss of the steps decreases evenly; the running mean of the epoch jumps."""
+    run, per_epoch = training("m.jsonl", points=60), 20
     for step, record in enumerate(run.steps):
         record["step_loss"] = 3 - step / 60
         done = step % per_epoch + 1
         record["loss"] = sum(3 - (step - k) / 60 for k in range(done)) / done
     shown = drawn([run])["Loss"][0]["line"].get_ydata()
-    falls = [one - other for one, other in itertools.pairwise(shown)]
-    assert max(falls) < 2 / 60 and min(falls) > 0
-    for record in run.steps:  # a file of an older version has that mean alone
+    decreases = [before - after for before, after in itertools.pairwise(shown)]
+    assert max(decreases) < 2 / 60 and min(decreases) > 0
+    for record in run.steps:  # a file of an older version has only that mean
         del record["step_loss"]
     assert drawn([run])["Loss"][0]["line"].get_ydata()[0] == 3.0
 
 
-def test_smoothing_has_no_bias_and_leaves_few_points_as_they_are() -> None:
+def test_smoothing_has_no_bias_and_keeps_few_points() -> None:
     assert smoothed([]) == []
     assert smoothed([3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
     assert smoothed([2.0] * 1000) == pytest.approx([2.0] * 1000)
@@ -131,7 +130,7 @@ def test_smoothing_has_no_bias_and_leaves_few_points_as_they_are() -> None:
     assert max(abs(value - 2) for value in smoothed(noisy)[10:]) < 0.2
 
 
-def test_runs_of_a_comparison_are_called_by_their_method() -> None:
+def test_runs_of_a_comparison_are_named_by_their_method() -> None:
     paths = [Path(f"runs/{name}-n2-{repeat}.jsonl") for name in "ab" for repeat in (1, 2)]
     methods = {path: f"method {path.name[0]}" for path in paths}
     assert names(paths[::2], methods) == ["method a", "method b"]
@@ -141,7 +140,7 @@ def test_runs_of_a_comparison_are_called_by_their_method() -> None:
 
 @pytest.mark.parametrize("name", ["ddp-pytorch-packed-fp16-n2-", "short", "MW" * 40, "l" * 52])
 def test_no_entry_of_a_legend_is_cut_off(name: str) -> None:
-    runs = [course(f"{name}{number}.jsonl") for number in range(MOST)]
+    runs = [training(f"{name}{number}.jsonl") for number in range(MOST)]
     for title, figure in figures(runs):
         figure.draw_without_rendering()
         (legend,) = figure.legends
@@ -151,34 +150,34 @@ def test_no_entry_of_a_legend_is_cut_off(name: str) -> None:
 
 
 def test_any_name_can_be_drawn() -> None:
-    odd = [course(f"{name}/m.jsonl") for name in (r"$\frac$", "\udcff", "_", "long" * 60)]
-    for _, figure in figures(odd):
+    runs = [training(f"{name}/m.jsonl") for name in (r"$\frac$", "\udcff", "_", "long" * 60)]
+    for _, figure in figures(runs):
         figure.draw_without_rendering()
 
 
-def test_long_courses_keep_a_few_markers() -> None:
-    (line,) = drawn([course("m.jsonl", points=100 * FEW)])["Learning rate"]
+def test_long_curves_have_few_markers() -> None:
+    (line,) = drawn([training("m.jsonl", points=100 * FEW)])["Learning rate"]
     assert line["line"].get_markevery() == 100
 
 
-def test_of_a_comparison_the_first_run_of_each_method_is_drawn() -> None:
+def test_the_first_run_of_each_method_of_a_comparison_is_drawn() -> None:
     paths = [
         Path(f"runs/{name}-pytorch-n2-{repeat}.jsonl")
         for name in ("ddp", "horovod", "mpi")
         for repeat in (1, 2, 3)
     ]
-    found = [course.path for course in first([Course(path, [], []) for path in paths])]
-    assert found == [*paths[::3], *paths[1::3]]
+    runs = first([TrainingCurves(path, [], []) for path in paths])
+    assert [run.path for run in runs] == [*paths[::3], *paths[1::3]]
 
 
 def test_each_metric_of_a_task_has_a_plot() -> None:
-    run = course("run-0/metrics.jsonl")
+    run = training("run-0/metrics.jsonl")
     for record in run.epochs:
         del record["eval_accuracy"]
         record |= {"eval_map": 0.25, "eval_map50": 0.5, "eval_samples": 72}
-    titles = list(drawn([run, course("run-1/metrics.jsonl")]))
+    titles = list(drawn([run, training("run-1/metrics.jsonl")]))
     accuracy = titles.index("Test accuracy")
     assert titles[accuracy + 1 : accuracy + 3] == ["Test map", "Test map50"]
     assert [title for title in titles if "samples" in title] == []
     first_map = drawn([run])["Test map"][0]["line"]
-    assert first_map.get_ydata().tolist() == [0.25] * 5  # a metric is no percentage
+    assert first_map.get_ydata().tolist() == [0.25] * 5  # a metric is not a percentage

@@ -1,4 +1,4 @@
-"""A file of lines of JSON that grows by one as each run ends, and survives a crash."""
+"""JSON Lines files of results: a line is appended as each run ends, and a crash is tolerated."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hvdtrain.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-One = TypeVar("One")
-NO_RUN = (ValueError, KeyError, TypeError, OverflowError)  # what reading a broken line raises
+Record = TypeVar("Record")
+INVALID = (ValueError, KeyError, TypeError, OverflowError)  # raised by parsing an invalid line
 
 
-def read(path: Path, parse: Callable[[Any], One], what: str) -> list[One]:
-    """Return what ``parse`` makes of each line; nothing where the file is not there.
+def read(path: Path, parse: Callable[[Any], Record], kind: str) -> list[Record]:
+    """Return the parsed lines; an empty list if the file does not exist.
 
-    A last line that is cut, as a crash leaves it, is passed over: that run is not done.
+    An incomplete last line, as after a crash, is skipped: its run is repeated.
 
     Args:
         path: the file.
-        parse: of the content of a line; raises one of ``NO_RUN`` where that is none.
-        what: the kind of study that the lines are of.
+        parse: converts the JSON of a line; raises one of ``INVALID`` if it is not a record.
+        kind: the kind of study, for messages.
 
     Raises:
-        UsageError: it cannot be read, or another line is broken.
+        UsageError: it cannot be read, or another line is invalid.
     """
     try:
         lines = path.read_text().splitlines(keepends=True)
@@ -35,23 +35,23 @@ def read(path: Path, parse: Callable[[Any], One], what: str) -> list[One]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(parse(json.loads(line)))
-        except NO_RUN as error:
+            records.append(parse(json.loads(line)))
+        except INVALID as error:
             if number == len(lines) and not line.endswith("\n"):
-                log.warning("%s: the last line is cut, so its run is repeated", path)
+                log.warning("%s: the last line is incomplete; its run is repeated", path)
                 break
             raise UsageError(
-                f"{path}, line {number}: not a run of a {what} ({error!r}); remove the line, and "
-                f"the {what} repeats its run"
+                f"{path}, line {number}: not a run of a {kind} ({error!r}); remove the line to "
+                "repeat its run"
             ) from error
-    return found
+    return records
 
 
 def append(path: Path, content: Mapping[str, Any], parse: Callable[[Any], object]) -> None:
-    """Add a line; what a crash cut off at the end of the file goes, if it is no run."""
+    """Append a line; an incomplete last line, as after a crash, is replaced."""
     with path.open("a+b") as file:
         file.seek(0)
         lines = file.read().splitlines(keepends=True)
@@ -60,6 +60,6 @@ def append(path: Path, content: Mapping[str, Any], parse: Callable[[Any], object
             try:
                 parse(json.loads(lines[-1]))  # as `read` counts it
                 line = b"\n" + line
-            except NO_RUN:
+            except INVALID:
                 file.truncate(sum(map(len, lines[:-1])))
         file.write(line)

@@ -1,4 +1,4 @@
-"""What a ladder gives each rank, cores, threads and batch, at every size; no MPI is started."""
+"""Cores, threads and batch of each rank at every size of a sweep; no MPI is started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.launch.hosts import Allocation, Host
 from hvdtrain.commands.runs import start
-from hvdtrain.commands.scaling.ladder import check_words, with_batch
+from hvdtrain.commands.scaling.sweep import check_words, with_batch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.limits import physical_cores
 
@@ -24,13 +24,13 @@ TRAIN = ("--", "python", "-m", "hvdtrain.resnet", "--num-steps", "50")
     [
         ((1, 2, 4), None, (), 4),
         ((1, 8), 4, FOUR, 4),
-        ((1, 2), 4, FOUR, 4),  # as one of several jobs does it
+        ((1, 2), 4, FOUR, 4),  # as one of several jobs
         ((1, 2), None, FOUR, 2),
         ((1, 8), None, FOUR, 4),
-        ((2, 6), None, FOUR, 4),  # the first host is full, so 3 are not what it has
+        ((2, 6), None, FOUR, 4),  # the first host is filled, so it has 4 ranks, not 3
     ],
 )
-def test_the_fullest_host_decides(
+def test_the_fullest_host_determines_the_ranks_per_host(
     sizes: tuple[int, ...], ppn: int | None, hosts: tuple[Host, ...], ranks_per_host: int
 ) -> None:
     assert start.fullest_host(sizes, ppn, Allocation("PBS", hosts)) == ranks_per_host
@@ -44,13 +44,13 @@ def test_a_rank_has_the_same_cores_and_threads_at_every_size(
     cores = physical_cores()
     words = ("--ranks", f"1,{cores}", "--repeat", "1", "--dry-run", "--json", "--out", tmp_path)
     assert cli.main(["scaling", *map(str, words), *TRAIN]) == 0
-    one, full = json.loads(capsys.readouterr().out)["commands"]
-    assert one.startswith("env OMP_NUM_THREADS=1 ")
-    own = full.replace(f" -n {cores} ", " -n 1 ").replace(f"/runs/{cores}-1.json", "/runs/1-1.json")
-    assert one == own
+    single, full = json.loads(capsys.readouterr().out)["commands"]
+    assert single.startswith("env OMP_NUM_THREADS=1 ")
+    full = full.replace(f" -n {cores} ", " -n 1 ")
+    assert single == full.replace(f"/runs/{cores}-1.json", "/runs/1-1.json")
 
 
-def test_more_ranks_can_be_added_where_their_share_was_kept_for_them(
+def test_more_ranks_can_be_added_with_the_same_ppn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -64,7 +64,7 @@ def test_more_ranks_can_be_added_where_their_share_was_kept_for_them(
     assert shown("1,2", "--ppn", "4") == shown("1,2,4")[:2] == shown("1,2,4", "--ppn", "4")[:2]
 
 
-def test_threads_that_the_user_has_set_are_those_of_the_ladder(
+def test_the_sweep_uses_the_threads_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -74,7 +74,7 @@ def test_threads_that_the_user_has_set_are_those_of_the_ladder(
         assert shown.startswith("env OMP_NUM_THREADS=3 ")
 
 
-def test_launch_leaves_room_for_ranks_that_are_not_there(
+def test_launch_leaves_room_for_absent_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -88,11 +88,11 @@ def test_launch_leaves_room_for_ranks_that_are_not_there(
     full = shown("-n", cores, "--threads", "1")
     assert shown("-n", "1", "--room-for", cores).replace("-n 1 ", f"-n {cores} ") == full
     assert "OMP_NUM_THREADS=3" in shown("-n", "1", "--room-for", cores, "--threads", "3")
-    assert shown("-n", cores, "--room-for", "1") == full  # no more room than there is
+    assert shown("-n", cores, "--room-for", "1") == full  # not more than the cores of the host
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS" not in shown("-n", "1", "--room-for", cores)
     assert cli.main(["launch", "-n", "1", "--room-for", "0", "--", "true"]) == 2
-    assert "--room-for 0: give a number of at least 1" in capsys.readouterr().err
+    assert "--room-for 0" in capsys.readouterr().err
 
 
 def command(folder: Path, text: str, *words: str) -> list[str]:
@@ -102,28 +102,28 @@ def command(folder: Path, text: str, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("option", ["summary", "metrics", "checkpoint-dir", "checkpoint_dir"])
-def test_a_file_can_hide_nothing(option: str, tmp_path: Path) -> None:
+def test_options_in_a_file_are_checked(option: str, tmp_path: Path) -> None:
     words = command(tmp_path, f"num-steps: 50\n{option}: x\n")
     name = option.replace("_", "-")
-    with pytest.raises(UsageError, match=f"--{name} in .*/options.yaml: .*; leave it out"):
+    with pytest.raises(UsageError, match=f"--{name} in .*/options.yaml: .*; remove it"):
         check_words(words, "weak", {})
 
 
-def test_the_batch_may_stand_in_the_file(tmp_path: Path) -> None:
+def test_the_batch_may_be_set_in_the_file(tmp_path: Path) -> None:
     total = command(tmp_path, "global-batch-size: 256\n")
     check_words(total, "strong", {})
     assert with_batch(total, "strong", 2) == total
-    with pytest.raises(UsageError, match="or its file of options, keeps the global batch"):
+    with pytest.raises(UsageError, match=r"--global-batch-size .* --config file needs --strong"):
         check_words(total, "weak", {})
-    # The line wins, as it does in the trainers.
+    # The command line overrides the file, as in the trainers.
     check_words([*total, "--batch-size", "8"], "weak", {})
-    own = command(tmp_path, "batch_size: 8\n")
-    check_words(own, "strong", {})
-    assert with_batch(own, "strong", 2) == [*own, "--global-batch-size", "16"]
+    per_rank = command(tmp_path, "batch_size: 8\n")
+    check_words(per_rank, "strong", {})
+    assert with_batch(per_rank, "strong", 2) == [*per_rank, "--global-batch-size", "16"]
 
 
 @pytest.mark.parametrize("text", ["", "a list", "[1, 2]", "{", "timeline:\n", "\0"])
-def test_what_another_program_may_mean_by_config(text: str, tmp_path: Path) -> None:
+def test_config_may_have_another_meaning_in_other_programs(text: str, tmp_path: Path) -> None:
     check_words(command(tmp_path, text), "weak", {})
     check_words([*PROGRAM, "--config", str(tmp_path / "none")], "weak", {})
     check_words([*PROGRAM, "--config"], "weak", {})

@@ -1,4 +1,4 @@
-"""The course of a training, from its file of ``--metrics``."""
+"""The training curves of a run, from its ``--metrics`` file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Course:
-    """A file of ``--metrics``: one object per log interval, one per epoch."""
+class TrainingCurves:
+    """The records of a ``--metrics`` file: one per log interval, and one per epoch."""
 
     path: Path
     steps: list[Record]
@@ -23,7 +23,7 @@ class Course:
 
 @dataclass(frozen=True)
 class _Line:
-    """The numbers in a line of such a file."""
+    """The numbers in a line of a ``--metrics`` file."""
 
     step: float | None = None
     loss: float | None = None
@@ -34,16 +34,16 @@ class _Line:
     images_per_second: float | None = None
 
 
-def read_course(path: Path, shown: Path | None = None) -> Course | None:
-    """Return the course in a file of lines; None where no line of it is a record of a training.
+def read_curves(path: Path, shown: Path | None = None) -> TrainingCurves | None:
+    """Return the training curves in a file; None if no line is a training record.
 
     Args:
         path: the file.
-        shown: its path in what is reported, if another.
+        shown: its path in reports, if different.
 
     Raises:
-        OSError, ValueError: it cannot be read; or some lines are records, and another one is not.
-            The last one may have been cut.
+        OSError, ValueError: it cannot be read, or only some lines are records. The last line may
+            be incomplete.
     """
     kinds: dict[str, dict[int, Record]] = {"step": {}, "epoch": {}}
     lines, wrong = path.read_text().splitlines(), ""
@@ -51,16 +51,16 @@ def read_course(path: Path, shown: Path | None = None) -> Course | None:
         try:
             record = json.loads(line)
             if not isinstance(record, dict) or record.get("kind") not in ("step", "epoch"):
-                raise ValueError("no record of a training")
+                raise ValueError("not a training record")
             step = typed(_Line, record).step
             if step is None:
-                raise ValueError("it has no step")
-            # A run that was resumed repeats steps: what came later counts.
+                raise ValueError("missing step")
+            # A resumed run repeats steps: the last record of a step counts.
             kinds[record["kind"]][int(step)] = record
         except (ValueError, OverflowError, RecursionError) as error:
             if number < len(lines):
                 wrong = wrong or f"line {number}: {error}"
-    steps, epochs = ([some[step] for step in sorted(some)] for some in kinds.values())
+    steps, epochs = ([records[step] for step in sorted(records)] for records in kinds.values())
     if wrong and (steps or epochs):
         raise ValueError(wrong)
-    return Course(shown or path, steps, epochs) if steps or epochs else None
+    return TrainingCurves(shown or path, steps, epochs) if steps or epochs else None

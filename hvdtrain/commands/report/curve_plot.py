@@ -1,0 +1,176 @@
+"""Draw the training curves of a report, embedded in the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from hvdtrain.commands.runs.curves import Record, TrainingCurves
+from hvdtrain.system.output import plots
+from hvdtrain.system.output.text import plural, short
+
+MOST = 6  # runs in one plot
+FEW = 12  # markers per line, about
+SMOOTH = 40  # number of points above which a loss is smoothed
+SIZE = 5.2, 3.2  # inches
+ROW = 0.2  # height of a row of the legend, inches
+FULL = 0.95  # maximum width of a legend, as a fraction of the figure
+LONG = 60  # maximum characters of a label
+LOSS = "step_loss"  # training loss since the previous record, not since the start of the epoch
+
+
+def inline_plots(
+    runs: Sequence[TrainingCurves],
+    unit: str = "images",
+    methods: Mapping[Path, str] | None = None,
+) -> list[tuple[str, str]]:
+    """Draw each quantity that some run has, as (title, data URI).
+
+    Args:
+        runs: the curves of each run.
+        unit: unit of the samples, in the plural.
+        methods: labels of the runs of a comparison, by path.
+    """
+    plotted = figures(first(runs), unit, methods)
+    return [(title, plots.inline(figure)) for title, figure in plotted]
+
+
+def first(runs: Sequence[TrainingCurves]) -> list[TrainingCurves]:
+    """Return the runs for one plot, at most ``MOST``: first repeats before later ones."""
+    return sorted(runs, key=lambda run: (_repeat(run.path), _size_and_repeat(run.path)))[:MOST]
+
+
+def _repeat(path: Path) -> int:
+    """Return the repeat from the file name of a run of a study; zero for other runs."""
+    number = re.fullmatch(r"runs/.*-(\d{1,9})", f"{path.parent.name}/{path.stem}")
+    return int(number[1]) if number else 0
+
+
+def _size_and_repeat(path: Path) -> tuple[int, int]:
+    """Return ranks and repeat from the file name of a run of a study; zeros for other runs."""
+    numbers = re.fullmatch(r"runs/(\d{1,9})-(\d{1,9})", f"{path.parent.name}/{path.stem}")
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+def figures(
+    runs: Sequence[TrainingCurves],
+    unit: str = "images",
+    methods: Mapping[Path, str] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Yield (title, figure) for each quantity, see ``inline_plots``; the caller closes them."""
+    panels = [
+        ("Loss", "loss", [("steps", LOSS, "training"), ("epochs", "eval_loss", "test")]),
+        ("Test accuracy", "accuracy, %", [("epochs", "eval_accuracy", "test")]),
+        ("Learning rate", "learning rate", [("steps", "learning_rate", "")]),
+        ("Throughput", f"{unit}/s", [("steps", "images_per_second", "")]),
+    ]
+    for name in metrics(runs):
+        panels.insert(2, (f"Test {name}", name, [("epochs", f"eval_{name}", "test")]))
+    plots.style()
+    labels = names([run.path for run in runs], methods)
+    for title, label, lines in panels:
+        figure, axes = plt.subplots(figsize=SIZE)
+        if not _draw(axes, list(zip(labels, runs, strict=True)), lines):
+            plt.close(figure)
+            continue
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        if title in ("Learning rate", "Throughput"):
+            axes.set_ylim(bottom=0)  # small changes must not fill the plot
+        if len(axes.get_lines()) > 1:
+            _legend(figure, axes)
+        yield title, figure
+
+
+def metrics(runs: Sequence[TrainingCurves]) -> list[str]:
+    """Return the names of the evaluated metrics other than loss and accuracy."""
+    keys = {key for run in runs for record in run.epochs for key in record}
+    evaluated = {key.removeprefix("eval_") for key in keys if key.startswith("eval_")}
+    return sorted(evaluated - {"loss", "accuracy", "samples"}, reverse=True)
+
+
+def names(paths: Sequence[Path], methods: Mapping[Path, str] | None = None) -> list[str]:
+    """Return labels of runs: the file name, or the path if file names are not unique.
+
+    A single run needs no label. A run of a scaling study is labelled by its ranks, a run of a
+    comparison by its method.
+    """
+    if len(paths) < 2:
+        return [""] * len(paths)
+    if methods and all(path in methods for path in paths):
+        several = any(_repeat(path) > 1 for path in paths)
+        runs = [f", run {_repeat(path)}" * several for path in paths]
+        return [short(methods[path], LONG) + run for path, run in zip(paths, runs, strict=True)]
+    sizes = [_size_and_repeat(path) for path in paths]
+    if all(ranks for ranks, _ in sizes):
+        return [f"{plural(ranks, 'rank')}, run {repeat}" for ranks, repeat in sizes]
+    stems = [path.stem for path in paths]
+    ambiguous = len(set(stems)) < len(stems)
+    labels = [short(str(path.with_suffix("")) if ambiguous else path.stem, LONG) for path in paths]
+    # matplotlib omits lines from the legend whose labels start with an underscore.
+    return [f"./{label}" if label.startswith("_") else label for label in labels]
+
+
+def _draw(
+    axes: Any, runs: Sequence[tuple[str, TrainingCurves]], lines: Sequence[tuple[str, str, str]]
+) -> bool:
+    """Draw the lines of all runs, given as (label, curves); return whether there are any."""
+    for number, (label, curves) in enumerate(runs):
+        for index, (kind, key, name) in enumerate(lines):
+            steps, values = _values(getattr(curves, kind), key)
+            if not steps:
+                continue
+            axes.plot(
+                steps,
+                values,
+                label=" ".join(word for word in (label, name) if word) or key,
+                markevery=-(-len(steps) // FEW),
+                **_style(number if len(runs) > 1 else index, index),
+            )
+    return bool(axes.get_lines())
+
+
+def _values(records: Sequence[Record], key: str) -> tuple[list[float], list[float]]:
+    """Return the steps at which a quantity was recorded, and its values."""
+    smooth = key == LOSS
+    if smooth and not any(LOSS in record for record in records):
+        key = "loss"  # mean since the start of the epoch: files of older versions have no other
+    recorded = [record for record in records if record.get(key) is not None]
+    factor = 100 if key.endswith("accuracy") else 1
+    values = [factor * record[key] for record in recorded]
+    return [record["step"] for record in recorded], smoothed(values) if smooth else values
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return exponential means with bias correction (as Adam's moments, Kingma 2015)."""
+    share = min(1.0, SMOOTH / max(1, len(values)))  # weight of the newest value
+    total = weights = 0.0
+    means = []
+    for value in values:
+        total += share * (value - total)
+        weights += share * (1 - weights)
+        means.append(total / weights)
+    return means
+
+
+def _style(number: int, index: int) -> dict[str, Any]:
+    """Return the colour and marker of a run; its second line is dashed, with hollow markers."""
+    style = {**plots.series(number), "linestyle": plots.LINES[index]}
+    return {**style, "markerfacecolor": "white"} if index else style
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    """Place the legend below the plot, and enlarge the figure by its height."""
+    labels = [line.get_label() for line in axes.get_lines()]
+    columns = 1 if max(map(len, labels)) > LONG / 2 else 2
+    figure.set_figheight(SIZE[1] + ROW * -(-len(labels) // columns))
+    legend = figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a path may have dollar signs
+    width = legend.get_window_extent().width / figure.bbox.width
+    for text in legend.get_texts() if width > FULL else ():  # reduce the font size
+        text.set_fontsize(FULL * text.get_fontsize() / width)

@@ -1,0 +1,120 @@
+"""The options of the measured command, on its command line and in its --config file."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from hvdtrain.errors import UsageError
+from hvdtrain.system.settings import read_settings
+
+# Options that would prevent independent measurements, with the reason.
+REFUSED = {
+    "--summary": "it is set by the study for each run",
+    "--metrics": "it is set by the study for each run",
+    "--checkpoint-dir": "each run would resume from the previous one",
+    "--timeline": "recording it slows a run down",
+}
+NOT_SET = "not set"
+DYNAMIC = "DYNAMIC"  # value of HOROVOD_TIMELINE: no timeline unless the program starts one
+
+
+def value_of(words: Sequence[str], option: str) -> str | None:
+    """Return the value of ``option``, spelled with dashes or underscores; None if not set."""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:
+            return value if equals else next(iter(words[index + 1 : index + 2]), "")
+    return None
+
+
+def without_option(words: Sequence[str], option: str) -> list[str]:
+    """Return ``words`` without ``option`` and its value."""
+    kept, remaining = [], iter(words)
+    for word in remaining:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") != option:
+            kept.append(word)
+        elif not equals:
+            next(remaining, None)
+    return kept
+
+
+def difference(old: Sequence[str], new: Sequence[str]) -> str:
+    """Return the difference of two commands, e.g. ``--num-steps was 40, now 30``."""
+    before, now = _by_option(old), _by_option(new)
+    if before.get("") != now.get(""):
+        return f"{shlex.join(old)}, now {shlex.join(new)}"
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return (
+        ", ".join(
+            f"{name} was {before.get(name, NOT_SET)}, now {now.get(name, NOT_SET)}"
+            for name in changed
+        )
+        or f"{shlex.join(old)}, now {shlex.join(new)}"
+    )
+
+
+def _by_option(words: Sequence[str]) -> dict[str, str]:
+    """Return the values by option name; under "" the words before the first option."""
+    values: dict[str, str] = {"": ""}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            name, word = name.replace("_", "-"), value
+            values[name] = value if equals else ""
+        else:
+            values[name] = f"{values[name]} {word}".strip()
+    return {name: value or "set" for name, value in values.items()}
+
+
+def config_options(words: Sequence[str]) -> dict[str, str]:
+    """Return the options in the --config file, as the trainers read it, by ``--name``.
+
+    Empty if there is no file, or --config has another meaning in the program.
+    """
+    path = value_of(words, "--config")
+    try:
+        settings = read_settings(Path(path), "") if path else []
+    except UsageError:  # reported by the program itself
+        return {}
+    return {
+        f"--{setting.name.replace('_', '-')}": str(setting.value)
+        for setting in settings
+        if setting.value is not None and setting.value is not False
+    }
+
+
+def effective_value(words: Sequence[str], option: str) -> str | None:
+    """Return the value of ``option`` on the command line or in the file; None if not set."""
+    value = value_of(words, option)
+    return config_options(words).get(option) if value is None else value
+
+
+def batch_sizes(words: Sequence[str]) -> tuple[str | None, str | None]:
+    """Return batch per rank and global batch, None if not set; the line overrides the file."""
+    for lookup in (partial(value_of, words), config_options(words).get):
+        per_rank, total = lookup("--batch-size"), lookup("--global-batch-size")
+        if per_rank is not None or total is not None:
+            return per_rank, total
+    return None, None
+
+
+def check_measurable(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Reject a command whose runs would not be independent, undisturbed measurements.
+
+    Raises:
+        UsageError: with the name of the option.
+    """
+    if not words:
+        raise UsageError("missing command: put it after --, e.g. `-- python train.py`")
+    file_options = config_options(words)
+    for option, reason in REFUSED.items():
+        if value_of(words, option) is not None or option in file_options:
+            source = value_of(words, "--config") if option in file_options else "the command"
+            raise UsageError(f"{option} in {source}: {reason}; remove it")
+    if environ.get("HOROVOD_TIMELINE", DYNAMIC) != DYNAMIC:
+        raise UsageError("HOROVOD_TIMELINE is set: recording slows a run down; unset it")
