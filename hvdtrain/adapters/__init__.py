@@ -1,1 +1,1 @@
-"""*How* the eight steps are done: one framework and one strategy each."""
+"""The adapters: the eight steps, implemented for one framework and one strategy each."""

@@ -1,8 +1,8 @@
 """The eight steps from a script for one device to distributed training, as an interface.
 
 This file is the table of contents of the project: one abstract method per step, in order. The
-framework-free half stands in ``steps/``, each framework's half beside this file. A method says
-what it guarantees on all ranks together; all ranks must call it, in the same order.
+framework-free half is in ``steps/``, each framework's half in this package. Each docstring states
+what holds on all ranks afterwards; all ranks must call every method, in the same order.
 """
 
 from __future__ import annotations
@@ -17,100 +17,100 @@ from hvdtrain.steps.world import World
 
 
 class Adapter(ABC):
-    """Eight steps, for one framework and one strategy. Call them in this order."""
+    """The eight steps for one framework and one strategy, to be called in this order."""
 
     world: World
 
     @abstractmethod
     def initialize(self, *, short_steps: bool = False) -> World:
-        """Step 1: join the other ranks.
+        """Step 1: connect to the other ranks.
 
-        After it, all ranks know one ``World``. Environment variables that tune MPI and Horovod are
-        set before either starts, and only those that the user has not set.
+        Afterwards all ranks share one ``World``. Environment variables that tune MPI and Horovod
+        are set before either starts, unless the user has set them.
 
         Args:
-            short_steps: steps of the training take a few milliseconds (MNIST), so that Horovod
-                should look for work more often.
+            short_steps: whether a training step takes only a few milliseconds (MNIST), so that
+                Horovod should poll more often.
 
         Raises:
-            UsageError: on every rank, within seconds, where the launcher started another number
-                of processes than the runtime connected.
+            UsageError: on every rank, within seconds, if the number of processes started by the
+                launcher differs from the number connected by the runtime.
         """
 
     @abstractmethod
     def pin_device(self) -> str:
-        """Step 2: give each local rank a device of its own; on a CPU, its share of the cores.
+        """Step 2: assign a separate device to each local rank; on a CPU, its share of the cores.
 
         Returns:
-            The device in words, such as ``cuda:0`` or ``cpu, 4 threads``.
+            A description of the device, e.g. ``cuda:0`` or ``cpu, 4 threads``.
 
         Raises:
-            UsageError: on every rank, where some host has fewer devices than local ranks.
+            UsageError: on every rank, if any host has fewer devices than local ranks.
         """
 
     @abstractmethod
     def shard_data(
         self, samples: int, *, global_batch: int, seed: int = 0, digest: str | bytes = ""
     ) -> Shards:
-        """Step 3: cut out this rank's parts of the global batches of ``range(samples)``.
+        """Step 3: select this rank's part of each global batch of ``range(samples)``.
 
         Iterate over ``.epoch(number)``; each ``Part`` has ``indices``, and all ranks take the same
         number of steps. See ``steps/sharding.py``.
 
-        Gradients are weighted by the part that is current: the one drawn last from ``epoch``. Where
-        batches are read ahead, iterate over ``batches`` or compute ``with shards.step(part)``.
+        Gradients are weighted by the current part: the last one drawn from ``epoch``. If batches
+        are read ahead, iterate over ``batches`` or compute ``with shards.step(part)``.
 
         Args:
             samples: size of the dataset, equal on all ranks.
-            global_batch: samples of a step over all ranks.
+            global_batch: number of samples per step over all ranks.
             seed: seed of the order, equal on all ranks.
-            digest: of the data, such as a SHA-256 of file names and labels in their order. Where
-                it is given, on all ranks, it is compared: ranks with other samples of the same
-                number would train without a word.
+            digest: digest of the data, e.g. the SHA-256 of file names and labels in order. If
+                provided (on all ranks), it is compared: ranks that have the same number of
+                different samples would otherwise train unnoticed.
 
         Raises:
-            UsageError: on every rank: the digests differ; names the ranks.
+            UsageError: on every rank, naming the ranks whose digests differ.
         """
 
     @abstractmethod
     def scale_learning_rate(
         self, base: float, *, scaling: str = "linear", **schedule: Any
     ) -> LearningRate:
-        """Step 4: make the learning-rate schedule by epoch.
+        """Step 4: create the learning-rate schedule, by epoch.
 
         Args:
-            base: the learning rate that is right for one rank.
-            scaling: ``linear``, ``sqrt`` or ``none``: how it grows with the world size.
+            base: the learning rate for one rank.
+            scaling: ``linear``, ``sqrt`` or ``none``: its growth with the world size.
             schedule: ``epochs``, ``warmup_epochs``, ``schedule``, ``milestones``, ``decay`` of
                 ``LearningRate``.
         """
 
     @abstractmethod
     def distribute_optimizer(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Step 5: make updates use the mean gradient over the *global* batch from now on.
+        """Step 5: make all further updates use the mean gradient over the *global* batch.
 
-        The loss stays the mean over the rank's own part: gradients are weighted by the part's
-        share of the global batch, so uneven parts, and empty ones, are right too. Which part that
-        is, the shards of step 3 tell (``shards.current``); without shards all ranks weigh the same.
+        The loss remains the mean over the rank's local part: gradients are weighted by the part's
+        share of the global batch, so uneven and empty parts are handled correctly. The part is
+        ``shards.current`` of step 3; without shards all ranks have the same weight.
 
-        With PyTorch the gradients are whole when ``backward()`` returns, to clip or to look at;
-        several passes before a step add up, as in one process. With TensorFlow they are summed in
-        ``optimizer.apply``. Every rank must make the same updates; several optimizers are
-        distributed one by one, in the same order on all ranks.
+        With PyTorch the gradients are complete when ``backward()`` returns and can be clipped or
+        inspected; several passes before a step accumulate, as in one process. With TensorFlow they
+        are summed in ``optimizer.apply``. Every rank must make the same updates; several optimizers
+        are distributed one at a time, in the same order on all ranks.
 
         Returns:
             The model to call from now on, and the optimizer, which keeps its type and methods.
 
         Raises:
-            UsageError: something else than a model and an optimizer, or one distributed already.
+            UsageError: not a model and an optimizer, or the optimizer is distributed already.
         """
 
     @abstractmethod
     def broadcast_state(self, model: Any, optimizer: Any = None) -> str:
-        """Step 6: send parameters, buffers and optimizer state of rank 0 to all ranks, bit for bit.
+        """Step 6: broadcast parameters, buffers and optimizer state of rank 0, bit for bit.
 
         Returns:
-            The SHA-256 of the state, which every rank has compared with all others.
+            The SHA-256 of the state, verified to be equal on all ranks.
 
         Raises:
             HvdtrainError: on every rank, naming the ranks whose state differs afterwards.
@@ -126,13 +126,13 @@ class Adapter(ABC):
         state: dict[str, Any],
         keep: int = 3,
     ) -> Path:
-        """Step 7: let rank 0 write a checkpoint, complete or not at all.
+        """Step 7: write a checkpoint atomically, on rank 0.
 
         Args:
-            directory: where checkpoints live; a shared file system where there are several hosts.
-            state: JSON values to find again; ``step`` is required, a count that grows
-                from save to save (updates, or epochs): the newest checkpoint has the largest.
-            keep: how many of the newest stay, besides the best.
+            directory: directory of the checkpoints; with several hosts, on a shared file system.
+            state: JSON values to restore; ``step`` is required: a count that grows from save to
+                save (updates or epochs), largest in the newest checkpoint.
+            keep: number of recent checkpoints to keep, in addition to the best.
 
         Raises:
             CheckpointError: on every rank, if rank 0 could not write.
@@ -143,9 +143,9 @@ class Adapter(ABC):
         """Step 8: average metrics over all samples of all ranks.
 
         Args:
-            count: samples that this rank's sums are over; 0 is fine.
-            sums: sums over them, by name, such as ``loss=`` and ``correct=``.
+            count: number of samples in this rank's sums; may be 0.
+            sums: sums over these samples by name, e.g. ``loss=`` and ``correct=``.
 
         Returns:
-            The means by name, and the count over all ranks.
+            The means by name, and the number of samples of all ranks.
         """

@@ -1,4 +1,4 @@
-"""What all adapters share: steps 1, 3, 4, 5 and 8 over a communicator, without a framework."""
+"""Framework-free base of all adapters: steps 1, 3, 4, 5 and 8 over a communicator."""
 
 from __future__ import annotations
 
@@ -41,41 +41,38 @@ from hvdtrain.system.runtime.waits import Waits, together
 log = logging.getLogger(__name__)
 
 
-def in_buckets(
-    gradients: Sequence[tuple[object, int]], full: int = BUCKET_BYTES
-) -> list[list[int]]:
-    """Group gradients, given by kind and bytes, in buckets of one kind; return their places.
+def buckets(gradients: Sequence[tuple[object, int]], full: int = BUCKET_BYTES) -> list[list[int]]:
+    """Group ``gradients``, as (kind, bytes), into buckets of one kind; return their indices.
 
-    A bucket of ``full`` bytes or more takes no other gradient.
-
-    Backward reaches the last layers first, so the buckets go from the back to the front.
+    A bucket of ``full`` bytes or more takes no further gradient. The buckets run from the last
+    gradient to the first, the order in which the backward pass produces them.
     """
     groups: list[list[int]] = []
     size, kind = 0, None
-    for place, (this, nbytes) in reversed(list(enumerate(gradients))):
-        if not groups or size >= full or this != kind:
+    for index, (current, nbytes) in reversed(list(enumerate(gradients))):
+        if not groups or size >= full or current != kind:
             groups.append([])
-            size, kind = 0, this
-        groups[-1].append(place)
+            size, kind = 0, current
+        groups[-1].append(index)
         size += nbytes
     return groups
 
 
-def in_a_row(costs: Sequence[int], number: int) -> list[range]:
-    """Cut layers in a row into ``number`` stages, so that the most costly one costs least.
+def balanced_cuts(costs: Sequence[int], number: int) -> list[range]:
+    """Cut a sequence of layers into ``number`` stages, minimizing the cost of the costliest stage.
 
-    Of cuts that are as good the last one is taken: behind layers that cost nothing, such as a
-    pooling, which makes what is sent smaller.
+    Of equally good cuts the last is taken: behind layers without cost, e.g. a pooling layer, whose
+    output is smaller to send.
 
     Args:
-        costs: of each layer.
-        number: of stages, at most one per layer.
+        costs: cost of each layer.
+        number: number of stages, at most one per layer.
 
     Returns:
-        The places of the layers of each stage, one or more.
+        The indices of the layers of each stage, at least one each.
     """
     ends = [*itertools.accumulate(costs, initial=0)]
-    # The least cost of the most costly stage, and its cuts, by the number of layers before them.
+    # Least cost of the costliest stage, and the cuts for it, by the number of layers covered.
     best: list[tuple[int, list[int]]] = [(end, [0]) for end in ends]
     for stage in range(1, number):
         before = best
@@ -93,32 +90,32 @@ def in_a_row(costs: Sequence[int], number: int) -> list[range]:
     return [range(*pair) for pair in itertools.pairwise(cuts)]
 
 
-def in_parts(sizes: Sequence[int], number: int) -> list[int]:
-    """Give each of ``sizes`` to one of ``number`` ranks so that their totals are about the same.
+def balanced_owners(sizes: Sequence[int], number: int) -> list[int]:
+    """Assign each of ``sizes`` to one of ``number`` ranks, so that their totals are balanced.
 
-    The largest first, each to the rank that has least so far (Graham, "Bounds on Multiprocessing
-    Timing Anomalies", 1969: at most 4/3 of the best).
+    Largest first, each to the rank with the smallest total so far (Graham, "Bounds on
+    Multiprocessing Timing Anomalies", 1969: at most 4/3 of the optimum).
 
     Returns:
-        The rank of each.
+        The rank of each size.
     """
     totals, owners = [0] * number, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owners[place] = min(range(number), key=totals.__getitem__)
-        totals[owners[place]] += sizes[place]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = min(range(number), key=totals.__getitem__)
+        totals[owners[index]] += sizes[index]
     return owners
 
 
 class GradientSums(Protocol):
-    """What sums the gradients of one optimizer over the ranks."""
+    """Sums of the gradients of one optimizer over the ranks."""
 
     @property
     def blocked_seconds(self) -> float | None:
-        """Seconds that this rank has waited for the sums, in all; None: not known."""
+        """Total seconds that this rank has waited for the sums; None: unknown."""
 
     @property
     def messages(self) -> dict[str, int] | None:
-        """``count`` and ``bytes`` of the messages of a step; None: not known."""
+        """``count`` and ``bytes`` of the messages of a step; None: unknown."""
 
     @property
     def stop_agreed(self) -> bool:
@@ -126,33 +123,33 @@ class GradientSums(Protocol):
 
 
 class CommonAdapter(StateAdapter):
-    """An adapter over a ``Communicator``; a framework adds devices, optimizer and its state."""
+    """An adapter over a ``Communicator``; a framework adds devices, optimizer and state."""
 
-    name: str  # of the strategy, as the user spells it
+    name: str  # of the strategy, as in --strategy
     runtime: str
     levers = Levers()
     device: Any = "cpu"
     has_gpu = False
     meter: GpuMeter | None = None  # of this rank's GPU, since `pin_device`
-    threads = 0  # that compute on a CPU, since `pin_device`
-    needs_empty_forward = False  # also a part without samples takes a forward and a backward pass
-    evaluates_together = False  # all ranks make the same number of forward passes to evaluate, too
-    shards_state = False  # ranks hold parts of the state, and each writes a file of a checkpoint
-    ranks: list[RankFacts]  # what all ranks told of themselves in step 1, by rank
+    threads = 0  # number of CPU compute threads, since `pin_device`
+    needs_empty_forward = False  # parts without samples need a forward and a backward pass, too
+    evaluates_together = False  # all ranks make the same number of forward passes in evaluation
+    shards_state = False  # each rank holds a part of the state and writes a file of a checkpoint
+    ranks: list[RankFacts]  # facts of all ranks, exchanged in step 1, by rank
 
     def __init__(self) -> None:
         super().__init__()
         self.stop_wanted = False
         self._detector: failure_detector.FailureDetector | None = None
-        self._shards: Shards | None = None  # those that a part was drawn from last
+        self._shards: Shards | None = None  # from which the last part was drawn
         self._distributed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
 
     def __getattr__(self, name: str) -> Any:
         if name in ("world", "communicator", "ranks"):
-            raise UsageError("call initialize() first (step 1): before it there is no world")
+            raise UsageError("call initialize() first (step 1): the adapter is not connected")
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
-    # What a framework or a strategy has to add
+    # Implemented by a framework or a strategy
 
     @abstractmethod
     def connect(self) -> Communicator:
@@ -162,92 +159,92 @@ class CommonAdapter(StateAdapter):
         """Make the BatchNorm layers of the model use the statistics of the global batch."""
 
     def make_deterministic(self) -> None:
-        """Choose algorithms that give the same bits from run to run, even if slower."""
+        """Select algorithms that are bit-reproducible from run to run, even if slower."""
 
     def compile(self, task: Any) -> None:
-        """Let the framework make kernels for the task's model, for the passes to come."""
+        """Compile the task's model to kernels of the framework."""
         task.compile()
 
     def check_precision(self, precision: str) -> None:
-        """Raise ``UsageError``, on every rank, where the strategy cannot train in ``precision``."""
+        """Raise ``UsageError``, on every rank, if the strategy cannot train in ``precision``."""
 
     def use_tf32(self, wanted: bool) -> None:
-        """Let a GPU multiply fp32 in TF32, or not, whatever its framework does by default."""
+        """Enable or disable TF32 for fp32 multiplications on a GPU."""
 
     @property
     def gradient_sums(self) -> Sequence[GradientSums]:
-        """One per optimizer that is distributed over several ranks."""
+        """Gradient sums, one per optimizer that is distributed over several ranks."""
         return ()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes of PyTorch within add to this rank's own gradients.
+        """Accumulate gradients locally in PyTorch's backward passes within the block.
 
-        The next pass outside of it sums what has come together over the ranks. Ranks may make
+        The next pass outside of it sums the accumulated gradients over the ranks. Ranks may make
         different numbers of passes within.
         """
         return nullcontext()
 
     def sum_shards(self, values: Any) -> Any:
-        """Sum a tensor of what each rank found in its part of parameters or gradients.
+        """Sum a tensor of results that each rank has for its shard of parameters or gradients.
 
-        Where no strategy shards them, a rank has found all, and ``values`` are returned.
+        If they are not sharded, each rank has the whole result, and ``values`` is returned.
         """
         return values
 
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Return both so that gradients are summed over the ranks; there are two or more."""
+        """Return both such that gradients are summed over the ranks, two or more."""
         raise NotImplementedError(f"{self.name} is for one process")
 
     def start_timeline(self, file: str) -> None:
-        """Let rank 0 record in ``file`` what Horovod does from now on; all ranks call it."""
+        """Start recording Horovod's activity in ``file``, on rank 0; all ranks must call it."""
         raise NotImplementedError(f"{self.name} has no timeline")
 
     def stop_timeline(self) -> None:
-        """End the record; its file is complete then."""
+        """Stop recording, and complete the file."""
         raise NotImplementedError(f"{self.name} has no timeline")
 
-    # What the sums of the gradients tell
+    # Results of the gradient sums
 
     @property
     def stop_agreed(self) -> bool:
         """Whether any rank had ``stop_wanted`` at the last step; the same answer on all ranks."""
         sums = self.gradient_sums
-        return any(one.stop_agreed for one in sums) if sums else self.stop_wanted
+        return any(optimizer.stop_agreed for optimizer in sums) if sums else self.stop_wanted
 
     @property
     def blocked_seconds(self) -> float | None:
-        """Seconds that this rank has waited for sums of gradients, in all; None: not known."""
+        """Total seconds that this rank has waited for sums of gradients; None: unknown."""
         if self.world.size == 1:
             return 0.0
-        waits = [one.blocked_seconds for one in self.gradient_sums]
-        # With a GPU the wait for the sums is also one for what it still computes.
+        waits = [sums.blocked_seconds for sums in self.gradient_sums]
+        # With a GPU, the wait for the sums includes the wait for its computation.
         unknown = self.has_gpu or not waits or None in waits
         return None if unknown else sum(wait or 0.0 for wait in waits)
 
     @property
     def gradient_messages(self) -> dict[str, int] | None:
-        """``count`` and ``bytes`` of the messages in which a step's gradients are summed.
+        """``count`` and ``bytes`` of the messages that sum a step's gradients.
 
-        None where nothing is summed, or where it is not known.
+        None if nothing is summed, or if they are unknown.
         """
-        known = [one.messages for one in self.gradient_sums if one.messages]
+        known = [sums.messages for sums in self.gradient_sums if sums.messages]
         return (
-            {key: sum(one[key] for one in known) for key in ("count", "bytes")} if known else None
+            {key: sum(step[key] for step in known) for key in ("count", "bytes")} if known else None
         )
 
     def bubble(self, split: StepSplit | None) -> Bubble | None:
-        """Return how long the stages of a model wait for one another; None: it has none.
+        """Return the share of time that pipeline stages wait for one another; None: no stages.
 
         Args:
-            split: of the mean step; None: it is not known.
+            split: time of the mean step by activity; None: unknown.
         """
         return None
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The most that this rank has taken so far: of its GPU's memory, else resident; 0: unknown.
+        """Peak memory of this rank: of its GPU, on a CPU resident memory; 0: unknown.
 
-        A framework counts what tensors take of a GPU.
+        On a GPU, the framework counts the memory of its tensors.
         """
         return peak_resident_bytes()
 
@@ -274,8 +271,8 @@ class CommonAdapter(StateAdapter):
             hosts=len(set(hosts)),
         )
         if self.levers.autotune:
-            said = "--autotune: Horovod chooses by timings, so no run is bit-equal to another"
-            self.communicator.on_root(lambda: log.warning(said))
+            warning = "--autotune: Horovod decides by timings, so runs are not bit-reproducible"
+            self.communicator.on_root(lambda: log.warning(warning))
         if self._detector is None:
             self._detector = failure_detector.start(
                 rank, hosts, network.addresses(), self.communicator.gather
@@ -287,12 +284,12 @@ class CommonAdapter(StateAdapter):
         return self.world
 
     def cpu_threads(self) -> int:
-        """Return this rank's share of its host's cores, or the user's OMP_NUM_THREADS."""
+        """Return this rank's share of the cores of its host, or the user's OMP_NUM_THREADS."""
         ranks = [facts for facts, _ in self._gather_threads(0)]
         return agreed_threads(ranks, self.world.rank)
 
     def check_threads(self) -> None:
-        """Warn of ranks that have more threads than their host has cores; all ranks call it."""
+        """Warn if a host has more threads of ranks than cores; all ranks must call it."""
         ranks, threads = zip(*self._gather_threads(self.threads), strict=True)
         if warning := oversubscription(ranks, threads):
             self.communicator.on_root(lambda: log.warning("%s", warning))
@@ -302,15 +299,15 @@ class CommonAdapter(StateAdapter):
         ranks = self.communicator.gather(json.dumps([mine, threads]).encode())
         return [(RankCores(**facts), number) for facts, number in map(json.loads, ranks)]
 
-    def check_devices(self, name: str, place: int, visible: int) -> None:
-        """Raise on every rank where local ranks share a GPU; all ranks call it, also on a CPU.
+    def check_devices(self, name: str, index: int, visible: int) -> None:
+        """Raise, on every rank, if local ranks share a GPU; all ranks must call it, also on a CPU.
 
         Args:
-            name: of this rank's device.
-            place: its place among the GPUs that this rank sees.
-            visible: how many it sees; 0: this rank computes on the CPU.
+            name: name of this rank's device.
+            index: index of the device among the GPUs visible to this rank.
+            visible: number of visible GPUs; 0: this rank computes on the CPU.
         """
-        identity = gpus.identities(visible, os.environ)[place] if visible else ""
+        identity = gpus.identities(visible, os.environ)[index] if visible else ""
         self.meter = GpuMeter(identity) if visible else None
         preflight.check_devices(self.communicator, Device(name, identity, visible), self.ranks)
 
@@ -320,13 +317,13 @@ class CommonAdapter(StateAdapter):
         self, samples: int, *, global_batch: int, seed: int = 0, digest: str | bytes = ""
     ) -> Shards:
         if digest:
-            given = digest if isinstance(digest, bytes) else digest.encode()
-            everyone = self.communicator.gather(given)
-            if others := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
+            local = digest if isinstance(digest, bytes) else digest.encode()
+            digests = self.communicator.gather(local)
+            if others := [rank for rank, value in enumerate(digests) if value != digests[0]]:
                 raise agreed(
                     UsageError(
-                        f"shard_data: the digest of the data on {rank_list(others)} is not rank "
-                        "0's: give every host the same data, in the same order"
+                        f"shard_data: the digest of the data on {rank_list(others)} differs from "
+                        "rank 0's: use the same data on every host, in the same order"
                     )
                 )
         rank, size = self.world.data_rank, self.world.data_size
@@ -335,22 +332,22 @@ class CommonAdapter(StateAdapter):
         return self._shards
 
     def begin_part(self, shards: Shards, part: Part) -> None:
-        """Note that ``part`` of ``shards`` is what the next gradients are computed on."""
+        """Set ``part`` of ``shards`` as the one that the next gradients are computed on."""
         self._shards = shards
         self.samples_seen += part.count
-        self._rank_buffers = {}  # also where this rank's part is empty: the others' are not
+        self._rank_buffers = {}  # also if this rank's part is empty: the others' are not
 
     def end_part(self) -> None:
-        """Take part in the sums that other ranks wait for, before anything else that all do."""
+        """Complete pending sums that other ranks wait for, before the next collective call."""
 
     @property
     def samples_seen(self) -> int:
-        """Samples that this rank has trained on, with those before a resume."""
+        """Number of samples that this rank has trained on, including those before a resume."""
         return self._seen
 
     @samples_seen.setter
     def samples_seen(self, count: int) -> None:
-        if count != self._seen:  # this rank has trained on: its statistics are not those loaded
+        if count != self._seen:  # trained since loading: the loaded statistics are outdated
             self._rank_buffers = {}
         self._seen = count
 
@@ -359,22 +356,22 @@ class CommonAdapter(StateAdapter):
         """Compare the trained parameters and the optimizer state of all ranks, bit for bit.
 
         Raises:
-            HvdtrainError: on every rank: names those that differ, and says ``text``.
+            HvdtrainError: on every rank, naming the ranks that differ, and ending with ``text``.
         """
         self.compare(model, self.replicated(model, optimizer), text)
 
     @property
     def current_part(self) -> Part | None:
-        """The part that gradients are computed on now; None where there are no shards.
+        """The part that gradients are currently computed on; None without shards.
 
         Raises:
-            UsageError: there are shards, but it is not clear which part is meant.
+            UsageError: there are shards, but the current part is ambiguous.
         """
         return self._shards.use() if self._shards else None
 
     @property
     def part_weight(self) -> float:
-        """The share of the current part in its global batch; without shards, one rank of size."""
+        """The current part's share of its global batch; without shards, equal for all ranks."""
         part = self.current_part
         return part.weight if part else 1.0 / self.world.data_size
 
@@ -388,13 +385,13 @@ class CommonAdapter(StateAdapter):
         try:
             check_adasum(self.levers, self.world.size, gpu=self.has_gpu)
         except UsageError as error:
-            raise agreed(error) from None  # every rank sees the same
+            raise agreed(error) from None  # raised alike on every rank
         self.check_trained(model, optimizer)
         if optimizer in self._distributed:
             raise UsageError("distribute_optimizer: this optimizer is distributed already")
         several = self.world.devices > 1
         distributed = self.distribute(model, optimizer) if several else (model, optimizer)
-        self._distributed.add(optimizer)  # what was refused may be given again
+        self._distributed.add(optimizer)  # only now: after an error the call may be repeated
         return distributed
 
     @override

@@ -1,6 +1,6 @@
-"""Step 1's checks: one MPI library, one world, the same software, a device for each rank.
+"""Checks of step 1: one MPI library, one world, the same software, a separate device per rank.
 
-It finds out what ``steps/integrity.py`` and ``steps/world.py`` judge.
+This module collects the facts; ``steps/integrity.py`` and ``steps/world.py`` judge them.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ log = logging.getLogger(__name__)
 
 
 def check_libraries() -> None:
-    """Refuse a process that holds two MPI libraries, before MPI starts.
+    """Raise, before MPI starts, if this process has loaded two MPI libraries.
 
     Raises:
-        UsageError: on each rank that holds two, naming both.
+        UsageError: on each rank that has loaded two, naming both.
     """
     libraries = mpi_library.loaded()
     if len(libraries) > 1:
         raise UsageError(
             f"two MPI libraries are loaded in this process ({'; '.join(map(str, libraries))}): "
-            "Horovod and mpi4py belong to different ones. Build Horovod for the MPI that you start "
-            "with (`hvdtrain install-horovod --rebuild`) and mpi4py too (`pip install "
-            "--no-cache-dir --force-reinstall --no-binary mpi4py mpi4py`); `hvdtrain doctor` shows "
-            "who uses which"
+            "Horovod and mpi4py were built for different ones. Rebuild both for the MPI of your "
+            "mpirun: Horovod by `hvdtrain install-horovod --rebuild`, mpi4py by `pip install "
+            "--no-cache-dir --force-reinstall --no-binary mpi4py mpi4py`; `hvdtrain doctor` shows "
+            "which package uses which library"
         )
 
 
 def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
-    """Compare the world of the runtime, which has started, with the launcher's.
+    """Compare the world size of the started runtime with the launcher's.
 
     Raises:
-        UsageError: on every rank, where they differ.
+        UsageError: on every rank, if they differ.
     """
     evidence = Evidence()
     if launch.size != size:
@@ -57,48 +57,48 @@ def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
     try:
         check_launch(launch, size, runtime, evidence)
     except UsageError as error:
-        if launch.launcher == BY_HAND:  # each has its own standard error, so each speaks
+        if launch.launcher == BY_HAND:  # each rank has a separate standard error: each reports
             raise
         raise agreed(error) from None  # every rank sees the same two numbers
 
 
 def exchange(communicator: Communicator) -> list[RankFacts]:
-    """Tell all ranks what this one is, in one collective; all must run the same software.
+    """Exchange the facts of all ranks in one collective; all must run the same software.
 
     Returns:
         The facts of all ranks, by rank.
 
     Raises:
-        UsageError: on every rank, telling who runs what.
+        UsageError: on every rank, listing the differing versions and their ranks.
     """
     identities = sorted({library.identity for library in mpi_library.loaded()})
     mine = integrity.rank_facts(os.environ, ", ".join(identities))
-    everyone = [RankFacts.decode(data) for data in communicator.gather(mine.encode())]
+    ranks = [RankFacts.decode(data) for data in communicator.gather(mine.encode())]
     known = integrity.MIXED_VERSIONS
-    _judge(communicator, everyone, known, lambda: integrity.check_software(everyone))
-    return everyone
+    _judge(communicator, ranks, known, lambda: integrity.check_software(ranks))
+    return ranks
 
 
-def check_devices(communicator: Communicator, device: Device, everyone: list[RankFacts]) -> None:
-    """Tell all ranks which device this one took, in one collective; each has one of its own.
+def check_devices(communicator: Communicator, device: Device, ranks: list[RankFacts]) -> None:
+    """Exchange the devices of all ranks in one collective; each rank must have a separate one.
 
     Raises:
-        UsageError: on every rank, naming those that share one.
+        UsageError: on every rank, naming the ranks that share a device.
     """
-    told = communicator.gather(json.dumps(asdict(device)).encode())
-    devices = [Device(**json.loads(data)) for data in told]
+    gathered = communicator.gather(json.dumps(asdict(device)).encode())
+    devices = [Device(**json.loads(data)) for data in gathered]
     known = integrity.SHARED_GPU
-    _judge(communicator, everyone, known, lambda: integrity.check_devices(devices, everyone))
+    _judge(communicator, ranks, known, lambda: integrity.check_devices(devices, ranks))
 
 
 def _judge(
-    communicator: Communicator, everyone: list[RankFacts], known: str, rule: Callable[[], None]
+    communicator: Communicator, ranks: list[RankFacts], known: str, rule: Callable[[], None]
 ) -> None:
-    """Raise what ``rule`` raises, as agreed by all; only say it where ``known`` is let pass."""
+    """Raise the error of ``rule``, agreed by all ranks; only warn if the user allows ``known``."""
     try:
         rule()
     except UsageError as error:
-        if known not in everyone[0].allow:
+        if known not in ranks[0].allow:
             raise agreed(error) from None
         message = str(error)
         communicator.on_root(lambda: log.warning("%s", message))

@@ -1,4 +1,4 @@
-"""Whether what all ranks should have alike is the same on them, bit for bit."""
+"""Bit-for-bit comparison of the state that must be identical on all ranks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hvdtrain.system.runtime.exit import agreed
 def compare(
     communicator: Communicator,
     state: Checkpoint,
-    why: str,
+    reason: str,
     *,
     when: str = "",
     ranks: Sequence[int] = (),
 ) -> str:
-    """Compare the ``state`` of all ranks; all of them call it together.
+    """Compare the ``state`` of all ranks; all of them must call it together.
 
     Args:
-        communicator: of this rank.
-        state: arrays of the same names on all ranks.
-        why: what comes after the names of those that differ: the cause and the remedy.
-        when: what comes before them.
-        ranks: what those of ``communicator`` are called; by default as there.
+        communicator: communicator of the ranks to compare.
+        state: arrays, with the same names on all ranks.
+        reason: end of the error message: cause and remedy.
+        when: beginning of the error message.
+        ranks: world ranks of those of ``communicator``, for the message; default: the same.
 
     Returns:
         The common SHA-256.
@@ -50,21 +50,21 @@ def compare(
         },
     }
     whole = hashlib.sha256(b"".join(digests.values())).digest()
-    everyone = communicator.gather(whole)
-    right = Counter(everyone).most_common(1)[0][0]  # most ranks have it; else rank 0 has
-    if different := [rank for rank, other in enumerate(everyone) if other != right]:
-        told = {name: digest.hex() for name, digest in digests.items()}
-        mine = json.dumps([socket.gethostname(), told]).encode()
-        hosts, tensors = zip(*map(json.loads, communicator.gather(mine)), strict=True)
-        one, other = tensors[everyone.index(right)], tensors[different[0]]
-        first = next(name for name in {**one, **other} if one.get(name) != other.get(name))
+    gathered = communicator.gather(whole)
+    right = Counter(gathered).most_common(1)[0][0]  # of most ranks, or of rank 0
+    if different := [rank for rank, digest in enumerate(gathered) if digest != right]:
+        mine = {name: digest.hex() for name, digest in digests.items()}
+        rows = communicator.gather(json.dumps([socket.gethostname(), mine]).encode())
+        hosts, tensors = zip(*map(json.loads, rows), strict=True)
+        good, bad = tensors[gathered.index(right)], tensors[different[0]]
+        first = next(name for name in {**good, **bad} if good.get(name) != bad.get(name))
         ranks = ranks or range(communicator.size)
         others = "the other ranks'" if 0 in different else f"rank {ranks[0]}'s"
         where = dict(zip(ranks, hosts, strict=True))
         raise agreed(
             HvdtrainError(
-                f"{when}the model of {places([ranks[one] for one in different], where)} differs "
-                f"from {others}, first in {first}: {why}"
+                f"{when}the model of {places([ranks[rank] for rank in different], where)} differs "
+                f"from {others}, first in {first}: {reason}"
             )
         )
     return whole.hex()

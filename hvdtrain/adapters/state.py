@@ -1,4 +1,4 @@
-"""Steps 6 and 7 for every adapter: the state of a training, sent to all ranks, saved and found."""
+"""Steps 6 and 7 for every adapter: broadcast, save and load the state of a training."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from hvdtrain.system.runtime.exit import outlived, process_status
 from hvdtrain.system.runtime.waits import Waits, together
 
 DIFFERENT = (
-    "nothing was saved. The ranks have made different updates, from gradients that were changed on "
-    "some of them, or without broadcast_state at the start"
+    "nothing was saved. The ranks have made different updates: gradients were changed on some of "
+    "them, or broadcast_state was not called at the start"
 )
 FILES = {".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".safetensors"}  # one model each
 
 
 class StateAdapter(Adapter):
-    """Broadcast and checkpoint over a ``Communicator``; a framework tells what its state is."""
+    """Broadcast and checkpoints over a ``Communicator``; a framework exports and imports state."""
 
     communicator: Communicator
     kinds: tuple[tuple[str, type], ...]  # name and class of the framework's models and optimizers
 
     def __init__(self) -> None:
-        self._seen = 0  # samples that this rank has trained on, with those before a resume
+        self._seen = 0  # samples that this rank has trained on, including those before a resume
         self.waits = Waits(0, [])  # until the world is known
         self._rank_buffers: Arrays = {}  # of a loaded checkpoint, until this rank trains on
 
-    # What a framework has to add
+    # Implemented by a framework
 
     @abstractmethod
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
         """Return the state of model and optimizer as NumPy arrays by name.
 
-        Where the framework computes in host memory they may share it: use them before it goes on.
+        If the framework computes in host memory, they may share it: use them before it continues.
         """
 
     @abstractmethod
     def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        """Put ``state`` into model and optimizer.
+        """Load ``state`` into model and optimizer.
 
         Raises:
             UsageError: names or shapes are not those of this model.
@@ -64,7 +64,7 @@ class StateAdapter(Adapter):
 
     @abstractmethod
     def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
-        """Put back what ``local_buffers`` gave."""
+        """Restore the arrays returned by ``local_buffers``."""
 
     @abstractmethod
     def trained_names(self, model: Any) -> set[str]:
@@ -72,22 +72,22 @@ class StateAdapter(Adapter):
 
     @property
     def data_communicator(self) -> Communicator:
-        """The ranks that have the same part of the model as this one, each other data."""
+        """Communicator of the ranks that hold the same part of the model, each for other data."""
         return self.communicator
 
-    def compare(self, model: Any, state: Checkpoint, why: str, *, when: str = "") -> str:
-        """Compare what ranks should have alike of ``model``; see ``replicas.compare``."""
-        return compare(self.communicator, state, why, when=when)
+    def compare(self, model: Any, state: Checkpoint, reason: str, *, when: str = "") -> str:
+        """Compare the ``state`` that ranks share of ``model``; see ``replicas.compare``."""
+        return compare(self.communicator, state, reason, when=when)
 
     # The steps
 
     def check_trained(self, model: Any, optimizer: Any) -> None:
-        """Raise ``UsageError`` where ``model`` or ``optimizer`` is something else."""
-        for what, given, (name, kind) in zip(
+        """Raise ``UsageError`` if ``model`` or ``optimizer`` is of another class."""
+        for role, value, (name, kind) in zip(
             ("model", "optimizer"), (model, optimizer), self.kinds, strict=True
         ):
-            if not isinstance(given, kind) and (what == "model" or given is not None):
-                raise UsageError(f"the {what} is a {type(given).__name__}, not a {name}")
+            if not isinstance(value, kind) and (role == "model" or value is not None):
+                raise UsageError(f"the {role} is a {type(value).__name__}, not a {name}")
 
     @together
     @override
@@ -95,21 +95,21 @@ class StateAdapter(Adapter):
         self.check_trained(model, optimizer)
         digest = self.send_state(model, optimizer)
         ranks = self.communicator.broadcast_arrays(self._rank_buffers)
-        own = buffers.own_row(ranks, self.world.data_rank, self.world.data_size)
-        if own:
-            self.set_local_buffers(model, own[0])
-            self._seen = own[1]
+        row = buffers.rank_row(ranks, self.world.data_rank, self.world.data_size)
+        if row:
+            self.set_local_buffers(model, row[0])
+            self._seen = row[1]
         return digest
 
     def send_state(self, model: Any, optimizer: Any) -> str:
-        """Send rank 0's state to all ranks, and compare it; a strategy that shards it has its own.
+        """Send rank 0's state to all ranks and compare it; strategies that shard it override this.
 
         Returns:
             The common SHA-256.
         """
         if self.world.size > 1:
             mine = self.export_state(model, optimizer)
-            # Names and shapes first: what rank 0 has, an optimizer state for one, others may lack.
+            # Names and shapes first: the others may lack some, e.g. an optimizer state.
             state = Checkpoint(
                 model=self.communicator.broadcast_arrays(mine.model),
                 training=self.communicator.broadcast_arrays(mine.training),
@@ -118,20 +118,20 @@ class StateAdapter(Adapter):
         return self.compare(
             model,
             self.export_state(model, optimizer),
-            "this is so right after the broadcast: report it, training on would be wrong",
+            "right after the broadcast: please report it; continuing would give wrong results",
         )
 
     @together
     def check_replicas(self, model: Any, optimizer: Any = None, *, step: int | None = None) -> str:
         """Compare trained parameters and optimizer state of all ranks, bit for bit.
 
-        Running statistics are not compared: while it trains, each rank has its own. Nor is what a
-        strategy shards, of which each rank has another part.
+        Neither running statistics, which are local to each rank in training, nor sharded state,
+        of which each rank holds another part, are compared.
 
         Args:
-            model: that is trained.
-            optimizer: likewise.
-            step: how many updates are done, for the message.
+            model: the trained model.
+            optimizer: its optimizer.
+            step: number of completed updates, for the message.
 
         Returns:
             The common SHA-256.
@@ -143,13 +143,13 @@ class StateAdapter(Adapter):
         return self.compare(
             model,
             self.replicated(model, optimizer),
-            "the ranks have made different updates, or the memory of a host has changed by itself. "
-            f"{process_status.how_to_go_on()}; leave out a host that is named twice",
+            "the ranks have made different updates, or the memory of a host is faulty. "
+            f"{process_status.how_to_go_on()}; exclude a host that is named twice",
             when="" if step is None else f"after step {step} ",
         )
 
     def replicated(self, model: Any, optimizer: Any) -> Checkpoint:
-        """Return what of the state is the same on all ranks after each update."""
+        """Return the part of the state that is identical on all ranks after each update."""
         return self._trained(model, self.export_state(model, optimizer))
 
     def _trained(self, model: Any, state: Checkpoint) -> Checkpoint:
@@ -169,8 +169,8 @@ class StateAdapter(Adapter):
     ) -> Path:
         self.check_trained(model, optimizer)
         _check_saved(Path(directory), state)
-        own = self.local_buffers(model)
-        ranks = buffers.gather(self.data_communicator, own, self._seen) if own else {}
+        local = self.local_buffers(model)
+        ranks = buffers.gather(self.data_communicator, local, self._seen) if local else {}
         kept = {**state, "world_size": self.world.size}
         with self.averaged_buffers(model):
             written = self.write_state(Path(directory), model, optimizer, kept, ranks, keep)
@@ -188,15 +188,15 @@ class StateAdapter(Adapter):
         ranks: Arrays,
         keep: int,
     ) -> Path | None:
-        """Write a checkpoint: by rank 0 alone, unless a strategy shards the state.
+        """Write a checkpoint: only on rank 0, unless a strategy shards the state.
 
         Args:
-            directory: where checkpoints live.
-            model: with the mean of the ranks' buffers.
-            optimizer: or None.
+            directory: directory of the checkpoints.
+            model: the model, with the mean of the ranks' buffers.
+            optimizer: its optimizer, or None.
             state: JSON values.
-            ranks: all ranks' own buffers.
-            keep: how many stay.
+            ranks: local buffers of all ranks.
+            keep: number of recent checkpoints to keep, in addition to the best.
 
         Returns:
             The checkpoint, on rank 0.
@@ -212,7 +212,7 @@ class StateAdapter(Adapter):
             self._refuse_nan(model, checkpoint)
             with outlived(save):
                 path = save()
-                # Known at once: if a rank is lost now, nobody learns more than this.
+                # Recorded at once: if a rank is lost now, the error message names this path.
                 process_status.checkpoint = str(path)
             return path
 
@@ -224,11 +224,11 @@ class StateAdapter(Adapter):
         except ValueError as error:
             raise TrainingError(
                 f"{error} after step {checkpoint.state['step']}: nothing was saved; the "
-                "checkpoints on disk are of before"
+                "checkpoints on disk are older"
             ) from error
 
     def _check_finite(self, model: Any, checkpoint: Checkpoint) -> None:
-        """Raise ``ValueError`` naming a tensor that is not finite; a mask may hold infinities."""
+        """Raise ``ValueError`` naming a tensor that is not finite; masks may contain infinities."""
         names = self.trained_names(model)
         optimizer, ranks = buffers.take_out(checkpoint.training)
         trained = {name: value for name, value in checkpoint.model.items() if name in names}
@@ -250,15 +250,15 @@ class StateAdapter(Adapter):
         *,
         origin: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Load as ``resume`` does; rank 0 alone has the state until ``broadcast_state``."""
+        """Load as ``resume`` does; only rank 0 has the state until ``broadcast_state``."""
 
         def find() -> Checkpoint | None:
-            found = checkpoints.load_newest(
-                Path(directory), lambda found: self._check_finite(model, found)
+            newest = checkpoints.load_newest(
+                Path(directory), lambda checkpoint: self._check_finite(model, checkpoint)
             )
-            if found and origin is not None:
-                checkpoints.check_origin(found, origin)
-            return found
+            if newest and origin is not None:
+                checkpoints.check_origin(newest, origin)
+            return newest
 
         loaded = self.load_state(find, model, optimizer)
         process_status.checkpoint = loaded["path"] if loaded else ""
@@ -268,26 +268,26 @@ class StateAdapter(Adapter):
     def load_weights(
         self, path: Path | str, model: Any, *, origin: dict[str, Any]
     ) -> dict[str, Any]:
-        """Load the weights of one checkpoint; rank 0 alone has them until ``broadcast_state``.
+        """Load the weights of one checkpoint; only rank 0 has them until ``broadcast_state``.
 
-        Running statistics are the mean over the ranks that trained, which the checkpoint holds.
+        Running statistics are the saved mean over the ranks that trained.
 
         Args:
-            path: the checkpoint's folder, or a directory of several, of which it is the newest.
-            model: of the same shapes as the one that was saved.
+            path: folder of a checkpoint, or directory of several: the newest is loaded.
+            model: model of the same shapes as the saved one.
             origin: see ``resume``.
 
         Returns:
-            The ``state`` that was saved, with the checkpoint's ``path``, on every rank.
+            The saved ``state``, with the checkpoint's ``path``, on every rank.
 
         Raises:
-            UsageError: on every rank: none can be read, or it is another model's.
+            UsageError: on every rank: no checkpoint can be read, or it is of another model.
         """
 
         def find() -> Checkpoint:
-            found = checkpoints.load(Path(path), lambda found: self._check_finite(model, found))
-            checkpoints.check_origin(found, origin, "checkpoint")
-            return replace(found, training={})
+            checkpoint = checkpoints.load(Path(path), lambda read: self._check_finite(model, read))
+            checkpoints.check_origin(checkpoint, origin, "checkpoint")
+            return replace(checkpoint, training={})
 
         loaded = self.load_state(find, model, None)
         assert loaded is not None
@@ -296,27 +296,27 @@ class StateAdapter(Adapter):
     def load_state(
         self, find: Callable[[], Checkpoint | None], model: Any, optimizer: Any
     ) -> dict[str, Any] | None:
-        """Load, on rank 0 alone, the checkpoint that ``find`` returns to it; all ranks call it.
+        """Load, only on rank 0, the checkpoint that ``find`` returns there; all ranks call it.
 
         Returns:
-            The ``state`` that was saved, with the checkpoint's ``path``, on every rank.
+            The saved ``state``, with the checkpoint's ``path``, on every rank.
         """
 
         def load() -> Checkpoint | None:
-            found = find()
-            if found:
-                training, self._rank_buffers = buffers.take_out(found.training)
-                self.import_state(model, optimizer, replace(found, training=training))
-            return found
+            checkpoint = find()
+            if checkpoint:
+                training, self._rank_buffers = buffers.take_out(checkpoint.training)
+                self.import_state(model, optimizer, replace(checkpoint, training=training))
+            return checkpoint
 
-        return self.tell_state(load)
+        return self.share_state(load)
 
-    def tell_state(self, load: Callable[[], Checkpoint | None]) -> dict[str, Any] | None:
-        """Return on every rank the state and the path of what ``load`` returns on rank 0."""
-        found = self.communicator.on_root(load)
-        state = json.dumps(found and {**found.state, "path": str(found.path)}).encode()
-        told: dict[str, Any] | None = json.loads(self.communicator.broadcast_bytes(state))
-        return told
+    def share_state(self, load: Callable[[], Checkpoint | None]) -> dict[str, Any] | None:
+        """Return on every rank the state and path of the checkpoint that rank 0 loads."""
+        loaded = self.communicator.on_root(load)
+        message = json.dumps(loaded and {**loaded.state, "path": str(loaded.path)}).encode()
+        state: dict[str, Any] | None = json.loads(self.communicator.broadcast_bytes(message))
+        return state
 
     @together
     def resume(
@@ -327,21 +327,21 @@ class StateAdapter(Adapter):
         *,
         origin: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint and broadcast it (step 6); all ranks call it.
+        """Load the newest intact checkpoint and broadcast it (step 6); all ranks must call it.
 
-        Where there is none, what rank 0 has is broadcast.
+        If there is none, the current state of rank 0 is broadcast.
 
         Args:
-            directory: where checkpoints live.
-            model: of the same shapes as the one that was saved.
-            optimizer: likewise.
-            origin: what made the checkpoint has to equal this, key by key; None: not looked at.
+            directory: directory of the checkpoints.
+            model: model of the same shapes as the saved one.
+            optimizer: its optimizer.
+            origin: values that the checkpoint's origin must equal, key by key; None: not checked.
 
         Returns:
-            The ``state`` that was saved, on every rank; None where there is no checkpoint.
+            The saved ``state``, on every rank; None if there is no checkpoint.
 
         Raises:
-            UsageError: on every rank: none can be read, or it is another training's.
+            UsageError: on every rank: no checkpoint can be read, or it is of another training.
         """
         self.check_trained(model, optimizer)
         state = self.load_checkpoint(directory, model, optimizer, origin=origin)
@@ -350,26 +350,28 @@ class StateAdapter(Adapter):
 
     @contextmanager
     def averaged_buffers(self, model: Any) -> Iterator[None]:
-        """Make the running statistics of ``model`` the mean over all ranks within the block."""
-        own = self.local_buffers(model)
+        """Replace the running statistics of ``model`` by the mean of all ranks within the block."""
+        local = self.local_buffers(model)
         several = self.world.data_size > 1
         if several:
             with self.waits.during("averaged_buffers"):
-                mean = buffers.average(self.data_communicator, own, self._seen) if own else {}
+                mean = buffers.average(self.data_communicator, local, self._seen) if local else {}
             self.set_local_buffers(model, mean)
         try:
             yield
         finally:
             if several:
-                self.set_local_buffers(model, own)
+                self.set_local_buffers(model, local)
 
 
-def check_names(own: Mapping[str, Any], arrays: Tensors, trouble: str) -> None:
-    """Raise ``UsageError``, which begins with ``trouble``, where names or shapes differ."""
+def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> None:
+    """Raise ``UsageError``, beginning with ``trouble``, if names or shapes differ."""
     wrong = [
         name
-        for name in sorted(own.keys() | arrays.keys())
-        if name not in own or name not in arrays or tuple(own[name].shape) != arrays[name].shape
+        for name in sorted(tensors.keys() | arrays.keys())
+        if name not in tensors
+        or name not in arrays
+        or tuple(tensors[name].shape) != arrays[name].shape
     ]
     if wrong:
         raise UsageError(
@@ -381,7 +383,7 @@ def _check_saved(directory: Path, state: dict[str, Any]) -> None:
     step = state.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UsageError(
-            "save_checkpoint: state needs the number of updates done, such as "
+            "save_checkpoint: state needs the number of completed updates, e.g. "
             f'state={{"step": 120}}, not step {step!r}'
         )
     for name, value in state.items():
@@ -389,11 +391,11 @@ def _check_saved(directory: Path, state: dict[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"save_checkpoint: state[{name!r}] is no JSON value ({error}): give numbers, text, "
-                "lists or dicts, such as float(loss) or tensor.tolist()"
+                f"save_checkpoint: state[{name!r}] is no JSON value ({error}): use numbers, "
+                "strings, lists or dicts, e.g. float(loss) or tensor.tolist()"
             ) from None
     if directory.suffix in FILES:
         raise UsageError(
-            f"save_checkpoint: {directory} looks like a file; checkpoints are folders, so give the "
-            f"directory to keep them in, such as {directory.with_suffix('')}"
+            f"save_checkpoint: {directory} looks like a file; checkpoints are folders: specify the "
+            f"directory that contains them, e.g. {directory.with_suffix('')}"
         )

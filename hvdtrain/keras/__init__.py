@@ -2,16 +2,16 @@
 
     import hvdtrain.keras as hvd
 
-Horovod's own wrapper sums nothing with Keras 3: N ranks train N models without a word. Here a plain
-``model.compile`` and ``model.fit`` compute on N ranks what one computes on the union of their data:
+Horovod's wrapper sums nothing with Keras 3: N ranks silently train N models. Here a plain
+``model.compile`` and ``model.fit`` on N ranks give the result of one rank on the union of the data:
 
 - ``DistributedOptimizer`` sums the gradients of all ranks, before they are clipped, accumulated or
-  looked at for an overflow;
-- the callbacks make ready the model that they are given to: rank 0's state for all, batches
-  weighted by their samples, metrics over all ranks before any callback sees them, XLA off;
-- ``shard`` cuts each global batch among the ranks, uneven ones too.
+  checked for overflows;
+- the callbacks prepare their model: rank 0's state on all ranks, batches weighted by their samples,
+  metrics over all ranks before any callback sees them, XLA off;
+- ``shard`` splits each global batch among the ranks, also unevenly.
 
-All ranks make the same calls in the same order; ``rank``, ``size`` and the like are free.
+All ranks must make the same calls in the same order, except for ``rank``, ``size`` and the like.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MODULES = {
         "hvdtrain.keras.optimizer",
     ),
     "shard": "hvdtrain.keras.data",
-    # What is Horovod's own, as it is: one process trains without it.
+    # Re-exported from Horovod; one process trains without it.
     **dict.fromkeys(
         (
             *("Adasum", "Average", "Compression", "Sum"),
@@ -63,7 +63,9 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULES[name]
     if module == "horovod.tensorflow" and not is_installed("horovod.tensorflow.mpi_lib"):
-        raise UsageError(f"{name} is Horovod's, which is not here: run `hvdtrain install-horovod`")
+        raise UsageError(
+            f"{name} needs Horovod, which is not installed: `hvdtrain install-horovod`"
+        )
     return getattr(importlib.import_module(module), name)
 
 

@@ -1,6 +1,6 @@
 """Steps 4, 6, 7 and 8 for Keras: callbacks of ``model.fit``, the same on all ranks.
 
-Each makes the model ready that it is given to (``model.py``): a script of Horovod's has at least
+Each prepares its model (``model.py``): any Horovod script has at least
 ``BroadcastGlobalVariablesCallback``.
 """
 
@@ -34,24 +34,24 @@ __all__ = [
 
 Logs = dict[str, Any] | None
 REMEDY = (
-    "Compile the model with hvd.DistributedOptimizer(...), and give every rank's fit "
+    "Compile the model with hvd.DistributedOptimizer(...), and pass to fit, on every rank, "
     "hvd.callbacks.BroadcastGlobalVariablesCallback(0)"
 )
 
 
 class BroadcastGlobalVariablesCallback(ModelCallback):
-    """Send rank 0's model and optimizer to all ranks before the first update, and watch over them.
+    """Send rank 0's model and optimizer to all ranks before the first update, and verify them.
 
     A model of a process set is sent from the first rank of the set to the others.
 
-    After the first update and at the end of each epoch all ranks compare what they have trained:
-    replicas that went apart end the training, instead of N models that nobody asked for.
+    After the first update and after each epoch all ranks compare their trained state: diverged
+    replicas end the training, which would otherwise silently continue with N models.
 
     Args:
         root_rank: 0, or the first rank of the process set.
-        device: not used: the state goes through the host's memory.
-        local_variables: variables, or one, that each rank keeps as its own. Where there are any,
-            the ranks do differ, and nothing is compared.
+        device: not used: the state is sent through host memory.
+        local_variables: one variable or several that stay local to each rank. If there are any,
+            the ranks differ, and nothing is compared.
     """
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
@@ -62,7 +62,7 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
         self._compared = False
 
     def register_local_var(self, var: Any) -> None:
-        """Let each rank keep its own value of ``var``."""
+        """Keep the value of ``var`` local to each rank."""
         self.local_variables.append(var)
 
     @override
@@ -76,21 +76,21 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
             self._broadcast()
         elif reduction is None:
             raise UsageError(
-                "the model has no weights yet, so rank 0's cannot be sent: begin it with "
+                "the model has no weights yet, so rank 0's cannot be sent: start it with "
                 "keras.Input(shape), or call model.build(shape)"
             )
-        else:  # by the first step, as soon as it has built the model
+        else:  # in the first step, after the model is built
             reduction.before_first = self._broadcast
 
     def _broadcast(self) -> None:
-        own = [(variable, variable.numpy()) for variable in self.local_variables]
+        saved = [(variable, variable.numpy()) for variable in self.local_variables]
         optimizer = self.model.optimizer
         note_samples(optimizer)
         self.adapter.broadcast_state(self.model, optimizer)
         rate = rate_of(optimizer)
-        if rate is not None:  # of the checkpoint that rank 0 alone may have read
+        if rate is not None:  # possibly from a checkpoint that only rank 0 has read
             broadcast_variables([rate], self.adapter)
-        for variable, value in own:
+        for variable, value in saved:
             variable.assign(value)
 
     @override
@@ -114,12 +114,12 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
 
 
 class MetricAverageCallback(ModelCallback):
-    """Make the metrics of ``fit`` those of all ranks together, before any callback sees them.
+    """Compute the metrics of ``fit`` over all ranks, before any callback sees them.
 
-    What a metric has counted is summed over the ranks, then divided: uneven parts weigh what they
-    should. ``EarlyStopping``, ``ReduceLROnPlateau``, ``ModelCheckpoint`` and ``History`` see the
-    same numbers on all ranks, wherever they stand in the list. In a validation, the running
-    statistics of BatchNorm are the mean over the ranks, weighted by the samples that each has seen.
+    The state of each metric is summed over the ranks, then divided: uneven parts are weighted
+    correctly. ``EarlyStopping``, ``ReduceLROnPlateau``, ``ModelCheckpoint`` and ``History`` see
+    the same numbers on all ranks, in any order of the list. In a validation, the running statistics
+    of BatchNorm are the mean over the ranks, weighted by samples seen.
 
     Args:
         device: not used.
@@ -129,7 +129,7 @@ class MetricAverageCallback(ModelCallback):
         super().__init__()
         self._in_step = False
         self._counted: set[str] = set()  # names of metrics that are over all ranks
-        self._told: set[str] = set()  # names that the steps return
+        self._step_names: set[str] = set()  # names that the steps return
         self._statistics = ExitStack()
 
     @override
@@ -150,7 +150,7 @@ class MetricAverageCallback(ModelCallback):
     @override
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._in_step = False
-        self._told |= set(logs or {})
+        self._step_names |= set(logs or {})
 
     @override
     def on_test_begin(self, logs: Logs = None) -> None:
@@ -170,21 +170,21 @@ class MetricAverageCallback(ModelCallback):
     @override
     def on_test_end(self, logs: Logs = None) -> None:
         self._statistics.close()
-        self._told |= {f"val_{name}" for name in logs or {}}
+        self._step_names |= {f"val_{name}" for name in logs or {}}
 
     def _over_all_ranks(self) -> dict[str, Any]:
         """Return the metrics of the model, over all ranks outside of a step."""
-        own = type(self.model).get_metrics_result
+        get_result = type(self.model).get_metrics_result
         if self._in_step or tf.inside_function():
-            result: dict[str, Any] = own(self.model)
+            result: dict[str, Any] = get_result(self.model)
             return result
         return self.average()
 
     def average(self) -> dict[str, Any]:
-        """Return the metrics of the model over all ranks; all ranks call it."""
-        own = type(self.model).get_metrics_result
-        variables = [one for metric in self.model.metrics for one in metric.variables]
-        kept = [np.asarray(one.numpy()) for one in variables]
+        """Return the metrics of the model over all ranks; all ranks must call it."""
+        get_result = type(self.model).get_metrics_result
+        variables = [variable for metric in self.model.metrics for variable in metric.variables]
+        kept = [np.asarray(variable.numpy()) for variable in variables]
         flat = [value.astype(np.float64).ravel() for value in kept]
         with self.adapter.waits.during("MetricAverageCallback"):
             total = self.adapter.communicator.sum(np.concatenate([*flat, np.zeros(1)]))
@@ -193,7 +193,7 @@ class MetricAverageCallback(ModelCallback):
             part = total[start : start + value.size].reshape(value.shape)
             variable.assign(part.astype(value.dtype))
             start += value.size
-        result = {name: np.asarray(value) for name, value in own(self.model).items()}
+        result = {name: np.asarray(value) for name, value in get_result(self.model).items()}
         for variable, value in zip(variables, kept, strict=True):
             variable.assign(value)
         self._counted |= set(result)
@@ -201,10 +201,10 @@ class MetricAverageCallback(ModelCallback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        # What a step of the user's own returns besides the metrics; all ranks weigh the same.
+        # Further results of a custom train step; all ranks have the same weight.
         others = {
             name: float(logs[name])
-            for name in sorted(self._told & set(logs or {}))
+            for name in sorted(self._step_names & set(logs or {}))
             if logs and name.removeprefix("val_") not in self._counted
         }
         if self.adapter.world.size > 1 and others and logs is not None:
@@ -216,27 +216,27 @@ def set_learning_rate(optimizer: Any, new: float, *, correct: bool = True) -> No
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     old = float(optimizer.learning_rate)
     optimizer.learning_rate = new
-    # Keras's velocity holds the learning rate: it is scaled once, which is what a momentum
-    # scaled for this one update would do. (The momentum itself is a constant of the trace.)
+    # Keras's velocity includes the learning rate. Scaling it once is equivalent to scaling the
+    # momentum for one update. (The momentum itself is a constant of the traced function.)
     if correct and getattr(optimizer, "momentum", None) and old and new != old:
         for velocity in getattr(optimizer, "momentums", ()):
             velocity.assign(velocity.value * tf.constant(new / old, velocity.dtype))
 
 
 class LearningRateScheduleCallback(ModelCallback):
-    """Set the learning rate to ``initial_lr * multiplier(epoch)`` from one epoch to another.
+    """Set the learning rate to ``initial_lr * multiplier(epoch)`` within a range of epochs.
 
     Args:
         initial_lr: the learning rate at the start of the training.
         multiplier: a function of the epoch; or a number to the power of the epochs since
             ``start_epoch``.
-        start_epoch: the first epoch.
-        end_epoch: the first epoch after it; None: never.
-        staircase: set it once an epoch, to the multiplier of a whole number; otherwise before each
-            batch, to that of ``epoch + batch / steps_per_epoch``.
-        momentum_correction: scale the velocity with the learning rate. Source: Goyal et al.,
-            "Accurate, Large Minibatch SGD" (2017), section 3.
-        steps_per_epoch: batches of an epoch; None: as ``fit`` knows it.
+        start_epoch: first epoch of the range.
+        end_epoch: first epoch after the range; None: no end.
+        staircase: whether to set it once per epoch, by the multiplier of the whole epoch;
+            otherwise before each batch, by that of ``epoch + batch / steps_per_epoch``.
+        momentum_correction: whether to scale the velocity with the learning rate. Source: Goyal et
+            al., "Accurate, Large Minibatch SGD" (2017), section 3.
+        steps_per_epoch: number of batches per epoch; None: that of ``fit``.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class LearningRateScheduleCallback(ModelCallback):
         self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
         if not self.staircase and not self.steps_per_epoch:
             raise UsageError(
-                f"{type(self).__name__}: fit does not know the batches of an epoch; give "
+                f"{type(self).__name__}: the number of batches per epoch is unknown; specify "
                 "steps_per_epoch"
             )
 
@@ -278,7 +278,7 @@ class LearningRateScheduleCallback(ModelCallback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        epoch, first = self._epoch + shards.place.epochs, shards.place.left_out
+        epoch, first = self._epoch + shards.offset.epochs, shards.offset.left_out
         if epoch < self.start_epoch or batch < first:
             return
         if self.end_epoch is not None and epoch >= self.end_epoch:
@@ -299,16 +299,16 @@ class LearningRateScheduleCallback(ModelCallback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Let the learning rate grow from ``initial_lr / size`` to ``initial_lr`` in the first epochs.
+    """Increase the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs.
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
 
     Args:
-        initial_lr: the learning rate to arrive at, that of one rank times the world size.
-        warmup_epochs: how long it takes.
+        initial_lr: the final learning rate, that of one rank times the world size.
+        warmup_epochs: length of the warm-up, in epochs.
         momentum_correction: see ``LearningRateScheduleCallback``.
-        steps_per_epoch: likewise.
-        verbose: 1: rank 0 tells when it has arrived.
+        steps_per_epoch: see ``LearningRateScheduleCallback``.
+        verbose: 1: print a line at the end of the warm-up, on rank 0.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # The last batch of the warm-up has the whole learning rate, not the one after it.
+            # Already the last batch of the warm-up has the final learning rate.
             done = (epoch + 1 / (self.steps_per_epoch or 1)) / warmup_epochs
             size = self.adapter.world.size
             return (1 + done * (size - 1)) / size
@@ -338,7 +338,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
-        done = shards.place.epochs + epoch + 1
+        done = shards.offset.epochs + epoch + 1
         if self.verbose and done == self.end_epoch and self.adapter.world.rank == 0:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {done}: the warm-up has arrived at {rate:g}.")  # noqa: T201 (as Keras)

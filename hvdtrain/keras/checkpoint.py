@@ -1,6 +1,6 @@
-"""Step 7 for Keras: one writer, whole files, and a training that goes on as if it had not stopped.
+"""Step 7 for Keras: atomic files of one writer, and exact resumption of a training.
 
-The names of these callbacks are Keras's; ``callbacks.py`` hands them on.
+The callbacks have Keras's names; ``callbacks.py`` re-exports them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
 from hvdtrain.keras.model import ModelCallback, note_samples, rate_of, step_sum
 
-MARK = ".process-set-"  # and what tells it from others: of a directory of checkpoints
+MARK = ".process-set-"  # prefix of the file that reserves a directory for a process set
 
 
 class WholeFiles:
-    """A model whose files are there completely, or not at all."""
+    """A model that saves its files atomically."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -43,7 +43,7 @@ class WholeFiles:
 
 
 def _whole(path: Path, write: Callable[[Path], None]) -> None:
-    partial = path.with_name(f".{os.getpid()}.{path.name}")  # its ending tells Keras the format
+    partial = path.with_name(f".{os.getpid()}.{path.name}")  # the suffix determines Keras's format
     try:
         write(partial)
         partial.replace(path)
@@ -52,11 +52,11 @@ def _whole(path: Path, write: Callable[[Path], None]) -> None:
 
 
 class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
-    """Save the model as ``keras.callbacks.ModelCheckpoint`` does, on rank 0, in whole files.
+    """Save the model as ``keras.callbacks.ModelCheckpoint`` does, on rank 0, atomically.
 
-    All ranks call it and wait for the file at the end of an epoch; where rank 0 cannot write, all
-    fail. The running statistics of BatchNorm are then the mean over all ranks. With a ``save_freq``
-    in batches rank 0 saves its own, and nobody waits.
+    All ranks must call it, and wait for the file at the end of an epoch; if rank 0 cannot write,
+    all fail. The saved running statistics of BatchNorm are the mean over all ranks. With a
+    ``save_freq`` in batches rank 0 saves its local ones, and no rank waits.
     """
 
     @override
@@ -88,15 +88,15 @@ class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
 
 
 class BestModelCheckpoint(ModelCheckpoint):
-    """Save the model that is best by ``monitor``, on rank 0.
+    """Save the best model by ``monitor``, on rank 0.
 
     Args:
-        monitor: a name of the logs.
-        verbose: 1: tell.
-        save_weights_only: the weights alone.
+        monitor: name of a value in the logs.
+        verbose: 1: print a line per save.
+        save_weights_only: whether to save only the weights.
         mode: ``min``, ``max`` or ``auto``.
         save_freq: ``epoch``, or a number of batches.
-        filepath: ``best.keras``, or ``best.weights.h5``, by default.
+        filepath: path of the file; default: ``best.keras`` or ``best.weights.h5``.
     """
 
     def __init__(
@@ -120,19 +120,19 @@ class BestModelCheckpoint(ModelCheckpoint):
 
 
 class BackupAndRestore(ModelCallback):
-    """Save the training after each epoch, and go on from there when the script is run again.
+    """Save the training after each epoch, and resume it when the script is run again.
 
     Weights, optimizer, learning rate, each rank's running statistics and the states of its random
-    generators are those of an uncut training; with ``shard``, so is the order of the samples. On
-    another number of ranks the last two are not known, and begin anew. What ``EarlyStopping`` or
-    ``ReduceLROnPlateau`` have counted is not saved.
+    generators are those of an uninterrupted training; with ``shard``, so is the order of the
+    samples. On another number of ranks statistics and generators are reset. The counters of
+    ``EarlyStopping`` and ``ReduceLROnPlateau`` are not saved.
 
     Args:
-        backup_dir: where the checkpoints live, on a file system that rank 0 sees again.
-        keep: how many of the newest stay.
+        backup_dir: directory of the checkpoints, on a file system that rank 0 can access again.
+        keep: number of recent checkpoints to keep.
 
     Raises:
-        UsageError: another process set has its checkpoints there.
+        UsageError: the directory contains checkpoints of another process set.
     """
 
     def __init__(self, backup_dir: str | Path, keep: int = 3) -> None:
@@ -146,17 +146,17 @@ class BackupAndRestore(ModelCallback):
         model, adapter = self.model, self.adapter
         if not model.built:
             raise HvdtrainError(
-                "BackupAndRestore: the model has no weights yet to restore: begin it with "
+                "BackupAndRestore: the model has no weights yet to restore: start it with "
                 "keras.Input(shape), or call model.build(shape)"
             )
         state = restore(adapter, self.backup_dir, model, model.optimizer)
         self._done = self._saved = int(state["step"]) if state else 0
         if state:
-            model._initial_epoch = self._done  # where fit looks for it after this call
+            model._initial_epoch = self._done  # read by fit after this call
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # Only now have all callbacks done what they do at the end of the epoch before.
+        # Not earlier: all callbacks have handled the end of the previous epoch only now.
         self._save()
         super().on_epoch_begin(epoch, logs)
 
@@ -167,7 +167,7 @@ class BackupAndRestore(ModelCallback):
     @override
     def on_train_end(self, logs: Any = None) -> None:
         self._save()
-        self.model._initial_epoch = None  # else a later fit would begin there, too
+        self.model._initial_epoch = None  # it would also apply to a later fit
 
     def _save(self) -> None:
         if self._done == self._saved:
@@ -175,7 +175,10 @@ class BackupAndRestore(ModelCallback):
         self._saved = self._done
         with self.adapter.waits.during("BackupAndRestore"):
             save(
-                *(self.adapter, self.backup_dir, self.model, self.model.optimizer),
+                self.adapter,
+                self.backup_dir,
+                self.model,
+                self.model.optimizer,
                 keep=self.keep,
                 step=self._done,
             )
@@ -184,19 +187,19 @@ class BackupAndRestore(ModelCallback):
 def save(
     adapter: CommonAdapter, directory: Path, model: Any, optimizer: Any, *, keep: int, **state: Any
 ) -> None:
-    """Write a checkpoint of the training; all ranks of the adapter call it.
+    """Write a checkpoint of the training; all ranks of the adapter must call it.
 
     Args:
-        adapter: of the ranks that train together.
-        directory: where the checkpoints live.
-        model: built.
-        optimizer: its own.
-        keep: how many of the newest stay.
-        state: JSON values; ``step``, a number that grows, is one of them.
+        adapter: adapter of the ranks that train together.
+        directory: directory of the checkpoints.
+        model: the model, built.
+        optimizer: its optimizer.
+        keep: number of recent checkpoints to keep.
+        state: JSON values, among them ``step``, a growing number.
     """
     note_samples(optimizer)
-    mine = json.dumps([one.numpy().tolist() for one in _seeds(model)]).encode()
-    seeds = [json.loads(told) for told in adapter.communicator.gather(mine)]
+    mine = json.dumps([seed.numpy().tolist() for seed in _seeds(model)]).encode()
+    seeds = [json.loads(data) for data in adapter.communicator.gather(mine)]
     rate = rate_of(optimizer)
     state["learning_rate"] = None if rate is None else float(rate)
     adapter.save_checkpoint(directory, model, optimizer, state={**state, "seeds": seeds}, keep=keep)
@@ -205,13 +208,13 @@ def save(
 def restore(
     adapter: CommonAdapter, directory: Path, model: Any, optimizer: Any
 ) -> dict[str, Any] | None:
-    """Load the newest checkpoint, or send what the first rank has; all ranks call it.
+    """Load the newest checkpoint, or send the first rank's state; all ranks must call it.
 
     Returns:
-        The ``state`` that was saved; None where there is no checkpoint.
+        The saved ``state``; None if there is no checkpoint.
 
     Raises:
-        UsageError: on every rank: it is another training's, or another process set's directory.
+        UsageError: on every rank: the directory is of another training or process set.
     """
     reduction = step_sum(optimizer)
     if reduction and session.number_of(reduction.process_set):
@@ -231,28 +234,28 @@ def restore(
 
 
 def _occupy(directory: Path, ranks: Sequence[int]) -> None:
-    """Let no other process set use ``directory`` from now on; the one writer calls it.
+    """Reserve ``directory`` for a process set; only the writing rank calls it.
 
-    Two sets that begin at once may both be refused: each leaves its mark before it looks.
+    Two sets that start at the same time may both fail: each creates its mark before it checks.
     """
     mark = directory / f"{MARK}{sha256(str(list(ranks)).encode()).hexdigest()[:16]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         new = not mark.exists()
         mark.touch()
-        others = [one for one in directory.glob(f"{MARK}*") if one != mark]
+        others = [path for path in directory.glob(f"{MARK}*") if path != mark]
         if others and new:
             mark.unlink()
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be written: {error.strerror}") from error
     if others:
         raise UsageError(
-            f"the process set of the ranks {list(ranks)}: {directory} is another process set's "
-            f"(if there is none any more, remove {others[0].name}): give each set a directory of "
-            "its own"
+            f"the process set of the ranks {list(ranks)}: {directory} is another process set's: "
+            f"use a separate directory for each set (or remove {others[0].name} if that set no "
+            "longer exists)"
         )
 
 
 def _seeds(model: Any) -> list[Any]:
-    """Return the states of the model's random generators, such as of dropout."""
-    return [one for one in model.non_trainable_variables if one.name == "seed_generator_state"]
+    """Return the states of the model's random generators, e.g. of dropout."""
+    return [seed for seed in model.non_trainable_variables if seed.name == "seed_generator_state"]

@@ -1,4 +1,4 @@
-"""Step 3 for Keras: each rank's part of every global batch, for ``model.fit``."""
+"""Step 3 for Keras: this rank's part of every global batch, for ``model.fit``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.steps.sharding import Shards, bounds
 from hvdtrain.steps.world import World
 
 _orders: weakref.WeakSet[_Order] = weakref.WeakSet()
-_last: weakref.ref[_Order] | None = None  # that was begun
+_last: weakref.ref[_Order] | None = None  # order iterated over last
 
 
 def shard(
@@ -29,34 +29,34 @@ def shard(
 ) -> tf.data.Dataset:
     """Return this rank's part of each global batch of ``data``, as a dataset for ``fit``.
 
-    Parts differ by one sample at most. All ranks take the same number of steps; where a tail has
-    fewer samples than there are ranks, some parts are empty. An epoch is one order of the samples,
-    a function of the seed and the epoch's number alone, the same on any number of ranks.
+    Parts differ by at most one sample. All ranks take the same number of steps; if the last batch
+    has fewer samples than there are ranks, some parts are empty. The order of an epoch depends only
+    on the seed and the epoch's number, and is the same on any number of ranks.
 
     Args:
-        data: arrays whose first axis is the samples, such as ``(x, y)`` or ``(x, y,
-            sample_weight)``, x and y nested as the model takes them; or a ``tf.data.Dataset`` of
-            *global* batches, which every rank reads in the same order: give ``shuffle`` a seed.
-        global_batch: samples of a step over all ranks; for arrays only.
-        shuffle: arrays only: draw an order for each epoch; False keeps theirs, as evaluation may.
-        seed: of that order, equal on all ranks.
-        process_set: whose ranks share each global batch, those that train the model. All by
-            default; where there are process sets it has to be named.
+        data: arrays whose first axis is the samples, e.g. ``(x, y)`` or ``(x, y,
+            sample_weight)``, x and y nested as in the model's inputs; or a ``tf.data.Dataset`` of
+            *global* batches, which every rank reads in the same order (``shuffle`` with a seed).
+        global_batch: number of samples per step over all ranks; only for arrays.
+        shuffle: whether to draw a new order for each epoch; only for arrays.
+        seed: seed of that order, equal on all ranks.
+        process_set: process set that trains the model and shares each global batch; default: all
+            ranks. If there are process sets, it must be specified.
 
     Raises:
-        UsageError: no global batch for arrays, or one for a dataset, which has its own; the arrays
-            differ in length; there are process sets, and none is named.
+        UsageError: arrays without ``global_batch``, or a dataset with one; arrays of different
+            lengths; there are process sets, and none is specified.
     """
     if isinstance(data, tf.data.Dataset):
         if global_batch is not None:
-            raise UsageError("shard: the dataset has its batches; give dataset.batch(GLOBAL_BATCH)")
-        own_part = _cut(session.chosen(process_set).world)
-        return data.map(own_part, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
+            raise UsageError("shard: a dataset has its batches; use dataset.batch(GLOBAL_BATCH)")
+        local_part = _cut(session.chosen(process_set).world)
+        return data.map(local_part, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
     if global_batch is None:
-        raise UsageError("shard: give global_batch=, the samples of a step over all ranks")
-    with tf.device("/CPU:0"):  # a GPU has better use for its memory
+        raise UsageError("shard: specify global_batch=, the samples per step over all ranks")
+    with tf.device("/CPU:0"):  # saves GPU memory
         arrays = tf.nest.map_structure(tf.convert_to_tensor, data)
-    lengths = {int(one.shape[0]) for one in tf.nest.flatten(arrays)}
+    lengths = {int(array.shape[0]) for array in tf.nest.flatten(arrays)}
     if len(lengths) != 1:
         raise UsageError(f"shard: the arrays have {sorted(lengths)} samples, not one number")
     world = session.chosen(process_set).world
@@ -66,70 +66,70 @@ def shard(
         order, output_signature=tf.TensorSpec([None], tf.int64)
     )
     parts = indices.map(
-        lambda part: tf.nest.map_structure(lambda one: tf.gather(one, part), arrays)
+        lambda part: tf.nest.map_structure(lambda array: tf.gather(array, part), arrays)
     )
     known = tf.data.experimental.assert_cardinality(shards.steps_per_epoch)
     return parts.apply(known).prefetch(tf.data.AUTOTUNE)
 
 
 @dataclass
-class Place:
-    """Where ``fit`` stands in a training that goes on after another process (``elastic.py``)."""
+class FitOffset:
+    """Offset of ``fit`` in a training that continues another process's (``elastic.py``)."""
 
-    epochs: int = 0  # done before those that fit counts
-    left_out: int = 0  # first batches of the epoch, which are not trained on
+    epochs: int = 0  # completed before those counted by fit
+    left_out: int = 0  # number of batches skipped at the beginning of the epoch
 
 
-place = Place()  # of this process, which trains one model at a time
+offset = FitOffset()  # of this process, which trains one model at a time
 
 
 def begin_epoch(number: int) -> None:
-    """Tell the datasets of ``shard`` which epoch is drawn next; else they count by themselves."""
+    """Set the next epoch of the datasets of ``shard``, which otherwise count by themselves."""
     global _last
     _last = None
     for order in _orders:
-        order.epoch = number + place.epochs
+        order.epoch = number + offset.epochs
 
 
 def begin_at(samples: int, consumed: int) -> int | None:
-    """Let the dataset of ``samples`` samples leave the first ``consumed`` out of its next epoch.
+    """Skip the first ``consumed`` samples in the next epoch of the dataset of ``samples`` samples.
 
-    Batches of those are empty.
+    Skipped batches are empty.
 
     Returns:
-        How many batches are; None: there is no such dataset, or it is not clear which one.
+        The number of empty batches; None: no such dataset, or it is ambiguous.
     """
-    found = [order for order in _orders if order.shards.samples == samples]
-    numbers = {order.empty_batches(consumed) for order in found}
+    matching = [order for order in _orders if order.shards.samples == samples]
+    numbers = {order.empty_batches(consumed) for order in matching}
     if len(numbers) != 1:
         return None
-    for order in found:  # the first to be drawn from is the one
+    for order in matching:  # applies to the first one that is drawn from
         order.start = consumed
     return numbers.pop()
 
 
 def drawn_last() -> _Order | None:
-    """Return what was drawn from last since the epoch began; None: nothing of ``shard``."""
+    """Return the order drawn from last in this epoch; None: none of ``shard``."""
     return _last() if _last else None
 
 
 class _Order:
-    """The indices of this rank's parts, an epoch each time it is iterated over."""
+    """The indices of this rank's parts, one epoch per iteration."""
 
     def __init__(self, shards: Shards, shuffle: bool) -> None:
         self.shards, self.shuffle = shards, shuffle
         self.epoch = 0
-        self.start = 0  # samples of the next epoch that are left out
-        self.began = 0  # of the epoch at hand
+        self.start = 0  # number of samples skipped in the next epoch
+        self.began = 0  # number of samples skipped in the current epoch
         _orders.add(self)
 
     def empty_batches(self, consumed: int) -> int:
-        """Return how many steps of an epoch fall away where ``consumed`` samples are left out."""
+        """Return the number of empty steps of an epoch if ``consumed`` samples are skipped."""
         rest = self.shards.samples - consumed
         return self.shards.steps_per_epoch - -(-rest // self.shards.global_batch)
 
     def consumed(self, batches: int) -> int:
-        """Return the samples that are done after ``batches`` batches of the epoch at hand."""
+        """Return the number of samples done after ``batches`` batches of the current epoch."""
         trained = batches - self.empty_batches(self.began)
         return min(self.began + trained * self.shards.global_batch, self.shards.samples)
 
@@ -153,7 +153,7 @@ class _Order:
 
 
 def _cut(world: World) -> Callable[..., Any]:
-    """Return what cuts a rank's part out of a global batch."""
+    """Return a function that selects a rank's part of a global batch."""
 
     def part(*batch: Any) -> Any:
         structure = batch if len(batch) > 1 else batch[0]
@@ -161,6 +161,6 @@ def _cut(world: World) -> Callable[..., Any]:
         base, extra = total // world.size, total % world.size
         low = world.rank * base + tf.minimum(tf.constant(world.rank, tf.int64), extra)
         high = low + base + tf.cast(world.rank < extra, tf.int64)
-        return tf.nest.map_structure(lambda one: one[low:high], structure)
+        return tf.nest.map_structure(lambda tensor: tensor[low:high], structure)
 
     return part

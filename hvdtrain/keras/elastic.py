@@ -1,9 +1,9 @@
-"""``hvd.elastic`` for Keras: Horovod's names for a training that outlives the loss of a rank.
+"""``hvd.elastic`` for Keras: Horovod's API for a training that survives the loss of a rank.
 
-Under ``hvdtrain launch --elastic`` a rank that has lost another one, or is to have another rank,
-ends, and a new process takes its place (``system/runtime/elastic.py``). So a commit is a checkpoint
-on disk, and ``run`` begins with the newest one. Started otherwise, the same script trains as if
-nothing of this were there: a commit does nothing.
+Under ``hvdtrain launch --elastic`` all ranks exit after a loss or a change of the hosts, and are
+replaced by new processes (``system/runtime/elastic.py``). So a commit is a checkpoint on disk, and
+``run`` begins with the newest one. If it is started otherwise, the same script trains without
+commits, which then have no effect.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ __all__ = [
 ]
 
 HOSTS_CHANGED, WALLTIME = "the hosts have changed", "the walltime is near"
-# By these a worker asks its rank to stop, and a batch system or a terminal does.
+# Stop signals of the elastic worker, of batch systems and of the terminal.
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 class TensorFlowKerasState:
-    """A model, its optimizer and values of the script, such as ``batch`` and ``epoch``.
+    """A model, its optimizer and values of the script, e.g. ``batch`` and ``epoch``.
 
-    A signal that asks to stop is taken note of from now on, until ``run`` returns.
+    Stop signals are handled from the creation of the state until ``run`` returns.
 
     Args:
-        model: built.
-        optimizer: its own by default.
+        model: the model, built.
+        optimizer: its optimizer; default: that of the compiled model.
         backend: not used.
-        directory: where the commits are written by rank 0, on a file system that all hosts share.
-            Under ``launch --elastic`` it is needed: a process that is started anew knows no more.
-        keep: how many of the newest commits stay.
-        values: numbers, texts, or lists of them; they become attributes.
+        directory: directory of the commits, which rank 0 writes, on a file system that all hosts
+            share; required under ``launch --elastic``, where restarted processes read it.
+        keep: number of recent commits to keep.
+        values: numbers, strings, or lists of them; they become attributes.
 
     Raises:
-        UsageError: the model is not built, or is of a process set; there is no directory; a value
-            is none that a commit can hold.
+        UsageError: the model is not built, or is of a process set; the directory is missing; a
+            value cannot be saved in a commit.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TensorFlowKerasState:
     ) -> None:
         if not model.built:
             raise UsageError(
-                "KerasState: the model has no weights yet: begin it with keras.Input(shape), or "
+                "KerasState: the model has no weights yet: start it with keras.Input(shape), or "
                 "call model.build(shape)"
             )
         self.model, self.optimizer = model, optimizer or model.optimizer
@@ -85,33 +85,33 @@ class TensorFlowKerasState:
         self.keep = keep
         self._names = tuple(values)
         self._set(values)
-        self._why = ""  # to stop after the next commit
+        self._reason = ""  # of a stop after the next commit
         self._reset: list[Callable[[], object]] = []
         self._commits = 0
-        self._rate: float | None = None  # as the script has set it
-        # Of the epoch at hand, by ``UpdateBatchStateCallback``: how many steps it has, what of the
-        # dataset of ``shard`` is done (its samples, those trained on), and the last logs.
+        self._rate: float | None = None  # set by the script
+        # Of the current epoch, by ``UpdateBatchStateCallback``: its number of steps, the progress
+        # of the dataset of ``shard`` (samples, samples trained on), and the last logs.
         self.of_epoch: dict[str, Any] = {}
-        self.restored: dict[str, Any] | None = None  # the commit that ``run`` has begun with
+        self.restored: dict[str, Any] | None = None  # the commit from which ``run`` has begun
         self._walltime = Walltime(ends=None)
-        self._looked: float | None = None  # when the last commit was, or could have been
+        self._last_commit: float | None = None  # time of the last commit or check
         self._longest = 0.0  # seconds between two of them
-        self._runs = 0  # of ``run`` that are under way
-        self._former: dict[signal.Signals, Any] = {}  # handlers
+        self._runs = 0  # number of active calls of ``run``
+        self._former: dict[signal.Signals, Any] = {}  # previous signal handlers
         if is_elastic(os.environ):
             self._keep_in(directory)
 
     def _keep_in(self, directory: str | Path | None) -> None:
-        """Commit to ``directory`` from now on, and hear signals."""
+        """Commit to ``directory`` from now on, and handle signals."""
         if directory is None:
             raise UsageError(
-                'KerasState: give directory="checkpoints", on a file system that all hosts share: '
-                "under launch --elastic a commit is a file, since ranks start anew"
+                'KerasState: specify directory="checkpoints", on a file system that all hosts '
+                "share: under launch --elastic restarted ranks read the commits from it"
             )
         if self.adapter is not session.adapter():
             raise UsageError(
-                "KerasState: the model trains in a process set, whose ranks are others after a "
-                "change: under launch --elastic train it on all ranks"
+                "KerasState: the model trains in a process set, whose ranks differ after a change "
+                "of the hosts: under launch --elastic train it on all ranks"
             )
         self.directory = Path(directory)
         self._plain_values()
@@ -123,13 +123,13 @@ class TensorFlowKerasState:
         return adapter_of(self.optimizer)
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Call ``callbacks`` before a commit is restored that another number of ranks has made."""
+        """Register ``callbacks`` to call before restoring a commit of another number of ranks."""
         self._reset += callbacks
 
     def sync(self) -> None:
-        """Restore the newest commit on all ranks, or send rank 0's state; all ranks call it.
+        """Restore the newest commit on all ranks, or send rank 0's state; all ranks must call it.
 
-        A learning rate that the script has set by another number of ranks goes on in proportion.
+        If the script's learning rate depends on the number of ranks, the restored one is rescaled.
         """
         self._rate = self._learning_rate()
         if self.directory is None:
@@ -156,13 +156,16 @@ class TensorFlowKerasState:
                 set_learning_rate(self.optimizer, state["learning_rate"] * ratio)
 
     def save(self) -> None:
-        """Write a checkpoint; all ranks call it."""
+        """Write a checkpoint; all ranks must call it."""
         if self.directory is None:
             return
         self._commits += 1
         began = time.monotonic()
         checkpoint.save(
-            *(self.adapter, self.directory, self.model, self.optimizer),
+            self.adapter,
+            self.directory,
+            self.model,
+            self.optimizer,
             keep=self.keep,
             step=self._commits,
             script_rate=self._rate,
@@ -172,24 +175,24 @@ class TensorFlowKerasState:
         self._walltime.saved(time.monotonic() - began)
 
     def commit(self) -> None:
-        """Write a checkpoint, and leave for a new start where hosts came or went; all call it."""
+        """Write a checkpoint, and exit to restart if the hosts changed; all ranks must call it."""
         if self.directory is not None:
             with self.adapter.waits.during("commit"):
-                why = self._agreed()
+                reason = self._agreed_reason()
                 self.save()
-            self._leave(why)
+            self._leave(reason)
 
     def check_host_updates(self) -> None:
-        """Do as ``commit`` where hosts came or went, or the job is to stop; all ranks call it."""
+        """Commit if the hosts changed or the job is to stop; all ranks must call it."""
         if self.directory is not None:
             with self.adapter.waits.during("check_host_updates"):
-                if why := self._agreed():
+                if reason := self._agreed_reason():
                     self.save()
-            self._leave(why)
+            self._leave(reason)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Take note within the block of hosts that come and go, the walltime, and signals."""
+        """Watch for changed hosts, the walltime and signals within the block."""
         if self.directory is None:
             yield
             return
@@ -215,30 +218,31 @@ class TensorFlowKerasState:
         if number == signal.SIGINT:  # a second one ends the process at once
             signal.signal(number, signal.default_int_handler)
 
-    def _want_stop(self, why: str) -> None:
-        if self._why in ("", HOSTS_CHANGED):
-            self._why = why
+    def _want_stop(self, reason: str) -> None:
+        if self._reason in ("", HOSTS_CHANGED):
+            self._reason = reason
 
-    def _agreed(self) -> str:
-        """Return why to stop, the same on all ranks; nothing where they go on."""
+    def _agreed_reason(self) -> str:
+        """Return the reason to stop, the same on all ranks; empty: continue."""
         now = time.monotonic()
-        self._longest = max(self._longest, now - (self._looked or now))
-        self._looked = now
+        self._longest = max(self._longest, now - (self._last_commit or now))
+        self._last_commit = now
         if self._walltime.is_near(self._longest):
             self._want_stop(WALLTIME)
-        told = {why.decode() for why in self.adapter.communicator.gather(self._why.encode())}
-        asked = sorted(told - {"", HOSTS_CHANGED})
-        return asked[0] if asked else max(told)
+        gathered = self.adapter.communicator.gather(self._reason.encode())
+        reasons = {reason.decode() for reason in gathered}
+        stops = sorted(reasons - {"", HOSTS_CHANGED})
+        return stops[0] if stops else max(reasons)
 
-    def _leave(self, why: str) -> None:
-        anew = why == HOSTS_CHANGED
-        if why and self.adapter.world.is_writer:
-            goes_on = "the ranks start anew" if anew else "run the same command again to go on"
-            text = f"{why}: committed {process_status.checkpoint}: {goes_on}"
+    def _leave(self, reason: str) -> None:
+        restart = reason == HOSTS_CHANGED
+        if reason and self.adapter.world.is_writer:
+            hint = "the ranks restart" if restart else "run the same command again to continue"
+            text = f"{reason}: committed {process_status.checkpoint}: {hint}"
             announce(text, mpirun_ends=False)
-        if anew:
+        if restart:
             start_anew()
-        elif why:
+        elif reason:
             leave(EXIT_PREEMPTED)
 
     def _restore(self, directory: Path) -> dict[str, Any] | None:
@@ -261,33 +265,33 @@ class KerasState(TensorFlowKerasState):
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return ``value`` as JSON knows it.
+    """Return ``value`` as a JSON value.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it cannot be converted.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     try:
         json.dumps(value)
     except TypeError:
         raise UsageError(
-            f"KerasState: {name} is a {type(value).__name__}; a commit holds numbers, texts and "
-            "lists of them, besides the model and its optimizer"
+            f"KerasState: {name} is a {type(value).__name__}; a commit can contain only numbers, "
+            "strings and lists of them, in addition to the model and its optimizer"
         ) from None
     return value
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``function``, which is given a state first, begin with the newest commit on all ranks.
+    """Decorate ``function``, whose first argument is a state, to begin with the newest commit.
 
-    Where a rank is lost meanwhile, this process ends, and is started anew.
+    If a rank is lost meanwhile, this process exits, and is restarted.
     """
 
     @functools.wraps(function)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, TensorFlowKerasState):
             kind = type(state).__name__
-            raise UsageError(f"elastic.run: {function.__name__} is given a {kind}, not a state")
+            raise UsageError(f"elastic.run: {function.__name__} was passed a {kind}, not a state")
         with state.watching(), session.outliving_loss():
             state.sync()
             return function(state, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""A compiled model made ready to be trained on all ranks, before its step is traced.
+"""Preparation of a compiled model for distributed training, before its step is traced.
 
-Every callback of this package does it to the model that it is given to.
+Every callback of this package prepares its model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hvdtrain.keras.optimizer import StepSum
 def prepare(model: Any) -> None:
     """Turn off XLA, agree on overflows, and weight each batch by its samples.
 
-    XLA knows nothing of Horovod. A loss scale that ``compile`` put around the distributed optimizer
-    would look for an overflow in one rank's gradients; it is to look at their sum, so it becomes
-    the distributed one.
+    XLA does not support Horovod. A loss-scale optimizer that ``compile`` has wrapped around the
+    distributed one would check one rank's gradients for overflows; it must check their sum, so it
+    becomes the distributed optimizer.
     """
     optimizer = model.optimizer
     if adapter_of(optimizer).world.size == 1:
@@ -46,29 +46,29 @@ def prepare(model: Any) -> None:
 
 
 def step_sum(optimizer: Any) -> StepSum | None:
-    """Return what sums the gradients of a model's optimizer; None where it is a plain one."""
-    # Until ``prepare`` a loss scale may stand around the distributed one.
-    found = reduction_of(optimizer) or reduction_of(getattr(optimizer, "inner_optimizer", None))
-    return found if isinstance(found, StepSum) else None
+    """Return the gradient sum of a model's optimizer; None if it is not distributed."""
+    # Before ``prepare`` a loss-scale optimizer may wrap the distributed one.
+    reduction = reduction_of(optimizer) or reduction_of(getattr(optimizer, "inner_optimizer", None))
+    return reduction if isinstance(reduction, StepSum) else None
 
 
 def adapter_of(optimizer: Any) -> CommonAdapter:
-    """Return the adapter of the ranks that train a model together, all or a process set."""
-    found = step_sum(optimizer)
-    return found.adapter if found else session.adapter()
+    """Return the adapter of the ranks that train a model together: all or a process set."""
+    reduction = step_sum(optimizer)
+    return reduction.adapter if reduction else session.adapter()
 
 
 def rate_of(optimizer: Any) -> Any:
-    """Return the variable of the learning rate; None where a schedule gives it.
+    """Return the variable of the learning rate; None if it is a schedule's.
 
-    A loss scale has one, too, which is 0 and not used.
+    A loss-scale optimizer has one, too, which is 0 and unused.
     """
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     return rate if isinstance(rate, keras.Variable) else None
 
 
 class ModelCallback(keras.callbacks.Callback):
-    """A callback that makes its model ready, and tells the shards which epoch begins."""
+    """A callback that prepares its model, and sets the epoch of the shards."""
 
     @override
     def set_model(self, model: Any) -> None:
@@ -83,37 +83,37 @@ class ModelCallback(keras.callbacks.Callback):
 
 
 def note_samples(optimizer: Any) -> None:
-    """Tell the adapter how many samples this rank has trained on, the weight of its statistics."""
+    """Set the adapter's count of samples trained on, the weight of this rank's statistics."""
     if reduction := step_sum(optimizer):
         reduction.adapter.samples_seen = int(reduction.samples.numpy())
 
 
-def _counting(model: Any, own: Any) -> Any:
-    """Return ``train_step`` so that the ranks tell each other the samples of their batches."""
+def _counting(model: Any, original: Any) -> Any:
+    """Return a ``train_step`` that exchanges the sample counts of the ranks' batches."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def train_step(data: Any) -> Any:
         reduction = step_sum(model.optimizer)
-        if reduction is None:  # compiled anew
-            return own(data)
+        if reduction is None:  # recompiled
+            return original(data)
         x = keras.utils.unpack_x_y_sample_weight(data)[0]
-        if not model.built:  # in a trace its variables would get their values too late
-            shapes = tf.nest.map_structure(lambda one: (None, *one.shape[1:]), x)
+        if not model.built:  # variables created in a trace would be initialized too late
+            shapes = tf.nest.map_structure(lambda tensor: (None, *tensor.shape[1:]), x)
             with tf.init_scope():
                 model.build(shapes)
             reduction.begin()
-        first = next(one for one in tf.nest.flatten(x) if one is not None)
+        first = next(tensor for tensor in tf.nest.flatten(x) if tensor is not None)
         count = tf.shape(first)[0]
         # A batch of no samples has no statistics: BatchNorm would make them nan.
-        kept = [(one, tf.identity(one.value)) for one in model.non_trainable_weights]
+        kept = [(weight, tf.identity(weight.value)) for weight in model.non_trainable_weights]
         with reduction.step(count):
-            if tf.executing_eagerly() and int(count) == 0:  # Keras's losses have no mean of nothing
+            if tf.executing_eagerly() and int(count) == 0:  # Keras's losses fail on empty batches
                 variables = model.trainable_variables
-                model.optimizer.apply([tf.zeros_like(one) for one in variables], variables)
+                model.optimizer.apply([tf.zeros_like(value) for value in variables], variables)
                 return model.get_metrics_result()
-            result = own(data)
-        for one, value in kept:
-            one.assign(tf.where(count > 0, one.value, value))
+            result = original(data)
+        for weight, value in kept:
+            weight.assign(tf.where(count > 0, weight.value, value))
         return result
 
     train_step.counts_samples = True  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """Step 5 for Keras: ``DistributedOptimizer``, and the sum of gradients weighted by samples.
 
-The weight of a rank in a step is its share of the samples of the global batch, as the ranks count
-them in that step (``StepSum.step``, which ``model.py`` wraps around ``train_step``): so the mean
-over each rank's own batch becomes the mean over all samples, batches of other sizes and empty ones
-included. In a loop of the user's own, where nobody counts, all ranks weigh the same.
+The weight of a rank in a step is its share of the samples of the global batch, counted in that step
+(``StepSum.step``, which ``model.py`` wraps around ``train_step``): so the means over the ranks'
+batches become the mean over all samples, including uneven and empty batches. In a custom training
+loop, in which samples are not counted, all ranks have the same weight.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
 from hvdtrain.system.runtime.waits import SUM
 
-_made: list[StepSum] = []  # in the order of their optimizers, the same on all ranks of a set
+_step_sums: list[StepSum] = []  # in the order of their optimizers, the same on all ranks of a set
 
 
 class StepSum(Reduction):
     """Sums the gradients of one optimizer over the ranks that train together.
 
     Args:
-        optimizer: whose gradients.
-        name: of its collectives, the same on all ranks.
-        average: the mean over all samples, not the sum of what the ranks bring.
-        factor: of the gradients, the same on all ranks.
-        predivide: what they are divided by before the sum, and multiplied by after it.
-        compression: Horovod's, for the way between the ranks; None: none.
-        device: where they are summed.
-        local: variables that each rank updates by its own gradients.
-        local_factor: of those gradients.
-        process_set: whose ranks bring gradients; None: all.
+        optimizer: the optimizer whose gradients are summed.
+        name: name of its collectives, the same on all ranks.
+        average: whether to average over all samples instead of summing over the ranks.
+        factor: factor of the gradients, the same on all ranks.
+        predivide: divisor before the sum, and factor after it.
+        compression: Horovod's compression of the messages; None: no compression.
+        device: device of the sums.
+        local: variables that each rank updates by its local gradients.
+        local_factor: factor of those gradients.
+        process_set: process set of the ranks to sum over; None: all ranks.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StepSum(Reduction):
             self.buckets = Buckets(name, self._reduce)
             self.samples = tf.Variable(0, dtype=tf.int64, trainable=False, name="samples")
             self._nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
-        self._weight: Any = None  # of this rank in the step at hand
+        self._weight: Any = None  # of this rank in the current step
 
     @property
     def adapter(self) -> CommonAdapter:
@@ -75,11 +75,11 @@ class StepSum(Reduction):
 
     @contextmanager
     def step(self, count: Any) -> Iterator[None]:
-        """Count what is summed within as of ``count`` samples of this rank, a tensor."""
+        """Weight sums within the block by ``count``, a tensor: the samples of this rank."""
         self.samples.assign_add(tf.cast(count, tf.int64))
         if self.average:
-            # It depends on the update before, so that no two of them are under way at once, and on
-            # a variable, so that TensorFlow does not take it for a constant.
+            # It depends on the previous update, so that no two overlap, and on a variable, so that
+            # TensorFlow does not treat it as a constant.
             mine = tf.cast(count, tf.float64) + self._nothing
             total = self.adapter.sum_tensor(mine[None], f"{self.name}.samples")[0]
             self._weight = tf.math.divide_no_nan(mine, total)
@@ -91,18 +91,18 @@ class StepSum(Reduction):
     @override
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         self._begin(variables)
-        # What has no gradient here has none on any rank, and is left alone as in one process.
+        # A variable without a gradient here has none on any rank, and is skipped as in one process.
         shared = [
             index
             for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
             if gradient is not None and id(variable) not in self.local
         ]
-        result = [self._own(*pair) for pair in zip(gradients, variables, strict=True)]
+        result = [self._local_gradient(*pair) for pair in zip(gradients, variables, strict=True)]
         if not shared:
             return result
         weight = self._weight if self._weight is not None else self._fixed_weight()
         waits = self.adapter.waits
-        # A trace, which is made once, tells nothing of the updates.
+        # Within a traced function, which runs this code only once, it would measure nothing.
         with waits.during(SUM) if tf.executing_eagerly() else nullcontext():
             totals = self.buckets.sum(
                 [gradients[index] for index in shared],
@@ -119,7 +119,7 @@ class StepSum(Reduction):
     def _fixed_weight(self) -> float:
         return 1.0 / self.adapter.world.size if self.average else 1.0
 
-    def _own(self, gradient: Any, variable: Any) -> Any:
+    def _local_gradient(self, gradient: Any, variable: Any) -> Any:
         if gradient is None or id(variable) not in self.local or self.local_factor == 1:
             return gradient
         return tf.convert_to_tensor(gradient) * tf.cast(self.local_factor, gradient.dtype)
@@ -133,14 +133,14 @@ class StepSum(Reduction):
             return self.compression.decompress(sum_tensor(small, name), context)
 
     def begin(self) -> None:
-        """Do what was to be done before the first update, outside of the trace at hand."""
+        """Run the deferred action before the first update, outside of the current trace."""
         begin, self.before_first = self.before_first, None
         if begin is not None:
             with tf.init_scope():
                 begin()
 
     def _begin(self, variables: Sequence[Any]) -> None:
-        """Do, before the first update, what had to wait until the variables are there."""
+        """Build the optimizer, and run the deferred action, before the first update."""
         if self.before_first is not None:
             with tf.init_scope():
                 if not self.optimizer.built:
@@ -148,7 +148,7 @@ class StepSum(Reduction):
             self.begin()
 
     def broadcast(self) -> None:
-        """Send what the optimizer trains, and its state, from the first rank, once there."""
+        """Send the trained variables and the optimizer state from the first rank, once built."""
         if not self.optimizer.built:
             self.before_first = self.broadcast
             return
@@ -157,34 +157,34 @@ class StepSum(Reduction):
 
 
 def broadcast_variables(variables: Sequence[Any], adapter: CommonAdapter) -> None:
-    """Assign the values of the adapter's first rank, in an order that is the same on its ranks."""
+    """Assign the values of the adapter's first rank; the order must be the same on all ranks."""
     communicator = adapter.communicator
-    mine = {str(place): np.asarray(one.numpy()) for place, one in enumerate(variables)}
-    for place, value in communicator.broadcast_arrays(mine).items():
-        variables[int(place)].assign(value)
+    mine = {str(index): np.asarray(variable.numpy()) for index, variable in enumerate(variables)}
+    for index, value in communicator.broadcast_arrays(mine).items():
+        variables[int(index)].assign(value)
 
 
 def broadcast_global_variables(root_rank: int = 0) -> None:
-    """Send what each distributed optimizer trains, and its state, from rank 0 to all ranks.
+    """Send the trained variables and the state of each distributed optimizer from rank 0 to all.
 
     With process sets: from the first rank of its set to the others.
 
-    TensorFlow 2 keeps no list of all variables. Where a model is not built yet it is done just
+    TensorFlow 2 has no list of all variables. If a model is not built yet, they are sent just
     before its first update. ``callbacks.BroadcastGlobalVariablesCallback`` sends the whole model.
     """
-    for one in _made:
-        if session.number_of(one.process_set) is None:  # removed
+    for reduction in _step_sums:
+        if session.number_of(reduction.process_set) is None:  # removed
             continue
-        check_root(root_rank, one.process_set)
-        if one.adapter.world.size > 1:
-            one.broadcast()
+        check_root(root_rank, reduction.process_set)
+        if reduction.adapter.world.size > 1:
+            reduction.broadcast()
 
 
 def check_root(root_rank: int, process_set: Any = None) -> None:
-    """Raise ``UsageError`` where another rank than the first is to give its state."""
+    """Raise ``UsageError`` if ``root_rank`` is not the first rank."""
     ranks = getattr(process_set, "ranks", None) or [0]
     if root_rank not in (0, ranks[0]):
-        raise UsageError(f"root_rank is {root_rank}: it is rank {ranks[0]} whose state all get")
+        raise UsageError(f"root_rank is {root_rank}: only rank {ranks[0]} can send its state")
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -205,40 +205,41 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> Any:
     """Make updates of ``optimizer`` use the gradients of all ranks.
 
-    It is changed where it is: it keeps its type, its state and its configuration, and what is saved
-    holds the plain optimizer. Gradients are summed in few large buckets, sparse ones as dense ones,
-    so ``groups``, ``num_groups``, ``device_sparse`` and ``sparse_as_dense`` have nothing to change;
-    nor has ``scale_local_gradients``, where no layer is local.
+    It is changed in place: it keeps its type, state and configuration, and is saved as a plain
+    optimizer. Gradients are summed in a few large buckets, sparse ones as dense ones, so
+    ``groups``, ``num_groups``, ``device_sparse`` and ``sparse_as_dense`` have no effect, nor has
+    ``scale_local_gradients`` without local layers.
 
     Args:
-        optimizer: of Keras 3, built or not; a ``LossScaleOptimizer`` too.
-        name: of its collectives, the same on all ranks.
-        device_dense: where gradients are summed, such as ``/CPU:0``.
+        optimizer: an optimizer of Keras 3, built or not, also a ``LossScaleOptimizer``.
+        name: name of its collectives, the same on all ranks.
+        device_dense: device of the sums, e.g. ``/CPU:0``.
         device_sparse: see above.
-        compression: ``Compression.fp16`` halves what goes between the ranks, and rounds it.
+        compression: ``Compression.fp16`` rounds the messages to half their size.
         sparse_as_dense: see above.
-        gradient_predivide_factor: divides before the sum, and multiplies after it.
-        op: ``Average`` (default), over all samples of the global batch; or ``Sum``, which adds up
-            what the ranks bring, for a loss that is a sum.
-        backward_passes_per_step: updates are made after so many batches, from the sum of their
+        gradient_predivide_factor: divisor before the sum, and factor after it.
+        op: ``Average`` (default) over all samples of the global batch; or ``Sum`` over the ranks,
+            for a loss that is a sum.
+        backward_passes_per_step: number of batches per update, which uses the sum of their
             gradients. These are summed over the ranks batch by batch, which is exact.
-        average_aggregated_gradients: from their mean instead.
+        average_aggregated_gradients: whether to use their mean instead.
         num_groups: see above.
         groups: see above.
-        process_set: the ranks that train this model together, this one among them; all by default.
+        process_set: process set that trains the model, including this rank; default: all ranks.
         scale_local_gradients: see above.
 
     Returns:
         The optimizer.
 
     Raises:
-        UsageError: it is no optimizer of Keras 3, or distributed already; a value not known here.
+        UsageError: no optimizer of Keras 3, or distributed already; an unsupported value.
     """
     _check(optimizer, process_set)
     average = _is_average(op)
     factor = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
-    made = StepSum(
-        *(optimizer, name or _next_name(process_set)),
+    reduction = StepSum(
+        optimizer,
+        name or _next_name(process_set),
         average=average,
         factor=factor,
         predivide=gradient_predivide_factor,
@@ -246,7 +247,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         device=device_dense,
         process_set=process_set,
     )
-    return _distribute(optimizer, made)
+    return _distribute(optimizer, reduction)
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -263,21 +264,22 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Do as ``DistributedOptimizer``, but for layers that each rank trains by itself.
+    """Do as ``DistributedOptimizer``, except for layers that each rank trains locally.
 
     Args:
-        local_layers: a layer or several, built already.
-        scale_local_gradients: divide their gradients by the world size, so that they are of the
-            size of the others' share.
+        local_layers: one layer or several, already built.
+        scale_local_gradients: whether to divide their gradients by the world size, the scale of
+            one rank's share of the other gradients.
 
     The other arguments are those of ``DistributedOptimizer``.
     """
     _check(optimizer, process_set)
     layers = [local_layers] if isinstance(local_layers, keras.Layer) else list(local_layers or ())
-    if strange := [one for one in layers if not (isinstance(one, keras.Layer) and one.built)]:
-        raise UsageError(f"local_layers: {strange[0]!r} is not a layer that is built")
-    made = StepSum(
-        *(optimizer, name or _next_name(process_set)),
+    if wrong := [v for v in layers if not (isinstance(v, keras.Layer) and v.built)]:
+        raise UsageError(f"local_layers: {wrong[0]!r} is not a layer that is built")
+    reduction = StepSum(
+        optimizer,
+        name or _next_name(process_set),
         average=_is_average(op),
         predivide=gradient_predivide_factor,
         compression=compression,
@@ -288,7 +290,7 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
         else 1.0,
         process_set=process_set,
     )
-    return _distribute(optimizer, made)
+    return _distribute(optimizer, reduction)
 
 
 def load_model(
@@ -301,22 +303,22 @@ def load_model(
 ) -> Any:
     """Load a compiled model, and distribute its optimizer, which keeps its state.
 
-    What was saved holds the plain optimizer: ``keras.models.load_model`` gives it back.
+    The file contains a plain optimizer: ``keras.models.load_model`` loads it undistributed.
 
     Args:
         filepath: as in ``keras.models.load_model``.
-        custom_optimizers: optimizer classes that are not Keras's.
+        custom_optimizers: optimizer classes other than Keras's.
         custom_objects: other classes and functions by name.
-        compression: of ``DistributedOptimizer``.
-        legacy_opts: not known to Keras 3.
-        process_set: of ``DistributedOptimizer``.
+        compression: see ``DistributedOptimizer``.
+        legacy_opts: not supported by Keras 3.
+        process_set: see ``DistributedOptimizer``.
 
     Raises:
         UsageError: ``legacy_opts`` was set; the model has no optimizer.
     """
     if legacy_opts:
-        raise UsageError("load_model: Keras 3 has no legacy optimizers; leave legacy_opts out")
-    classes = {one.__name__: one for one in custom_optimizers or ()}
+        raise UsageError("load_model: Keras 3 has no legacy optimizers; omit legacy_opts")
+    classes = {kind.__name__: kind for kind in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**classes, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is None:
         raise UsageError(f"load_model: {filepath} was saved without an optimizer; compile it first")
@@ -331,45 +333,45 @@ def _check(optimizer: Any, process_set: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     if reduction_of(optimizer) or (inner is not None and reduction_of(inner)):
         raise UsageError("DistributedOptimizer: this optimizer is distributed already")
-    session.adapter(process_set)  # raises where this rank is none of the set's
+    session.adapter(process_set)  # raises if this rank is not in the set
 
 
 def _next_name(process_set: Any) -> str:
-    """Return a name that is the same on all ranks of the set, whatever else each of them trains."""
+    """Return a name that is the same on all ranks of the set, independent of other models."""
     number = session.number_of(process_set)
-    return f"gradients.{sum(session.number_of(one.process_set) == number for one in _made)}"
+    return f"gradients.{sum(session.number_of(s.process_set) == number for s in _step_sums)}"
 
 
 def _is_average(op: Any) -> bool:
-    """Return whether ``op``, of Horovod, is the mean, not the sum.
+    """Return whether Horovod's ``op`` is the mean, not the sum.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: ``op`` is neither.
     """
     if op is None:
         return True
     from horovod.tensorflow import Average, Sum
 
     if op not in (Average, Sum):
-        raise UsageError("op: choose Average or Sum; Keras's optimizers know no other")
+        raise UsageError("op: choose Average or Sum; others are not supported with Keras")
     return bool(op == Average)
 
 
 def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
-    """Make the optimizer update after ``passes`` batches; return the factor that makes it a sum."""
+    """Make the optimizer update every ``passes`` batches; return the factor from mean to sum."""
     if passes == 1:
         return 1.0
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if passes < 1 or inner.built or inner.gradient_accumulation_steps:
         raise UsageError(
-            f"backward_passes_per_step is {passes}: it is 1 or more, for an optimizer that is not "
-            "built yet and has no gradient_accumulation_steps of its own"
+            f"backward_passes_per_step is {passes}: it must be 1 or more, for an optimizer that is "
+            "not built yet and has no gradient_accumulation_steps"
         )
     inner.gradient_accumulation_steps = passes
     return 1.0 if average else float(passes)
 
 
-def _distribute(optimizer: Any, made: StepSum) -> Any:
-    _made.append(made)
-    distribute(optimizer, made)
+def _distribute(optimizer: Any, reduction: StepSum) -> Any:
+    _step_sums.append(reduction)
+    distribute(optimizer, reduction)
     return optimizer

@@ -1,8 +1,8 @@
-"""Steps 1 and 2 for Keras: the adapter that all of this package stands on, one per process set.
+"""Steps 1 and 2 for Keras: the adapter of the package, one per process set.
 
-Horovod's process sets are parts of the ranks that sum among themselves. A model trains in the set
-that its ``DistributedOptimizer`` was given: what is done for that model is done by that set's own
-adapter, whose ranks are numbered from 0, and by no other rank.
+Horovod's process sets are groups of ranks that sum among themselves. A model trains in the set of
+its ``DistributedOptimizer``: all operations on it use that set's adapter, whose ranks are numbered
+from 0, and involve no other rank.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.runtime.detect import detect, is_elastic
 from hvdtrain.system.runtime.exit import outlive_loss
 
-_adapters: dict[int, CommonAdapter] = {}  # by process set; 0 is all ranks, there after ``init``
-_known: dict[int, Any] = {}  # process sets, but for the global one
-_fails = False  # the script has given ``sys.exit`` another code than 0
+_adapters: dict[int, CommonAdapter] = {}  # by process set; 0: all ranks, created by ``init``
+_known: dict[int, Any] = {}  # process sets, except for the global one
+_fails = False  # the script has called ``sys.exit`` with a code other than 0
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> None:
-    """Join the other ranks, and take a GPU or this rank's share of the cores; all ranks call it.
+    """Connect to the other ranks, and select a GPU or this rank's share of the cores.
 
-    It comes before TensorFlow computes anything. A second call does nothing.
+    All ranks must call it, before TensorFlow computes anything. A second call has no effect.
 
     Args:
-        comm: not known here.
-        process_sets: the ``ProcessSet``s that will be used, the same on all ranks; ``dynamic``
-            where ``add_process_set`` makes them later.
+        comm: not supported.
+        process_sets: the ``ProcessSet``s that will be used, the same on all ranks; ``dynamic`` if
+            ``add_process_set`` creates them later.
 
     Raises:
-        UsageError: on every rank: launcher and Horovod count other processes, the ranks run other
-            software, they share a GPU; a process set is none; or ``comm`` was given.
+        UsageError: on every rank: the process counts of launcher and Horovod or the software of
+            the ranks differ, ranks share a GPU, a process set is invalid, or ``comm`` is set.
     """
     if comm is not None:
         raise UsageError(
-            "init: comm is not known here: all ranks start together, and process_sets="
-            "[hvd.ProcessSet([0, 1]), ...] lets some of them train a model of their own"
+            "init: comm is not supported: all ranks start together, and process_sets="
+            "[hvd.ProcessSet([0, 1]), ...] lets groups of them train separate models"
         )
     if keras.backend.backend() != "tensorflow" or int(keras.__version__.split(".")[0]) < 3:
         raise UsageError(
             f"hvdtrain.keras is for Keras 3 on TensorFlow, here is Keras {keras.__version__} on "
-            f"{keras.backend.backend()}: TensorFlow 2.16 and later have it; leave ~/.keras/"
-            "keras.json and TF_USE_LEGACY_KERAS out"
+            f"{keras.backend.backend()}: use TensorFlow 2.16 or later, without ~/.keras/keras.json "
+            "and TF_USE_LEGACY_KERAS"
         )
     if _adapters:
         return
@@ -61,28 +61,28 @@ def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> N
     if process_sets is not None and not isinstance(process_sets, str):
         sets = process_sets
     _check_sets(sets, detect(os.environ).size)
-    made: Any = select_adapter("tensorflow")
+    created: Any = select_adapter("tensorflow")
     if process_sets:
-        made.process_sets = process_sets
+        created.process_sets = process_sets
     with outliving_loss():
-        made.initialize()
-        made.pin_device()
-    _adapters[0] = made
-    _known.update((one.process_set_id, one) for one in sets)
-    if made.world.size > 1:
+        created.initialize()
+        created.pin_device()
+    _adapters[0] = created
+    _known.update((process_set.process_set_id, process_set) for process_set in sets)
+    if created.world.size > 1:
         atexit.register(_part)
         sys.exit = _noted(sys.exit)
 
 
 @contextmanager
 def outliving_loss() -> Iterator[None]:
-    """Start this rank anew where the block fails because another one is lost, if that is the way.
+    """Restart this rank if the block fails because another one is lost, in an elastic job.
 
-    Otherwise what the block raises is raised.
+    Otherwise errors of the block are raised.
     """
     try:
         yield
-    except HvdtrainError:  # of ours, none comes of a loss
+    except HvdtrainError:  # never caused by a loss
         raise
     except Exception:
         if is_elastic(os.environ):
@@ -91,60 +91,60 @@ def outliving_loss() -> Iterator[None]:
 
 
 def _check_sets(sets: Iterable[Any], size: int) -> None:
-    """Raise ``UsageError`` where one of ``sets`` is none of ``size`` ranks, or is there twice.
+    """Raise ``UsageError`` if one of ``sets`` is invalid for ``size`` ranks, or exists already.
 
-    Horovod says nothing of use then, or ends the process.
+    Horovod's message would not help, or it would end the process.
     """
-    there = [tuple(one.ranks) for one in _known.values()]
-    for one in sets:
-        ranks = getattr(one, "ranks", None)
+    there = [tuple(process_set.ranks) for process_set in _known.values()]
+    for process_set in sets:
+        ranks = getattr(process_set, "ranks", None)
         if not ranks:
-            raise UsageError(f"process sets are given as hvd.ProcessSet([0, 1]), not as {one!r}")
+            raise UsageError(f"{process_set!r}: a process set must be an hvd.ProcessSet([0, 1])")
         wrong = [rank for rank in ranks if not 0 <= rank < size]
         if wrong or len(set(ranks)) < len(ranks):
             raise UsageError(f"the process set of the ranks {ranks}: there are {size}, each once")
         if len(ranks) == size:
             raise UsageError(f"the process set of the ranks {ranks} is hvd.global_process_set")
         if tuple(ranks) in there:
-            raise UsageError(f"the process set of the ranks {ranks} is there twice: use the first")
+            raise UsageError(f"the process set of the ranks {ranks} exists twice: use the first")
         there.append(tuple(ranks))
 
 
 def add_process_set(process_set: Any) -> Any:
-    """Make a process set after ``init``; all ranks call it, those of other sets too.
+    """Create a process set after ``init``; all ranks must call it, also those of other sets.
 
     Args:
-        process_set: or a list of ranks.
+        process_set: the process set, or a list of ranks.
 
     Returns:
         The process set.
 
     Raises:
-        UsageError: Horovod was not started for it, or there is no such set.
+        UsageError: Horovod was started without dynamic process sets, or the set is invalid.
     """
     from horovod.tensorflow import ProcessSet
     from horovod.tensorflow import add_process_set as add
 
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    _check_sets([made], size())
+    new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _check_sets([new], size())
     try:
-        add(made)
+        add(new)
     except ValueError as error:
         if DYNAMIC not in str(error):
             raise
         raise UsageError(
             f"add_process_set after init needs {DYNAMIC}=1, or hvd.init(process_sets='dynamic'); "
-            "sets that are known at the start are given to hvd.init(process_sets=[...])"
+            "pass sets that are known at the start to hvd.init(process_sets=[...])"
         ) from None
-    _known[made.process_set_id] = made
-    return made
+    _known[new.process_set_id] = new
+    return new
 
 
 def remove_process_set(process_set: Any) -> bool:
-    """Forget a process set; all ranks call it. Models that train in it train no more.
+    """Remove a process set, in which no model trains any more; all ranks must call it.
 
     Returns:
-        Whether it was there.
+        Whether the set existed.
     """
     from horovod.tensorflow import remove_process_set as remove
 
@@ -157,19 +157,19 @@ def remove_process_set(process_set: Any) -> bool:
 
 
 def adapter(process_set: Any = None) -> CommonAdapter:
-    """Return the adapter of a process set, of all ranks by default.
+    """Return the adapter of a process set; default: of all ranks.
 
     Raises:
-        UsageError: before ``init``; the set is not known, or this rank is none of its ranks.
+        UsageError: before ``init``; the set is unknown, or this rank is not in it.
     """
     if not _adapters:
-        raise UsageError("call hvd.init() first: before it there is no rank and no size")
+        raise UsageError("call hvd.init() first: the ranks are not connected")
     number = number_of(process_set)
     if number in _adapters:
         return _adapters[number]
     if number not in _known:
         raise UsageError(
-            f"the process set {process_set} is not known: give it to hvd.init(process_sets=[...])"
+            f"the process set {process_set} is unknown: pass it to hvd.init(process_sets=[...])"
         )
     whole, ranks = _adapters[0], process_set.ranks
     if whole.world.rank not in ranks:
@@ -177,53 +177,53 @@ def adapter(process_set: Any = None) -> CommonAdapter:
             f"rank {whole.world.rank} is not in the process set of the ranks {ranks}: build and "
             "train its model under `if process_set.included():`"
         )
-    _adapters[number] = made = _part_of(whole, process_set)
-    return made
+    _adapters[number] = part = _part_of(whole, process_set)
+    return part
 
 
 def chosen(process_set: Any) -> CommonAdapter:
-    """Return the adapter of the set whose ranks share data; it is named where there are several.
+    """Return the adapter of the set whose ranks share data; with process sets it is required.
 
     Raises:
-        UsageError: there are process sets, and none is named: a model of one would see a part of
-            its data.
+        UsageError: there are process sets, and none is specified: a model of one would be trained
+            on only a part of its data.
     """
     if process_set is None and _known:
         raise UsageError(
-            "shard: there are process sets, so name the one that trains on these data: "
+            "shard: there are process sets, so specify the one that trains on these data: "
             "process_set=..., or hvd.global_process_set for all ranks"
         )
     return adapter(process_set)
 
 
 def number_of(process_set: Any) -> int | None:
-    """Return Horovod's number of a process set, 0 for that of all ranks; None: it has none."""
+    """Return Horovod's number of a process set, 0 for that of all ranks; None: removed."""
     number: int | None = getattr(process_set, "process_set_id", 0)
     return number
 
 
 def _part_of(whole: CommonAdapter, process_set: Any) -> CommonAdapter:
-    """Return an adapter like ``whole`` for the ranks of ``process_set`` alone.
+    """Return an adapter like ``whole`` for only the ranks of ``process_set``.
 
-    Its calls are not counted for ``waits``: other sets make others, in their own time.
+    Its calls are not counted for ``waits``, since other sets make different calls.
     """
     from hvdtrain.collectives.horovod_tf import HorovodTensorFlow
 
-    made = type(whole)()
-    made.communicator = HorovodTensorFlow(process_set)
-    made.ranks = [whole.ranks[rank] for rank in process_set.ranks]
-    made.world = replace(
+    part = type(whole)()
+    part.communicator = HorovodTensorFlow(process_set)
+    part.ranks = [whole.ranks[rank] for rank in process_set.ranks]
+    part.world = replace(
         whole.world,
-        rank=made.communicator.rank,
-        size=made.communicator.size,
-        hosts=len({facts.place for facts in made.ranks}),
+        rank=part.communicator.rank,
+        size=part.communicator.size,
+        hosts=len({facts.place for facts in part.ranks}),
     )
-    made.device, made.has_gpu, made.threads = whole.device, whole.has_gpu, whole.threads
-    return made
+    part.device, part.has_gpu, part.threads = whole.device, whole.has_gpu, whole.threads
+    return part
 
 
 def shutdown() -> None:
-    """Leave the other ranks; all ranks call it, and ``init`` begins anew."""
+    """Disconnect from the other ranks; all ranks must call it. ``init`` may be called again."""
     if _adapters:
         _part()
         whole = _adapters[0]
@@ -233,16 +233,16 @@ def shutdown() -> None:
 
 
 def _part() -> None:
-    """Wait for all ranks where there are process sets: Horovod ends on all with the first rank.
+    """Wait for all ranks if there are process sets: Horovod ends on all with the first rank.
 
-    A rank that fails waits for nobody.
+    A rank that fails does not wait.
     """
     if _known and _adapters and not _fails and not hasattr(sys, "last_type"):
         _adapters[0].communicator.gather(b"")
 
 
 def _noted(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-    """Return ``sys.exit`` so that ``_part`` knows of a failure: no exit code reaches ``atexit``."""
+    """Return a ``sys.exit`` that records failures for ``_part``: ``atexit`` has no exit code."""
 
     @functools.wraps(leave)
     def noted(status: Any = None, /) -> NoReturn:
@@ -264,7 +264,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Return the world size: how many ranks there are."""
+    """Return the world size: the number of ranks."""
     return adapter().world.size
 
 
@@ -274,5 +274,5 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Return how many ranks this host has."""
+    """Return the number of ranks on this host."""
     return adapter().world.local_size

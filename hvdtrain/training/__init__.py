@@ -1,1 +1,1 @@
-"""*When* the eight steps happen: one training loop for all workloads, frameworks and strategies."""
+"""The trainer: one training loop for all workloads, frameworks and strategies."""

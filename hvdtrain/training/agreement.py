@@ -1,8 +1,8 @@
-"""All ranks train the same: their options and their data are compared before the first step.
+"""Comparison of the options and the data of all ranks before the first step.
 
 The ranks of one job may have been started with different command lines (mpirun's application
-contexts, a wrapper script), and a host may hold another copy of the data. Nothing would stop: the
-learning rate, the order or the number of steps would be another on some rank, or all would hang.
+contexts, a wrapper script), and a host may have another copy of the data. Without this check the
+ranks would train with different learning rates, orders or numbers of steps, or would hang.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.workloads.task import Task
 
 SHOWN = 12  # digits of a digest
-# What only rank 0 uses, or what changes no result.
-OWN = ("quiet", "summary", "metrics", "tensorboard", "workers", "local_rank")
+# Options that only rank 0 uses, or that do not affect results.
+LOCAL = ("quiet", "summary", "metrics", "tensorboard", "workers", "local_rank")
 
 
 def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
     """Compare the options of all ranks, in one collective.
 
     Args:
-        adapter: of this rank.
-        options: of this rank.
-        file: digest of the user's file that defines the task; empty: there is none.
+        adapter: adapter of this rank.
+        options: options of this rank.
+        file: digest of the user's file that defines the task; empty: no such file.
 
     Raises:
-        UsageError: on every rank, naming the option and who was given what.
+        UsageError: on every rank, naming the option and the values by rank.
     """
     mine = {
         f"--{field.name.replace('_', '-')}": str(getattr(options, field.name))
         for field in declared(type(options))
-        if field.name not in OWN
+        if field.name not in LOCAL
     }
-    # Each host may hold its copy at another place; but the embedded data is other data.
+    # Each host may have its copy in another directory; but the embedded data is different data.
     for name in ("data", "stage"):
         mine[f"--{name}"] = "given" if getattr(options, name) else "not given"
     mine["the file that defines the task (a digest)"] = file[:SHOWN]
@@ -47,10 +47,10 @@ def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
 
 
 def check_data(adapter: CommonAdapter, task: Task) -> None:
-    """Compare how many samples the ranks have found, and which, in one collective.
+    """Compare the number and the digests of the samples of all ranks, in one collective.
 
     Raises:
-        UsageError: on every rank, naming who has found what.
+        UsageError: on every rank, naming the values by rank.
     """
     mine = {
         "the number of training samples": f"{task.train.samples:,}",
@@ -60,7 +60,7 @@ def check_data(adapter: CommonAdapter, task: Task) -> None:
             task.test.digest[:SHOWN] if task.test else ""
         ),
     }
-    remedy = "give every host the same data (--data), best on a file system that all share"
+    remedy = "use the same data on every host (--data), preferably on a shared file system"
     _compare(adapter, mine, remedy)
 
 
@@ -71,7 +71,7 @@ def _plain(value: str) -> str:
 
 
 def _compare(adapter: CommonAdapter, mine: Mapping[str, str], remedy: str) -> None:
-    everyone = adapter.communicator.gather(json.dumps(mine).encode())
+    gathered = adapter.communicator.gather(json.dumps(mine).encode())
     hosts = [facts.host for facts in adapter.ranks]
-    for name, owners in differences([json.loads(data) for data in everyone], hosts):
+    for name, owners in differences([json.loads(data) for data in gathered], hosts):
         raise agreed(UsageError(f"{name} differs: {owners}: {remedy}"))

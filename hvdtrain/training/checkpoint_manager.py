@@ -1,4 +1,4 @@
-"""Step 7 in the trainer: where a training stands, saved and found again."""
+"""Step 7 in the trainer: save and restore the progress of a training."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from hvdtrain.workloads.task import Task
 
 @dataclass
 class TrainState:
-    """Where a training stands: what a checkpoint holds besides the arrays."""
+    """The progress of a training: the values of a checkpoint in addition to the arrays."""
 
-    step: int = 0  # updates done since the start of the training
-    position: Position = field(default_factory=Position)  # the place that comes next
-    samples: int = 0  # trained on since the start, over all ranks
-    loss_sum: float = 0.0  # of the losses of this epoch's samples, of this rank
-    loss_count: int = 0  # how many samples ``loss_sum`` is over
+    step: int = 0  # number of updates since the start of the training
+    position: Position = field(default_factory=Position)  # of the next global batch
+    samples: int = 0  # number trained on since the start, over all ranks
+    loss_sum: float = 0.0  # sum of the losses of this epoch's samples, of this rank
+    loss_count: int = 0  # number of samples in ``loss_sum``
     metrics: dict[str, Any] | None = None  # on the test set after ``step``; None: not evaluated
-    skipped: int = 0  # updates left out since the start: their gradients were not finite
-    # Where the global batches begin that are left out after a rollback: [epoch, consumed].
+    skipped: int = 0  # number of updates skipped since the start: gradients were not finite
+    # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)
 
 
 class CheckpointManager:
-    """Saves a training's checkpoints and resumes from them, as the options say.
+    """Saves a training's checkpoints and resumes from them, according to the options.
 
-    All ranks hold one and call its methods together; rank 0 alone reads and writes.
+    All ranks must call its methods together; only rank 0 reads and writes.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class CheckpointManager:
     ) -> None:
         self.options, self.adapter, self.task, self.origin = options, adapter, task, origin
         self.path: str | None = None
-        self._saved: Any = None  # what told the checkpoint at ``path`` from others
+        self._saved: Any = None  # mark of the checkpoint at ``path``
         self._lock: DirectoryLock | None = None
 
     def resume(self) -> TrainState:
-        """Load the newest checkpoint, as ``--resume`` says; call ``broadcast_state`` after it.
+        """Load the newest checkpoint, according to ``--resume``; then call ``broadcast_state``.
 
         Returns:
-            Where the training stands; at its start where there is nothing to resume.
+            The progress of the training; that of its start if there is nothing to resume.
 
         Raises:
-            UsageError: on every rank: ``--resume must`` without a checkpoint, a foreign one, or a
-                directory that cannot be written or that another training is using.
+            UsageError: on every rank: ``--resume must`` without a checkpoint, a checkpoint of
+                another training, or a directory that is not writable or in use.
         """
         directory, mode = self.options.checkpoint_dir, self.options.resume
         if directory is None:
@@ -75,7 +75,7 @@ class CheckpointManager:
         return now or TrainState()
 
     def roll_back(self) -> TrainState:
-        """Go back to the newest checkpoint, on all ranks.
+        """Restore the newest checkpoint, on all ranks.
 
         Raises:
             TrainingError: on every rank, if there is none.
@@ -94,10 +94,10 @@ class CheckpointManager:
         if state is None:
             return None
         now = TrainState(
-            **{one.name: state[one.name] for one in fields(TrainState) if one.name in state}
+            **{item.name: state[item.name] for item in fields(TrainState) if item.name in state}
         )
         now.position = Position(**state["position"])
-        if self.adapter.world.data_rank:  # one part carries the sums of the epoch so far
+        if self.adapter.world.data_rank:  # only data rank 0 continues the sums of this epoch
             now.loss_sum, now.loss_count = 0.0, 0
         self.path, self._saved = state["path"], _mark(now)
         return now
@@ -111,21 +111,21 @@ class CheckpointManager:
         self._lock = lock
 
     def _check_shared(self, directory: Path) -> None:
-        """Raise ``UsageError`` on every rank where some do not see what rank 0 writes."""
+        """Raise ``UsageError``, on every rank, if some do not see the files of rank 0."""
         collectives = self.adapter.communicator
         name = collectives.broadcast_bytes(f".shared-{uuid.uuid4().hex}".encode()).decode()
         collectives.on_root((directory / name).touch)
 
-        def look() -> None:
+        def check() -> None:
             if not (directory / name).exists():
                 raise UsageError(
                     f"--checkpoint-dir {directory} is another directory than rank 0's: with "
-                    f"--strategy {self.adapter.name} each rank writes a part of a checkpoint, so "
-                    "give a directory on a file system that all hosts share"
+                    f"--strategy {self.adapter.name} each rank writes a part of a checkpoint: use "
+                    "a directory on a file system that all hosts share"
                 )
 
         try:
-            collectives.together(look)
+            collectives.together(check)
         finally:
             if self.adapter.world.is_writer:
                 (directory / name).unlink(missing_ok=True)
@@ -138,8 +138,8 @@ class CheckpointManager:
         """Write a checkpoint of ``now``, unless the newest one is the same.
 
         Args:
-            now: where the training stands.
-            stopped: why there is nothing left to do; None: there is.
+            now: progress of the training.
+            stopped: reason for which the training has ended; None: it has not.
 
         Raises:
             CheckpointError: on every rank, if it could not be written.

@@ -1,7 +1,7 @@
-"""What options, recipe and launcher alone tell is told before a framework is imported.
+"""Checks of options, recipe and launcher that need no framework, before it is imported.
 
-All of it is checked again, or was found, where all ranks take part: they may disagree with what the
-launcher says of this one.
+They are repeated later with all ranks, whose values may differ from those that the launcher
+reports for this one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hvdtrain.workloads.task import Workload
 def check_early(
     workload: Workload, options: Options, launch: LaunchInfo, environ: Mapping[str, str]
 ) -> None:
-    """Refuse what cannot be trained.
+    """Raise if the training is impossible.
 
     Args:
-        workload: what is to be trained.
-        options: how.
-        launch: what the launcher says of this process.
-        environ: the environment, where variables contradict options.
+        workload: the workload to train.
+        options: the options.
+        launch: the launcher's information on this process.
+        environ: the environment, of which variables may contradict options.
 
     Raises:
-        UsageError: naming the option and what to give instead.
+        UsageError: naming the option and a remedy.
     """
     world = World(launch.rank, launch.size, launch.local_rank, launch.local_size, "", 1)
     plan = make_plan(workload, options, world)
@@ -49,7 +49,7 @@ def check_early(
 
 
 def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> None:
-    """Refuse the checkpoint of another training, as far as options tell that it is one."""
+    """Raise if the checkpoint is of another training, as far as the options determine it."""
     origin = {
         "framework": options.framework,
         "workload": workload.name,
@@ -57,12 +57,12 @@ def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> N
         "optimizer": options.optimizer,
         "seed": options.seed,
     }
-    path, given = options.checkpoint_dir, "--checkpoint-dir"
+    path, source = options.checkpoint_dir, "--checkpoint-dir"
     if options.evaluates_only:
         origin = {name: origin[name] for name in ("framework", "workload", "model")}
-        path, given = options.checkpoint or path, "checkpoint"
+        path, source = options.checkpoint or path, "checkpoint"
     elif options.resume == "never":
         return
-    found = checkpoints.glance(path) if path else None
-    if found:
-        checkpoints.check_origin(found, origin, given)
+    checkpoint = checkpoints.glance(path) if path else None
+    if checkpoint:
+        checkpoints.check_origin(checkpoint, origin, source)

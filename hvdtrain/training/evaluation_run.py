@@ -1,4 +1,4 @@
-"""``--evaluate-only`` and ``--predict``: a checkpoint is evaluated, nothing is trained or saved."""
+"""``--evaluate-only`` and ``--predict``: evaluate a checkpoint, without training or saving."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.workloads.task import Task, Workload
 
 
 class EvaluationRun:
-    """One evaluation; ``trainer.train`` makes it after step 2, with the task that is built."""
+    """One evaluation, created by ``trainer.train`` after step 2 with the built task."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class EvaluationRun:
         self.clock = Clock()
 
     def run(self, device: str) -> int:
-        """Load, evaluate, write the predictions, sum up; all ranks call it.
+        """Load, evaluate, write predictions and summary; all ranks must call it.
 
         Args:
-            device: of this rank, in words.
+            device: description of this rank's device.
 
         Returns:
             The exit code.
@@ -48,7 +48,7 @@ class EvaluationRun:
         """
         task, adapter, test = self.task, self.adapter, self.task.test
         if test is None or not test.samples:
-            remedy = "give --data DIR with a val/ in it, or a task with test samples"
+            remedy = "use --data DIR that contains val/, or a task with test samples"
             raise agreed(UsageError(f"there are no samples to evaluate on: {remedy}"))
         task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
         state = self._load()
@@ -68,9 +68,9 @@ class EvaluationRun:
         return EXIT_OK
 
     def _load(self) -> dict[str, Any]:
-        """Load the checkpoint's weights on all ranks; return what else it holds.
+        """Load the checkpoint's weights on all ranks; return its other values.
 
-        Without one, which a benchmark allows, all ranks take the weights of rank 0.
+        Without a checkpoint, in a benchmark, all ranks receive the weights of rank 0.
         """
         origin = {
             "framework": self.options.framework,

@@ -1,4 +1,4 @@
-"""The training loop: epochs, steps, evaluation, and the stop, in ``Run``."""
+"""The training loop: epochs, steps, evaluation and stop, in ``Run``."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from hvdtrain.workloads.task import Task, Workload
 LINES_PER_EPOCH = 20  # log intervals
 
 
-class _AgainError(Exception):
-    """The epoch is begun again where ``Run.now`` stands."""
+class _RepeatError(Exception):
+    """The epoch is to be continued from ``Run.now``."""
 
 
 class Run:
-    """One training from where it stands to where it stops; ``trainer.train`` makes it."""
+    """One training, from its start or a checkpoint to its stop; created by ``trainer.train``."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Run:
         self.now = TrainState()
         self.preemption = Preemption(adapter)
         self.timeline = TimelineWindow(options, adapter)
-        self.pending: list[tuple[Part, Any]] = []  # losses that have not been read yet
+        self.pending: list[tuple[Part, Any]] = []  # losses not yet read
         self.train_loss: float | None = None
-        self.interval_sum = 0.0  # of the losses since the last log line, of this rank
-        self.interval_count = 0  # how many samples they are over, of all ranks
+        self.interval_sum = 0.0  # of this rank's losses since the last log line
+        self.interval_count = 0  # number of samples since then, of all ranks
         origin = {
             "framework": options.framework,
             "workload": workload.name,
@@ -78,8 +78,8 @@ class Run:
         self.compiled: set[int] = set()  # sizes of global batches
         self.checkpoints = CheckpointManager(options, adapter, task, origin)
         self.on_nan = OnNan(options, adapter, task, self.checkpoints)
-        # Reading a loss waits for a GPU; a CPU has it already.
-        self.look_every = 20 if adapter.has_gpu or task.deferred else 1
+        # Reading a loss synchronizes with a GPU; on a CPU it is free.
+        self.read_every = 20 if adapter.has_gpu or task.deferred else 1
         self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
         if options.log_every:
             self.log_every = options.log_every
@@ -88,20 +88,20 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Updates of the whole training."""
+        """Number of updates of the whole training."""
         all_epochs = self.plan.epochs * self.shards.steps_per_epoch
         return all_epochs if self.plan.num_steps is None else min(self.plan.num_steps, all_epochs)
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, as ``--resume`` says."""
+        """Resume from the newest checkpoint, according to ``--resume``."""
         self.now = self.checkpoints.resume()
 
     def announce(self, device: str) -> None:
-        """Say what is about to be trained, and how."""
+        """Show the headline of the training."""
         plan, rate, updates = self.plan, self.rate, self.total_steps - self.now.step
         head = headline(self.workload, self.adapter, self.task, device)
-        if self.task.speed_alone:
-            first = self.task.speed_alone.format(updates=plural(max(0, updates), "update"))
+        if self.task.speed_only:
+            first = self.task.speed_only.format(updates=plural(max(0, updates), "update"))
             lines = [first, head, f"global batch {plan.global_batch}"]
         else:
             lines = [
@@ -121,7 +121,7 @@ class Run:
         self.show.begin(lines, self.total_steps, self.now.step)
 
     def run(self) -> int:
-        """Train until the end, ``--num-steps`` or a signal; save, evaluate, sum up.
+        """Train until the end, ``--num-steps`` or a signal; save, evaluate, write the summary.
 
         Returns:
             The exit code.
@@ -142,14 +142,14 @@ class Run:
 
     def _train(self) -> Stopped:
         if self.options.on_nan == "rollback" and self.checkpoints.path is None:
-            self._save()  # something to go back to
+            self._save()  # the first rollback needs a checkpoint
         last = self.plan.num_steps
-        beyond = last is not None and self.now.step > last  # resumed there: nothing is to be done
+        beyond = last is not None and self.now.step > last  # resumed beyond the end
         stopped = self._finished()
         while stopped is None:
             try:
                 stopped = self._epoch()
-            except _AgainError:
+            except _RepeatError:
                 continue
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
@@ -173,7 +173,7 @@ class Run:
         return Stopped.FINISHED if self.now.position.epoch >= self.plan.epochs else None
 
     def _epoch(self) -> Stopped | None:
-        """Train to the end of the epoch, or to a stop; why it stopped, None to go on."""
+        """Train to the end of the epoch or to a stop; return its reason, None to continue."""
         epoch = self.now.position.epoch
         parts = (
             part
@@ -184,7 +184,7 @@ class Run:
         for part, batch in self.clock.times.fetching(self.task.train.training(parts)):
             self._update(part, batch)
             if self._wants_stop():
-                self._look()
+                self._read_losses()
                 return Stopped.PREEMPTED
             self._check_replicas()
             if reason := self._finished():
@@ -196,7 +196,7 @@ class Run:
             if every and self.now.step % every == 0:
                 self._save()
                 self.clock.resume()
-        self.now.position = Position(epoch + 1)  # also where the last global batch was left out
+        self.now.position = Position(epoch + 1)  # also if the last global batch was skipped
         self._end_of_epoch_loss(reset=True)
         if self._is_evaluated(epoch + 1) and not self._evaluate():
             return Stopped.PREEMPTED
@@ -206,10 +206,9 @@ class Run:
         return self._finished()
 
     def _check_replicas(self) -> None:
-        """Compare the ranks' models where ``--check-replicas`` says so; all ranks call it.
+        """Compare the ranks' models according to ``--check-replicas``; all ranks call it.
 
-        That is right before the update that is due: with some strategies it would overwrite what
-        one rank had.
+        The check is before the update, which with some strategies would overwrite a difference.
         """
         every = self.options.check_replicas
         if every and (self.now.step + 1) % every == 0 and self.adapter.world.size > 1:
@@ -218,20 +217,20 @@ class Run:
 
     def _wants_stop(self) -> bool:
         self._watch_walltime()
-        # On a GPU the answer waits for the device, so it is asked for now and then.
-        return self.now.step % self.look_every == 0 and self.adapter.stop_agreed
+        # On a GPU reading the answer synchronizes, so it is read every few steps.
+        return self.now.step % self.read_every == 0 and self.adapter.stop_agreed
 
     def _watch_walltime(self) -> None:
-        self.preemption.watch_walltime(self.clock.longest_recent(self.look_every))
+        self.preemption.watch_walltime(self.clock.longest_recent(self.read_every))
 
     def _update(self, part: Part, batch: Batch) -> None:
         process_status.stage = f"step {self.now.step + 1}"
         self.timeline.enter(self.now.step)
-        place = part.start.epoch + part.start.consumed / self.shards.samples
+        epochs = part.start.epoch + part.start.consumed / self.shards.samples
         seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
         before = self.on_nan.buffers()
         with self.shards.step(part):
-            loss = self.task.update(batch, learning_rate=self.rate(place), seed=seed)
+            loss = self.task.update(batch, learning_rate=self.rate(epochs), seed=seed)
         if self.task.not_finite:
             self._leave_out(part, before)
         self.on_nan.note_update()
@@ -240,8 +239,8 @@ class Run:
         self.now.position = part.end
         self.now.metrics = None
         self.pending.append((part, loss))
-        if self.now.step % self.look_every == 0 or self.now.step % self.log_every == 0:
-            self._look(in_step=True)
+        if self.now.step % self.read_every == 0 or self.now.step % self.log_every == 0:
+            self._read_losses(in_step=True)
         self.clock.step(
             part.global_count,
             counts=not (self._compiles(part) | self.timeline.leave(self.now.step)),
@@ -249,52 +248,53 @@ class Run:
         )
         self.show.advance(self.now.step)
         if self.now.step % self.log_every == 0:
-            self._log(part, place)
+            self._log(part, epochs)
 
     def _compiles(self, part: Part) -> bool:
-        """Whether the update of ``part`` had the model compiled, by some rank: it was the first."""
-        size = part.global_count  # by which each rank has a size of its own
+        """Return whether the update of ``part`` compiled the model: the first of its size."""
+        size = part.global_count  # determines the size of each rank's part
         new = self.options.compile and size not in self.compiled
         self.compiled.add(size)
         return new
 
     def _leave_out(self, part: Part, before: dict[str, Any]) -> NoReturn:
-        """Go on without the update of ``part``, as ``--on-nan`` says.
+        """Skip the update of ``part`` according to ``--on-nan``.
 
         Raises:
-            _AgainError: the training goes on.
-            TrainingError: on every rank: it does not.
+            _RepeatError: the training continues.
+            TrainingError: on every rank, if the training ends.
         """
         try:
             now = self.on_nan.leave_out(self.now, part, before, self.show.say)
         except TrainingError:
-            with contextlib.suppress(TrainingError):  # the weights are those of before
+            with contextlib.suppress(TrainingError):  # the weights are those before the update
                 self._save()
             raise
-        if now is not self.now:  # losses of what is undone
+        if now is not self.now:  # discard losses of undone updates
             self.pending.clear()
             self.interval_sum, self.interval_count = 0.0, 0
         self.now = now
-        raise _AgainError
+        raise _RepeatError
 
-    def _look(self, *, in_step: bool = False) -> None:
-        """Read the losses that are pending; stop where one is not finite.
+    def _read_losses(self, *, in_step: bool = False) -> None:
+        """Read the pending losses; raise if one is not finite.
 
-        That waits for a GPU: ``in_step`` the time is the step's, else it is added to the last one.
+        This synchronizes with a GPU: within a step (``in_step``) the time counts for that step,
+        otherwise it is added to the last one.
 
         Raises:
-            _AgainError: some of those updates were not made.
+            _RepeatError: some of those updates were not made.
         """
         left_out = self.task.updates_left_out() if self.task.deferred else 0
-        made = len(self.pending) - left_out
-        unmade, self.pending = self.pending[made:], self.pending[:made]
+        count = len(self.pending) - left_out
+        unmade, self.pending = self.pending[count:], self.pending[:count]
         values = self.task.loss_values([loss for _, loss in self.pending])
         for back, ((part, _), value) in enumerate(zip(self.pending, values, strict=True)):
             if not math.isfinite(value):
                 step = self.now.step - len(values) + back + 1
                 raise TrainingError(
                     f"the loss is {value} at step {step} (epoch {part.start.epoch}): lower --lr, "
-                    "or look at the data of this rank. Checkpoints on disk are of earlier steps"
+                    "or check the data of this rank. Checkpoints on disk are of earlier steps"
                 )
             self.now.loss_sum += value * part.count
             self.now.loss_count += part.count
@@ -307,10 +307,10 @@ class Run:
             self.adapter.meter.look()
         if unmade:
             self.on_nan.go_back(self.now, [part for part, _ in unmade])
-            raise _AgainError
+            raise _RepeatError
 
-    def _log(self, part: Part, place: float) -> None:
-        with self.clock.times.meeting():
+    def _log(self, part: Part, epochs: float) -> None:
+        with self.clock.times.timing_collective():
             means, count = self.adapter.average_metrics(
                 self.now.loss_count, loss=self.now.loss_sum, interval=self.interval_sum
             )
@@ -322,7 +322,7 @@ class Run:
             "epoch": part.start.epoch,
             "loss": means["loss"],
             "step_loss": step_loss,
-            "learning_rate": self.rate(place),
+            "learning_rate": self.rate(epochs),
             "images_per_second": rate,
             "seconds_per_step": self.plan.global_batch / rate if rate else 0.0,
         }
@@ -331,19 +331,19 @@ class Run:
         self.show.step(record)
 
     def _end_of_epoch_loss(self, *, reset: bool) -> None:
-        self._look()
+        self._read_losses()
         means, count = self.adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
         self.train_loss = means["loss"] if count else None
         if reset:
             self.now.loss_sum, self.now.loss_count = 0.0, 0
 
     def _is_evaluated(self, epochs: int) -> bool:
-        """Whether the model is evaluated when so many epochs are done."""
-        named = self.options.evaluate_epochs
-        return named is None or epochs in named or epochs >= self.plan.epochs
+        """Return whether the model is evaluated after ``epochs`` epochs."""
+        selected = self.options.evaluate_epochs
+        return selected is None or epochs in selected or epochs >= self.plan.epochs
 
     def _evaluate(self) -> bool:
-        """Evaluate on the whole test set, each sample once; False if a signal cut it short."""
+        """Evaluate on the whole test set, each sample once; False if a signal interrupted it."""
         if self.task.test is None or self.now.metrics is not None or self.options.benchmark:
             return True
 
@@ -381,7 +381,7 @@ class Run:
         }
 
     def _save(self) -> None:
-        self._look()
+        self._read_losses()
         started = time.monotonic()
         self.checkpoints.save(self.now, self._finished())  # step 7
         self.preemption.walltime.saved(time.monotonic() - started)
@@ -389,15 +389,15 @@ class Run:
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages
         split = None
-        # Ranks that were told to end must not wait for one another any more.
-        alone = stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
-        if not alone:
+        # Ranks that stop early must not wait for one another any more.
+        ended_early = stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
+        if not ended_early:
             split = self.clock.step_split(self.adapter.communicator)
         summary = dataclasses.replace(
             self.clock.figures(),
             **described(self.workload, self.options, self.adapter, self.task),
             **evaluated(self.now.metrics),
-            **({} if alone else used(self.adapter, self.clock)),
+            **({} if ended_early else used(self.adapter, self.clock)),
             global_batch_size=self.plan.global_batch,
             epochs_completed=self.now.position.epoch,
             steps_completed=self.now.step,
@@ -408,7 +408,7 @@ class Run:
             bubble=self.adapter.bubble(split),
             gradient_messages=GradientMessages(**messages) if messages else None,
             parameter_norm=None
-            if alone and self.adapter.shards_state
+            if ended_early and self.adapter.shards_state
             else self.task.parameter_norm(),
             steps_skipped=self.now.skipped or None,
             rollbacks=len(self.now.left_out) or None,
@@ -417,7 +417,7 @@ class Run:
             timeline=self.timeline.recorded,
         )
         rates, unit = self.clock.rates(), self.workload.unit
-        if self.task.speed_alone:
+        if self.task.speed_only:
             table = speed_rows(summary, rates, unit)
         else:
             table = rows(summary, rates, self._measured(), unit)

@@ -1,4 +1,4 @@
-"""``--on-nan``: what becomes of a global batch whose gradients are not finite."""
+"""``--on-nan``: handling of a global batch whose gradients are not finite."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.workloads.task import NotFinite, Task
 
-MOST_SKIPPED = 10  # updates in a row that --on-nan skip leaves out
+MOST_SKIPPED = 10  # consecutive updates that --on-nan skip skips
 MOST_ROLLBACKS = 3
 
 
 class OnNan:
-    """Leaves updates out, goes back, or ends the training; on all ranks alike.
+    """Skips updates, rolls back, or ends the training; on all ranks alike.
 
-    Where the task defers, a GPU leaves such an update out by itself and tells of it later. Then
-    the loop goes back and makes it once more, and this time the task tells at once.
+    If the task defers, a GPU skips such an update by itself and reports it later. The loop then
+    goes back and repeats it, and this time the task reports it at once.
     """
 
     def __init__(
@@ -30,24 +30,24 @@ class OnNan:
     ) -> None:
         self._mode, self._checkpoints = options.on_nan, checkpoints
         self._adapter, self._task = adapter, task
-        self._in_a_row = 0  # updates left out, up to here
+        self._consecutive = 0  # number of updates skipped without one made since
         self._may_defer = task.may_defer = task.may_defer or adapter.has_gpu
 
     def buffers(self) -> dict[str, Any]:
-        """Copy what a pass changes beside the gradients, where the update may be left out at once.
+        """Return copies of the buffers, if the next update may be skipped at once.
 
-        On a GPU that takes time: what is deferred puts them back by itself, fp16 leaves nothing
-        out, and to end only the update counts that is made once more.
+        The copy takes time on a GPU: deferred updates restore buffers by themselves, fp16 skips
+        none, and to end the training only a repeated update needs it.
         """
-        again = self._may_defer and not self._task.may_defer
+        repeated = self._may_defer and not self._task.may_defer
         skips = self._mode == "skip" and not self._task.deferred
-        if again or (skips and self._task.options.precision != "fp16"):
+        if repeated or (skips and self._task.options.precision != "fp16"):
             return self._adapter.local_buffers(self._task.model)
         return {}
 
     def note_update(self) -> None:
-        """Note that an update was made, or that it is deferred whether it was."""
-        self._in_a_row = 0
+        """Record that an update was made, or is deferred."""
+        self._consecutive = 0
         self._task.may_defer = self._may_defer
 
     def go_back(self, now: TrainState, parts: list[Part]) -> None:
@@ -61,54 +61,54 @@ class OnNan:
     def leave_out(
         self, now: TrainState, part: Part, buffers: dict[str, Any], say: Callable[[str], None]
     ) -> TrainState:
-        """Do what ``--on-nan`` says, after the update of ``part`` was not made.
+        """Handle the skipped update of ``part`` according to ``--on-nan``.
 
         Args:
-            now: where the training stands.
-            part: the part whose update it was.
-            buffers: what ``buffers`` returned before it.
-            say: tells the user.
+            now: progress of the training.
+            part: the part whose update was not made.
+            buffers: result of ``buffers`` before that update.
+            say: function that shows a line to the user.
 
         Returns:
-            Where it goes on: ``now`` itself, or another one where it was rolled back.
+            The progress to continue from: ``now`` itself, or another one after a rollback.
 
         Raises:
-            TrainingError: on every rank: it does not go on.
+            TrainingError: on every rank, if the training ends.
         """
         self._adapter.set_local_buffers(self._task.model, buffers)
         assert self._task.not_finite
-        what = self._tell(now, part, self._task.not_finite)
-        if self._mode == "skip" and self._in_a_row < MOST_SKIPPED:
-            self._in_a_row += 1
+        trouble = self._report(now, part, self._task.not_finite)
+        if self._mode == "skip" and self._consecutive < MOST_SKIPPED:
+            self._consecutive += 1
             now.skipped += 1
             now.position = Position(part.start.epoch, part.start.consumed + part.global_count)
             now.metrics = None
-            say(f"{what}: the update is left out")
+            say(f"{trouble}: the update is skipped")
             return now
         left_out = [*now.left_out, [part.start.epoch, part.start.consumed]]
         if self._mode == "rollback" and len(left_out) <= MOST_ROLLBACKS:
             now = self._checkpoints.roll_back()
             now.left_out = left_out
-            say(f"{what}: back to step {now.step}, and without that global batch")
+            say(f"{trouble}: back to step {now.step}, skipping that global batch")
             return now
         tried = {
-            "skip": f"; {MOST_SKIPPED} updates before it were left out",
-            "rollback": f"; {MOST_ROLLBACKS} global batches were left out before",
+            "skip": f"; the {MOST_SKIPPED} updates before it were skipped",
+            "rollback": f"; {MOST_ROLLBACKS} global batches were skipped before",
         }
         raise agreed(
             TrainingError(
-                f"{what}{tried.get(self._mode, '')}. Lower --lr, look at the data, or "
-                "let --on-nan skip or rollback leave such global batches out"
+                f"{trouble}{tried.get(self._mode, '')}. Lower --lr, check the data, or "
+                "use --on-nan skip or rollback to skip such global batches"
             )
         )
 
-    def _tell(self, now: TrainState, part: Part, trouble: NotFinite) -> str:
-        """Say which ranks' gradients were not finite; all ranks call it."""
-        told = self._adapter.communicator.gather(trouble.own.encode())
+    def _report(self, now: TrainState, part: Part, trouble: NotFinite) -> str:
+        """Return which ranks' gradients were not finite; all ranks must call it."""
+        causes = self._adapter.communicator.gather(trouble.local.encode())
         hosts = [facts.host for facts in self._adapter.ranks]
-        ranks = [rank for rank, own in enumerate(told) if own]
-        owners = ", ".join(f"{places([rank], hosts)}: {told[rank].decode()}" for rank in ranks[:4])
+        ranks = [rank for rank, cause in enumerate(causes) if cause]
+        owners = ", ".join(f"{places([r], hosts)}: {causes[r].decode()}" for r in ranks[:4])
         return (
             f"the gradients of step {now.step + 1} (epoch {part.start.epoch + 1}) are not "
-            f"finite, {trouble.parameter} first ({owners or 'of no single rank for sure'})"
+            f"finite, {trouble.parameter} first ({owners or 'rank unknown'})"
         )

@@ -1,4 +1,4 @@
-"""What options, workload and world make of a training: every default filled in, once."""
+"""The plan of a training: options with every default filled in from workload and world."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class TrainingPlan:
         model: name of the network.
         global_batch: samples per step over all ranks.
         epochs: length of the schedule.
-        num_steps: updates after which it stops before that; None: at the end.
-        lr_scaling: rule of growth with the world size.
-        lr: for one rank.
+        num_steps: number of updates after which it stops earlier; None: no limit.
+        lr_scaling: scaling rule of the learning rate with the world size.
+        lr: learning rate for one rank.
         schedule: the other arguments of ``scale_learning_rate``; see ``schedule_over``.
-        warmup_steps: length of the warm-up, in updates; None: as ``schedule`` has it.
+        warmup_steps: length of the warm-up, in updates; None: that of ``schedule``.
         weight_decay: L2 penalty.
     """
 
@@ -60,50 +60,52 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     """
     model = choose_model(workload, options)
     recipe = workload.recipe(options)
-    epochs = _given(options.epochs, recipe.epochs)
-    # A run shorter than the recipe's gets a warm-up shorter in proportion, but the first updates
-    # of a fresh network need one: an epoch, or half of what there is.
+    epochs = _or_default(options.epochs, recipe.epochs)
+    # A run shorter than the recipe's has a proportionally shorter warm-up, but at least an epoch
+    # or half of the training: the first updates of a new network need one.
     share = recipe.warmup_epochs * epochs / recipe.epochs
     warmup = min(recipe.warmup_epochs, max(share, min(1.0, epochs / 2)))
-    global_batch = _given(
+    global_batch = _or_default(
         options.global_batch_size,
-        _given(options.batch_size, recipe.batch_size) * world.shares * options.accumulate_steps,
+        _or_default(options.batch_size, recipe.batch_size)
+        * world.shares
+        * options.accumulate_steps,
     )
-    # Whoever fixes the global batch wants the same training at any world size, and Adasum chooses
-    # the length of a step between the mean of the gradients and their sum.
+    # A fixed global batch means the same training at any world size, and Adasum itself chooses the
+    # step length between the mean of the gradients and their sum.
     fixed = options.global_batch_size or recipe.lr_batch or options.reduction == ADASUM
     per_batch = recipe.lr_batch and options.lr_scaling is None and options.reduction != ADASUM
-    lr = _given(options.lr, recipe.lr.of(options.optimizer))
+    lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
     steps = BENCHMARK_STEPS if options.benchmark else workload.default_steps(options)
     return TrainingPlan(
         model=model,
         global_batch=global_batch,
         epochs=epochs,
-        num_steps=_given(options.num_steps, steps),
-        lr_scaling=_given(options.lr_scaling, "none" if fixed else "linear"),
+        num_steps=_or_default(options.num_steps, steps),
+        lr_scaling=_or_default(options.lr_scaling, "none" if fixed else "linear"),
         lr=lr * (global_batch / recipe.lr_batch if per_batch else 1),
         schedule={
             "epochs": epochs,
-            "warmup_epochs": _given(options.warmup_epochs, warmup),
-            "schedule": _given(options.lr_schedule, recipe.lr_schedule),
-            "milestones": _given(
+            "warmup_epochs": _or_default(options.warmup_epochs, warmup),
+            "schedule": _or_default(options.lr_schedule, recipe.lr_schedule),
+            "milestones": _or_default(
                 options.lr_milestones,
-                tuple(one * epochs / recipe.epochs for one in recipe.lr_milestones),
+                tuple(epoch * epochs / recipe.epochs for epoch in recipe.lr_milestones),
             ),
             "decay": options.lr_decay,
         },
-        weight_decay=_given(options.weight_decay, recipe.weight_decay),
+        weight_decay=_or_default(options.weight_decay, recipe.weight_decay),
         warmup_steps=options.warmup_steps,
     )
 
 
 def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]:
-    """Return lines on what was asked for and has no effect, or not the one that it seems to have.
+    """Return lines on options without effect, or with an unexpected one.
 
     Args:
-        options: as given.
-        plan: made of them.
-        samples: of an epoch.
+        options: the user's options.
+        plan: the plan from these options.
+        samples: number of samples of an epoch.
     """
     lines = []
     epochs = plural(plan.epochs, "epoch")
@@ -112,14 +114,14 @@ def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]
             f"the global batch of {plan.global_batch:,} is larger than the data: an epoch is one "
             f"update on all {samples:,}"
         )
-    given = options.warmup_epochs is not None or options.warmup_steps is not None
+    specified = options.warmup_epochs is not None or options.warmup_steps is not None
     warmup = plan.schedule_over(samples)["warmup_epochs"]
-    if given and warmup > plan.epochs:
+    if specified and warmup > plan.epochs:
         lines.append(
             f"the warm-up of {warmup:g} epochs is longer than the training of {epochs}: the "
-            "learning rate does not reach its full height"
+            "learning rate does not reach its maximum"
         )
-    later = [str(one) for one in options.evaluate_epochs or () if one > plan.epochs]
+    later = [str(epoch) for epoch in options.evaluate_epochs or () if epoch > plan.epochs]
     if later:
         lines.append(
             f"--evaluate-epochs {','.join(later)}: the training ends after {epochs}, and is "
@@ -128,7 +130,7 @@ def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]
     return tuple(lines)
 
 
-def _given(value: Any, default: Any) -> Any:
+def _or_default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
@@ -136,7 +138,7 @@ def choose_model(workload: Workload, options: Options) -> str:
     """Return the name of the network.
 
     Raises:
-        UsageError: it is none of the workload's.
+        UsageError: the workload has no such model.
     """
     model = options.model or next(iter(workload.models), workload.name)
     if workload.models and model not in workload.models:
@@ -148,50 +150,46 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
 def processor_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Return whether the processor multiplies bfloat16 by itself (Linux; elsewhere: no)."""
+    """Return whether the processor has bfloat16 instructions (on Linux; elsewhere False)."""
     return bool(BF16_FLAGS & cpu_flags(cpuinfo))
 
 
-def check_tf32(asked: bool, *, gpu: bool) -> None:
-    """Refuse ``--tf32`` on a CPU.
-
-    Raises:
-        UsageError: there is no GPU.
-    """
-    if asked and not gpu:
-        raise UsageError("--tf32 is for GPUs, and this run computes on a CPU: leave it out")
+def check_tf32(requested: bool, *, gpu: bool) -> None:
+    """Raise ``UsageError`` if ``--tf32`` is requested on a CPU."""
+    if requested and not gpu:
+        raise UsageError("--tf32 is for GPUs, and this run computes on a CPU: omit it")
 
 
-def choose_precision(asked: str, *, prefers_bf16: bool, gpu: bool, has_bf16: bool) -> str:
+def choose_precision(requested: str, *, prefers_bf16: bool, gpu: bool, has_bf16: bool) -> str:
     """Choose the precision of the forward pass.
 
     Args:
-        asked: ``auto``, ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
-        prefers_bf16: the workload was measured to be faster with it.
-        gpu: the device is a GPU.
-        has_bf16: the device multiplies bfloat16 by itself.
+        requested: ``auto``, ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
+        prefers_bf16: whether bf16 was measured to be faster for the workload.
+        gpu: whether the device is a GPU.
+        has_bf16: whether the device has bfloat16 instructions.
 
     Raises:
-        UsageError: fp16 on a CPU, where its range needs a loss scaling that nothing speeds up.
+        UsageError: fp16 on a CPU, on which it needs loss scaling and is not faster.
     """
-    if asked == "fp16" and not gpu:
+    if requested == "fp16" and not gpu:
         raise UsageError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
-    if asked == "auto":
+    if requested == "auto":
         return "bf16" if prefers_bf16 and has_bf16 else "fp32"
-    return asked
+    return requested
 
 
-MOST_WORKERS = 8  # chosen without being asked: each keeps batches of its own in shared memory
+MOST_WORKERS = 8  # by default: each keeps batches in shared memory
 
 
-def choose_workers(asked: int | None, *, gpu: bool, cores: int) -> int:
-    """Choose how many processes read the samples of a rank.
+def choose_workers(requested: int | None, *, gpu: bool, cores: int) -> int:
+    """Choose the number of processes that read the samples of a rank.
 
     Args:
-        asked: as the user did; None: not at all.
-        gpu: the rank computes on one. On a CPU the training itself takes all cores.
-        cores: of the rank; one of them is for its own process.
+        requested: the user's number; None: not specified.
+        gpu: whether the rank computes on a GPU. On a CPU the training itself uses all cores.
+        cores: number of cores of the rank, of which one is for the training process.
     """
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     return max(1, min(cores - 1, MOST_WORKERS)) if gpu else 1

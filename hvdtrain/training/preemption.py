@@ -1,7 +1,7 @@
-"""What asks a training to stop: it saves after the step in hand and leaves with code 75.
+"""Requests to stop a training: it saves after the current step and exits with code 75.
 
-A signal, or the end of the job's walltime, which it does not wait for: PBS gives 10 s between TERM
-and KILL, and Open MPI's mpirun gives its ranks half a second (5) or two (4).
+A request is a signal, or the approaching end of the job's walltime: PBS leaves only 10 s between
+TERM and KILL, and Open MPI's mpirun half a second (version 5) or two (version 4).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hvdtrain.system.runtime.exit import (
 )
 from hvdtrain.system.runtime.walltime import Walltime, ends_at
 
-ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it hands the others on
-AGAIN = "run the same command again to go on"
+ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it forwards the others
+AGAIN = "run the same command again to continue"
 NOTHING_SAVED = "nothing was saved (no --checkpoint-dir)"
 ANOTHER = "another rank was asked to stop"  # and this one was not
 HOSTS_CHANGED = "the hosts have changed"
@@ -40,10 +40,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 def on_stop_signal(want_stop: Callable[[str], None]) -> None:
-    """Call ``want_stop`` with the signal's name when this process is asked to stop.
+    """Call ``want_stop`` with the signal's name when this process receives a stop signal.
 
-    PBS and Slurm send TERM (USR1 or USR2 where asked to, ahead of time), a terminal INT. A second
-    INT ends the process at once, as an impatient user expects.
+    PBS and Slurm send TERM (if requested, USR1 or USR2 ahead of time), a terminal INT. A second
+    INT ends the process at once.
     """
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -55,25 +55,25 @@ def on_stop_signal(want_stop: Callable[[str], None]) -> None:
         signal.signal(number, handle)
 
 
-def what_goes_on(*, anew: bool) -> str:
-    """Return what comes after a stop; ``anew``: the ranks leave to be started anew at once."""
-    if anew:
-        return "the ranks start anew"
+def resume_hint(*, restart: bool) -> str:
+    """Return how the training continues after a stop; ``restart``: its ranks restart at once."""
+    if restart:
+        return "the ranks restart"
     if detect(os.environ).launcher == TORCHRUN and is_restarted(os.environ):
-        return "the ranks go on from there when torchrun starts them anew, or the same command does"
+        return "the ranks continue when torchrun restarts them, or when the same command is run"
     return AGAIN
 
 
 def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
-    """Leave on a signal that comes before ``on_stop_signal``: 75 if a checkpoint is there.
+    """Exit on a signal that comes before ``on_stop_signal``, with 75 if there is a checkpoint.
 
-    Nothing is trained yet that could be lost, and the start may take longer than there is time.
-    Without checkpoints a signal ends this process as usual, at any time; rank 0 reports it if
-    mpirun would end the ranks without a word.
+    No training progress is lost, and completing the start may take too long. Without checkpoints a
+    signal ends this process as usual, at any time; rank 0 reports it if mpirun would end the ranks
+    without a message.
 
     Args:
-        directory: of the checkpoints; None: nothing is saved.
-        resumes: whether the same command would go on from them.
+        directory: directory of the checkpoints; None: nothing is saved.
+        resumes: whether the same command would resume from them.
     """
     if directory is None:
         process_status.interrupted = f"interrupted; {NOTHING_SAVED}"
@@ -84,26 +84,26 @@ def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
     def end(name: str) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        found = checkpoints.newest_name(directory) if resumes else None
-        if found:
-            text = f"stopped before its first step; {directory / found} is there: {AGAIN}"
+        newest = checkpoints.newest_name(directory) if resumes else None
+        if newest:
+            text = f"stopped before its first step; {directory / newest} exists: {AGAIN}"
         else:
             text = "stopped before its first step: there is no checkpoint yet"
         if detect(os.environ).is_root:
             announce(f"{name}: {text}", mpirun_ends=name in ENDING)
         elif (
             not process_status.disconnect
-        ):  # else MPI is there, and aborts where a rank stays behind
+        ):  # otherwise MPI has started, and aborts if a rank remains
             time.sleep(WAIT_FAILURE)
-        leave(EXIT_PREEMPTED if found else 128 + signal.Signals[name])
+        leave(EXIT_PREEMPTED if newest else 128 + signal.Signals[name])
 
     on_stop_signal(end)
 
 
 def _leave_without_checkpoint(number: int, _: FrameType | None) -> None:
-    """Report the end on rank 0, which must not meanwhile wait for a rank that has left.
+    """Exit, and report the end on rank 0, which must not wait for a rank that has exited.
 
-    It is mpirun's signal, too, after another rank is lost: its failure detector reports that first.
+    mpirun sends the same signal after the loss of a rank: the failure detector reports that first.
     """
     if detect(os.environ).is_root:
         time.sleep(LOST)
@@ -115,35 +115,35 @@ def _leave_without_checkpoint(number: int, _: FrameType | None) -> None:
     timer.start()
 
 
-LOST = 0.2  # seconds for the failure detector to notice that a rank is lost; mpirun waits 0.5
-AGENT, POLL = 10.0, 0.05  # seconds for the agent to ask, and between two looks
+LOST = 0.2  # seconds for the failure detector to notice the loss of a rank; mpirun waits 0.5
+AGENT, POLL = 10.0, 0.05  # seconds until the agent's request at most, and between two checks
 
 
-def wait_for_agent(was_asked: Callable[[], bool]) -> None:
-    """Wait, where torchrun starts ranks anew, until its agent has asked this rank to stop, too.
+def wait_for_agent(stop_requested: Callable[[], bool]) -> None:
+    """Wait, if torchrun restarts ranks, until its agent has asked this rank to stop, too.
 
-    Where the world changes each agent learns it in its own time, and all ranks stop when the first
-    of them is asked. To its agent a rank that leaves unasked has failed, and uses up a restart.
+    The agents learn of a changed world at different times, and all ranks stop at the first request.
+    A rank that exits without a request of its agent counts as failed, and uses up a restart.
     """
     end = time.monotonic() + AGENT
     by_torchrun = detect(os.environ).launcher == TORCHRUN and is_restarted(os.environ)
-    while by_torchrun and not was_asked() and time.monotonic() < end:
+    while by_torchrun and not stop_requested() and time.monotonic() < end:
         time.sleep(POLL)
 
 
 class Preemption:
-    """What asks a training to stop before its end, and what comes after that.
+    """Requests to stop a training before its end, and their announcement.
 
-    What one rank is asked reaches the others with the gradients, by ``adapter.stop_wanted``.
+    A request on one rank reaches the others with the gradients, by ``adapter.stop_wanted``.
     """
 
     def __init__(self, adapter: CommonAdapter) -> None:
         self.adapter = adapter
         self.walltime = Walltime(ends=None)
-        self._why = ANOTHER
+        self._reason = ANOTHER
 
     def listen(self) -> None:
-        """Stop on a signal from now on; on rank 0 also before the walltime, and for new slots."""
+        """Enable stops by signals; on rank 0 also by the walltime and by new slots."""
         on_stop_signal(self._want_stop)
         if self.adapter.world.is_writer:
             self.walltime = Walltime(ends_at())
@@ -151,31 +151,31 @@ class Preemption:
                 elastic.watch_hosts(lambda: self._want_stop(HOSTS_CHANGED))
 
     def watch_walltime(self, longest_step: float) -> None:
-        """Ask for a stop where the walltime is near; ``longest_step``: seconds to the next look."""
+        """Request a stop if the walltime is near; ``longest_step``: seconds to the next check."""
         if self.walltime.is_near(longest_step):
             self._want_stop("the walltime is near")
 
-    def _want_stop(self, why: str) -> None:
-        if not self.adapter.stop_wanted or self._why == HOSTS_CHANGED:
-            self.adapter.stop_wanted, self._why = True, why
+    def _want_stop(self, reason: str) -> None:
+        if not self.adapter.stop_wanted or self._reason == HOSTS_CHANGED:
+            self.adapter.stop_wanted, self._reason = True, reason
 
     def announce(self, done: str) -> None:
-        """Say why the training stops, and what is ``done``; all ranks call it.
+        """Report the reason of the stop, and what was ``done``; all ranks must call it.
 
-        Where nothing but the slots of an elastic job has changed, each leaves to be started anew.
+        If only the slots of an elastic job have changed, each rank exits to be restarted.
         """
-        anew = is_elastic(os.environ) and self._only_hosts_changed()
+        restart = is_elastic(os.environ) and self._only_hosts_changed()
         if self.adapter.world.is_writer:
-            text = f"{self._why}: {done}: {what_goes_on(anew=anew)}"
-            announce(text, mpirun_ends=self._why in ENDING)
-        if anew:
+            text = f"{self._reason}: {done}: {resume_hint(restart=restart)}"
+            announce(text, mpirun_ends=self._reason in ENDING)
+        if restart:
             start_anew()
 
     def _only_hosts_changed(self) -> bool:
-        """Return whether no rank was asked to stop for another reason; all ranks call it."""
-        asked = self._why if self.adapter.stop_wanted else HOSTS_CHANGED
-        return set(self.adapter.communicator.gather(asked.encode())) == {HOSTS_CHANGED.encode()}
+        """Return whether no rank stops for another reason; all ranks must call it."""
+        reason = self._reason if self.adapter.stop_wanted else HOSTS_CHANGED
+        return set(self.adapter.communicator.gather(reason.encode())) == {HOSTS_CHANGED.encode()}
 
     def wait_for_agent(self) -> None:
-        """Wait for the agent of torchrun to ask this rank, as ``wait_for_agent`` says."""
-        wait_for_agent(lambda: self._why != ANOTHER)
+        """Wait for torchrun's agent to ask this rank to stop; see ``wait_for_agent``."""
+        wait_for_agent(lambda: self._reason != ANOTHER)

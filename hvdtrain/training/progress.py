@@ -1,7 +1,7 @@
-"""What a training shows while it runs: a bar or plain lines, JSON Lines, TensorBoard.
+"""Progress output of a training: a bar or plain lines, JSON Lines, TensorBoard.
 
 Only the writing rank holds a ``Progress``; the others hold a ``Silent``, which does nothing, so
-that the loop never asks who it is.
+that the loop need not distinguish ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hvdtrain.system.files import Output, check_writable
 from hvdtrain.system.output.tables import summary_table
 from hvdtrain.system.runtime import terminal
 
-TRAINING, EVALUATING = "training", "evaluating"  # pieces of work, of which one is shown
-PLAIN_SECONDS = 5.0  # between two lines where the output is no terminal
+TRAINING, EVALUATING = "training", "evaluating"  # tasks of the bar, of which one is visible
+PLAIN_SECONDS = 5.0  # between two lines if the output is no terminal
 
 
 class _Bar(Bar):
@@ -44,7 +44,7 @@ class _Bar(Bar):
 
 @dataclass(frozen=True)
 class _Frame:
-    """The first line of ``content`` as a frame; rich takes it for the line that it is on."""
+    """The first line of ``content`` as a frame, which rich treats as the current line."""
 
     content: RenderableType
 
@@ -61,59 +61,59 @@ def _control(codes: str) -> Segment:
 
 
 class _Clock(ProgressColumn):
-    """The time that a piece of work takes already, and what is left of it, as far as it is known.
+    """The elapsed time of a task and, as far as it is known, its remaining time.
 
-    It goes on while a step takes its time: a person sees that something happens.
+    It also advances during a long step, so that users see that the training is alive.
     """
 
     def render(self, task: Piece) -> Text:
-        """Return both."""
+        """Return both times."""
         left, each = "-", task.fields["each"]
         if each is not None and task.total is not None:
-            # A step that takes longer than those before it takes nothing off the others.
+            # A step that takes longer than the previous ones does not shorten the others.
             spent = min(time.monotonic() - task.fields["moved"], each * task.fields["stride"])
             left = _clock(max(0.0, (task.total - task.completed) * each - spent))
         return Text(f" {_clock(task.elapsed or 0.0)}  {left} left")
 
 
 class _Screen(Console):
-    """A console that never hides the cursor: a run that is killed could not show it again."""
+    """A console that never hides the cursor, which a killed run could not restore."""
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Leave it as it is."""
+        """Leave the cursor unchanged."""
         return False
 
 
 class Silent:
-    """What ranks other than the writer hold."""
+    """Progress output of ranks other than the writer: none."""
 
     def begin(self, headline: list[str], total: int, done: int) -> None:
-        """Show the headline of a training of which ``done`` of ``total`` steps are done already.
+        """Show the headline of a training, of which ``done`` of ``total`` steps are done.
 
-        A ``total`` of 0: no step will come.
+        A ``total`` of 0: there are no steps.
         """
 
     def advance(self, step: int) -> None:
-        """Show that so many steps are done."""
+        """Show that ``step`` steps are done."""
 
     def step(self, record: dict[str, Any]) -> None:
         """Show and record the figures of a log interval."""
 
     def evaluating(self, done: int, total: int) -> None:
-        """Show how many samples of the evaluation are done."""
+        """Show the number of samples evaluated so far."""
 
     def epoch(self, record: dict[str, Any], measured: str = "") -> None:
-        """Show and record an epoch; ``measured`` are its metrics besides the loss."""
+        """Show and record an epoch; ``measured`` are its metrics other than the loss."""
 
     def say(self, text: str) -> None:
         """Show a line."""
 
     def stop(self) -> None:
-        """Leave what moves as it is now; what is written from here on comes below it."""
+        """Stop updating the bar; further output is written below it."""
 
     def predictions(self, pieces: Iterable[bytes]) -> None:
-        """Write the file of ``--predict``, which comes in pieces from all ranks."""
-        for _ in pieces:  # each takes a collective
+        """Write the file of ``--predict``, in ``pieces`` from all ranks."""
+        for _ in pieces:  # each piece is a collective
             pass
 
     def end(self, title: str, rows: list[tuple[str, str]], summary: Summary | None = None) -> None:
@@ -121,21 +121,19 @@ class Silent:
 
 
 class Progress(Silent):
-    """What the writing rank holds.
+    """Progress output of the writing rank.
 
     Args:
-        options: for ``quiet`` and the files.
-        unit: what the samples are, in the plural.
-        speed_alone: nothing is learned, so neither epochs nor losses are shown.
+        options: options, for ``quiet`` and the files.
+        unit: noun of the samples, in the plural.
+        speed_only: only the speed is measured: neither epochs nor losses are shown.
 
     Raises:
         UsageError: a file cannot be written, or TensorBoard is not installed.
     """
 
-    def __init__(
-        self, options: Options, unit: str = "images", *, speed_alone: bool = False
-    ) -> None:
-        self.unit, self._speed_alone = unit, speed_alone
+    def __init__(self, options: Options, unit: str = "images", *, speed_only: bool = False) -> None:
+        self.unit, self._speed_only = unit, speed_only
         width = terminal.columns()
         self.console = _Screen(
             quiet=options.quiet,
@@ -144,7 +142,7 @@ class Progress(Silent):
             emoji=False,
             force_terminal=width is not None,
             soft_wrap=width is None,
-            width=width or 10_000,  # a file has no edge
+            width=width or 10_000,  # no line breaks in a file
         )
         self._lines = _output(options.metrics, "--metrics")
         self._summary = _output(options.summary, "--summary")
@@ -173,13 +171,13 @@ class Progress(Silent):
                 refresh_per_second=2,  # each refresh takes time from the core that trains
             )
             if total:
-                label = "measuring" if self._speed_alone else "epoch -"
+                label = "measuring" if self._speed_only else "epoch -"
                 self._show(self._bar, TRAINING, label, done, total)
                 self._figures(done, self._loss, self._rate)
             self._bar.start()
 
     def _show(self, bar: Bar, name: str, label: str, done: int, total: int) -> Piece:
-        """Show a piece of work in place of the other one; return it."""
+        """Show a task in place of the other one; return it."""
         if name not in self._pieces:
             fields: dict[str, Any] = {"figures": "", "each": None, "stride": 1}
             self._pieces[name] = bar.add_task(
@@ -190,14 +188,14 @@ class Progress(Silent):
                 moved=time.monotonic(),
                 **fields,
             )
-        for other, task in self._pieces.items():
-            bar.update(task, visible=other == name)
+        for key, task in self._pieces.items():
+            bar.update(task, visible=key == name)
         return bar.tasks[self._pieces[name]]
 
     def _figures(self, step: int, loss: str, rate: str) -> None:
         assert self._bar is not None
         self._loss, self._rate = loss, rate
-        learned = "" if self._speed_alone else f"  loss {loss}"
+        learned = "" if self._speed_only else f"  loss {loss}"
         self._bar.update(
             self._pieces[TRAINING],
             completed=step,
@@ -219,17 +217,17 @@ class Progress(Silent):
             rate += f"  GPU {100 * record['gpu_busy']:.0f} %"
         if self._bar:
             self._figures(step, loss, rate)
-            label = "measuring" if self._speed_alone else f"epoch {record['epoch'] + 1}"
+            label = "measuring" if self._speed_only else f"epoch {record['epoch'] + 1}"
             each = record["seconds_per_step"]
             self._bar.update(self._pieces[TRAINING], description=label, each=each)
             return
-        learned = "" if self._speed_alone else f"  loss {loss}"
-        epoch = "" if self._speed_alone else f"epoch {record['epoch'] + 1}  "
+        learned = "" if self._speed_only else f"  loss {loss}"
+        epoch = "" if self._speed_only else f"epoch {record['epoch'] + 1}  "
         left = (self._total - step) * record["seconds_per_step"]
         self._plain(f"{epoch}step {step}/{self._total}{learned}  {rate}  {_clock(left)} left")
 
     def _plain(self, line: str) -> None:
-        """Show a line now and then, where no bar moves."""
+        """Show a line every few seconds, if there is no bar."""
         if time.monotonic() - self._last_line > PLAIN_SECONDS:
             self._last_line = time.monotonic()
             self.console.print(line)
@@ -247,7 +245,7 @@ class Progress(Silent):
         fields: dict[str, Any] = {"figures": figures, "each": each, "stride": stride}
         if done:
             self._bar.update(piece.id, completed=done, moved=time.monotonic(), **fields)
-        else:  # its clock begins
+        else:  # start its clock
             self._bar.reset(piece.id, total=total, moved=time.monotonic(), **fields)
 
     def _evaluated(self) -> None:
@@ -259,14 +257,14 @@ class Progress(Silent):
     def epoch(self, record: dict[str, Any], measured: str = "") -> None:
         self._record("epoch", record)
         self._evaluated()
-        if self._speed_alone:
+        if self._speed_only:
             return
         tested = (
             f"  test loss {record['eval_loss']:.4f}  {measured}".rstrip()
             if record.get("eval_loss") is not None
             else ""
         )
-        # None where --on-nan skip left every update of the epoch out.
+        # None if --on-nan skip skipped every update of the epoch.
         loss = "-" if record["loss"] is None else f"{record['loss']:.4f}"
         self.console.print(f"epoch {record['epoch'] + 1} done: loss {loss}{tested}")
 
@@ -316,7 +314,7 @@ class Progress(Silent):
     def _drawing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # TensorBoard writes through TensorFlow where that is installed
+        except Exception as error:  # TensorBoard writes through TensorFlow if it is installed
             raise HvdtrainError(
                 f"--tensorboard {self._tensorboard} cannot be written: {error}"
             ) from error

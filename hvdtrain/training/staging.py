@@ -1,8 +1,8 @@
-"""Packed data, copied to a disk of each host before the training (``--stage DIR``).
+"""Copies packed data to a local disk of each host before the training (``--stage DIR``).
 
-One rank of each host copies; ``DIR/NAME-DIGEST`` then holds what ``--data`` does, complete or
-without an index. Meanwhile all ranks tell one another how far they are, every second: so an error
-on one host ends all at once, and no rank waits so long in one collective that it counts as lost.
+One rank of each host copies ``--data`` to ``DIR/NAME-DIGEST``, which has an index only when it is
+complete. Meanwhile all ranks exchange their progress every second, so an error on one host ends all
+at once, and no rank waits so long in a collective that it is considered lost.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from hvdtrain.workloads.data.packed import (
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4  # shards that a host copies at a time
-FIRST_PAUSE, PAUSE = 0.05, 1.0  # seconds between two looks at how far it is
-LINE_EVERY = 30.0  # seconds between two lines about it where there is no terminal
+AT_ONCE = 4  # number of shards that a host copies at a time
+FIRST_PAUSE, PAUSE = 0.05, 1.0  # seconds between two exchanges of the progress
+LINE_EVERY = 30.0  # seconds between two progress lines if there is no terminal
 
 
 def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, str]:
-    """Copy the packed ``data`` below ``directory``, once per host; all ranks call it together.
+    """Copy the packed ``data`` to ``directory``, once per host; all ranks must call it together.
 
     Args:
-        adapter: of this rank.
-        data: a folder that all hosts see.
-        directory: of this host.
+        adapter: adapter of this rank.
+        data: a folder that all hosts share.
+        directory: a local directory of this host.
 
     Returns:
-        Where the data are on this host, and what was done, for the user.
+        The folder of the copy on this host, and a report for the user.
 
     Raises:
-        UsageError: on every rank: the data are not packed, or damaged, or a disk has no room.
+        UsageError: on every rank: the data is not packed or damaged, or a disk is too small.
         HvdtrainError: on every rank: a disk cannot be written.
     """
     together, gather = adapter.communicator.together, adapter.communicator.gather
@@ -62,11 +62,11 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
     pause = FIRST_PAUSE
     while True:
         mine = [copy.done, copy.size, copy.is_over, copy.failed] if copies else None
-        told = [json.loads(one) for one in gather(json.dumps(mine).encode())]
-        hosts = [one for one in told if one]
+        rows = [json.loads(data) for data in gather(json.dumps(mine).encode())]
+        hosts = [row for row in rows if row]
         if all(over for _, _, over, _ in hosts) or any(failed for *_, failed in hosts):
             break
-        done, total = (sum(one[column] for one in hosts) for column in (0, 1))
+        done, total = (sum(row[column] for row in hosts) for column in (0, 1))
         text = f"copying the data to {printable(directory)}, {size(done)} of {size(total)}"
         terminal.status(text)
         if time.monotonic() - last >= LINE_EVERY and adapter.world.is_writer:
@@ -77,22 +77,22 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
     if copies:
         copy.stop()
     together(copy.raise_if_failed)
-    copied = sum(int(one) for one in gather(b"%d" % copy.copied))
-    what = (
+    copied = sum(int(count) for count in gather(b"%d" % copy.copied))
+    report = (
         f"{size(copied)} copied in {duration(time.monotonic() - began)}" if copied else "as it was"
     )
-    return copy.folder, f"data staged in {copy.folder} on {plural(len(hosts), 'host')}: {what}"
+    return copy.folder, f"data staged in {copy.folder} on {plural(len(hosts), 'host')}: {report}"
 
 
 class Copy:
-    """The copy of packed data on one host, made by a thread.
+    """Copies packed data to one host, in a thread.
 
     Args:
-        data: the data.
-        directory: where the copy goes, in a folder of its own.
+        data: folder of the packed data.
+        directory: directory in which the folder of the copy is created.
 
     Raises:
-        UsageError: they are not packed, or damaged.
+        UsageError: the data is not packed, or damaged.
     """
 
     def __init__(self, data: Path, directory: Path) -> None:
@@ -101,7 +101,7 @@ class Copy:
         if not is_packed(data):
             raise UsageError(
                 f"--stage copies packed data, and {data} is not packed: run `hvdtrain pack {data} "
-                "OUT`, then give --data OUT"
+                "OUT`, then use --data OUT"
             )
         self.data, self.directory = data, directory
         self.shards = Pack(data).contents.shards
@@ -109,32 +109,32 @@ class Copy:
         digest = hashlib.sha256(self._index).hexdigest()
         self.folder = directory / f"{data.resolve().name}-{digest[:12]}"
         self.size = sum(shard.size for shard in self.shards)  # bytes
-        self.done = self.copied = 0  # bytes that are there; those of them that were copied
+        self.done = self.copied = 0  # bytes present; bytes copied
         self._error: HvdtrainError | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="staging", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the copy."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End what is under way: another host has failed; does nothing where all is done."""
+        """Abort the copy, because another host has failed; no effect if it is complete."""
         self._stop.set()
         self._thread.join()
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the copy has ended."""
         return not self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with an error."""
+        """Whether the copy has ended with an error."""
         return self._error is not None
 
     def raise_if_failed(self) -> None:
-        """Raise the error with which it ended.
+        """Raise the error of the copy, if any.
 
         Raises:
             UsageError: see ``stage``.
@@ -156,20 +156,18 @@ class Copy:
             self._error = kind(f"--stage {self.directory}: {where}: {error.strerror or error}")
 
     def _copy(self) -> None:
-        """Copy what is not there yet, then the index."""
+        """Copy the missing shards, then the index."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             there = list(pool.map(self._is_there, self.shards))
-            missing = [
-                one for one, is_there in zip(self.shards, there, strict=True) if not is_there
-            ]
+            missing = [shard for shard, done in zip(self.shards, there, strict=True) if not done]
             if self._stop.is_set():
                 return
             room = sum(shard.size for shard in missing)
             free = shutil.disk_usage(self.folder).free
             if free < room:
                 raise UsageError(
-                    f"--stage {self.directory}: {size(room)} are to be copied there, and "
-                    f"{size(free)} are free: make room, name another directory, or leave it out"
+                    f"--stage {self.directory}: {size(room)} are needed, {size(free)} are free: "
+                    "free some space, use another directory, or omit it"
                 )
             if missing:
                 (self.folder / INDEX).unlink(missing_ok=True)
@@ -189,10 +187,10 @@ class Copy:
         return True
 
     def _fetch(self, shard: Shard) -> None:
-        """Copy a shard, and compare what was read with its checksum.
+        """Copy a shard, and verify its checksum.
 
         Raises:
-            UsageError: they differ.
+            UsageError: the checksum differs.
         """
         source, digest = self.data / shard.name, hashlib.sha256()
         partial = self.folder / f"{shard.name}.part"
@@ -212,7 +210,7 @@ class Copy:
         if digest.hexdigest() != shard.sha256:
             self._stop.set()
             raise UsageError(
-                f"{source} is damaged (its SHA-256 is another than when it was packed): copy it "
-                "again from where it came, or pack the data again"
+                f"{source} is damaged (its SHA-256 differs from that of the packed file): copy it "
+                "again from its source, or pack the data again"
             )
         partial.replace(self.folder / shard.name)

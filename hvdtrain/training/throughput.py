@@ -1,11 +1,11 @@
-"""Throughput: the seconds of each step, and where they go.
+"""Throughput: the duration of each step, split by activity.
 
-They go into data, compute, communication, and waiting for the last rank. Each rank takes two times
-per step: how long it waited for its batch, and how long it was blocked in the reduction of the
-gradients, once its own were there. At the end they are gathered once. In each step the rank that
-was blocked least is taken to have come last, so that it waited for nobody: what it was blocked is
-communication that computing did not hide, and what the others were blocked longer is waiting. The
-rest of a step is compute.
+The activities are data, compute, communication, and waiting for the last rank. Each rank measures
+two times per step: its wait for the batch, and the time that it is blocked in the reduction of the
+gradients after computing its own. They are gathered once, at the end. In each step the rank that
+was blocked least is assumed to have come last, without waiting: its blocked time is communication
+that computation did not hide, and the additional blocked time of the others is waiting. The rest of
+a step is compute.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.sharding import Batch
 from hvdtrain.steps.summary import StepSplit, Summary
 
-MOST = 2000  # steps per rank that are gathered: the last ones
+MOST = 2000  # number of steps per rank that are gathered: the last ones
 
 
 class StepTimes:
-    """The times that this rank takes."""
+    """The times that this rank measures."""
 
     def __init__(self) -> None:
         self.data: list[float] = []
@@ -39,7 +39,7 @@ class StepTimes:
         self._blocked_before = 0.0
 
     def fetching(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield ``batches``, and time how long each takes to come."""
+        """Yield ``batches``, and measure the wait for each."""
         started = time.perf_counter()
         for batch in batches:
             self._fetching = time.perf_counter() - started
@@ -47,22 +47,22 @@ class StepTimes:
             started = time.perf_counter()
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Time a collective of the trainer's own; it counts for the step that comes next."""
+    def timing_collective(self) -> Iterator[None]:
+        """Measure a collective of the trainer, which counts for the next step."""
         started = time.perf_counter()
         yield
         self._meeting += time.perf_counter() - started
 
     def resume(self) -> None:
-        """Let the time of the next step begin now."""
+        """Start the time of the next step now."""
         self._meeting = 0.0
 
     def step(self, blocked: float | None) -> None:
-        """Take the times of the step that has just ended.
+        """Record the times of the step that has just ended.
 
         Args:
-            blocked: seconds in which this rank waited for sums of gradients, since the start of
-                the training; None where they cannot be told.
+            blocked: total seconds that this rank has waited for sums of gradients since the start
+                of the training; None: unknown.
         """
         self.data.append(self._fetching)
         if blocked is None:
@@ -75,12 +75,12 @@ class StepTimes:
     def gather(
         self, communicator: Communicator, seconds: list[float], counted: list[bool]
     ) -> StepSplit | None:
-        """Return the split of the mean step, for the summary; all ranks call it.
+        """Return the split of the mean step, for the summary; all ranks must call it.
 
         Args:
-            communicator: of the ranks.
-            seconds: of each step of this rank.
-            counted: whether a step counts for the throughput; the same on all ranks.
+            communicator: communicator of all ranks.
+            seconds: duration of each step of this rank.
+            counted: whether each step counts for the throughput; the same on all ranks.
         """
         rows = [
             (second, data, np.nan if blocked is None else blocked)
@@ -90,16 +90,15 @@ class StepTimes:
             if counts
         ]
         mine = np.array(rows[-MOST:], np.float64).reshape(-1, 3)
-        ranks = [np.frombuffer(one).reshape(-1, 3) for one in communicator.gather(mine.tobytes())]
+        ranks = [np.frombuffer(row).reshape(-1, 3) for row in communicator.gather(mine.tobytes())]
         return split(np.stack(ranks)) if len(mine) else None
 
 
 def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
-    """Return the mean step, taken apart.
+    """Return the mean step, split by activity.
 
     Args:
-        times: seconds, of shape (ranks, steps, 3): the step, its data, and blocked, which is nan
-            where it cannot be told.
+        times: seconds, of shape (ranks, steps, 3): the step, its data, and blocked; nan: unknown.
 
     Returns:
         Means over ranks and steps.
@@ -125,7 +124,7 @@ def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
 
 @dataclass
 class Clock:
-    """Seconds of each step; what happens between steps (evaluation, saving) does not count."""
+    """Duration of each step, without the time between steps (evaluation, saving)."""
 
     seconds: list[float] = field(default_factory=list)
     images: list[int] = field(default_factory=list)
@@ -139,16 +138,16 @@ class Clock:
     _last_processor: float = 0.0
 
     def resume(self) -> None:
-        """Let the time of the next step begin now."""
+        """Start the time of the next step now."""
         self._last, self._last_processor = time.perf_counter(), time.process_time()
         if self._begun is None:
             self._begun = self._last
         self.times.resume()
 
     def step(self, images: int, *, counts: bool = True, blocked: float | None = None) -> None:
-        """Take the time of a step over ``images`` samples, of all ranks, that has just ended.
+        """Record the time of a step over ``images`` samples, of all ranks, that has just ended.
 
-        It ``counts`` for the throughput unless something slowed it down, such as a timeline. For
+        It ``counts`` for the throughput unless it was slowed down, e.g. by a timeline. For
         ``blocked`` see ``StepTimes.step``.
         """
         now, processor = time.perf_counter(), time.process_time()
@@ -163,7 +162,7 @@ class Clock:
             self.first_step = time.time() - self.started
 
     def elapsed(self) -> float:
-        """Return the seconds since the first step began, with all that came between steps."""
+        """Return the seconds since the first step began, including the time between steps."""
         return 0.0 if self._begun is None else time.perf_counter() - self._begun
 
     def recent_rate(self, steps: int) -> float:
@@ -172,16 +171,16 @@ class Clock:
         return sum(self.images[-steps:]) / seconds if seconds else 0.0
 
     def extend(self) -> None:
-        """Let the last step end now: there was more of it to wait for."""
+        """Extend the last step until now."""
         now = time.perf_counter()
         if self.seconds:
             self.seconds[-1] += now - self._last
         self._last = now
 
     def longest_recent(self, steps: int) -> float:
-        """Return what ``steps`` steps take at most, in seconds, by the last hundred.
+        """Return the longest duration of ``steps`` steps, in seconds, by the last hundred.
 
-        Where a GPU is waited for once in so many, it is that step which takes the time of all.
+        If a GPU is synchronized only once in several steps, that step takes the time of all.
         """
         recent = self.seconds[-100:]
         single = steps * statistics.median(recent) if recent else 0.0
@@ -193,10 +192,10 @@ class Clock:
         return [count / second for count, second in itertools.compress(pairs, self._counted())]
 
     def figures(self) -> Summary:
-        """Return a summary of throughput and seconds alone, over the steps that count.
+        """Return a summary with only throughput and seconds, over the counted steps.
 
-        The first min(5, steps // 5) steps are dropped. The mean is all images over all seconds;
-        the deviation is over the rates of the steps.
+        The first min(5, steps // 5) steps are not counted. The mean is all images over all
+        seconds; the deviation is that of the steps' rates.
         """
         seconds = list(itertools.compress(self.seconds, self._counted()))
         images = list(itertools.compress(self.images, self._counted()))
@@ -218,7 +217,7 @@ class Clock:
         return sum(itertools.compress(self.processor, self._counted()))
 
     def step_split(self, communicator: Communicator) -> StepSplit | None:
-        """Return the mean step of those that count, taken apart; all ranks call it."""
+        """Return the split of the mean counted step; all ranks must call it."""
         return self.times.gather(communicator, self.seconds, self._counted())
 
     def _counted(self) -> list[bool]:

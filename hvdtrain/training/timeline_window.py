@@ -1,11 +1,11 @@
 """``--timeline``: Horovod's timeline of a window of steps.
 
-Horovod can start and stop its timeline while it runs if HOROVOD_TIMELINE is DYNAMIC on all ranks
-when it starts. Only rank 0 writes. While its cache of responses is on, Horovod does not note which
-rank was ready when, so the cache is off in a run that is recorded, in all of it; a timeline asked
-for by HOROVOD_TIMELINE itself is left to Horovod, but for the cache.
+Horovod can start and stop its timeline at run time if HOROVOD_TIMELINE is DYNAMIC on all ranks
+when it starts. Only rank 0 writes. With its response cache Horovod does not record when each rank
+was ready, so the cache is disabled for the whole of a recorded run; a timeline requested by
+HOROVOD_TIMELINE itself is left to Horovod, except for the cache.
 
-The steps recorded do not count for the throughput: writing the timeline takes time.
+The recorded steps do not count for the throughput: writing the timeline takes time.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ DYNAMIC = "DYNAMIC"
 def prepare(
     options: Options, strategy: str, environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set what Horovod must find in ``environ`` when it starts; every rank calls it.
+    """Set Horovod's variables in ``environ`` before it starts; every rank must call it.
 
     Raises:
-        UsageError: the strategy does without Horovod, or the whole run is recorded already.
+        UsageError: the strategy does not use Horovod, or the whole run is recorded already.
     """
     outside = environ.get("HOROVOD_TIMELINE", DYNAMIC)
     if options.timeline and not STRATEGIES[strategy].has_timeline:
         raise UsageError(
-            f"--timeline records what Horovod does, and --strategy {strategy} does without it: "
-            "leave it out"
+            f"--timeline records Horovod's activity, and --strategy {strategy} does not use "
+            "Horovod: omit it"
         )
     if options.timeline and outside != DYNAMIC:
         raise UsageError(
             f"--timeline {options.timeline} and HOROVOD_TIMELINE={outside} contradict each other: "
-            "give one"
+            "use one"
         )
     if options.timeline:
         environ["HOROVOD_TIMELINE"] = DYNAMIC
@@ -54,7 +54,7 @@ def prepare(
 
 
 class TimelineWindow:
-    """Starts the timeline when the window's first step begins, stops it after its last one."""
+    """Starts the timeline before the window's first step, and stops it after its last one."""
 
     def __init__(
         self, options: Options, adapter: CommonAdapter, environ: Mapping[str, str] = os.environ
@@ -72,7 +72,7 @@ class TimelineWindow:
         first, end = options.timeline_steps or (0, None)
         self.first, self.end = first, math.inf if end is None else end
         outside = environ.get("HOROVOD_TIMELINE", DYNAMIC)
-        self._everything = outside != DYNAMIC  # Horovod records the whole run by itself
+        self._everything = outside != DYNAMIC  # Horovod itself records the whole run
         self._open = False
         self.recorded = outside if self._everything else None
         """The file in which steps of this run were recorded, None if none were."""
@@ -83,11 +83,11 @@ class TimelineWindow:
             return
         self.adapter.start_timeline(self._horovods)
         self._open, self.recorded = True, self.file
-        # No rank goes on before rank 0 records, else the beginning of its step would be missing.
+        # No rank continues before rank 0 records: the beginning of its step would be missing.
         self.adapter.communicator.gather(b"")
 
     def leave(self, step: int) -> bool:
-        """Stop it after the window's last step; ``step`` are done.
+        """Stop the timeline after the window's last step; ``step`` steps are done.
 
         Returns:
             Whether the last step was recorded.
@@ -108,7 +108,7 @@ class TimelineWindow:
             record.unlink()
         if self.file and not self.recorded and self.adapter.world.is_writer:
             span = f"{self.first}:{'' if self.end == math.inf else self.end}"
-            log.warning("--timeline-steps %s: no such step was taken, nothing is recorded", span)
+            log.warning("--timeline-steps %s: no such step was taken, nothing was recorded", span)
 
     def _stop(self) -> None:
         if self._open:

@@ -1,4 +1,4 @@
-"""The trainer: the eight steps, top to bottom, in ``train``; its epochs stand in ``loop.py``."""
+"""The trainer: the eight steps, top to bottom, in ``train``; the epochs are in ``loop.py``."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
     restarts = is_restarted(os.environ) and not options.evaluates_only
     if restarts and options.resume == "never":
         raise UsageError(
-            "--resume never: ranks that are started anew go on from --checkpoint-dir; leave the "
-            "option out, or give a directory without checkpoints"
+            "--resume never: restarted ranks resume from --checkpoint-dir; omit the option, or use "
+            "a directory without checkpoints"
         )
     if restarts and saves_to is None:
         raise UsageError(
-            "torchrun --max-restarts and hvdtrain launch --elastic start the ranks anew where one "
-            "fails, and without --checkpoint-dir the training too: give both or neither"
+            "torchrun --max-restarts and hvdtrain launch --elastic restart the ranks if one fails, "
+            "and without --checkpoint-dir the training from its beginning: use both or neither"
         )
     leave_on_signal(saves_to, resumes=options.resume != "never")
     spawn.join()
@@ -93,7 +93,7 @@ def _spawn(options: Options, size: int) -> int:
     """Start the ranks; this process only waits for them.
 
     Raises:
-        UsageError: a launcher is there already, or the strategy needs one.
+        UsageError: this process was started by a launcher, or the strategy needs one.
     """
     spawn.check_alone(os.environ)
     choose_strategy(options.strategy, options.framework, spawn.spawned(size), STRATEGIES)
@@ -132,9 +132,11 @@ def train(workload: Workload, options: Options) -> int:
     run.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
     together = adapter.communicator.together
-    alone = bool(task.speed_alone)
+    speed_only = bool(task.speed_only)
     run.show = together(
-        lambda: Progress(options, workload.unit, speed_alone=alone) if world.is_writer else Silent()
+        lambda: (
+            Progress(options, workload.unit, speed_only=speed_only) if world.is_writer else Silent()
+        )
     )
     run.announce(device)
     try:
@@ -144,16 +146,16 @@ def train(workload: Workload, options: Options) -> int:
 
 
 def _prepare(options: Options) -> CommonAdapter:
-    """Check the files that will be written, import framework and strategy; start nothing."""
+    """Check the output files, and import framework and strategy, without starting them."""
     for name in ("summary", "metrics", "timeline", "predict"):
         check_writable(getattr(options, name), f"--{name}")
     keep_freed_memory()
     if options.compile:  # in the usual place for temporary files, for the next run
         kernels = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
-    leave_nothing_behind()  # before a framework notes where temporary files go
+    leave_nothing_behind()  # before a framework reads the directory of temporary files
     terminal.status(f"importing {options.framework} and its libraries")
-    with _hidden("matplotlib", "sklearn"):  # Keras imports them where they are, in 1.5 s
+    with _hidden("matplotlib", "sklearn"):  # Keras imports them if installed, in 1.5 s
         adapter = select_adapter(options.framework, options.strategy, levers=options.levers)
     timeline_window.prepare(options, adapter.name)
     terminal.status(f"starting {adapter.name}, waiting for all ranks")
@@ -163,7 +165,7 @@ def _prepare(options: Options) -> CommonAdapter:
 def _build(
     workload: Workload, options: Options, plan: TrainingPlan, adapter: CommonAdapter
 ) -> Task:
-    """Build the task, the same on all ranks, and check that its data is."""
+    """Build the task, and check that its data is the same on all ranks."""
     precision = choose_precision(
         options.precision,
         prefers_bf16=workload.prefers_bf16(plan.model),
@@ -207,7 +209,7 @@ def _build(
 
 @contextlib.contextmanager
 def _hidden(*modules: str) -> Iterator[None]:
-    """Let whoever can do without ``modules`` do so; what is imported already stays."""
+    """Hide optional ``modules`` from imports within the block; those already imported stay."""
     absent = [name for name in modules if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None: cannot be imported
     try:

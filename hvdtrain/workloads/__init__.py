@@ -1,1 +1,1 @@
-"""The tasks for one process: model, data and loss. No word of ranks in here."""
+"""The tasks for one process: model, data and loss, without ranks."""

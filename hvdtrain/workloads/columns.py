@@ -1,4 +1,4 @@
-"""What ``--predict`` writes of each sample: its label, and what the model makes of it."""
+"""Columns of the file of ``--predict``: label and prediction of each sample."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hvdtrain.system.output.text import page
 
 Array = NDArray[Any]
 
-SAMPLE = "sample"  # the first column of all: the place in the evaluation set, from 0
+SAMPLE = "sample"  # the first column: index in the evaluation set, from 0
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a task, besides the number of the sample.
+    """The columns of a task, in addition to the index of the sample.
 
     Attributes:
-        names: as in the first line of the file.
-        values: from labels and outputs of a batch, along the first axis, one array of shape (n,)
-            per name. A sample's values must not depend on the others of its batch.
+        names: names in the first line of the file.
+        values: function of the labels and outputs of a batch that returns one array of shape (n,)
+            per name. A sample's values must not depend on other samples of its batch.
     """
 
     names: tuple[str, ...]
@@ -38,20 +38,20 @@ class Columns:
         return _lines([(SAMPLE, *self.names)])
 
     def lines(self, first: int, labels: Array, outputs: Array) -> str:
-        """Return a line of CSV per sample, of which the first one has the number ``first``.
+        """Return a line of CSV per sample, numbered from ``first``.
 
-        Whole numbers and text are written as they are; of other numbers 9 digits, so that the last
-        bits, which depend on how samples fell into batches, do not show.
+        Integers and strings are written unchanged, floats with 9 digits, so that the file does not
+        depend on the last bits, which depend on the batches.
 
         Raises:
-            UsageError: ``values`` gives other than one value per name and sample.
+            UsageError: ``values`` returns other than one value per name and sample.
         """
         columns = [np.asarray(values) for values in self.values(labels, outputs)]
         shapes = [column.shape for column in columns]
         if shapes != [(len(labels),)] * len(self.names):
             raise UsageError(
                 f"--predict: {len(labels)} samples and the columns {', '.join(self.names)} take "
-                f"{len(self.names)} arrays of the shape ({len(labels)},), the task gives "
+                f"{len(self.names)} arrays of the shape ({len(labels)},), the task returns "
                 f"{', '.join(map(str, shapes)) or 'none'}"
             )
         numbers = range(first, first + len(labels))
@@ -81,7 +81,7 @@ def classes(labels: Array, outputs: Array) -> tuple[Array, Array, Array]:
         raise UsageError(
             f"--predict: labels of type {labels.dtype} and outputs of the shape "
             f"({', '.join(['n', *map(str, outputs.shape[1:])])}) are no classes and their scores: "
-            f"the task names columns of its own (columns=Columns(names, values), see {page('own')})"
+            f"the task must define its columns (columns=Columns(names, values), see {page('own')})"
         )
     likely = outputs.argmax(1)
     highest = outputs.max(1, keepdims=True)

@@ -1,7 +1,7 @@
-"""Metrics of an evaluation: each rank takes in its own batches, then all gather what they saw.
+"""Metrics of an evaluation: each rank adds its local batches, then all ranks combine them.
 
-A mean of means over ranks would be wrong, and many a metric (an AUC, R2, mAP) is no mean over
-samples at all. So a metric says itself what its ranks have to exchange.
+A mean of means over ranks would be wrong, and many metrics (AUC, R2, mAP) are no mean over samples
+at all. So a metric itself implements the exchange between ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ Array = NDArray[Any]
 
 
 class Consumer(Protocol):
-    """What takes in an evaluation batch by batch: a metric, or the lines of ``--predict``."""
+    """Receives an evaluation batch by batch: a metric, or the lines of ``--predict``."""
 
     def update(self, batch: Batch, output: Array) -> None:
-        """Take in a batch, with ``y`` as a NumPy array, and the model's output, float64."""
+        """Add a batch, with ``y`` as a NumPy array, and the model's output, float64."""
 
 
 class Metric(ABC):
-    """One evaluation's metric; the loop works on a copy of what the task holds.
+    """A metric of one evaluation, which uses a copy of the task's.
 
     Attributes:
-        names: of the numbers in ``result``; ``loss`` and ``samples`` are taken.
-        higher_is_better: of the first of them, by which the best checkpoint is kept.
+        names: names of the numbers in ``result``; ``loss`` and ``samples`` are reserved.
+        higher_is_better: whether higher values of the first number are better; it determines the
+            best checkpoint.
     """
 
     names: tuple[str, ...]
@@ -41,18 +42,18 @@ class Metric(ABC):
 
     @abstractmethod
     def update(self, batch: Batch, output: Array) -> None:
-        """Take in a batch, with ``y`` as a NumPy array, and the model's output, float64."""
+        """Add a batch, with ``y`` as a NumPy array, and the model's output, float64."""
 
     @abstractmethod
     def gather(self, collectives: Communicator) -> None:
-        """Take in what the other ranks have seen; all ranks call it together."""
+        """Combine the samples of all ranks; all ranks must call it together."""
 
     @abstractmethod
     def result(self) -> dict[str, float]:
         """Return the numbers by name; after ``gather`` the same on all ranks."""
 
     def shown(self, value: float) -> str:
-        """Return a number of ``result`` as a person reads it."""
+        """Return a number of ``result``, formatted."""
         return f"{value:.4f}"
 
 
@@ -62,7 +63,7 @@ class Accuracy(Metric):
     names = ("accuracy",)
 
     def __init__(self) -> None:
-        self.sums = np.zeros(2)  # right ones, all
+        self.sums = np.zeros(2)  # correct samples, all samples
 
     @override
     def update(self, batch: Batch, output: Array) -> None:
@@ -83,13 +84,13 @@ class Accuracy(Metric):
 
 
 class WholeSet(Metric):
-    """A metric that needs all samples at once: every rank holds all labels and outputs for it.
+    """A metric that needs all samples at once: every rank holds all labels and outputs.
 
     Args:
-        name: of the number.
-        compute: from labels and outputs of the whole set, along the first axis, such as
+        name: name of the metric.
+        compute: function of labels and outputs of the whole set, along the first axis, e.g.
             ``sklearn.metrics.r2_score``; their order depends on the number of ranks.
-        higher_is_better: whether a higher number is the better one.
+        higher_is_better: whether higher values are better.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A workload from a file of the user's: ``task(options) -> Task``, and perhaps ``Options``."""
+"""A workload from a user's file: ``task(options) -> Task``, and optionally ``Options``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdtrain.config.options import Options, number
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.workloads.task import LearningRates, Recipe, Task, Workload
 
-LONGEST = 500  # characters of what is wrong in a file
+LONGEST = 500  # characters of an error message
 RECIPE = Recipe(
     batch_size=32,
     lr=LearningRates(sgd=0.01, adam=0.001, adamw=0.001),
@@ -29,7 +29,7 @@ RECIPE = Recipe(
 )
 
 
-FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}  # by what a file imports
+FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}  # by imported module
 LIBRARY = {label.lower(): name for name, label in FRAMEWORKS.items()}
 
 
@@ -40,7 +40,7 @@ def _whole(value: str) -> int:
         raise ValueError(f"{value!r} is not a whole number") from None
 
 
-TYPES: dict[str, Callable[[Any], Any]] = {  # of an option that a user declares by its type alone
+TYPES: dict[str, Callable[[Any], Any]] = {  # of options without metadata, by annotation
     "bool": bool,
     "int": _whole,
     "float": number,
@@ -50,7 +50,7 @@ TYPES: dict[str, Callable[[Any], Any]] = {  # of an option that a user declares 
 
 
 def workload(path: Path, *, description: str, epilog: str) -> Workload:
-    """Return the workload that a Python file defines; the file is imported.
+    """Import a Python file and return the workload that it defines.
 
     Raises:
         UsageError: naming the file, and the line if there is one: it cannot be imported, has no
@@ -69,10 +69,10 @@ def workload(path: Path, *, description: str, epilog: str) -> Workload:
         if imports and LIBRARY[options.framework] not in imports:
             (label, *_) = imports.values()
             raise UsageError(
-                f"{path} imports {label}, and --framework is {options.framework}: give "
+                f"{path} imports {label}, and --framework is {options.framework}: use "
                 f"--framework {label.lower()}"
             )
-        with _told(path):
+        with _file_errors(path):
             task: Any = module.task(options)
         if not isinstance(task, Task):
             raise UsageError(f"{path}: task() returned {type(task).__name__}, which is no Task")
@@ -93,7 +93,7 @@ def workload(path: Path, *, description: str, epilog: str) -> Workload:
 
 
 def _imported(path: Path) -> ModuleType:
-    """Import ``path`` under its own name, so that worker processes can import it too."""
+    """Import ``path`` under its file name, so that worker processes can import it too."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     file = path.absolute()
@@ -102,13 +102,13 @@ def _imported(path: Path) -> ModuleType:
     spec = None if taken else importlib.util.find_spec(file.stem)
     if spec is None or spec.origin != str(file):
         raise UsageError(f"{path}: Python cannot import {file.stem!r} from it: rename the file")
-    with _told(path):
+    with _file_errors(path):
         return importlib.import_module(file.stem)
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong in the file into one line that names file and line."""
+def _file_errors(path: Path) -> Iterator[None]:
+    """Convert any error in the file to a one-line message that names file and line."""
     try:
         yield
     except HvdtrainError:
@@ -120,31 +120,31 @@ def _told(path: Path) -> Iterator[None]:
         if isinstance(error, SyntaxError) and error.filename == file:
             lines.append(error.lineno)
         where = f"{path}, line {lines[-1]}" if lines else f"{path}"
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
-        raise UsageError(f"{where}: {what}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+        raise UsageError(f"{where}: {message}") from error
 
 
-def joined(own: Any, source: str) -> type[Options]:
-    """Return ``Options`` with the fields of a user's dataclass.
+def joined(fields_class: Any, source: str) -> type[Options]:
+    """Return ``Options`` extended by the fields of a user's dataclass.
 
-    A field made by ``option`` is read and explained by that; any other one by its type. A subclass
-    of ``Options`` stays as it is.
+    A field created by ``option`` is parsed and documented by its metadata, any other by its type. A
+    subclass of ``Options`` is returned unchanged.
 
     Args:
-        own: the dataclass.
-        source: the file that it is from, for the errors.
+        fields_class: the dataclass.
+        source: its file, for error messages.
 
     Raises:
-        UsageError: it is no dataclass, or a field is an option already, has no default or no type
-            that can be read.
+        UsageError: no dataclass, or a field is an option already, or has no default or no
+            supported type.
     """
-    if isinstance(own, type) and issubclass(own, Options):
-        return own
-    if not (isinstance(own, type) and dataclasses.is_dataclass(own)):
+    if isinstance(fields_class, type) and issubclass(fields_class, Options):
+        return fields_class
+    if not (isinstance(fields_class, type) and dataclasses.is_dataclass(fields_class)):
         raise UsageError(f"{source}: Options is no dataclass")
     taken = {field.name for field in dataclasses.fields(Options)} | {"config", "help"}
     fields: list[tuple[str, Any, Any]] = []
-    for field in dataclasses.fields(own):
+    for field in dataclasses.fields(fields_class):
         where = f"{source}: {field.name} of Options"
         if field.name in taken:
             raise UsageError(f"{where}: --{field.name.replace('_', '-')} is an option already")
@@ -154,13 +154,13 @@ def joined(own: Any, source: str) -> type[Options]:
         copied = dataclasses.field(default=field.default, metadata=metadata)
         fields.append((field.name, field.type, copied))
     whole = dataclasses.make_dataclass("Options", fields, bases=(Options,), frozen=True)
-    whole.__module__ = own.__module__
+    whole.__module__ = fields_class.__module__
     return whole
 
 
 def _by_type(field: dataclasses.Field[Any], source: str, where: str) -> Mapping[str, Any]:
-    """Return what ``option`` would say of a field, from its type alone."""
-    name = getattr(field.type, "__name__", str(field.type))  # a string, where it is not evaluated
+    """Return the metadata of ``option`` for a field, from its type."""
+    name = getattr(field.type, "__name__", str(field.type))  # a string if it is not evaluated
     kind = TYPES.get(name.removesuffix(" | None").rpartition(".")[2])
     if kind is None or field.default is True:
         raise UsageError(

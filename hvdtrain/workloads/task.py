@@ -1,4 +1,4 @@
-"""What the trainer asks of a task; one class per framework fulfils it for every workload."""
+"""The interface of a task to the trainer, implemented by one class per framework."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ from hvdtrain.workloads.metrics import Consumer, Metric
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Why no rank has made an update: the gradients of the global batch are not finite.
+    """Reason for which no rank has made an update: the global gradients are not finite.
 
     Attributes:
         parameter: the first one whose gradient is not finite; the same on all ranks.
-        own: what this rank has contributed, such as ``its loss is nan``; empty: nothing known.
+        local: cause on this rank, e.g. ``its loss is nan``; empty: unknown.
     """
 
     parameter: str
-    own: str
+    local: str
 
 
 class Task(ABC):
-    """A model with its data, optimizer and loss; everything that happens in one process.
+    """A model with its data, optimizer and loss, for one process.
 
     Attributes:
-        model: the network, in its framework's own class.
-        optimizer: likewise.
+        model: the network, of the framework's class.
+        optimizer: the optimizer, of the framework's class.
         train: samples to train on.
-        test: samples to evaluate on; None where there are none.
-        options: what it was built with, every default filled in.
-        metrics: of an evaluation, besides the loss; by the first the best checkpoint is kept.
-        columns: what ``--predict`` writes of each sample.
-        notes: lines that a user should see before the training.
-        speed_alone: the first of them where the samples are random and nothing is learned, with
-            ``{updates}`` in it: epochs and losses would mean nothing. Empty: it trains.
-        needs_empty_forward: an empty batch takes the forward and backward pass too, because the
-            other ranks wait in it.
-        no_sync: within it a backward pass of PyTorch adds to this process's gradients alone; the
+        test: samples to evaluate on; None: no evaluation.
+        options: options of the task, with every default filled in.
+        metrics: metrics of an evaluation, in addition to the loss; the first determines the best
+            checkpoint.
+        columns: columns of the file of ``--predict``.
+        notes: lines to show before the training.
+        speed_only: first of these lines if the samples are random and only the speed is measured,
+            without epochs and losses; contains ``{updates}``. Empty: a training.
+        needs_empty_forward: whether an empty batch needs the forward and backward pass too,
+            because other ranks wait in them.
+        no_sync: context in which a backward pass of PyTorch accumulates gradients locally; the
             next one outside of it sums them over the ranks.
-        sum_shards: sums a tensor of what this process found in its part of the parameters or their
-            gradients; where it has all of them, as alone, it returns the tensor.
-        not_finite: why the last ``update`` changed nothing; None: it did, or it is ``deferred``.
-        may_defer: an update whose gradients are not finite need not be told of at once, since the
-            host would wait for the device.
+        sum_shards: function that sums a tensor of results for this process's shard of parameters
+            or gradients; if they are not sharded, it returns the tensor.
+        not_finite: reason for which the last ``update`` was not made; None: made or ``deferred``.
+        may_defer: whether an update with gradients that are not finite may be reported later,
+            which saves a synchronization with the device.
     """
 
     model: Any
@@ -62,7 +63,7 @@ class Task(ABC):
     metrics: Sequence[Metric] = ()
     columns: Columns = CLASSES
     notes: tuple[str, ...] = ()
-    speed_alone = ""
+    speed_only = ""
     needs_empty_forward = False
     no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     sum_shards: Callable[[Any], Any] = staticmethod(lambda values: values)
@@ -71,41 +72,41 @@ class Task(ABC):
 
     @property
     def best(self) -> tuple[str, bool]:
-        """What the best checkpoint is chosen by, and whether higher is better."""
+        """Name of the value that determines the best checkpoint, and whether higher is better."""
         first = next(iter(self.metrics), None)
         return (first.names[0], first.higher_is_better) if first else ("loss", False)
 
     def compile(self) -> None:
-        """Let the framework make kernels for the model; it does so when it first runs."""
-        raise UsageError("--compile: this task has nothing to compile; leave it out")
+        """Compile the model to kernels, which the framework does when it first runs."""
+        raise UsageError("--compile: this task has nothing to compile; omit it")
 
     @property
     def deferred(self) -> bool:
-        """Whether ``updates_left_out`` tells of an update that was not made, not ``not_finite``."""
+        """Whether skipped updates are reported by ``updates_left_out``, not ``not_finite``."""
         return False
 
     @abstractmethod
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> Any:
-        """Take one training step: forward, backward, optimizer.
+        """Make one training step: forward, backward, optimizer.
 
         Args:
-            batch: what to train on; may be empty, and the optimizer takes its step all the same.
-            learning_rate: of this step.
-            seed: of the dropout in this step.
+            batch: samples to train on; may be empty, the optimizer makes its step nevertheless.
+            learning_rate: learning rate of this step.
+            seed: seed of the dropout in this step.
 
         Returns:
-            The mean loss over the batch, a scalar tensor (0 for an empty batch); not waited for.
+            The mean loss over the batch, a scalar tensor (0 for an empty batch), asynchronous.
 
-        Where the gradients are not finite, ``not_finite`` tells so on every rank, and none has
-        changed its weights. (Loss scaling, of fp16, has its own way: it leaves such steps out and
-        scales by less.)
+        If the gradients are not finite, ``not_finite`` is set on every rank, and no rank has
+        changed its weights. (Loss scaling, of fp16, instead skips such steps and reduces the
+        scale.)
         """
 
     def updates_left_out(self) -> int:
-        """Return how many of the last updates were not made; waits for the device.
+        """Return the number of the last updates that were not made; synchronizes with the device.
 
-        These are the first since the last call whose gradients are not finite, and all after it.
-        Weights, optimizer state and running statistics are those of before it.
+        These are the first one since the last call whose gradients are not finite, and all after
+        it. Weights, optimizer state and running statistics are those before it.
         """
         raise NotImplementedError(f"{type(self).__name__} defers nothing")
 
@@ -119,14 +120,14 @@ class Task(ABC):
 
     @abstractmethod
     def loss_values(self, losses: list[Any]) -> list[float]:
-        """Return as numbers what ``update`` returned; waits for the device."""
+        """Return results of ``update`` as numbers; synchronizes with the device."""
 
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The default learning rate of a workload, by optimizer: Adam's step has no size of gradients.
+    """The default learning rate of a workload, by optimizer: Adam's step is scale-invariant.
 
-    As text it is what the help says of it.
+    Its string is used in the help.
     """
 
     sgd: float
@@ -134,11 +135,11 @@ class LearningRates:
     adamw: float
 
     def of(self, optimizer: str) -> float:
-        """Return that of the optimizer that ``--optimizer`` names."""
+        """Return the learning rate for a value of ``--optimizer``."""
         return float(getattr(self, optimizer))
 
     def __str__(self) -> str:
-        """Return such as ``0.03 for sgd, 0.001 for adam and adamw``."""
+        """Return e.g. ``0.03 for sgd, 0.001 for adam and adamw``."""
         by_rate: dict[float, list[str]] = {}
         for name, rate in dataclasses.asdict(self).items():
             by_rate.setdefault(rate, []).append(name)
@@ -150,14 +151,14 @@ class Recipe:
     """The defaults of a workload, measured to keep its accuracy at any number of ranks.
 
     Attributes:
-        batch_size: samples per rank and step.
+        batch_size: number of samples per rank and step.
         lr: learning rates for one rank, or for ``lr_batch``.
-        epochs: length of the training.
+        epochs: length of the training, in epochs.
         warmup_epochs: length of the warm-up, in epochs.
-        lr_schedule: what follows it; ``lr_milestones``: of ``multistep``, in epochs.
+        lr_schedule: schedule after the warm-up; ``lr_milestones``: of ``multistep``, in epochs.
         weight_decay: L2 penalty.
-        lr_batch: the global batch that ``lr`` is for, in proportion to which it grows; None: it
-            grows with the ranks.
+        lr_batch: global batch for which ``lr`` holds; it scales with the global batch. None: it
+            scales with the number of ranks.
     """
 
     batch_size: int
@@ -172,22 +173,22 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Workload:
-    """A trainer's subject.
+    """A workload of the trainer: recipe, options and task.
 
     Attributes:
         name: as in ``python -m hvdtrain.NAME``.
-        description: what it does, for the help.
-        epilog: the end of the help: models, data, defaults, examples.
-        models: names of its networks, the default first; none: ``--model`` is its own affair.
-        recipe: its defaults, given the options.
-        build: makes the task, given the options with every default filled in.
-        options: ``Options`` and what the workload adds to them.
-        unit: what its samples are, in the plural.
-        program: as in ``python -m hvdtrain.PROGRAM``, where that is not the name.
-        digest: of the file that defines it, where that is the user's.
-        short_steps: steps take milliseconds, so Horovod should look for work more often.
-        prefers_bf16: measured to be faster in bf16 where the device has it.
-        default_steps: updates where the data has no end (synthetic); None: all epochs.
+        description: description in the help.
+        epilog: end of the help: models, data, defaults, examples.
+        models: names of its networks, the default first; empty: the task interprets ``--model``.
+        recipe: function of the options that returns the defaults.
+        build: function of the options, with every default filled in, that returns the task.
+        options: ``Options`` and those that the workload adds.
+        unit: noun of its samples, in the plural.
+        program: as in ``python -m hvdtrain.PROGRAM``; empty: the name.
+        digest: digest of the user's file that defines it; empty: no such file.
+        short_steps: whether steps of a model take milliseconds: Horovod should poll more often.
+        prefers_bf16: whether a model was measured to be faster in bf16 on devices that support it.
+        default_steps: number of updates for endless (synthetic) data; None: all epochs.
     """
 
     name: str

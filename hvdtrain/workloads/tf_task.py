@@ -26,9 +26,9 @@ LOW_PRECISION = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
 class InMemory(Indexed):
-    """A dataset that fits into the memory of the device: a batch is cut from one tensor.
+    """A dataset in the memory of the device: a batch is gathered from one tensor.
 
-    ``augment`` makes the images of a training step; by default they are those in memory.
+    ``augment`` returns the images of a training step; default: those in memory.
     """
 
     def __init__(
@@ -63,22 +63,23 @@ def cross_entropy(output: Any, y: Any) -> Any:
 
 
 class TFTask(Task):
-    """Any Keras model, trained on the mean of a loss; a classifier unless told otherwise.
+    """Any Keras model, trained on the mean of a loss; by default a classifier.
 
-    The step is traced once, for batches of any size: what changes from step to step comes as an
-    argument.
+    The step is traced once, for batches of any size: values that change from step to step are
+    arguments.
 
     Args:
-        model: built Keras model for float samples, such as images of shape (n, height, width,
+        model: built Keras model for float samples, e.g. images of shape (n, height, width,
             channels); its weights are of ``weight_dtype(options)``.
-        options: those of the trainer, every default filled in.
+        options: options of the trainer, with every default filled in.
         train: samples to train on.
         test: samples to evaluate on.
-        scale: factor and offset that turn stored pixels into the network's input; numbers, or
-            one per channel.
-        losses: the loss of each sample, shape (n,), from the model's output and ``y``; traced.
-        metrics: of an evaluation; by the first the best checkpoint is kept.
-        columns: what ``--predict`` writes of each sample; class and probability by default.
+        scale: factor and offset from stored pixels to the network's input; numbers, or one per
+            channel.
+        losses: function of the model's output and ``y`` that returns the loss of each sample,
+            shape (n,); traced.
+        metrics: metrics of an evaluation; the first determines the best checkpoint.
+        columns: columns of the file of ``--predict``; default: class and probability.
     """
 
     def __init__(
@@ -119,23 +120,23 @@ class TFTask(Task):
             arguments = [tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int64)]
             self._step = _traced(self._traced_step, [*_any_number(batch), *arguments])
         if batch.count or self.needs_empty_forward:
-            loss, bad, own = self._step(batch.x, batch.y, rate, np.int64(seed))
+            loss, bad, local = self._step(batch.x, batch.y, rate, np.int64(seed))
         else:
-            loss, bad, own = self._empty_step(rate, np.float64(0))
+            loss, bad, local = self._empty_step(rate, np.float64(0))
         self.not_finite = None
         if bad >= 0:
             name = self.model.trainable_variables[bad].path
-            self.not_finite = NotFinite(name, self._own_trouble(loss, own))
+            self.not_finite = NotFinite(name, self._local_cause(loss, local))
         return loss
 
-    def _own_trouble(self, loss: Any, own: Any) -> str:
+    def _local_cause(self, loss: Any, local: Any) -> str:
         if not np.isfinite(loss):
             return f"its loss is {float(loss)}"
-        return f"its gradient of {self.model.trainable_variables[own].path}" if own >= 0 else ""
+        return f"its gradient of {self.model.trainable_variables[local].path}" if local >= 0 else ""
 
     def _traced_step(self, pixels: Any, labels: Any, learning_rate: Any, seed: Any) -> Any:
-        for place, state in enumerate(self._seeds):
-            state.assign(tf.cast(tf.stack([seed, place]), state.dtype))
+        for index, state in enumerate(self._seeds):
+            state.assign(tf.cast(tf.stack([seed, index]), state.dtype))
         variables = self.model.trainable_variables
         loss, gradients = self._accumulated(pixels, labels)
         return loss, *self._apply(gradients, variables, learning_rate)
@@ -146,16 +147,20 @@ class TFTask(Task):
         if number == 1:
             return self._backward(pixels, labels, count)
 
-        def add(place: Any, loss: Any, sums: list[Any]) -> Any:
-            cut = slice(place * count // number, (place + 1) * count // number)
-            own, gradients = self._backward(pixels[cut], labels[cut], count)
-            return place + 1, loss + own, [a + b for a, b in zip(sums, gradients, strict=True)]
+        def add(index: Any, loss: Any, sums: list[Any]) -> Any:
+            cut = slice(index * count // number, (index + 1) * count // number)
+            chunk_loss, gradients = self._backward(pixels[cut], labels[cut], count)
+            return (
+                index + 1,
+                loss + chunk_loss,
+                [a + b for a, b in zip(sums, gradients, strict=True)],
+            )
 
-        zeros = [tf.zeros_like(one.value) for one in self.model.trainable_variables]
+        zeros = [tf.zeros_like(variable.value) for variable in self.model.trainable_variables]
         begin = (0, tf.zeros((), self.dtype), zeros)
-        # One after the other: the memory of a pass is that of a piece.
+        # Sequentially, so that memory is needed for only one piece.
         _, loss, gradients = tf.while_loop(
-            lambda place, *_: place < number, add, begin, parallel_iterations=1
+            lambda index, *_: index < number, add, begin, parallel_iterations=1
         )
         return loss, gradients
 
@@ -166,11 +171,11 @@ class TFTask(Task):
             with self._lowered():
                 output = self.model(self._input(pixels), training=True)
             losses = self._each(tf.cast(output, self.dtype), labels)
-            # As a sum over a count the loss of no sample is 0, and so are its gradients.
+            # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
             loss = tf.reduce_sum(losses) / tf.cast(tf.maximum(count, 1), self.dtype)
-            # One that is not finite makes the gradients so, and by them all ranks learn of it.
-            one = tf.where(tf.math.is_finite(loss), 1.0, np.nan)
-            scaled = self.optimizer.scale_loss(loss * tf.cast(one, loss.dtype))
+            # A loss that is not finite makes the gradients so, which inform all ranks.
+            factor = tf.where(tf.math.is_finite(loss), 1.0, np.nan)
+            scaled = self.optimizer.scale_loss(loss * tf.cast(factor, loss.dtype))
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
         return loss, gradients
 
@@ -181,7 +186,7 @@ class TFTask(Task):
         return tf.zeros((), self.dtype), *self._apply(zeros, variables, learning_rate)
 
     def _apply(self, gradients: list[Any], variables: list[Any], learning_rate: Any) -> Any:
-        """Update; return the first gradient that is not finite, of all ranks and of ours, or -1."""
+        """Update; return the first gradient that is not finite, global and local; -1: none."""
         rate = self.optimizer.learning_rate
         rate.assign(tf.cast(learning_rate, rate.dtype))
         self.optimizer.apply(gradients, variables)
@@ -191,9 +196,9 @@ class TFTask(Task):
 
     @contextmanager
     def _lowered(self) -> Iterator[None]:
-        """Let layers compute in the low precision that the options ask for, while it is open.
+        """Make layers compute in the low precision of the options within the block.
 
-        Only the trace of the training step goes through it, so an evaluation is not affected.
+        Only the trace of the training step uses it, so an evaluation is not affected.
         """
         low = LOW_PRECISION.get(self.options.precision)
         layers = list(self.model._flatten_layers())
@@ -223,7 +228,7 @@ class TFTask(Task):
         losses = self.losses(output, labels)
         if losses.shape.rank != 1:
             raise UsageError(
-                f"the losses have the shape {losses.shape}: a task gives one loss per sample"
+                f"the losses have the shape {losses.shape}: a task must return one per sample"
             )
         return losses
 
@@ -259,20 +264,20 @@ def _traced(function: Callable[..., Any], arguments: list[tf.TensorSpec]) -> Any
 
 
 def weight_dtype(options: Options) -> str:
-    """Return the type of the weights, whatever the forward pass computes in."""
+    """Return the type of the weights, independent of that of the forward pass."""
     return "float64" if options.precision == "fp64" else "float32"
 
 
 class _Guarded:
-    """Makes no update of gradients that are not finite; clips the others, adds the L2 penalty.
+    """Skips updates with gradients that are not finite; clips the others, adds the L2 penalty.
 
-    Keras' own ``weight_decay`` is decoupled from the gradients, whatever the optimizer; PyTorch's
-    SGD and Adam add it.
+    Keras's ``weight_decay`` is decoupled from the gradients in every optimizer; PyTorch's SGD and
+    Adam add it.
     """
 
     penalty = 0.0
     clip_norm = 0.0
-    bad: Any  # in the trace at hand: the place of a gradient that is not finite, or -1
+    bad: Any  # in the current trace: the index of a gradient that is not finite, or -1
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Update the variables; gradients are those of the global batch here."""

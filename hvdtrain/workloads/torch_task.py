@@ -27,9 +27,9 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class InMemory(Indexed):
-    """A dataset that fits into the memory of the device: a batch is cut from one tensor.
+    """A dataset in the memory of the device: a batch is gathered from one tensor.
 
-    ``augment`` makes the images of a training step; by default they are those in memory.
+    ``augment`` returns the images of a training step; default: those in memory.
     """
 
     def __init__(
@@ -65,18 +65,19 @@ def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class TorchTask(Task):
-    """Any network, trained on the mean of a loss; a classifier unless told otherwise.
+    """Any network, trained on the mean of a loss; by default a classifier.
 
     Args:
-        model: network for float samples, such as images of shape (n, channels, height, width).
-        options: those of the trainer, every default filled in.
+        model: network for float samples, e.g. images of shape (n, channels, height, width).
+        options: options of the trainer, with every default filled in.
         train: samples to train on.
         test: samples to evaluate on.
-        scale: factor and offset that turn stored pixels into the network's input; numbers, or
-            tensors of shape (channels, 1, 1).
-        losses: the loss of each sample, shape (n,), from the network's output and ``y``.
-        metrics: of an evaluation; by the first the best checkpoint is kept.
-        columns: what ``--predict`` writes of each sample; class and probability by default.
+        scale: factor and offset from stored pixels to the network's input; numbers, or tensors of
+            shape (channels, 1, 1).
+        losses: function of the network's output and ``y`` that returns the loss of each sample,
+            shape (n,).
+        metrics: metrics of an evaluation; the first determines the best checkpoint.
+        columns: columns of the file of ``--predict``; default: class and probability.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class TorchTask(Task):
         self.device = torch.device(options.device)
         self.dtype = torch.float64 if options.precision == "fp64" else torch.float32
         self.model = model.to(self.device, self.dtype)
-        if _prefers_channels_last(*(one.shape for one in model.parameters() if one.ndim == 4)):
+        if _prefers_channels_last(*(p.shape for p in model.parameters() if p.ndim == 4)):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         on_gpu = self.device.type != accelerator.CPU
         self.optimizer = make_optimizer(self.model, options, fused=on_gpu)
@@ -136,13 +137,13 @@ class TorchTask(Task):
 
     @override
     def compile(self) -> None:
-        try:  # a first look, at a small function: is there a compiler?
+        try:  # check, with a small function, whether there is a compiler
             torch.compile(torch.square)(torch.ones(2, device=self.device))
         except Exception as error:  # of many kinds
-            told = str(error).strip().partition("\n")[0]
-            raise UsageError(f"--compile: torch.compile does not work here: {told}") from error
-        # Not by model.compile(): it leaves a Sequential as it is, code of PyTorch itself. And a
-        # compiled convolution fails in the backward pass over no sample.
+            message = str(error).strip().partition("\n")[0]
+            raise UsageError(f"--compile: torch.compile does not work here: {message}") from error
+        # Not by model.compile(), which does not compile a Sequential, code of PyTorch itself. And a
+        # compiled convolution fails in the backward pass of an empty batch.
         plain, compiled = self.model.forward, torch.compile(self.model.forward)
         self.model.forward = lambda x: (compiled if len(x) else plain)(x)
 
@@ -152,16 +153,16 @@ class TorchTask(Task):
         return self.may_defer and not self.scaler.is_enabled() and is_fused(self.optimizer)
 
     def _step(self, batch: Batch, loss: torch.Tensor, seed: int) -> None:
-        """Let the optimizer take its step, unless the gradients of ``batch`` are not finite."""
+        """Make the optimizer's step, unless the gradients of ``batch`` are not finite."""
         self.not_finite = None
         if self.deferred and self._guard:
             self._guard.end(self._sums())
         elif not self.scaler.is_enabled() and (bad := self._not_finite()):
-            self.not_finite = NotFinite(bad, self._own_trouble(batch, loss, seed))
+            self.not_finite = NotFinite(bad, self._local_cause(batch, loss, seed))
             return
         if self.options.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            # A model of which this process has a part alone clips by the norm over all.
+            # A model of which this process has only a part clips by the global norm.
             clip = getattr(self.model, "clip_grad_norm_", None)
             if clip:
                 clip(self.options.clip_norm)
@@ -175,26 +176,26 @@ class TorchTask(Task):
         return self._guard.left_out() if self._guard else 0
 
     def _pieces(self, batch: Batch) -> list[Batch]:
-        """Cut ``batch`` into what one pass is over: ``--accumulate-steps`` pieces, or fewer."""
+        """Split ``batch`` into the pieces of the passes: at most ``--accumulate-steps``."""
         number = self.options.accumulate_steps
         if not self.needs_empty_forward:
             number = max(1, min(number, batch.count))
-        cuts = (bounds(batch.count, place, number) for place in range(number))
+        cuts = (bounds(batch.count, index, number) for index in range(number))
         return [batch[slice(*cut)] for cut in cuts] if number > 1 else [batch]
 
     def _backward(self, piece: Batch, count: int) -> torch.Tensor:
         """Add the gradients of ``piece`` of a batch of ``count``; return its share of the loss."""
         loss = self._loss(piece, count)
-        # One that is not finite makes the gradients so, and by them all ranks learn of it.
+        # A loss that is not finite makes the gradients so, which inform all ranks.
         self.scaler.scale(loss * (1 + 0 * loss.detach())).backward()
         return loss.detach()
 
     def _seed(self, seed: int) -> None:
-        # torch.manual_seed would also note the seed, with the text of the stack, for each kind of
-        # device that is not in use: a millisecond per step, of 35 on MNIST.
+        # torch.manual_seed would also record the seed, with the text of the stack, for each unused
+        # kind of device: a millisecond per step, of 35 on MNIST.
         torch.default_generator.manual_seed(seed)
         if self.device.type != accelerator.CPU:
-            accelerator.seed(seed)  # of all that this process computes on
+            accelerator.seed(seed)  # of all devices of this process
 
     def _loss(self, batch: Batch, count: int) -> torch.Tensor:
         """Return the sum of the losses of ``batch`` over ``count``, the samples of an update."""
@@ -203,7 +204,7 @@ class TorchTask(Task):
             self.device.type, self.low_precision, enabled=self.low_precision is not None
         ):
             output = self.model(self._input(batch.x))
-        # As a sum over a count the loss of no sample is 0, and so are its gradients.
+        # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
         return self._each(output.to(self.dtype), batch.y).sum() / max(1, count)
 
     def _each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -211,19 +212,19 @@ class TorchTask(Task):
         if losses.shape != (len(y),):
             raise UsageError(
                 f"the losses of {len(y)} samples have the shape {tuple(losses.shape)}: a task "
-                "gives one loss per sample"
+                "must return one per sample"
             )
         return losses
 
     @torch.no_grad()
     def _sums(self) -> torch.Tensor:
-        """Return the sum of each gradient, in the order of the parameters; 0 where there is none.
+        """Return the sum of each gradient, in the order of the parameters; 0: no gradient.
 
-        One pass finds what is not finite: a sum with such a term is not, nor one that overflows.
+        A sum is not finite if a term is not, or if it overflows, so one pass detects both.
         """
         none = self.scale[0].new_zeros(())
-        own = [none if p.grad is None else _own(p.grad).sum() for p in self.model.parameters()]
-        sums: torch.Tensor = self.sum_shards(torch.stack(own))
+        local = [none if p.grad is None else _local(p.grad).sum() for p in self.model.parameters()]
+        sums: torch.Tensor = self.sum_shards(torch.stack(local))
         return sums
 
     def _not_finite(self) -> str:
@@ -232,8 +233,8 @@ class TorchTask(Task):
         named = [name for name, _ in self.model.named_parameters()]
         return "" if all(finite) else named[finite.index(False)]
 
-    def _own_trouble(self, batch: Batch, loss: torch.Tensor, seed: int) -> str:
-        """Tell what this rank contributed; its own gradients are gone, so they are made again."""
+    def _local_cause(self, batch: Batch, loss: torch.Tensor, seed: int) -> str:
+        """Return the cause on this rank, from its recomputed local gradients."""
         if not loss.isfinite():
             return f"its loss is {float(loss)}"
         if not batch.count or self.needs_empty_forward:  # its layers would wait for other ranks
@@ -260,7 +261,7 @@ class TorchTask(Task):
     @torch.no_grad()
     @override
     def parameter_norm(self) -> float:
-        trained = [_own(p) for p in self.model.parameters() if p.requires_grad]
+        trained = [_local(p) for p in self.model.parameters() if p.requires_grad]
         squares = torch.stack([p.double().square().sum() for p in trained])
         return float(self.sum_shards(squares).sum().sqrt())
 
@@ -272,9 +273,9 @@ class TorchTask(Task):
 def network_input(
     pixels: torch.Tensor, dtype: torch.dtype, scale: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """Return stored pixels times the factor plus the offset of ``scale``, as the model wants them.
+    """Return stored pixels times the factor plus the offset of ``scale``, in the model's layout.
 
-    In two passes: pixels are many, and this is work of the process that trains.
+    Two passes suffice: there are many pixels, and the training process does this work.
     """
     channels_last = pixels.ndim == 4 and _prefers_channels_last(pixels.shape)
     layout = torch.channels_last if channels_last else torch.preserve_format
@@ -283,24 +284,24 @@ def network_input(
 
 
 def _prefers_channels_last(first: torch.Size | None = None, *_: torch.Size) -> bool:
-    """Whether convolutions are faster in channels_last: where the first one has several channels.
+    """Return whether channels_last is faster: if the first convolution has several channels.
 
-    Its input and its weight tell alike. What is drawn in a dropout depends on the layout, so all
-    strategies take the same one.
+    ``first`` is the shape of its input or its weight. Dropout masks depend on the layout, so all
+    strategies must use the same one.
     """
     return first is not None and first[1] > 1
 
 
-def _own(value: Any) -> Any:
-    """Return what this process has of a tensor that may be in parts (a ``DTensor``)."""
+def _local(value: Any) -> Any:
+    """Return the local part of a tensor that may be sharded (a ``DTensor``)."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
 class Guard:
-    """Leaves out updates whose gradients are not finite, without waiting for the device.
+    """Skips updates whose gradients are not finite, without synchronizing with the device.
 
-    A fused optimizer makes no update where its ``found_inf`` is 1 (for ``GradScaler``). Here that
-    stays so after the first one that is left out, until somebody asks how many were.
+    A fused optimizer makes no update if its ``found_inf`` is 1 (for ``GradScaler``). Here it stays
+    1 after the first skipped update, until ``left_out`` is called.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
@@ -312,21 +313,21 @@ class Guard:
             optimizer.register_step_pre_hook(_begin_momentum)  # after those of a strategy
 
     def begin(self) -> None:
-        """Begin an update: keep aside the running statistics, which its forward pass changes."""
+        """Begin an update: save the running statistics, which its forward pass changes."""
         if self._updates == len(self._before):
-            self._before.append([torch.empty_like(one) for one in self._model.buffers()])
+            self._before.append([torch.empty_like(buffer) for buffer in self._model.buffers()])
         _copy(self._before[self._updates], list(self._model.buffers()))
         self._updates += 1
 
     def end(self, sums: torch.Tensor) -> None:
-        """Tell the optimizer whether to make an update whose gradients have these sums."""
+        """Set the optimizer's ``found_inf`` by the ``sums`` of the gradients."""
         bad = (~sums.isfinite()).any().float()
         before = getattr(self._optimizer, "found_inf", None)
         self._optimizer.found_inf = bad if before is None else torch.maximum(before, bad)
         self._left_out = self._left_out + self._optimizer.found_inf
 
     def left_out(self) -> int:
-        """Return how many of the last updates were left out; take back what they changed."""
+        """Return the number of skipped last updates; restore the statistics that they changed."""
         number, updates = int(self._left_out), self._updates
         if number:
             _copy(list(self._model.buffers()), self._before[updates - number])
@@ -336,22 +337,22 @@ class Guard:
 
 @torch.no_grad()
 def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    """Copy tensors, those of a type by one kernel."""
-    for kind in {one.dtype for one in tensors}:
-        places = [place for place, one in enumerate(tensors) if one.dtype == kind]
-        torch._foreach_copy_([to[p] for p in places], [tensors[p] for p in places])
+    """Copy tensors, with one kernel per type."""
+    for kind in {tensor.dtype for tensor in tensors}:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == kind]
+        torch._foreach_copy_([to[i] for i in indices], [tensors[i] for i in indices])
 
 
 def _begin_momentum(optimizer: Any, *_: Any) -> None:
-    """Begin momentum with zeros; a fused SGD begins with whatever is there, if it is left out."""
+    """Initialize momentum with zeros; a fused SGD whose first update is skipped would not."""
     for group in optimizer.param_groups:
-        for one in group["params"] if group.get("momentum") else ():
-            if one.grad is not None and "momentum_buffer" not in optimizer.state[one]:
-                optimizer.state[one]["momentum_buffer"] = torch.zeros_like(one)
+        for parameter in group["params"] if group.get("momentum") else ():
+            if parameter.grad is not None and "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one kernel makes the update, and leaves it out where ``found_inf`` says so."""
+    """Return whether one kernel makes the update, and skips it if ``found_inf`` is set."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 

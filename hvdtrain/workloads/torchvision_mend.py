@@ -1,12 +1,12 @@
-"""torchvision beside a torch that it was not built for.
+"""Makes torchvision importable with a torch build that it was not built for.
 
-torchvision's wheel is linked for CUDA. Beside a CPU build of torch its extension cannot load, and
-then its import fails, since a module registers shapes for operators that nobody has defined.
-Defining their signatures first is enough for models, datasets and transforms; the image decoders
-and the box operators of the extension stay away.
+torchvision's wheel is linked for CUDA. With a CPU build of torch its extension cannot load, and
+then its import fails, since a module registers shapes for undefined operators. Defining their
+signatures first is sufficient for models, datasets and transforms; the image decoders and the box
+operators of the extension remain unavailable.
 
-Copied into an environment by ``hvdtrain install-horovod``, where every Python imports it as it
-starts: so it imports nothing but what Python has loaded already, and nothing of hvdtrain.
+``hvdtrain install-horovod`` copies this file into an environment in which every Python imports it
+at its start: so it imports only modules that Python has already loaded, and nothing of hvdtrain.
 """
 
 import sys
@@ -18,14 +18,14 @@ SIGNATURES = (
 
 
 class Mend:
-    """A finder that finds nothing: it sees torchvision about to use what was not loaded."""
+    """A finder that finds nothing, but is called before torchvision uses the operators."""
 
     library: object = None
     """Keeps the definitions alive."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         """See ``importlib.abc.MetaPathFinder``."""
-        # torchvision has tried its extension by now; with it the operators are there.
+        # torchvision has already tried to load its extension, which defines the operators.
         if fullname == "torchvision._meta_registrations":
             torch = sys.modules["torch"]
             if not hasattr(torch.ops.torchvision, "nms"):

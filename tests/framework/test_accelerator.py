@@ -22,16 +22,16 @@ def test_a_machine_without_one() -> None:
 
 @pytest.fixture
 def two_of_intels(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What is asked of two GPUs that are not here; PyTorch's own names for them."""
-    asked: list[object] = []
+    """The calls for two simulated GPUs, by PyTorch's names."""
+    calls: list[object] = []
     xpu = SimpleNamespace(
         is_available=lambda: True,
         device_count=lambda: 2,
         get_device_name=lambda number: f"Max 1550, tile {number}",
-        set_device=asked.append,
+        set_device=calls.append,
         max_memory_allocated=lambda number: 1000 + number,
-        manual_seed_all=asked.append,
-        synchronize=lambda: asked.append("synchronize"),
+        manual_seed_all=calls.append,
+        synchronize=lambda: calls.append("synchronize"),
     )
     monkeypatch.setattr(torch, "xpu", xpu)
     monkeypatch.setattr(
@@ -40,7 +40,7 @@ def two_of_intels(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         SimpleNamespace(is_available=lambda: True, current_accelerator=lambda: torch.device("xpu")),
         raising=False,
     )
-    return asked
+    return calls
 
 
 @pytest.mark.parametrize("old", [False, True])

@@ -27,9 +27,9 @@ from hvdtrain.workloads.data.image_folder import ImageFolder
 def measured(directory: Path) -> Measured:
     images = find(directory)
     assert isinstance(images, ImageFolder)
-    found = measure(directory, images)
-    assert isinstance(found, Measured)
-    return found
+    result = measure(directory, images)
+    assert isinstance(result, Measured)
+    return result
 
 
 def test_a_sample_is_drawn_and_each_stage_timed(tmp_path: Path) -> None:
@@ -39,14 +39,14 @@ def test_a_sample_is_drawn_and_each_stage_timed(tmp_path: Path) -> None:
     for number in range(count):
         pixels = noise.integers(0, 256, (30, 40, 3), np.uint8)
         Image.fromarray(pixels).save(tmp_path / "train" / "cat" / f"{number:03}.jpg")
-    found = measured(tmp_path)
-    assert (found.images, found.sampled, found.broken) == (count, SAMPLE, ())
-    assert (found.width, found.height) == (40, 30)
+    result = measured(tmp_path)
+    assert (result.images, result.sampled, result.broken) == (count, SAMPLE, ())
+    assert (result.width, result.height) == (40, 30)
     sizes = [file.stat().st_size for file in (tmp_path / "train" / "cat").iterdir()]
-    assert min(sizes) <= found.size <= max(sizes)
-    assert set(found.seconds) == {*WORKER, STORAGE, NORMALISING}
-    assert all(seconds > 0 for seconds in found.seconds.values())
-    assert found.rate == pytest.approx(1 / sum(found.seconds[stage] for stage in WORKER))
+    assert min(sizes) <= result.size <= max(sizes)
+    assert set(result.seconds) == {*WORKER, STORAGE, NORMALISING}
+    assert all(seconds > 0 for seconds in result.seconds.values())
+    assert result.rate == pytest.approx(1 / sum(result.seconds[stage] for stage in WORKER))
 
 
 def test_broken_ones_are_named_and_the_others_measured(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_broken_ones_are_named_and_the_others_measured(tmp_path: Path) -> None:
     Image.new("L", (64, 48), 7).save(folder / "a.jpg")
     (folder / "b.jpg").write_bytes((folder / "a.jpg").read_bytes()[:200])
     (folder / "c.jpg").write_text("no image")
-    found = measured(tmp_path)
-    assert (found.sampled, found.width, found.height) == (3, 64, 48)
-    assert sorted(why.split(" cannot be")[0] for why in found.broken) == [
+    result = measured(tmp_path)
+    assert (result.sampled, result.width, result.height) == (3, 64, 48)
+    assert sorted(reason.split(" cannot be")[0] for reason in result.broken) == [
         str(folder / "b.jpg"),
         str(folder / "c.jpg"),
     ]

@@ -31,32 +31,34 @@ def needed(*extras: str) -> set[str]:
             continue
         done.add(key)
         for text in importlib.metadata.requires(name) or ():
-            one = Requirement(text)
-            if one.marker is None or one.marker.evaluate({"extra": extra}):
-                todo += [(canonicalize_name(one.name), also) for also in ("", *one.extras)]
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                base = canonicalize_name(requirement.name)
+                todo += [(base, also) for also in ("", *requirement.extras)]
     return {name for name, _ in done} - {"hvdtrain"}
 
 
-def test_what_is_installed_without_dependencies_has_them_all() -> None:
+def test_pinned_requirements_are_complete() -> None:
     pinned = pins(SETUP)
     assert needed("all", "test") - set(pinned) - set(pins(CUDA)) == BY_VERSION
     assert needed("test", "mpi", "completion") == set(pins(CHECK)) & needed("all", "test")
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    for one in map(Requirement, build):  # there is no build isolation, which would download it
-        assert pinned[one.name].marker is None
-        assert one.specifier.contains(str(pinned[one.name].specifier).removeprefix("=="))
+    for requirement in map(Requirement, build):  # build isolation would download them
+        pin = pinned[requirement.name]
+        assert pin.marker is None
+        assert requirement.specifier.contains(str(pin.specifier).removeprefix("=="))
 
 
-def test_a_script_of_a_users_own_imports_torchvision(tmp_path: Path) -> None:
+def test_a_users_script_imports_torchvision(tmp_path: Path) -> None:
     """In this environment, as `make setup` made it."""
     program = "import torchvision; print(len(list(torchvision.models.resnet18().parameters())))"
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
-    assert told.stdout == "62\n", told.stderr
+    assert result.stdout == "62\n", result.stderr
 
 
-def test_a_file_where_tensorboard_wants_a_folder_is_told(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_tensorboard_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for path in (tmp_path / "file", tmp_path / "file" / "board"):
         with pytest.raises(UsageError, match=f"--tensorboard {path}"):

@@ -11,19 +11,19 @@ SIZE = 16  # a parameter that fills its place in a bucket
 
 
 class LateSum:
-    """The sum over two ranks: what the other one has is added when the sum is waited for."""
+    """The sum over two ranks: the gradient of the remote one is added in ``wait``."""
 
     in_order = False
 
-    def __init__(self, other: Any) -> None:
-        self.other, self.started = other, 0
+    def __init__(self, remote: Any) -> None:
+        self.remote, self.started = remote, 0
 
     def start(self, flat: Any, name: str) -> Any:
         self.started += 1
         return flat
 
     def wait(self, flat: Any) -> None:
-        flat[:SIZE] += self.other
+        flat[:SIZE] += self.remote
         self.started -= 1
 
     def nbytes(self, flat: Any) -> int:
@@ -33,7 +33,7 @@ class LateSum:
         pass
 
 
-def torch_step(mine: float, other: float, weight: float = 0.25) -> tuple[Any, Any, Any, LateSum]:
+def torch_step(mine: float, remote: float, weight: float = 0.25) -> tuple[Any, Any, Any, LateSum]:
     """A backward pass with a scaled loss, as fp16 on a GPU has it; its gradient is ``mine``."""
     torch = pytest.importorskip("torch")
     from hvdtrain.adapters.pytorch.buckets import Buckets
@@ -41,7 +41,7 @@ def torch_step(mine: float, other: float, weight: float = 0.25) -> tuple[Any, An
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    late = LateSum(torch.full((SIZE,), 8 * other))
+    late = LateSum(torch.full((SIZE,), 8 * remote))
     buckets = Buckets("test", optimizer, late, lambda: weight)
     scaler.scale((parameter * mine).sum()).backward()
     assert late.started == 0 and buckets.messages["count"] == 1
@@ -49,7 +49,7 @@ def torch_step(mine: float, other: float, weight: float = 0.25) -> tuple[Any, An
 
 
 def test_gradients_are_unscaled_when_their_sum_is_whole() -> None:
-    parameter, optimizer, scaler, _ = torch_step(mine=4.0, other=2.0)
+    parameter, optimizer, scaler, _ = torch_step(mine=4.0, remote=2.0)
     assert parameter.grad.tolist() == [8 * (0.25 * 4 + 2)] * SIZE
     scaler.unscale_(optimizer)
     assert parameter.grad.tolist() == [3.0] * SIZE
@@ -58,16 +58,16 @@ def test_gradients_are_unscaled_when_their_sum_is_whole() -> None:
     assert (parameter.tolist(), scaler.get_scale()) == ([-3.0] * SIZE, 8.0)
 
 
-@pytest.mark.parametrize(("mine", "other"), [(np.inf, 1.0), (1.0, np.inf), (1.0, np.nan)])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(mine: float, other: float) -> None:
-    parameter, optimizer, scaler, _ = torch_step(mine, other)
+@pytest.mark.parametrize(("mine", "remote"), [(np.inf, 1.0), (1.0, np.inf), (1.0, np.nan)])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(mine: float, remote: float) -> None:
+    parameter, optimizer, scaler, _ = torch_step(mine, remote)
     scaler.step(optimizer)
     scaler.update()
     assert (parameter.tolist(), scaler.get_scale()) == ([0.0] * SIZE, 4.0)
 
 
 def test_a_part_without_samples_counts_nothing_even_if_its_loss_is_nan() -> None:
-    parameter, optimizer, scaler, _ = torch_step(mine=np.nan, other=2.0, weight=0.0)
+    parameter, optimizer, scaler, _ = torch_step(mine=np.nan, remote=2.0, weight=0.0)
     scaler.step(optimizer)
     assert parameter.tolist() == [-2.0] * SIZE
 
@@ -93,9 +93,9 @@ def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
     total = tf.function(total) if traced else total
     for weight, expected in ((0.0, [1.0, 1.0, 1.0]), (0.5, [1.5, 1.0, np.nan])):
         buckets.weight.assign(weight)
-        found = total()
-        assert [one.shape for one in found] == [one.shape for one in variables]
-        for one, value in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one.numpy(), np.full(one.shape, value))
+        totals = total()
+        assert [gradient.shape for gradient in totals] == [value.shape for value in variables]
+        for gradient, value in zip(totals, expected, strict=True):
+            np.testing.assert_array_equal(gradient.numpy(), np.full(gradient.shape, value))
     assert set(seen) == {"test.0"} and buckets.messages == {"count": 1, "bytes": 4 * 11}
     assert int(buckets.sums.numpy()) == 2 and buckets.stop_agreed  # the other rank's wish is 1

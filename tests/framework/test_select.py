@@ -10,10 +10,10 @@ from hvdtrain.config.strategies import PACKAGES, STRATEGIES
 
 @pytest.mark.parametrize("framework", PACKAGES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_adapter_can_be_made(framework: str, strategy: str) -> None:
+def test_each_adapter_can_be_created(framework: str, strategy: str) -> None:
     if framework not in STRATEGIES[strategy].adapters:
         return
-    made = select.adapter(framework, strategy, environ={})
-    assert made.name == strategy
+    selected = select.adapter(framework, strategy, environ={})
+    assert selected.name == strategy
     file = strategy.replace("-", "_")
-    assert type(made).__module__ == f"hvdtrain.adapters.{framework}.{file}"
+    assert type(selected).__module__ == f"hvdtrain.adapters.{framework}.{file}"

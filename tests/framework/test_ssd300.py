@@ -33,13 +33,13 @@ Box = list[float]
 
 
 def test_default_boxes_have_closed_forms() -> None:
-    found = boxes.default_boxes()
+    result = boxes.default_boxes()
     counts = [38**2 * 4, 19**2 * 6, 10**2 * 6, 5**2 * 6, 3**2 * 4, 1 * 4]
-    assert found.shape == (sum(counts), 4) == (8732, 4)
-    assert found.dtype == torch.float64
+    assert result.shape == (sum(counts), 4) == (8732, 4)
+    assert result.dtype == torch.float64
     starts = [0, *itertools.accumulate(counts)]
     for level, (step, size) in enumerate(zip((8, 16, 32, 64, 100, 300), boxes.SIZES, strict=False)):
-        of_map = found[starts[level] : starts[level + 1]]
+        of_map = result[starts[level] : starts[level + 1]]
         first = [step / 600, step / 600, size / 300, size / 300]
         assert of_map[0].tolist() == pytest.approx(first, rel=1e-15)
         cells, shapes = boxes.GRIDS[level], len(of_map) // boxes.GRIDS[level] ** 2
@@ -55,18 +55,18 @@ def test_default_boxes_have_closed_forms() -> None:
             assert float(wide[0] / wide[1]) == pytest.approx(2)
             assert float(wide.prod()) == pytest.approx((size / 300) ** 2)
     last = [0.5, 0.5, 261 / 300 / math.sqrt(2), 1.0]
-    assert found[-1].tolist() == pytest.approx(last)
-    assert ((found >= 0) & (found <= 1)).all()
+    assert result[-1].tolist() == pytest.approx(last)
+    assert ((result >= 0) & (result <= 1)).all()
 
 
 # Plain definitions, as loops over numbers
 
 
-def plain_iou(one: Box, other: Box) -> float:
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
+def plain_iou(first: Box, second: Box) -> float:
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
     shared = max(width, 0.0) * max(height, 0.0)
-    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))
+    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (first, second))
     return shared / max(areas - shared, 1e-12)
 
 
@@ -77,31 +77,31 @@ def plain_corners(box: Box) -> Box:
 
 def plain_match(true: list[Box], defaults: list[Box]) -> list[int | None]:
     """The true box of each default box: its own best one from 0.5 on, or one that needs it."""
-    table = [[plain_iou(one, plain_corners(default)) for default in defaults] for one in true]
+    table = [[plain_iou(entry, plain_corners(default)) for default in defaults] for entry in true]
     needs: dict[int, list[int]] = {}
-    for place, row in enumerate(table):
-        needs.setdefault(row.index(max(row)), []).append(place)
-    result: list[int | None] = []
+    for index, row in enumerate(table):
+        needs.setdefault(row.index(max(row)), []).append(index)
+    matches: list[int | None] = []
     for number in range(len(defaults)):
         overlaps = [row[number] for row in table]
         able = needs.get(number, range(len(true)))
-        best = max(able, key=lambda place: overlaps[place], default=None)
+        best = max(able, key=lambda index: overlaps[index], default=None)
         enough = best is not None and (number in needs or overlaps[best] >= 0.5)
-        result.append(best if enough else None)
-    return result
+        matches.append(best if enough else None)
+    return matches
 
 
 def plain_loss(output: list[Box], true: list[Box], labels: list[int], defaults: list[Box]) -> float:
     matched = plain_match(true, defaults)
-    where, what, background = 0.0, 0.0, []
-    for number, place in enumerate(matched):
+    where, classification, background = 0.0, 0.0, []
+    for number, index in enumerate(matched):
         scores = output[number][4:]
-        total = max(scores) + math.log(sum(math.exp(one - max(scores)) for one in scores))
-        if place is None:
+        total = max(scores) + math.log(sum(math.exp(entry - max(scores)) for entry in scores))
+        if index is None:
             background.append(total - scores[0])
             continue
-        what += total - scores[labels[place]]
-        left, top, right, bottom = true[place]
+        classification += total - scores[labels[index]]
+        left, top, right, bottom = true[index]
         x, y, width, height = defaults[number]
         wanted = (
             ((left + right) / 2 - x) / width / 0.1,
@@ -115,16 +115,16 @@ def plain_loss(output: list[Box], true: list[Box], labels: list[int], defaults: 
     count = len(matched) - len(background)
     if count == 0:
         return 0.0
-    return (where + what + sum(sorted(background)[::-1][: 3 * count])) / count
+    return (where + classification + sum(sorted(background)[::-1][: 3 * count])) / count
 
 
-def some_boxes(chance: random.Random, number: int) -> list[Box]:
-    found = []
+def random_boxes(chance: random.Random, number: int) -> list[Box]:
+    result = []
     for _ in range(number):
         width, height = chance.uniform(0.05, 0.7), chance.uniform(0.05, 0.7)
         left, top = chance.uniform(0, 1 - width), chance.uniform(0, 1 - height)
-        found.append([left, top, left + width, top + height])
-    return found
+        result.append([left, top, left + width, top + height])
+    return result
 
 
 DEFAULTS = boxes.default_boxes()[-754:]  # of the smaller maps: loops are slow
@@ -133,15 +133,15 @@ CLASSES = 3
 
 def batch(chance: random.Random, numbers: list[int], padding: int = 0) -> tuple[Any, Any, Any]:
     """Outputs and ``y`` of images with so many boxes each; and boxes and labels as lists."""
-    rows = [some_boxes(chance, number) for number in numbers]
-    for one in rows[:1]:
-        one[1:2] = [list(one[0])] if len(one) > 1 else []  # two that are the same: a tie
-    rows = [[np.float32(one).tolist() for one in some] for some in rows]
-    labels = [[chance.randint(1, CLASSES) for _ in some] for some in rows]
+    rows = [random_boxes(chance, number) for number in numbers]
+    for entry in rows[:1]:
+        entry[1:2] = [list(entry[0])] if len(entry) > 1 else []  # two that are the same: a tie
+    rows = [[np.float32(entry).tolist() for entry in group] for group in rows]
+    labels = [[chance.randint(1, CLASSES) for _ in group] for group in rows]
     y = torch.zeros(len(numbers), max([1, *numbers]) + padding, 6)
-    for place, (some, named) in enumerate(zip(rows, labels, strict=True)):
-        for number, (one, label) in enumerate(zip(some, named, strict=True)):
-            y[place, number] = torch.tensor([*one, label, place])
+    for index, (group, named) in enumerate(zip(rows, labels, strict=True)):
+        for number, (entry, label) in enumerate(zip(group, named, strict=True)):
+            y[index, number] = torch.tensor([*entry, label, index])
     generator = torch.Generator().manual_seed(chance.randrange(2**31))
     shape = (len(numbers), len(DEFAULTS), 5 + CLASSES)
     output = torch.randn(shape, generator=generator, dtype=torch.float64) * 2
@@ -150,18 +150,18 @@ def batch(chance: random.Random, numbers: list[int], padding: int = 0) -> tuple[
 
 def test_iou_is_that_of_the_definition() -> None:
     chance = random.Random(1)
-    one, other = some_boxes(chance, 20), [*some_boxes(chance, 30), [0.2, 0.2, 0.2, 0.6]]
-    found = boxes.iou(*(torch.tensor(some, dtype=torch.float64) for some in (one, other)))
-    expected = [[plain_iou(a, b) for b in other] for a in one]
-    assert found.numpy() == pytest.approx(np.array(expected), rel=1e-12)
+    first, second = random_boxes(chance, 20), [*random_boxes(chance, 30), [0.2, 0.2, 0.2, 0.6]]
+    result = boxes.iou(*(torch.tensor(group, dtype=torch.float64) for group in (first, second)))
+    expected = [[plain_iou(a, b) for b in second] for a in first]
+    assert result.numpy() == pytest.approx(np.array(expected), rel=1e-12)
     assert boxes.iou(torch.zeros(2, 4), torch.zeros(3, 4)).tolist() == [[0.0] * 3] * 2
 
 
 def test_decoded_offsets_are_the_boxes() -> None:
     defaults = boxes.default_boxes()
-    true = torch.tensor(some_boxes(random.Random(2), len(defaults)), dtype=torch.float64)
-    found = boxes.decode(boxes.offsets(true, defaults), defaults)
-    assert (found - true).abs().max() < 1e-12
+    true = torch.tensor(random_boxes(random.Random(2), len(defaults)), dtype=torch.float64)
+    result = boxes.decode(boxes.offsets(true, defaults), defaults)
+    assert (result - true).abs().max() < 1e-12
     still = boxes.decode(torch.zeros_like(defaults), defaults)
     assert torch.equal(still, boxes.corners(defaults))
     assert boxes.offsets(torch.zeros_like(defaults), defaults).isfinite().all()  # padding
@@ -170,11 +170,11 @@ def test_decoded_offsets_are_the_boxes() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_matches_are_those_of_the_definition(seed: int) -> None:
     _, y, rows = batch(random.Random(seed), [1 + seed * 2], padding=seed % 3)
-    classes, place = boxes.match(y[0, :, :4].double(), y[0, :, 4].long(), boxes.corners(DEFAULTS))
+    classes, index = boxes.match(y[0, :, :4].double(), y[0, :, 4].long(), boxes.corners(DEFAULTS))
     (true, labels), expected = rows[0], plain_match(rows[0][0], DEFAULTS.tolist())
-    assert classes.tolist() == [0 if one is None else labels[one] for one in expected]
-    for got, one in zip(place.tolist(), expected, strict=True):
-        assert one is None or true[got] == true[one]
+    assert classes.tolist() == [0 if entry is None else labels[entry] for entry in expected]
+    for got, entry in zip(index.tolist(), expected, strict=True):
+        assert entry is None or true[got] == true[entry]
     assert classes.any()
 
 
@@ -183,17 +183,17 @@ def test_losses_are_those_of_the_definition_however_batches_are_cut(seed: int) -
     chance = random.Random(seed)
     output, y, rows = batch(chance, [3, 0, 1, 7])
     loss = boxes.MultiboxLoss(DEFAULTS)
-    found = loss(output, y)
+    result = loss(output, y)
     expected = [
         plain_loss(values, *row, DEFAULTS.tolist())
         for values, row in zip(output.tolist(), rows, strict=True)
     ]
-    assert found.tolist() == pytest.approx(expected, rel=1e-9)
-    assert found[1] == 0
+    assert result.tolist() == pytest.approx(expected, rel=1e-9)
+    assert result[1] == 0
     longer = torch.cat([y, torch.zeros(4, 5, 6)], 1)
     for cut in range(5):
         parts = torch.cat([loss(output[:cut], longer[:cut]), loss(output[cut:], y[cut:])])
-        assert (parts - found).abs().max() < 1e-12
+        assert (parts - result).abs().max() < 1e-12
 
 
 def test_gradients_are_finite_and_of_three_negatives_for_each_matched_box() -> None:
@@ -204,7 +204,7 @@ def test_gradients_are_finite_and_of_three_negatives_for_each_matched_box() -> N
     boxes.MultiboxLoss(DEFAULTS)(output, y).sum().backward()
     assert output.grad.isfinite().all()
     assert not output.grad[1].any()
-    matched = sum(one is not None for one in plain_match(rows[0][0], DEFAULTS.tolist()))
+    matched = sum(entry is not None for entry in plain_match(rows[0][0], DEFAULTS.tolist()))
     assert int(output.grad[0, :, 4:].any(1).sum()) <= 4 * matched
     moved = output.grad[0, :, :4].any(1)
     assert int(moved.sum()) == matched
@@ -215,8 +215,8 @@ def test_equally_wrong_background_is_taken_in_order() -> None:
     output = torch.zeros(1, len(DEFAULTS), 5 + CLASSES, dtype=torch.float64, requires_grad=True)
     boxes.MultiboxLoss(DEFAULTS)(output, y).sum().backward()
     expected = plain_match(rows[0][0], DEFAULTS.tolist())
-    background = [place for place, one in enumerate(expected) if one is None]
-    matched = [place for place, one in enumerate(expected) if one is not None]
+    background = [index for index, entry in enumerate(expected) if entry is None]
+    matched = [index for index, entry in enumerate(expected) if entry is not None]
     trained = output.grad[0, :, 4:].any(1).nonzero().flatten().tolist()
     assert trained == sorted([*matched, *background[: 3 * len(matched)]])
 
@@ -225,9 +225,9 @@ def test_a_loss_asks_the_device_for_nothing() -> None:
     """Meta tensors have no elements to ask for; and the default boxes are sent there once."""
     output, y, _ = batch(random.Random(7), [3, 0])
     loss = boxes.MultiboxLoss(DEFAULTS)
-    found = loss(output.to("meta").requires_grad_(), y.to("meta"))
-    found.sum().backward()
-    assert found.shape == (2,)
+    result = loss(output.to("meta").requires_grad_(), y.to("meta"))
+    result.sum().backward()
+    assert result.shape == (2,)
     assert loss.defaults.device.type == "meta"
 
 
@@ -235,40 +235,40 @@ def test_a_loss_asks_the_device_for_nothing() -> None:
 
 
 def plain_detect(output: list[Box], defaults: list[Box]) -> list[tuple[Box, int, float]]:
-    found = []
+    result = []
     for label in range(1, len(output[0]) - 4):
         scored = []
         for values, (x, y, width, height) in zip(output, defaults, strict=True):
-            powers = [math.exp(one - max(values[4:])) for one in values[4:]]
+            powers = [math.exp(entry - max(values[4:])) for entry in values[4:]]
             centre = [x + values[0] * 0.1 * width, y + values[1] * 0.1 * height]
             sides = [width * math.exp(values[2] * 0.2), height * math.exp(values[3] * 0.2)]
-            box = [min(max(one, 0.0), 1.0) for one in plain_corners([*centre, *sides])]
+            box = [min(max(entry, 0.0), 1.0) for entry in plain_corners([*centre, *sides])]
             scored.append((powers[label] / sum(powers), box))
-        scored.sort(key=lambda one: -one[0])
+        scored.sort(key=lambda entry: -entry[0])
         kept: list[Box] = []
         for score, box in scored[:200]:
-            if score > 0.01 and all(plain_iou(box, other) <= 0.45 for other in kept):
+            if score > 0.01 and all(plain_iou(box, second) <= 0.45 for second in kept):
                 kept.append(box)
-                found.append((box, label, score))
-    return sorted(found, key=lambda one: -one[2])[:100]
+                result.append((box, label, score))
+    return sorted(result, key=lambda entry: -entry[2])[:100]
 
 
 @pytest.mark.parametrize("scale", [0.5, 4.0])
 def test_detections_are_those_of_the_definition(scale: float) -> None:
     output, _, _ = batch(random.Random(8), [1])
     output *= scale
-    found = boxes.detect(output[0], DEFAULTS)
+    result = boxes.detect(output[0], DEFAULTS)
     expected = plain_detect(output[0].tolist(), DEFAULTS.tolist())
-    assert len(expected) == len(found[0]) > 20
-    assert found[1].tolist() == [label for _, label, _ in expected]
-    assert found[2].tolist() == pytest.approx([score for *_, score in expected])
-    assert found[0].numpy() == pytest.approx(np.array([box for box, *_ in expected]), abs=1e-12)
+    assert len(expected) == len(result[0]) > 20
+    assert result[1].tolist() == [label for _, label, _ in expected]
+    assert result[2].tolist() == pytest.approx([score for *_, score in expected])
+    assert result[0].numpy() == pytest.approx(np.array([box for box, *_ in expected]), abs=1e-12)
 
 
 def test_where_all_is_background_nothing_is_detected() -> None:
     output = torch.zeros(len(DEFAULTS), 5 + CLASSES)
     output[:, 4] = 20
-    assert [len(one) for one in boxes.detect(output, DEFAULTS)] == [0, 0, 0]
+    assert [len(entry) for entry in boxes.detect(output, DEFAULTS)] == [0, 0, 0]
 
 
 # Augmentation
@@ -277,7 +277,7 @@ def test_where_all_is_background_nothing_is_detected() -> None:
 def test_a_crop_keeps_to_what_it_promises_and_to_its_generator() -> None:
     chance, whole = random.Random(9), 0
     for seed in range(300):
-        true = np.array(some_boxes(chance, chance.randint(1, 4)))
+        true = np.array(random_boxes(chance, chance.randint(1, 4)))
         torch.manual_seed(seed)
         crop = data.draw_crop(true)
         torch.manual_seed(seed)
@@ -315,9 +315,9 @@ def test_boxes_are_cut_as_their_image_is() -> None:
     true = np.array(
         [[0.0, 0.0, 0.6, 0.6], [0.3, 0.4, 0.5, 0.8], [0.0, 0.0, 0.4, 0.4], [0.6, 0.6, 1.0, 1.0]]
     )
-    found, labels = data.cut(true, np.array([5, 6, 7, 8]), (0.25, 0.2, 0.75, 0.7))
+    result, labels = data.cut(true, np.array([5, 6, 7, 8]), (0.25, 0.2, 0.75, 0.7))
     expected = [[0, 0, 0.7, 0.8], [0.1, 0.4, 0.5, 1.0]]
-    assert found == pytest.approx(np.array(expected))  # the others' centres are outside
+    assert result == pytest.approx(np.array(expected))  # the others' centres are outside
     assert labels.tolist() == [5, 6]
     none, _ = data.cut(np.zeros((0, 4)), np.zeros(0, np.int64), (0, 0, 1, 1))
     assert none.shape == (0, 4)
@@ -330,16 +330,16 @@ def written(folder: Path, images: list[tuple[Any, list[tuple[int, Box]]]]) -> co
     content: dict[str, Any] = {
         "images": [],
         "annotations": [],
-        "categories": [{"id": one, "name": f"n{one}"} for one in (2, 5, 11)],
+        "categories": [{"id": entry, "name": f"n{entry}"} for entry in (2, 5, 11)],
     }
-    for number, (pixels, some) in enumerate(images, 1):
+    for number, (pixels, group) in enumerate(images, 1):
         image, name = Image.fromarray(pixels), f"{number}.png"
         image.save(folder / "train2017" / name)
         content["images"].append(
             {"id": number, "file_name": name, "width": image.width, "height": image.height}
         )
         content["annotations"] += [
-            {"image_id": number, "category_id": category, "bbox": bbox} for category, bbox in some
+            {"image_id": number, "category_id": category, "bbox": bbox} for category, bbox in group
         ]
     (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(content))
     return coco.load(folder)[0]
@@ -353,23 +353,23 @@ def test_a_reader_gives_pixels_and_padded_boxes(tmp_path: Path) -> None:
         (rows.astype(np.uint8), [(2, [0, 0, 90, 60]), (5, [30, 20, 60, 40])]),
     ]
     reader = data.Reader(written(tmp_path, images), 3)
-    found = reader.batch([2, 1, 0], None)
-    assert found.x.shape == (3, 3, 300, 300) and found.x.dtype == torch.uint8
+    result = reader.batch([2, 1, 0], None)
+    assert result.x.shape == (3, 3, 300, 300) and result.x.dtype == torch.uint8
     third, f = np.float32(1 / 3).item(), np.float32
     expected = [
         [[0, 0, 1, 1, 1, 2], [third, third, 1, 1, 2, 2]],
         [[0, 0, 0, 0, 0, 1]] * 2,
         [[f(0.1), f(0.1), f(0.6), f(0.6), 3, 0], [0, 0, 0, 0, 0, 0]],
     ]
-    assert found.y.numpy() == pytest.approx(np.array(expected, np.float32))
-    assert not found.x[1].any()
-    assert abs(float(found.x[0, 0, 150].double().mean()) - 29.5) < 1  # the middle row
+    assert result.y.numpy() == pytest.approx(np.array(expected, np.float32))
+    assert not result.x[1].any()
+    assert abs(float(result.x[0, 0, 150].double().mean()) - 29.5) < 1  # the middle row
     empty = reader.batch([], None)
     assert (empty.x.shape, empty.y.shape) == ((0, 3, 300, 300), (0, 1, 6))
     for epoch in (0, 1):
-        one, other = reader.batch([0, 2], epoch), reader.batch([2], epoch)
-        assert torch.equal(one.x[1], other.x[0])  # a function of (seed, epoch, sample)
-    assert not torch.equal(one.x, reader.batch([0, 2], 0).x)
+        first, second = reader.batch([0, 2], epoch), reader.batch([2], epoch)
+        assert torch.equal(first.x[1], second.x[0])  # a function of (seed, epoch, sample)
+    assert not torch.equal(first.x, reader.batch([0, 2], 0).x)
 
 
 def test_boxes_move_with_the_pixels() -> None:
@@ -377,14 +377,14 @@ def test_boxes_move_with_the_pixels() -> None:
     train, _ = data.drawn(4)
     reader, seen = data.Drawn(train, 4), 0
     for epoch in range(3):
-        found = reader.batch(list(range(24)), epoch)
-        for image, some in zip(found.x, found.y, strict=True):
-            real = [one.tolist() for one in some if one[4] > 0]
+        result = reader.batch(list(range(24)), epoch)
+        for image, group in zip(result.x, result.y, strict=True):
+            real = [entry.tolist() for entry in group if entry[4] > 0]
             for left, top, right, bottom, label, _ in real:
                 if any(  # another one may be drawn over it
-                    plain_iou([left, top, right, bottom], one[:4]) > 0
-                    for one in real
-                    if one[:4] != [left, top, right, bottom]
+                    plain_iou([left, top, right, bottom], entry[:4]) > 0
+                    for entry in real
+                    if entry[:4] != [left, top, right, bottom]
                 ):
                     continue
                 x, y = int((left + right) * 150), int((top + bottom) * 150)
@@ -403,9 +403,9 @@ def test_real_images_are_read() -> None:
     assert val is not None
     assert (len(train.ids), len(val.ids), train.names) == (292, 72, ["RBC", "WBC", "Platelets"])
     for epoch in (None, 0):
-        found = data.Reader(train, 0).batch([0, 100, 291], epoch)
-        real = found.y[found.y[..., 4] > 0]
-        assert len(real) > 3 and found.x.double().std() > 10
+        result = data.Reader(train, 0).batch([0, 100, 291], epoch)
+        real = result.y[result.y[..., 4] > 0]
+        assert len(real) > 3 and result.x.double().std() > 10
         assert (real[:, 2:4] > real[:, :2]).all()
         assert (real[:, :4] >= 0).all() and (real[:, :4] <= 1).all()
 
@@ -437,38 +437,41 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
     content: dict[str, Any] = {
         "info": {},
         "images": [
-            {"id": one, "file_name": f"{one}.jpg", "width": 200, "height": 100} for one in ids
+            {"id": entry, "file_name": f"{entry}.jpg", "width": 200, "height": 100} for entry in ids
         ],
         "annotations": [],
-        "categories": [{"id": one, "name": f"n{one}"} for one in categories],
+        "categories": [{"id": entry, "name": f"n{entry}"} for entry in categories],
     }
     results: list[dict[str, Any]] = []
     for image, number in itertools.product(ids, range(6)):
         width, height = chance.randint(8, 90), chance.randint(8, 60)
         bbox = [chance.randint(0, 90), chance.randint(0, 40), width, height]
         crowd = int(number == 5 and image != 40)
-        one = {"image_id": image, "category_id": chance.choice(categories[:3]), "iscrowd": crowd}
-        one |= {"id": len(content["annotations"]) + 1, "bbox": bbox, "area": width * height}
-        content["annotations"].append(one)
+        entry = {"image_id": image, "category_id": chance.choice(categories[:3]), "iscrowd": crowd}
+        entry |= {"id": len(content["annotations"]) + 1, "bbox": bbox, "area": width * height}
+        content["annotations"].append(entry)
         for _ in range(0 if image == 41 else chance.randint(0, 3)):
             moved = [value + chance.uniform(-4, 4) for value in bbox]
-            category = chance.choice([one["category_id"]] * 4 + categories)
+            category = chance.choice([entry["category_id"]] * 4 + categories)
             more = {"score": chance.choice([0.5, chance.random()]), "bbox": moved}
             results.append({"image_id": image, "category_id": category} | more)
     expected = as_by_hand(tmp_path, content, results)
-    for one in content["annotations"]:
-        del one["area"], one["id"]
+    for entry in content["annotations"]:
+        del entry["area"], entry["id"]
     folder = tmp_path / "coco"
     (folder / "train2017").mkdir(parents=True)
     (folder / "annotations").mkdir()
-    for one in ids:
-        (folder / "train2017" / f"{one}.jpg").touch()
+    for entry in ids:
+        (folder / "train2017" / f"{entry}.jpg").touch()
     (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(content))
-    found = np.array(
-        [[one["image_id"], *one["bbox"], one["score"], one["category_id"]] for one in results]
+    result = np.array(
+        [
+            [entry["image_id"], *entry["bbox"], entry["score"], entry["category_id"]]
+            for entry in results
+        ]
     )
     read, _ = coco.load(folder)
-    got = metric.precision(read, found)
+    got = metric.precision(read, result)
     assert (got["map"], got["map50"]) == pytest.approx(expected, rel=1e-12)
     assert expected[1] > 0.1
     assert list(got) == ["map", "map50", "ap50/n2", "ap50/n5", "ap50/n11"]
@@ -480,8 +483,10 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
 def test_perfect_detections_have_a_precision_of_one() -> None:
     pytest.importorskip("pycocotools")
     _, val = data.drawn(0)
-    found = [[one["image_id"], *one["bbox"], 0.9, one["category_id"]] for one in val.annotations]
-    got = metric.precision(val, np.array(found, np.float64))
+    result = [
+        [entry["image_id"], *entry["bbox"], 0.9, entry["category_id"]] for entry in val.annotations
+    ]
+    got = metric.precision(val, np.array(result, np.float64))
     assert set(got) == {"map", "map50", "ap50/red", "ap50/green", "ap50/blue"}
     assert list(got.values()) == pytest.approx([1.0] * 5)
 
@@ -492,12 +497,12 @@ def test_an_output_becomes_detections_in_pixels() -> None:
     output = torch.zeros(8732, 4 + 1 + 3, dtype=torch.float64)
     output[:, 4] = 20
     output[5000, 4:] = torch.tensor([0.0, 0, 9, 0])
-    found = metric.detections(val, defaults, 3, output.numpy())
+    result = metric.detections(val, defaults, 3, output.numpy())
     left, top, right, bottom = (boxes.corners(defaults[5000]).clamp(0, 1) * 300).tolist()
     score = math.exp(9) / (math.exp(9) + 3)
     expected = [val.ids[3], left, top, right - left, bottom - top, score, val.categories[1]]
-    assert found[0] == pytest.approx(np.array(expected))
-    assert len(found) == 1
+    assert result[0] == pytest.approx(np.array(expected))
+    assert len(result) == 1
 
 
 # The network
@@ -520,7 +525,7 @@ def test_an_empty_batch_has_a_backward_pass() -> None:
     losses = boxes.MultiboxLoss(boxes.default_boxes())(output, torch.zeros(0, 1, 6))
     assert losses.shape == (0,)
     losses.sum().backward()
-    assert all(one.grad is None or not one.grad.any() for one in network.parameters())
+    assert all(entry.grad is None or not entry.grad.any() for entry in network.parameters())
 
 
 def test_the_weights_of_a_backbone_come_from_a_file(tmp_path: Path) -> None:
@@ -541,9 +546,9 @@ def test_the_weights_of_a_backbone_come_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("other", "its layer1.0.conv1.weight is not that of this network"),
-        ("lacking", "its bn1.weight is not that of this network"),
-        ("no tensors", "its conv1.weight is not that of this network"),
+        ("other", "its layer1.0.conv1.weight does not match this network"),
+        ("lacking", "its bn1.weight does not match this network"),
+        ("no tensors", "its conv1.weight does not match this network"),
         ("damaged.safetensors", "cannot be read"),
         ("damaged.pth", "cannot be read"),
         ("a list", "cannot be read"),

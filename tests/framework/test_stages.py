@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.adapters.common import in_a_row
+from hvdtrain.adapters.common import balanced_cuts
 from hvdtrain.errors import UsageError
 
 torch = pytest.importorskip("torch")
@@ -33,9 +33,9 @@ def test_a_sequential_is_its_layers(name: str, cut: int) -> None:
     # Linear layers are large and cheap, convolutions small and dear.
     costs = stages.costs_of(list(model))
     weights = [layer for layer, cost in zip(model, costs, strict=True) if cost]
-    assert [type(one).__name__ for one in weights] == ["Conv2d", "Conv2d", "Linear", "Linear"]
+    assert [type(layer).__name__ for layer in weights] == ["Conv2d", "Conv2d", "Linear", "Linear"]
     # Behind a pooling: before the first Linear, or before the convolution that is dearest.
-    assert in_a_row(costs, 2) == [range(cut), range(cut, len(model))]
+    assert balanced_cuts(costs, 2) == [range(cut), range(cut, len(model))]
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
@@ -53,7 +53,7 @@ def test_a_resnet_is_its_stem_blocks_and_head(name: str) -> None:
     assert costs[2] == costs[4] or name == "resnet50"
     whole = sum(costs)
     for number in (2, 3, 4):
-        shares = [sum(costs[place] for place in stage) for stage in in_a_row(costs, number)]
+        shares = [sum(costs[index] for index in stage) for stage in balanced_cuts(costs, number)]
         assert max(shares) < 1.4 * whole / number
     owners = stages.owners_of(model, [layers[:4], layers[4:]])
     assert owners.keys() == model.state_dict().keys()
@@ -61,8 +61,8 @@ def test_a_resnet_is_its_stem_blocks_and_head(name: str) -> None:
     assert set(owners.values()) == {0, 1}
 
 
-def test_a_model_says_itself_what_its_layers_are() -> None:
-    class Own(torch.nn.Module):
+def test_a_model_can_define_its_layers() -> None:
+    class Custom(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)
@@ -71,7 +71,7 @@ def test_a_model_says_itself_what_its_layers_are() -> None:
         def in_a_row(self) -> list[Any]:
             return [self.first, self.second]
 
-    model = Own()
+    model = Custom()
     layers = stages.layers_of(model)
     assert layers == [model.first, model.second]
     owners = stages.owners_of(model, [layers[:1], layers[1:]])
@@ -79,15 +79,15 @@ def test_a_model_says_itself_what_its_layers_are() -> None:
 
 
 def test_what_cannot_be_cut() -> None:
-    with pytest.raises(UsageError, match=r"those of a Linear are is not known: give"):
+    with pytest.raises(UsageError, match=r"those of Linear are unknown: use"):
         stages.layers_of(torch.nn.Linear(2, 2))
 
     class Residual(torch.nn.Sequential):  # its forward may be another one
         pass
 
-    with pytest.raises(UsageError, match="those of a Residual"):
+    with pytest.raises(UsageError, match="those of Residual"):
         stages.layers_of(Residual(torch.nn.ReLU()))
-    with pytest.raises(UsageError, match=r"^--stages: the model has 2 layers in a row, too few"):
+    with pytest.raises(UsageError, match=r"^--stages 3: the model has only 2 layers"):
         stages.check_number([torch.nn.ReLU(), torch.nn.ReLU()], 3)
     layer = torch.nn.Linear(2, 2)
     model = torch.nn.Sequential(layer, torch.nn.ReLU(), layer)

@@ -31,18 +31,20 @@ def tensorflow(width: int) -> tuple[Any, Any]:
     model = keras.Sequential([keras.Input((3,)), *layers])
     optimizer = keras.optimizers.Adam(0.1)
     optimizer.build(model.trainable_variables)
-    gradients = [np.random.rand(*one.shape).astype("f4") for one in model.trainable_variables]
+    gradients = [
+        np.random.rand(*variable.shape).astype("f4") for variable in model.trainable_variables
+    ]
     optimizer.apply(gradients, model.trainable_variables)
     return model, optimizer
 
 
-MADE = {"pytorch": pytorch, "tensorflow": tensorflow}
+FACTORIES = {"pytorch": pytorch, "tensorflow": tensorflow}
 
 
-@pytest.fixture(params=MADE)
-def alone(request: pytest.FixtureRequest) -> tuple[CommonAdapter, Any]:
+@pytest.fixture(params=FACTORIES)
+def single_rank(request: pytest.FixtureRequest) -> tuple[CommonAdapter, Any]:
     """An adapter, which needs no world for this, and what makes a model and an optimizer."""
-    return adapter(request.param, "single", environ={}), MADE[request.param]
+    return adapter(request.param, "single", environ={}), FACTORIES[request.param]
 
 
 def exported(hvd: CommonAdapter, trained: Any) -> dict[str, bytes]:
@@ -50,31 +52,31 @@ def exported(hvd: CommonAdapter, trained: Any) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in {**state.model, **state.training}.items()}
 
 
-def test_a_state_comes_back_bit_for_bit(alone: tuple[CommonAdapter, Any]) -> None:
-    hvd, make = alone
-    one, other = make(4), make(4)
-    before = exported(hvd, one)
-    assert exported(hvd, other) != before
-    state = hvd.export_state(*one)
+def test_a_state_comes_back_bit_for_bit(single_rank: tuple[CommonAdapter, Any]) -> None:
+    hvd, make = single_rank
+    saved, loaded = make(4), make(4)
+    before = exported(hvd, saved)
+    assert exported(hvd, loaded) != before
+    state = hvd.export_state(*saved)
     parts = (state.model, state.training)
     copies = [{name: np.array(value) for name, value in part.items()} for part in parts]
-    hvd.import_state(*other, Checkpoint(*copies))
-    assert exported(hvd, other) == before
-    assert hvd.trained_names(other[0]) < set(state.model)  # running statistics are not trained
+    hvd.import_state(*loaded, Checkpoint(*copies))
+    assert exported(hvd, loaded) == before
+    assert hvd.trained_names(loaded[0]) < set(state.model)  # running statistics are not trained
 
 
-def test_the_state_of_another_model_is_named(alone: tuple[CommonAdapter, Any]) -> None:
-    hvd, make = alone
+def test_the_state_of_another_model_is_named(single_rank: tuple[CommonAdapter, Any]) -> None:
+    hvd, make = single_rank
     state = hvd.export_state(*make(5))
     with pytest.raises(UsageError, match=r"is not of this model: \d+ tensors differ"):
         hvd.import_state(*make(4), state)
 
 
-def test_state_of_a_parameter_that_is_not_there_is_told() -> None:
+def test_state_of_a_missing_parameter_is_refused() -> None:
     """As where a layer is frozen that was trained: each strategy of PyTorch loads by this."""
     torch = pytest.importorskip("torch")
     hvd, (model, optimizer) = adapter("pytorch", "single", environ={}), pytorch(2)
     state = hvd.export_state(model, optimizer)
     fewer = torch.optim.Adam(list(model.parameters())[:-1], lr=0.1)
-    with pytest.raises(UsageError, match=r"which has 5 parameters: there is state of parameter 6"):
+    with pytest.raises(UsageError, match=r"which has 5 parameters: it has state of parameter 6"):
         hvd.import_state(model, fewer, state)

@@ -85,15 +85,15 @@ def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, 
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(5, 8, 4, generator=generator, dtype=torch.float64)
 
-    def trained(later: bool, *places: int) -> tuple[Any, int]:
+    def trained(later: bool, *indices: int) -> tuple[Any, int]:
         torch.manual_seed(0)
         layers = (torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
         data = InMemory(np.zeros((8, 4)), np.zeros(8, np.int64), "cpu")
         task = TorchTask(torch.nn.Sequential(*layers), options, data, None)
         task.optimizer = make_optimizer(task.model, options, fused=True)
         task.may_defer = later
-        for place in places:
-            x = batches[place] * float("nan") if place == bad and later else batches[place]
+        for index in indices:
+            x = batches[index] * float("nan") if index == bad and later else batches[index]
             task.update(Batch(x, torch.zeros(8, dtype=torch.int64)), learning_rate=0.1, seed=0)
         left_out = task.updates_left_out() if later else 0
         task.may_defer = False

@@ -128,7 +128,7 @@ def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) 
     assert set(Path("/dev/shm").glob("sem.*")) <= before
     shown = resident.ranks(2, *line, "--skip-broken", "--workers=0")
     assert shown.code == 0, shown.err
-    assert "left out 1 broken image" in shown.out
+    assert "skipped 1 broken image" in shown.out
     assert "15 images" in shown.out
 
 

@@ -133,4 +133,4 @@ def test_without_a_directory_one_line_says_so(tmp_path: Path) -> None:
     words = ["--min=2", "--max=2", "--", sys.executable, SCRIPT, f"--done={tmp_path / 'done'}"]
     outcome = run([*LAUNCH, *words])
     assert outcome.code != 0
-    assert 'UsageError: KerasState: give directory="checkpoints"' in outcome.err
+    assert 'UsageError: KerasState: specify directory="checkpoints"' in outcome.err

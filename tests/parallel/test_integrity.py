@@ -264,7 +264,7 @@ def test_updates_that_are_found_later_are_not_left_out_for_ever(tmp_path: Path) 
     all_but_two = {"FUSED": "deferred", "BAD": "200:1500"}
     stopped = train_on_a_bad_sample(1, tmp_path, *line, code=1, **all_but_two)
     assert "step 3 (epoch 1)" in stopped.outcome.said[0]
-    assert "10 updates before it were left out" in stopped.outcome.said[0]
+    assert "10 updates before it were skipped" in stopped.outcome.said[0]
     assert stopped.summary["steps_skipped"] == 10
 
 

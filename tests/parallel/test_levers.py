@@ -73,7 +73,7 @@ def test_horovod_tunes_itself(tmp_path: Path) -> None:
     )
     outcome = resident.ranks(2, *words, HOROVOD_AUTOTUNE_LOG=str(record))
     assert outcome.code == 0, outcome.err[-3000:]
-    assert outcome.err.count("--autotune: Horovod chooses by timings") == 1
+    assert outcome.err.count("--autotune: Horovod decides by timings") == 1
     assert "tensor_fusion_threshold" in record.read_text()
 
 

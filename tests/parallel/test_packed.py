@@ -115,7 +115,7 @@ def test_damaged_data_are_told_once(packed: Path, tmp_path: Path) -> None:
     assert f"{shard}: 0000000" in outcome.said[0]
     outcome = resident.ranks(2, *line, "--skip-broken", "--num-steps=2")
     assert outcome.code == 0, outcome.err
-    assert "left out 1 broken image" in outcome.out
+    assert "skipped 1 broken image" in outcome.out
     assert "39 images" in outcome.out
 
 

@@ -139,7 +139,7 @@ def task(options):
         (2, ("--sync-batchnorm",), "--sync-batchnorm is not for --strategy pipeline: BatchNorm"),
         (2, ("--compression=bf16",), "--compression bf16 is not for --strategy pipeline: leave"),
         (2, ("--strategy=ddp", "--stages=2"), "--stages is not for --strategy ddp: leave it out"),
-        (2, ("own.py",), "which those of a Own are is not known: give a torch.nn.Sequential, or"),
+        (2, ("own.py",), "those of Own are unknown: use a torch.nn.Sequential, or"),
     ],
 )
 def test_what_cannot_be_had_is_told(

@@ -115,7 +115,7 @@ def test_a_timeline_asked_for_by_the_environment_is_honoured(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "extra", "message"),
     [
-        (["--strategy=single"], {}, "--timeline records what Horovod does, and --strategy single"),
+        (["--strategy=single"], {}, "--timeline records Horovod's activity, and --strategy single"),
         ([], {"HOROVOD_TIMELINE": "other.json"}, "HOROVOD_TIMELINE=other.json contradict"),
     ],
 )

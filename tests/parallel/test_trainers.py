@@ -66,7 +66,7 @@ def test_resnet_on_real_images(
         (
             "pytorch",
             (),
-            "no --data: measuring speed on random images, {}; give --data DIR to train",
+            "no --data: measuring speed on random images, {}; use --data DIR to train",
         ),
         (
             "tensorflow",
@@ -154,7 +154,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(framework: str, tmp_path: P
     assert summary["stopped"] == "preempted"
     assert 0 < summary["steps_completed"] < uncut.summary["steps_completed"]
     done = f"stopped after step {summary['steps_completed']}, saved {summary['checkpoint']}"
-    assert f"hvdtrain: SIGTERM: {done}: run the same command again to go on\n" in said
+    assert f"hvdtrain: SIGTERM: {done}: run the same command again to continue\n" in said
     assert run(line).code == 0
     assert_bit_equal(uncut, Training(uncut.outcome, cut))
 

@@ -1,7 +1,7 @@
-"""BatchNorm over the global batch, on any device (PyTorch's own SyncBatchNorm has no CPU version).
+"""BatchNorm over the global batch, on any device (PyTorch's SyncBatchNorm does not support CPUs).
 
 Each rank computes count, mean and squared deviations of its part; the three are merged exactly
-(Chan, Golub and LeVeque, 1979) by one sum over the ranks in float64, through which gradients flow.
+(Chan, Golub and LeVeque, 1979) by one differentiable sum over the ranks in float64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
-"""(values, name) -> their sum over all ranks; the name is the same on all of them."""
+"""(values, name) -> their sum over all ranks; the name is the same on all ranks."""
 
 
 Weight = Callable[[], float]
@@ -21,11 +21,11 @@ Weight = Callable[[], float]
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all ranks.
+    """Sum over all ranks.
 
     Each rank's loss depends on every rank's input, so the gradient is a sum over all ranks too, of
-    the losses as they are weighted in the global batch. What comes out of it is multiplied by this
-    rank's weight at the end of the backward pass, with all its gradients.
+    the losses with their weights in the global batch. It is divided by this rank's weight, because
+    all gradients of this rank are multiplied by that at the end of the backward pass.
     """
 
     @staticmethod
@@ -61,14 +61,14 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         axes = (0, 2, 3)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         count = wide.numel() // wide.shape[1]
-        own_mean = wide.sum(axes, dtype=wide.dtype) / max(count, 1)
-        own_squares = (wide - own_mean[:, None, None]).square().sum(axes)
+        local_mean = wide.sum(axes, dtype=wide.dtype) / max(count, 1)
+        deviations = (wide - local_mean[:, None, None]).square().sum(axes)
         # float64: the difference of squares below would cancel in float32.
-        sums = own_mean.double() * count
-        squares = own_squares.double() + own_mean.double() * sums
+        sums = local_mean.double() * count
+        squares = deviations.double() + local_mean.double() * sums
         n = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
-        own = torch.cat([sums, squares, n])
-        merged: torch.Tensor = _Sum.apply(own, self.total, self.share, self.name)
+        local = torch.cat([sums, squares, n])
+        merged: torch.Tensor = _Sum.apply(local, self.total, self.share, self.name)
         channels = wide.shape[1]
         n = merged[-1].detach()
         mean = merged[:channels] / n
@@ -89,18 +89,18 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def convert(model: nn.Module, total: SumOverRanks, share: Weight) -> int:
-    """Make every ``nn.BatchNorm2d`` in ``model`` a ``SyncBatchNorm2d``, in place.
+    """Convert every ``nn.BatchNorm2d`` in ``model`` to a ``SyncBatchNorm2d``, in place.
 
-    Parameters and buffers stay the objects that they are, so an optimizer keeps them.
+    Parameters and buffers remain the same objects, so an existing optimizer stays valid.
 
     Returns:
-        How many layers there were.
+        The number of converted layers.
     """
-    found = 0
+    number = 0
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = SyncBatchNorm2d
             assert isinstance(module, SyncBatchNorm2d)
-            module.total, module.share, module.name = total, share, f"batchnorm.{found}"
-            found += 1
-    return found
+            module.total, module.share, module.name = total, share, f"batchnorm.{number}"
+            number += 1
+    return number

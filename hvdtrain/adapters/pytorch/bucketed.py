@@ -1,4 +1,4 @@
-"""Step 5 for PyTorch over any library that sums a tensor while this rank goes on computing."""
+"""Step 5 for PyTorch over any library that sums tensors asynchronously."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.steps.sharding import Part, Shards
 
 
 class BucketedAdapter(PyTorchAdapter):
-    """Each rank holds the whole model; the gradients are summed in buckets, beside backward."""
+    """Each rank holds the whole model; gradients are summed in buckets during backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class BucketedAdapter(PyTorchAdapter):
 
     @abstractmethod
     def open_sums(self) -> Sums:
-        """Return what sums the buckets of one more optimizer; all ranks call it together."""
+        """Return the sums for the buckets of another optimizer; all ranks call it together."""
 
     @override
     def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -59,7 +59,7 @@ class BucketedAdapter(PyTorchAdapter):
     @override
     def gradient_sums(self) -> list[Buckets]:
         # Of the optimizers that still exist.
-        return [one for one in self._all_buckets if one.optimizer() is not None]
+        return [buckets for buckets in self._all_buckets if buckets.optimizer() is not None]
 
     @override
     def begin_part(self, shards: Shards, part: Part) -> None:

@@ -1,15 +1,15 @@
-"""Step 5 for PyTorch: gradients summed over the ranks in a few large buckets, as they appear.
+"""Step 5 for PyTorch: gradients summed over the ranks in a few large buckets during backward.
 
-A bucket is one flat tensor. As backward produces a gradient, it is copied to its place there, and
-when the bucket is full its sum over the ranks starts at once, beside the rest of the backward
-pass. When ``backward`` returns, the gradients are those of the global batch: views of the buckets,
-so nothing is copied back. (The idea of buckets is PyTorch DDP's: Li et al., "PyTorch Distributed",
-VLDB 2020.)
+A bucket is one flat tensor, into which each gradient is copied as backward produces it. When the
+bucket is full, its sum over the ranks starts at once, overlapping the rest of the backward pass.
+When ``backward`` returns, the gradients are those of the global batch: views of the buckets, so
+nothing is copied back. (Buckets are an idea of PyTorch DDP: Li et al., "PyTorch Distributed", VLDB
+2020.)
 
-Each backward pass adds its sum to what the gradients held before, as in one process: passes may be
-accumulated, and ``zero_grad`` begins anew.
+Each backward pass adds its sum to the previous gradients, as in one process: passes may be
+accumulated, and ``zero_grad`` resets them.
 
-One tensor per bucket also means one order of summation: results are bit-equal from run to run.
+One tensor per bucket also fixes the order of summation: results are bit-equal from run to run.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from hvdtrain.adapters.common import in_buckets
+from hvdtrain.adapters.common import buckets
 from hvdtrain.config.levers import BUCKET_BYTES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.waits import SUM
 
-ALIGNMENT = 16  # elements; so that each gradient begins on a cache line
+ALIGNMENT = 16  # elements: each gradient begins on a cache line
 
 
 class Sums(ABC):
-    """Sums buckets over all ranks, in place, while this one goes on."""
+    """Asynchronous sums of buckets over all ranks, in place."""
 
     in_order = False
-    """Whether sums are paired by the order in which a rank starts them, not by name."""
+    """Whether the sums of different ranks are matched by the order of their start, not by name."""
 
     @abstractmethod
     def start(self, bucket: torch.Tensor, name: str) -> Any:
@@ -48,19 +48,19 @@ class Sums(ABC):
         """Wait until the bucket of ``handle`` holds the sum."""
 
     def nbytes(self, bucket: torch.Tensor) -> int:
-        """Return how many bytes are sent for ``bucket``."""
+        """Return the number of bytes sent for ``bucket``."""
         return bucket.numel() * bucket.element_size()
 
-    def progress(self) -> None:  # noqa: B027 (most have a thread for it)
-        """Let the sums that were started go on."""
+    def progress(self) -> None:  # noqa: B027 (most libraries have a thread for it)
+        """Progress the sums under way."""
 
 
 class Bucket:
     """Gradients of some parameters of one type and device, in one flat tensor.
 
     Args:
-        name: the same on all ranks.
-        parameters: in the order in which their gradients are expected.
+        name: name of the bucket, the same on all ranks.
+        parameters: parameters in the expected order of their gradients.
     """
 
     def __init__(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
@@ -71,43 +71,44 @@ class Bucket:
             starts.append(length)
             length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         first = parameters[0]
-        # After the gradients: for each parameter, how many ranks have a gradient of it, and in the
-        # last bucket how many ranks hold sums of earlier passes, and the request to stop.
+        # After the gradients: for each parameter, the number of ranks that have a gradient, and in
+        # the last bucket the numbers of ranks with sums of earlier passes and with stop requests.
         size = length + len(parameters) + 2
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.found = self.flat[length:-2]
-        # Laid out as the parameters are (contiguous, channels_last): fused optimizers want that.
-        layouts = [torch.empty_like(one, device="meta") for one in parameters]
+        self.holders = self.flat[length:-2]
+        # In the memory format of the parameters (contiguous, channels_last), for fused optimizers.
+        layouts = [torch.empty_like(parameter, device="meta") for parameter in parameters]
         self.views = [
             self.flat.as_strided(layout.shape, layout.stride(), start)
             for start, layout in zip(starts, layouts, strict=True)
         ]
         self.handle: Any = None
-        self.missing: set[int] | None = None  # gradients yet to come; None between the passes
-        self.before: list[torch.Tensor | None] = []  # what they held before this pass
-        self.own: set[int] = set()  # gradients that hold what this rank has computed since
+        self.missing: set[int] | None = None  # pending gradients; None between the passes
+        self.before: list[torch.Tensor | None] = []  # gradients before this pass
+        self.touched: set[int] = set()  # gradients to which this rank has added in this pass
 
     def open(self) -> None:
-        """Begin a backward pass: keep aside what earlier ones have left in the gradients."""
+        """Begin a backward pass: set aside the gradients of earlier passes."""
         if self.missing is None:
             self.missing = set(range(len(self.parameters)))
-            self.found.fill_(1.0)
-            # Those of an earlier pass are views of what this pass is about to overwrite.
+            self.holders.fill_(1.0)
+            # Those of an earlier pass are views of memory that this pass will overwrite.
             self.before = [
-                None if one.grad is None else one.grad.clone() for one in self.parameters
+                None if parameter.grad is None else parameter.grad.clone()
+                for parameter in self.parameters
             ]
 
     def expect(self, index: int) -> None:
-        """Let what is about to be added to a gradient stand alone there, or beside our own."""
+        """Reset a gradient, unless this rank has added to it in this pass."""
         self.open()
-        if index not in self.own:
-            self.own.add(index)
+        if index not in self.touched:
+            self.touched.add(index)
             self.parameters[index].grad = None
 
     def fill(self, index: int, weight: Callable[[], float]) -> None:
-        """Copy the gradient of a parameter, times ``weight``, to its place.
+        """Copy the gradient of a parameter, times ``weight``, into the bucket.
 
-        Horovod would scale too, but only by a factor that is the same on all ranks.
+        Horovod can scale too, but only by the same factor on all ranks.
         """
         assert self.missing is not None
         gradient, view = self.parameters[index].grad, self.views[index]
@@ -117,46 +118,45 @@ class Bucket:
         else:
             torch.mul(gradient.detach(), factor, out=view)
         if gradient is None:
-            self.found[index : index + 1].zero_()  # a number of the host would be waited for
+            self.holders[index : index + 1].zero_()  # assigning a host value would synchronize
         self.parameters[index].grad = view
         self.missing.discard(index)
 
     def close(self, absent: set[int], *, dropped: bool = False) -> None:
-        """End the pass: the gradients are the sums over the ranks, and what was there before.
+        """End the pass: set the gradients to the sums over the ranks plus the previous gradients.
 
         Args:
-            absent: those that this rank had no gradient of.
-            dropped: what was there before does not count.
+            absent: indices of the parameters without a gradient on this rank.
+            dropped: whether to discard the previous gradients.
         """
-        found = self.found.tolist() if absent else []  # on a GPU it would be waited for
+        holders = self.holders.tolist() if absent else []  # synchronizes with a GPU
         for index, parameter in enumerate(self.parameters):
             held, view = None if dropped else self.before[index], self.views[index]
             if held is not None:
                 view.add_(held)
-            # As in one process: what no rank has a gradient of has none.
-            unused = index in absent and not found[index]
+            # As in one process: a parameter without a gradient on any rank has none.
+            unused = index in absent and not holders[index]
             parameter.grad = None if unused and held is None else view
-        self.handle, self.missing, self.before, self.own = None, None, [], set()
+        self.handle, self.missing, self.before, self.touched = None, None, [], set()
 
 
 class Buckets:
     """All gradients of an optimizer, summed over the ranks by the end of each backward pass.
 
-    Every rank must make the same passes and steps. A rank whose part is empty may leave its
-    backward pass out: it contributes zeros, when its gradients are looked at, when the step is
-    made, or at last before whatever all ranks do next.
+    Every rank must make the same passes and steps. A rank whose part is empty may skip its backward
+    pass: it contributes zeros when its gradients are first accessed, at the step, or at the latest
+    before the next collective call.
 
-    Such a rank cannot tell whether ``zero_grad`` came before the pass that it left out, or after
-    it, as where the tail of an accumulation is dropped. Those that made the pass can: in the next
-    one they say whether they still hold its sums.
+    Such a rank cannot know whether ``zero_grad`` was called before the skipped pass or after it
+    (when the tail of an accumulation is dropped). The ranks that made the pass can: in the next
+    one they send whether they still hold its sums.
 
     Args:
-        name: of this optimizer, the same on all ranks.
-        optimizer: its gradients.
-        sums: over all ranks, for these buckets alone.
-        weight: the factor of this rank's gradients in this pass; 0 makes them zeros, whatever
-            they are.
-        full: bytes from which on a bucket takes no other gradient.
+        name: name of the optimizer, the same on all ranks.
+        optimizer: the optimizer whose gradients are summed.
+        sums: sums over all ranks, used only for these buckets.
+        weight: factor of this rank's gradients in this pass; 0 replaces any value by zero.
+        full: size in bytes from which on a bucket takes no further gradient.
     """
 
     def __init__(
@@ -176,17 +176,17 @@ class Buckets:
         ]
         self.buckets = _grouped(name, parameters, full)
         self.stop_wanted: Callable[[], bool] = lambda: False
-        # Whether the passes of all ranks are known from the parts, so that one can be left out.
+        # Whether the passes of all ranks are known from the parts, so that one can be skipped.
         self.may_skip: Callable[[], bool] = lambda: True
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
-        self.summing = True  # by this backward pass; else it adds to this rank's gradients alone
-        self.blocked_seconds = 0.0  # in which we waited for sums, in all
-        self._running = self._summed = False  # a backward pass; a pass of this part was summed
-        self._awaited = False  # the sum of a pass that this rank leaves out
-        self._zeroed = False  # meanwhile
-        self._unclear = False  # so whether the sum that this rank has counts
-        self._holds = False  # sums of earlier passes, if the gradients are there
-        # Whoever holds the node keeps it, and the hook on it, alive.
+        self.summing = True  # over the ranks; False: backward passes accumulate locally
+        self.blocked_seconds = 0.0  # total wait for sums
+        self._running = self._summed = False  # a backward pass runs; one of this part was summed
+        self._awaited = False  # the sum of a pass that this rank skips
+        self._zeroed = False  # gradients were zeroed while awaited
+        self._unclear = False  # so it is unknown whether to keep this rank's sum
+        self._holds = False  # sums of earlier passes, if there are gradients
+        # The references keep the nodes, and the hooks on them, alive.
         self._nodes = []
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
@@ -197,15 +197,15 @@ class Buckets:
                 hook = functools.partial(self._arrived, bucket, index)
                 parameter.register_post_accumulate_grad_hook(hook)
         optimizer.register_step_pre_hook(self._before_step)
-        # Not to keep it alive: an optimizer that is gone makes no passes.
+        # Weak, so as not to keep a deleted optimizer alive.
         self.optimizer = weakref.ref(optimizer)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _arriving(self, bucket: Bucket, index: int, _: Any) -> None:
-        """Let the gradient that autograd is about to add to a parameter stand alone there."""
+        """Reset the gradient of a parameter before autograd adds to it."""
         if self.summing and not self._running:
             self._running = True
-            # At the end of the pass, as DDP and FSDP do it; there is no public name for it.
+            # At the end of the pass, as in DDP and FSDP; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         bucket.expect(index)
 
@@ -218,7 +218,7 @@ class Buckets:
         self.sums.progress()
 
     def _start_full(self) -> None:
-        """Start the sums of the buckets that are full, and may be started."""
+        """Start the sums of full buckets, as far as the order of the sums permits."""
         for bucket in self.buckets:
             if bucket.handle is None:
                 if bucket.missing == set():
@@ -233,17 +233,17 @@ class Buckets:
         bucket.handle = self.sums.start(bucket.flat, bucket.name)
 
     def _holds_sums(self) -> bool:
-        held = (bucket.before or [one.grad for one in bucket.parameters] for bucket in self.buckets)
+        held = (bucket.before or [p.grad for p in bucket.parameters] for bucket in self.buckets)
         known = self._holds and not self._unclear
-        return known and any(one is not None for gradients in held for one in gradients)
+        return known and any(gradient is not None for row in held for gradient in row)
 
     def finish(self) -> None:
-        """Wait until all gradients are the sums over the ranks."""
+        """Complete the sums of all gradients over the ranks."""
         absent = []
         for bucket in self.buckets:
             bucket.open()
             missing = set(bucket.missing or ())
-            absent.append(missing - bucket.own)
+            absent.append(missing - bucket.touched)
             for index in missing:
                 bucket.expect(index)
                 bucket.fill(index, self.weight)
@@ -262,12 +262,12 @@ class Buckets:
         self._summed = self._holds = True
 
     def begin(self, *, empty: bool) -> None:
-        """Begin a part; where it is ``empty``, this rank need not make the backward pass.
+        """Begin a part; if it is ``empty``, this rank may skip the backward pass.
 
-        Its gradients then become whole when they are first touched, in the step, or by ``whole``:
-        not at once, since the other ranks may need this one before they come to their pass.
+        Its gradients are then completed at the first access, in the step, or by ``whole``: not at
+        once, since the other ranks may need this one before they reach their pass.
         """
-        self.whole()  # the part before was empty, and more are accumulated
+        self.whole()  # after an empty part, if several parts are accumulated
         self._summed = self._zeroed = False
         self._awaited = empty and self.may_skip() and torch.is_grad_enabled()
         for bucket in self.buckets if self._awaited else ():
@@ -277,7 +277,7 @@ class Buckets:
                 parameter.grad.buckets = self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Take the place of ``optimizer.zero_grad``: what is awaited stays."""
+        """Replace ``optimizer.zero_grad``: keep awaited gradients."""
         self._summed = self._holds = False
         optimizer = self.optimizer()
         if self._awaited:
@@ -287,19 +287,19 @@ class Buckets:
             type(optimizer).zero_grad(optimizer, set_to_none)
         for bucket in self.buckets:
             if bucket.missing is not None:
-                bucket.before, bucket.own = [None] * len(bucket.parameters), set()
+                bucket.before, bucket.touched = [None] * len(bucket.parameters), set()
 
     def whole(self) -> None:
-        """Make the gradients whole now, if they are awaited."""
+        """Complete the gradients now, if they are awaited."""
         if self._awaited:
             self.finish()
 
     def _before_step(self, *_: Any) -> None:
         if not (self._summed or self.may_skip()):
             raise UsageError(
-                "optimizer.step() without a backward pass before it: with several optimizers a "
-                "backward pass may reach the parameters of each, so every rank makes them all, "
-                "also on a part without samples (its loss may be nan, it counts for nothing)"
+                "optimizer.step() without a previous backward pass: with several optimizers every "
+                "rank must make all backward passes, even on a part without samples (its loss may "
+                "be nan; it is ignored)"
             )
         if self._awaited or not self._summed:
             self.finish()
@@ -318,7 +318,7 @@ class Buckets:
 
 
 class Awaited(torch.Tensor):
-    """A gradient that other ranks still compute: whoever touches it waits until it is whole."""
+    """A gradient that other ranks still compute: any access waits until it is complete."""
 
     buckets: Buckets
 
@@ -340,14 +340,14 @@ class Awaited(torch.Tensor):
 
 
 def _zero_awaited(original: Callable[..., None]) -> Callable[..., None]:
-    """Return ``Module.zero_grad`` so that what is awaited stays, as by an optimizer's."""
+    """Return a ``Module.zero_grad`` that keeps awaited gradients, as the optimizer's does."""
 
     @functools.wraps(original)
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
-        gradients = [one.grad for one in module.parameters()]
-        awaited = {one.__dict__["buckets"] for one in gradients if isinstance(one, Awaited)}
-        for buckets in awaited:
-            buckets.zero_grad(set_to_none)
+        gradients = [parameter.grad for parameter in module.parameters()]
+        awaited = {grad.__dict__["buckets"] for grad in gradients if isinstance(grad, Awaited)}
+        for owner in awaited:
+            owner.zero_grad(set_to_none)
         if not awaited:
             original(module, set_to_none)
 
@@ -360,6 +360,6 @@ torch.nn.Module.zero_grad = _zero_awaited(torch.nn.Module.zero_grad)  # type: ig
 def _grouped(name: str, parameters: list[torch.nn.Parameter], full: int) -> list[Bucket]:
     kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
     return [
-        Bucket(f"{name}.{number}", [parameters[place] for place in group])
-        for number, group in enumerate(in_buckets(kinds, full))
+        Bucket(f"{name}.{number}", [parameters[index] for index in group])
+        for number, group in enumerate(buckets(kinds, full))
     ]

@@ -1,4 +1,4 @@
-"""Steps 2, 6 and 7 for PyTorch: devices, and the state of model and optimizer as arrays."""
+"""Steps 2, 6 and 7 for PyTorch: devices, and state of model and optimizer as arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.system.output.text import plural
 
 
 class PyTorchAdapter(CommonAdapter):
-    """The half of an adapter that is PyTorch's; a strategy adds ``connect`` and step 5."""
+    """PyTorch's part of an adapter; a strategy adds ``connect`` and step 5."""
 
     device: torch.device = torch.device("cpu")
     kinds = (("torch.nn.Module", torch.nn.Module), ("torch.optim.Optimizer", torch.optim.Optimizer))
@@ -28,11 +28,11 @@ class PyTorchAdapter(CommonAdapter):
     @override
     def pin_device(self) -> str:
         count = accelerator.count()
-        place = self.world.local_rank % max(1, count)
-        name = accelerator.name(place) if count else "cpu"
-        self.check_devices(name, place, count)
+        index = self.world.local_rank % max(1, count)
+        name = accelerator.name(index) if count else "cpu"
+        self.check_devices(name, index, count)
         if count:
-            self.device = accelerator.take(place)
+            self.device = accelerator.take(index)
             self.has_gpu = True
             return f"{self.device} ({name})"
         self.threads = self.cpu_threads()
@@ -63,14 +63,14 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def make_deterministic(self) -> None:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch's notes ask for
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by PyTorch
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
     @override
     def compile(self, task: Any) -> None:
         for module in task.model.modules():
-            if isinstance(module, batchnorm.SyncBatchNorm2d):  # its sum over the ranks is no kernel
+            if isinstance(module, batchnorm.SyncBatchNorm2d):  # its collectives do not compile
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         super().compile(task)
 
@@ -87,18 +87,19 @@ class PyTorchAdapter(CommonAdapter):
         )
 
     def named_state(self, model: Any) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers themselves, by their names in a checkpoint."""
+        """Return the parameters and buffers (no copies), by their names in a checkpoint."""
         return dict(unwrapped(model).state_dict(keep_vars=True))
 
     @override
     def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        own = self.named_state(model)
-        check_names(own, state.model, f"{state.path or 'the state of rank 0'} is not of this model")
+        tensors = self.named_state(model)
+        source = state.path or "the state of rank 0"
+        check_names(tensors, state.model, f"{source} is not of this model")
         with torch.no_grad():
-            for name, value in own.items():
+            for name, value in tensors.items():
                 value.copy_(tensor_of(state.model[name]))
         if optimizer is not None:
-            load_optimizer(optimizer, state, lambda place, like, value: tensor_of(value))
+            load_optimizer(optimizer, state, lambda index, like, value: tensor_of(value))
 
     @override
     def local_buffers(self, model: Any) -> Arrays:
@@ -116,13 +117,13 @@ class PyTorchAdapter(CommonAdapter):
 
 
 class Wrapper(torch.nn.Module):
-    """A strategy's own, around the ``module`` that the user gave."""
+    """Wrapper of a strategy around the user's ``module``."""
 
     module: torch.nn.Module
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model that a strategy has wrapped: its names are those of a checkpoint."""
+    """Return the model within a strategy's wrapper: its names are those of a checkpoint."""
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, Wrapper)
     return model.module if isinstance(model, wrappers) else model
 
@@ -146,42 +147,42 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
 
 
 def tensor_of(value: Any) -> torch.Tensor:
-    """Return a copy of an array, or of what is read as one from a file, as a tensor."""
+    """Return a copy of an array, or of one read from a file, as a tensor."""
     return torch.from_numpy(np.array(value))
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     saved: Checkpoint,
-    own: Callable[[int, torch.Tensor, Any], torch.Tensor | None],
+    local: Callable[[int, torch.Tensor, Any], torch.Tensor | None],
 ) -> None:
-    """Put back what ``optimizer_tensors`` gave.
+    """Restore the state returned by ``optimizer_tensors``.
 
     Args:
-        optimizer: the one to load into.
+        optimizer: the optimizer to load into.
         saved: the names and values.
-        own: returns what this rank holds of a value, None: nothing, given the place of its
-            parameter, the parameter, and the value.
+        local: function of a parameter's index, the parameter and the saved value, which returns
+            this rank's part of the value; None: this rank has no part of it.
 
     Raises:
         UsageError: the optimizer has fewer parameters than the saved one.
     """
     state: dict[int, dict[str, torch.Tensor]] = {}
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [value for group in optimizer.param_groups for value in group["params"]]
     for name, stored in saved.training.items():
-        index, _, key = name.partition("/")
-        place = int(index)
-        if place >= len(parameters):
+        number, _, key = name.partition("/")
+        index = int(number)
+        if index >= len(parameters):
             raise UsageError(
                 f"{saved.path or 'the state of rank 0'} is not of this optimizer, which has "
-                f"{len(parameters)} parameters: there is state of parameter {place + 1}"
+                f"{len(parameters)} parameters: it has state of parameter {index + 1}"
             )
-        like = parameters[place]
-        if (value := own(place, like, stored)) is None:
+        like = parameters[index]
+        if (value := local(index, like, stored)) is None:
             continue
         if value.shape == like.shape and not like.is_contiguous():
             value = torch.empty_like(like, dtype=value.dtype).copy_(value)  # for fused kernels
-        state.setdefault(place, {})[key] = value
-    # Learning rate, momentum and the rest are options of this run, not of the one that saved.
+        state.setdefault(index, {})[key] = value
+    # Learning rate, momentum etc. are options of this run, not of the one that saved.
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,9 +1,9 @@
-"""Gradients of PyTorch that are sent and summed in a 16-bit type: ``--compression``.
+"""Gradients of PyTorch, sent and summed in a 16-bit type: ``--compression``.
 
-They are multiplied by the weight of the rank's part before they are rounded. The weights of all
-ranks sum to 1, so no sum, and no part of one, is larger than the largest gradient of a rank: in
-fp16 it overflows only where a gradient itself is beyond 65504. It is infinity then on all ranks,
-and treated as any gradient that is not finite.
+They are multiplied by the weight of the rank's part before rounding. The weights of all ranks sum
+to 1, so no sum or partial sum exceeds the largest gradient of a rank: fp16 overflows only if a
+gradient itself exceeds 65504. The sum is then infinite on all ranks, and handled like any gradient
+that is not finite.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Compressed(Sums):
-    """Sums buckets as ``kind``: each gradient, and each sum of two, is rounded to it.
+    """Sums of buckets in ``kind``: each gradient and each sum of two is rounded to it.
 
     Args:
-        sums: what sums a tensor of that type.
+        sums: sums of tensors of that type.
         kind: a value of ``TYPES``.
     """
 

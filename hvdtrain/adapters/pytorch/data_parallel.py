@@ -1,7 +1,7 @@
 """The eight steps for PyTorch in one process that computes on all GPUs of its host.
 
-``torch.nn.DataParallel`` copies the model to each GPU for each pass, cuts the batch in parts, and
-adds up the gradients on the first GPU. It needs no launcher, and is the slowest way: one Python
+``torch.nn.DataParallel`` copies the model to each GPU for each pass, splits the batch, and sums
+the gradients on the first GPU. It needs no launcher, and is the slowest strategy: one Python
 process serves all GPUs.
 """
 
@@ -21,7 +21,7 @@ from hvdtrain.system.output.text import plural
 
 
 class DataParallelAdapter(SingleAdapter):
-    """One process, two GPUs or more."""
+    """One process with two or more GPUs."""
 
     name = "data-parallel"
     runtime = "the data-parallel strategy"
@@ -31,8 +31,8 @@ class DataParallelAdapter(SingleAdapter):
         count = accelerator.count()
         if count < 2:
             raise UsageError(
-                f"--strategy data-parallel is for two GPUs or more, here {plural(count, 'GPU')} "
-                "can be seen: leave the option out (CUDA_VISIBLE_DEVICES tells which are seen)"
+                f"--strategy data-parallel needs two or more GPUs, {plural(count, 'GPU')} visible: "
+                "omit the option (CUDA_VISIBLE_DEVICES restricts the visible GPUs)"
             )
         super().initialize(short_steps=short_steps)
         self.world = replace(self.world, gpus_per_rank=count)
@@ -50,18 +50,18 @@ class DataParallelAdapter(SingleAdapter):
 
     @override
     def synchronize_batchnorm(self, task: Any) -> None:
-        raise UsageError("--sync-batchnorm: --strategy data-parallel has no sum for it; use ddp")
+        raise UsageError("--sync-batchnorm is not for --strategy data-parallel; use ddp")
 
     @override
     def compile(self, task: Any) -> None:
-        # The copies of a compiled model would compute with its parameters, not with their own.
+        # The copies of a compiled model would compute with the parameters of the original.
         raise UsageError("--compile is not for --strategy data-parallel; use ddp")
 
 
 class Replicas(torch.nn.DataParallel[Any]):
-    """Copies of a model, which compute in the type that autocast has in the calling thread.
+    """Copies of a model, which compute in the calling thread's autocast type.
 
-    PyTorch's own lets its threads know whether autocast is on, and not of which type.
+    PyTorch's ``DataParallel`` passes to its threads whether autocast is enabled, not its type.
     """
 
     @override

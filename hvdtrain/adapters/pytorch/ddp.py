@@ -1,9 +1,9 @@
-"""The eight steps for PyTorch over DistributedDataParallel, with Gloo, and NCCL where GPUs are.
+"""The eight steps for PyTorch over DistributedDataParallel, with Gloo, or NCCL on GPUs.
 
-DDP sums gradients in buckets beside the backward pass (Li et al., "PyTorch Distributed", VLDB
-2020) and divides by the number of ranks. A communication hook of ours multiplies each bucket by
-the share of the rank's part in the global batch instead, so that uneven parts, and empty ones, are
-right too. Every rank makes each forward and backward pass, also on a part without samples.
+DDP sums gradients in buckets during the backward pass (Li et al., "PyTorch Distributed", VLDB
+2020) and divides by the number of ranks. Here a communication hook multiplies each bucket by the
+part's share of the global batch instead, so uneven and empty parts are handled correctly. Every
+rank makes each forward and backward pass, even on a part without samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output import stderr
 from hvdtrain.system.runtime.waits import SUM
 
-FIRST_BUCKET_MB = 1  # of DDP, which is filled first
+FIRST_BUCKET_MB = 1  # size of DDP's first bucket
 
 
 class DdpAdapter(PyTorchAdapter):
@@ -43,16 +43,16 @@ class DdpAdapter(PyTorchAdapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._replicas: list[Any] = []  # of each model what sums its gradients
-        self._pass_due = False  # the current part is empty, and no pass was made yet
+        self._replicas: list[Any] = []  # gradient sums of each model
+        self._pass_due = False  # the current part is empty, and no pass was made so far
 
     @override
     def connect(self) -> Communicator:
         kind, backend = accelerator.kind(), accelerator.backend()
         if kind != accelerator.CPU and not backend:
             raise UsageError(
-                f"--strategy {self.name}: this PyTorch has no back end for tensors on {kind}; "
-                "--strategy horovod and mpi sum them in host memory"
+                f"--strategy {self.name}: this PyTorch has no communication backend for {kind}; "
+                "use --strategy horovod or mpi, which sum in host memory"
             )
         return TorchDistributed(gpu=bool(backend))
 
@@ -67,8 +67,8 @@ class DdpAdapter(PyTorchAdapter):
     def compile(self, task: Any) -> None:
         wanted = self.levers.fusion_threshold_mb
         if wanted is not None and wanted < FIRST_BUCKET_MB:
-            # It cuts a graph where a bucket is full, and knows none smaller than DDP's first.
-            # Without it the gradients of a graph come all at its end, in the same buckets.
+            # It splits a graph at each full bucket, and supports none smaller than DDP's first.
+            # Without it all gradients of a graph arrive at its end, in the same buckets.
             torch._dynamo.config.optimize_ddp = False
         super().compile(task)
 
@@ -87,16 +87,15 @@ class DdpAdapter(PyTorchAdapter):
         self._pass_due = bool(self._replicas) and not part.count
 
     def _check_pass(self) -> None:
-        """Raise where the pass of an empty part was left out: the next sums would be mixed up."""
+        """Raise if the pass of an empty part was skipped: the next sums would be mixed up."""
         if self._pass_due:
             raise UsageError(
                 "no backward pass was made on a part without samples: with --strategy "
-                f"{self.name} every rank makes them all (its loss may be nan, it counts for "
-                "nothing)"
+                f"{self.name} every rank must make all passes (its loss may be nan; it is ignored)"
             )
 
     def note_pass(self) -> None:
-        """Note that gradients of the current part are being summed."""
+        """Record that gradients of the current part are being summed."""
         self._pass_due = False
 
     @property
@@ -109,27 +108,27 @@ class Replica(DistributedDataParallel):
     """A model whose gradients are those of the global batch when ``backward`` returns."""
 
     def __init__(self, model: torch.nn.Module, adapter: DdpAdapter) -> None:
-        _find_none_quietly(adapter.device)
+        _silence_unused_warning(adapter.device)
         with warnings.catch_warnings():
-            # What takes the place of broadcast_buffers still sends them once.
+            # The replacement of broadcast_buffers still sends them once.
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(
                 model,
-                broadcast_buffers=False,  # each rank has running statistics of its own
+                broadcast_buffers=False,  # running statistics are local to each rank
                 init_sync=False,  # step 6 does it
-                # What no rank has a gradient of has none, as in one process. And the buckets stay
-                # as they are after the first pass: a resumed run sums in the order of an uncut one.
+                # A parameter without a gradient on any rank has none, as in one process. And the
+                # buckets do not change after the first pass, so a resumed run is bit-reproducible.
                 find_unused_parameters=True,
                 gradient_as_bucket_view=True,
-                bucket_cap_mb=adapter.levers.fusion_threshold_mb,  # None: DDP's own
+                bucket_cap_mb=adapter.levers.fusion_threshold_mb,  # None: DDP's default
             )
-        # Convolutions give such gradients; each is copied into its bucket.
+        # Convolutions produce such gradients; each is copied into its bucket.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self.adapter = adapter
         self.blocked_seconds = 0.0
         self.messages: dict[str, int] | None = None  # of a pass
-        self.stops: Any = 0.0  # how many ranks wanted to stop at the last pass
-        # Under way: work, future, message, and the type of the gradients.
+        self.stops: Any = 0.0  # number of ranks that wanted to stop at the last pass
+        # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
         self._trouble: UsageError | None = None
         self.register_comm_hook(None, lambda _, bucket: self._start_sum(bucket.buffer()))
@@ -140,18 +139,18 @@ class Replica(DistributedDataParallel):
         return bool(self.stops > 0)
 
     def _start_sum(self, gradients: torch.Tensor) -> Any:
-        """Start summing a bucket over all ranks, in place; before the first, the wish to stop."""
+        """Start summing a bucket over all ranks, in place; before the first, the stop request."""
         try:
             weight = self.adapter.part_weight
-        except UsageError as error:  # raised here it would lose its type
+        except UsageError as error:  # raised within the hook, it would lose its type
             self._trouble, weight = error, 0.0
         weigh(gradients, weight)
         kind = TYPES.get(self.adapter.levers.compression, gradients.dtype)
         if not self._sums:
             self.adapter.note_pass()
-            wish = torch.full((1,), self.adapter.stop_wanted, dtype=kind, device=gradients.device)
-            self._start_future(wish, kind)
-            # At the end of the pass, before DDP's own; there is no public name for it.
+            stop = torch.full((1,), self.adapter.stop_wanted, dtype=kind, device=gradients.device)
+            self._start_future(stop, kind)
+            # At the end of the pass, before DDP's callback; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return self._start_future(gradients.to(kind), gradients.dtype)
 
@@ -162,7 +161,7 @@ class Replica(DistributedDataParallel):
         return future
 
     def _finish(self) -> None:
-        """Wait for the sums of this pass; DDP then puts them where the gradients are."""
+        """Wait for the sums of this pass; DDP then copies them to the gradients."""
         sums, self._sums = self._sums, []
         started = time.perf_counter()
         with self.adapter.waits.during(SUM):
@@ -178,21 +177,21 @@ class Replica(DistributedDataParallel):
 
 
 @functools.cache
-def _find_none_quietly(device: torch.device) -> None:
-    """Let DDP say once, unheard, that it has found no unused parameter: it is no trouble here.
+def _silence_unused_warning(device: torch.device) -> None:
+    """Discard DDP's warning, printed once per process, that there are no unused parameters.
 
-    It writes that to the standard error itself. (A parameter made for it to find, which is unused,
-    would let the host wait for a GPU in each pass.)
+    DDP writes it directly to the standard error. (Adding an unused parameter instead would make
+    the host wait for the GPU in each pass.)
     """
-    layer = torch.nn.PReLU(device=device)  # one parameter, not drawn by chance
+    layer = torch.nn.PReLU(device=device)  # one parameter, no random initialization
     replica = DistributedDataParallel(layer, find_unused_parameters=True, init_sync=False)
     with stderr.without(lambda _: True):
         replica(torch.zeros(1, 1, device=device))
 
 
 def weigh(gradients: torch.Tensor, weight: float) -> None:
-    """Multiply in place by the share of the part that they are the mean over."""
+    """Multiply ``gradients`` in place by ``weight``, the part's share of the global batch."""
     if weight:
         gradients.mul_(weight)
-    else:  # a mean over nothing is nan: 0 times it would be too
+    else:  # the mean over no samples is nan: 0 times it would be too
         gradients.zero_()

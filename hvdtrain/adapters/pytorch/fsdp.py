@@ -1,9 +1,9 @@
 """The eight steps for PyTorch over FSDP2: parameters, gradients and optimizer state in parts.
 
-``fully_shard`` cuts each parameter along its first dimension (Zhao et al., "PyTorch FSDP", VLDB
+``fully_shard`` shards each parameter along its first dimension (Zhao et al., "PyTorch FSDP", VLDB
 2023; ZeRO, stage 3). A unit of the model is gathered for its forward and its backward pass, and
-its gradients are summed and scattered. They are multiplied by the share of the rank's part in the
-global batch before, so that uneven parts, and empty ones, are right too.
+its gradients are reduced and scattered, after multiplication by the part's share of the global
+batch, so uneven and empty parts are handled correctly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from hvdtrain.adapters.common import in_parts
+from hvdtrain.adapters.common import balanced_owners
 from hvdtrain.adapters.pytorch.common import (
     array_of,
     load_optimizer,
@@ -40,10 +40,10 @@ from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoin
 from hvdtrain.system.runtime.waits import SUM
 
 GATHERING = "the gathering of the parameters"
-# As they are called from PyTorch 2.13 on, and before.
+# Names since PyTorch 2.13, and before.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-UNIT_BYTES = 2**20  # a block of less is not worth a gathering of its own
+UNIT_BYTES = 2**20  # smaller blocks are not worth a separate all-gather
 
 
 class FsdpAdapter(ShardedAdapter):
@@ -55,18 +55,18 @@ class FsdpAdapter(ShardedAdapter):
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         names = {id(value): name for name, value in model.named_parameters()}
-        given = [one for group in optimizer.param_groups for one in group["params"]]
-        if optimizer.state or any(id(one) not in names for one in given):
+        optimized = [value for group in optimizer.param_groups for value in group["params"]]
+        if optimizer.state or any(id(value) not in names for value in optimized):
             raise UsageError(
-                "distribute_optimizer: --strategy fsdp cuts the parameters in parts, so give it "
-                "an optimizer of this model's parameters that has no state yet; resume loads one"
+                "distribute_optimizer: --strategy fsdp shards the parameters: use an optimizer of "
+                "this model's parameters without state; resume loads one"
             )
         check_parameters(model)
-        for value in self.named_state(model).values():  # later no rank has them whole
+        for value in self.named_state(model).values():  # after sharding no rank has them whole
             if not value.is_contiguous():  # fully_shard takes no other
                 value.data = value.data.contiguous()
             dist.broadcast(value.detach(), src=0)
-        if isinstance(optimizer, torch.optim.SGD):  # no fused kernel of it takes a DTensor
+        if isinstance(optimizer, torch.optim.SGD):  # its fused kernel does not support DTensor
             optimizer._step_supports_amp_scaling = False
             for group in optimizer.param_groups:
                 group["fused"] = None
@@ -76,7 +76,7 @@ class FsdpAdapter(ShardedAdapter):
         model.register_forward_hook(_reshard)
         now = dict(model.named_parameters())
         for group in optimizer.param_groups:
-            group["params"] = [now[names[id(one)]] for one in group["params"]]
+            group["params"] = [now[names[id(value)]] for value in group["params"]]
         communication = Communication(model, self)
         self._replicas.append(communication)
         optimizer.register_step_pre_hook(lambda *_: self._check_pass())
@@ -98,38 +98,39 @@ class FsdpAdapter(ShardedAdapter):
     def send_state(self, model: Any, optimizer: Any) -> str:
         if not self.is_sharded(model, optimizer):
             return super().send_state(model, optimizer)
-        own = {name: array_of(value) for name, value in model.named_buffers()}
-        sent = self.communicator.broadcast_arrays(own)
+        local = {name: array_of(value) for name, value in model.named_buffers()}
+        sent = self.communicator.broadcast_arrays(local)
         for name, value in model.named_buffers():
             value.copy_(tensor_of(sent[name]))
         return compare(
-            self.communicator, Checkpoint(sent, {}), "report it: this is right after the broadcast"
+            self.communicator, Checkpoint(sent, {}), "right after the broadcast: please report it"
         )
 
     @override
     def replicated(self, model: Any, optimizer: Any) -> Checkpoint:
         if not self.is_sharded(model, optimizer):
             return super().replicated(model, optimizer)
-        return Checkpoint({}, {})  # each rank has other rows
+        return Checkpoint({}, {})  # each rank has different rows
 
     @override
     def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
         if not self.is_sharded(model, optimizer):
             super().import_state(model, optimizer, state)
             return
-        own = self.named_state(model)
-        check_names(own, state.model, f"{state.path or 'the state of rank 0'} is not of this model")
+        tensors = self.named_state(model)
+        source = state.path or "the state of rank 0"
+        check_names(tensors, state.model, f"{source} is not of this model")
         with torch.no_grad():
-            for name, value in own.items():
-                _local(value).copy_(self._own(value, state.model[name]))
+            for name, value in tensors.items():
+                _local(value).copy_(self._rows(value, state.model[name]))
             if optimizer is not None:
                 load_optimizer(
-                    optimizer, state, lambda place, like, value: self._state_of(like, value)
+                    optimizer, state, lambda index, like, value: self._state_of(like, value)
                 )
 
     @override
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        """Return the whole state on every rank; to look at a small one, not to save it."""
+        """Return the whole state on every rank: to inspect a small one, not to save it."""
         tensors = {} if optimizer is None else optimizer_tensors(optimizer)
         return Checkpoint(
             {name: array_of(_whole(value)) for name, value in self.named_state(model).items()},
@@ -140,12 +141,13 @@ class FsdpAdapter(ShardedAdapter):
     def pieces(self, model: Any, optimizer: Any) -> Iterator[Piece]:
         state, trained = self.named_state(model), self.trained_names(model)
         sizes = [value.numel() * value.element_size() for value in state.values()]
-        owners = dict(zip(map(id, state.values()), in_parts(sizes, self.world.size), strict=True))
+        ranks = balanced_owners(sizes, self.world.size)
+        owners = dict(zip(map(id, state.values()), ranks, strict=True))
         for name, value in state.items():
             piece = self._piece(MODEL_FILE, name, value, owners[id(value)])
             yield replace(piece, infinite=name not in trained)
         if optimizer is not None:
-            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            parameters = [entry for group in optimizer.param_groups for entry in group["params"]]
             for name, value in optimizer_tensors(optimizer).items():
                 owner = owners[id(parameters[int(name.partition("/")[0])])]
                 yield self._piece(TRAINING_FILE, name, value, owner)
@@ -154,7 +156,7 @@ class FsdpAdapter(ShardedAdapter):
         return Piece(kind, name, layout_of(value), owner, lambda: self._gather(value, owner))
 
     def _gather(self, value: torch.Tensor, owner: int) -> NDArray[Any] | None:
-        """Return the whole tensor on its owner; all ranks call it, also where each has it whole."""
+        """Return the whole tensor on its owner; all ranks must call it, also if not sharded."""
         local = _local(value).detach().cpu()
         if not isinstance(value, DTensor):
             return array_of(local) if owner == self.world.rank else None
@@ -166,8 +168,8 @@ class FsdpAdapter(ShardedAdapter):
         dist.gather(padded, parts, dst=owner)
         return array_of(torch.cat(parts)[: value.shape[0]]) if parts else None
 
-    def _own(self, like: torch.Tensor, stored: Any) -> torch.Tensor:
-        """Return this rank's rows of what is stored, which is of the whole tensor ``like``."""
+    def _rows(self, like: torch.Tensor, stored: Any) -> torch.Tensor:
+        """Return this rank's rows of the ``stored`` values of the whole tensor ``like``."""
         if isinstance(like, DTensor) and stored.shape == tuple(like.shape):
             most = -(-stored.shape[0] // self.world.size)
             first = min(self.world.rank * most, stored.shape[0])
@@ -175,19 +177,19 @@ class FsdpAdapter(ShardedAdapter):
         return tensor_of(stored)
 
     def _state_of(self, parameter: torch.Tensor, stored: Any) -> torch.Tensor:
-        """Return optimizer state of ``parameter``: in parts where it has its shape."""
-        own = self._own(parameter, stored)
+        """Return optimizer state of ``parameter``: sharded if it has its shape."""
+        rows = self._rows(parameter, stored)
         if not isinstance(parameter, DTensor) or stored.shape != tuple(parameter.shape):
-            return own
-        made = torch.empty_like(parameter, dtype=own.dtype, requires_grad=False)
-        _local(made).copy_(own)
-        return made
+            return rows
+        sharded = torch.empty_like(parameter, dtype=rows.dtype, requires_grad=False)
+        _local(sharded).copy_(rows)
+        return sharded
 
 
 class Communication:
-    """What gathers the parameters of a model and sums its gradients, in the place of FSDP's own.
+    """Gathers the parameters of a model and sums its gradients, replacing FSDP's collectives.
 
-    FSDP2 calls ``gather`` and ``scatter`` for each unit: its ``AllGather`` and ``ReduceScatter``.
+    FSDP2 calls ``gather`` and ``scatter`` for each unit, as ``AllGather`` and ``ReduceScatter``.
     """
 
     def __init__(self, model: Any, adapter: FsdpAdapter) -> None:
@@ -195,7 +197,7 @@ class Communication:
         self.blocked_seconds = 0.0
         self.messages: dict[str, int] | None = None  # of the sums of an update
         self._counted = {"count": 0, "bytes": 0}
-        self._stops: Any = 0.0  # how many ranks wanted to stop before the last update
+        self._stops: Any = 0.0  # number of ranks that wanted to stop before the last update
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # the weights of the parts sum to 1
@@ -204,7 +206,7 @@ class Communication:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes add up on each rank, in whole gradients; see ``CommonAdapter``."""
+        """Accumulate whole gradients locally in backward passes; see ``CommonAdapter``."""
         self.model.set_requires_gradient_sync(False)
         try:
             yield
@@ -212,16 +214,16 @@ class Communication:
             self.model.set_requires_gradient_sync(True)
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
-        """Put together the parameters of a unit."""
+        """Gather the parameters of a unit."""
         with self._blocked(GATHERING):
             return all_gather(whole, part, group=group, async_op=async_op)
 
     def scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool) -> Any:
-        """Sum the gradients of a unit, weighted; each rank gets its rows."""
+        """Sum the weighted gradients of a unit; each rank receives its rows."""
         self.adapter.note_pass()
         weigh(whole, self.adapter.part_weight)
         kind = TYPES.get(self.adapter.levers.compression, whole.dtype)
-        sent, received = whole.to(kind), part.to(kind)  # themselves, where they are of that type
+        sent, received = whole.to(kind), part.to(kind)  # no copies if they are of that type
         self._counted["count"] += 1
         self._counted["bytes"] += sent.numel() * sent.element_size()
         with self._blocked(SUM):
@@ -240,9 +242,9 @@ class Communication:
         self.blocked_seconds += time.perf_counter() - started
 
     def end_update(self) -> None:
-        """Send the wish to stop, and note what was sent; before an update, on all ranks."""
+        """Sum the stop requests, and update ``messages``; before an update, on all ranks."""
         self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
-        # Not by torch.tensor(..., device=): it would wait for a GPU.
+        # Not by torch.tensor(..., device=), which would synchronize with a GPU.
         self._stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
         with self._blocked(SUM):
             dist.all_reduce(self._stops)
@@ -254,7 +256,7 @@ class Communication:
 
 
 class Collective:
-    """A collective in the form that FSDP2 calls."""
+    """A collective with the interface that FSDP2 calls."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
@@ -273,29 +275,29 @@ class Collective:
         op: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Run it; the sum is the only operation."""
+        """Run the collective; the sum is the only operation."""
         return self._run(output_tensor, input_tensor, group, async_op)
 
 
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return what is gathered by itself: blocks in a row of some size, none within another.
+    """Return the units that are gathered separately: large blocks in sequence, not nested.
 
     Elements of a ``Sequential`` or ``ModuleList`` are called as modules, so gathering before each
-    call suffices; of others that is not known. Parameters that a block shares with the rest of
-    the model keep it out.
+    call suffices; other children may not be. A block that shares parameters with the rest of the
+    model is no unit.
     """
     lists = (torch.nn.ModuleList, torch.nn.ModuleDict)  # these are not called
-    uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
 
-    def alone(block: torch.nn.Module) -> bool:
-        here = Counter(id(one) for _, one in block.named_parameters(remove_duplicate=False))
-        return all(uses[one] == number for one, number in here.items())
+    def is_unshared(block: torch.nn.Module) -> bool:
+        here = Counter(id(value) for _, value in block.named_parameters(remove_duplicate=False))
+        return all(uses[value] == number for value, number in here.items())
 
     def search(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         row = isinstance(module, (torch.nn.Sequential, torch.nn.ModuleList))
         for block in module.children():
-            size = sum(one.numel() * one.element_size() for one in block.parameters())
-            if row and not isinstance(block, lists) and size >= UNIT_BYTES and alone(block):
+            size = sum(value.numel() * value.element_size() for value in block.parameters())
+            if row and not isinstance(block, lists) and size >= UNIT_BYTES and is_unshared(block):
                 yield block
             else:
                 yield from search(block)
@@ -304,23 +306,23 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def check_parameters(model: torch.nn.Module) -> None:
-    """Raise ``UsageError``, naming a parameter, where FSDP2 cannot cut the model in parts."""
-    kinds = {name: one.dtype for name, one in model.named_parameters()}
-    for name, one in model.named_parameters():
-        if one.ndim == 0:
-            trouble = "is a single number: give it the shape (1,)"
-        elif one.dtype != next(iter(kinds.values())):
-            trouble = f"is {one.dtype}, others are {next(iter(kinds.values()))}: give them one type"
+    """Raise ``UsageError``, naming a parameter, if FSDP2 cannot shard the model."""
+    kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            trouble = "is a scalar: use the shape (1,)"
+        elif parameter.dtype != next(iter(kinds.values())):
+            trouble = f"is {parameter.dtype}, others are {next(iter(kinds.values()))}: use one type"
         else:
             continue
         raise UsageError(
-            f"distribute_optimizer: --strategy fsdp cannot cut the parameter {name}, which "
+            f"distribute_optimizer: --strategy fsdp cannot shard the parameter {name}, which "
             f"{trouble}"
         )
 
 
 def _reshard(model: Any, *_: Any) -> None:
-    """Give the parameters that were gathered last free, where no backward pass will do it."""
+    """Free the parameters gathered last if no backward pass will do it."""
     if not torch.is_grad_enabled():
         model.reshard()
 

@@ -15,11 +15,11 @@ from hvdtrain.collectives.horovod_torch import HorovodTorch, summable
 from hvdtrain.config.levers import ADASUM, check_nccl
 from hvdtrain.system.machine import accelerator
 
-FLAGS = 3  # of a bucket of one parameter: see Bucket
+FLAGS = 3  # elements after the gradient in a bucket of one parameter: see Bucket
 
 
 class HorovodAdapter(BucketedAdapter):
-    """Horovod sums the buckets, whatever the order in which the ranks start them."""
+    """Horovod sums the buckets, in any order of start."""
 
     name = "horovod"
     runtime = "Horovod"
@@ -43,23 +43,23 @@ class HorovodAdapter(BucketedAdapter):
 
 
 class HorovodSums(Sums):
-    """Horovod pairs the sums of the ranks by name."""
+    """Sums by Horovod, which matches those of different ranks by name."""
 
     @override
     def start(self, bucket: torch.Tensor, name: str) -> Any:
-        own = summable(bucket)
-        return hvd.allreduce_async_(own, name=name, op=hvd.Sum), own, bucket
+        tensor = summable(bucket)
+        return hvd.allreduce_async_(tensor, name=name, op=hvd.Sum), tensor, bucket
 
     @override
     def wait(self, handle: Any) -> None:
-        request, own, bucket = handle
+        request, tensor, bucket = handle
         hvd.synchronize(request)
-        if own is not bucket:
-            bucket.copy_(own)
+        if tensor is not bucket:
+            bucket.copy_(tensor)
 
 
 class AdasumSums(Sums):
-    """Combines buckets of one gradient each by Adasum; the flags behind it are summed.
+    """Combines buckets of one gradient each by Adasum; the flags after it are summed.
 
     Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
     """
@@ -72,5 +72,5 @@ class AdasumSums(Sums):
 
     @override
     def wait(self, handle: Any) -> None:
-        for one in handle:
-            hvd.synchronize(one)
+        for request in handle:
+            hvd.synchronize(request)

@@ -1,10 +1,10 @@
-"""A model in stages: a batch goes through them in micro-batches, forward and back.
+"""A model in stages, which a batch passes in micro-batches, forward and backward.
 
-torch.distributed.pipelining is not what does it. Its schedules compute the loss themselves, where
-here the task (or a user's own loop) does; a stage receives each micro-batch in a buffer of the
-first one's shape, so it fails where a batch is not a multiple of their number, as at the tail of
-an epoch; and it finds these shapes out by one more forward pass, after which BatchNorm has seen a
-micro-batch twice, and behind the first stage memory that nobody has filled (torch 2.13).
+torch.distributed.pipelining is not used (torch 2.13). Its schedules compute the loss themselves,
+which here the task or the user's loop does. A stage receives each micro-batch in a buffer of the
+first one's shape, so it fails if a batch is not a multiple of their number, as at the end of an
+epoch. And it infers these shapes by an additional forward pass, in which BatchNorm sees a
+micro-batch twice, and after the first stage uninitialized memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hvdtrain.steps.sharding import bounds
 from hvdtrain.system.runtime.waits import SUM
 
 FORWARD = "the forward pass through the stages"
-HEADER = 256  # bytes of the message that tells a layout
+HEADER = 256  # bytes of the message that describes a layout
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a tensor looks like that a stage hands over; all but the number of its samples."""
+    """Layout of a tensor sent between stages, except for its number of samples."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,41 +43,41 @@ class Layout:
 
     @classmethod
     def of(cls, value: torch.Tensor) -> Layout:
-        """Return that of ``value``."""
+        """Return the layout of ``value``."""
         last = value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
         return cls(tuple(value.shape[1:]), value.dtype, last and not value.is_contiguous())
 
     def empty(self, samples: int, device: torch.device) -> torch.Tensor:
-        """Return memory for some samples."""
+        """Return uninitialized memory for ``samples``."""
         whole = torch.empty(samples, *self.shape, dtype=self.dtype, device=device)
         return whole.to(memory_format=torch.channels_last) if self.channels_last else whole
 
     def message(self, value: torch.Tensor) -> torch.Tensor:
-        """Return ``value`` as it is sent: itself, where it has this layout."""
+        """Return ``value`` in the form to send: itself if it has this layout."""
         value = value.detach()
         return (value.permute(0, 2, 3, 1) if self.channels_last else value).contiguous()
 
 
 class Pipeline(Wrapper):
-    """A model of which this rank computes one stage, and holds nothing else.
+    """A model of which this rank holds and computes only one stage.
 
-    All ranks of a group of stages call it with the same batch, and all get the output of the last
-    stage. When ``backward`` of their loss returns, the gradients are those of the global batch.
+    All ranks of a group of stages must call it with the same batch, and all get the output of the
+    last stage. After ``backward`` of their loss, the gradients are those of the global batch.
 
     Args:
-        module: the model that was given.
-        layers: of this stage.
-        owners: the stage of each parameter and buffer, by name.
-        adapter: of this rank.
-        copy: the ranks that hold the model together, by stage.
+        module: the user's model.
+        layers: layers of this stage.
+        owners: stage of each parameter and buffer, by name.
+        adapter: adapter of this rank.
+        copy: the ranks that together hold the model, by stage.
         peers: the ranks of the same stage.
-        micro_batches: into how many a batch is cut, if it has so many samples.
+        micro_batches: number of micro-batches per batch, at most one per sample.
 
     Attributes:
-        module: the model that was given; parameters of other stages have no elements.
-        shapes: of all its parameters and buffers, by name.
+        module: the user's model; parameters of other stages have no elements.
+        shapes: shapes of all its parameters and buffers, by name.
         freed: ids of the parameters of other stages.
-        most: micro-batches in a pass of the training, at most.
+        most: largest number of micro-batches in a training pass.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Pipeline(Wrapper):
         self.stage, self.stages = adapter.world.stage, adapter.world.stages
         self.most = 0
         self.blocked_seconds = 0.0
-        self.messages: dict[str, int] | None = None  # gradients are not all that is sent
+        self.messages: dict[str, int] | None = None  # not counted: not only gradients are sent
         self._layers = tuple(layers)
-        self._own = [name for name, owner in owners.items() if owner == self.stage]
+        self._names = [name for name, owner in owners.items() if owner == self.stage]
         state = module.state_dict(keep_vars=True)
         self.shapes = {name: tuple(value.shape) for name, value in state.items()}
         self.freed = {id(value) for name, value in state.items() if owners[name] != self.stage}
@@ -107,18 +107,18 @@ class Pipeline(Wrapper):
             if id(value) in self.freed:
                 value.data = value.data.new_empty(0)
         self._trained = [
-            value for name, value in state.items() if name in self._own and value.requires_grad
+            value for name, value in state.items() if name in self._names and value.requires_grad
         ]
         self._layouts: dict[Any, Layout] = {}
         self._root = torch.zeros((), device=adapter.device, requires_grad=True)
         self._summing = True
         self._unsummed: list[torch.Tensor | None] = [None] * len(self._trained)
-        self._stops: Any = 0.0  # how many ranks wanted to stop before the last update
+        self._stops: Any = 0.0  # number of ranks that wanted to stop before the last update
 
-    def own_state(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers of this stage themselves, by name."""
+    def stage_state(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers of this stage (no copies), by name."""
         state = self.module.state_dict(keep_vars=True)
-        return {name: state[name] for name in self._own}
+        return {name: state[name] for name in self._names}
 
     # Forward
 
@@ -126,16 +126,16 @@ class Pipeline(Wrapper):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output of the last stage for the batch ``x``, on all ranks of the group."""
         number = max(1, min(self._micro_batches, len(x)))
-        cuts = [slice(*bounds(len(x), place, number)) for place in range(number)]
+        cuts = [slice(*bounds(len(x), index, number)) for index in range(number)]
         training = self.module.training
         with self.adapter.waits.during(FORWARD):
-            if not len(x):  # BatchNorm would divide by nothing
+            if not len(x):  # BatchNorm would divide by zero
                 self.module.eval()
             passes = Passes(cuts, self._kind(x))
             inputs = self._expect("input", passes, self._rank(-1)) if self.stage else []
-            for place, cut in enumerate(cuts):
-                given, arrival = inputs[place] if inputs else (x[cut], None)
-                self._forward(given, arrival, passes)
+            for index, cut in enumerate(cuts):
+                chunk, arrival = inputs[index] if inputs else (x[cut], None)
+                self._forward(chunk, arrival, passes)
             self._wait([work for work, _ in passes.sent])
             passes.sent.clear()
             result = self._share(len(x), passes)
@@ -146,13 +146,13 @@ class Pipeline(Wrapper):
         return _Backward.apply(self._root, self, passes, result)
 
     def _kind(self, x: torch.Tensor) -> Any:
-        """Return what the layouts depend on that stages hand over for ``x``."""
+        """Return the key of ``x`` on which the layouts of the messages between stages depend."""
         device = x.device.type
         casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         return tuple(x.shape[1:]), x.dtype, casts, self.module.training
 
     def _forward(self, x: torch.Tensor, arrival: Any, passes: Passes) -> None:
-        """Take one micro-batch through this stage, which waits for its ``arrival``."""
+        """Compute one micro-batch in this stage, after its ``arrival``."""
         if self.stage:
             self._wait([arrival])
             if torch.is_grad_enabled() and x.is_floating_point():
@@ -165,20 +165,20 @@ class Pipeline(Wrapper):
         if not isinstance(output, torch.Tensor) or len(output) != samples:
             raise UsageError(
                 f"--strategy pipeline: {type(self._layers[-1]).__name__} returns no tensor with a "
-                "row per sample, so the model cannot be cut behind it"
+                "row per sample, so the model cannot be cut after it"
             )
         passes.kept.append((x, output))
         if self.stage + 1 < self.stages:
-            layout = self._told("output", passes, output, [self._rank(1)])
+            layout = self._sent_layout("output", passes, output, [self._rank(1)])
             passes.sent += self._send(layout.message(output), self._rank(1))
 
     def _share(self, samples: int, passes: Passes) -> torch.Tensor:
-        """Return the output of the last stage, which sends it to the others."""
+        """Return the output of the last stage, broadcast to all stages."""
         last = self.stage + 1 == self.stages
         if last:
             whole = torch.cat([output.detach() for _, output in passes.kept])
             others = [rank for rank in self._copy.ranks if rank != self._rank(0)]
-            layout = self._told("result", passes, whole, others)
+            layout = self._sent_layout("result", passes, whole, others)
             sent = layout.message(whole)
         else:
             layout = self._layout("result", passes, self._copy.ranks[-1])
@@ -193,31 +193,31 @@ class Pipeline(Wrapper):
     # Backward
 
     def backward(self, passes: Passes, gradient: torch.Tensor) -> None:
-        """Take all micro-batches back through this stage, and sum over the ranks of its kind.
+        """Run the backward passes of all micro-batches, and sum gradients over equal stages.
 
         Args:
-            passes: of the forward pass.
-            gradient: of the whole output; the last stage's counts.
+            passes: micro-batches of the forward pass.
+            gradient: gradient of the whole output, used by the last stage.
         """
         with self.adapter.waits.during(SUM):
             weight = self.adapter.part_weight
-            before = [one.grad for one in self._trained]
-            for one in self._trained:
-                one.grad = None
+            before = [parameter.grad for parameter in self._trained]
+            for parameter in self._trained:
+                parameter.grad = None
             self._backward(passes, gradient)
             self._add_up(weight)
-            for one, old in zip(self._trained, before, strict=True):
+            for parameter, old in zip(self._trained, before, strict=True):
                 if old is not None:
-                    one.grad = old if one.grad is None else old.add_(one.grad)
+                    parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
     def _backward(self, passes: Passes, gradient: torch.Tensor) -> None:
-        """Take all micro-batches back; a gradient of what is no number is not sent."""
+        """Run the backward passes of all micro-batches; integer inputs have no gradient to send."""
         sent: list[Any] = []
         outer: list[tuple[torch.Tensor, Any]] = []
         if self.stage + 1 < self.stages and passes.kept[0][1].is_floating_point():
             outer = self._expect("output", passes, self._rank(1))
-        for place, (x, output) in enumerate(passes.kept):
-            of_output, arrival = outer[place] if outer else (gradient[passes.cuts[place]], None)
+        for index, (x, output) in enumerate(passes.kept):
+            of_output, arrival = outer[index] if outer else (gradient[passes.cuts[index]], None)
             self._wait([arrival])
             if output.requires_grad and len(output):
                 torch.autograd.backward(output, of_output)
@@ -229,58 +229,58 @@ class Pipeline(Wrapper):
         self._wait([work for work, _ in sent])
 
     def _add_up(self, weight: float) -> None:
-        """Sum over the ranks of this stage what this pass, and those not summed, have added."""
-        for one, held in zip(self._trained, self._unsummed, strict=True):
+        """Sum the gradients of this pass, and of those not yet summed, over equal stages."""
+        for parameter, held in zip(self._trained, self._unsummed, strict=True):
             if held is not None:
-                one.grad = held if one.grad is None else held.add_(one.grad)
+                parameter.grad = held if parameter.grad is None else held.add_(parameter.grad)
         if not self._summing:
-            self._unsummed = [one.grad for one in self._trained]
-            for one in self._trained:
-                one.grad = None
+            self._unsummed = [parameter.grad for parameter in self._trained]
+            for parameter in self._trained:
+                parameter.grad = None
             return
         self._unsummed = [None] * len(self._trained)
         self.adapter.note_pass()
-        for kind in dict.fromkeys(one.dtype for one in self._trained):
-            some = [one for one in self._trained if one.dtype == kind]
+        for kind in dict.fromkeys(parameter.dtype for parameter in self._trained):
+            group = [parameter for parameter in self._trained if parameter.dtype == kind]
             if self.adapter.world.data_size > 1:
-                self._sum(some, weight)
+                self._sum(group, weight)
 
-    def _sum(self, some: Sequence[torch.Tensor], weight: float) -> None:
-        """Sum gradients of one type; what no rank has a gradient of has none."""
-        there = torch.tensor([float(one.grad is not None) for one in some])
-        flat = [torch.zeros_like(one) if one.grad is None else one.grad for one in some]
-        whole = torch.cat([one.reshape(-1) for one in flat])
+    def _sum(self, parameters: Sequence[torch.Tensor], weight: float) -> None:
+        """Sum gradients of one type; a parameter without a gradient on any rank has none."""
+        there = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        whole = torch.cat([gradient.reshape(-1) for gradient in flat])
         weigh(whole, weight)
         message = torch.cat([whole, there.to(whole)])
         with self.blocked():
             self._peers.sum_tensor(message, "gradients")
-        *sums, there = message.split([*(one.numel() for one in some), len(some)])
-        for one, total, anyone in zip(some, sums, there.tolist(), strict=True):
+        *sums, there = message.split([*(p.numel() for p in parameters), len(parameters)])
+        for parameter, total, anyone in zip(parameters, sums, there.tolist(), strict=True):
             if anyone:
-                gradient = torch.empty_like(one) if one.grad is None else one.grad
-                one.grad = gradient.detach().copy_(total.view_as(one))
+                gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = gradient.detach().copy_(total.view_as(parameter))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of all stages down to this L2 norm over them; return what it was.
+        """Clip the L2 norm of the gradients of all stages together; return the norm before.
 
-        As ``torch.nn.utils.clip_grad_norm_``, which sees this rank's alone.
+        As ``torch.nn.utils.clip_grad_norm_``, which sees only this rank's gradients.
         """
-        gradients = [one.grad for one in self._trained if one.grad is not None]
+        gradients = [value.grad for value in self._trained if value.grad is not None]
         squares = torch.zeros((), dtype=torch.float64, device=self._root.device)
-        for one in gradients:
-            squares += one.double().square().sum()
+        for gradient in gradients:
+            squares += gradient.double().square().sum()
         norm = self.adapter.sum_shards(squares).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for one in gradients:
-            one.mul_(scale)
+        for gradient in gradients:
+            gradient.mul_(scale)
         return norm
 
-    # What the adapter asks for, as of other strategies
+    # Interface to the adapter, as in other strategies
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes add up on each rank; see ``CommonAdapter``."""
+        """Accumulate gradients locally in backward passes; see ``CommonAdapter``."""
         self._summing = False
         try:
             yield
@@ -288,7 +288,7 @@ class Pipeline(Wrapper):
             self._summing = True
 
     def end_update(self) -> None:
-        """Send the wish to stop; before an update, on all ranks."""
+        """Sum the stop requests; before an update, on all ranks."""
         wanted = float(self.adapter.stop_wanted)
         self._stops = torch.full((1,), wanted, device=self.adapter.device)
         with self.adapter.waits.during(SUM), self.blocked():
@@ -302,28 +302,28 @@ class Pipeline(Wrapper):
     # Messages
 
     def _rank(self, step: int) -> int:
-        """Return the rank that has the stage so many steps behind this one."""
+        """Return the rank of the stage ``step`` after this one."""
         return self._copy.ranks[self.stage + step]
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Count the seconds within as ones in which this rank waits for others."""
+        """Count the time within the block as waiting for other ranks."""
         started = time.perf_counter()
         yield
         self.blocked_seconds += time.perf_counter() - started
 
     def _send(self, message: torch.Tensor, to: int) -> list[Any]:
-        """Begin to send; return what to wait for, with the message, to be kept until then."""
+        """Start sending; return the request, with the message to keep alive until it completes."""
         return [(dist.isend(message, to), message)] if message.numel() else []
 
-    def _expect(self, what: str, passes: Passes, source: int) -> list[tuple[torch.Tensor, Any]]:
-        """Begin to receive all micro-batches from a rank; return each with what to wait for."""
-        layout, found = self._layout(what, passes, source), []
+    def _expect(self, role: str, passes: Passes, source: int) -> list[tuple[torch.Tensor, Any]]:
+        """Start receiving all micro-batches from a rank; return each with its request."""
+        layout, messages = self._layout(role, passes, source), []
         for cut in passes.cuts:
             whole = layout.empty(cut.stop - cut.start, self.adapter.device)
             message = layout.message(whole)
-            found.append((whole, dist.irecv(message, source) if message.numel() else None))
-        return found
+            messages.append((whole, dist.irecv(message, source) if message.numel() else None))
+        return messages
 
     def _wait(self, works: Sequence[Any]) -> None:
         with self.blocked():
@@ -331,20 +331,20 @@ class Pipeline(Wrapper):
                 if work is not None:
                     work.wait()
 
-    def _told(self, what: str, passes: Passes, value: torch.Tensor, to: Sequence[int]) -> Layout:
-        """Return the layout of ``value``; the first of its kind is told to the ranks ``to``."""
-        key = what, passes.kind
+    def _sent_layout(self, role: str, passes: Passes, value: Any, to: Sequence[int]) -> Layout:
+        """Return the layout of ``value``; send the first of its kind to the ranks ``to``."""
+        key = role, passes.kind
         if key not in self._layouts:
             self._layouts[key] = layout = Layout.of(value)
             kind = str(layout.dtype).removeprefix("torch.")
-            told = json.dumps([layout.shape, kind, layout.channels_last]).encode().ljust(HEADER)
+            header = json.dumps([layout.shape, kind, layout.channels_last]).encode().ljust(HEADER)
             for rank in to:
-                dist.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), rank)
+                dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), rank)
         return self._layouts[key]
 
-    def _layout(self, what: str, passes: Passes, source: int) -> Layout:
-        """Return the layout of what comes from the rank ``source``, which tells it once."""
-        key = what, passes.kind
+    def _layout(self, role: str, passes: Passes, source: int) -> Layout:
+        """Return the layout of messages from the rank ``source``, which sends it once."""
+        key = role, passes.kind
         if key not in self._layouts:
             header = torch.empty(HEADER, dtype=torch.uint8)
             with self.blocked():
@@ -355,13 +355,13 @@ class Pipeline(Wrapper):
 
 
 class Passes:
-    """The micro-batches of one batch in one stage: what their backward passes need.
+    """The micro-batches of one batch in one stage, kept for their backward passes.
 
     Attributes:
-        cuts: where they are in the batch.
-        kind: what the layouts depend on that stages hand over.
+        cuts: slice of each in the batch.
+        kind: key of the layouts of messages between stages.
         kept: input and output of each.
-        sent: what is being sent.
+        sent: requests and messages under way.
     """
 
     def __init__(self, cuts: Sequence[slice], kind: Any) -> None:
@@ -371,9 +371,9 @@ class Passes:
 
 
 class _Backward(torch.autograd.Function):
-    """The output of a pipeline, whose backward pass is that of this rank's stage.
+    """Output of a pipeline, whose backward pass is that of this rank's stage.
 
-    It waits for nobody else's loss: other ranks compute the same one.
+    It does not wait for the loss of other ranks, which is the same.
     """
 
     @staticmethod

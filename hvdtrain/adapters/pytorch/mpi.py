@@ -1,4 +1,4 @@
-"""The eight steps for PyTorch over MPI alone, for sites where Horovod cannot be built."""
+"""The eight steps for PyTorch over MPI only, for sites on which Horovod cannot be built."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class MpiAdapter(BucketedAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        kinds = {one.dtype for group in optimizer.param_groups for one in group["params"]}
+        kinds = {value.dtype for group in optimizer.param_groups for value in group["params"]}
         if kinds - SUMMED:
-            found = ", ".join(sorted(str(kind) for kind in kinds - SUMMED))
+            names = ", ".join(sorted(str(kind) for kind in kinds - SUMMED))
             raise UsageError(
-                f"--strategy mpi sums float32 and float64, and the model has {found}: keep the "
-                "parameters in float32 and compute under torch.autocast, or take another strategy"
+                f"--strategy mpi sums only float32 and float64, the model has {names}: keep the "
+                "parameters in float32 and compute under torch.autocast, or use another strategy"
             )
         return super().distribute(model, optimizer)
 
@@ -54,11 +54,11 @@ class MpiAdapter(BucketedAdapter):
 
 
 class MpiSums(Sums):
-    """MPI pairs the sums of the ranks by their order, on a communicator of their own.
+    """Sums by MPI, which matches those of different ranks by order, on a separate communicator.
 
     Args:
-        communicator: of all ranks.
-        half: the 16-bit type of what is summed; None: it is not of 16 bits.
+        communicator: communicator of all ranks.
+        half: type of the buckets if it has 16 bits; None: otherwise.
     """
 
     in_order = True
@@ -69,7 +69,7 @@ class MpiSums(Sums):
 
     @override
     def start(self, bucket: torch.Tensor, name: str) -> Any:
-        host = bucket.cpu()  # the bucket itself where it is in host memory
+        host = bucket.cpu()  # the bucket itself if it is in host memory
         message = host.view(torch.int16) if self._halves else host  # NumPy has no bfloat16
         return self._sums.start(message.numpy(), self._halves), host, bucket
 
@@ -87,7 +87,7 @@ class MpiSums(Sums):
 
 @functools.cache
 def _halves(kind: torch.dtype) -> Halves:
-    """Return how MPI sums numbers of ``kind``, which PyTorch adds."""
+    """Return an MPI operation that sums numbers of ``kind`` by PyTorch."""
     from hvdtrain.collectives.mpi4py import Halves
 
     def add(mine: Any, total: Any) -> None:

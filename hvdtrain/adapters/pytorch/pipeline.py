@@ -1,8 +1,8 @@
 """The eight steps for PyTorch over a pipeline: the layers of a model in stages, one per rank.
 
-A batch is cut into micro-batches, which go through the stages one behind the other: all forward,
-then all backward (Huang et al., "GPipe", NeurIPS 2019). Of several groups of stages each holds the
-whole model, and one share of the data; ranks of the same stage sum their gradients.
+A batch is split into micro-batches, which pass the stages one after the other: all forward, then
+all backward (Huang et al., "GPipe", NeurIPS 2019). If there are several groups of stages, each
+holds the whole model and processes a share of the data; ranks of equal stage sum their gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from hvdtrain.adapters.common import in_a_row
+from hvdtrain.adapters.common import balanced_cuts
 from hvdtrain.adapters.pytorch.common import (
     array_of,
     load_optimizer,
@@ -27,7 +27,7 @@ from hvdtrain.adapters.pytorch.common import (
     tensor_of,
 )
 from hvdtrain.adapters.pytorch.micro_batches import Pipeline
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, own_piece
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, local_piece
 from hvdtrain.adapters.pytorch.stages import check_number, costs_of, layers_of, owners_of
 from hvdtrain.adapters.replicas import compare
 from hvdtrain.adapters.state import check_names
@@ -41,7 +41,7 @@ from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.system.runtime.waits import SUM
 
-FEW = 4  # micro-batches per stage, unless told otherwise: the bubble is a fifth at most (GPipe)
+FEW = 4  # default number of micro-batches per stage: the bubble is a fifth at most (GPipe)
 
 
 class PipelineAdapter(ShardedAdapter):
@@ -50,7 +50,7 @@ class PipelineAdapter(ShardedAdapter):
     name = "pipeline"
     evaluates_together = True
     communicator: TorchDistributed
-    copy: Some  # the ranks that hold one model together, by stage
+    copy: Some  # the ranks that together hold one model, by stage
     peers: Communicator  # the ranks of the same stage
 
     @override
@@ -59,21 +59,21 @@ class PipelineAdapter(ShardedAdapter):
         try:
             check_stages(self.levers, world.size)
         except UsageError as error:
-            raise agreed(error) from None  # every rank sees the same
+            raise agreed(error) from None  # raised alike on every rank
         stages = self.levers.stages or world.size
         self.world = replace(world, stages=stages)
-        everyone = range(world.size)
+        all_ranks = range(world.size)
         self.copy = self.communicator.split(
-            [everyone[first : first + stages] for first in everyone[::stages]]
+            [all_ranks[first : first + stages] for first in all_ranks[::stages]]
         )
         several = self.world.data_size > 1
-        same = [everyone[stage::stages] for stage in range(stages)]
+        same = [all_ranks[stage::stages] for stage in range(stages)]
         self.peers = self.communicator.split(same) if several else Alone()
         return self.world
 
     @property
     def micro_batches(self) -> int:
-        """Into how many a batch is cut, if it has so many samples."""
+        """Number of micro-batches per batch, at most one per sample."""
         return self.levers.micro_batches or FEW * self.world.stages
 
     @property
@@ -86,45 +86,45 @@ class PipelineAdapter(ShardedAdapter):
     def writers(self) -> int:
         return self.world.stages
 
-    # What cannot be had
+    # Not supported
 
     @override
     def check_precision(self, precision: str) -> None:
         if precision == "fp16":
-            said = "a stage does not know of what overflows in another; give --precision bf16"
-            raise agreed(UsageError(f"--precision fp16 is not for --strategy pipeline: {said}"))
+            reason = "a stage cannot detect overflows in another; use --precision bf16"
+            raise agreed(UsageError(f"--precision fp16 is not for --strategy pipeline: {reason}"))
 
     @override
     def synchronize_batchnorm(self, task: Any) -> None:
-        said = "BatchNorm sees one micro-batch at a time; leave it out, or use ddp"
-        raise agreed(UsageError(f"--sync-batchnorm is not for --strategy pipeline: {said}"))
+        reason = "BatchNorm sees one micro-batch at a time; omit it, or use ddp"
+        raise agreed(UsageError(f"--sync-batchnorm is not for --strategy pipeline: {reason}"))
 
     @override
     def compile(self, task: Any) -> None:
-        # It would compile the whole model, of which no rank computes all.
+        # It would compile the whole model, which no rank computes.
         raise UsageError("--compile is not for --strategy pipeline; use ddp")
 
     # The steps
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        known = {id(one) for one in model.parameters()}
-        given = [one for group in optimizer.param_groups for one in group["params"]]
+        known = {id(value) for value in model.parameters()}
+        optimized = [value for group in optimizer.param_groups for value in group["params"]]
         try:
-            if optimizer.state or any(id(one) not in known for one in given):
+            if optimizer.state or any(id(value) not in known for value in optimized):
                 raise UsageError(
-                    "distribute_optimizer: --strategy pipeline keeps of the parameters those of "
-                    "this rank's stage, so give it an optimizer of this model's parameters that "
-                    "has no state yet; resume loads one"
+                    "distribute_optimizer: --strategy pipeline keeps only the parameters of this "
+                    "rank's stage: use an optimizer of this model's parameters without state; "
+                    "resume loads one"
                 )
             layers = layers_of(model)
             check_number(layers, self.world.stages)
-            places = in_a_row(costs_of(layers), self.world.stages)
-            stages = [[layers[place] for place in stage] for stage in places]
+            cuts = balanced_cuts(costs_of(layers), self.world.stages)
+            stages = [[layers[index] for index in stage] for stage in cuts]
             owners = owners_of(model, stages)
         except UsageError as error:
-            raise agreed(error) from None  # every rank sees the same
-        for value in self.named_state(model).values():  # later no rank has them all
+            raise agreed(error) from None  # raised alike on every rank
+        for value in self.named_state(model).values():  # afterwards no rank has them all
             sent = value.detach().contiguous()
             dist.broadcast(sent, src=0)
             value.data.copy_(sent)
@@ -145,14 +145,14 @@ class PipelineAdapter(ShardedAdapter):
     @override
     def sum_shards(self, values: Any) -> Any:
         if self._replicas:
-            # The stage that is done first waits here for the others' backward passes.
+            # The first stage to finish waits here for the backward passes of the others.
             with self.waits.during(SUM), self._replicas[0].blocked():
                 self.copy.sum_tensor(values, "")
         return values
 
     @override
     def bubble(self, split: StepSplit | None) -> Bubble | None:
-        number = max((one.most for one in self._replicas), default=0)
+        number = max((pipeline.most for pipeline in self._replicas), default=0)
         if not number or self.world.stages == 1:
             return None
         parts = [split.data, split.compute, split.communication, split.waiting] if split else []
@@ -161,20 +161,20 @@ class PipelineAdapter(ShardedAdapter):
         stages = self.world.stages
         return Bubble(stages, number, (stages - 1) / (number + stages - 1), measured)
 
-    # The state: that of this rank's stage
+    # The state of this rank's stage
 
     @override
     def is_sharded(self, model: Any, optimizer: Any) -> bool:
         return isinstance(model, Pipeline)
 
     @override
-    def compare(self, model: Any, state: Checkpoint, why: str, *, when: str = "") -> str:
+    def compare(self, model: Any, state: Checkpoint, reason: str, *, when: str = "") -> str:
         if not isinstance(model, Pipeline):
-            return super().compare(model, state, why, when=when)
+            return super().compare(model, state, reason, when=when)
         when = f"{when}in stage {self.world.stage} "
         same = range(self.world.stage, self.world.size, self.world.stages)
         digest = self.communicator.together(
-            lambda: compare(self.peers, state, why, when=when, ranks=same), alike=True
+            lambda: compare(self.peers, state, reason, when=when, ranks=same), alike=True
         )
         stages = self.copy.gather(digest.encode())
         return hashlib.sha256(b"".join(stages)).hexdigest()
@@ -183,40 +183,40 @@ class PipelineAdapter(ShardedAdapter):
     def send_state(self, model: Any, optimizer: Any) -> str:
         if not isinstance(model, Pipeline):
             return super().send_state(model, optimizer)
-        # Step 5 has sent what rank 0 had, and each rank has read its part of a checkpoint.
-        said = "report it: this is right after the broadcast"
-        return self.compare(model, self._own_state(model, optimizer), said)
+        # Step 5 has sent rank 0's state, and each rank has read its part of a checkpoint.
+        remedy = "right after the broadcast: please report it"
+        return self.compare(model, self._stage_state(model, optimizer), remedy)
 
     @override
     def replicated(self, model: Any, optimizer: Any) -> Checkpoint:
         if not isinstance(model, Pipeline):
             return super().replicated(model, optimizer)
         if self.world.data_size == 1:
-            return Checkpoint({}, {})  # nothing is there twice
-        state, trained = self._own_state(model, optimizer), self.trained_names(model)
-        own = {name: value for name, value in state.model.items() if name in trained}
-        return replace(state, model=own)
+            return Checkpoint({}, {})  # no state is replicated
+        state, trained = self._stage_state(model, optimizer), self.trained_names(model)
+        trained_state = {name: value for name, value in state.model.items() if name in trained}
+        return replace(state, model=trained_state)
 
-    def _own_state(self, model: Pipeline, optimizer: Any) -> Checkpoint:
+    def _stage_state(self, model: Pipeline, optimizer: Any) -> Checkpoint:
         tensors = {} if optimizer is None else optimizer_tensors(optimizer)
         return Checkpoint(
-            {name: array_of(value) for name, value in model.own_state().items()},
+            {name: array_of(value) for name, value in model.stage_state().items()},
             {name: array_of(value) for name, value in tensors.items()},
         )
 
     @override
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        """Return the whole state on every rank; to look at a small one, not to save it."""
+        """Return the whole state on every rank: to inspect a small one, not to save it."""
         if not isinstance(model, Pipeline):
             return super().export_state(model, optimizer)
-        own = self._own_state(model, optimizer)
+        state = self._stage_state(model, optimizer)
         whole: list[Arrays] = []
-        for tensors in (own.model, own.training):
+        for tensors in (state.model, state.training):
             arrays = {name: np.array(value) for name, value in tensors.items()}
-            found: Arrays = {}
-            for one in self.copy.gather(safetensors.numpy.save(arrays)):
-                found |= safetensors.numpy.load(one)
-            whole.append(found)
+            merged: Arrays = {}
+            for data in self.copy.gather(safetensors.numpy.save(arrays)):
+                merged |= safetensors.numpy.load(data)
+            whole.append(merged)
         return Checkpoint({name: whole[0][name] for name in model.shapes}, whole[1])
 
     @override
@@ -228,13 +228,13 @@ class PipelineAdapter(ShardedAdapter):
         shapes = {name: SimpleNamespace(shape=shape) for name, shape in model.shapes.items()}
         check_names(shapes, state.model, trouble)
         with torch.no_grad():
-            for name, value in model.own_state().items():
+            for name, value in model.stage_state().items():
                 value.copy_(tensor_of(state.model[name]))
         if optimizer is not None:
             load_optimizer(
                 optimizer,
                 state,
-                lambda place, like, value: None if id(like) in model.freed else tensor_of(value),
+                lambda index, like, value: None if id(like) in model.freed else tensor_of(value),
             )
 
     @override
@@ -242,20 +242,20 @@ class PipelineAdapter(ShardedAdapter):
         if self.world.data_rank:
             return
         rank, trained = self.world.rank, self.trained_names(model)
-        for name, value in model.own_state().items():
-            yield replace(own_piece(MODEL_FILE, name, value, rank), infinite=name not in trained)
-        for name, value in optimizer_tensors(optimizer).items():  # of what this rank updates
-            yield own_piece(TRAINING_FILE, name, value, rank)
+        for name, value in model.stage_state().items():
+            yield replace(local_piece(MODEL_FILE, name, value, rank), infinite=name not in trained)
+        for name, value in optimizer_tensors(optimizer).items():  # of this rank's parameters
+            yield local_piece(TRAINING_FILE, name, value, rank)
 
     @override
     def local_buffers(self, model: Any) -> Arrays:
-        found = super().local_buffers(model)
+        arrays = super().local_buffers(model)
         if not isinstance(model, Pipeline):
-            return found
-        return {name: value for name, value in found.items() if name in model.own_state()}
+            return arrays
+        return {name: value for name, value in arrays.items() if name in model.stage_state()}
 
     @override
     def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
-        if isinstance(model, Pipeline):  # those of a checkpoint are of all stages
-            arrays = {name: value for name, value in arrays.items() if name in model.own_state()}
+        if isinstance(model, Pipeline):  # a checkpoint contains those of all stages
+            arrays = {name: value for name, value in arrays.items() if name in model.stage_state()}
         super().set_local_buffers(model, arrays)

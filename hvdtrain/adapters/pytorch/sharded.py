@@ -1,8 +1,8 @@
-"""Steps 6 and 7 where a strategy shards the state: no rank ever holds all of it.
+"""Steps 6 and 7 for strategies that shard the state: no rank ever holds all of it.
 
-A checkpoint has a file of each kind per rank. A tensor is whole in one of them: the rank whose file
-it is gathers it, writes it, and forgets it before the next one. To resume, each rank reads its
-own part of each tensor, whatever strategy wrote it, on however many ranks.
+A checkpoint has a file of each kind per rank. Each tensor is whole in one of them: the rank of that
+file gathers it, writes it, and frees it before the next one. To resume, each rank reads its part
+of each tensor, independent of the strategy and the number of ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from hvdtrain.steps.tensor_file import Layout, TensorFile
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the state, as it goes into a checkpoint.
+    """A tensor of the state, as it is written to a checkpoint.
 
     Attributes:
         kind: ``MODEL_FILE`` or ``TRAINING_FILE``.
-        name: in that file.
-        layout: of the whole tensor.
+        name: name in that file.
+        layout: layout of the whole tensor.
         owner: the rank that writes it.
-        fetch: returns it, whole, on that rank, and None on the others, which call it together.
-        infinite: whether it may hold infinities.
+        fetch: function that returns the whole tensor on the owner, None on other ranks; all ranks
+            must call it together.
+        infinite: whether it may contain infinities.
     """
 
     kind: str
@@ -60,27 +61,27 @@ class Piece:
 
     @property
     def order(self) -> tuple[str, int, str]:
-        """What pieces are sorted by: large elements first, so that all are aligned in the file."""
+        """Sort key of pieces: large elements first, so that all are aligned in the file."""
         return self.kind, -self.layout.dtype.itemsize, self.name
 
 
 class ShardedAdapter(DdpAdapter):
-    """The state of a training in parts; a strategy tells what they are."""
+    """Saves and loads the state of a training in pieces; a strategy yields them."""
 
     shards_state = True
 
     @property
     def writers(self) -> int:
-        """How many ranks, the first ones, write a checkpoint."""
+        """Number of ranks, beginning at rank 0, that write a checkpoint."""
         return self.world.size
 
     @abstractmethod
     def is_sharded(self, model: Any, optimizer: Any) -> bool:
-        """Return whether step 5 has sharded them."""
+        """Return whether step 5 has sharded model and optimizer."""
 
     @abstractmethod
     def pieces(self, model: Any, optimizer: Any) -> Iterator[Piece]:
-        """Yield the tensors of the state: all those that this rank writes, or helps to gather."""
+        """Yield the tensors of the state that this rank writes or helps to gather."""
 
     @override
     def write_state(
@@ -111,17 +112,17 @@ class ShardedAdapter(DdpAdapter):
         except HvdtrainError:
             root(lambda: checkpoints.remove_partial(directory))
             raise
-        told = self.communicator.gather(json.dumps([asdict(one) for one in mine]).encode())
-        files = [Written(**one) for own in told for one in json.loads(own)]
+        rows = self.communicator.gather(json.dumps([asdict(file) for file in mine]).encode())
+        files = [Written(**file) for row in rows for file in json.loads(row)]
         return root(lambda: checkpoints.commit(partial, files, state, keep))
 
     def _write(self, folder: Path, step: int, pieces: Sequence[Piece]) -> list[Written]:
-        """Write this rank's files, in the order in which all ranks gather the pieces."""
-        pieces = sorted(pieces, key=lambda one: one.order)
-        mine = [one for one in pieces if one.owner == self.world.rank]
+        """Write this rank's files, in the common order in which all ranks gather the pieces."""
+        pieces = sorted(pieces, key=lambda piece: piece.order)
+        mine = [piece for piece in pieces if piece.owner == self.world.rank]
         files = {
             kind: file_of(kind, self.world.rank, self.writers)
-            for kind in dict.fromkeys(one.kind for one in mine)
+            for kind in dict.fromkeys(piece.kind for piece in mine)
         }
         writer = Writer(folder, step, files, mine)
         for piece in pieces:
@@ -136,7 +137,7 @@ class ShardedAdapter(DdpAdapter):
     ) -> dict[str, Any] | None:
         if not self.is_sharded(model, optimizer):
             return super().load_state(find, model, optimizer)
-        state = self.tell_state(find)
+        state = self.share_state(find)
         if state:
             self.communicator.together(lambda: self._read(state, model, optimizer))
         return state
@@ -145,39 +146,39 @@ class ShardedAdapter(DdpAdapter):
         """Read this rank's part of the checkpoint that rank 0 has found and checked."""
         path = Path(state["path"])
         try:
-            found = unchecked(path, state)
-            training, ranks = buffers.take_out(found.training)
+            checkpoint = unchecked(path, state)
+            training, ranks = buffers.take_out(checkpoint.training)
         except DAMAGE as error:
             raise UsageError(
-                f"{path}, which rank 0 has found, cannot be read here ({error}): --strategy "
-                f"{self.name} needs a directory for checkpoints that all hosts share"
+                f"{path}: cannot be read on this host ({error}): --strategy {self.name} needs a "
+                "checkpoint directory that all hosts share"
             ) from error
-        self.import_state(model, optimizer, replace(found, training=training))
+        self.import_state(model, optimizer, replace(checkpoint, training=training))
         if optimizer is not None:
             self._rank_buffers = ranks
 
 
-def own_piece(kind: str, name: str, value: torch.Tensor, rank: int) -> Piece:
-    """Return a tensor that this ``rank`` has whole, and writes."""
+def local_piece(kind: str, name: str, value: torch.Tensor, rank: int) -> Piece:
+    """Return the piece of a tensor that this ``rank`` holds whole and writes."""
     return Piece(kind, name, layout_of(value), rank, lambda: array_of(value))
 
 
 def layout_of(value: torch.Tensor) -> Layout:
-    """Return the layout of the whole tensor, of which this rank may have a part; copies nothing."""
+    """Return the layout of the whole tensor, of which this rank may hold only a part."""
     return Layout(torch.empty(0, dtype=value.dtype).numpy().dtype, tuple(value.shape))
 
 
 class Writer:
-    """The files of a checkpoint that one rank writes.
+    """Writes one rank's files of a checkpoint.
 
-    After an error it writes no more, but the rank goes on, since others wait for it to gather
-    their tensors; ``close`` raises the error.
+    After an error nothing more is written, but the rank continues to gather tensors with the
+    others, which wait for it; ``close`` raises the error.
 
     Args:
-        folder: of the new checkpoint.
-        step: of the training.
-        files: name of the file of each kind.
-        pieces: what will be written, in order.
+        folder: folder of the new checkpoint.
+        step: training step.
+        files: file name of each kind.
+        pieces: pieces that will be written, in order.
     """
 
     def __init__(
@@ -187,8 +188,8 @@ class Writer:
         self._trouble: HvdtrainError | None = None
         self._files: dict[str, TensorFile] = {}
         self._layouts: dict[str, dict[str, Layout]] = {kind: {} for kind in files}
-        for one in pieces:
-            self._layouts[one.kind][one.name] = one.layout
+        for piece in pieces:
+            self._layouts[piece.kind][piece.name] = piece.layout
         with self._noted():
             for kind, name in files.items():
                 self._files[kind] = TensorFile(folder / name, self._layouts[kind])
@@ -210,19 +211,19 @@ class Writer:
             if checkpoints.not_finite({piece.name: array}, infinite=piece.infinite):
                 raise TrainingError(
                     f"{piece.name} is not finite after step {self._step}: nothing was saved; the "
-                    "checkpoints on disk are of before"
+                    "checkpoints on disk are older"
                 )
             self._files[piece.kind].write(piece.name, array)
 
     def close(self) -> list[Written]:
-        """Bring the files to disk, and tell what is in them."""
+        """Flush the files to disk, and return their contents' names and sizes."""
         written = []
         for kind, file in self._files.items():
             if self._trouble:
                 file.abandon()
                 continue
             with self._noted():
-                sizes = {name: one.nbytes for name, one in self._layouts[kind].items()}
+                sizes = {name: layout.nbytes for name, layout in self._layouts[kind].items()}
                 written.append(Written(file.path.name, file.close(), sizes))
         if self._trouble:
             raise self._trouble

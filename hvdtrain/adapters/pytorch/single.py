@@ -9,7 +9,7 @@ from hvdtrain.collectives.base import Alone, Communicator
 
 
 class SingleAdapter(PyTorchAdapter):
-    """One process: what the other ranks would do is nothing."""
+    """One process, without communication."""
 
     name = "single"
     runtime = "the single strategy"

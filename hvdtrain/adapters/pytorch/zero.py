@@ -1,9 +1,9 @@
-"""The eight steps for PyTorch over DDP, the optimizer state in parts: ZeRO, stage 1.
+"""The eight steps for PyTorch over DDP with sharded optimizer state: ZeRO, stage 1.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
-Each rank updates the parameters that are its own, whole tensors of about the same total size, and
-sends them to the others; so it has optimizer state of those alone. The optimizer stays the user's,
-of any class; torch's ZeroRedundancyOptimizer is another one, which would have to be built anew.
+Each rank updates its share of the parameters (whole tensors, of balanced total size) and sends them
+to the others, so it has optimizer state only for these. The user's optimizer, of any class, is
+kept; torch's ZeroRedundancyOptimizer would have to replace it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from hvdtrain.adapters.common import in_buckets, in_parts
+from hvdtrain.adapters.common import balanced_owners, buckets
 from hvdtrain.adapters.pytorch.common import load_optimizer, optimizer_tensors, tensor_of
 from hvdtrain.adapters.pytorch.ddp import Replica
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, own_piece
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, local_piece
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
 
 
 class ZeroAdapter(ShardedAdapter):
-    """Each rank holds the whole model, and the optimizer state of its own parameters."""
+    """Each rank holds the whole model, and the optimizer state of its share of parameters."""
 
     name = "zero"
 
@@ -40,8 +40,8 @@ class ZeroAdapter(ShardedAdapter):
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         if optimizer.state:
             raise UsageError(
-                "distribute_optimizer: with --strategy zero each rank has a part of the optimizer "
-                "state, so give it an optimizer that has none yet; resume loads one"
+                "distribute_optimizer: --strategy zero shards the optimizer state: use an "
+                "optimizer without state; resume loads one"
             )
         model, optimizer = super().distribute(model, optimizer)
         self._shares[optimizer] = Share(optimizer, self, model)
@@ -67,7 +67,7 @@ class ZeroAdapter(ShardedAdapter):
             load_optimizer(
                 optimizer,
                 state,
-                lambda place, like, value: tensor_of(value) if place in share.own else None,
+                lambda index, like, value: tensor_of(value) if index in share.mine else None,
             )
 
     @override
@@ -78,31 +78,31 @@ class ZeroAdapter(ShardedAdapter):
             owner = owners.get(id(value), 0)
             if owner == self.world.rank:
                 yield replace(
-                    own_piece(MODEL_FILE, name, value, owner), infinite=name not in trained
+                    local_piece(MODEL_FILE, name, value, owner), infinite=name not in trained
                 )
-        for name, value in optimizer_tensors(optimizer).items():  # of what this rank updates
-            yield own_piece(TRAINING_FILE, name, value, self.world.rank)
+        for name, value in optimizer_tensors(optimizer).items():  # of this rank's parameters
+            yield local_piece(TRAINING_FILE, name, value, self.world.rank)
 
 
 class Share:
-    """What a rank does of an optimizer's step: it updates its own parameters, and sends them.
+    """A rank's share of an optimizer's step: update its parameters, and send them.
 
-    The gradients of the others are out of sight of the optimizer, which makes no state for them.
+    The gradients of all other parameters are hidden, so the optimizer creates no state for them.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter, replica: Replica
     ) -> None:
         self.adapter, self.replica, rank = adapter, replica, adapter.world.rank
-        self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        sizes = [one.numel() * one.element_size() for one in self.parameters]
-        self.owners = in_parts(sizes, adapter.world.size)
-        self.own = frozenset(place for place, owner in enumerate(self.owners) if owner == rank)
-        by_owner = sorted(range(len(sizes)), key=lambda place: self.owners[place])
+        self.parameters = [value for group in optimizer.param_groups for value in group["params"]]
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
+        self.owners = balanced_owners(sizes, adapter.world.size)
+        self.mine = frozenset(index for index, owner in enumerate(self.owners) if owner == rank)
+        by_owner = sorted(range(len(sizes)), key=lambda index: self.owners[index])
         kinds = [
-            ((self.owners[place], self.parameters[place].dtype), sizes[place]) for place in by_owner
+            ((self.owners[index], self.parameters[index].dtype), sizes[index]) for index in by_owner
         ]
-        self._buckets = [[by_owner[place] for place in bucket] for bucket in in_buckets(kinds)]
+        self._buckets = [[by_owner[index] for index in bucket] for bucket in buckets(kinds)]
         self._hidden: list[torch.Tensor | None] = []
         optimizer.register_step_pre_hook(self._hide)
         optimizer.register_step_post_hook(lambda *_: self._send())
@@ -110,23 +110,23 @@ class Share:
     def _hide(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if any(arguments[1:]) or named.get("closure"):
             raise UsageError("--strategy zero takes no closure: call backward() before step()")
-        self._hidden = [one.grad for one in self.parameters]
-        for place, one in enumerate(self.parameters):
-            if place not in self.own:
-                one.grad = None
+        self._hidden = [parameter.grad for parameter in self.parameters]
+        for index, parameter in enumerate(self.parameters):
+            if index not in self.mine:
+                parameter.grad = None
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Send each bucket from its owner to the others, the next one while the last arrives."""
-        for one, gradient in zip(self.parameters, self._hidden, strict=True):
-            one.grad = gradient
+        """Send each bucket from its owner to the others, overlapping it with the previous one."""
+        for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
+            parameter.grad = gradient
         self._hidden = []
         started = time.perf_counter()
         before: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
         with self.adapter.waits.during(SUM):
             for bucket in self._buckets:
-                parameters = [self.parameters[place] for place in bucket]
-                message = torch.cat([one.flatten() for one in parameters])
+                parameters = [self.parameters[index] for index in bucket]
+                message = torch.cat([parameter.flatten() for parameter in parameters])
                 work = dist.broadcast(message, src=self.owners[bucket[0]], async_op=True)
                 if before:
                     _receive(*before)
@@ -138,7 +138,7 @@ class Share:
 
 def _receive(parameters: list[torch.Tensor], message: torch.Tensor, work: Any) -> None:
     work.wait()
-    for one, part in zip(
-        parameters, message.split([one.numel() for one in parameters]), strict=True
+    for parameter, part in zip(
+        parameters, message.split([parameter.numel() for parameter in parameters]), strict=True
     ):
-        one.copy_(part.view_as(one))
+        parameter.copy_(part.view_as(parameter))

@@ -19,11 +19,11 @@ Sum = Callable[[Any, str], Any]
 def convert(model: Any, sum_over_ranks: Sum) -> int:
     """Make the BatchNorm layers of ``model`` use the statistics of the global batch.
 
-    In training every rank must then run the model forward and backward in each step, also on an
+    In training every rank must then run the model forward and backward in each step, even on an
     empty part, with the loss weighted by ``optimizer.scale_loss`` before the backward pass.
 
     Returns:
-        How many layers there are.
+        The number of converted layers.
     """
     layers = [
         layer
@@ -35,23 +35,23 @@ def convert(model: Any, sum_over_ranks: Sum) -> int:
     return len(layers)
 
 
-def _synchronized(own: type, name: str, sum_over_ranks: Sum) -> type:
+def _synchronized(base: type, name: str, sum_over_ranks: Sum) -> type:
     reduce = differentiable(name, sum_over_ranks)
 
-    class Synchronized(own):
+    class Synchronized(base):
         def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
             if not training or not self.trainable:
                 return super().call(inputs, training=training)
             if mask is not None:
-                raise NotImplementedError("--sync-batchnorm does not know masks")
+                raise NotImplementedError("--sync-batchnorm does not support masks")
             return normalize(self, inputs, reduce)
 
-    Synchronized.__name__ = Synchronized.__qualname__ = own.__name__
+    Synchronized.__name__ = Synchronized.__qualname__ = base.__name__
     return Synchronized
 
 
 def differentiable(name: str, sum_over_ranks: Sum) -> Callable[[Any], Any]:
-    """Return the sum over ranks as a function whose gradient is the sum of the ranks' gradients."""
+    """Return a function: the sum over ranks, whose gradient is the sum of the ranks' gradients."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def reduce(values: Any) -> Any:
@@ -64,10 +64,10 @@ def differentiable(name: str, sum_over_ranks: Sum) -> Callable[[Any], Any]:
 
 
 def normalize(layer: Any, inputs: Any, reduce: Callable[[Any], Any]) -> Any:
-    """Return the output of a BatchNorm layer in training; also updates its running statistics.
+    """Return the output of a BatchNorm layer in training, and update its running statistics.
 
-    Each rank computes the mean and the sum of squares about it of its own part; count, sum and
-    sum of squares are merged in float64, where the cancellation does not matter.
+    Each rank computes the mean and squared deviations of its local part; count, sum and sum of
+    squares are merged in float64, in which the cancellation does not matter.
 
     Args:
         layer: the layer, for its weights, momentum and epsilon.
@@ -78,16 +78,14 @@ def normalize(layer: Any, inputs: Any, reduce: Callable[[Any], Any]) -> Any:
     axes = [axis for axis in range(rank) if axis != layer.axis % rank]
     x = tf.cast(inputs, layer.variable_dtype)
     count = tf.cast(tf.size(x), tf.float64) / x.shape[layer.axis]
-    own_mean = tf.math.divide_no_nan(tf.reduce_sum(x, axes), tf.cast(count, x.dtype))
+    local = tf.math.divide_no_nan(tf.reduce_sum(x, axes), tf.cast(count, x.dtype))
     shape = [-1 if axis == layer.axis % rank else 1 for axis in range(rank)]
     spread = tf.cast(
-        tf.reduce_sum(tf.math.squared_difference(x, tf.reshape(own_mean, shape)), axes), tf.float64
+        tf.reduce_sum(tf.math.squared_difference(x, tf.reshape(local, shape)), axes), tf.float64
     )
-    own_mean = tf.cast(own_mean, tf.float64)
-    total = reduce(
-        tf.concat([own_mean * count, spread + own_mean * own_mean * count, count[None]], 0)
-    )
-    sums, squares, samples = tf.split(total, [own_mean.shape[0], own_mean.shape[0], 1])
+    local = tf.cast(local, tf.float64)
+    total = reduce(tf.concat([local * count, spread + local * local * count, count[None]], 0))
+    sums, squares, samples = tf.split(total, [local.shape[0], local.shape[0], 1])
     mean = sums / samples
     variance = tf.maximum(squares / samples - mean * mean, 0.0)
     _update(layer, mean, variance, samples)

@@ -26,8 +26,8 @@ class BucketedAdapter(TensorFlowAdapter):
     def __init__(self) -> None:
         super().__init__()
         self._buckets: list[Buckets] = []  # of each optimizer
-        self._told: tuple[float, bool] | None = None  # weight and wish to stop in the variables
-        self._sums = 0  # made when the current part began
+        self._assigned: tuple[float, bool] | None = None  # weight and stop request in the variables
+        self._sums = 0  # number of sums before the current part
 
     def combine(self, values: Any, name: str) -> Any:
         """Return Adasum of the ranks' ``values``, a gradient (source: PyTorch's adapter)."""
@@ -44,7 +44,7 @@ class BucketedAdapter(TensorFlowAdapter):
             buckets.combine = self.combine
         self._buckets.append(buckets)
         self.waits.traced.append(buckets.traced_calls)
-        self._told = None
+        self._assigned = None
         if self._shards is None:  # without shards all ranks weigh the same
             buckets.weight.assign(self.levers.weight(self.part_weight))
         distribute(optimizer, PartSum(self, buckets))
@@ -55,15 +55,15 @@ class BucketedAdapter(TensorFlowAdapter):
         super().begin_part(shards, part)
         if not self._buckets:
             return
-        sums = sum(int(one.sums) for one in self._buckets)
+        sums = sum(int(buckets.sums) for buckets in self._buckets)
         if sums > self._sums and shards.current:
-            shards.use()  # a trace has used it
+            shards.use()  # a traced function has used it
         self._sums = sums
-        told = (self.levers.weight(part.weight), self.stop_wanted)
-        if told != self._told:  # most parts of an epoch weigh the same
-            self._told = told
+        values = (self.levers.weight(part.weight), self.stop_wanted)
+        if values != self._assigned:  # most parts of an epoch have the same weight
+            self._assigned = values
             for buckets in self._buckets:
-                buckets.weight.assign(told[0])
+                buckets.weight.assign(values[0])
                 buckets.stop.assign(float(self.stop_wanted))
 
     @property
@@ -77,18 +77,18 @@ class PartSum(Reduction):
 
     def __init__(self, adapter: BucketedAdapter, buckets: Buckets) -> None:
         self.adapter, self.buckets = adapter, buckets
-        self._weighted = False  # the loss, in the trace or the update at hand
+        self._weighted = False  # the loss, in the current trace or update
 
     @override
     def scale_loss(self, loss: Any) -> Any:
-        # Where it is called, as by model.fit, it saves a pass over all gradients.
+        # If it is called, as by model.fit, it saves a pass over all gradients.
         self._weighted = True
         return loss * tf.cast(self.buckets.weight, loss.dtype)
 
     @override
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        _ = self.adapter.part_weight  # raises where it is not known
+        _ = self.adapter.part_weight  # raises if it is unknown
         weighted, self._weighted = self._weighted, False
-        # A trace, which is made once, counts its sums itself.
+        # A traced function, which runs this code only once, counts its sums itself.
         with self.adapter.waits.during(SUM) if tf.executing_eagerly() else nullcontext():
             return self.buckets.sum(gradients, variables, weighted=weighted)

@@ -1,8 +1,8 @@
 """Step 5 for TensorFlow: gradients summed over the ranks in a few large buckets.
 
-A bucket is one flat tensor, so Horovod starts few collectives, and there is one order of
-summation: results are bit-equal from run to run. The buckets go from the last layer to the first,
-as the backward pass produces them, so the sum of one runs beside the computation of the next.
+A bucket is one flat tensor, so Horovod starts few collectives, and the order of summation is fixed:
+results are bit-equal from run to run. The buckets run from the last layer to the first, in the
+order of the backward pass, so the sum of one overlaps the computation of the next.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.adapters.common import in_buckets
+from hvdtrain.adapters.common import buckets
 from hvdtrain.config.levers import BUCKET_BYTES
 from hvdtrain.system.runtime.waits import TracedCalls
 
@@ -23,26 +23,26 @@ Reduce = Callable[[Any, str], Any]
 class Buckets:
     """Sums the gradients of an optimizer over the ranks, inside a traced function or outside.
 
-    Every rank must call ``sum`` for the same variables; a rank without samples gives zeros.
+    Every rank must call ``sum`` for the same variables; a rank without samples contributes zeros.
 
     Args:
-        name: of this optimizer, the same on all ranks.
-        reduce: sums a tensor over all ranks; the name is the same on all of them.
-        kind: the 16-bit type in which gradients are sent and summed; None: their own. See
-            ``adapters/pytorch/compression.py`` for what becomes of large ones.
-        full: bytes from which on a bucket takes no other gradient.
+        name: name of the optimizer, the same on all ranks.
+        reduce: function that sums a tensor over all ranks, under the same name on all of them.
+        kind: 16-bit type in which gradients are sent and summed; None: that of the gradients. See
+            ``adapters/pytorch/compression.py`` for overflows.
+        full: size in bytes from which on a bucket takes no further gradient.
     """
 
     def __init__(
         self, name: str, reduce: Reduce, kind: Any = None, full: int = BUCKET_BYTES
     ) -> None:
         self.name, self.reduce, self.kind, self.full = name, reduce, kind, full
-        self.combine: Reduce | None = None  # a bucket's gradients, in place of their sum
+        self.combine: Reduce | None = None  # combines a bucket's gradients instead of summing them
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_begun")
         self._done = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_done")
-        # They travel with the last bucket: this rank's wish to stop, and whether anyone has it.
+        # Sent with the last bucket: this rank's stop request, and whether any rank has made one.
         self.stop = tf.Variable(0.0, trainable=False, name="stop_wanted")
         self.agreed = tf.Variable(0.0, trainable=False, name="stop_agreed")
         self.messages: dict[str, int] | None = None  # of a step: count and bytes
@@ -60,11 +60,11 @@ class Buckets:
         """Sum the gradients, times ``weight``, over all ranks.
 
         Args:
-            gradients: one per variable; None stands for zeros.
-            variables: the variables, in an order that is the same on all ranks.
-            weighted: the loss was multiplied by ``weight`` already. A weight of 0 otherwise makes
-                zeros of whatever they are: the mean over no samples is not a number.
-            weight: of this rank, a number or a tensor; None: the variable of that name.
+            gradients: one per variable; None: zeros.
+            variables: the variables, in the same order on all ranks.
+            weighted: whether the loss was already multiplied by ``weight``. Otherwise a weight of
+                0 replaces any gradient by zeros: the mean over no samples is not a number.
+            weight: weight of this rank, a number or a tensor; None: the variable of that name.
         """
         weight = None if weighted else self.weight if weight is None else weight
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
@@ -72,7 +72,7 @@ class Buckets:
         ready, done = [], []
         for number, group in enumerate(groups := self._groups(dense)):
             parts = [_weighed(tf.reshape(dense[index], [-1]), weight) for index in group]
-            # Every bucket has this element, from a variable: a bucket of constants alone would be
+            # This element of every bucket is a variable's: a bucket of only constants would be
             # summed once, when TensorFlow folds constants, and never again.
             ready.append(tf.concat([*parts, tf.cast(self.stop, parts[0].dtype)[None]], 0))
             done.append(self._reduced(ready[-1], f"{self.name}.{number}"))
@@ -83,7 +83,7 @@ class Buckets:
             if number == len(groups) - 1:
                 self.sums.assign_add(1)
                 self.agreed.assign(tf.cast(stop[0], tf.float32))
-        # Outside of a trace, each sum is waited for before the next one begins.
+        # Outside of a traced function, each sum completes before the next one begins.
         if tf.inside_function():
             self._count(ready, done)
             if _has_clock():
@@ -91,17 +91,17 @@ class Buckets:
         return result
 
     def _groups(self, dense: Sequence[Any]) -> list[list[int]]:
-        """Return which gradients share a bucket, by place; note what that makes of a step."""
-        lengths = [one.shape.num_elements() for one in dense]
-        sizes = [length * one.dtype.size for length, one in zip(lengths, dense, strict=True)]
-        kinds = [(one.dtype, size) for one, size in zip(dense, sizes, strict=True)]
-        groups = in_buckets(kinds, self.full)
+        """Return the indices of the gradients of each bucket; update ``messages``."""
+        lengths = [gradient.shape.num_elements() for gradient in dense]
+        sizes = [length * g.dtype.size for length, g in zip(lengths, dense, strict=True)]
+        kinds = [(gradient.dtype, size) for gradient, size in zip(dense, sizes, strict=True)]
+        groups = buckets(kinds, self.full)
         sent = self.kind.size * sum(lengths) if self.kind else sum(sizes)
         self.messages = {"count": len(groups), "bytes": sent}
         return groups
 
     def _reduced(self, flat: Any, name: str) -> Any:
-        """Return the sum of ``flat``, or what ``combine`` makes of it without its last element."""
+        """Return the sum of ``flat``, or the result of ``combine`` and its last element's sum."""
         sent = tf.cast(flat, self.kind or flat.dtype)
         if self.combine is None:
             total = self.reduce(sent, name)
@@ -111,14 +111,14 @@ class Buckets:
         return tf.cast(total, flat.dtype)
 
     def _count(self, ready: list[Any], done: list[Any]) -> None:
-        """Count, whenever the trace runs, sums that this rank has come to, and those done."""
+        """Count the sums begun and completed, whenever the traced function runs."""
         with tf.control_dependencies(ready):
             self._begun.assign_add(1)
         with tf.control_dependencies(done):
             self._done.assign_add(1)
 
     def _watch(self, ready: list[Any], done: list[Any]) -> None:
-        """Add up, whenever the trace runs, how long the sums take once all gradients are there."""
+        """Add the time from last gradient to last sum, whenever the traced function runs."""
         with tf.control_dependencies(ready):
             start = tf.timestamp()
         with tf.control_dependencies(done):
@@ -127,12 +127,12 @@ class Buckets:
         self._watched = True
 
     def traced_calls(self) -> TracedCalls:
-        """Return how often a trace has begun to wait for the other ranks, and has gone on."""
+        """Return how often a traced function has begun, and ended, to wait for other ranks."""
         return TracedCalls(int(self._begun), int(self._done))
 
     @property
     def blocked_seconds(self) -> float | None:
-        """Seconds that this rank waited for sums, in all; None where that was not measured."""
+        """Total seconds that this rank has waited for sums; None: not measured."""
         return float(self._blocked.numpy()) if self._watched else None
 
     @property
@@ -142,12 +142,12 @@ class Buckets:
 
 
 def _weighed(flat: Any, weight: Any) -> Any:
-    """Multiply; each pass over all gradients is one too many, so a weight of None costs none."""
+    """Return ``flat`` times ``weight``; None: unchanged, without a pass over the gradients."""
     return flat if weight is None else tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype))
 
 
 def _has_clock() -> bool:
-    """Return whether a trace may ask for the time: not where it has to be deterministic."""
+    """Return whether a traced function can read the clock: not if it must be deterministic."""
     try:
         with tf.init_scope():
             tf.timestamp()

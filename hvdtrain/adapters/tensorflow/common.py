@@ -1,4 +1,4 @@
-"""Steps 2, 6 and 7 for TensorFlow: devices, and the state of model and optimizer as arrays."""
+"""Steps 2, 6 and 7 for TensorFlow: devices, and state of model and optimizer as arrays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
 from hvdtrain.system.machine.threads import local_threads
 from hvdtrain.system.output.text import plural
 
-INTER_OP_THREADS = 1  # operations at once; where a rank has one core, a second one only waits
+INTER_OP_THREADS = 1  # concurrent operations: on one core a second one would only wait
 
 
 class TensorFlowAdapter(CommonAdapter):
-    """The half of an adapter that is TensorFlow's; a strategy adds ``connect`` and step 5."""
+    """TensorFlow's part of an adapter; a strategy adds ``connect`` and step 5."""
 
     device: str = "/CPU:0"
     kinds = (
@@ -40,16 +40,16 @@ class TensorFlowAdapter(CommonAdapter):
         self._gpus: list[Any] = []
 
     def claim_device(self, local_rank: int, local_size: int) -> None:
-        """Take a GPU or a number of threads, before TensorFlow's runtime starts.
+        """Select a GPU or the number of threads, before TensorFlow's runtime starts.
 
-        ``connect`` calls it before the first collective: those are TensorFlow's operations.
+        ``connect`` calls it before the first collective, which is an operation of TensorFlow.
         """
         self._gpus = tf.config.list_physical_devices("GPU")
         try:
             if self._gpus:
                 mine = self._gpus[local_rank % len(self._gpus)]
                 tf.config.set_visible_devices(mine, "GPU")
-                for gpu in self._gpus:  # as scripts do later, which may only say what holds already
+                for gpu in self._gpus:  # scripts that do so later must not change the setting
                     tf.config.experimental.set_memory_growth(gpu, True)
             else:
                 threads = local_threads(local_rank, local_size)
@@ -57,21 +57,21 @@ class TensorFlowAdapter(CommonAdapter):
                 tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
         except RuntimeError as error:
             raise UsageError(
-                "TensorFlow was used before `initialize`, so this rank can have no device of its "
-                "own any more: call initialize() first"
+                "TensorFlow was used before `initialize`, so this rank can no longer select its "
+                "device: call initialize() first"
             ) from error
 
     @override
     def pin_device(self) -> str:
         count = len(self._gpus)
-        place = self.world.local_rank % max(1, count)
-        details = tf.config.experimental.get_device_details(self._gpus[place]) if count else {}
+        index = self.world.local_rank % max(1, count)
+        details = tf.config.experimental.get_device_details(self._gpus[index]) if count else {}
         name = str(details.get("device_name", "unknown"))
-        self.check_devices(name, place, count)
+        self.check_devices(name, index, count)
         if count:
             self.device = "/GPU:0"  # the only visible one
             self.has_gpu = True
-            return f"gpu {place} ({name})"
+            return f"gpu {index} ({name})"
         self.threads = tf.config.threading.get_intra_op_parallelism_threads()
         self.check_threads()
         return f"cpu, {plural(self.threads, 'thread')}"
@@ -118,8 +118,8 @@ class TensorFlowAdapter(CommonAdapter):
         source = state.path or "the state of rank 0"
         _assign(_named_weights(model), state.model, f"{source} is not of this model")
         if optimizer is not None:
-            own = _named_state(model, optimizer)
-            _assign(own, state.training, f"{source} is not of this optimizer")
+            state_variables = _named_state(model, optimizer)
+            _assign(state_variables, state.training, f"{source} is not of this optimizer")
 
     @override
     def local_buffers(self, model: Any) -> Arrays:
@@ -136,9 +136,9 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(value.numpy())
 
 
-def _assign(own: dict[str, Any], arrays: Tensors, trouble: str) -> None:
-    check_names(own, arrays, trouble)
-    for name, value in own.items():
+def _assign(variables: dict[str, Any], arrays: Tensors, trouble: str) -> None:
+    check_names(variables, arrays, trouble)
+    for name, value in variables.items():
         value.assign(np.asarray(arrays[name]))
 
 
@@ -152,22 +152,22 @@ def _running(model: Any) -> dict[str, Any]:
 
 
 def _named_weights(model: Any) -> dict[str, Any]:
-    """Return the weights by path, with the names that Keras made up counted from 0 in this model.
+    """Return the weights by path, with default layer names renumbered from 0 within this model.
 
-    Keras numbers the layers of a process (``dense_7``): the number tells how many were built
-    before, so two processes may differ, and a checkpoint would not fit.
+    Keras numbers the layers within a process (``dense_7``), so the names may differ between two
+    processes, and a checkpoint would not match.
     """
-    made_up: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     counts: dict[str, int] = {}
     for layer in [model, *model._flatten_layers(include_self=False)]:
         base = re.sub(r"_\d+$", "", layer.name)
-        if base.replace("_", "") == type(layer).__name__.lower() and layer.name not in made_up:
+        if base.replace("_", "") == type(layer).__name__.lower() and layer.name not in renamed:
             number = counts.setdefault(base, 0)
-            made_up[layer.name] = f"{base}_{number}" if number else base
+            renamed[layer.name] = f"{base}_{number}" if number else base
             counts[base] += 1
     named: dict[str, Any] = {}
     for value in model.weights:
-        name = "/".join(made_up.get(step, step) for step in value.path.split("/"))
+        name = "/".join(renamed.get(step, step) for step in value.path.split("/"))
         if name in named:
             raise UsageError(f"the model has two weights called {name}: name its layers")
         named[name] = value
@@ -175,7 +175,7 @@ def _named_weights(model: Any) -> dict[str, Any]:
 
 
 def _named_state(model: Any, optimizer: Any) -> dict[str, Any]:
-    # Learning rate, momentum and the rest are options of this run, not of the one that saved.
+    # Learning rate, momentum etc. are options of this run, not of the one that saved.
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     return {

@@ -1,7 +1,7 @@
 """Step 5 for TensorFlow: an optimizer that sums the gradients of all ranks before it updates.
 
-The optimizer gets a subclass of its own class, made at run time, with the same name and module: so
-it keeps its type, state and methods, and a saved model is read back with the plain class.
+The optimizer's class is replaced by a subclass with the same name and module, created at run time:
+it keeps its type, state and methods, and a saved model is loaded with the original class.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Any
 
 
 class Reduction(ABC):
-    """How the gradients of one optimizer are brought together, inside a trace or outside."""
+    """Reduction of the gradients of one optimizer, inside a traced function or outside."""
 
     @abstractmethod
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return what the optimizer is to apply, one for each variable.
+        """Return the gradients that the optimizer should apply, one per variable.
 
         Args:
             gradients: one per variable, or None.
-            variables: the variables, in an order that is the same on all ranks.
+            variables: the variables, in the same order on all ranks.
         """
 
     def scale_loss(self, loss: Any) -> Any:
-        """Return ``loss`` for the gradients; a loop that calls ``optimizer.scale_loss`` uses it."""
+        """Return ``loss`` scaled for the gradients; called by ``optimizer.scale_loss``."""
         return loss
 
 
 def distribute(optimizer: Any, reduction: Reduction) -> None:
-    """Make ``optimizer`` apply what ``reduction`` returns, from now on."""
-    own = type(optimizer)
+    """Make ``optimizer`` apply the gradients that ``reduction`` returns, from now on."""
+    base = type(optimizer)
 
-    class Distributed(own):  # type: ignore[misc,valid-type]
-        _hvdtrain = (reduction, own)
+    class Distributed(base):  # type: ignore[misc,valid-type]
+        _hvdtrain = (reduction, base)
 
         def scale_loss(self, loss: Any) -> Any:
             return reduction.scale_loss(super().scale_loss(loss))
@@ -45,16 +45,16 @@ def distribute(optimizer: Any, reduction: Reduction) -> None:
             super().apply(reduction.sum(list(grads), variables), variables)
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        setattr(Distributed, name, getattr(own, name))
+        setattr(Distributed, name, getattr(base, name))
     optimizer.__class__ = Distributed
 
 
 def reduction_of(optimizer: Any) -> Reduction | None:
-    """Return what ``distribute`` was given for this optimizer; None for a plain one."""
-    found: tuple[Reduction, type] | None = getattr(type(optimizer), "_hvdtrain", None)
-    return found[0] if found else None
+    """Return the reduction of a distributed optimizer; None for an original one."""
+    attributes: tuple[Reduction, type] | None = getattr(type(optimizer), "_hvdtrain", None)
+    return attributes[0] if attributes else None
 
 
 def undistribute(optimizer: Any) -> None:
-    """Give a distributed optimizer its own class back."""
+    """Restore the original class of a distributed optimizer."""
     optimizer.__class__ = type(optimizer)._hvdtrain[1]

@@ -21,7 +21,7 @@ class HorovodAdapter(BucketedAdapter):
 
     name = "horovod"
     runtime = "Horovod"
-    process_sets: Sequence[Any] | str = ()  # that Horovod is to know from the start
+    process_sets: Sequence[Any] | str = ()  # registered when Horovod is initialized
 
     @override
     def connect(self) -> Communicator:

@@ -1,4 +1,4 @@
-"""The eight steps for TensorFlow over MPI alone, for sites where Horovod cannot be built."""
+"""The eight steps for TensorFlow over MPI only, for sites on which Horovod cannot be built."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class MpiAdapter(BucketedAdapter):
 
     @override
     def sum_tensor(self, values: Any, name: str) -> Any:
-        # MPI pairs sums by their order. In a trace it is that of the program: TensorFlow runs what
-        # has side effects, as a function of Python has to it, one after the other.
+        # MPI matches sums by order. In a traced function it is program order: TensorFlow runs
+        # operations with side effects, such as Python functions, sequentially.
         total = tf.numpy_function(self._sum, [values], values.dtype, stateful=True, name="sum")
         total.set_shape(values.shape)
         return total
@@ -46,7 +46,7 @@ class MpiAdapter(BucketedAdapter):
 
 @functools.cache
 def _halves(kind: np.dtype[Any]) -> Halves:
-    """Return how MPI sums numbers of ``kind``, which NumPy adds."""
+    """Return an MPI operation that sums numbers of ``kind`` by NumPy."""
     from hvdtrain.collectives.mpi4py import Halves
 
     def add(mine: Any, total: Any) -> None:

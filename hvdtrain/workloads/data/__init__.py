@@ -1,1 +1,1 @@
-"""Datasets that belong to no single task: readers of files, and what loads them in batches."""
+"""Datasets shared by several tasks: readers of files, and batch loaders."""

@@ -1,4 +1,4 @@
-"""A dataset as the trainer wants it: batches of the samples that it names by index."""
+"""The trainer's interface to a dataset: batches of samples, selected by index."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Batch:
     """A batch of samples in the framework's tensors; it may be empty.
 
     Attributes:
-        x: what the model is given, such as images, uint8 or float.
-        y: what its output is compared with, such as class indices; as long as there are samples.
+        x: inputs of the model, e.g. images, uint8 or float.
+        y: targets, e.g. class indices; its length is the number of samples.
     """
 
     x: Any
@@ -29,11 +29,11 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return len(self.y)
 
     def pin_memory(self) -> Batch:
-        """Return it where a GPU copies it from by itself; PyTorch's loaders call this."""
+        """Return the batch in pinned memory; called by PyTorch's loaders."""
         return Batch(self.x.pin_memory(), self.y.pin_memory())
 
     def __getitem__(self, samples: slice) -> Batch:
@@ -42,15 +42,15 @@ class Batch:
 
 
 Augment = Callable[[Part], NDArray[Any]]
-"""Makes the inputs of a part of the training, by seed, epoch and sample alone."""
+"""part -> its augmented inputs, a function of seed, epoch and sample."""
 
 
 class Dataset(ABC):
     """A labelled dataset in the framework's tensors, fetched by index.
 
     Attributes:
-        samples: how many there are.
-        digest: the same where the samples are the same, in the same order; empty: not known.
+        samples: number of samples.
+        digest: digest of the samples in order; empty: unknown.
     """
 
     samples: int
@@ -65,7 +65,7 @@ class Dataset(ABC):
         """Yield the samples of each batch of indices, not augmented."""
 
     def close(self) -> None:  # noqa: B027 (most data has nothing to end)
-        """End worker processes, if there are any."""
+        """End the worker processes, if any."""
 
 
 def digest_of(*arrays: NDArray[Any]) -> str:
@@ -77,7 +77,7 @@ def digest_of(*arrays: NDArray[Any]) -> str:
 
 
 class Indexed(Dataset):
-    """Data of which any samples can be had at once: nothing is read ahead."""
+    """A dataset with immediate access to any samples, which are not read ahead."""
 
     @abstractmethod
     def fetch(self, indices: Indices) -> Batch:

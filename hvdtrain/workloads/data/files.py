@@ -1,4 +1,4 @@
-"""The files of a data set, in order, whether they are in a folder or packed."""
+"""The files of a dataset, in order, in a folder or packed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ENDINGS = (".jpg", ".jpeg", ".png")
 
 
 class Names(Sequence[str]):
-    """Names of files, in one piece of memory: a million of them are sent to a process at once.
+    """Names of files in one array, so that a million of them can be sent to a process quickly.
 
     Args:
-        joined: uint8, a zero byte after each.
+        joined: the names, uint8, each followed by a zero byte.
     """
 
     def __init__(self, joined: NDArray[np.uint8]) -> None:
@@ -59,22 +59,22 @@ class Names(Sequence[str]):
     @override
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[position] for position in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         start = self._ends[index - 1] + 1 if index else 0
         return os.fsdecode(self.joined[start : self._ends[index]].tobytes())
 
-    def take(self, places: Indices) -> Names:
-        """Return those at ``places``, in their order."""
-        return Names.of(self[int(place)] for place in places)
+    def take(self, indices: Indices) -> Names:
+        """Return those at ``indices``, in this order."""
+        return Names.of(self[int(index)] for index in indices)
 
 
 class Files(ABC):
-    """The files of one part of a data set, in order; sent to worker processes by pickle.
+    """The files of one split of a dataset, in order; sent to worker processes by pickle.
 
     Attributes:
-        names: their paths below the folder of the part.
-        variant: what makes their content another than that of the files that are so named.
+        names: paths of the files, relative to the folder of the split.
+        variant: conversion of their content, e.g. a resize; part of the digest.
     """
 
     names: Names
@@ -85,7 +85,7 @@ class Files(ABC):
 
     @property
     def digest(self) -> str:
-        """The same where names, order and variant are the same, in a folder or packed."""
+        """Digest of names, order and variant; the same in a folder and packed."""
         return self.digest_with(b"")
 
     def digest_with(self, labels: bytes) -> str:
@@ -96,39 +96,39 @@ class Files(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return what a user finds the file by, for messages."""
+        """Return the location of the file, for messages."""
 
     @abstractmethod
     def open(self, index: int) -> IO[bytes]:
-        """Open the file to be read; it can be sought in.
+        """Open the file for reading; it is seekable.
 
         Raises:
-            OSError: it cannot be read.
-            UsageError: packed data are damaged.
+            OSError: the file cannot be read.
+            UsageError: packed data is damaged.
         """
 
     def is_regular(self, index: int) -> bool:
-        """Return whether it is a file, not a pipe or a device, which to open might never end.
+        """Return whether it is a regular file: opening a pipe or a device might block forever.
 
         Raises:
-            OSError: it is not there.
+            OSError: the file does not exist.
         """
         return True
 
-    def will_need(self, indices: Sequence[int]) -> None:  # noqa: B027 (a folder has no means)
-        """Tell the system that these are read next."""
+    def will_need(self, indices: Sequence[int]) -> None:  # noqa: B027 (no effect in a folder)
+        """Advise the system that these files are read next."""
 
     @abstractmethod
     def forget(self, index: int) -> None:
-        """Let the system drop what it has cached of the file; one in memory stays.
+        """Drop the file from the system's page cache, unless it is in a memory file system.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
 
     @abstractmethod
-    def take(self, places: Indices) -> Files:
-        """Return those at ``places``, in their order."""
+    def take(self, indices: Indices) -> Files:
+        """Return those at ``indices``, in this order."""
 
 
 class FolderFiles(Files):
@@ -136,7 +136,7 @@ class FolderFiles(Files):
 
     Args:
         root: the folder.
-        names: of the files, by their paths below it.
+        names: paths of the files, relative to it.
     """
 
     def __init__(self, root: Path, names: Names) -> None:
@@ -160,8 +160,8 @@ class FolderFiles(Files):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     @override
-    def take(self, places: Indices) -> FolderFiles:
-        return FolderFiles(self.root, self.names.take(places))
+    def take(self, indices: Indices) -> FolderFiles:
+        return FolderFiles(self.root, self.names.take(indices))
 
 
 class PackedFiles(Files):
@@ -169,63 +169,63 @@ class PackedFiles(Files):
 
     Args:
         pack: the data.
-        split: which of its parts.
-        places: the samples of it, in order; None: all.
+        split: name of the split.
+        selection: indices of its samples, in order; None: all.
     """
 
-    def __init__(self, pack: Pack, split: str, places: Indices | None = None) -> None:
-        self.pack, self.split, self.places = pack, split, places
+    def __init__(self, pack: Pack, split: str, selection: Indices | None = None) -> None:
+        self.pack, self.split, self.selection = pack, split, selection
         self._samples = pack.contents.splits[split]
         names = Names(self._samples.names)
-        self.names = names if places is None else names.take(places)
+        self.names = names if selection is None else names.take(selection)
         if pack.contents.resize:
             self.variant = b"\0resize %d" % pack.contents.resize
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedFiles, (self.pack, self.split, self.places)
+        return PackedFiles, (self.pack, self.split, self.selection)
 
     def __len__(self) -> int:
-        return len(self._samples) if self.places is None else len(self.places)
+        return len(self._samples) if self.selection is None else len(self.selection)
 
-    def _place(self, index: int) -> int:
-        return index if self.places is None else int(self.places[index])
+    def _sample(self, index: int) -> int:
+        return index if self.selection is None else int(self.selection[index])
 
     @override
     def name(self, index: int) -> str:
-        place = self._place(index)
-        shard = self.pack.contents.shards[self._samples.shard[place]].name
+        sample = self._sample(index)
+        shard = self.pack.contents.shards[self._samples.shard[sample]].name
         path = self.names[index]
-        return f"{self.pack.folder / shard}: {key(place)}{suffix(path)} ({self.split}/{path})"
+        return f"{self.pack.folder / shard}: {key(sample)}{suffix(path)} ({self.split}/{path})"
 
     @override
     def open(self, index: int) -> IO[bytes]:
-        return io.BytesIO(self.pack.read(self._samples.member(self._place(index))))
+        return io.BytesIO(self.pack.read(self._samples.member(self._sample(index))))
 
     @override
     def will_need(self, indices: Sequence[int]) -> None:
-        members = (self._samples.member(self._place(index)) for index in indices)
+        members = (self._samples.member(self._sample(index)) for index in indices)
         self.pack.advise(members, os.POSIX_FADV_WILLNEED)
 
     @override
     def forget(self, index: int) -> None:
-        member = self._samples.member(self._place(index))
+        member = self._samples.member(self._sample(index))
         self.pack.advise([member], os.POSIX_FADV_DONTNEED)
 
     @override
-    def take(self, places: Indices) -> PackedFiles:
-        chosen = places if self.places is None else self.places[places]
+    def take(self, indices: Indices) -> PackedFiles:
+        chosen = indices if self.selection is None else self.selection[indices]
         return PackedFiles(self.pack, self.split, chosen)
 
 
 def open_split(directory: Path, split: str) -> Files | None:
-    """Return the images below ``directory/split``, sorted by path; None where it is not there.
+    """Return the images below ``directory/split``, sorted by path; None if there is no such split.
 
     Args:
-        directory: a folder that holds folders of images, or packed data.
-        split: such as ``train2017``.
+        directory: a folder with folders of images, or packed data.
+        split: name of the split, e.g. ``train2017``.
 
     Raises:
-        UsageError: packed data are damaged.
+        UsageError: packed data is damaged.
     """
     if is_packed(directory):
         pack = Pack(directory)
@@ -238,22 +238,22 @@ def open_split(directory: Path, split: str) -> Files | None:
 
 
 def has_file(directory: Path, name: str) -> bool:
-    """Return whether ``read_file`` finds something."""
+    """Return whether ``read_file`` would find the file."""
     if is_packed(directory):
         return name in Pack(directory).contents.files
     return (directory / name).exists()
 
 
 def read_file(directory: Path, name: str) -> bytes:
-    """Return the content of a file that is no sample, such as ``annotations/instances_x.json``.
+    """Return the content of a file other than samples, e.g. ``annotations/instances_x.json``.
 
     Raises:
-        UsageError: there is none of this name, or it cannot be read.
+        UsageError: the file does not exist, or cannot be read.
     """
     if is_packed(directory):
         pack = Pack(directory)
         if name not in pack.contents.files:
-            raise UsageError(f"--data {directory}: there is no {name} in these packed data")
+            raise UsageError(f"--data {directory}: there is no {name} in this packed data")
         return pack.read(pack.contents.files[name])
     try:
         return read_regular(directory / name)
@@ -262,7 +262,7 @@ def read_file(directory: Path, name: str) -> bytes:
 
 
 def images_below(folder: str | Path) -> Iterator[tuple[Path, bool]]:
-    """Yield what is named as an image below ``folder``, and whether it is a file."""
+    """Yield paths with an image suffix below ``folder``, and whether each is a file."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if (path := Path(entry.path)).suffix.lower() in ENDINGS:

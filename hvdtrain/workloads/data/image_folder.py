@@ -1,4 +1,4 @@
-"""Images with a class each, one folder per class or packed: which there are, which are broken."""
+"""Images with class labels, one folder per class or packed: listing, and search for broken ones."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from hvdtrain.workloads.data.packed import IMAGES, Pack, is_packed, wrong_kind
 
 log = logging.getLogger(__name__)
 
-# Random images, for measuring speed: as many as ImageNet has, from a pool that fits into memory.
+# Random images, for measuring speed: the number of ImageNet's, from a pool that fits into memory.
 SYNTHETIC_SAMPLES, SYNTHETIC_CLASSES, SYNTHETIC_POOL = 1_281_167, 1000, 32
 
 
 @dataclass(frozen=True)
 class ImageOptions(Options):
-    """What a user can say about images in folders."""
+    """Options of image folders."""
 
     EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
 
@@ -52,9 +52,9 @@ class ImageFolder:
     """The images of a split.
 
     Attributes:
-        files: sorted by class and name.
-        labels: int64, shape (len(files),).
-        classes: names of the classes, sorted; a label is a place in it.
+        files: the files, sorted by class and name.
+        labels: indices in ``classes``, int64, shape (len(files),).
+        classes: names of the classes, sorted.
     """
 
     files: Files
@@ -63,16 +63,16 @@ class ImageFolder:
 
     @property
     def digest(self) -> str:
-        """The same where names below the split's folder, their order and their labels are."""
+        """Digest of names below the split's folder, their order and their labels."""
         return self.files.digest_with(self.labels.tobytes())
 
 
 def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, ImageFolder | None]:
-    """Return the ``train`` and ``val`` of ``directory``, or of packed data; no ``val``: None.
+    """Return ``train`` and ``val`` of ``directory``, or of packed data; None: no ``val``.
 
     Raises:
-        UsageError: no such directory, no ``train``, an empty class, or classes that differ;
-            packed data are damaged, or of another kind.
+        UsageError: no such directory, no ``train``, an empty class, or classes that differ; packed
+            data is damaged, or of another kind.
     """
     if not directory.is_dir():
         raise UsageError(f"--data {directory}: no such directory")
@@ -80,7 +80,7 @@ def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, Im
         return _load_packed(Pack(directory))
     if not (directory / "train").is_dir():
         raise UsageError(
-            f"--data {directory}: there is no train/ in it; it must hold train/CLASS/*.jpg and "
+            f"--data {directory}: there is no train/ in it; it must contain train/CLASS/*.jpg and "
             "val/CLASS/*.jpg. For random images use --synthetic"
         )
     train = scan(directory / "train", skip_broken=skip_broken)
@@ -91,8 +91,8 @@ def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, Im
     if unknown:
         raise UsageError(f"{directory / 'val' / unknown[0]}: train/ has no class of this name")
     # A class without validation images is no error, but labels must mean the same in both.
-    place = {name: label for label, name in enumerate(train.classes)}
-    relabelled = np.array([place[test.classes[label]] for label in test.labels], np.int64)
+    label_of = {name: label for label, name in enumerate(train.classes)}
+    relabelled = np.array([label_of[test.classes[label]] for label in test.labels], np.int64)
     return train, ImageFolder(test.files, relabelled, train.classes)
 
 
@@ -109,7 +109,7 @@ def _load_packed(pack: Pack) -> tuple[ImageFolder, ImageFolder | None]:
         for name in ("train", "val")
     )
     if train is None:
-        raise UsageError(f"--data {pack.folder}: these packed data hold no train")
+        raise UsageError(f"--data {pack.folder}: this packed data has no train")
     return train, test
 
 
@@ -117,40 +117,40 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
     """Return the images below ``split``, one folder per class.
 
     Raises:
-        UsageError: no class, a class without an image, or a pipe or device among them; those stay
-            where ``without_broken`` is to leave them out.
+        UsageError: no class, a class without images, or a pipe or device among them, unless
+            ``without_broken`` will remove these.
     """
     classes = sorted(entry.name for entry in split.iterdir() if entry.is_dir())
     if not classes:
-        raise UsageError(f"{split} holds no class: put the images of each class in a folder there")
+        raise UsageError(f"{split} holds no class: put the images of each class in a folder of it")
     names: list[str] = []
     labels: list[int] = []
     start = len(os.fspath(split)) + 1
     for label, name in enumerate(classes):
-        found = sorted(images_below(split / name))
-        for path, is_file in found:
+        images = sorted(images_below(split / name))
+        for path, is_file in images:
             if not (is_file or skip_broken):
                 raise broken_image(path, "it is no regular file")
-        if not found:
+        if not images:
             raise UsageError(
                 f"{split / name} holds no image ({', '.join(ENDINGS)}): fill or remove it"
             )
-        names += [os.fspath(path)[start:] for path, _ in found]
-        labels += [label] * len(found)
+        names += [os.fspath(path)[start:] for path, _ in images]
+        labels += [label] * len(images)
     files = FolderFiles(split, Names.of(names))
     return ImageFolder(files, np.array(labels, np.int64), classes)
 
 
-def why_broken(files: Files, index: int) -> str | None:
-    """Return why the image cannot be decoded; None where it can."""
+def decoding_error(files: Files, index: int) -> str | None:
+    """Return the reason for which the image cannot be decoded; None if it can."""
     from PIL import Image
 
     try:
-        if not files.is_regular(index):  # opening a pipe would wait for ever
+        if not files.is_regular(index):  # opening a pipe would block forever
             return "it is no regular file"
         with files.open(index) as file, Image.open(file) as image:
             image.load()
-    except UsageError:  # packed data are damaged: no matter of one image
+    except UsageError:  # packed data is damaged, not a single image
         raise
     except Exception as error:  # Pillow raises many kinds for broken bytes
         return f"{type(error).__name__}: {error}"
@@ -166,26 +166,26 @@ def broken_image(name: object, reason: object) -> UsageError:
 
 @contextlib.contextmanager
 def shared_memory() -> Iterator[None]:
-    """Tell the user, while it is open, of worker processes that find no room in /dev/shm.
+    """Convert errors of worker processes within the block that are due to a full /dev/shm.
 
     Raises:
-        UsageError: with the remedy.
+        UsageError: /dev/shm is full; with the remedy.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        # As PyTorch tells it of its workers; writing to a full /dev/shm may also kill them.
+        # As PyTorch reports it; writing to a full /dev/shm may also kill the workers.
         if not (full or any(word in str(error) for word in ("No space left", "Bus error"))):
             raise
         raise UsageError(
             f"the workers that read images need shared memory, and /dev/shm on "
-            f"{socket.gethostname()} is full: make room there (a container's --shm-size), or read "
-            "in the training process itself (--workers 0)"
+            f"{socket.gethostname()} is full: free some space (in a container: --shm-size), or "
+            "read in the training process itself (--workers 0)"
         ) from error
 
 
-_files: list[Files] = []  # those that a process of ``without_broken`` looks at
+_files: list[Files] = []  # checked by this process of ``without_broken``
 
 
 def _begin(files: Files) -> None:
@@ -193,40 +193,40 @@ def _begin(files: Files) -> None:
     _files[:] = [files]
 
 
-def _why_broken(index: int) -> str | None:
-    return why_broken(_files[0], index)
+def _decoding_error(index: int) -> str | None:
+    return decoding_error(_files[0], index)
 
 
 def broken_files(files: Files, workers: int) -> list[int]:
-    """Decode every image once, in worker processes, and return the places of those that fail.
+    """Decode every image once, in worker processes, and return the indices of those that fail.
 
     Raises:
-        UsageError: all do.
+        UsageError: all images fail.
     """
     context = get_context("forkserver")
     with (
         shared_memory(),
         ProcessPoolExecutor(max(1, workers), context, _begin, (files,)) as pool,
     ):
-        reasons = list(pool.map(_why_broken, range(len(files)), chunksize=64))
-    broken = [index for index, why in enumerate(reasons) if why]
+        reasons = list(pool.map(_decoding_error, range(len(files)), chunksize=64))
+    broken = [index for index, reason in enumerate(reasons) if reason]
     for index in broken:
-        log.info("left out %s: %s", files.name(index), reasons[index])
+        log.info("skipped %s: %s", files.name(index), reasons[index])
     if len(broken) == len(files):
         raise UsageError(f"none of {len(files)} images can be decoded, {files.name(0)} for one")
     return broken
 
 
 def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list[str]]:
-    """Leave out the images that cannot be decoded.
+    """Remove the images that cannot be decoded.
 
-    Doing so before the training keeps the rule that an epoch is every sample exactly once.
+    Since this is done before the training, each epoch still has every sample exactly once.
 
     Returns:
-        The images that are left, and what the others are called.
+        The remaining images, and the names of the removed ones.
 
     Raises:
-        UsageError: none is left.
+        UsageError: no image remains.
     """
     broken = broken_files(images.files, workers)
     good = np.setdiff1d(np.arange(len(images.files)), broken)

@@ -1,13 +1,13 @@
-"""Packed data: many files in few, each of them a tar, with an index of where what begins.
+"""Packed data: many files in a few tar shards, with an index of their offsets.
 
-A folder that ``hvdtrain pack`` has made holds shards (``train-000000.tar`` and so on) and
-``index.safetensors``, which is written last: without it there is no packed data. A sample is two
-members of a shard, of which the names are its number in the data set: ``000000123.jpg``, the bytes
-of the file, and ``000000123.json``, the path that it had. So tar and WebDataset read the shards
-too. The index is mapped into memory, which all processes of a host share then.
+A folder written by ``hvdtrain pack`` contains shards (``train-000000.tar`` and so on) and
+``index.safetensors``, which is written last: without it the folder is incomplete. A sample is two
+members of a shard, named by its number in the dataset: ``000000123.jpg``, the bytes of the file,
+and ``000000123.json``, its original path. So tar and WebDataset can read the shards too. The index
+is mapped into memory, which all processes of a host share.
 
-The format of the index is that of safetensors (https://github.com/huggingface/safetensors): 8 bytes
-of length, a JSON header, arrays.
+The index has the safetensors format (https://github.com/huggingface/safetensors): 8 bytes of
+length, a JSON header, arrays.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.files import replacing
 
 INDEX = "index.safetensors"
-WORK = ".pack"  # the folder in which a packing that is not done keeps what it knows
+WORK = ".pack"  # folder of the state of an unfinished packing
 VERSION = 1
 IMAGES, COCO, MNIST = "image folder", "COCO", "MNIST"
-OPEN = 64  # shards that a process keeps open
-CHUNK = 2**23  # bytes that are read at once of a whole shard
+OPEN = 64  # number of shards that a process keeps open
+CHUNK = 2**23  # bytes per read of a whole shard
 TYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 
 
 class Shard(NamedTuple):
-    """A tar file: its name in the folder, bytes, and SHA-256."""
+    """A tar file: name in the folder, size in bytes, and SHA-256."""
 
     name: str
     size: int
@@ -47,7 +47,7 @@ class Shard(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A file within a shard: which one, where it begins, and its bytes."""
+    """A file within a shard: index of the shard, offset and size in bytes."""
 
     shard: int
     offset: int
@@ -56,14 +56,14 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The samples of a part of the data set, such as ``train``, in order.
+    """The samples of a part of the dataset, e.g. ``train``, in order.
 
     Attributes:
-        shard: int32, in which each is.
-        offset: int64, where it begins there.
-        size: int64, its bytes.
-        names: uint8, their paths below the folder of the split, a zero byte after each.
-        labels: int32; none where the files have no classes.
+        shard: index of the shard of each sample, int32.
+        offset: offset in the shard, int64.
+        size: size in bytes, int64.
+        names: paths below the folder of the split, uint8, each followed by a zero byte.
+        labels: int32; empty if the files have no classes.
     """
 
     shard: NDArray[np.int32]
@@ -76,22 +76,22 @@ class Split:
         return len(self.shard)
 
     def member(self, index: int) -> Member:
-        """Return where a sample is."""
+        """Return the location of a sample."""
         return Member(int(self.shard[index]), int(self.offset[index]), int(self.size[index]))
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in packed data.
+    """The contents of packed data.
 
     Attributes:
         kind: ``IMAGES``, ``COCO`` or ``MNIST``.
-        shards: all of them.
-        splits: by name.
-        files: what is no sample, such as annotations, by its path.
-        classes: their names, of which a label is the place.
-        resize: pixels that the shorter side of an image has at most; 0: as it was.
-        source: a digest of what was packed, and how.
+        shards: all shards.
+        splits: splits by name.
+        files: files other than samples, e.g. annotations, by path.
+        classes: names of the classes, by label.
+        resize: maximum length of the shorter side of an image, in pixels; 0: not resized.
+        source: digest of the source data and the options of the packing.
     """
 
     kind: str
@@ -103,10 +103,10 @@ class Contents:
     source: str
 
     def save(self, folder: Path) -> None:
-        """Write the index of ``folder``; from then on it holds packed data.
+        """Write the index of ``folder``, which completes the packed data.
 
         Raises:
-            HvdtrainError: it cannot be written.
+            HvdtrainError: the index cannot be written.
         """
         arrays = {
             f"{name}.{field}": np.ascontiguousarray(array)
@@ -115,7 +115,7 @@ class Contents:
         }
         header = asdict(self) | {"version": VERSION, "splits": list(self.splits)}
         header["arrays"] = _digest(arrays)
-        # One entry: its library keeps several in no order.
+        # One entry: the library does not preserve the order of several.
         data = safetensors.numpy.save(arrays, {"hvdtrain": json.dumps(header)})
         with replacing(folder / INDEX) as file:
             file.write(data)
@@ -129,26 +129,24 @@ def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def is_packed(folder: Path) -> bool:
-    """Return whether ``folder`` is what ``hvdtrain pack`` makes.
+    """Return whether ``folder`` contains packed data.
 
     Raises:
-        UsageError: it was not made to its end.
+        UsageError: the packing is unfinished.
     """
     if (folder / INDEX).is_file():
         return True
     if (folder / WORK).is_dir():
-        raise UsageError(
-            f"{folder}: it was not packed to its end: run `hvdtrain pack DIR {folder}` again"
-        )
+        raise UsageError(f"{folder}: not packed to its end: run `hvdtrain pack DIR {folder}` again")
     return False
 
 
 class Pack:
-    """Packed data, to be read.
+    """Reads packed data.
 
     Args:
-        folder: which.
-        complete: look whether the shards are there, and as long as they were.
+        folder: folder of the packed data.
+        complete: whether to check that the shards exist and have their original sizes.
 
     Raises:
         UsageError: the index is damaged, or of another version; a shard is missing or truncated.
@@ -161,7 +159,7 @@ class Pack:
             self._check(shard)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self.folder,)  # a worker process maps the index itself
+        return _reopened, (self.folder,)  # a worker process maps the index itself
 
     def _check(self, shard: Shard) -> None:
         try:
@@ -169,51 +167,51 @@ class Pack:
         except OSError as error:
             raise _damaged(self.folder / shard.name, error.strerror) from error
         if size != shard.size:
-            why = f"it has {size:,} bytes, and had {shard.size:,} when it was packed"
-            raise _damaged(self.folder / shard.name, why)
+            reason = f"it has {size:,} bytes, and had {shard.size:,} when it was packed"
+            raise _damaged(self.folder / shard.name, reason)
 
     def check_index(self) -> None:
-        """Compare the arrays of the index with their digest.
+        """Verify the digest of the arrays of the index.
 
         Raises:
-            UsageError: they differ.
+            UsageError: the digest differs.
         """
-        stored, found = self._digests
-        if _digest(found) != stored:
-            raise _damaged(self.folder / INDEX, "its checksum is another")
+        stored, arrays = self._digests
+        if _digest(arrays) != stored:
+            raise _damaged(self.folder / INDEX, "its checksum differs")
 
     def read(self, member: Member) -> bytes:
         """Return the bytes of ``member``.
 
         Raises:
-            UsageError: the shard has become shorter.
-            OSError: it cannot be read.
+            UsageError: the shard was truncated.
+            OSError: the shard cannot be read.
         """
         path = self.folder / self.contents.shards[member.shard].name
         opened, pieces, done = _opened(os.fspath(path)), [], 0
         while done < member.size:
             piece = os.pread(opened.handle, member.size - done, member.offset + done)
             if not piece:
-                raise _damaged(path, "it has become shorter")
+                raise _damaged(path, "it was truncated")
             pieces.append(piece)
             done += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def advise(self, members: Iterable[Member], advice: int) -> None:
-        """Tell the system what becomes of ``members``, by an advice of ``posix_fadvise``."""
+        """Advise the system on the use of ``members``, by ``posix_fadvise``."""
         for member in members:
             path = os.fspath(self.folder / self.contents.shards[member.shard].name)
             handle = _opened(path).handle
             os.posix_fadvise(handle, member.offset, member.size, advice)
 
 
-@functools.lru_cache(maxsize=4)  # what is sent to a worker has a copy for each split
-def _again(folder: Path) -> Pack:
+@functools.lru_cache(maxsize=4)  # a worker receives one per split
+def _reopened(folder: Path) -> Pack:
     return Pack(folder)
 
 
 class _Opened:
-    """A file that is open until nobody uses it any more, whichever thread that is."""
+    """A file that is open until no thread uses it any more."""
 
     def __init__(self, path: str) -> None:
         self.handle = -1
@@ -227,18 +225,18 @@ class _Opened:
 _opened = functools.lru_cache(maxsize=OPEN)(_Opened)
 
 
-def _damaged(path: Path, why: object) -> UsageError:
+def _damaged(path: Path, reason: object) -> UsageError:
     return UsageError(
-        f"{path} is damaged ({why}): copy it again from where it came, or remove {path.parent} and "
+        f"{path} is damaged ({reason}): copy it again from its source, or remove {path.parent} and "
         "pack it again (`hvdtrain pack DIR OUT`)"
     )
 
 
 def _load(folder: Path) -> tuple[Contents, tuple[str, dict[str, NDArray[Any]]]]:
-    """Read an index; return what is in it, the digest of its arrays as stored, and the arrays.
+    """Read an index; return its contents, the stored digest of its arrays, and the arrays.
 
     Raises:
-        UsageError: it is damaged, or of another version.
+        UsageError: the index is damaged, or of another version.
     """
     path = folder / INDEX
     try:
@@ -246,8 +244,8 @@ def _load(folder: Path) -> tuple[Contents, tuple[str, dict[str, NDArray[Any]]]]:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
-        told = json.loads(header.pop("__metadata__")["hvdtrain"])
-        version = told.pop("version")
+        values = json.loads(header.pop("__metadata__")["hvdtrain"])
+        version = values.pop("version")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -259,46 +257,47 @@ def _load(folder: Path) -> tuple[Contents, tuple[str, dict[str, NDArray[Any]]]]:
         )
     try:
         arrays = {
-            name: np.frombuffer(data, TYPES[entry["dtype"]], *_place(entry, 8 + length))
+            name: np.frombuffer(data, TYPES[entry["dtype"]], *_extent(entry, 8 + length))
             for name, entry in header.items()
         }
         fields = Split.__dataclass_fields__
-        names, digest = told.pop("splits"), told.pop("arrays")
-        splits = {one: Split(*(arrays[f"{one}.{field}"] for field in fields)) for one in names}
-        told["shards"] = [Shard(*one) for one in told["shards"]]
-        told["files"] = {name: Member(*one) for name, one in told["files"].items()}
-        contents = Contents(**told, splits=splits)
-        _check_places(contents)
+        names, digest = values.pop("splits"), values.pop("arrays")
+        splits = {name: Split(*(arrays[f"{name}.{field}"] for field in fields)) for name in names}
+        values["shards"] = [Shard(*shard) for shard in values["shards"]]
+        values["files"] = {name: Member(*member) for name, member in values["files"].items()}
+        contents = Contents(**values, splits=splits)
+        _check_bounds(contents)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     return contents, (digest, arrays)
 
 
-def _place(entry: dict[str, Any], start: int) -> tuple[int, int]:
-    """Return how many numbers an array has, and where they begin in the file."""
+def _extent(entry: dict[str, Any], start: int) -> tuple[int, int]:
+    """Return the length of an array, and its offset in the file."""
     return entry["shape"][0], start + entry["data_offsets"][0]
 
 
-def _check_places(contents: Contents) -> None:
-    """Make sure that all is within the shards.
+def _check_bounds(contents: Contents) -> None:
+    """Check that all samples and files are within the shards.
 
     Raises:
-        ValueError: it is not.
+        ValueError: some are not.
     """
     sizes = np.array([shard.size for shard in contents.shards], np.int64)
-    places = [(one.shard, one.offset, one.size) for one in contents.splits.values()]
-    for name, one in contents.splits.items():
-        lengths = {len(one.shard), len(one.offset), len(one.size), np.count_nonzero(one.names == 0)}
-        if len(lengths) > 1 or len(one.labels) not in (0, len(one)):
+    spans = [(split.shard, split.offset, split.size) for split in contents.splits.values()]
+    for name, split in contents.splits.items():
+        lengths = {*map(len, (split.shard, split.offset, split.size))}
+        lengths.add(np.count_nonzero(split.names == 0))
+        if len(lengths) > 1 or len(split.labels) not in (0, len(split)):
             raise ValueError(f"{name} has arrays of other lengths")
-        if len(one.labels) and not 0 <= one.labels.min() <= one.labels.max() < len(
+        if len(split.labels) and not 0 <= split.labels.min() <= split.labels.max() < len(
             contents.classes
         ):
             raise ValueError(f"{name} has labels of no class")
     if contents.files:
         columns = np.array(list(contents.files.values()), np.int64).T
-        places.append((columns[0].astype(np.int32), columns[1], columns[2]))
-    for shard, offset, size in places:
+        spans.append((columns[0].astype(np.int32), columns[1], columns[2]))
+    for shard, offset, size in spans:
         if shard.min() < 0 or offset.min() < 0 or size.min() < 0:
             raise ValueError("a sample begins before its shard")
         if (offset + size > sizes[shard]).any():
@@ -328,5 +327,5 @@ def file_digest(path: Path) -> str:
 def wrong_kind(folder: Path, kind: str, wanted: str) -> UsageError:
     """Return the error for packed data of another kind than a task reads."""
     return UsageError(
-        f"--data {folder}: these are packed data of another kind ({kind}, not {wanted})"
+        f"--data {folder}: this is packed data of another kind ({kind}, not {wanted})"
     )

@@ -1,4 +1,4 @@
-"""Images for TensorFlow: read ahead by the threads of tf.data, or made once."""
+"""Images for TensorFlow: read ahead by the threads of tf.data, or generated once."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from hvdtrain.workloads.data.image_folder import (
     broken_image,
 )
 
-AHEAD = 2  # batches that are ready before they are asked for
+AHEAD = 2  # number of prefetched batches
 
 
 class Folder(Dataset):
-    """Images of a folder, or packed, decoded, cropped and put into batches by a tf.data pipeline.
+    """Images of a folder, or packed, decoded, cropped and batched by a tf.data pipeline.
 
     Args:
-        images: which.
-        crop: makes an image of a file's bytes: (bytes, seed, side) -> uint8, shape
-            (side, side, 3); traced.
-        options: image size, seed, and number of threads that decode.
+        images: the images.
+        crop: function (bytes of a file, seed, side) -> uint8, shape (side, side, 3); traced.
+        options: options, for image size, seed, and number of decoding threads.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Folder(Dataset):
 
     @override
     def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
-        wanted = list(parts)  # here and not in a thread of tf.data: shards tell their adapter
+        wanted = list(parts)  # not in a thread of tf.data: shards notify their adapter
         batches = self._batches([part.indices for part in wanted], wanted)
         yield from zip(wanted, batches, strict=True)
 
@@ -70,7 +69,7 @@ class Folder(Dataset):
         dataset = tf.data.Dataset.from_generator(
             items, output_signature=(*shapes, tf.TensorSpec((None, 2), tf.int64))
         )
-        # Unconverted: autograph would write the function into a file in the temporary folder.
+        # Not converted: autograph would write the function to a temporary file.
         read = tf.autograph.experimental.do_not_convert(
             lambda index, label, seed: (self._read(index, seed, size), label)
         )
@@ -96,7 +95,7 @@ class Folder(Dataset):
             return file.read()
 
     def _seeds(self, indices: Indices, part: Part | None) -> Any:
-        # The augmentation is a function of (seed, epoch, sample), whichever thread does it.
+        # The augmentation depends only on (seed, epoch, sample), not on the thread.
         if part is None:
             return np.zeros((len(indices), 2), np.int64)
         epoch, seed = part.start.epoch, self.options.seed
@@ -114,22 +113,22 @@ class Folder(Dataset):
             except OSError as reason:
                 return broken_image(name, reason.strerror)
             except tf.errors.OpError as reason:
-                # "{{node ...}} why [Op:DecodeImage]": the middle is for the user.
-                why = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", str(reason.message))
-                return broken_image(name, why.strip(" ."))
+                # "{{node ...}} MESSAGE [Op:DecodeImage]"
+                message = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", str(reason.message))
+                return broken_image(name, message.strip(" ."))
         return error
 
 
 def _pipeline_options(threads: int) -> tf.data.Options:
     options = tf.data.Options()
-    # A pool of its own: TensorFlow's threads are one per core, and the training step has them.
+    # A separate pool: TensorFlow's threads, one per core, are used by the training step.
     options.threading.private_threadpool_size = threads + 1
     options.threading.max_intra_op_parallelism = 1
     return options
 
 
 class Synthetic(Indexed):
-    """Random images made once, for measuring speed."""
+    """Random images, generated once, for measuring speed."""
 
     samples = SYNTHETIC_SAMPLES
 

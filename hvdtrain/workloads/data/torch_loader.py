@@ -1,4 +1,4 @@
-"""Images for PyTorch: read ahead by worker processes, or made once."""
+"""Images for PyTorch: read ahead by worker processes, or generated once."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from hvdtrain.workloads.data.image_folder import (
     shared_memory,
 )
 
-Wanted = tuple[list[int], int | None]  # indices, and the epoch to augment for (None: do not)
+Wanted = tuple[list[int], int | None]  # indices, and the epoch to augment for (None: none)
 Crop = Callable[[Image.Image, int], Image.Image]
-MOST_AHEAD = 16  # batches in /dev/shm per rank
+MOST_AHEAD = 16  # maximum number of batches in /dev/shm per rank
 
 
 class Reader(Protocol):
-    """What reads the samples of a batch, in worker processes, to which it is sent by pickle.
+    """Reads the samples of a batch, in worker processes, to which it is sent by pickle.
 
     Attributes:
-        samples: how many there are.
-        digest: the same where the samples are the same, in the same order.
+        samples: number of samples.
+        digest: digest of the samples in order.
     """
 
     samples: int
     digest: str
 
     def batch(self, indices: list[int], epoch: int | None) -> Batch:
-        """Return these samples; augmented, by seed, epoch and sample alone, where there is one.
+        """Return these samples; with an epoch, augmented as a function of seed, epoch and sample.
 
         Raises:
-            UsageError: naming the file that is broken.
+            UsageError: naming a broken file.
         """
 
 
 class _Batches(torch_data.Dataset[Batch | UsageError]):
-    """What a ``Reader`` reads, by (indices, epoch).
+    """The batches of a ``Reader``, by (indices, epoch).
 
-    A broken sample comes back as an error, not raised: a worker's exception would reach the user
+    The error of a broken sample is returned, not raised: a worker's exception would reach the user
     wrapped in the worker's traceback.
     """
 
@@ -84,12 +84,12 @@ class _Images:
         for row, index in enumerate(indices):
             pixels[row] = self._read(index, epoch)
         labels = torch.from_numpy(self.images.labels[indices])
-        # Stored as they are decoded: the view is channels_last, what the convolutions want.
+        # In the layout of the decoder: the view is channels_last, the fastest for convolutions.
         return Batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), labels)
 
     def _read(self, index: int, epoch: int | None) -> np.ndarray[Any, Any]:
         if epoch is not None:
-            # The augmentation is a function of (seed, epoch, sample), whichever worker does it.
+            # The augmentation depends only on (seed, epoch, sample), not on the worker.
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
         name = self.images.files.name(index)
         with told(name):
@@ -101,18 +101,18 @@ class _Images:
 
 
 def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
-    """Decode what ``Image.open`` has returned.
+    """Decode the result of ``Image.open``.
 
     Args:
-        image: of which only the header was read.
-        spare: how many times smaller it may be. A JPEG is then decoded at a half, a quarter or an
-            eighth of its sides, for which a decoder leaves out most of the work.
+        image: image of which only the header was read.
+        spare: permitted reduction factor. A JPEG is then decoded at a half, a quarter or an eighth
+            of its sides, which saves most of the work.
 
     Returns:
-        The image in RGB, and how many times smaller it is: 1, 2, 4 or 8, ``spare`` at most.
+        The image in RGB, and its reduction factor: 1, 2, 4 or 8, at most ``spare``.
 
     Raises:
-        UsageError: naming the file, which is broken.
+        UsageError: naming the broken file.
     """
     with told(getattr(image, "filename", "an image")):
         width, height = image.size
@@ -125,7 +125,7 @@ def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
 
 @contextlib.contextmanager
 def told(name: str) -> Iterator[None]:
-    """Name the file that cannot be decoded."""
+    """Convert decoding errors within the block to one that names the file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's remarks on metadata
@@ -137,9 +137,9 @@ def told(name: str) -> Iterator[None]:
 
 
 def _shared(batch: Batch) -> Batch:
-    """Move ``batch``, in a worker, to where the training process can read it.
+    """Move ``batch``, in a worker, to shared memory, for the training process.
 
-    The queue would do so too, but where there is no room it drops the batch and nobody is told.
+    The queue would do so too, but if there is no space it drops the batch without an error.
     """
     if torch_data.get_worker_info() is not None:
         batch.x.share_memory_()
@@ -148,22 +148,22 @@ def _shared(batch: Batch) -> Batch:
 
 
 def _ahead(workers: int) -> int | None:
-    """Return how many batches each worker reads ahead, of which all have MOST_AHEAD or one each."""
+    """Return the number of batches each worker prefetches: MOST_AHEAD in all, at least one."""
     return max(1, min(2, MOST_AHEAD // workers)) if workers else None
 
 
 def _whole(batch: Any) -> Any:
-    return batch  # a batch is made in one piece, so there is nothing to collate
+    return batch  # a batch is read as a whole: nothing to collate
 
 
 class ReadAhead(Dataset):
     """Samples read ahead by worker processes.
 
-    The workers are started by a fork server: a fork beside MPI may hang.
+    The workers are started by a fork server: a fork of a process with MPI may hang.
 
     Args:
-        reader: what they call.
-        options: number of workers, of which 0 or None reads in this process, and device.
+        reader: reader that the workers call.
+        options: options, for the number of workers (0 or None: read in this process), and device.
     """
 
     def __init__(self, reader: Reader, options: Options) -> None:
@@ -217,10 +217,10 @@ class Folder(ReadAhead):
     """The images of a folder, or packed.
 
     Args:
-        images: which.
-        crop: makes what ``Image.open`` returns, by ``decoded``, a square in RGB of a given side, in
-            pixels; a function of a module, which may draw from torch's generator in a training.
-        options: image size, seed, and what ``ReadAhead`` takes.
+        images: the images.
+        crop: function that converts an opened image, by ``decoded``, to a square in RGB of a given
+            side, in pixels; defined in a module, may use torch's generator in a training.
+        options: options, for image size and seed, and those of ``ReadAhead``.
     """
 
     def __init__(self, images: ImageFolder, crop: Crop, options: ImageOptions) -> None:
@@ -228,7 +228,7 @@ class Folder(ReadAhead):
 
 
 class Synthetic(Indexed):
-    """Random images made once, for measuring speed."""
+    """Random images, generated once, for measuring speed."""
 
     samples = SYNTHETIC_SAMPLES
 

@@ -1,4 +1,4 @@
-"""MNIST from its IDX files, or the digits that scikit-learn brings along.
+"""MNIST from its IDX files, or the digits included in scikit-learn.
 
 IDX, gzipped or not: two zero bytes, the type (8 = uint8), the number of dimensions, each dimension
 as a big-endian 32-bit number, then the values. Source: LeCun's MNIST page.
@@ -29,8 +29,8 @@ SIDE = 28
 CLASSES = 10
 MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's training pixels, as fractions
 DIGITS_TEST = 297
-DIGITS_MEAN, DIGITS_DEVIATION = 0.3091, 0.3477  # of the embedded digits, likewise
-# Of the embedded digits: those of the test are by writers whom the training has not seen.
+DIGITS_MEAN, DIGITS_DEVIATION = 0.3091, 0.3477  # of the embedded digits, as fractions
+# For the embedded digits, of which those of the test are by other writers.
 AUGMENTATION = RandomAffine(rotation=0.25, shear=0.3, scale=0.15, shift=3.0)
 
 U8 = NDArray[np.uint8]
@@ -38,7 +38,7 @@ U8 = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class MnistOptions(Options):
-    """What a user can say about the training on digits."""
+    """Options of the training on digits."""
 
     dropout: float | None = option(None, "one fraction for all dropouts, 0: none", fraction)
 
@@ -48,9 +48,9 @@ class Samples:
     """Images uint8 of shape (n, 28, 28) and labels int64 of shape (n,).
 
     Attributes:
-        augmentation: what changes the images at each epoch of a training; None: nothing.
-        mean: of the training pixels, as a fraction.
-        deviation: likewise.
+        augmentation: augmentation of the images in each epoch of a training; None: none.
+        mean: mean of the training pixels, as a fraction.
+        deviation: standard deviation of the training pixels, as a fraction.
     """
 
     images: U8
@@ -61,11 +61,11 @@ class Samples:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Factor and offset that turn pixels into the input of a network: mean 0, deviation 1."""
+        """Factor and offset that normalize pixels to mean 0 and standard deviation 1."""
         return 1 / (255 * self.deviation), -self.mean / self.deviation
 
     def augment(self, seed: int, channel: int) -> Augment | None:
-        """Return what makes the images of a part, with a channel as axis ``channel``."""
+        """Return a function that augments the images of a part, with a channel axis ``channel``."""
         change = self.augmentation
         if change is None:
             return None
@@ -75,10 +75,10 @@ class Samples:
 
 
 def load(directory: Path | None) -> tuple[Samples, Samples]:
-    """Read training and test samples from ``directory``; the embedded digits where it is None.
+    """Read training and test samples from ``directory``; None: the embedded digits.
 
     Raises:
-        UsageError: a file is missing, broken, or does not fit its partner.
+        UsageError: a file is missing or broken, or images and labels do not match.
     """
     if directory is None:
         return embedded_digits()
@@ -101,23 +101,23 @@ def _pair(directory: Path, prefix: str) -> Samples:
         raise UsageError(f"{image_file} holds no image")
     if labels.max() >= CLASSES:
         raise UsageError(
-            f"{label_file}: label {labels.max()}, the labels go from 0 to {CLASSES - 1}"
+            f"{label_file}: label {labels.max()}, labels must be from 0 to {CLASSES - 1}"
         )
     return Samples(images, labels.astype(np.int64))
 
 
 def _read(directory: Path, name: str) -> tuple[str, NDArray[Any]]:
-    """Return what a user finds the IDX file ``name`` by, and the array in it."""
+    """Return the location of the IDX file ``name``, for messages, and its array."""
     if not is_packed(directory):
         path = find(directory, name)
         return str(path), read_idx(path)
     pack = Pack(directory)
     held = pack.contents.files
-    file = next((one for one in spellings(name) if one in held), None)
+    file = next((spelling for spelling in spellings(name) if spelling in held), None)
     if pack.contents.kind != MNIST or file is None:
         raise wrong_kind(directory, pack.contents.kind, MNIST)
-    told = f"{directory / pack.contents.shards[held[file].shard].name}: {file}"
-    return told, _idx(io.BytesIO(pack.read(held[file])), told)
+    label = f"{directory / pack.contents.shards[held[file].shard].name}: {file}"
+    return label, _idx(io.BytesIO(pack.read(held[file])), label)
 
 
 def embedded_digits() -> tuple[Samples, Samples]:
@@ -136,7 +136,7 @@ def embedded_digits() -> tuple[Samples, Samples]:
     except (ImportError, OSError) as error:
         raise UsageError(
             "without --data the digits of scikit-learn are used, and it is not installed; "
-            "pip install scikit-learn pillow, or give --data DIR with the MNIST files"
+            "pip install scikit-learn pillow, or use --data DIR with the MNIST files"
         ) from error
     small = np.round(digits[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     large = np.stack(
@@ -154,20 +154,20 @@ def embedded_digits() -> tuple[Samples, Samples]:
     return train, dataclasses.replace(whole, images=large[cut:], labels=labels[cut:])
 
 
-DEFLATE = 1032  # bytes that one byte of a gzipped file can stand for, by its format
+DEFLATE = 1032  # maximum compression ratio of gzip
 
 
 def spellings(name: str) -> list[str]:
-    """Return how the IDX file ``name`` may be called: gzipped or not, and dotted in some copies."""
+    """Return possible names of the IDX file ``name``: gzipped or not, dotted in some copies."""
     dotted = name.replace("-idx", ".idx")
     return [name, f"{name}.gz", dotted, f"{dotted}.gz"]
 
 
 def find(directory: Path, name: str) -> Path:
-    """Find the IDX file ``name``, gzipped or not, in ``directory`` or where torchvision puts it.
+    """Find the IDX file ``name``, gzipped or not, in ``directory`` or torchvision's subfolders.
 
     Raises:
-        UsageError: it is in none of these places.
+        UsageError: the file is in none of them.
     """
     folders = (directory, directory / "MNIST" / "raw", directory / "raw")
     for folder in folders:
@@ -176,7 +176,7 @@ def find(directory: Path, name: str) -> Path:
                 return folder / candidate
     raise UsageError(
         f"--data {directory}: {name}[.gz] is neither there nor under MNIST/raw; "
-        "leave --data out to train on the embedded digits"
+        "omit --data to train on the embedded digits"
     )
 
 
@@ -184,7 +184,7 @@ def read_idx(path: Path) -> NDArray[Any]:
     """Read the array in an IDX file of uint8.
 
     Raises:
-        UsageError: it cannot be read, is not IDX, or is shorter or longer than it says.
+        UsageError: it cannot be read, is not IDX, or its length does not match its header.
     """
     try:
         with path.open("rb") as file:
@@ -194,7 +194,7 @@ def read_idx(path: Path) -> NDArray[Any]:
 
 
 def _idx(file: IO[bytes], name: str) -> NDArray[Any]:
-    """Read the array in ``file``, which a user knows as ``name``."""
+    """Read the array in ``file``; ``name``: for messages."""
     try:
         gzipped = file.read(2) == b"\x1f\x8b"
         most = file.seek(0, io.SEEK_END) * (DEFLATE if gzipped else 1)
@@ -205,9 +205,9 @@ def _idx(file: IO[bytes], name: str) -> NDArray[Any]:
 
 
 def _array(stream: IO[bytes] | gzip.GzipFile, path: str, most: int) -> NDArray[Any]:
-    """Read the array that ``stream`` holds, of at most ``most`` bytes, and no further.
+    """Read the array in ``stream``, of at most ``most`` bytes, and no further.
 
-    A small gzipped file may inflate to more than any memory.
+    A small gzipped file may inflate to more than the available memory.
     """
     head = stream.read(4)
     dimensions = head[3] if head[:3] == b"\x00\x00\x08" and len(head) == 4 else 0
@@ -221,7 +221,7 @@ def _array(stream: IO[bytes] | gzip.GzipFile, path: str, most: int) -> NDArray[A
         start = len(head + sizes)
         held = "more" if len(data) > expected else "less"
         raise UsageError(
-            f"{path} is broken: its header tells {start + expected} bytes, it has {held}; "
+            f"{path} is broken: its header specifies {start + expected} bytes, it has {held}; "
             "copy it again"
         )
     return np.frombuffer(data, np.uint8).reshape(shape)

@@ -13,11 +13,11 @@ def network(model: str, dropout: float | None = None) -> nn.Module:
     """Return the network called ``model``, for images of shape (n, 1, 28, 28).
 
     Both are described in ``task.EPILOG``. ``dropout`` is one fraction for all dropouts; None keeps
-    the network's own.
+    the defaults of the network.
     """
 
-    def fraction(own: float) -> float:
-        return own if dropout is None else dropout
+    def fraction(default: float) -> float:
+        return default if dropout is None else dropout
 
     if model == "tutorial":
         return nn.Sequential(

@@ -1,7 +1,7 @@
-"""Random affine changes of images of digits: a function of (seed, epoch, sample) alone.
+"""Random affine augmentation of images of digits, a function of (seed, epoch, sample).
 
-Few writers have written the embedded digits, and others those of the test: slant, width, place and
-weight of a stroke differ between them more than the training images show. Source: Simard et al.,
+The embedded digits are by few writers, those of the test by others: slant, width, position and
+weight of a stroke vary more between them than within the training images. Source: Simard et al.,
 "Best Practices for Convolutional Neural Networks Applied to Visual Document Analysis" (2003).
 """
 
@@ -20,13 +20,13 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class RandomAffine:
-    """How far images are changed; each number is drawn evenly from 0 to this, to both sides.
+    """Maximum changes of an image; each change is drawn uniformly from [-maximum, maximum].
 
     Attributes:
-        rotation: in radians.
-        shear: sideways, as a fraction of the height.
-        scale: of width and height, each by itself, as a fraction.
-        shift: sideways and upwards, in pixels.
+        rotation: rotation, in radians.
+        shear: horizontal shear, as a fraction of the height.
+        scale: scaling of width and height, independently, as a fraction.
+        shift: horizontal and vertical shift, in pixels.
     """
 
     rotation: float
@@ -35,20 +35,20 @@ class RandomAffine:
     shift: float
 
     def __call__(self, images: U8, samples: Indices, *, seed: int, epoch: int) -> U8:
-        """Return ``images[samples]``, changed: uint8 of shape (len(samples), height, width).
+        """Return ``images[samples]``, augmented: uint8 of shape (len(samples), height, width).
 
         Args:
-            images: all images, uint8 of shape (n, height, width); what is outside of them is 0.
-            samples: which of them; the others make no difference.
-            seed: of the training.
+            images: all images, uint8 of shape (n, height, width); pixels outside are 0.
+            samples: indices of the images; each result is independent of the others.
+            seed: seed of the training.
             epoch: number of the epoch.
         """
-        key = seed_of(seed, epoch, 1)  # the order of the epoch has another one
+        key = seed_of(seed, epoch, 1)  # differs from that of the epoch's order
         drawn = np.random.Generator(np.random.Philox(key=key)).random((len(images), 6))
         return warped(images[samples], self._inverse(2 * drawn - 1)[samples])
 
     def _inverse(self, drawn: NDArray[np.float64]) -> F32:
-        """Return for each sample how a pixel's place, from the centre, leads to its source's."""
+        """Return, for each sample, the map from a pixel's position to its source's (centred)."""
         turn, shear = drawn[:, 0] * self.rotation, drawn[:, 1] * self.shear
         wide, high = 1 + drawn[:, 2] * self.scale, 1 + drawn[:, 3] * self.scale
         cos, sin = np.cos(turn), np.sin(turn)
@@ -60,21 +60,21 @@ class RandomAffine:
 
 
 def warped(images: U8, inverse: F32) -> U8:
-    """Return images of which each pixel is interpolated between the four around its source.
+    """Return images whose pixels are interpolated between the four around their source.
 
     Args:
         images: uint8 of shape (n, height, width).
         inverse: shape (n, 2, 3): x and y of the source by x, y and 1 of the pixel, from the centre.
     """
     number, height, width = images.shape
-    padded = np.pad(images, ((0, 0), (2, 2), (2, 2))).reshape(-1)  # what is outside is 0
+    padded = np.pad(images, ((0, 0), (2, 2), (2, 2))).reshape(-1)  # pixels outside are 0
     x = np.arange(width, dtype=np.float32) - np.float32((width - 1) / 2)
     y = np.arange(height, dtype=np.float32) - np.float32((height - 1) / 2)
 
     def source(row: F32, size: int) -> F32:
         across, down = row[:, :1] * x, row[:, 1:2] * y + row[:, 2:]
-        places = down[:, :, None] + across[:, None, :] + np.float32((size - 1) / 2 + 2)
-        return np.clip(places, 0.5, size + 2.5, out=places)
+        coordinates = down[:, :, None] + across[:, None, :] + np.float32((size - 1) / 2 + 2)
+        return np.clip(coordinates, 0.5, size + 2.5, out=coordinates)
 
     from_x, from_y = source(inverse[:, 0], width), source(inverse[:, 1], height)
     left, top = from_x.astype(np.int32), from_y.astype(np.int32)
@@ -85,8 +85,8 @@ def warped(images: U8, inverse: F32) -> U8:
     first += (np.arange(number, dtype=np.int32) * (stride * (height + 4)))[:, None, None]
 
     def row_of(offset: int) -> F32:
-        one = padded.take(first + offset).astype(np.float32)
-        return one + from_x * (padded.take(first + (offset + 1)) - one)
+        left_value = padded.take(first + offset).astype(np.float32)
+        return left_value + from_x * (padded.take(first + (offset + 1)) - left_value)
 
     upper = row_of(0)
     upper += from_y * (row_of(stride) - upper)

@@ -20,11 +20,11 @@ from hvdtrain.workloads.torch_task import TorchTask
 
 
 def random_crop(image: Image.Image, size: int) -> Image.Image:
-    """Take torchvision's random resized crop and horizontal flip, drawn from torch's generator.
+    """Return torchvision's random resized crop and horizontal flip, drawn by torch's generator.
 
-    A JPEG is decoded at a half, a quarter or an eighth of its sides where the crop has ``size``
-    pixels all the same. On photographs of 800 pixels and more, and crops of 224, the result differs
-    from torchvision's by 0.8 of 255 in the mean, and by 5 in the mean of an image at most.
+    A JPEG is decoded at a half, a quarter or an eighth of its sides if the crop still has ``size``
+    pixels. On photographs of 800 pixels and more, and crops of 224, the mean difference from
+    torchvision's result is 0.8 of 255, and at most 5 for an image.
     """
     transforms = torchvision().transforms
     top, left, height, width = transforms.RandomResizedCrop.get_params(
@@ -38,7 +38,7 @@ def random_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
-    """Resize the shorter side to 256/224 of ``size``, then take the middle square of ``size``."""
+    """Resize the shorter side to 256/224 of ``size``, and return the central square of ``size``."""
     functional = torchvision().transforms.functional
     resized = functional.resize(decoded(image)[0], round(size * RESIZE))
     cropped: Image.Image = functional.center_crop(resized, [size, size])
@@ -46,10 +46,10 @@ def centre_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 class BatchNorm2d(torch.nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` that takes a batch with one value per channel, where PyTorch's raises.
+    """``nn.BatchNorm2d`` that accepts a batch with one value per channel, for which it raises.
 
     The last batch of an epoch may be a single image, and of 32 pixels the last layers see one.
-    Its variance is 0, so the layer gives its bias; there is no unbiased variance to track.
+    Its variance is 0, so the layer returns its bias; there is no unbiased variance to track.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as in torch)
@@ -77,7 +77,7 @@ def task(options: ImageOptions, train: Dataset, test: Dataset | None, classes: i
 
 
 def in_a_row(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return stem, blocks and head of a ResNet, of which each takes what the one before returns."""
+    """Return stem, blocks and head of a ResNet in order: each takes the output of the previous."""
     of: Any = model
     stem = torch.nn.Sequential(of.conv1, of.bn1, of.relu, of.maxpool)
     blocks = (*of.layer1, *of.layer2, *of.layer3, *of.layer4)

@@ -31,7 +31,7 @@ examples:
   mpirun -n 2 python -m hvdtrain.resnet --framework tensorflow --model resnet18 --num-steps 20
 """
 
-# Of ImageNet's training pixels, as fractions, by channel: what the ResNet papers normalise with.
+# Of ImageNet's training pixels, as fractions, by channel, as in the ResNet papers.
 MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
 RESIZE = 256 / 224  # the shorter side before the centre crop of an evaluation, times the crop
@@ -40,7 +40,7 @@ LOADERS = {"pytorch": "torch_loader", "tensorflow": "tf_pipeline"}
 
 
 def recipe(_: ImageOptions) -> Recipe:
-    """Return Goyal et al.'s (2017): 0.1 for 256 images, five epochs of warm-up, 90 epochs."""
+    """Return the recipe of Goyal et al. (2017): 0.1 for 256 images, 5 warm-up and 90 epochs."""
     return Recipe(
         batch_size=32,
         lr=LR,
@@ -60,10 +60,10 @@ def build(options: ImageOptions) -> Task:
     task: Task
     if options.data is None:
         task = module.task(options, loader.Synthetic(options), None, SYNTHETIC_CLASSES)
-        task.speed_alone = (
+        task.speed_only = (
             "--synthetic: measuring speed on random images, {updates}; nothing is learned"
             if options.synthetic
-            else "no --data: measuring speed on random images, {updates}; give --data DIR to train"
+            else "no --data: measuring speed on random images, {updates}; use --data DIR to train"
         )
         return task
     train, test = image_folder.load(options.data, skip_broken=options.skip_broken)
@@ -82,7 +82,7 @@ def build(options: ImageOptions) -> Task:
         len(train.classes),
     )
     if left_out:
-        task.notes = (f"left out {plural(len(left_out), 'broken image')}, {left_out[0]} for one",)
+        task.notes = (f"skipped {plural(len(left_out), 'broken image')}, e.g. {left_out[0]}",)
     return task
 
 

@@ -17,7 +17,7 @@ from hvdtrain.workloads.tf_task import TFTask, weight_dtype
 
 
 def random_crop(encoded: Any, seed: Any, size: int) -> Any:
-    """Cut a random window (8 to 100 % of the area) out of the image, resize it, flip it or not.
+    """Return a random window (8 to 100 % of the area) of the image, resized and randomly flipped.
 
     Args:
         encoded: the bytes of a JPEG or PNG file, a string tensor.
@@ -41,21 +41,21 @@ def random_crop(encoded: Any, seed: Any, size: int) -> Any:
         return tf.stack([begin[0], begin[1], extent[0], extent[1]])
 
     def cut_jpeg() -> Any:  # decodes little more than the window
-        place = window(tf.image.extract_jpeg_shape(encoded))
-        return tf.image.decode_and_crop_jpeg(encoded, place, channels=3)
+        crop = window(tf.image.extract_jpeg_shape(encoded))
+        return tf.image.decode_and_crop_jpeg(encoded, crop, channels=3)
 
-    def cut_other() -> Any:
+    def cut_png() -> Any:
         image = _decode(encoded)
         top, left, height, width = tf.unstack(window(tf.shape(image)))
         return image[top : top + height, left : left + width]
 
-    image = tf.cond(tf.io.is_jpeg(encoded), cut_jpeg, cut_other)
+    image = tf.cond(tf.io.is_jpeg(encoded), cut_jpeg, cut_png)
     image = _resize(image, (size, size))
     return tf.image.stateless_random_flip_left_right(image, seed + tf.constant([0, 1], tf.int64))
 
 
 def centre_crop(encoded: Any, seed: Any, size: int) -> Any:  # noqa: ARG001 (as random_crop)
-    """Resize the shorter side to 256/224 of ``size``, then take the middle square of ``size``."""
+    """Resize the shorter side to 256/224 of ``size``, and return the central square of ``size``."""
     image = _decode(encoded)
     shape = tf.shape(image)[:2]
     shorter = round(size * RESIZE)
@@ -69,7 +69,7 @@ def _decode(encoded: Any) -> Any:
 
 
 def _resize(image: Any, shape: Any) -> Any:
-    resized = tf.image.resize(image, shape)  # bilinear, as TensorFlow's ResNets always had it
+    resized = tf.image.resize(image, shape)  # bilinear, as in TensorFlow's ResNets
     return tf.saturate_cast(tf.round(resized), tf.uint8)
 
 

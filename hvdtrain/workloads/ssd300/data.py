@@ -1,4 +1,4 @@
-"""Images and boxes for SSD300: read, augmented as the paper has it, or drawn."""
+"""Images and boxes for SSD300: read and augmented as in the paper, or drawn."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hvdtrain.workloads.ssd300.boxes import SIDE, iou
 Boxes = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
-COLUMNS = 6  # of a box in a batch: its corners as fractions, its class from 1, its image's place
-OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # least IoU of a crop and a box; None: no crop
+COLUMNS = 6  # of a box in a batch: corners as fractions, class from 1, index of the image
+OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # minimum IoU of a crop and a box; None: no crop
 TRIES = 50
 
 
@@ -37,27 +37,27 @@ class Reader:
 
     Args:
         coco: the data.
-        seed: of the augmentation.
+        seed: seed of the augmentation.
     """
 
     def __init__(self, coco: Coco, seed: int) -> None:
-        # Without what only an evaluation asks for: each worker process gets all the rest.
+        # Without annotations, which only an evaluation needs: the rest is sent to each worker.
         self.coco, self.seed = dataclasses.replace(coco, annotations=[]), seed
         self.samples, self.digest = len(coco.ids), coco.digest
 
     def batch(self, indices: list[int], epoch: int | None) -> Batch:
-        """Return these samples; ``y`` is float32, of shape (n, most boxes, 6), padded by zeros.
+        """Return these samples; ``y`` is float32, of shape (n, most boxes, 6), zero-padded.
 
         Raises:
-            UsageError: naming the image that is broken, or is of another size than annotated.
+            UsageError: naming an image that is broken, or whose size differs from its annotation.
         """
         self.coco.files.will_need(indices)
         pixels = np.empty((len(indices), SIDE, SIDE, 3), np.uint8)
         boxes, labels = [], []
         for row, index in enumerate(indices):
-            pixels[row], some, named = self._sample(index, epoch)
-            boxes.append(some)
-            labels.append(named)
+            pixels[row], image_boxes, image_labels = self._sample(index, epoch)
+            boxes.append(image_boxes)
+            labels.append(image_labels)
         most = max([1, *map(len, boxes)])
         y = np.zeros((len(indices), most, COLUMNS), np.float32)
         for row, index in enumerate(indices):
@@ -75,11 +75,11 @@ class Reader:
             if image.size != tuple(size):
                 raise UsageError(
                     f"{self.coco.files.name(index)} has {image.size[0]} x {image.size[1]} pixels, "
-                    f"and by its annotation {size[0]} x {size[1]}: correct that"
+                    f"{size[0]} x {size[1]} by its annotation: correct the annotation"
                 )
             if epoch is None:
                 return _resized(image, (0, 0, 1, 1)), boxes, labels
-            # The augmentation is a function of (seed, epoch, sample), whichever worker does it.
+            # The augmentation depends only on (seed, epoch, sample), not on the worker.
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
             crop = draw_crop(boxes)
             pixels = _resized(image, crop)
@@ -96,10 +96,10 @@ class Reader:
 
 @contextlib.contextmanager
 def opened(coco: Coco, index: int) -> Iterator[Image.Image]:
-    """Open the image at a place; only its header has been read then.
+    """Open the image at ``index``, and read only its header.
 
     Raises:
-        UsageError: it is broken.
+        UsageError: the image is broken.
     """
     name = coco.files.name(index)
     with told(name):
@@ -112,7 +112,7 @@ def opened(coco: Coco, index: int) -> Iterator[Image.Image]:
 
 
 def _resized(image: Image.Image, crop: Sequence[float]) -> Image.Image:
-    """Return what ``crop`` (corners as fractions) shows, as a square of 300 pixels in RGB."""
+    """Return the part ``crop`` (corners as fractions) as a square of 300 pixels in RGB."""
     left, top, right, bottom = np.array(crop) * np.tile(image.size, 2)
     image, smaller = decoded(image, min(right - left, bottom - top) / SIDE)
     box = tuple(edge / smaller for edge in (left, top, right, bottom))
@@ -121,14 +121,14 @@ def _resized(image: Image.Image, crop: Sequence[float]) -> Image.Image:
 
 
 def draw_crop(boxes: Boxes) -> tuple[float, float, float, float]:
-    """Draw a part of an image from torch's generator, as section 2.2 of the paper samples patches.
+    """Draw a part of an image by torch's generator (section 2.2 of the paper).
 
     Args:
-        boxes: of the image, corners as fractions, shape (k, 4).
+        boxes: boxes of the image, corners as fractions, shape (k, 4).
 
     Returns:
         Corners as fractions: of the whole image, or of a part with 0.3 to 1 of each side and an
-        aspect ratio from 1/2 to 2, in which the centre of a box lies that it overlaps enough.
+        aspect ratio from 1/2 to 2, which contains the centre of a box with sufficient overlap.
     """
     while True:
         least = OVERLAPS[int(torch.randint(len(OVERLAPS), ()))]
@@ -151,7 +151,7 @@ def _inside(boxes: Boxes, crop: Sequence[float]) -> NDArray[np.bool_]:
 
 
 def cut(boxes: Boxes, labels: Labels, crop: Sequence[float]) -> tuple[Boxes, Labels]:
-    """Return the boxes whose centres lie in ``crop``, cut off by it, as fractions of it."""
+    """Return the boxes whose centres are in ``crop``, clipped to it, as fractions of it."""
     kept = _inside(boxes, crop)
     low, high = np.array(crop[:2]), np.array(crop[2:])
     edges = (boxes[kept].reshape(-1, 2, 2) - low) / (high - low)
@@ -166,7 +166,7 @@ DRAWN = 96, 24  # images to train and to evaluate on
 
 
 class Drawn(Reader):
-    """Draws its images, each a function of the seed and its place."""
+    """Draws its images, each a function of the seed and its id."""
 
     @override
     def _open(self, index: int) -> AbstractContextManager[Image.Image]:

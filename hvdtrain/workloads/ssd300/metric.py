@@ -1,4 +1,4 @@
-"""How good a detector is: COCO's mean average precision, of pycocotools, over all ranks' images."""
+"""COCO's mean average precision, by pycocotools, over the images of all ranks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from hvdtrain.workloads.metrics import Array, Metric
 from hvdtrain.workloads.ssd300.boxes import DETECTIONS, default_boxes, detect
 
 FIELDS = 7  # of a detection: image id, left, top, width, height, score, category id
-PICTURES = 12  # of the first images
-SHOWN = 0.3  # score from which on a picture shows a detection
-FOUND, TRUE = "#d55e00", "#009e73"
+PICTURES = 12  # number of images to draw, the first ones
+SHOWN = 0.3  # minimum score of drawn detections
+DETECTED, TRUE = "#d55e00", "#009e73"
 
 
 class MeanAveragePrecision(Metric):
     """COCO's average precision over IoU 0.5 to 0.95, at 0.5, and of each category at 0.5.
 
     Args:
-        coco: what is evaluated on.
-        pictures: a folder for pictures of the first images with what was found; None: none.
-        reader: opens them.
+        coco: the data to evaluate on.
+        pictures: folder for pictures of the first images with detections; None: no pictures.
+        reader: reader that opens the images.
     """
 
     names = ("map", "map50")
@@ -44,63 +44,65 @@ class MeanAveragePrecision(Metric):
     def __init__(self, coco: Coco, pictures: Path | None = None, reader: Any = None) -> None:
         self.coco, self.pictures, self.reader = coco, pictures, reader
         self.defaults = default_boxes()
-        self.found: list[Array] = []
+        self.detections: list[Array] = []
         self.numbers: dict[str, float] = {}
 
     def __deepcopy__(self, memo: Any) -> MeanAveragePrecision:
-        """Return a fresh one on the same data; each evaluation begins with one."""
+        """Return an empty metric on the same data; each evaluation begins with one."""
         return MeanAveragePrecision(self.coco, self.pictures, self.reader)
 
     @override
     def update(self, batch: Batch, output: Array) -> None:
         for y, values in zip(batch.y, output, strict=True):
             index = int(y[0, 5])
-            self.found.append(detections(self.coco, self.defaults, index, values))
+            self.detections.append(detections(self.coco, self.defaults, index, values))
             if self.pictures and index < PICTURES:
-                self._draw(self.pictures, index, self.found[-1])
+                self._draw(self.pictures, index, self.detections[-1])
 
     @override
     def gather(self, collectives: Communicator) -> None:
-        mine = np.concatenate([np.zeros((0, FIELDS)), *self.found])
-        everyone = [np.frombuffer(one) for one in collectives.gather(mine.tobytes())]
-        found = np.concatenate(everyone).reshape(-1, FIELDS)
-        found = found[found[:, 0].argsort(kind="stable")]  # as one rank would have them
-        # One rank computes: that of COCO takes a minute and gigabytes.
-        self.numbers = collectives.on_root(lambda: precision(self.coco, found)) or {}
+        mine = np.concatenate([np.zeros((0, FIELDS)), *self.detections])
+        gathered = [np.frombuffer(data) for data in collectives.gather(mine.tobytes())]
+        combined = np.concatenate(gathered).reshape(-1, FIELDS)
+        combined = combined[combined[:, 0].argsort(kind="stable")]  # in the order of one rank
+        # On one rank only: for COCO it takes a minute and gigabytes.
+        self.numbers = collectives.on_root(lambda: precision(self.coco, combined)) or {}
         self.numbers = json.loads(collectives.broadcast_bytes(json.dumps(self.numbers).encode()))
 
     @override
     def result(self) -> dict[str, float]:
         return self.numbers
 
-    def _draw(self, folder: Path, index: int, found: Array) -> None:
-        """Write a picture of the image with its true boxes and the best of those found."""
+    def _draw(self, folder: Path, index: int, detected: Array) -> None:
+        """Write a picture of the image with its true boxes and the best detections."""
         with self.reader._open(index) as image:
             picture = image.convert("RGB")
         draw = ImageDraw.Draw(picture)
         names = dict(zip(self.coco.categories, self.coco.names, strict=True))
         for box in self.coco.of(index)[0]:
             draw.rectangle(tuple(box), outline=TRUE, width=2)
-        for _, left, top, width, height, score, category in found[found[:, 5] >= SHOWN]:
-            draw.rectangle((left, top, left + width, top + height), outline=FOUND, width=2)
-            draw.text((left + 3, top + 2), f"{names[int(category)]} {score:.2f}", fill=FOUND)
+        for _, left, top, width, height, score, category in detected[detected[:, 5] >= SHOWN]:
+            draw.rectangle((left, top, left + width, top + height), outline=DETECTED, width=2)
+            draw.text((left + 3, top + 2), f"{names[int(category)]} {score:.2f}", fill=DETECTED)
         with replacing(folder / f"{int(self.coco.ids[index]):012}.jpg") as file:
             picture.save(file, "JPEG")
 
 
 def detections(coco: Coco, defaults: torch.Tensor, index: int, output: Array) -> Array:
-    """Return what is detected in an image.
+    """Return the detections in an image.
 
     Args:
         coco: the data.
-        defaults: as ``default_boxes``.
-        index: of the image.
-        output: of the network for it, shape (8732, 4 + classes).
+        defaults: see ``default_boxes``.
+        index: index of the image.
+        output: output of the network for it, shape (8732, 4 + classes).
 
     Returns:
         float64, shape (n, 7): see ``FIELDS``; in pixels of the image as it is stored.
     """
-    boxes, labels, scores = (one.numpy() for one in detect(torch.from_numpy(output), defaults))
+    boxes, labels, scores = (
+        tensor.numpy() for tensor in detect(torch.from_numpy(output), defaults)
+    )
     edges = boxes * np.tile(coco.sizes[index], 2)
     image = np.full(len(scores), coco.ids[index])
     categories = np.array(coco.categories)[labels - 1]
@@ -108,38 +110,38 @@ def detections(coco: Coco, defaults: torch.Tensor, index: int, output: Array) ->
     return np.column_stack([image, edges[:, :2], sides, scores, categories]).astype(np.float64)
 
 
-def precision(coco: Coco, found: NDArray[np.float64]) -> dict[str, float]:
-    """Return the average precisions of detections, as pycocotools computes them.
+def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
+    """Return the average precisions of detections, computed by pycocotools.
 
     Args:
-        coco: the data; crowds count neither way.
-        found: all detections, shape (n, 7): see ``FIELDS``.
+        coco: the data; crowds are ignored.
+        detected: all detections, shape (n, 7): see ``FIELDS``.
 
     Returns:
-        ``map``, ``map50``, and ``ap50/NAME`` of each category that there are true boxes of.
+        ``map``, ``map50``, and ``ap50/NAME`` of each category with true boxes.
 
     Raises:
         UsageError: pycocotools is not installed.
     """
     truth, judge = pycocotools()
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells its progress
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
         true = truth.COCO()
         true.dataset = {
             "info": {},
             "images": [{"id": int(identity)} for identity in coco.ids],
-            "categories": [{"id": one} for one in coco.categories],
+            "categories": [{"id": category} for category in coco.categories],
             # An annotation of id 0 would count as none (pycocotools 2.0.11).
             "annotations": [
-                {**one, "id": number} for number, one in enumerate(coco.annotations, 1)
+                {**entry, "id": number} for number, entry in enumerate(coco.annotations, 1)
             ],
         }
         true.createIndex()
-        results = true.loadRes(found) if len(found) else truth.COCO()
+        results = true.loadRes(detected) if len(detected) else truth.COCO()
         evaluation = judge.COCOeval(true, results, "bbox")
         evaluation.params.maxDets = [1, 10, DETECTIONS]
         evaluation.evaluate()
         evaluation.accumulate()
-    # By IoU, recall, category, area (all) and detections (100); -1 where there is no true box.
+    # By IoU, recall, category, area (all) and detections (100); -1: no true box.
     precisions = evaluation.eval["precision"][:, :, :, 0, -1]
     present = precisions[0, 0] > -1
     if not present.any():
@@ -148,15 +150,15 @@ def precision(coco: Coco, found: NDArray[np.float64]) -> dict[str, float]:
         "map": float(precisions[:, :, present].mean()),
         "map50": float(precisions[0][:, present].mean()),
         **{
-            f"ap50/{name}": float(precisions[0, :, place].mean())
-            for place, name in enumerate(coco.names)
-            if present[place]
+            f"ap50/{name}": float(precisions[0, :, index].mean())
+            for index, name in enumerate(coco.names)
+            if present[index]
         },
     }
 
 
 def pycocotools() -> tuple[Any, Any]:
-    """Import what judges detections: its modules for the data and for the evaluation.
+    """Import pycocotools' modules for the data and for the evaluation.
 
     Raises:
         UsageError: it is not installed.
@@ -166,26 +168,26 @@ def pycocotools() -> tuple[Any, Any]:
         return tuple(map(importlib.import_module, modules))  # type: ignore[return-value]
     except ModuleNotFoundError as error:
         raise UsageError(
-            "pycocotools is not installed, which judges detections; "
+            "pycocotools, which evaluates detections, is not installed; "
             "pip install 'hvdtrain[detection]'"
         ) from error
 
 
 def columns(coco: Coco) -> Columns:
-    """Return what ``--predict`` writes of an image: its id, and its detections as JSON.
+    """Return the columns of ``--predict``: the id of an image, and its detections as JSON.
 
-    Each is ``[category id, score, left, top, width, height]``, in pixels, as COCO's results are.
+    Each is ``[category id, score, left, top, width, height]``, in pixels, as in COCO's results.
     """
     defaults = default_boxes()
 
     def values(labels: Array, outputs: Array) -> tuple[Array, Array]:
         index = [int(y[0, 5]) for y in labels]
         texts = []
-        for place, output in zip(index, outputs, strict=True):
-            found = detections(coco, defaults, place, output)
+        for sample, output in zip(index, outputs, strict=True):
+            detected = detections(coco, defaults, sample, output)
             rows = [
-                [int(one[6]), *(float(f"{value:.6g}") for value in (one[5], *one[1:5]))]
-                for one in found
+                [int(row[6]), *(float(f"{value:.6g}") for value in (row[5], *row[1:5]))]
+                for row in detected
             ]
             texts.append(json.dumps(rows, separators=(",", ":")))
         return coco.ids[index], np.array(texts, object)

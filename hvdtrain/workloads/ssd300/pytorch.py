@@ -50,8 +50,8 @@ class SSD300(nn.Module):
         self.backbone = nn.Sequential(OrderedDict((name, getattr(whole, name)) for name in LAYERS))
         channels, self.outputs = SMALL.get(model, LARGE), 4 + 1 + classes
         self.extras = nn.ModuleList(
-            _extra(before, within, after, halves=place < 3)
-            for place, ((before, after), within) in enumerate(
+            _extra(before, within, after, halves=level < 3)
+            for level, ((before, after), within) in enumerate(
                 zip(itertools.pairwise(channels), WITHIN, strict=True)
             )
         )
@@ -74,18 +74,18 @@ class SSD300(nn.Module):
         maps = [self.backbone(images)]
         for extra in self.extras:
             maps.append(extra(maps[-1]))
-        # By row, column and shape, as the default boxes; also where there is no image.
+        # By row, column and shape, as the default boxes; also for an empty batch.
         outputs = [
-            head(one)
+            head(feature_map)
             .permute(0, 2, 3, 1)
             .reshape(len(images), -1 if len(images) else 0, self.outputs)
-            for head, one in zip(self.heads, maps, strict=True)
+            for head, feature_map in zip(self.heads, maps, strict=True)
         ]
         return torch.cat(outputs, 1)
 
 
 def _extra(before: int, within: int, after: int, *, halves: bool) -> nn.Sequential:
-    """Return the layers from one feature map to the next: half as many cells, or two fewer."""
+    """Return the layers between two feature maps: half as many cells per side, or two fewer."""
     stride, padding = (2, 1) if halves else (1, 0)
     return nn.Sequential(
         nn.Conv2d(before, within, 1, bias=False),
@@ -100,44 +100,46 @@ def _extra(before: int, within: int, after: int, *, halves: bool) -> nn.Sequenti
 def load_backbone(model: SSD300, path: Path) -> None:
     """Load the weights of a ResNet, as safetensors or as a state dictionary of ``torch.save``.
 
-    Names are torchvision's; a checkpoint of ``hvdtrain.resnet`` has them, too. What the detector
-    has no use for, conv5 and the classifier, may be there.
+    Names are torchvision's, as in a checkpoint of ``hvdtrain.resnet``. Weights that the detector
+    does not use, conv5 and the classifier, are ignored.
 
     Raises:
         UsageError: the file cannot be read, lacks a weight, or has one of another shape.
     """
-    given = f"--backbone-path {path}"
+    option = f"--backbone-path {path}"
     try:
-        if not is_regular(path):  # opening a pipe would wait for ever
+        if not is_regular(path):  # opening a pipe would block forever
             raise OSError("no regular file")
         if path.suffix == ".safetensors":
             weights: Any = load_file(path)
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True)
-        found = dict(weights)
-    except Exception as error:  # of many kinds, for bytes that are something else
-        why = str(error).partition("\n")[0]
+        weights_by_name = dict(weights)
+    except Exception as error:  # of many kinds, for other formats
+        reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"{given} cannot be read ({why}): give a file of safetensors, or a state dictionary"
+            f"{option} cannot be read ({reason}): use a safetensors file, or a state dictionary"
         ) from error
     wanted = model.backbone.state_dict()
     for name, value in wanted.items():
-        one = found.setdefault(name, value if name.endswith("num_batches_tracked") else None)
-        if getattr(one, "shape", None) != value.shape:
-            raise UsageError(f"{given}: its {name} is not that of this network; see --model")
-    model.backbone.load_state_dict({name: found[name] for name in wanted})
+        loaded = weights_by_name.setdefault(
+            name, value if name.endswith("num_batches_tracked") else None
+        )
+        if getattr(loaded, "shape", None) != value.shape:
+            raise UsageError(f"{option}: its {name} does not match this network; see --model")
+    model.backbone.load_state_dict({name: weights_by_name[name] for name in wanted})
 
 
 def task(options: DetectorOptions, train: Coco, test: Coco | None) -> TorchTask:
     """Return the detector as a task."""
     if test:
-        pycocotools()  # where it is not there, that is told now, not after an epoch
+        pycocotools()  # raises now, not after an epoch, if it is missing
     torch.manual_seed(options.seed)
     model = SSD300(options.model, len(train.categories))
     if options.backbone_path:
         load_backbone(model, options.backbone_path)
     reader = Reader if options.data else Drawn
-    deviation, mean = (torch.tensor(one).view(3, 1, 1) for one in (DEVIATION, MEAN))
+    deviation, mean = (torch.tensor(values).view(3, 1, 1) for values in (DEVIATION, MEAN))
     evaluated = test or train
     for_test = reader(evaluated, options.seed)
     return TorchTask(

@@ -68,7 +68,7 @@ STEPS = 100  # on drawn images
 
 @dataclass(frozen=True)
 class DetectorOptions(Options):
-    """What a user can say about the training of a detector."""
+    """Options of the training of a detector."""
 
     EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
     ALIASES: ClassVar = ALIASES
@@ -86,7 +86,7 @@ class DetectorOptions(Options):
 
 
 def recipe(_: DetectorOptions) -> Recipe:
-    """Return that of Liu et al. (2016) for COCO, over 65 epochs."""
+    """Return the recipe of Liu et al. (2016) for COCO, over 65 epochs."""
     return Recipe(
         batch_size=64,
         lr=LR,
@@ -103,12 +103,10 @@ def build(options: DetectorOptions) -> Task:
     """Return the task.
 
     Raises:
-        UsageError: TensorFlow is asked for, or the data are not in order.
+        UsageError: TensorFlow was requested, or the data is invalid.
     """
     if options.framework != "pytorch":
-        raise UsageError(
-            f"--framework {options.framework}: ssd300 is there for PyTorch alone; leave it out"
-        )
+        raise UsageError(f"--framework {options.framework}: ssd300 supports only PyTorch; omit it")
     if options.pictures:
         try:
             options.pictures.mkdir(parents=True, exist_ok=True)
@@ -122,8 +120,8 @@ def build(options: DetectorOptions) -> Task:
         return task
     splits = coco.load(options.data, skip_broken=options.skip_broken)
     train, test = (
-        one and (_without_broken(one, options.workers) if options.skip_broken else one)
-        for one in splits
+        split and (_without_broken(split, options.workers) if options.skip_broken else split)
+        for split in splits
     )
     assert train is not None
     task = module.task(options, train, test)
@@ -131,11 +129,11 @@ def build(options: DetectorOptions) -> Task:
     return task
 
 
-def _without_broken(found: coco.Coco, workers: int | None) -> coco.Coco:
-    broken = broken_files(found.files, workers or 1)
+def _without_broken(images: coco.Coco, workers: int | None) -> coco.Coco:
+    broken = broken_files(images.files, workers or 1)
     if not broken:
-        return found
-    return coco.without(found, broken, f"that cannot be decoded, {found.files.name(broken[0])}")
+        return images
+    return coco.without(images, broken, f"that cannot be decoded, {images.files.name(broken[0])}")
 
 
 WORKLOAD = Workload(

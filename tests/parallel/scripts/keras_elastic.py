@@ -97,8 +97,8 @@ where = {"directory": options.directory} if options.directory else {}
 state = hvd.elastic.KerasState(model, batch=0, epoch=0, **where)
 if options.directory:  # a signal is heard before the training has begun
     signal.raise_signal(signal.SIGUSR1)
-    assert state._why == "SIGUSR1"
-    state._why = ""
+    assert state._reason == "SIGUSR1"
+    state._reason = ""
 train(state)
 assert [signal.getsignal(number) for number in hvd.elastic.SIGNALS] == by_default
 assert (state.epoch, state.batch) == (options.epochs, 0)

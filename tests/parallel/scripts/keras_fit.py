@@ -227,7 +227,7 @@ def own_loop() -> None:
     expect_error(lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Adasum), "Average or Sum")
     expect_error(lambda: hvd.DistributedOptimizer(net(0)), "not a Sequential")
     expect_error(
-        lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0), "is 0: it is 1 or"
+        lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0), "is 0: it must be 1 or"
     )
     np.testing.assert_array_equal(hvd.allreduce(tf.constant([1.0, RANK]), op=hvd.Sum)[0], SIZE)
     assert hvd.mpi_built() and hvd.allgather(tf.zeros([RANK + 1])).shape[0] == SIZE * (SIZE + 1) / 2
@@ -277,10 +277,10 @@ def rates() -> None:
     after = [0.2 * SIZE] * STEPS + [0.02 * SIZE] * STEPS
     np.testing.assert_allclose(seen, climb + after, rtol=1e-6)
     np.testing.assert_allclose(history["lr"], (climb + after)[STEPS - 1 :: STEPS], rtol=1e-6)
-    warm.verbose, shards.place.epochs, said = 1, 1, io.StringIO()
+    warm.verbose, shards.offset.epochs, said = 1, 1, io.StringIO()
     with contextlib.redirect_stdout(said):  # where the first epoch was another process's
         warm.on_epoch_end(0)
-    shards.place.epochs = 0
+    shards.offset.epochs = 0
     assert said.getvalue().startswith("\nEpoch 2: the warm-up" if RANK == 0 else "")
 
     weight = keras.Variable(np.zeros(1))
@@ -445,10 +445,10 @@ def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
         np.testing.assert_allclose(float(model.optimizer.learning_rate), restored, rtol=1e-6)
         for velocity in inner.momentums:
             np.testing.assert_allclose(velocity.numpy(), 3.0, rtol=1e-6)
-        assert state._agreed() == ""
+        assert state._agreed_reason() == ""
         if RANK == 0:
             state._walltime.ends = time.time() + 20  # too few for a step, a save and a reserve
-        assert state._agreed() == "the walltime is near"
+        assert state._agreed_reason() == "the walltime is near"
 
 
 WAYS = [plain, datasets, settings, callbacks, overflow, statistics, own_loop, local_layers, guard]

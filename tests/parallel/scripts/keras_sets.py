@@ -34,7 +34,7 @@ everyone = hvd.ProcessSet(range(sum(map(len, RANKS))))
 expect_error(lambda: hvd.init(process_sets=[everyone]), "is hvd.global_process_set")
 expect_error(lambda: hvd.init(process_sets=[[0]]), "hvd.ProcessSet([0, 1])")
 twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
-expect_error(lambda: hvd.init(process_sets=twice), "[0] is there twice")
+expect_error(lambda: hvd.init(process_sets=twice), "[0] exists twice")
 if WHEN == "start":
     SETS = [hvd.ProcessSet(ranks) for ranks in RANKS]
     hvd.init(process_sets=SETS)

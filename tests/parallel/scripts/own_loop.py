@@ -254,7 +254,7 @@ def adversarial() -> None:
         assert distance(mine, theirs) < 1e-12
     first.zero_grad()
     if size > 1 and not hvd.needs_empty_forward:
-        expect_error(first.step, "without a backward pass", "every rank makes them all")
+        expect_error(first.step, "without a previous backward pass", "every rank must make all")
 
 
 def misuse(folder: Path) -> None:
@@ -318,7 +318,7 @@ def without_its_empty_pass() -> None:
     for part in shards.epoch(0):
         if part.count:
             return
-        expect_error(optimizer.step, "a part without samples", "every rank makes them all")
+        expect_error(optimizer.step, "a part without samples", "every rank must make all")
 
 
 def refused_with_state() -> None:

@@ -17,7 +17,7 @@ from hvdtrain.steps.checkpoint_files import Arrays
 SEEN = [3, 0, 1]  # samples of the ranks; one has seen none
 
 
-def own_of(rank: int) -> Arrays:
+def local_of(rank: int) -> Arrays:
     return {
         "mean": np.array([[1.0, 2.0], [4.0, 8.0]], np.float32) * (rank + 1),
         "scalar": np.array(10.0 * rank),
@@ -28,14 +28,14 @@ def own_of(rank: int) -> Arrays:
 def test_the_mean_is_weighted_by_samples(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> Arrays:
         rank = communicator.rank
-        return buffers.average(communicator, own_of(rank), SEEN[rank])
+        return buffers.average(communicator, local_of(rank), SEEN[rank])
 
     for outcome in on_ranks(3, act):
         # (3 x rank 0 + 0 x rank 1 + 1 x rank 2) / 4
         assert outcome["mean"].tolist() == [[1.5, 3.0], [6.0, 12.0]]
         assert outcome["scalar"] == 5.0
         assert outcome["half"].tolist() == [0.5, -0.5]
-        for name, value in own_of(0).items():
+        for name, value in local_of(0).items():
             assert (outcome[name].dtype, outcome[name].shape) == (value.dtype, value.shape)
 
 
@@ -57,41 +57,41 @@ def test_the_mean_in_whole_numbers(on_ranks: Any, ranks: list[tuple[int, int]]) 
 
 def test_before_the_first_sample_each_keeps_its_own(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> Arrays:
-        return buffers.average(communicator, own_of(0), 0)
+        return buffers.average(communicator, local_of(0), 0)
 
     for outcome in on_ranks(2, act):
-        assert all(np.array_equal(outcome[name], own_of(0)[name]) for name in own_of(0))
+        assert all(np.array_equal(outcome[name], local_of(0)[name]) for name in local_of(0))
 
 
 def test_averaging_does_not_touch_what_it_was_given() -> None:
-    own = own_of(1)
-    buffers.average(Alone(), own, 7)
-    assert all(np.array_equal(own[name], own_of(1)[name]) for name in own)
+    local = local_of(1)
+    buffers.average(Alone(), local, 7)
+    assert all(np.array_equal(local[name], local_of(1)[name]) for name in local)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_each_rank_finds_its_own_row_again(on_ranks: Any, size: int) -> None:
     def act(communicator: Communicator) -> tuple[Arrays, Any]:
         rank = communicator.rank
-        gathered = buffers.gather(communicator, own_of(rank), SEEN[rank])
+        gathered = buffers.gather(communicator, local_of(rank), SEEN[rank])
         optimizer, ranks = buffers.take_out({"momentum": np.ones(2), **gathered})
         assert set(optimizer) == {"momentum"}
-        return gathered, buffers.own_row(ranks, rank, size)
+        return gathered, buffers.rank_row(ranks, rank, size)
 
     for rank, (gathered, row) in enumerate(on_ranks(size, act)):
         assert gathered["rank_samples"].tolist() == SEEN[:size]
         assert gathered["rank_buffers/mean"].shape == (size, 2, 2)
         assert row is not None
-        own, seen = row
+        local, seen = row
         assert seen == SEEN[rank]
-        assert own.keys() == own_of(rank).keys()
-        for name, value in own_of(rank).items():
-            assert (own[name].dtype, own[name].shape) == (value.dtype, value.shape)
-            assert own[name].tobytes() == value.tobytes()
+        assert local.keys() == local_of(rank).keys()
+        for name, value in local_of(rank).items():
+            assert (local[name].dtype, local[name].shape) == (value.dtype, value.shape)
+            assert local[name].tobytes() == value.tobytes()
 
 
 def test_on_another_world_size_no_row_is_anybodys() -> None:
-    gathered = buffers.gather(Alone(), own_of(0), 3)
-    assert buffers.own_row(gathered, 0, 2) is None
-    assert buffers.own_row({}, 0, 1) is None
+    gathered = buffers.gather(Alone(), local_of(0), 3)
+    assert buffers.rank_row(gathered, 0, 2) is None
+    assert buffers.rank_row({}, 0, 1) is None
     assert buffers.take_out({"momentum": np.ones(1)})[1] == {}

@@ -14,7 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.adapters.common import BUCKET_BYTES, CommonAdapter, in_a_row, in_buckets, in_parts
+from hvdtrain.adapters.common import (
+    BUCKET_BYTES,
+    CommonAdapter,
+    balanced_cuts,
+    balanced_owners,
+    buckets,
+)
 from hvdtrain.adapters.preflight import exchange
 from hvdtrain.collectives.base import Alone, Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
@@ -155,7 +161,7 @@ def test_the_part_in_hand_gives_the_weight(on_ranks: Any) -> None:
     assert on_ranks(3, act) == [[0.5, 0.5, 0.5], [0.25, 0.25, 0.5], [0.25, 0.25, 0.0]]
 
 
-def test_other_data_of_the_same_size_is_told_by_its_digest(on_ranks: Any) -> None:
+def test_different_data_of_the_same_size_is_reported(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> int:
         digest = "other" if communicator.rank == 1 else "mine"
         adapter = ArrayAdapter(communicator)
@@ -164,7 +170,7 @@ def test_other_data_of_the_same_size_is_told_by_its_digest(on_ranks: Any) -> Non
 
     for outcome in on_ranks(3, act):
         assert isinstance(outcome, UsageError)
-        assert "the data on rank 1 is not rank 0's" in str(outcome)
+        assert "shard_data" in str(outcome) and "rank 1 differs from rank 0" in str(outcome)
 
 
 def trained(communicator: Communicator) -> tuple[ArrayAdapter, Model]:
@@ -247,7 +253,7 @@ def test_a_foreign_checkpoint_is_refused_on_all_ranks(on_ranks: Any, tmp_path: P
 
 @pytest.mark.parametrize("where", ["w", "momentum", "mean"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_is_neither_saved_nor_resumed(
+def test_values_that_are_not_finite_are_neither_saved_nor_resumed(
     on_ranks: Any, tmp_path: Path, where: str, value: float
 ) -> None:
     mask = where == "mean" and value == np.inf  # a mask holds infinities, and they are welcome
@@ -327,13 +333,13 @@ def test_several_worlds_of_one_are_refused(on_ranks: Any, monkeypatch: pytest.Mo
 def test_ranks_of_two_versions(
     on_ranks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, allowed: bool
 ) -> None:
-    def told(environ: Any, mpi: str) -> RankFacts:
+    def facts_of(environ: Any, mpi: str) -> RankFacts:
         number = of_thread[threading.get_ident()]
         return RankFacts(f"node{number}", "", {"torch": f"2.{number}"}, tuple(allow))
 
     of_thread: dict[int, int] = {}
     allow = ["mixed-versions"] if allowed else []
-    monkeypatch.setattr(integrity, "rank_facts", told)
+    monkeypatch.setattr(integrity, "rank_facts", facts_of)
 
     def act(communicator: Communicator) -> Any:
         of_thread[threading.get_ident()] = communicator.rank
@@ -357,7 +363,7 @@ def on_host(communicator: Communicator, *visible: int) -> Any:
     return adapter.check_devices("a GPU", communicator.rank % max(1, count), count)
 
 
-def test_two_ranks_on_one_gpu_are_told_on_all_ranks(
+def test_two_ranks_on_one_gpu_are_reported_on_all_ranks(
     on_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -373,7 +379,7 @@ def test_ranks_with_gpus_of_their_own_and_ranks_without_any_pass(on_ranks: Any) 
     assert on_ranks(2, lambda c: on_host(c, 0, 0)) == [None, None]
 
 
-def test_a_rank_without_a_gpu_among_others_is_told(on_ranks: Any) -> None:
+def test_a_single_rank_without_a_gpu_is_reported(on_ranks: Any) -> None:
     outcomes = on_ranks(3, lambda c: on_host(c, 3, 3, 0))
     assert {type(outcome) for outcome in outcomes} == {UsageError}
     assert "node1 (rank 2) sees no GPU" in str(outcomes[0])
@@ -392,7 +398,7 @@ def test_the_user_may_let_ranks_share_a_gpu(
 
 
 @pytest.mark.parametrize("value", ["3", "12"])
-def test_threads_are_what_the_user_says(
+def test_threads_are_those_that_the_user_sets(
     on_ranks: Any, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
@@ -410,13 +416,13 @@ def test_threads_are_the_share_of_the_cores(
 
 def test_buckets_go_from_the_back_and_hold_one_kind() -> None:
     whole = BUCKET_BYTES
-    assert in_buckets([]) == []
-    assert in_buckets([("f", 4), ("f", 8), ("f", 2)]) == [[2, 1, 0]]
-    assert in_buckets([("f", 4), ("f", whole), ("f", 4)]) == [[2, 1], [0]]
-    assert in_buckets([("f", 4), ("d", 4), ("f", 4)]) == [[2], [1], [0]]
+    assert buckets([]) == []
+    assert buckets([("f", 4), ("f", 8), ("f", 2)]) == [[2, 1, 0]]
+    assert buckets([("f", 4), ("f", whole), ("f", 4)]) == [[2, 1], [0]]
+    assert buckets([("f", 4), ("d", 4), ("f", 4)]) == [[2], [1], [0]]
 
 
-def test_what_the_sums_of_several_optimizers_tell() -> None:
+def test_sums_of_several_optimizers_are_combined() -> None:
     class Sums:
         def __init__(
             self, seconds: float | None, messages: dict[str, int] | None, stop: bool
@@ -430,44 +436,44 @@ def test_what_the_sums_of_several_optimizers_tell() -> None:
     assert (adapter.blocked_seconds, adapter.gradient_messages) == (0.0, None)
     adapter.world = World(0, 2, 0, 2, "h", 1)
     assert adapter.blocked_seconds is None
-    one, other = {"count": 2, "bytes": 8}, {"count": 1, "bytes": 4}
-    adapter.gradient_sums = (Sums(0.5, one, False), Sums(0.25, other, True))  # type: ignore[assignment]
+    first, second = {"count": 2, "bytes": 8}, {"count": 1, "bytes": 4}
+    adapter.gradient_sums = (Sums(0.5, first, False), Sums(0.25, second, True))  # type: ignore[assignment]
     assert (adapter.blocked_seconds, adapter.stop_agreed) == (0.75, True)
     assert adapter.gradient_messages == {"count": 3, "bytes": 12}
-    adapter.gradient_sums = (Sums(None, None, False), Sums(0.25, other, False))  # type: ignore[assignment]
+    adapter.gradient_sums = (Sums(None, None, False), Sums(0.25, second, False))  # type: ignore[assignment]
     assert (adapter.blocked_seconds, adapter.stop_agreed) == (None, False)
-    assert adapter.gradient_messages == other
+    assert adapter.gradient_messages == second
 
 
 def test_each_rank_gets_about_as_much() -> None:
-    assert in_parts([], 3) == []
-    assert in_parts([5, 3, 2], 1) == [0, 0, 0]
-    assert in_parts([1, 8, 4, 3], 2) == [1, 0, 1, 1]
-    assert in_parts([7], 2) == [0]
+    assert balanced_owners([], 3) == []
+    assert balanced_owners([5, 3, 2], 1) == [0, 0, 0]
+    assert balanced_owners([1, 8, 4, 3], 2) == [1, 0, 1, 1]
+    assert balanced_owners([7], 2) == [0]
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=30), st.integers(1, 8))
 def test_no_rank_gets_much_more_than_its_share(sizes: list[int], number: int) -> None:
-    owners = in_parts(sizes, number)
+    owners = balanced_owners(sizes, number)
     totals = [sum(s for s, o in zip(sizes, owners, strict=True) if o == k) for k in range(number)]
     assert sum(totals) == sum(sizes)
     # The rank with most had no more than the mean before it got its last one.
     assert max(totals) <= sum(sizes) / number + max(sizes, default=0)
 
 
-def test_stages_are_cut_behind_what_costs_nothing() -> None:
-    assert in_a_row([5], 1) == [range(1)]
-    assert in_a_row([0, 0, 0], 3) == [range(1), range(1, 2), range(2, 3)]
-    assert in_a_row([1, 9, 0, 0, 4, 0], 2) == [range(4), range(4, 6)]
-    assert in_a_row([1, 9, 0, 0, 4, 0], 3) == [range(1), range(1, 4), range(4, 6)]
+def test_stages_are_cut_behind_layers_without_cost() -> None:
+    assert balanced_cuts([5], 1) == [range(1)]
+    assert balanced_cuts([0, 0, 0], 3) == [range(1), range(1, 2), range(2, 3)]
+    assert balanced_cuts([1, 9, 0, 0, 4, 0], 2) == [range(4), range(4, 6)]
+    assert balanced_cuts([1, 9, 0, 0, 4, 0], 3) == [range(1), range(1, 4), range(4, 6)]
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=8), st.data())
 def test_no_other_cut_has_a_cheaper_most_costly_stage(costs: list[int], data: Any) -> None:
     number = data.draw(st.integers(1, len(costs)))
-    stages = in_a_row(costs, number)
+    stages = balanced_cuts(costs, number)
     assert len(stages) == number and all(stages)
-    assert [place for stage in stages for place in stage] == list(range(len(costs)))
+    assert [index for stage in stages for index in stage] == list(range(len(costs)))
 
     def most(cuts: tuple[int, ...]) -> int:
         ends = itertools.pairwise([0, *cuts, len(costs)])

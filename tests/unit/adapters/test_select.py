@@ -12,8 +12,8 @@ from hvdtrain.config.strategies import STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import ALONE, LaunchInfo
 
-ONE = LaunchInfo("mpirun (Open MPI)", 0, 1, 0, 1)
-TWO = LaunchInfo("mpirun (Open MPI)", 1, 2, 1, 2)
+ONE_RANK = LaunchInfo("mpirun (Open MPI)", 0, 1, 0, 1)
+TWO_RANKS = LaunchInfo("mpirun (Open MPI)", 1, 2, 1, 2)
 TORCHRUN = LaunchInfo("torchrun", 0, 2, 0, 2)
 SPAWNED = LaunchInfo("--spawn", 0, 2, 0, 2)
 
@@ -21,19 +21,19 @@ SPAWNED = LaunchInfo("--spawn", 0, 2, 0, 2)
 NOTHING = {"single"}  # all that is installed where Horovod is not
 
 
-def choose(asked: str | None, launch: LaunchInfo, *, horovod: bool = True) -> str:
+def choose(requested: str | None, launch: LaunchInfo, *, horovod: bool = True) -> str:
     installed = set(STRATEGIES) if horovod else NOTHING
-    return choose_strategy(asked, "pytorch", launch, installed).name
+    return choose_strategy(requested, "pytorch", launch, installed).name
 
 
-@pytest.mark.parametrize("launch", [ALONE, ONE, TWO])
-@pytest.mark.parametrize("asked", [None, "horovod"])
-def test_horovod_where_it_is_installed(asked: str | None, launch: LaunchInfo) -> None:
-    assert choose(asked, launch) == "horovod"
+@pytest.mark.parametrize("launch", [ALONE, ONE_RANK, TWO_RANKS])
+@pytest.mark.parametrize("requested", [None, "horovod"])
+def test_horovod_if_it_is_installed(requested: str | None, launch: LaunchInfo) -> None:
+    assert choose(requested, launch) == "horovod"
 
 
-@pytest.mark.parametrize("launch", [ALONE, ONE])
-def test_alone_without_horovod_it_is_single_and_says_so(
+@pytest.mark.parametrize("launch", [ALONE, ONE_RANK])
+def test_one_process_without_horovod_is_single_with_a_warning(
     launch: LaunchInfo, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="hvdtrain"):
@@ -44,8 +44,8 @@ def test_alone_without_horovod_it_is_single_and_says_so(
 
 
 @pytest.mark.parametrize("horovod", [True, False])
-@pytest.mark.parametrize("launch", [ALONE, ONE])
-def test_single_when_asked_for(
+@pytest.mark.parametrize("launch", [ALONE, ONE_RANK])
+def test_single_if_requested(
     horovod: bool, launch: LaunchInfo, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose("single", launch, horovod=horovod) == "single"
@@ -53,12 +53,12 @@ def test_single_when_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("asked", "launch", "horovod", "words"),
+    ("requested", "launch", "horovod", "words"),
     [
-        (None, TWO, False, ["not installed", "hvdtrain install-horovod"]),
-        ("horovod", TWO, False, ["not installed", "hvdtrain install-horovod"]),
+        (None, TWO_RANKS, False, ["not installed", "hvdtrain install-horovod"]),
+        ("horovod", TWO_RANKS, False, ["not installed", "hvdtrain install-horovod"]),
         ("horovod", ALONE, False, ["not installed", "hvdtrain install-horovod"]),
-        ("single", TWO, True, ["--strategy single", "mpirun (Open MPI) started 2"]),
+        ("single", TWO_RANKS, True, ["--strategy single", "mpirun (Open MPI) started 2"]),
         (None, TORCHRUN, True, ["not by torchrun: use mpirun, or --strategy ddp"]),
         ("horovod", TORCHRUN, True, ["not by torchrun: use mpirun, or --strategy ddp"]),
         ("horovod", TORCHRUN, False, ["not by torchrun: use mpirun, or --strategy ddp"]),
@@ -67,23 +67,23 @@ def test_single_when_asked_for(
         ("magic", ALONE, True, ["--strategy magic: choose", ", ".join(STRATEGIES)]),
     ],
 )
-def test_what_cannot_be(
-    asked: str | None, launch: LaunchInfo, horovod: bool, words: list[str]
+def test_impossible_strategies_are_refused(
+    requested: str | None, launch: LaunchInfo, horovod: bool, words: list[str]
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        choose(asked, launch, horovod=horovod)
+        choose(requested, launch, horovod=horovod)
     for word in words:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("launch", [ALONE, ONE, TWO, TORCHRUN, SPAWNED])
+@pytest.mark.parametrize("launch", [ALONE, ONE_RANK, TWO_RANKS, TORCHRUN, SPAWNED])
 def test_ddp_under_any_launcher_for_pytorch(launch: LaunchInfo) -> None:
     assert choose("ddp", launch) == "ddp"
     with pytest.raises(UsageError, match="--strategy ddp is for pytorch, not for --framework ten"):
         choose_strategy("ddp", "tensorflow", launch, STRATEGIES)
 
 
-def test_a_framework_that_is_too_old_is_told() -> None:
+def test_a_framework_that_is_too_old_is_refused() -> None:
     new = Strategy("new", {}, oldest={"pytorch": "2.6"})
     check_version(new, "pytorch", "2.13.0+cpu")
     check_version(new, "tensorflow", "2.1")
@@ -93,13 +93,13 @@ def test_a_framework_that_is_too_old_is_told() -> None:
         check_version(new, "pytorch", "2.5.1")
 
 
-def test_an_unknown_framework_is_told() -> None:
+def test_an_unknown_framework_is_refused() -> None:
     with pytest.raises(UsageError, match="--framework jax: choose one of pytorch, tensorflow"):
         select.adapter("jax", environ={})
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
-def test_a_framework_that_is_not_installed_is_told_with_the_remedy(
+def test_a_framework_that_is_not_installed_is_refused_with_a_remedy(
     framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(select, "is_installed", lambda module: False)

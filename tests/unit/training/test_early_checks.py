@@ -80,10 +80,10 @@ def test_the_checkpoint_of_another_training(
 
 
 def test_a_checkpoint_that_is_not_taken(tmp_path: Path) -> None:
-    made = checkpoint(tmp_path)
+    path = checkpoint(tmp_path)
     look(checkpoint_dir=tmp_path, seed=3, resume="never")
-    look(checkpoint=made, seed=3, optimizer="adam", evaluate_only=True)
-    (made / STATE_FILE).write_text("{")  # that it is damaged is found where it is loaded
+    look(checkpoint=path, seed=3, optimizer="adam", evaluate_only=True)
+    (path / STATE_FILE).write_text("{")  # that it is damaged is found where it is loaded
     look(checkpoint_dir=tmp_path, seed=3)
 
 
@@ -115,6 +115,6 @@ def test_no_framework_is_imported_for_it() -> None:
     assert loaded == "[]"
 
 
-def test_options_of_ones_own_are_looked_at_too() -> None:
-    own = replace(MNIST, options=Options, models=())
-    look(workload=own, model="whatever")
+def test_options_of_a_custom_workload_are_checked_too() -> None:
+    custom = replace(MNIST, options=Options, models=())
+    look(workload=custom, model="whatever")

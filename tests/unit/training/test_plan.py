@@ -64,8 +64,11 @@ def plan(size: int = 4, **options: Any) -> TrainingPlan:
 def test_a_warmup_in_updates_ends_where_that_update_begins(
     steps: int, samples: int, epochs: float
 ) -> None:
-    made = plan(4, warmup_steps=steps)
-    assert made.schedule_over(samples) == {**made.schedule, "warmup_epochs": epochs}
+    training_plan = plan(4, warmup_steps=steps)
+    assert training_plan.schedule_over(samples) == {
+        **training_plan.schedule,
+        "warmup_epochs": epochs,
+    }
     assert plan(4).schedule_over(samples) == plan(4).schedule
 
 
@@ -97,12 +100,10 @@ def test_a_warmup_in_updates_ends_where_that_update_begins(
         ),
     ],
 )
-def test_a_line_on_what_has_not_the_effect_that_it_seems_to_have(
-    options: dict[str, Any], lines: list[str]
-) -> None:
-    found = notes(Options(**options), plan(4, **options), 300)
-    assert len(found) == len(lines)
-    assert all(line.startswith(start) for line, start in zip(found, lines, strict=True))
+def test_options_without_effect_are_reported(options: dict[str, Any], lines: list[str]) -> None:
+    shown = notes(Options(**options), plan(4, **options), 300)
+    assert len(shown) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(shown, lines, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -121,9 +122,9 @@ def test_a_rate_in_proportion_to_the_global_batch(
 ) -> None:
     recipe = replace(RECIPE, lr_batch=32)
     workload = replace(WORKLOAD, recipe=lambda options: recipe)
-    made = make_plan(workload, Options(**options), World(0, 4, 0, 4, "host", 1))
-    assert made.lr == pytest.approx(lr)
-    assert made.lr_scaling == scaling
+    training_plan = make_plan(workload, Options(**options), World(0, 4, 0, 4, "host", 1))
+    assert training_plan.lr == pytest.approx(lr)
+    assert training_plan.lr_scaling == scaling
 
 
 @pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.1), ("adam", 0.002), ("adamw", 0.003)])
@@ -140,8 +141,8 @@ def test_milestones_of_a_recipe_move_with_the_length() -> None:
         (Options(epochs=5), (2, 4)),
         (Options(epochs=5, lr_milestones=(1.0,)), (1,)),
     ):
-        made = make_plan(workload, options, World(0, 1, 0, 1, "host", 1))
-        assert made.schedule["milestones"] == milestones
+        training_plan = make_plan(workload, options, World(0, 1, 0, 1, "host", 1))
+        assert training_plan.schedule["milestones"] == milestones
 
 
 def test_a_benchmark_ends_by_itself() -> None:
@@ -175,7 +176,7 @@ def test_the_batch_is_a_ranks_or_all_ranks(size: int) -> None:
     assert plan(size, global_batch_size=7).global_batch == 7
 
 
-def test_a_fixed_global_batch_scales_no_learning_rate_unless_asked_to() -> None:
+def test_a_fixed_global_batch_scales_no_learning_rate_unless_requested() -> None:
     assert plan(global_batch_size=96).lr_scaling == "none"
     assert plan(global_batch_size=96, lr_scaling="sqrt").lr_scaling == "sqrt"
     assert plan(batch_size=96).lr_scaling == "linear"
@@ -189,24 +190,24 @@ def test_a_fixed_global_batch_scales_no_learning_rate_unless_asked_to() -> None:
 def test_a_shorter_run_warms_up_shorter_but_no_less_than_it_needs(
     epochs: int, warmup: float
 ) -> None:
-    made = plan(epochs=epochs)
-    assert made.schedule["warmup_epochs"] == pytest.approx(warmup)
-    assert made.schedule["epochs"] == made.epochs == epochs
+    training_plan = plan(epochs=epochs)
+    assert training_plan.schedule["warmup_epochs"] == pytest.approx(warmup)
+    assert training_plan.schedule["epochs"] == training_plan.epochs == epochs
 
 
 def test_a_workload_of_one_network_takes_any_name() -> None:
-    own = replace(WORKLOAD, models=())
-    assert choose_model(own, Options()) == "toy"
-    assert choose_model(own, Options(model="wide")) == "wide"
+    custom = replace(WORKLOAD, models=())
+    assert choose_model(custom, Options()) == "toy"
+    assert choose_model(custom, Options(model="wide")) == "wide"
 
 
 def test_zero_is_a_value_and_no_default() -> None:
-    made = plan(warmup_epochs=0.0, lr=0.0, weight_decay=0.0, num_steps=0, seed=9)
-    assert made.schedule["warmup_epochs"] == 0
-    assert (made.lr, made.weight_decay, made.num_steps) == (0, 0, 0)
+    training_plan = plan(warmup_epochs=0.0, lr=0.0, weight_decay=0.0, num_steps=0, seed=9)
+    assert training_plan.schedule["warmup_epochs"] == 0
+    assert (training_plan.lr, training_plan.weight_decay, training_plan.num_steps) == (0, 0, 0)
 
 
-def test_steps_where_the_data_has_no_end() -> None:
+def test_endless_data_has_a_default_number_of_steps() -> None:
     assert plan(seed=9).num_steps == 100
     assert plan(seed=9, num_steps=7).num_steps == 7
     assert plan().num_steps is None
@@ -216,8 +217,8 @@ def test_num_steps_does_not_change_the_schedule() -> None:
     assert plan(num_steps=3).schedule == plan().schedule
 
 
-def test_what_is_given_is_taken() -> None:
-    made = plan(
+def test_specified_values_are_used() -> None:
+    training_plan = plan(
         lr=0.3,
         lr_schedule="multistep",
         lr_milestones=(3.0, 6.0),
@@ -226,8 +227,12 @@ def test_what_is_given_is_taken() -> None:
         weight_decay=0.01,
         model="second",
     )
-    assert (made.lr, made.weight_decay, made.model) == (0.3, 0.01, "second")
-    assert made.schedule == {
+    assert (training_plan.lr, training_plan.weight_decay, training_plan.model) == (
+        0.3,
+        0.01,
+        "second",
+    )
+    assert training_plan.schedule == {
         "epochs": 10,
         "warmup_epochs": 1.0,
         "schedule": "multistep",
@@ -236,20 +241,20 @@ def test_what_is_given_is_taken() -> None:
     }
 
 
-def test_an_unknown_model_is_told_with_the_valid_ones() -> None:
+def test_an_unknown_model_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(UsageError, match="--model third: choose one of first, second"):
         choose_model(WORKLOAD, Options(model="third"))
     with pytest.raises(UsageError, match="--model third"):
         plan(model="third")
 
 
-@pytest.mark.parametrize("asked", ["fp64", "fp32", "bf16"])
-def test_what_was_asked_for_is_taken(asked: str) -> None:
+@pytest.mark.parametrize("requested", ["fp64", "fp32", "bf16"])
+def test_the_requested_precision_is_used(requested: str) -> None:
     for prefers, gpu, has in itertools.product((True, False), repeat=3):
-        assert choose_precision(asked, prefers_bf16=prefers, gpu=gpu, has_bf16=has) == asked
+        assert choose_precision(requested, prefers_bf16=prefers, gpu=gpu, has_bf16=has) == requested
 
 
-def test_auto_is_bf16_where_wanted_and_there() -> None:
+def test_auto_is_bf16_if_preferred_and_supported() -> None:
     for gpu in (True, False):
         assert choose_precision("auto", prefers_bf16=True, gpu=gpu, has_bf16=True) == "bf16"
         assert choose_precision("auto", prefers_bf16=True, gpu=gpu, has_bf16=False) == "fp32"
@@ -290,7 +295,7 @@ def test_without_cpuinfo_there_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpu", "cores", "workers"),
+    ("requested", "gpu", "cores", "workers"),
     [
         (None, False, 64, 1),
         (None, True, 1, 1),
@@ -301,9 +306,9 @@ def test_without_cpuinfo_there_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_workers_leave_a_core_to_the_rank(
-    asked: int | None, gpu: bool, cores: int, workers: int
+    requested: int | None, gpu: bool, cores: int, workers: int
 ) -> None:
-    assert choose_workers(asked, gpu=gpu, cores=cores) == workers
+    assert choose_workers(requested, gpu=gpu, cores=cores) == workers
 
 
 def test_the_batch_of_a_rank_is_that_of_all_its_stages() -> None:

@@ -73,25 +73,25 @@ def test_a_signal_before_the_first_step(number: signal.Signals, case: str, tmp_p
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=60)
     if case == "resumes":
-        there = f"{tmp_path}/step-000000012 is there: run the same command again to go on"
-        assert said == f"hvdtrain: {number.name}: stopped before its first step; {there}\n"
+        there = f"{tmp_path}/step-000000012 exists: run the same command again to continue"
+        assert message == f"hvdtrain: {number.name}: stopped before its first step; {there}\n"
         assert process.returncode == 75
     else:
         there = "there is no checkpoint yet"
-        assert said == f"hvdtrain: {number.name}: stopped before its first step: {there}\n"
+        assert message == f"hvdtrain: {number.name}: stopped before its first step: {there}\n"
         assert process.returncode == 128 + number
 
 
-def test_a_rank_waits_to_be_asked_where_it_would_be_started_anew(
+def test_a_rank_waits_for_its_agent_if_it_would_be_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = iter((False, False, True))
+    requests = iter((False, False, True))
     wait_for_agent(lambda: pytest.fail("nobody starts it anew"))
     for name, value in (("RUN_ID", "1"), ("MAX_RESTARTS", "1")):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    wait_for_agent(lambda: next(told))
-    assert list(told) == []
+    wait_for_agent(lambda: next(requests))
+    assert list(requests) == []

@@ -175,9 +175,9 @@ def test_a_bar_leaves_the_lines_of_others_alone(
     show.epoch(EPOCH)
     show.end("the end", [("label", "value")])
     rows = screen(drawn())
-    said = ("the headline", "a word of rank 1", "words", "epoch 2 done: loss 0.1250")
-    places = [next(at for at, row in enumerate(rows) if row.startswith(text)) for text in said]
-    assert places == sorted(places)
+    lines = ("the headline", "a word of rank 1", "words", "epoch 2 done: loss 0.1250")
+    positions = [next(at for at, row in enumerate(rows) if row.startswith(text)) for text in lines]
+    assert positions == sorted(positions)
     assert {"three", "more"} <= {row.split("━")[0].split(" ")[0] for row in rows}
     bars = [row for row in rows if re.match("epoch 2 [━╸]", row)]
     assert len(bars) == 1  # what was drawn before is gone, the last one stays
@@ -228,7 +228,7 @@ def test_a_step_that_takes_long_takes_nothing_off_those_after_it() -> None:
 
 
 def test_a_benchmark_shows_neither_epochs_nor_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    play(Progress(Options(), speed_alone=True))
+    play(Progress(Options(), speed_only=True))
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["the headline", "step 20/100  1,234 images/s  0:40 left", "a remark"]
 

@@ -72,12 +72,12 @@ def test_the_table_without_evaluation_and_without_a_step() -> None:
     )
     table = dict(rows(empty, [], {"accuracy": "-"}))
     assert table["training loss"] == table["test loss"] == table["test accuracy"] == "-"
-    assert table["stopped"] == "preempted and saved: run the same command again to go on"
+    assert table["stopped"] == "preempted and saved: run the same command again to continue"
 
 
 def test_the_table_of_a_run_that_trained_nothing() -> None:
-    found = Summary(**evaluated({"loss": 0.5, "accuracy": 0.75, "samples": 8}), seconds_total=2.04)
-    table = evaluation_rows(replace(found, checkpoint="c"), {"accuracy": "75.00 %"}, Path("p.csv"))
+    fields = Summary(**evaluated({"loss": 0.5, "accuracy": 0.75, "samples": 8}), seconds_total=2.04)
+    table = evaluation_rows(replace(fields, checkpoint="c"), {"accuracy": "75.00 %"}, Path("p.csv"))
     assert table == [
         ("checkpoint", "c"),
         ("test loss", "0.5000"),
@@ -104,19 +104,19 @@ def test_the_largest_memory_and_the_mean_utilisation(on_ranks: OnRanks, size: in
         clock = Clock(seconds=[9.0] * 2 + [1.0] * 8, processor=[0.0] * 2 + [busy] * 8)
         return used(Ranked(communicator, threads=2), clock)  # type: ignore[arg-type]
 
-    for found in on_ranks(size, action):
-        assert found["peak_memory_bytes"] == 1000 + size - 1
-        assert found["utilisation_mean"] == pytest.approx((size + 1) / 8)
-        assert found["utilisation_lowest"] == 0.25
+    for fields in on_ranks(size, action):
+        assert fields["peak_memory_bytes"] == 1000 + size - 1
+        assert fields["utilisation_mean"] == pytest.approx((size + 1) / 8)
+        assert fields["utilisation_lowest"] == 0.25
 
 
-def test_what_is_not_known_is_none(on_ranks: OnRanks) -> None:
+def test_unknown_values_are_none(on_ranks: OnRanks) -> None:
     def on_a_gpu(communicator: Communicator) -> Any:
         clock = Clock(seconds=[1.0], processor=[1.0])
         return used(Ranked(communicator, threads=0), clock)  # type: ignore[arg-type]
 
-    for found in on_ranks(2, on_a_gpu):
-        assert (found["utilisation_mean"], found["utilisation_lowest"]) == (None, None)
+    for fields in on_ranks(2, on_a_gpu):
+        assert (fields["utilisation_mean"], fields["utilisation_lowest"]) == (None, None)
 
 
 class NvidiaLibrary:
@@ -145,7 +145,7 @@ class NvidiaLibrary:
 
 
 @pytest.mark.parametrize("gpus", [("GPU-0", "GPU-1"), ("GPU-0", "GPU-0"), ("GPU-0", "part 1")])
-def test_what_nvml_tells_of_gpus(
+def test_values_of_nvml_for_gpus(
     on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, str]
 ) -> None:
     def on_a_gpu(communicator: Communicator) -> Any:
@@ -156,13 +156,13 @@ def test_what_nvml_tells_of_gpus(
         clock = Clock(seconds=[1.0, 1.0], images=[8, 16])
         return used(adapter, clock)  # type: ignore[arg-type]
 
-    for found in on_ranks(2, on_a_gpu):
+    for fields in on_ranks(2, on_a_gpu):
         if gpus[1] == "part 1":  # one that is not known, and so is the whole
-            assert found["joules_per_image"] is found["utilisation_mean"] is None
+            assert fields["joules_per_image"] is fields["utilisation_mean"] is None
             continue
         number = len(set(gpus))  # ranks may share one, whose energy counts once
-        assert found["joules_per_image"] == pytest.approx(number * 300 / 24)
-        assert found["utilisation_lowest"] == (0.7 if number == 2 else 0.9)
+        assert fields["joules_per_image"] == pytest.approx(number * 300 / 24)
+        assert fields["utilisation_lowest"] == (0.7 if number == 2 else 0.9)
 
 
 def test_the_table_of_gpus() -> None:

@@ -77,7 +77,7 @@ def test_steps_that_do_not_count_are_left_out(fake: FakeTime) -> None:
     assert figures.step_seconds_median == 0.5
 
 
-def test_where_no_step_counts_there_is_no_throughput(fake: FakeTime) -> None:
+def test_no_counted_step_means_no_throughput(fake: FakeTime) -> None:
     clock = run(fake, [])
     fake.now += 1
     clock.step(8, counts=False)
@@ -95,7 +95,7 @@ def test_seconds_of_the_run(fake: FakeTime) -> None:
     assert figures.seconds_to_first_step == 16 + 2
 
 
-def test_what_happens_between_steps_does_not_count(fake: FakeTime) -> None:
+def test_the_time_between_steps_does_not_count(fake: FakeTime) -> None:
     clock = run(fake, [(0.5, 4)])
     fake.now += 100  # an evaluation
     clock.resume()
@@ -143,35 +143,35 @@ PARTS = ("data", "compute", "communication", "waiting")
 def test_three_ranks_of_which_the_last_is_late() -> None:
     # (step, data, blocked) of two steps; rank 2 computes 50 ms longer and is blocked for 10 ms.
     early, late = [0.2, 0.01, 0.06], [0.2, 0.01, 0.01]
-    found = split(np.array([[early, early], [early, early], [late, late]]))
-    assert found.steps == 2
-    assert found.data == pytest.approx(0.01)
-    assert found.compute == pytest.approx((0.13 + 0.13 + 0.18) / 3)
-    assert found.communication == pytest.approx(0.01)
-    assert found.waiting == pytest.approx(0.1 / 3)
-    assert (found.slowest_rank, found.slowest_share) == (2, 1.0)
-    assert found.undivided is None
+    mean = split(np.array([[early, early], [early, early], [late, late]]))
+    assert mean.steps == 2
+    assert mean.data == pytest.approx(0.01)
+    assert mean.compute == pytest.approx((0.13 + 0.13 + 0.18) / 3)
+    assert mean.communication == pytest.approx(0.01)
+    assert mean.waiting == pytest.approx(0.1 / 3)
+    assert (mean.slowest_rank, mean.slowest_share) == (2, 1.0)
+    assert mean.undivided is None
 
 
 def test_who_is_late_may_change_from_step_to_step() -> None:
-    one, other = [0.2, 0.0, 0.02], [0.2, 0.0, 0.06]
-    found = split(np.array([[one, one, other], [other, other, one]]))
-    assert found.communication == pytest.approx(0.02)  # not what either has in all
-    assert found.waiting == pytest.approx(0.02)
-    assert (found.slowest_rank, found.slowest_share) == (0, pytest.approx(2 / 3))
+    early, late = [0.2, 0.0, 0.02], [0.2, 0.0, 0.06]
+    mean = split(np.array([[early, early, late], [late, late, early]]))
+    assert mean.communication == pytest.approx(0.02)  # not what either has in all
+    assert mean.waiting == pytest.approx(0.02)
+    assert (mean.slowest_rank, mean.slowest_share) == (0, pytest.approx(2 / 3))
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    found = split(np.array([[[0.2, 0.05, 0.0017]]]))  # 1.7 ms in collectives with itself
-    assert (found.communication, found.waiting, found.slowest_rank) == (0, 0, None)
-    assert found.compute == pytest.approx(0.15)
+    mean = split(np.array([[[0.2, 0.05, 0.0017]]]))  # 1.7 ms in collectives with itself
+    assert (mean.communication, mean.waiting, mean.slowest_rank) == (0, 0, None)
+    assert mean.compute == pytest.approx(0.15)
 
 
-def test_what_cannot_be_told_apart_is_not_invented() -> None:
-    found = split(np.array([[[0.2, 0.05, np.nan]], [[0.3, 0.05, np.nan]]]))
-    assert [getattr(found, part) for part in PARTS[1:]] == [None] * 3
-    assert found.undivided == pytest.approx(0.2)
-    assert found.data == pytest.approx(0.05)
+def test_an_unknown_split_is_not_invented() -> None:
+    mean = split(np.array([[[0.2, 0.05, np.nan]], [[0.3, 0.05, np.nan]]]))
+    assert [getattr(mean, part) for part in PARTS[1:]] == [None] * 3
+    assert mean.undivided == pytest.approx(0.2)
+    assert mean.data == pytest.approx(0.05)
 
 
 @given(
@@ -183,9 +183,9 @@ def test_what_cannot_be_told_apart_is_not_invented() -> None:
 )
 def test_the_parts_add_up_to_the_step(times: Any) -> None:
     step = times.sum(-1, keepdims=True) + 0.5
-    found = split(np.concatenate([step, times], -1))
-    assert sum(getattr(found, part) for part in PARTS) == pytest.approx(step.mean())
-    assert all(getattr(found, part) >= -1e-12 for part in PARTS)
+    mean = split(np.concatenate([step, times], -1))
+    assert sum(getattr(mean, part) for part in PARTS) == pytest.approx(step.mean())
+    assert all(getattr(mean, part) >= -1e-12 for part in PARTS)
 
 
 def test_the_times_of_a_rank(fake: FakeTime) -> None:
@@ -201,7 +201,7 @@ def test_the_times_of_a_rank(fake: FakeTime) -> None:
         clock.now += 10
         blocked += seconds / 4
         times.step(blocked)
-        with times.meeting():  # counts for the step that comes next
+        with times.timing_collective():  # counts for the step that comes next
             clock.now += 0.5
     times.resume()  # what was met before an evaluation is no part of a step
     times.step(blocked)
@@ -220,23 +220,23 @@ def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
                 clock.left_out.add(number)
         return clock.step_split(communicator)
 
-    for found in on_ranks(3, action):
-        assert found.steps == 7  # two are dropped
-        assert found.communication == pytest.approx(0.1)
-        assert found.waiting == pytest.approx(0.2 / 3)
-        assert found.slowest_rank == 1  # the first of those that come last together
+    for mean in on_ranks(3, action):
+        assert mean.steps == 7  # two are dropped
+        assert mean.communication == pytest.approx(0.1)
+        assert mean.waiting == pytest.approx(0.2 / 3)
+        assert mean.slowest_rank == 1  # the first of those that come last together
 
 
 def test_without_a_step_there_is_nothing_to_take_apart() -> None:
     assert Clock().step_split(Alone()) is None
 
 
-def test_of_a_long_training_the_last_steps_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_steps_of_a_long_training_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "MOST", 3)
     times = StepTimes()
     for seconds in (9.0, 9.0, 1.0, 2.0, 3.0):
         times.data.append(seconds)
         times.blocked.append(0.0)
-    found = times.gather(Alone(), [10.0] * 5, [True] * 5)
-    assert found is not None
-    assert (found.steps, found.data) == (3, 2.0)
+    mean = times.gather(Alone(), [10.0] * 5, [True] * 5)
+    assert mean is not None
+    assert (mean.steps, mean.data) == (3, 2.0)

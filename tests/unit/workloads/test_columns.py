@@ -45,7 +45,7 @@ def test_a_batch_without_samples_has_no_line() -> None:
         (np.zeros((2, 3), np.int64), np.zeros((2, 3))),
     ],
 )
-def test_what_does_not_classify_needs_columns_of_its_own(
+def test_a_task_that_does_not_classify_needs_columns(
     labels: np.ndarray, outputs: np.ndarray
 ) -> None:
     with pytest.raises(UsageError, match=r"no classes and their scores: .*columns=Columns"):
@@ -61,6 +61,6 @@ def test_what_does_not_classify_needs_columns_of_its_own(
         lambda y, output: (y, output[:, None]),
     ],
 )
-def test_columns_that_do_not_fit_are_told(values: object) -> None:
+def test_columns_of_a_wrong_shape_are_refused(values: object) -> None:
     with pytest.raises(UsageError, match=r"2 samples and the columns a, b take 2 arrays of"):
         Columns(("a", "b"), values).lines(0, np.zeros(2), np.zeros(2))  # type: ignore[arg-type]

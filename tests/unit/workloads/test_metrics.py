@@ -46,9 +46,11 @@ R2 = WholeSet("r2", lambda y, output: r2_score(y, output[:, 0]))
 def test_it_is_the_whole_sets(
     on_ranks: OnRanks, size: int, metric: Metric, expected: dict[str, Any]
 ) -> None:
-    for found in on_ranks(size, lambda one: measured(copy.deepcopy(metric), one)):
-        assert found == pytest.approx(expected, rel=1e-12)
-        assert tuple(found) == metric.names
+    for result in on_ranks(
+        size, lambda communicator: measured(copy.deepcopy(metric), communicator)
+    ):
+        assert result == pytest.approx(expected, rel=1e-12)
+        assert tuple(result) == metric.names
 
 
 def test_as_a_person_reads_it() -> None:

@@ -102,7 +102,7 @@ def test_the_fields_of_its_options_join_the_command_line(tmp_path: Path) -> None
         ("--hidden=3", "--hidden: no such option; did you mean --hidden-size?"),
     ],
 )
-def test_a_wrong_value_is_told_as_always(tmp_path: Path, line: str, words: str) -> None:
+def test_a_wrong_value_is_refused(tmp_path: Path, line: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         read(load(tmp_path, OPTIONS), line)
 
@@ -164,7 +164,7 @@ def test_options_that_do_not_fit(tmp_path: Path, field: str, words: str) -> None
         load(tmp_path, f"{head}{field}\n{TASK}")
 
 
-def test_what_goes_wrong_in_task_is_told_with_its_line(tmp_path: Path) -> None:
+def test_an_error_in_task_is_reported_with_its_line(tmp_path: Path) -> None:
     workload = load(tmp_path, "def task(options):\n    return {}['x']\n")
     with pytest.raises(UsageError, match=r"my_task.py, line 2: KeyError: 'x'"):
         workload.build(Options())
@@ -183,8 +183,8 @@ def test_a_name_that_cannot_be_imported(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "framework", "words"),
     [
-        ("tensorflow", "pytorch", "imports TensorFlow, .* give --framework tensorflow"),
-        ("torch", "tensorflow", "imports PyTorch, .* give --framework pytorch"),
+        ("tensorflow", "pytorch", "imports TensorFlow, .* use --framework tensorflow"),
+        ("torch", "tensorflow", "imports PyTorch, .* use --framework pytorch"),
         ("torch", "pytorch", "returned NoneType, which is no Task"),
     ],
 )

@@ -21,7 +21,7 @@ def recipe(workload: Workload, **options: object) -> Recipe:
 @pytest.mark.parametrize(
     ("lr", "epilog"),
     [
-        *((recipe(one).lr, one.epilog) for one in (MNIST, RESNET, SSD300)),
+        *((recipe(workload).lr, workload.epilog) for workload in (MNIST, RESNET, SSD300)),
         (own.RECIPE.lr, train.EPILOG),
     ],
     ids=["mnist", "resnet", "ssd300", "train"],

@@ -30,9 +30,10 @@ def content(*annotations: Content, ids: tuple[int, ...] = (20, 10)) -> Content:
     """Two images of 40 x 30 pixels, the later id first; three categories with gaps in their ids."""
     return {
         "images": [
-            {"id": one, "file_name": f"{one}.jpg", "width": 40, "height": 30} for one in ids
+            {"id": identity, "file_name": f"{identity}.jpg", "width": 40, "height": 30}
+            for identity in ids
         ],
-        "annotations": [{"id": number, **one} for number, one in enumerate(annotations)],
+        "annotations": [{"id": number, **entry} for number, entry in enumerate(annotations)],
         "categories": [
             {"id": 7, "name": "ant"},
             {"id": 90, "name": "bee"},
@@ -41,13 +42,13 @@ def content(*annotations: Content, ids: tuple[int, ...] = (20, 10)) -> Content:
     }
 
 
-def write(folder: Path, found: Any, split: str = "train2017") -> Path:
+def write(folder: Path, document: Any, split: str = "train2017") -> Path:
     """Write a split; its images are not opened here."""
     (folder / split).mkdir(parents=True, exist_ok=True)
     (folder / "annotations").mkdir(exist_ok=True)
     for name in ("10.jpg", "20.jpg"):
         (folder / split / name).touch()
-    text = found if isinstance(found, str) else json.dumps(found)
+    text = document if isinstance(document, str) else json.dumps(document)
     (folder / "annotations" / f"instances_{split}.json").write_text(text)
     return folder
 
@@ -63,28 +64,28 @@ def refusal(folder: Path, **how: Any) -> str:
     return str(caught.value)
 
 
-def rows(found: Coco) -> list[list[tuple[list[float], int]]]:
+def rows(coco: Coco) -> list[list[tuple[list[float], int]]]:
     """Of each image its boxes and their category ids."""
     return [
-        [(box.tolist(), found.categories[label]) for box, label in zip(*found.of(at), strict=True)]
-        for at in range(len(found.ids))
+        [(box.tolist(), coco.categories[label]) for box, label in zip(*coco.of(at), strict=True)]
+        for at in range(len(coco.ids))
     ]
 
 
 def test_images_come_by_id_and_labels_are_places_among_the_ids(tmp_path: Path) -> None:
-    found = train(
+    coco = train(
         tmp_path,
         annotation(20, 1, 2, 3, 4, category=90),
         annotation(10, 5, 6, 7, 8, category=3),
         annotation(20, 0, 0, 40, 30),
     )
-    assert found.ids.tolist() == [10, 20]
-    assert list(found.files.names) == ["10.jpg", "20.jpg"]
-    assert found.sizes.tolist() == [[40, 30], [40, 30]]
-    assert (found.categories, found.names) == ([3, 7, 90], ["cat", "ant", "bee"])
-    assert rows(found) == [[([5, 6, 12, 14], 3)], [([1, 2, 4, 6], 90), ([0, 0, 40, 30], 7)]]
-    assert found.labels.tolist() == [0, 2, 1]
-    assert found.notes == ()
+    assert coco.ids.tolist() == [10, 20]
+    assert list(coco.files.names) == ["10.jpg", "20.jpg"]
+    assert coco.sizes.tolist() == [[40, 30], [40, 30]]
+    assert (coco.categories, coco.names) == ([3, 7, 90], ["cat", "ant", "bee"])
+    assert rows(coco) == [[([5, 6, 12, 14], 3)], [([1, 2, 4, 6], 90), ([0, 0, 40, 30], 7)]]
+    assert coco.labels.tolist() == [0, 2, 1]
+    assert coco.notes == ()
 
 
 def test_images_without_annotation_stay(tmp_path: Path) -> None:
@@ -95,22 +96,22 @@ def test_images_without_annotation_stay(tmp_path: Path) -> None:
 
 
 def test_crowds_are_no_boxes_but_stay_for_the_evaluation(tmp_path: Path) -> None:
-    found = train(
+    coco = train(
         tmp_path,
         annotation(10, 1, 2, 3, 4, iscrowd=1, segmentation={"counts": [1], "size": [30, 40]}),
         annotation(10, 1, 2, 3, 4, iscrowd=0, area=9.5, segmentation=[[1, 2, 3, 4, 5, 6]]),
         annotation(10, 1, 2, 3, 4, iscrowd=None, area=None),
     )
-    assert rows(found) == [[([1, 2, 4, 6], 7)] * 2, []]
-    assert found.annotations == [
+    assert rows(coco) == [[([1, 2, 4, 6], 7)] * 2, []]
+    assert coco.annotations == [
         annotation(10, 1, 2, 3, 4, area=area, iscrowd=crowd)
         for area, crowd in ((12, 1), (9.5, 0), (12, 0))
     ]
-    assert found.notes == ()
+    assert coco.notes == ()
 
 
-def test_boxes_are_cut_off_and_those_without_area_told(tmp_path: Path) -> None:
-    found = train(
+def test_boxes_are_clipped_and_those_without_area_reported(tmp_path: Path) -> None:
+    coco = train(
         tmp_path,
         annotation(10, -5, -5, 10, 10),
         annotation(10, 35, 25, 10, 10),
@@ -120,20 +121,20 @@ def test_boxes_are_cut_off_and_those_without_area_told(tmp_path: Path) -> None:
         annotation(10, 5, 5, 0, 5),  # no area
         annotation(10, 5, 5, 3, -2),
     )
-    assert rows(found)[0] == [
+    assert rows(coco)[0] == [
         ([0, 0, 5, 5], 7),
         ([35, 25, 40, 30], 7),
         ([38.5, 10, 40, 10.25], 7),
     ]
-    assert found.notes == ("train2017: left out 4 annotations outside its image or without area",)
-    assert found.annotations[0]["bbox"] == [-5, -5, 10, 10]
+    assert coco.notes == ("train2017: skipped 4 annotations outside its image or without area",)
+    assert coco.annotations[0]["bbox"] == [-5, -5, 10, 10]
 
 
-def test_annotations_of_images_that_are_not_listed_are_told(tmp_path: Path) -> None:
-    found = train(tmp_path, annotation(99, 1, 2, 3, 4), annotation(10, 1, 2, 3, 4))
-    assert rows(found) == [[([1, 2, 4, 6], 7)], []]
-    assert len(found.annotations) == 1
-    assert found.notes == ("train2017: left out 1 annotation of an image not listed",)
+def test_annotations_of_unlisted_images_are_reported(tmp_path: Path) -> None:
+    coco = train(tmp_path, annotation(99, 1, 2, 3, 4), annotation(10, 1, 2, 3, 4))
+    assert rows(coco) == [[([1, 2, 4, 6], 7)], []]
+    assert len(coco.annotations) == 1
+    assert coco.notes == ("train2017: skipped 1 annotation of an image not listed",)
 
 
 @pytest.mark.parametrize("kind", ["images", "categories"])
@@ -152,13 +153,13 @@ def test_images_that_are_not_there(tmp_path: Path) -> None:
     assert "--skip-broken" in message
     whole = load(tmp_path, skip_broken=True)[0]
     assert whole.ids.tolist() == [10, 20]
-    assert whole.notes == ("left out 1 image not to be found, 15.jpg for one",)
+    assert whole.notes == ("skipped 1 image not to be found, 15.jpg for one",)
     (tmp_path / "train2017" / "10.jpg").unlink()
     left = load(tmp_path, skip_broken=True)[0]
     assert rows(left) == [[([5, 6, 12, 14], 90)]]
-    assert [one["image_id"] for one in left.annotations] == [20]
+    assert [entry["image_id"] for entry in left.annotations] == [20]
     assert left.first.tolist() == [0, 1]
-    assert left.notes == ("left out 2 images not to be found, 10.jpg for one",)
+    assert left.notes == ("skipped 2 images not to be found, 10.jpg for one",)
     (tmp_path / "train2017" / "20.jpg").unlink()
     assert "none of the images" in refusal(tmp_path, skip_broken=True)
 
@@ -170,15 +171,15 @@ def test_val_is_there_or_not_and_has_the_same_categories(tmp_path: Path) -> None
     val = load(tmp_path)[1]
     assert val is not None and len(val.labels) == 1
     for change in ({"id": 8}, {"name": "wasp"}):
-        other = content()
-        other["categories"][0] |= change
-        write(tmp_path, other, "val2017")
+        changed = content()
+        changed["categories"][0] |= change
+        write(tmp_path, changed, "val2017")
         assert "instances_val2017.json has other categories" in refusal(tmp_path)
-    other["categories"] = content()["categories"][::-1]  # another order is no other set
-    assert load(write(tmp_path, other, "val2017"))[1] is not None
+    changed["categories"] = content()["categories"][::-1]  # another order is no other set
+    assert load(write(tmp_path, changed, "val2017"))[1] is not None
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     assert "no such directory" in refusal(tmp_path / "absent")
     assert "annotations/instances_*.json" in refusal(tmp_path)
     write(tmp_path, content())
@@ -215,11 +216,11 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_an_annotation_that_an_evaluation_would_stumble_over_is_refused(
     tmp_path: Path, change: Content, words: str, crowd: int
 ) -> None:
-    one = annotation(10, 1, 2, 3, 4, iscrowd=crowd) | change
-    assert words in refusal(write(tmp_path, content(one)))
+    entry = annotation(10, 1, 2, 3, 4, iscrowd=crowd) | change
+    assert words in refusal(write(tmp_path, content(entry)))
 
 
-def test_a_name_of_several_lines_is_told_in_one(tmp_path: Path) -> None:
+def test_a_name_of_several_lines_is_printed_in_one(tmp_path: Path) -> None:
     odd = content()
     odd["images"][0]["file_name"] = "a\nb\x1b[31m.jpg"
     assert "a?b?[31m.jpg" in refusal(write(tmp_path, odd))
@@ -245,7 +246,7 @@ def paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         if isinstance(value, list)
         else ()
     )
-    return [before, *(path for key, one in pairs for path in paths(one, (*before, key)))]
+    return [before, *(path for key, entry in pairs for path in paths(entry, (*before, key)))]
 
 
 @given(st.sampled_from(paths(WHOLE)), JSON)
@@ -253,26 +254,26 @@ def paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @example(("annotations", 1, "bbox"), None)
 @example(("images", 0, "id"), 10**30)
 @example(("images", 0, "file_name"), "\n")
-def test_whatever_stands_there_is_a_result_or_a_line(
+def test_any_document_is_loaded_or_refused_in_one_line(
     tmp_path: Path, path: tuple[Any, ...], value: Any
 ) -> None:
-    found: Any = {"": copy.deepcopy(WHOLE)}
-    where = found
+    document: Any = {"": copy.deepcopy(WHOLE)}
+    where = document
     *way, last = ("", *path)
     for key in way:
         where = where[key]
     where[last] = value
     for skip in (False, True):
         try:
-            one, _ = load(write(tmp_path, found[""]), skip_broken=skip)
+            coco, _ = load(write(tmp_path, document[""]), skip_broken=skip)
         except UsageError as error:
             assert len(str(error).splitlines()) == 1
         else:
-            assert len(one.ids) == len(one.sizes) == len(one.files) == len(one.first) - 1
-            assert one.first[-1] == len(one.boxes) == len(one.labels)
+            assert len(coco.ids) == len(coco.sizes) == len(coco.files) == len(coco.first) - 1
+            assert coco.first[-1] == len(coco.boxes) == len(coco.labels)
             assert all(
-                isinstance(each["area"], float) and each["category_id"] in one.categories
-                for each in one.annotations
+                isinstance(each["area"], float) and each["category_id"] in coco.categories
+                for each in coco.annotations
             )
 
 
@@ -328,7 +329,7 @@ def read(*words: str) -> Any:
         ("--backbone_path resnet.pth", "--backbone-path resnet.pth"),
     ],
 )
-def test_an_option_of_the_articles_is_what_it_stands_for(line: str, stands_for: str) -> None:
+def test_an_alias_equals_its_option(line: str, stands_for: str) -> None:
     assert read(*line.split()) == read(*stands_for.split())
 
 
@@ -356,7 +357,9 @@ def test_another_value_is_refused(line: str) -> None:
 
 def test_the_help_shows_each_alias() -> None:
     for name, words in ALIASES.items():
-        (line,) = (one for one in WORKLOAD.epilog.splitlines() if one.startswith(f"  {name:27} "))
+        (line,) = (
+            entry for entry in WORKLOAD.epilog.splitlines() if entry.startswith(f"  {name:27} ")
+        )
         assert line.endswith(words or "(nothing: it is so anyway)")
 
 
@@ -366,22 +369,26 @@ def plan(*words: str, size: int = 1) -> TrainingPlan:
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_rate_is_in_proportion_to_the_global_batch(size: int) -> None:
-    made = plan("--data=coco", size=size)
-    assert (made.global_batch, made.epochs, made.num_steps) == (64 * size, 65, None)
-    assert made.lr == pytest.approx(2.6e-3 * 64 * size / 32, rel=1e-15)
-    assert (made.lr_scaling, made.weight_decay) == ("none", 5e-4)
-    assert made.schedule["schedule"] == "multistep"
-    assert made.schedule["milestones"] == (43.0, 54.0)
-    assert made.schedule["warmup_epochs"] == 1.0
+    training_plan = plan("--data=coco", size=size)
+    assert (training_plan.global_batch, training_plan.epochs, training_plan.num_steps) == (
+        64 * size,
+        65,
+        None,
+    )
+    assert training_plan.lr == pytest.approx(2.6e-3 * 64 * size / 32, rel=1e-15)
+    assert (training_plan.lr_scaling, training_plan.weight_decay) == ("none", 5e-4)
+    assert training_plan.schedule["schedule"] == "multistep"
+    assert training_plan.schedule["milestones"] == (43.0, 54.0)
+    assert training_plan.schedule["warmup_epochs"] == 1.0
     small = plan("--data=coco", "--global-batch-size=10", "--lr=0.01", size=size)
     assert small.lr == pytest.approx(0.01 * 10 / 32, rel=1e-15)
-    given = plan("--data=coco", "--lr=0.01", "--lr-scaling=none", size=size)
-    assert (given.lr, given.lr_scaling) == (0.01, "none")
+    explicit = plan("--data=coco", "--lr=0.01", "--lr-scaling=none", size=size)
+    assert (explicit.lr, explicit.lr_scaling) == (0.01, "none")
 
 
-def test_milestones_keep_their_place_in_a_shorter_training_unless_they_are_given() -> None:
-    made = plan("--data=coco", "-e", "13")
-    assert made.schedule["milestones"] == pytest.approx((8.6, 10.8))
+def test_milestones_scale_with_the_training_unless_they_are_specified() -> None:
+    training_plan = plan("--data=coco", "-e", "13")
+    assert training_plan.schedule["milestones"] == pytest.approx((8.6, 10.8))
     assert plan("-e", "13", "--multistep", "4", "9").schedule["milestones"] == (4.0, 9.0)
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.data.files import FolderFiles, Names
-from hvdtrain.workloads.data.image_folder import load, scan, why_broken, without_broken
+from hvdtrain.workloads.data.image_folder import decoding_error, load, scan, without_broken
 
 
 def picture(path: Path, mode: str = "RGB", side: int = 24) -> Path:
@@ -30,7 +30,7 @@ def folder(root: Path, **classes: int) -> Path:
 
 
 def broken(path: Path) -> str | None:
-    return why_broken(FolderFiles(path.parent, Names.of([path.name])), 0)
+    return decoding_error(FolderFiles(path.parent, Names.of([path.name])), 0)
 
 
 def refusal(directory: Path) -> str:
@@ -54,7 +54,7 @@ def test_classes_are_folders_in_the_order_of_their_names(tmp_path: Path) -> None
     assert val.labels.tolist() == [0, 1, 2]
 
 
-def test_labels_mean_the_same_in_val_where_a_class_is_absent(tmp_path: Path) -> None:
+def test_labels_mean_the_same_in_val_if_a_class_is_absent(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=1, cat=1, dog=1)
     folder(tmp_path / "val", dog=2, cat=1)
     _, val = load(tmp_path)
@@ -73,7 +73,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "absent") in refusal(tmp_path / "absent")
 
 
-def test_a_missing_train_is_told_with_the_form(tmp_path: Path) -> None:
+def test_a_missing_train_is_refused_with_the_layout(tmp_path: Path) -> None:
     folder(tmp_path / "val", ant=1)
     message = refusal(tmp_path)
     assert "train/CLASS" in message and str(tmp_path) in message
@@ -111,14 +111,14 @@ def test_endings_in_any_case_and_folders_below(tmp_path: Path) -> None:
         picture(tmp_path / "ant" / name)
     (tmp_path / "ant" / "readme.md").write_text("no image")
     (tmp_path / "list.txt").write_text("no class")
-    found = scan(tmp_path)
-    names = {Path(name).name for name in found.files.names}
+    folder = scan(tmp_path)
+    names = {Path(name).name for name in folder.files.names}
     assert names == {"a.JPG", "b.jpeg", "c.png", "d.jpg", "e.Jpeg"}
-    assert found.classes == ["ant"]
+    assert folder.classes == ["ant"]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link to a pipe", "link to nothing"])
-def test_what_is_no_file_is_told_or_left_out_and_never_opened(tmp_path: Path, kind: str) -> None:
+def test_a_special_file_is_refused_or_skipped_and_never_opened(tmp_path: Path, kind: str) -> None:
     folder(tmp_path / "train", ant=2)
     odd = tmp_path / "train" / "ant" / "odd.jpg"
     if kind == "folder":
@@ -165,7 +165,7 @@ def test_a_png_with_transparency_is_not_broken(tmp_path: Path) -> None:
     assert broken(picture(tmp_path / "x.png", "RGBA")) is None
 
 
-def test_broken_ones_are_told_with_a_reason(tmp_path: Path) -> None:
+def test_broken_images_are_reported_with_a_reason(tmp_path: Path) -> None:
     path = picture(tmp_path / "x.jpg")
     whole = path.read_bytes()
     for content in (b"", b"<html>404</html>", whole[:100], whole[: len(whole) // 2], whole[20:]):

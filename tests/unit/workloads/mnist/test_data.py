@@ -251,13 +251,13 @@ def test_the_embedded_digits() -> None:
     assert (train.images * factor + offset).mean() == pytest.approx(0, abs=1e-3)
     assert (train.images * factor + offset).std() == pytest.approx(1, abs=1e-3)
     # Resized, not tiled nor turned: the mean of each quadrant is about that of the 8x8 digit.
-    for place in (0, 1499):
-        small = digits.images[place] * (255 / 16)
+    for index in (0, 1499):
+        small = digits.images[index] * (255 / 16)
         for rows in (0, 1):
             for columns in (0, 1):
                 part = small[4 * rows : 4 * rows + 4, 4 * columns : 4 * columns + 4].mean()
                 large = train.images[
-                    place, 14 * rows : 14 * rows + 14, 14 * columns : 14 * columns + 14
+                    index, 14 * rows : 14 * rows + 14, 14 * columns : 14 * columns + 14
                 ].mean()
                 assert abs(part - large) < 12
     assert train.images.max() > 240 and train.images.min() == 0

@@ -31,9 +31,9 @@ def test_the_ranks_together_see_what_one_rank_sees(size: int) -> None:
         for rank in range(size):
             shards = Shards(len(IMAGES), 12, seed=5, rank=rank, size=size)
             for part in shards.parts(epoch):
-                made = augment(part)
-                assert made.shape == (part.count, 1, 28, 28)
-                seen[part.indices] = made[:, 0]
+                augmented = augment(part)
+                assert augmented.shape == (part.count, 1, 28, 28)
+                seen[part.indices] = augmented[:, 0]
         assert np.array_equal(seen, expected)
     assert not np.array_equal(expected, CHANGE(IMAGES, ALL, seed=5, epoch=0))
     assert not np.array_equal(expected, CHANGE(IMAGES, ALL, seed=6, epoch=1))
@@ -45,7 +45,7 @@ def test_samples_of_equal_images_are_changed_each_by_itself() -> None:
     assert len(np.unique(changed, axis=0)) == 30
 
 
-def test_nothing_is_changed_where_nothing_is_to_be() -> None:
+def test_maxima_of_zero_change_nothing() -> None:
     assert np.array_equal(NONE(IMAGES, ALL[::-1], seed=0, epoch=0), IMAGES[::-1])
     assert Samples(IMAGES, ALL).augment(seed=0, channel=1) is None
 
@@ -66,12 +66,12 @@ def test_half_a_pixel_is_the_mean_of_two() -> None:
 
 
 def test_shifts_reach_their_bounds_and_no_further() -> None:
-    """The place of a spot tells by how much it was shifted."""
+    """The position of a spot shows its shift."""
     spots = np.zeros((500, 28, 28), np.uint8)
     spots[:, 12:16, 12:16] = 255
     change = RandomAffine(rotation=0.0, shear=0.0, scale=0.0, shift=2.0)
     moved = change(spots, np.arange(500), seed=1, epoch=0).astype(np.float64)
     for axis in (1, 2):
-        places = (moved.sum(3 - axis) @ np.arange(28)) / moved.sum((1, 2)) - 13.5
-        assert 1.9 < np.abs(places).max() < 2.02
-        assert abs(places.mean()) < 0.2
+        positions = (moved.sum(3 - axis) @ np.arange(28)) / moved.sum((1, 2)) - 13.5
+        assert 1.9 < np.abs(positions).max() < 2.02
+        assert abs(positions.mean()) < 0.2
