@@ -1,4 +1,4 @@
-"""Timelines with a known truth, written as Horovod writes them (``horovod/common/timeline.cc``)."""
+"""Timelines with known numbers, in the form of Horovod (``horovod/common/timeline.cc``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EPOCH = 1_700_000_000_000_000
 
 
 class Timeline:
-    """Collects the text of a timeline; times are microseconds, in the order in which they come."""
+    """Collects the text of a timeline; times are microseconds, in ascending order."""
 
     def __init__(self) -> None:
         self.pieces = [
@@ -18,7 +18,7 @@ class Timeline:
             '{"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},\n',
         ]
         self.numbers: dict[str, int] = {}
-        self.closed = True  # in order, not by a kill
+        self.closed = True  # not killed
 
     def _number(self, tensor: str) -> int:
         if tensor not in self.numbers:
@@ -34,19 +34,19 @@ class Timeline:
         return self.numbers[tensor]
 
     def begin(self, tensor: str, name: str, time: int) -> None:
-        """A bar begins."""
+        """Begin a bar."""
         number = self._number(tensor)
         self.pieces.append(f'{{"ph": "B", "name": "{name}", "ts": {time}, "pid": {number}}},')
 
     def tick(self, tensor: str, rank: int, time: int) -> None:
-        """A rank is ready."""
+        """Record that a rank is ready."""
         number = self._number(tensor)
         self.pieces.append(
             f'{{"ph": "X", "name": "{rank}", "ts": {time}, "pid": {number}, "dur": 0}},'
         )
 
     def end(self, tensor: str, time: int, shape: Sequence[int] | None = None) -> None:
-        """The innermost bar ends; the outermost one of an operation tells the shape."""
+        """End the innermost bar; ``shape``: for the outermost bar of an operation."""
         number = self._number(tensor)
         args = ""
         if shape is not None:
@@ -54,11 +54,11 @@ class Timeline:
         self.pieces.append(f'{{"ph": "E", "ts": {time}, "pid": {number}{args}}},')
 
     def cycle(self, time: int) -> None:
-        """A cycle begins."""
+        """Begin a cycle."""
         self.pieces.append(f'{{"ph": "i", "name": "CYCLE_START", "ts": {time}, "s": "g"}},')
 
     def negotiate(self, tensor: str, start: int, ready: dict[int, int]) -> None:
-        """A negotiation; ``ready``: when each rank was, after ``start``, in order of time."""
+        """Add a negotiation; ``ready``: microseconds after ``start`` by rank, ascending."""
         self.begin(tensor, "NEGOTIATE_ALLREDUCE", start)
         for rank, after in ready.items():
             self.tick(tensor, rank, start + after)
@@ -67,7 +67,7 @@ class Timeline:
     def allreduce(
         self, tensors: Sequence[str], start: int, length: int, shape: Sequence[int], copy: int = 0
     ) -> None:
-        """One operation on some tensors, with ``copy`` before and after it where they are fused."""
+        """Add an operation on ``tensors``; ``copy``: length of the copies before and after it."""
         for tensor in tensors:
             self.begin(tensor, "ALLREDUCE", start)
         activities = [("MPI_ALLREDUCE", length)]
@@ -88,7 +88,7 @@ class Timeline:
 
     @property
     def text(self) -> str:
-        """The file, complete; as a kill leaves it where it is not ``closed``."""
+        """Return the content of the file, unterminated if not ``closed``."""
         pieces = "[\n" + "".join(self.pieces)
         return pieces.rstrip(",\n") + "]" if self.closed else pieces
 
@@ -100,18 +100,18 @@ class Timeline:
 
 
 def straggling(steps: int, *, late: int = 50_000, tensors: int = 3, ranks: int = 3) -> Timeline:
-    """Steps of 70 ms in which the last rank is ``late`` microseconds behind the others.
+    """Return steps of 70 ms in which the last rank is ``late`` microseconds behind the others.
 
-    Each: the tensors are negotiated one after another, 100 us apart, in ``late`` + 10 us; then
-    reduced as one operation of 2,000 us with copies of 100 us before and after.
+    In each step the tensors are negotiated one after another, 100 us apart, in ``late`` + 10 us;
+    then reduced as one operation of 2,000 us with copies of 100 us before and after.
     """
     timeline = Timeline()
     names = [f"gradient.{number}" for number in range(tensors)]
     for step in range(steps):
         start = 1_000_000 + 70_000 * step
         events = []
-        for place, name in enumerate(names):
-            begin = start + 100 * place
+        for index, name in enumerate(names):
+            begin = start + 100 * index
             events.append((begin, 0, name))
             for rank in range(ranks):
                 behind = rank if rank < ranks - 1 else late + 10
@@ -145,7 +145,7 @@ HOSTILE = [
 
 
 def hostile(steps: int = 4) -> Timeline:
-    """Steps of tensors whose names are meant to break out of a page; rank 1 is 5 ms late."""
+    """Return steps of tensors with names that attack a page; rank 1 is 5 ms late."""
     timeline = Timeline()
     time = 1_000
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""A real browser without a screen: Debian's chromium, driven through its chromedriver."""
+"""A headless browser: Debian's chromium, driven through chromedriver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 PACKAGES = ("chromium", "chromium-driver", "fonts-dejavu-core")
-# No sandbox, because tests run as root; no word to the network, which a page must not need.
+# No sandbox, because tests run as root; no network, which a page must not need.
 FLAGS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync"),
     *("disable-background-networking", "disable-component-update"),
@@ -21,13 +21,13 @@ FLAGS = (
 
 
 class Browser:
-    """One window, in which one page is looked at."""
+    """A browser window with one page."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
     def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
-        """Show ``page`` in a window of that many pixels; up to 500 of them make a phone."""
+        """Open ``page`` in a window of ``width`` x ``height`` pixels; a phone's if width <= 500."""
         phone = width <= 500
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
         self.command("Emulation.setDeviceMetricsOverride", **metrics)
@@ -37,7 +37,7 @@ class Browser:
         self.driver.get(page.as_uri())
 
     def command(self, name: str, **arguments: Any) -> Any:
-        """A command of the DevTools protocol."""
+        """Run a command of the DevTools protocol and return its result."""
         return self.driver.execute_cdp_cmd(name, arguments)
 
     def run(self, script: str, *arguments: Any) -> Any:
@@ -45,16 +45,16 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def settle(self) -> None:
-        """Wait until all that has changed is drawn."""
+        """Wait until all changes are drawn."""
         script = "const done = arguments[0]; requestAnimationFrame(() => setTimeout(done, 0));"
         self.driver.execute_async_script(script)
 
     def find(self, selector: str) -> Any:
-        """The element of a CSS selector."""
+        """Return the element of a CSS selector."""
         return self.driver.find_element("css selector", selector)
 
     def screenshot(self, file: Path) -> Any:
-        """Write a picture of the whole page; as an array (height, width, 3)."""
+        """Write a picture of the whole page and return it as an array (height, width, 3)."""
         import numpy as np
         from PIL import Image
 
@@ -66,7 +66,7 @@ class Browser:
 
     @property
     def complaints(self) -> list[str]:
-        """What the browser has to say against the page: errors, refused loads."""
+        """Return the browser's log entries: errors, refused loads."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
 
@@ -104,7 +104,7 @@ def _install() -> None:
 
 @pytest.fixture
 def browser(_driver: Any) -> Browser:
-    """A browser without a page, and without complaints about the one before."""
+    """Return a browser with an empty page and an empty log."""
     _driver.get("about:blank")
     _driver.get_log("browser")
     return Browser(_driver)

@@ -1,4 +1,4 @@
-"""The page of a timeline in a real browser: by click, by key, by finger, on paper, in the dark."""
+"""The page of a timeline in a browser: mouse, keys, touch, print, dark theme."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def view(browser: Browser) -> dict[str, float]:
-    """What the canvas shows, in microseconds, and in how many lanes and rectangles."""
+    """Return the canvas's range in microseconds, and its numbers of lanes and rectangles."""
     browser.settle()
     return {k: float(v) for k, v in browser.run("return {...canvas.dataset}").items()}
 
 
-def place(browser: Browser, time: float, lane: int) -> tuple[float, float]:
-    """The point of the window at which a lane is at a time."""
+def position(browser: Browser, time: float, lane: int) -> tuple[float, float]:
+    """Return the point of the window of a lane and a time."""
     x, y = browser.run(
         "canvas.scrollIntoView(); const box = canvas.getBoundingClientRect();"
         "return [box.left + pixelOf(arguments[0]),"
@@ -66,7 +66,7 @@ def details(browser: Browser) -> list[str]:
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_it_is_shown_without_complaint_and_without_sideways_scrolling(
+def test_the_page_has_no_errors_and_no_horizontal_scrolling(
     size: tuple[int, int], dark: bool, browser: Browser, page: Path, tmp_path: Path
 ) -> None:
     browser.open(page, *size, dark=dark)
@@ -80,7 +80,7 @@ def test_it_is_shown_without_complaint_and_without_sideways_scrolling(
     # Names are broken into some lines at most, not letter by letter.
     heights = "return [...document.querySelectorAll('tbody th')].map(th => th.offsetHeight)"
     assert max(browser.run(heights)) < 100
-    # The axis has ticks, of which no two run into each other, in the breakdown and in the trace.
+    # The axes of breakdown and trace have ticks that do not overlap.
     assert browser.run("return Number(canvas.dataset.ticks)") >= 3
     edges = browser.run(
         "return [...document.querySelectorAll('.times span')]"
@@ -90,7 +90,7 @@ def test_it_is_shown_without_complaint_and_without_sideways_scrolling(
     assert edges[0] >= 0 and edges[-1] <= size[0]
     paper = pixels[2, 2].mean()
     assert (paper < 60) if dark else (paper > 240)
-    # The canvas has more than paper on it: the colours of bars are there.
+    # The canvas has the colours of bars.
     box = browser.run("const b = canvas.getBoundingClientRect(); return [b.left, b.top, b.width]")
     left, top, width = (round(value) for value in box)
     lanes = pixels[top + 60 : top + 220, left + width // 2 : left + width - 5].reshape(-1, 3)
@@ -109,12 +109,12 @@ def test_buttons_and_keys(browser: Browser, page: Path) -> None:
     closer = view(browser)
     assert closer["to"] - closer["from"] == pytest.approx(span / 2)
     browser.find("#next").click()
-    one = view(browser)
+    first = view(browser)
     browser.find("#next").click()
-    two = view(browser)
-    assert two["from"] - one["from"] == pytest.approx(70_000)
+    second = view(browser)
+    assert second["from"] - first["from"] == pytest.approx(70_000)
     browser.find("#previous").click()
-    assert view(browser) == pytest.approx(one, rel=1e-9, abs=20)
+    assert view(browser) == pytest.approx(first, rel=1e-9, abs=20)
     canvas = browser.find("#canvas")
     for key, factor in (("+", 0.5), ("-", 2.0)):
         before = view(browser)
@@ -131,27 +131,27 @@ def test_buttons_and_keys(browser: Browser, page: Path) -> None:
     assert browser.complaints == []
 
 
-def test_a_click_tells_the_tensor_the_ranks_and_who_was_late(browser: Browser, page: Path) -> None:
+def test_a_click_shows_the_tensor_and_the_late_rank(browser: Browser, page: Path) -> None:
     browser.open(page, *DESKTOP)
     view(browser)
-    click(browser, *place(browser, 70_000 + 20_000, 3))  # the first tensor, second step
+    click(browser, *position(browser, 70_000 + 20_000, 3))  # the first tensor, second step
     lines = details(browser)
     assert lines[0] == "gradient.0"
     assert lines[1] == "NEGOTIATE_ALLREDUCE (negotiate), 50.0 ms from 0.070000 s"
     assert lines[2] == "ready: rank 0 +0 µs, rank 1 +1 µs, rank 2 +50.0 ms"
     assert lines[3] == "rank 2 was late by 50.0 ms"
-    click(browser, *place(browser, 70_000 + 20_000, 2))
+    click(browser, *position(browser, 70_000 + 20_000, 2))
     assert details(browser)[0] == "Rank 2 is late with"
-    click(browser, *place(browser, 70_000 + 20_000, 0))
+    click(browser, *position(browser, 70_000 + 20_000, 0))
     assert details(browser)[0] == "Rank 0 waits for others with"
-    mouse(browser, "mouseMoved", *place(browser, 70_000 + 51_900, 5))
+    mouse(browser, "mouseMoved", *position(browser, 70_000 + 51_900, 5))
     assert details(browser)[1].startswith("MPI_ALLREDUCE (collective), 2.00 ms")
 
 
 def test_wheel_and_drag(browser: Browser, page: Path) -> None:
     browser.open(page, *DESKTOP)
     browser.find("#all").click()
-    x, y = place(browser, 400_000, 4)
+    x, y = position(browser, 400_000, 4)
     mouse(browser, "mouseWheel", x, y, deltaX=0, deltaY=-400)
     zoomed = view(browser)
     whole = browser.run("return data.span")
@@ -198,14 +198,14 @@ def test_search_and_filter(browser: Browser, page: Path) -> None:
     ]
     browser.find("#filter label input").click()
     assert view(browser)["rectangles"] <= everything["rectangles"] - 8
-    click(browser, *place(browser, 70_000 + 20_000, 3))
+    click(browser, *position(browser, 70_000 + 20_000, 3))
     assert details(browser)[0].startswith("Point at a bar")  # what is hidden cannot be hit
 
 
 def test_fingers(browser: Browser, page: Path) -> None:
     browser.open(page, *PHONE)
     view(browser)
-    x, y = place(browser, 70_000 + 20_000, 3)
+    x, y = position(browser, 70_000 + 20_000, 3)
     touch(browser, "touchStart", (x, y))
     touch(browser, "touchEnd")
     browser.settle()
@@ -234,14 +234,14 @@ def test_a_slow_step_of_the_table_is_shown(browser: Browser, page: Path) -> None
     assert shown["from"] < (number - 1) * 70_000 < number * 70_000 < shown["to"]
 
 
-def test_hostile_names_stay_text(browser: Browser, tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(browser: Browser, tmp_path: Path) -> None:
     browser.open(page_of(hostile(), tmp_path), *DESKTOP)
     assert view(browser)["lanes"] == 2 + len(HOSTILE)
     for lane in range(2, 2 + len(HOSTILE)):
         start = 1_000 + 6_000 * (lane - 2) - 1_000
         browser.run("show(arguments[0] - 500, arguments[0] + 6000)", start)
         view(browser)
-        click(browser, *place(browser, start + 1_000, lane))
+        click(browser, *position(browser, start + 1_000, lane))
         text = browser.run("return details.textContent")
         assert text.startswith(HOSTILE[lane - 2])
     assert browser.run("return window.hacked === undefined")
@@ -249,7 +249,7 @@ def test_hostile_names_stay_text(browser: Browser, tmp_path: Path) -> None:
     assert browser.complaints == []
 
 
-def test_on_paper_there_are_the_tables_and_the_picture(
+def test_the_printed_page_has_the_tables_and_the_picture(
     browser: Browser, page: Path, tmp_path: Path
 ) -> None:
     browser.open(page, 1280, 900, dark=True)
@@ -265,16 +265,14 @@ def test_on_paper_there_are_the_tables_and_the_picture(
     browser.command("Emulation.setEmulatedMedia", media="", features=[])
 
 
-def test_a_hundred_thousand_events_are_drawn_whole_and_in_part(
-    browser: Browser, tmp_path: Path
-) -> None:
-    timeline = straggling(450, tensors=24)  # 11 events and 3 ticks a tensor and step
+def test_a_hundred_thousand_events_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    timeline = straggling(450, tensors=24)  # 11 events and 3 ticks per tensor and step
     browser.open(page_of(timeline, tmp_path), *DESKTOP)
     assert browser.run("return 2 * data.bars.row.length + data.ticks.bar.length") > 100_000
     browser.find("#all").click()
     shown = view(browser)
     assert shown["lanes"] == 27
-    # However many bars there are, no more rectangles than there are places for them.
+    # The number of rectangles is limited by the width, not by the number of bars.
     width = browser.run("return size.width")
     assert 0 < shown["rectangles"] < 27 * 3 * width
     browser.find("#next").click()
@@ -282,15 +280,15 @@ def test_a_hundred_thousand_events_are_drawn_whole_and_in_part(
     assert browser.complaints == []
 
 
-def test_a_part_that_the_page_does_not_hold_is_said(
+def test_the_end_of_the_details_is_reported(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvdtrain.commands.timeline.analyse.MOST", 1000)
+    monkeypatch.setattr("hvdtrain.commands.timeline.analyse.MAX_RECORDED", 1000)
     browser.open(page_of(straggling(100), tmp_path), *DESKTOP)
     view(browser)
     note = browser.run("return note.textContent")
-    assert note.startswith("Bars are shown up to ")
+    assert note.startswith("Bars up to ")
     assert "--slice" in note
     browser.run("document.querySelector('button.step').dataset.step = 99")
     browser.find("button.step").click()
-    assert "Step 99 lies after what this page shows" in browser.run("return note.textContent")
+    assert "Step 99 is after" in browser.run("return note.textContent")

@@ -411,8 +411,8 @@ def test_doctor_times_allreduce_on_hosts_that_share_cores(two: TwoHosts, tmp_pat
         {
             "check": "allreduce",
             "state": "ok",
-            "evidence": "right sums by mpi4py; Horovod, PyTorch; torch.distributed, Gloo: see the "
-            "table",
+            "evidence": "correct sums by mpi4py; Horovod, PyTorch; torch.distributed, Gloo: see "
+            "the table",
             "remedy": "",
         }
     ]

@@ -1,4 +1,4 @@
-"""``hvdtrain doctor`` on this machine, whole and then broken in ways that happen on clusters."""
+"""``hvdtrain doctor`` on this machine, intact and then with problems that occur on clusters."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def doctor(*options: str, cwd: Path = ROOT, **extra: str) -> Outcome:
 
 
 def findings(outcome: Outcome) -> dict[str, dict[str, str]]:
-    """The findings of ``--json``, by name."""
+    """Return the findings of ``--json`` by name."""
     report = json.loads(outcome.out)  # nothing else is on standard output
     assert report["ok"] == (outcome.code == 0)
     return {finding["check"]: finding for finding in report["findings"]}
 
 
-def test_a_sound_environment_and_the_speed_of_its_ranks() -> None:
+def test_an_intact_environment_and_the_speed_of_its_ranks() -> None:
     outcome = doctor("-n", "2", "--json")
-    found = findings(outcome)
-    assert [finding for finding in found.values() if finding["state"] == "error"] == []
-    assert outcome.code == 0 and {finding["state"] for finding in found.values()} <= STATES
+    checks = findings(outcome)
+    assert [finding for finding in checks.values() if finding["state"] == "error"] == []
+    assert outcome.code == 0 and {finding["state"] for finding in checks.values()} <= STATES
     for check in ("Python", "Horovod, PyTorch", "Horovod, TensorFlow", "MPI agreement", "ranks"):
-        assert found[check]["state"] == "ok", found[check]
+        assert checks[check]["state"] == "ok", checks[check]
     report = json.loads(outcome.out)
     assert report["ranks"]["size"] == report["ranks"]["announced"] == 2
     times = report["allreduce"]
@@ -63,8 +63,8 @@ def test_sigterm_ends_the_ranks_too() -> None:
     )
     assert process.stderr is not None
     with process, process.stderr:
-        told = next(line for line in process.stderr if "starting: " in line)
-        assert "-n 2" in told
+        message = next(line for line in process.stderr if "starting: " in line)
+        assert "-n 2" in message
         process.terminate()
         assert process.wait(timeout=120) == 130
     assert_no_process_left("doctor")
@@ -74,13 +74,13 @@ def test_the_table_in_a_file_and_no_ranks_without_n(tmp_path: Path) -> None:
     outcome = doctor(PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}", COLUMNS="80")
     assert outcome.code == 0, outcome.out
     lines = outcome.out.splitlines()
-    assert lines[-1].startswith("all well") or lines[-1].endswith(("warning", "warnings"))
+    assert lines[-1].startswith("no problems") or lines[-1].endswith(("warning", "warnings"))
     assert any(line.startswith("ok ") and str(BIN / "python") in line for line in lines)
     assert not any(line.split()[1:2] == ["ranks"] for line in lines if line)
     assert "\x1b" not in outcome.out
 
 
-def test_what_would_be_started() -> None:
+def test_a_dry_run_prints_the_commands() -> None:
     outcome = doctor("-n", "2", "--dry-run")
     assert outcome.code == 0, outcome.err
     programs = [line.partition(" -m ")[2] for line in outcome.out.splitlines()]
@@ -93,18 +93,18 @@ def test_another_mpirun_first_on_the_path(mpich: Path) -> None:
     path = os.pathsep.join([str(mpich / "bin"), str(BIN), os.environ["PATH"]])
     outcome = doctor("-n", "2", "--json", PATH=path)
     assert outcome.code == 1
-    found = findings(outcome)
-    agreement = found["MPI agreement"]
+    checks = findings(outcome)
+    agreement = checks["MPI agreement"]
     assert agreement["state"] == "error"
     assert f"{mpich / 'bin' / 'mpirun'} starts ranks of MPICH" in agreement["evidence"]
     assert "hvdtrain install-horovod --rebuild" in agreement["remedy"]
-    # Started for real they are what the rule says.
-    assert found["ranks"]["state"] == "error"
-    assert "2 were started and made worlds of 1, 1" in found["ranks"]["evidence"]
+    # The ranks confirm it.
+    assert checks["ranks"]["state"] == "error"
+    assert "worlds of 1, 1" in checks["ranks"]["evidence"]
 
 
-def test_a_job_with_traps(tmp_path: Path) -> None:
-    """A nodefile with a host that nobody knows, PBS's OMP_NUM_THREADS, a misspelt variable."""
+def test_a_misconfigured_job(tmp_path: Path) -> None:
+    """A nodefile with an unknown host, PBS's OMP_NUM_THREADS, a misspelt variable."""
     nodes = tmp_path / "nodes"
     nodes.write_text(f"{socket.gethostname()}\n" * 2 + "nosuchhost.invalid\n" * 2)
     outcome = doctor(
@@ -114,20 +114,20 @@ def test_a_job_with_traps(tmp_path: Path) -> None:
         OMP_NUM_THREADS="64",
         HOROVOD_FUSION_TRESHOLD="0",
     )
-    found = findings(outcome)
+    checks = findings(outcome)
     assert outcome.code == 1
-    assert found["other hosts"]["state"] == "error"
-    assert "nosuchhost.invalid: unknown name" in found["other hosts"]["evidence"]
-    assert found["hosts of the job"]["state"] == "ok"
-    assert "64 threads per rank, 2 ranks" in found["OMP_NUM_THREADS"]["evidence"]
-    assert "HOROVOD_FUSION_TRESHOLD" in found["HOROVOD_*"]["remedy"]
+    assert checks["other hosts"]["state"] == "error"
+    assert "nosuchhost.invalid: unknown name" in checks["other hosts"]["evidence"]
+    assert checks["hosts of the job"]["state"] == "ok"
+    assert "64 threads per rank, 2 ranks" in checks["OMP_NUM_THREADS"]["evidence"]
+    assert "HOROVOD_FUSION_TRESHOLD" in checks["HOROVOD_*"]["remedy"]
     for check in ("OMP_NUM_THREADS", "HOROVOD_*", "current directory"):
-        assert found[check]["state"] == "warning", found[check]
+        assert checks[check]["state"] == "warning", checks[check]
 
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system without room."""
+    """Yield a full file system."""
     disk = tmp_path / "disk"
     disk.mkdir()
     line = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
@@ -151,7 +151,7 @@ def test_a_full_disk(full_disk: Path) -> None:
 
 
 def test_a_library_of_horovod_that_does_not_load(tmp_path: Path) -> None:
-    """As after another torch was installed: a symbol is missing."""
+    """A symbol is missing, as after another torch was installed."""
     compiler: Any = next((c for c in ("/usr/bin/cc", "/usr/bin/gcc") if Path(c).exists()), None)
     if compiler is None:
         pytest.skip("no C compiler: apt-get install gcc")

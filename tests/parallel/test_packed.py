@@ -1,4 +1,4 @@
-"""Packed data in a training: the bits of the folder, resumed across the two, staged, damaged."""
+"""Packed data in a training: equal to the folder, interchangeable on resume, staged, damaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = ("--model=resnet18", "--image-size=48", "--batch-size=3", "--epochs=2", 
 
 @pytest.fixture(scope="module")
 def packed(few_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The images of ``few_images`` in shards of a few."""
+    """Return the images of ``few_images`` in small shards."""
     out = tmp_path_factory.mktemp("packed") / "out"
     Packing(few_images, out, shard_size=2**16, workers=2).run()
     return out
@@ -27,10 +27,10 @@ def packed(few_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("framework", SOME)
 @pytest.mark.parametrize("number", [1, 2, 3] if LONG else [2])
-def test_the_bits_are_those_of_the_folder(
+def test_packed_training_is_bit_equal_to_the_folder(
     number: int, framework: str, few_images: Path, packed: Path, tmp_path: Path
 ) -> None:
-    """Half the training on each of the two, in either order, and worker processes on one side."""
+    """Train half on each of the two, in either order, with worker processes on one side."""
     line = (f"--framework={framework}", *SHORT)
     line += ("--deterministic",) if number > 2 else ()
     whole = train(
@@ -60,7 +60,9 @@ def test_the_bits_are_those_of_the_folder(
 
 
 @pytest.mark.parametrize("framework", SOME)
-def test_staged_alone(framework: str, few_images: Path, packed: Path, tmp_path: Path) -> None:
+def test_staging_on_a_single_rank(
+    framework: str, few_images: Path, packed: Path, tmp_path: Path
+) -> None:
     line = (f"--framework={framework}", *SHORT, "--num-steps=3", "--workers=0")
     plain = train(1, tmp_path / "plain", "resnet", *line, f"--data={few_images}")
     scratch = tmp_path / "scratch"
@@ -73,7 +75,7 @@ def test_staged_alone(framework: str, few_images: Path, packed: Path, tmp_path: 
     assert_bit_equal(plain, type(plain)(outcome, tmp_path / "it"))
 
 
-def test_staged_once_per_host_and_what_fails_is_told_by_all(
+def test_data_is_staged_once_per_host_and_failures_are_reported_once(
     few_images: Path, packed: Path, tmp_path: Path
 ) -> None:
     line = ("-m", "hvdtrain.resnet", *SHORT, "--num-steps=1", "--workers=0")
@@ -87,17 +89,17 @@ def test_staged_once_per_host_and_what_fails_is_told_by_all(
     (copy,) = (tmp_path / "disk").iterdir()
     assert (copy / INDEX).read_bytes() == (packed / INDEX).read_bytes()
     (tmp_path / "file").touch()
-    for words, told in (
+    for words, messages in (
         ((f"--data={few_images}", f"--stage={tmp_path}"), ("is not packed: run `hvdtrain pack",)),
         ((f"--data={packed}", f"--stage={tmp_path / 'file'}"), ("--stage", "file", "directory")),
     ):
         outcome = resident.ranks(2, *line, *words)
         assert outcome.code == 2
         assert len(outcome.said) == 1, outcome.err
-        assert all(word in outcome.said[0] for word in told), outcome.said
+        assert all(message in outcome.said[0] for message in messages), outcome.said
 
 
-def test_damaged_data_are_told_once(packed: Path, tmp_path: Path) -> None:
+def test_damaged_data_is_reported_once(packed: Path, tmp_path: Path) -> None:
     shutil.copytree(packed, tmp_path / "data")
     shard = tmp_path / "data" / "train-000001.tar"
     content = bytearray(shard.read_bytes())
@@ -107,7 +109,7 @@ def test_damaged_data_are_told_once(packed: Path, tmp_path: Path) -> None:
     assert outcome.code == 2
     assert len(outcome.said) == 1, outcome.err
     assert f"{shard} is damaged (it has" in outcome.said[0]
-    content[512:4000] = bytes(3488)  # an image that is no more, as a disk may lose it
+    content[512:4000] = bytes(3488)  # an image that was lost
     shard.write_bytes(content)
     outcome = resident.ranks(2, *line, "--quiet", "--epochs=1")
     assert outcome.code == 2
@@ -124,6 +126,6 @@ def test_damaged_data_are_told_once(packed: Path, tmp_path: Path) -> None:
 def test_mnist(framework: str, mnist: Path, tmp_path: Path) -> None:
     Packing(mnist, tmp_path / "packed", shard_size=2**22, workers=1).run()
     line = (f"--framework={framework}", "--model=small", "--num-steps=20")
-    one = train(2, tmp_path / "one", "mnist", *line, f"--data={mnist}")
-    other = train(2, tmp_path / "other", "mnist", *line, f"--data={tmp_path / 'packed'}")
-    assert_bit_equal(one, other)
+    plain = train(2, tmp_path / "plain", "mnist", *line, f"--data={mnist}")
+    packed = train(2, tmp_path / "packed-run", "mnist", *line, f"--data={tmp_path / 'packed'}")
+    assert_bit_equal(plain, packed)

@@ -1,4 +1,4 @@
-"""Timelines of real runs: a rank that is late, and the trainers' window of steps."""
+"""Timelines of real runs: a late rank, and the trainers' window of steps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ STEPS = 25
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The timeline of three ranks of which rank 2 sleeps 50 ms in each of 25 steps."""
+    """Return the timeline of three ranks; rank 2 sleeps 50 ms in each of 25 steps."""
     path = tmp_path_factory.mktemp("late") / "timeline.json"
     outcome = resident.ranks(
         3,
-        *(str(LATE), "2", "50", str(STEPS)),
+        str(LATE),
+        "2",
+        "50",
+        str(STEPS),
         HOROVOD_TIMELINE=str(path),
         HOROVOD_TIMELINE_MARK_CYCLES="1",
         HOROVOD_CACHE_CAPACITY="0",
@@ -34,7 +37,7 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_late_rank_is_named_with_its_share_and_its_50_ms(late: Path) -> None:
+def test_the_late_rank_and_its_50_ms_are_reported(late: Path) -> None:
     facts, _ = analyse(late)
     assert (facts["ranks"], facts["steps"]["seen"]) == (3, STEPS)
     finding = facts["verdict"][0]
@@ -51,7 +54,7 @@ def test_the_late_rank_is_named_with_its_share_and_its_50_ms(late: Path) -> None
     assert facts["cycles"]["count"] > STEPS
 
 
-def test_cut_at_200_random_bytes_it_is_right_up_to_the_cut(late: Path, tmp_path: Path) -> None:
+def test_a_file_cut_at_random_bytes_is_analysed_up_to_the_cut(late: Path, tmp_path: Path) -> None:
     content = late.read_bytes()
     ends = [match.end() for match in re.finditer(rb"\}(?=,\{|,\n\{|\])", content)]
     events = json.loads(content)
@@ -61,7 +64,7 @@ def test_cut_at_200_random_bytes_it_is_right_up_to_the_cut(late: Path, tmp_path:
     for size in rng.sample(range(200, len(content)), 200):
         cut.write_bytes(content[:size])
         whole = sum(end <= size for end in ends)
-        # Without the bracket at its end: a file that Horovod has closed is not called unfinished.
+        # Without the final bracket: a closed file is not reported as unfinished.
         clean.write_text(json.dumps(events[:whole])[:-1] + ",\n" if whole else "[\n")
         facts, expected = analyse(cut)[0], analyse(clean)[0]
         assert facts["file"]["events"] == whole
@@ -69,7 +72,7 @@ def test_cut_at_200_random_bytes_it_is_right_up_to_the_cut(late: Path, tmp_path:
 
 
 def record(framework: str, folder: Path, *options: str, **extra: str) -> dict[str, Any]:
-    """Train MNIST for 9 steps at two ranks; the summary."""
+    """Train MNIST for 9 steps on two ranks; return the summary."""
     outcome = resident.ranks(
         2,
         *("-m", "hvdtrain.mnist", "--framework", framework, "--model", "small"),
@@ -82,7 +85,7 @@ def record(framework: str, folder: Path, *options: str, **extra: str) -> dict[st
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_window_holds_just_its_steps(framework: str, tmp_path: Path) -> None:
+def test_a_window_contains_exactly_its_steps(framework: str, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     summary = record(framework, tmp_path, f"--timeline={path}", "--timeline-steps=3:7")
     facts, _ = analyse(path)
@@ -102,7 +105,7 @@ def test_a_window_holds_just_its_steps(framework: str, tmp_path: Path) -> None:
     assert summary["images_per_second_mean"] > 0
 
 
-def test_a_timeline_asked_for_by_the_environment_is_honoured(tmp_path: Path) -> None:
+def test_a_timeline_requested_by_the_environment_is_written(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     summary = record("pytorch", tmp_path, HOROVOD_TIMELINE=str(path))
     facts, _ = analyse(path)
@@ -119,7 +122,7 @@ def test_a_timeline_asked_for_by_the_environment_is_honoured(tmp_path: Path) -> 
         ([], {"HOROVOD_TIMELINE": "other.json"}, "HOROVOD_TIMELINE=other.json contradict"),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_an_invalid_request_is_rejected_in_one_line(
     options: list[str], extra: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     arguments = ["-m", "hvdtrain.mnist", f"--timeline={tmp_path / 't.json'}", *options]

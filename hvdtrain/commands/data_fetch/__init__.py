@@ -1,1 +1,1 @@
-"""``hvdtrain data-fetch``: downloads a public data set, on a node that has network."""
+"""``hvdtrain data-fetch``: download a public dataset, on a node with network access."""

@@ -1,6 +1,6 @@
-"""The data sets that can be fetched: their public addresses, and what becomes of their files.
+"""The datasets that can be fetched: their public addresses, and how their files are unpacked.
 
-Addresses, sizes and checksums are those of the publishers; COCO's publish no checksums.
+Addresses, sizes and checksums are the publishers'; COCO's publishers have no checksums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 Files = Iterator[tuple[str, IO[bytes]]]
-"""Names, relative to the data set's folder, and contents."""
+"""Names, relative to the dataset's folder, and contents."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Remote:
     Attributes:
         url: its public address.
         size: in bytes.
-        holds: files or folders of the data set's folder that come out of it.
-        md5: as published, in hexadecimal; empty: none is, and its own check sums have to do.
+        holds: files or folders of the dataset's folder that it contains.
+        md5: as published, in hexadecimal; empty: none, the archive's checksums are used.
     """
 
     url: str
@@ -36,25 +36,25 @@ class Remote:
 
     @property
     def name(self) -> str:
-        """The last part of its address."""
+        """Return the file name in its address."""
         return self.url.rpartition("/")[2]
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set as its trainer reads it.
+    """A dataset in the layout of its trainer.
 
     Attributes:
         name: as on the command line.
-        what: what it is, for the help.
-        trainer: reads it, as in ``python -m hvdtrain.TRAINER``, with its options; empty: none does.
-        remotes: what it is made of, in the order in which they are downloaded.
-        files: gives what a downloaded file holds.
-        growth: room that it takes on a disk, over that of its archives.
+        description: for the help.
+        trainer: as in ``python -m hvdtrain.TRAINER``, with its options; empty: none.
+        remotes: its files, in the order of downloading.
+        files: yields the contents of a downloaded file.
+        growth: its size on a disk, relative to that of its archives.
     """
 
     name: str
-    what: str
+    description: str
     trainer: str
     remotes: tuple[Remote, ...]
     files: Callable[[Path], Files]
@@ -62,18 +62,18 @@ class DataSet:
 
     @property
     def size(self) -> int:
-        """Bytes to download."""
+        """Return the number of bytes to download."""
         return sum(remote.size for remote in self.remotes)
 
 
-def itself(path: Path) -> Files:
-    """Yield the file as it was downloaded."""
+def unchanged(path: Path) -> Files:
+    """Yield the downloaded file."""
     with path.open("rb") as stream:
         yield path.name, stream
 
 
 def members(path: Path) -> Files:
-    """Yield the regular files of an archive, tar or zip; a zip's CRCs are checked meanwhile."""
+    """Yield the regular files of an archive, tar or zip; a zip's CRCs are checked."""
     if path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
@@ -88,7 +88,7 @@ def members(path: Path) -> Files:
 
 
 def image_folder(path: Path) -> Files:
-    """Yield ``train/CLASS/*`` and ``val/CLASS/*`` of an archive that has one folder around them."""
+    """Yield ``train/CLASS/*`` and ``val/CLASS/*`` of an archive with one top-level folder."""
     for name, stream in members(path):
         inner = name.partition("/")[2]
         if re.match(r"(train|val)/[^/]+/[^/]+$", inner):
@@ -96,7 +96,7 @@ def image_folder(path: Path) -> Files:
 
 
 def coco(path: Path) -> Files:
-    """Yield the images, and of the annotations those of object instances."""
+    """Yield the images, and the annotations of object instances."""
     for name, stream in members(path):
         if re.fullmatch(r"(train|val)2017/\d+\.jpg|annotations/instances_\w+\.json", name):
             yield name, stream
@@ -115,10 +115,10 @@ def cifar10(path: Path) -> Files:
     from PIL import Image
 
     for name, stream in members(path):
-        found = re.search(r"(data|test)_batch(_\d)?\.bin$", name)
-        if found is None:
+        match = re.search(r"(data|test)_batch(_\d)?\.bin$", name)
+        if match is None:
             continue
-        split, part = ("train", found[2]) if found[1] == "data" else ("val", "_0")
+        split, part = ("train", match[2]) if match[1] == "data" else ("val", "_0")
         records = np.frombuffer(stream.read(), np.uint8).reshape(-1, CIFAR10_RECORD)
         for number, record in enumerate(records):
             pixels = record[1:].reshape(3, 32, 32).transpose(1, 2, 0)
@@ -129,7 +129,7 @@ def cifar10(path: Path) -> Files:
 
 
 def idx(base: str, *files: tuple[str, int, str]) -> tuple[Remote, ...]:
-    """Return the files of a data set in the form of MNIST, from names, sizes and checksums."""
+    """Return the files of a dataset in MNIST's format, from names, sizes and checksums."""
     return tuple(Remote(base + name, size, (name,), md5) for name, size, md5 in files)
 
 
@@ -145,11 +145,11 @@ DATA_SETS = (
             ("t10k-images-idx3-ubyte.gz", 1_648_877, "9fb629c4189551a2d022fa330f9573f3"),
             ("t10k-labels-idx1-ubyte.gz", 4_542, "ec29112dd5afa0611ce80d1b7f02629c"),
         ),
-        itself,
+        unchanged,
     ),
     DataSet(
         "fashion-mnist",
-        "70,000 pieces of clothing, in the form of MNIST",
+        "70,000 images of clothing, in MNIST's format",
         "mnist",
         idx(
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
@@ -158,11 +158,11 @@ DATA_SETS = (
             ("t10k-images-idx3-ubyte.gz", 4_422_102, "bef4ecab320f06d8554ea6380940ec79"),
             ("t10k-labels-idx1-ubyte.gz", 5_148, "bb300cfdad3c16e7a12a480ee83cd310"),
         ),
-        itself,
+        unchanged,
     ),
     DataSet(
         "cifar10",
-        "60,000 images of 10 classes, 32 x 32 pixels, as PNG; val/ is its test set",
+        "60,000 images of 10 classes, 32 x 32 pixels, as PNG; val/ is the test set",
         "resnet --image-size 32",
         (
             Remote(
@@ -173,7 +173,7 @@ DATA_SETS = (
             ),
         ),
         cifar10,
-        growth=1.5,  # small files, of which each takes whole blocks
+        growth=1.5,  # small files, each in whole blocks
     ),
     DataSet(
         "imagenette",

@@ -1,8 +1,8 @@
-"""Download a data set into a folder: what is there is whole, what is broken off goes on later.
+"""Download a dataset into a folder: atomically, and resumable after an interruption.
 
-Besides the data the folder holds ``.data-fetch/DATA_SET``, with a note per file that has come and,
-meanwhile, FILE.part (coming), FILE (whole and checked), FILE.unpacking, and FILE.unpacked, whose
-files and folders are then renamed to where they belong.
+In addition to the data the folder has ``.data-fetch/DATA_SET``, with a record per installed file
+and, meanwhile, FILE.part (incomplete), FILE (complete and checked), FILE.unpacking, and
+FILE.unpacked, whose files and folders are finally moved into the folder.
 """
 
 from __future__ import annotations
@@ -31,117 +31,118 @@ from hvdtrain.system.output.display import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
 
-# What is raised for an archive that is damaged, or holds what it should not.
+# Errors of a damaged or invalid archive.
 DAMAGED = (
     *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, struct.error, EOFError),
     *(ValueError, IndexError, NotImplementedError, RuntimeError),
 )
 CHUNK = 2**20  # bytes
-PATIENCE = 30.0  # seconds in which nothing comes, after which a connection counts as lost
-TRIES = 8  # in a row that bring nothing, before it is given up: four minutes
-LONGEST_PAUSE = 60.0  # seconds between two of them
-# Answers of a server that may be others in a minute; those from 500 on may, too.
+TIMEOUT = 30.0  # seconds without data, after which a connection is considered lost
+TRIES = 8  # number of consecutive attempts without data before giving up: four minutes
+LONGEST_PAUSE = 60.0  # maximum seconds between two attempts
+# Temporary HTTP errors, in addition to those from 500 on.
 BUSY = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
 
 
 class ConnectionLostError(Exception):
-    """The connection was lost, there was none, or the server is busy; its text says why."""
+    """The connection was lost or failed, or the server is busy; the message is the cause."""
 
 
 class Fetch:
-    """One data set on its way into a folder.
+    """The download of a dataset into a folder.
 
     Args:
-        data_set: which.
-        folder: where it goes; is made.
-        mirror: address of a folder that has the files, instead of their public addresses.
+        data_set: the dataset.
+        folder: target directory; created if necessary.
+        mirror: base address of the files, instead of their public addresses.
     """
 
     def __init__(self, data_set: DataSet, folder: Path, mirror: str = "") -> None:
         self.data_set, self.folder, self.mirror = data_set, folder, mirror
         self._work = folder / ".data-fetch" / data_set.name
-        self._connected = False  # a server has answered in this call: there is network
+        self._connected = False  # a server has responded in this run, so the network is available
 
     def missing(self) -> list[Remote]:
-        """Return the files that are still to be downloaded or unpacked."""
-        return [remote for remote in self.data_set.remotes if not self._is_there(remote)]
+        """Return the files that must still be downloaded or unpacked."""
+        return [remote for remote in self.data_set.remotes if not self._is_installed(remote)]
 
     @property
     def is_done(self) -> bool:
-        """Whether all is there, and nothing else that is needed on the way only."""
-        return not self.missing() and all(one.suffix == ".json" for one in self._work.iterdir())
+        """Return whether the dataset is complete and all temporary files are removed."""
+        return not self.missing() and all(path.suffix == ".json" for path in self._work.iterdir())
 
     def room(self) -> int:
-        """Return how many bytes must be free: a file's archive and what it holds, at once."""
-        added = most = 0
+        """Return the bytes of free space needed, for an archive and its contents at once."""
+        added = needed = 0
         for remote in self.missing():
             if not self._is_unpacked(remote):
-                came = _size(self._at(remote)) + _size(self._at(remote, "part"))
+                received = _size(self._path(remote)) + _size(self._path(remote, "part"))
                 unpacked = int(self.data_set.growth * remote.size)
-                most = max(most, added + remote.size - came + unpacked)
-                added += unpacked - came  # the archive is removed then
-        return most
+                needed = max(needed, added + remote.size - received + unpacked)
+                added += unpacked - received  # the archive is removed then
+        return needed
 
     def address(self, remote: Remote) -> str:
-        """Return where a file is downloaded from."""
+        """Return the address from which a file is downloaded."""
         return f"{self.mirror.rstrip('/')}/{remote.name}" if self.mirror else remote.url
 
     def run(self) -> None:
-        """Download, check and unpack what is missing; one process at a time, others wait.
+        """Download, check and unpack the missing files; one process at a time, others wait.
 
         Raises:
-            UsageError: the folder cannot be written, holds files of the same names that are not
-                from here, or has no room.
-            HvdtrainError: the server does not answer, or has other files than expected; a disk is
-                full. What has come stays, and the next call goes on there.
+            UsageError: the folder is not writable, has other files of the same names, or has too
+                little free space.
+            HvdtrainError: the server does not respond, or has other files than expected; a disk is
+                full. Received data are kept, and the next run continues.
         """
-        place = next(one for one in (self.folder, *self.folder.absolute().parents) if one.exists())
-        if not (place.is_dir() and os.access(place, os.W_OK)):
-            raise UsageError(f"--to {self.folder}: {place} is no folder that you may write to")
+        parents = (self.folder, *self.folder.absolute().parents)
+        parent = next(path for path in parents if path.exists())
+        if not (parent.is_dir() and os.access(parent, os.W_OK)):
+            raise UsageError(f"--to {self.folder}: {parent} is not a writable directory")
         try:
             self._work.mkdir(parents=True, exist_ok=True)
             with lock(self._work.parent / "lock", "fetches into this folder"), Display() as display:
                 for remote in self.data_set.remotes:
-                    self._clear(remote, all_of_it=self._is_there(remote))
+                    self._clear(remote, everything=self._is_installed(remote))
                 self._check()
                 for remote in self.missing():
                     if not self._is_unpacked(remote):
                         self._download(remote, display)
                         self._unpack(remote, display)
-                    self._put_in_place(remote)
-                    self._clear(remote, all_of_it=True)
+                    self._install(remote)
+                    self._clear(remote, everything=True)
         except OSError as error:
             raise HvdtrainError(
-                f"{error.filename or self.folder}: {error.strerror or error}: run it again, once "
-                "this is mended, and it goes on"
+                f"{error.filename or self.folder}: {error.strerror or error}: resolve this and run "
+                "it again to continue"
             ) from error
 
-    def _at(self, remote: Remote, stage: str = "") -> Path:
+    def _path(self, remote: Remote, stage: str = "") -> Path:
         return self._work / (f"{remote.name}.{stage}" if stage else remote.name)
 
-    def _is_there(self, remote: Remote) -> bool:
-        return self._at(remote, "json").exists() and all(
+    def _is_installed(self, remote: Remote) -> bool:
+        return self._path(remote, "json").exists() and all(
             (self.folder / name).exists() for name in remote.holds
         )
 
     def _is_unpacked(self, remote: Remote) -> bool:
-        """Whether all of it is unpacked, some of it perhaps in its place already."""
-        unpacked = self._at(remote, "unpacked")
+        """Return whether it is completely unpacked, possibly in part already installed."""
+        unpacked = self._path(remote, "unpacked")
         return unpacked.exists() and all(
             (unpacked / name).exists() or (self.folder / name).exists() for name in remote.holds
         )
 
-    def _clear(self, remote: Remote, *, all_of_it: bool) -> None:
-        """Remove what a killed call has left half done, or all that was needed on the way."""
-        shutil.rmtree(self._at(remote, "unpacking"), ignore_errors=True)
-        if all_of_it or not self._is_unpacked(remote):
-            shutil.rmtree(self._at(remote, "unpacked"), ignore_errors=True)
-        if all_of_it:
+    def _clear(self, remote: Remote, *, everything: bool) -> None:
+        """Remove incomplete files of a killed run, or all temporary files."""
+        shutil.rmtree(self._path(remote, "unpacking"), ignore_errors=True)
+        if everything or not self._is_unpacked(remote):
+            shutil.rmtree(self._path(remote, "unpacked"), ignore_errors=True)
+        if everything:
             for stage in ("", "part"):
-                self._at(remote, stage).unlink(missing_ok=True)
+                self._path(remote, stage).unlink(missing_ok=True)
 
     def _check(self) -> None:
-        """Look for what stands in the way, before anything is downloaded."""
+        """Check for conflicting files and free space, before anything is downloaded."""
         for remote in self.missing():
             if not self._is_unpacked(remote):
                 for name in remote.holds:
@@ -149,84 +150,84 @@ class Fetch:
         free = shutil.disk_usage(self.folder).free
         if free < self.room():
             raise UsageError(
-                f"--to {self.folder}: {self.data_set.name} takes up to {shown(self.room())} there, "
-                f"and {shown(free)} are free: make room, or name another folder"
+                f"--to {self.folder}: {self.data_set.name} needs up to {shown(self.room())}, and "
+                f"{shown(free)} are free: free space, or specify another directory"
             )
 
     def _check_free(self, name: str) -> None:
         if (self.folder / name).exists():
             raise UsageError(
-                f"{self.folder / name} is there already, and would be overwritten: remove it, or "
-                "name another folder (--to)"
+                f"{self.folder / name} exists and would be overwritten: remove it, or specify "
+                "another directory (--to)"
             )
 
     def _download(self, remote: Remote, display: Display) -> None:
-        """Get a file to its end, from where it stands, and check it."""
-        whole, part = self._at(remote), self._at(remote, "part")
-        if whole.exists():
+        """Download the rest of a file, and check it."""
+        archive, part = self._path(remote), self._path(remote, "part")
+        if archive.exists():
             return
         if _size(part) > remote.size:
             part.unlink()
         url = self.address(remote)
         self._receive(url, part, remote.size, display)
-        if remote.md5 and (came := _md5(part)) != remote.md5:
+        if remote.md5 and (md5 := _md5(part)) != remote.md5:
             part.unlink()
             raise HvdtrainError(
-                f"{url}: what came has the MD5 checksum {came}, published is {remote.md5}; it is "
-                "removed: run it again, or take another mirror (--mirror)"
+                f"{url}: the file has the MD5 checksum {md5} instead of {remote.md5} and was "
+                "removed: run it again, or use another mirror (--mirror)"
             )
-        part.replace(whole)
+        part.replace(archive)
 
     def _receive(self, url: str, part: Path, size: int, display: Display) -> None:
-        """Append to ``part`` what is missing of it; a connection that is lost is made again."""
-        began, first, idle = time.monotonic(), _size(part), 0
+        """Append the missing bytes to ``part``; a lost connection is retried."""
+        began, first, failures = time.monotonic(), _size(part), 0
         display.stage(f"{part.stem}, {shown(size)}")
-        while (have := _size(part)) < size:
-            why = "the connection was closed"
+        while (start := _size(part)) < size:
+            reason = "the connection was closed"
             try:
                 with part.open("ab") as file:
-                    for chunk in self._chunks(url, have, size):
+                    for chunk in self._chunks(url, start, size):
                         file.write(chunk)
-                        came = file.tell()
-                        rate = (came - first) / max(1e-3, time.monotonic() - began)
-                        text = f"{part.stem} ({shown(came)} of {shown(size)}, {shown(rate)}/s)"
-                        display.show(text, came / size)
+                        received = file.tell()
+                        rate = (received - first) / max(1e-3, time.monotonic() - began)
+                        text = f"{part.stem} ({shown(received)} of {shown(size)}, {shown(rate)}/s)"
+                        display.show(text, received / size)
             except ConnectionLostError as error:
-                why = str(error)
-            idle = 0 if _size(part) > have else idle + 1
-            if idle == (TRIES if self._connected else 1):
+                reason = str(error)
+            failures = 0 if _size(part) > start else failures + 1
+            if failures == (TRIES if self._connected else 1):
                 raise HvdtrainError(
-                    f"{url} cannot be had ({why}): run this where there is network, on a login "
-                    "node; https_proxy names a proxy, --mirror another address. What has come "
-                    "stays, and the next call goes on there"
+                    f"{url} cannot be downloaded ({reason}): run this on a node with network "
+                    "access (a login node), set https_proxy, or use --mirror; received data are "
+                    "kept, and the next run continues"
                 )
-            if idle:
-                display.stage(f"{part.stem}: {why}; trying again")
-                time.sleep(min(2.0**idle, LONGEST_PAUSE))
+            if failures:
+                display.stage(f"{part.stem}: {reason}; retrying")
+                time.sleep(min(2.0**failures, LONGEST_PAUSE))
 
-    def _chunks(self, url: str, have: int, size: int) -> Iterator[bytes]:
-        """Yield the file from byte ``have`` on, as it comes.
+    def _chunks(self, url: str, start: int, size: int) -> Iterator[bytes]:
+        """Yield the file from byte ``start`` on, as it is received.
 
         Raises:
-            ConnectionLostError: see there.
-            HvdtrainError: the server refuses, or its file has not ``size`` bytes.
+            ConnectionLostError: the download may be retried.
+            HvdtrainError: the server rejects the request, or the file does not have ``size`` bytes.
         """
-        headers = {"User-Agent": "hvdtrain", "Range": f"bytes={have}-"}
+        headers = {"User-Agent": "hvdtrain", "Range": f"bytes={start}-"}
         try:
             request = urllib.request.Request(url, headers=headers)
-            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
                 self._connected = True
-                resumed = answer.status == http.client.PARTIAL_CONTENT
-                told = answer.headers.get("Content-Range" if resumed else "Content-Length", "")
-                wanted = f"bytes {have}-{size - 1}/{size}" if resumed else f"{size}"
-                if told != wanted:
+                resumed = response.status == http.client.PARTIAL_CONTENT
+                length = response.headers.get("Content-Range" if resumed else "Content-Length", "")
+                expected = f"bytes {start}-{size - 1}/{size}" if resumed else f"{size}"
+                if length != expected:
                     raise HvdtrainError(
-                        f"{url}: expected are {size:,} bytes, and the server answers with "
-                        f"{told or 'something of unknown size'}: it is no longer this file, or a "
-                        "page of your network; --mirror names another address"
+                        f"{url}: expected {size:,} bytes, but the server reports "
+                        f"{length or 'an unknown size'}: the file was replaced, or this is a login "
+                        "page of your network; use another address (--mirror)"
                     )
-                skip = 0 if resumed else have  # this server sends it from its beginning
-                while chunk := answer.read1(CHUNK):
+                skip = 0 if resumed else start  # this server does not support ranges
+                while chunk := response.read1(CHUNK):
                     if rest := chunk[skip:]:
                         yield rest
                     skip = max(0, skip - len(chunk))
@@ -234,49 +235,49 @@ class Fetch:
             self._connected = True
             if error.code < http.client.INTERNAL_SERVER_ERROR and error.code not in BUSY:
                 raise HvdtrainError(
-                    f"{url}: the server answers {error.code} {error.reason}; --mirror names "
-                    "another address"
+                    f"{url}: HTTP error {error.code} {error.reason}; use another address (--mirror)"
                 ) from error
             raise ConnectionLostError(f"{error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)  # of an URLError, which may be an OSError
+            reason = getattr(error, "reason", error)  # of a URLError
             raise ConnectionLostError(getattr(reason, "strerror", None) or str(reason)) from error
 
     def _unpack(self, remote: Remote, display: Display) -> None:
-        """Unpack a file into a folder of its own, which has its name when it is whole."""
-        partial = self._at(remote, "unpacking")
+        """Unpack a file into a separate folder, which is renamed when it is complete."""
+        partial = self._path(remote, "unpacking")
         partial.mkdir()
-        done, damage = 0, ""
+        count, damage = 0, ""
         try:
-            for name, stream in self.data_set.files(self._at(remote)):
+            for name, stream in self.data_set.files(self._path(remote)):
                 target = partial / name
                 if ".." in target.parts or not target.is_relative_to(partial):
-                    raise ValueError(f"{name} lies outside of it")
+                    raise ValueError(f"{name} is outside the target directory")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with target.open("wb") as file:
                     shutil.copyfileobj(stream, file)
-                done += 1
-                display.show(f"unpack {remote.name}: {plural(done, 'file')}")
-            if lacks := [name for name in remote.holds if not (partial / name).exists()]:
-                damage = f"{', '.join(lacks)} is not in it"
+                count += 1
+                display.show(f"unpack {remote.name}: {plural(count, 'file')}")
+            if missing := [name for name in remote.holds if not (partial / name).exists()]:
+                damage = f"{', '.join(missing)} is missing"
         except DAMAGED as error:
             damage = f"{error}" or type(error).__name__
         if damage:
-            self._at(remote).unlink()
+            self._path(remote).unlink()
             raise HvdtrainError(
-                f"{self.address(remote)} cannot be unpacked ({damage}); it is removed: run it "
-                "again, or take another mirror (--mirror)"
+                f"{self.address(remote)} cannot be unpacked ({damage}) and was removed: run it "
+                "again, or use another mirror (--mirror)"
             )
-        partial.rename(self._at(remote, "unpacked"))
+        partial.rename(self._path(remote, "unpacked"))
 
-    def _put_in_place(self, remote: Remote) -> None:
-        unpacked = self._at(remote, "unpacked")
+    def _install(self, remote: Remote) -> None:
+        """Move the unpacked files into the folder."""
+        unpacked = self._path(remote, "unpacked")
         for name in remote.holds:
-            if (unpacked / name).exists():  # else it was moved by a call that was ended
+            if (unpacked / name).exists():  # otherwise an interrupted run has moved it
                 self._check_free(name)
                 (unpacked / name).replace(self.folder / name)
         facts = {"url": self.address(remote), "size": remote.size, "md5": remote.md5}
-        self._at(remote, "json").write_text(json.dumps(facts) + "\n")
+        self._path(remote, "json").write_text(json.dumps(facts) + "\n")
 
 
 def _size(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""``hvdtrain data-fetch``: download a public data set, on a login node."""
+"""``hvdtrain data-fetch``: download a public dataset, on a node with network access."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import size
 
-WIDTH = max(len(one.name) for one in DATA_SETS)
+WIDTH = max(len(data_set.name) for data_set in DATA_SETS)
 EPILOG = "\n".join(
     [
-        "data sets:",
-        *(f"  {one.name:<{WIDTH}}  {size(one.size):>9}  {one.what}" for one in DATA_SETS),
+        "datasets:",
+        *(f"  {d.name:<{WIDTH}}  {size(d.size):>9}  {d.description}" for d in DATA_SETS),
         "",
         "example:",
         "  hvdtrain data-fetch mnist --to ~/mnist",
         "  hvdtrain data-fetch imagenette --to ~/imagenette --dry-run",
         "",
-        "Run it where there is network, on a login node, into a folder that the compute nodes see.",
-        "Broken off, it goes on where it stood. Checksums are checked where they are published,",
-        "else the size and the archive's own CRCs. Each data set has its owners' terms of use.",
+        "Run it on a node with network access (a login node), into a file system shared with the",
+        "compute nodes. If it is interrupted, run it again to continue. Published checksums are",
+        "verified, otherwise size and CRCs. Each dataset has its owners' terms of use.",
     ]
 )
 
@@ -33,46 +33,46 @@ EPILOG = "\n".join(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.epilog = EPILOG
-    names = [one.name for one in DATA_SETS]
-    parser.add_argument("name", metavar="NAME", choices=names, help="one of those below")
-    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="where it goes")
+    names = [data_set.name for data_set in DATA_SETS]
+    parser.add_argument("name", metavar="NAME", choices=names, help="dataset, see the list below")
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="output directory")
     parser.add_argument(
         "--mirror",
         metavar="URL",
         default="",
-        help="take the files from URL/FILE instead of their public addresses",
+        help="base address of the files, as URL/FILE (default: their public addresses)",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="show what would be downloaded, and the room it takes",
+        help="print the addresses and the required disk space without downloading",
     )
-    parser.add_argument("--json", action="store_true", help="print what came of it as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
-    """Fetch the data set, or what of it is missing.
+    """Download the missing files of the dataset.
 
     Raises:
-        UsageError: the folder is not fit for it.
-        HvdtrainError: a file cannot be had; the next call goes on with it.
+        UsageError: the directory is unsuitable.
+        HvdtrainError: a file cannot be downloaded; the next run continues.
     """
-    data_set = next(one for one in DATA_SETS if one.name == arguments.name)
+    data_set = next(candidate for candidate in DATA_SETS if candidate.name == arguments.name)
     folder: Path = arguments.to
     if arguments.mirror and not re.fullmatch(r"https?://[!-~]+", arguments.mirror):
         raise UsageError(
-            f"--mirror {arguments.mirror}: it is no address such as http://host/folder"
+            f"--mirror {arguments.mirror}: must be an address, e.g. http://host/folder"
         )
     fetch = Fetch(data_set, folder, arguments.mirror)
     try:
         missing = fetch.missing()
     except OSError as error:
         raise UsageError(f"--to {folder}: {error.strerror}") from error
-    files = [{"url": fetch.address(one), "bytes": one.size, "md5": one.md5} for one in missing]
+    files = [{"url": fetch.address(r), "bytes": r.size, "md5": r.md5} for r in missing]
     data = {"ok": True, "name": data_set.name, "folder": str(folder), "files": files}
     if arguments.dry_run:
-        lines = [f"{fetch.address(one)}  {size(one.size)}" for one in missing]
-        lines += [f"takes up to {size(fetch.room())} in {folder}" if missing else "nothing to do"]
+        lines = [f"{fetch.address(remote)}  {size(remote.size)}" for remote in missing]
+        lines += [f"needs up to {size(fetch.room())} in {folder}" if missing else "nothing to do"]
         return Report("\n".join(lines), {**data, "room": fetch.room()})
     if not fetch.is_done:
         fetch.run()

@@ -1,7 +1,7 @@
-"""What ``hvdtrain doctor`` does: all checks, one after the other, and ranks where ``-n`` asks.
+"""All checks of ``hvdtrain doctor``, including those on the ranks of ``-n``.
 
-It reads files and asks programs for their versions. MPI is started only on the ranks of ``-n``,
-and other hosts are asked only inside a job whose hosts they are.
+They read files and run programs for their versions. MPI is started only on the ranks of ``-n``,
+and other hosts are contacted only inside a job that includes them.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ PROGRAMS = (
     ("hvdtrain.commands.doctor.rank_report",),
     ("hvdtrain.collectives", "--time", "--collectives=allreduce", "--seconds=0.3", "--json"),
 )
-TIMEOUTS = (120.0, 300.0)  # seconds that the ranks of each have
+TIMEOUTS = (120.0, 300.0)  # seconds, of each program
 
 
-def commands(wanted: Request, environ: Mapping[str, str]) -> list[Command]:
-    """Return what is run on the ranks of ``wanted``, one after the other: ``PROGRAMS``.
+def commands(request: Request, environ: Mapping[str, str]) -> list[Command]:
+    """Return the commands that run each of ``PROGRAMS`` on the requested ranks.
 
     Raises:
-        UsageError: no MPI, or they do not fit on the hosts.
+        UsageError: no MPI, or more ranks than slots.
     """
-    words = [[sys.executable, "-m", *program] for program in PROGRAMS]
-    return [prepare(replace(wanted, words=one), environ).command for one in words]
+    programs = [[sys.executable, "-m", *program] for program in PROGRAMS]
+    return [prepare(replace(request, words=program), environ).command for program in programs]
 
 
 def report(
     findings: Sequence[Finding],
-    found: dict[str, Any] | None,
+    rank_report: dict[str, Any] | None,
     times: dict[str, Any] | None,
-    read: data.Measured | None,
+    measured: data.Measured | None,
 ) -> Report:
-    """Return the table of findings, those of allreduce and of the data, and all as data."""
+    """Return the tables of findings, allreduce times and data, and the same as JSON data."""
     parts = [findings_text(findings)]
     if times:
         parts.append(ranks.allreduce_text(times))
-    if read and read.seconds:
-        parts.append(data.data_text(read))
+    if measured and measured.seconds:
+        parts.append(data.data_text(measured))
     parts.append(summary(findings))
     code = exit_code(findings)
     result = {
@@ -83,124 +83,127 @@ def report(
         "errors": sum(1 for finding in findings if finding.state == ERROR),
         "warnings": sum(1 for finding in findings if finding.state == WARNING),
         "findings": [finding.as_dict() for finding in findings],
-        "ranks": found,
+        "ranks": rank_report,
         "allreduce": times,
-        "data": read.as_dict() if read else None,
+        "data": measured.as_dict() if measured else None,
     }
     return Report("\n\n".join(parts), result, code)
 
 
-def look(environ: Mapping[str, str], wanted: Request | None = None) -> Iterator[Finding]:
-    """Yield all that can be seen without starting a rank.
+def check_host(environ: Mapping[str, str], request: Request | None = None) -> Iterator[Finding]:
+    """Yield the findings of all checks that start no ranks.
 
     Args:
         environ: the environment.
-        wanted: ranks that are meant to run; None: as many as the job has room for here.
+        request: planned ranks; None: one per slot of the job on this host.
 
     Raises:
-        UsageError: the hosts that are wanted are not written as they should be.
+        UsageError: the requested hosts are malformed.
     """
-    batch, here = hosts.find_batch(environ), hosts.own_names()
-    if wanted and (wanted.hosts or wanted.hostfile):
-        batch = replace(batch, allocation=choose_hosts(wanted.hosts, wanted.hostfile, environ))
+    batch, local_names = hosts.find_batch(environ), hosts.local_names()
+    if request and (request.hosts or request.hostfile):
+        batch = replace(batch, allocation=choose_hosts(request.hosts, request.hostfile, environ))
     libraries = software.present_extensions()
-    tried = (loading.MPI4PY, loading.TORCHVISION, *libraries)
     with ThreadPoolExecutor() as pool:
-        answers = pool.map(loading.try_loading, tried)
-        found = toolchain.find(environ)
-    mpi4py, torchvision, *extensions = answers
+        loads = pool.map(loading.try_loading, (loading.MPI4PY, loading.TORCHVISION, *libraries))
+        tools = toolchain.find(environ)
+    mpi4py, torchvision, *extensions = loads
     loaded = dict(zip(libraries, extensions, strict=True))
     yield software.python_finding()
-    yield from software.framework_findings(found)
-    if version := software.torchvision_version(found):
-        mended = mend_file(found.site_packages).is_file()
+    yield from software.framework_findings(tools)
+    if version := software.torchvision_version(tools):
+        mended = mend_file(tools.site_packages).is_file()
         yield software.torchvision_finding(version, torchvision, mended=mended)
     wheels = cache_root(environ) / "wheels"
-    horovod, driver = software.find_horovod(found, wheels, loaded), gpus.find_driver()
+    horovod, driver = software.find_horovod(tools, wheels, loaded), gpus.find_driver()
     yield from software.horovod_findings(horovod)
     yield from software.gpu_tensor_findings(
-        horovod, found, has_nccl=loading.has_nccl(), gpus=len(driver.gpus) if driver else 0
+        horovod, tools, has_nccl=loading.has_nccl(), gpus=len(driver.gpus) if driver else 0
     )
     yield from mpi.mpi_findings(_mpi_facts(environ, mpi4py, loaded))
-    yield from machine.tool_findings(found)
-    yield machine.gpu_finding(driver, found)
-    alone = wanted.ranks if wanted else 1
-    local = hosts.slots_here(batch.allocation, here) if batch.allocation.hosts else alone
-    yield from machine.resource_findings(find_resources(), local, environ, machine.has_fabric())
-    known = machine.known_variables(found.site_packages / "horovod")
+    yield from machine.tool_findings(tools)
+    yield machine.gpu_finding(driver, tools)
+    local_ranks = request.ranks if request else 1
+    if batch.allocation.hosts:
+        local_ranks = hosts.local_slots(batch.allocation, local_names)
+    yield from machine.resource_findings(
+        find_resources(), local_ranks, environ, machine.has_fabric()
+    )
+    known = machine.known_variables(tools.site_packages / "horovod")
     yield machine.horovod_variables(environ, known)
-    yield from hosts.batch_findings(batch, here)
-    yield _other_hosts(batch, here)
-    places = list(files.find_places(environ, Path.cwd()))
-    yield from files.place_findings(places, len(batch.allocation.hosts))
+    yield from hosts.batch_findings(batch, local_names)
+    yield _other_hosts(batch, local_names)
+    directories = list(files.find_directories(environ, Path.cwd()))
+    yield from files.directory_findings(directories, len(batch.allocation.hosts))
 
 
 def _mpi_facts(
     environ: Mapping[str, str], mpi4py: loading.Loaded, horovod: Mapping[str, loading.Loaded]
 ) -> mpi.MpiFacts:
-    beside = Path(sys.executable).parent / "mpirun"
-    launcher, trouble = None, ""
+    mpirun = Path(sys.executable).parent / "mpirun"
+    launcher, problem = None, ""
     try:
         launcher = find_mpi(environ)
     except HvdtrainError as error:
-        trouble = str(error)
-    return mpi.MpiFacts(launcher, trouble, str(beside) if beside.is_file() else "", mpi4py, horovod)
+        problem = str(error)
+    return mpi.MpiFacts(launcher, problem, str(mpirun) if mpirun.is_file() else "", mpi4py, horovod)
 
 
-def _other_hosts(batch: hosts.BatchSystem, here: Collection[str]) -> Finding:
-    """Ask the other hosts of the job; where this host is not of the job, they are none of ours."""
+def _other_hosts(batch: hosts.BatchSystem, local_names: Collection[str]) -> Finding:
+    """Probe the other hosts of the job, if this host belongs to it."""
     names = [host.name for host in batch.allocation.hosts]
-    inside = any(hosts.is_this_host(name, here) for name in names)
-    others = [name for name in names if not hosts.is_this_host(name, here)] if inside else []
-    return hosts.answer_finding(hosts.ask_hosts(others), batch.allocation.source)
+    others = [name for name in names if not hosts.is_this_host(name, local_names)]
+    if len(others) == len(names):
+        others = []
+    return hosts.answer_finding(hosts.probe_hosts(others), batch.allocation.source)
 
 
-def look_at_data(
-    directory: Path, found: ImageFolder | Finding, ranks: int | None
+def check_data(
+    directory: Path, images: ImageFolder | Finding, ranks: int | None
 ) -> tuple[list[Finding], data.Measured | None]:
-    """Measure how fast the data is read here.
+    """Measure how fast the data is read on this host.
 
     Args:
-        directory: where it is.
-        found: what ``data.find`` found there.
-        ranks: that are meant to run; None: one. On a host with GPUs each has one of them.
+        directory: the dataset.
+        images: the result of ``data.find``.
+        ranks: number of planned ranks; None: one. On a host with GPUs: one rank per GPU.
 
     Returns:
-        What was found, and what was measured; None where nothing could be.
+        The findings, and the measurements; None if there are none.
     """
-    read = found if isinstance(found, Finding) else data.measure(directory, found)
-    if isinstance(read, Finding):
-        return [read], None
+    measured = images if isinstance(images, Finding) else data.measure(directory, images)
+    if isinstance(measured, Finding):
+        return [measured], None
     driver = gpus.find_driver()
-    here = len(driver.gpus) if driver else 0
-    cores = max(1, int(find_resources().usable_cores / (here or ranks or 1)))
-    return list(data.data_findings(read, cores=cores, gpu=here > 0)), read
+    gpu_count = len(driver.gpus) if driver else 0
+    cores = max(1, int(find_resources().usable_cores / (gpu_count or ranks or 1)))
+    return list(data.data_findings(measured, cores=cores, gpu=gpu_count > 0)), measured
 
 
-def try_ranks(
-    wanted: Request, environ: Mapping[str, str]
+def check_ranks(
+    request: Request, environ: Mapping[str, str]
 ) -> tuple[list[Finding], dict[str, Any] | None, dict[str, Any] | None]:
-    """Start the ranks that were asked for, twice: to look around, and to time allreduce.
+    """Start the requested ranks twice: to check them, and to time allreduce.
 
     Returns:
-        What was found, the report of the ranks, and that of allreduce; None where there is none.
+        The findings, the report of the ranks, and that of allreduce; None if there is none.
     """
     try:
-        looking, timing = commands(wanted, environ)
+        reporting, timing = commands(request, environ)
     except HvdtrainError as error:
         return [Finding("ranks", ERROR, str(error))], None, None
-    log.info("starting: %s", looking.show())
-    started = plural(wanted.ranks, "rank")
-    with terminal.working(f"{started} look around; then they time allreduce"):
-        result = run(looking, timeout=TIMEOUTS[0])
+    log.info("starting: %s", reporting.show())
+    started = plural(request.ranks, "rank")
+    with terminal.working(f"checking {started}; timing allreduce follows"):
+        result = run(reporting, timeout=TIMEOUTS[0])
     reports = [report for report in ranks.read_reports(result.output) if "announced" in report]
     if not result.ok or not reports:
         return [ranks.failed_start(result)], None, None
-    findings = list(ranks.rank_findings(wanted.ranks, reports, hosts.own_names()))
+    findings = list(ranks.rank_findings(request.ranks, reports, hosts.local_names()))
     if any(finding.state == ERROR for finding in findings):
         return findings, reports[0], None
     log.info("timing allreduce: %s", timing.show())
-    with terminal.working(f"{started} time allreduce, by each back end"):
+    with terminal.working(f"timing allreduce on {started}, with each back end"):
         result = run(timing, timeout=TIMEOUTS[1])
     times = [report for report in ranks.read_reports(result.output) if "backends" in report]
     if not result.ok or not times:

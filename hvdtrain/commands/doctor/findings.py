@@ -1,4 +1,4 @@
-"""What a look at the environment found: one line per thing, its state, its evidence, the remedy."""
+"""Findings about the environment: check, state, evidence and remedy of each, as a table."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ OK = "ok"
 WARNING = "warning"
 ERROR = "error"
 ABSENT = "absent"
-"""Not there, and not needed by everyone; or nothing that can be seen from here."""
+"""Not present, and optional; or not visible from here."""
 
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red", ABSENT: "dim"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
-    check: str  # what was looked at
+    check: str  # name of the check
     state: str  # ``ok``, ``warning``, ``error`` or ``absent``
-    evidence: str  # what was seen
-    remedy: str = ""  # what to do about it; empty where nothing need be done
+    evidence: str  # facts on which the state is based
+    remedy: str = ""  # what to do; empty if nothing
 
     def as_dict(self) -> dict[str, str]:
         """Return the finding for ``--json``."""
@@ -33,22 +33,22 @@ class Finding:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 1 where there is an error, else 0."""
+    """Return 1 if there is an error, otherwise 0."""
     return EXIT_FAILURE if any(finding.state == ERROR for finding in findings) else EXIT_OK
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Say how many are bad."""
+    """Return the numbers of errors and warnings, in words."""
     counts = {
         state: sum(1 for finding in findings if finding.state == state)
         for state in (ERROR, WARNING)
     }
-    words = [plural(n, state) for state, n in counts.items() if n]
-    return ", ".join(words) or "all well"
+    parts = [plural(n, state) for state, n in counts.items() if n]
+    return ", ".join(parts) or "no problems found"
 
 
 def findings_text(findings: Sequence[Finding], styles: Mapping[str, str] = STYLES) -> str:
-    """Return an entry per finding, the remedy under its evidence; in colours on a terminal."""
+    """Return an entry per finding, the remedy below its evidence; coloured on a terminal."""
     states = max((len(finding.state) for finding in findings), default=0)
     checks = max((len(finding.check) for finding in findings), default=0)
     lines: list[tuple[str, str]] = []

@@ -1,6 +1,6 @@
-"""What each rank finds where it runs: ``hvdtrain doctor -n N`` starts it on N ranks over mpi4py.
+"""Program that reports the environment of each rank, started by ``hvdtrain doctor -n N``.
 
-Rank 0 prints one JSON object: ``size`` (of the world that MPI made), ``announced`` (by the
+Rank 0 prints one JSON object: ``size`` (of MPI's world), ``announced`` (by the
 launcher), and ``ranks``, one object each: ``rank host machine resources affinity gpus software mpi
 fabric threads sees_directory clock_ahead``. Bytes and seconds.
 """
@@ -29,37 +29,36 @@ from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
-ROUNDS = 20  # exchanges with each host to compare clocks; the quickest one counts
+ROUNDS = 20  # exchanges with each host to compare clocks; the fastest counts
 
 
 def main() -> int:
-    """Gather and print."""
+    """Gather the reports of all ranks and print them on rank 0."""
     set_defaults(MPI_VARIABLES)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    mine = {**facts(), "rank": world.rank, "sees_directory": _sees_directory(world)}
-    everyone = world.gather(mine)
-    ahead = _clocks(world, [] if everyone is None else [rank["host"] for rank in everyone])
-    if everyone is not None:
-        for rank in everyone:
+    local = {**facts(), "rank": world.rank, "sees_directory": _sees_directory(world)}
+    all_ranks = world.gather(local)
+    ahead = _clocks(world, [] if all_ranks is None else [rank["host"] for rank in all_ranks])
+    if all_ranks is not None:
+        for rank in all_ranks:
             rank["clock_ahead"] = ahead.get(rank["host"], 0.0)
         announced = detect(os.environ).size
-        report = {"size": world.size, "announced": announced, "ranks": everyone}
+        report = {"size": world.size, "announced": announced, "ranks": all_ranks}
         sys.stdout.write(json.dumps(report) + "\n")
         sys.stdout.flush()
     return 0
 
 
 def facts() -> dict[str, Any]:
-    """Return what this process knows of itself and its host."""
+    """Return the properties of this process and its host."""
     driver = gpus.find_driver()
-    found = find_resources()
     libraries = mpi_library.loaded()
     return {
         "host": socket.gethostname(),
         "machine": BOOT_ID.read_text().strip() if BOOT_ID.is_file() else "",
-        "resources": asdict(found),
+        "resources": asdict(find_resources()),
         "affinity": sorted(os.sched_getaffinity(0)),
         "gpus": [gpu.uuid for gpu in driver.gpus] if driver else [],
         "software": software(),
@@ -70,20 +69,20 @@ def facts() -> dict[str, Any]:
 
 
 def software() -> dict[str, str]:
-    """Return the versions of what is installed here, by name; nothing is imported."""
+    """Return the installed versions by name, without importing anything."""
     digest = source_digest(Path(hvdtrain.__file__).parent)
-    found = {
+    installed = {
         "hvdtrain": f"{hvdtrain.__version__} (code {digest})",
         "Python": platform.python_version(),
     }
     torch, tensorflow = find_torch(), find_tensorflow()
-    found |= {"torch": torch.version} if torch else {}
-    found |= {"tensorflow": tensorflow.version} if tensorflow else {}
-    return found | versions("horovod")
+    installed |= {"torch": torch.version} if torch else {}
+    installed |= {"tensorflow": tensorflow.version} if tensorflow else {}
+    return installed | versions("horovod")
 
 
 def _sees_directory(world: Any) -> bool:
-    """Return whether this rank sees a file that rank 0 has just made here; all ranks call it."""
+    """Return whether this rank sees a file that rank 0 has just created; all ranks must call it."""
     file = None
     if world.rank == 0:
         with suppress(OSError):
@@ -97,14 +96,14 @@ def _sees_directory(world: Any) -> bool:
 
 
 def _clocks(world: Any, hosts: list[str]) -> dict[str, float]:
-    """Return the seconds that each host's clock is ahead of rank 0's, on rank 0; all call it.
+    """Return, on rank 0, the seconds that each host's clock is ahead; all ranks must call it.
 
-    Cristian's algorithm: the other clock is read half-way between question and answer; of several
-    exchanges the quickest is the most exact.
+    Cristian's algorithm: the other clock is read half-way between request and reply; of several
+    exchanges the fastest is the most exact.
     """
-    asked = world.bcast({host: hosts.index(host) for host in hosts})
+    host_ranks = world.bcast({host: hosts.index(host) for host in hosts})
     ahead = {}
-    for host, rank in asked.items():
+    for host, rank in host_ranks.items():
         if rank == 0:
             continue
         if world.rank == rank:
@@ -116,9 +115,9 @@ def _clocks(world: Any, hosts: list[str]) -> dict[str, float]:
             for _ in range(ROUNDS):
                 before = time.time()
                 world.send(None, dest=rank)
-                there = world.recv(source=rank)
+                remote = world.recv(source=rank)
                 after = time.time()
-                rounds.append((after - before, there - (before + after) / 2))
+                rounds.append((after - before, remote - (before + after) / 2))
             ahead[host] = min(rounds)[1]
     return ahead
 

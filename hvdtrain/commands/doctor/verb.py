@@ -1,6 +1,6 @@
-"""``hvdtrain doctor``: look at everything that keeps a training from running well here.
+"""``hvdtrain doctor``: diagnose the environment: MPI, GPUs, limits, Horovod.
 
-What it does stands in ``diagnosis.py``, which is imported when the options have been read.
+The checks are in ``diagnosis.py``, which is imported after the options have been parsed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
 EPILOG = """example:
-  hvdtrain doctor              look at this host; starts nothing
-  hvdtrain doctor -n 4         also start 4 ranks: what they find, and how fast they allreduce
-  hvdtrain doctor --data ~/imagenet    also read some of its images: how fast, what takes the time
+  hvdtrain doctor              check this host; start no ranks
+  hvdtrain doctor -n 4         also check 4 ranks and the speed of their allreduce
+  hvdtrain doctor --data ~/imagenet    also measure the speed of reading its images
   hvdtrain doctor --json       for programs
 
-The exit code is 1 where a finding is an error. 'absent' is not an error.
+The exit code is 1 if a finding is an error. 'absent' is not an error.
 """
 
 
@@ -33,53 +33,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="ranks",
         type=int,
         metavar="N",
-        help="start N ranks as `hvdtrain launch -n N` does, look at them and time allreduce",
+        help="number of ranks to start as with `hvdtrain launch -n N`, to check them and to time "
+        "allreduce (default: none)",
     )
     parser.add_argument(
         "--data",
         type=Path,
         metavar="DIR",
-        help="read a sample of the images in DIR as a training does: images/s per core, and where "
-        "the time goes (seconds)",
+        help="dataset whose reading speed is measured on a sample of its images: images/s per "
+        "core, and the time of each stage (takes seconds)",
     )
-    add_host_options(parser.add_argument_group("where -n starts them"))
+    add_host_options(parser.add_argument_group("hosts of the ranks of -n"))
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what -n would start, and start nothing"
+        "--dry-run", action="store_true", help="print the commands of -n without running them"
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
-    """Carry the verb out with parsed ``arguments``.
+    """Run the command with parsed ``arguments``.
 
     Raises:
-        UsageError: an option is wrong.
+        UsageError: an option is invalid.
     """
-    # It imports tables and readers that --help can spare.
+    # Slow to import, and not needed for --help.
     from hvdtrain.commands.doctor import diagnosis
     from hvdtrain.commands.doctor.checks import data
 
-    asked = arguments.ranks
-    if asked is not None and asked < 1:
-        raise UsageError(f"-n {asked}: give a number of at least 1")
-    where = {name: getattr(arguments, name) for name in ("ppn", "hosts", "hostfile")}
-    if asked is None and any(where.values()):
-        raise UsageError("--ppn, --hosts and --hostfile say where -n starts ranks: give -n too")
-    wanted = Request(asked, (), **where) if asked else None
+    count = arguments.ranks
+    if count is not None and count < 1:
+        raise UsageError(f"-n {count}: must be at least 1")
+    host_options = {name: getattr(arguments, name) for name in ("ppn", "hosts", "hostfile")}
+    if count is None and any(host_options.values()):
+        raise UsageError("--ppn, --hosts and --hostfile need -n N: they place its ranks")
+    request = Request(count, (), **host_options) if count else None
     environ = dict(os.environ)
     if arguments.dry_run:
-        lines = [one.show() for one in diagnosis.commands(wanted, environ)] if wanted else []
+        commands = diagnosis.commands(request, environ) if request else []
+        lines = [command.show() for command in commands]
         return Report("\n".join(lines), {"ok": True, "commands": lines})
-    # Wrong data ends it before anything is looked at.
-    found = data.find(arguments.data) if arguments.data else None
-    with terminal.working("looking at this host and its software"):
-        findings = list(diagnosis.look(environ, wanted))
-    report = times = read = None
-    if wanted:
+    # Before all checks: it rejects an invalid directory.
+    images = data.find(arguments.data) if arguments.data else None
+    with terminal.working("checking this host and its software"):
+        findings = list(diagnosis.check_host(environ, request))
+    report = times = measured = None
+    if request:
         with termination_as_interrupt():
-            more, report, times = diagnosis.try_ranks(wanted, environ)
+            more, report, times = diagnosis.check_ranks(request, environ)
         findings += more
-    if found:
-        more, read = diagnosis.look_at_data(arguments.data, found, asked)
+    if images:
+        more, measured = diagnosis.check_data(arguments.data, images, count)
         findings += more
-    return diagnosis.report(findings, report, times, read)
+    return diagnosis.report(findings, report, times, measured)

@@ -1,4 +1,4 @@
-"""Build the wheel: run the recipe's commands, keep and read their log, show how far they are."""
+"""Build the wheel: run the recipe's commands, log their output, show their progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hvdtrain.commands.install_horovod import recipe
-from hvdtrain.commands.install_horovod.recipe import Target, Workshop
+from hvdtrain.commands.install_horovod.recipe import BuildTarget, Workshop
 from hvdtrain.commands.install_horovod.wheel_cache import (
     CachedWheel,
     WheelCache,
@@ -25,7 +25,7 @@ from hvdtrain.system.machine.toolchain import Toolchain
 from hvdtrain.system.output.display import Display
 from hvdtrain.system.runtime.command import Command, run
 
-# Stages in order: the text that begins one in the log, and its name.
+# Stages in order: the text at the beginning of each in the log, and its name.
 _STAGES = (
     (re.compile(r"Preparing metadata"), "unpack"),
     (re.compile(r"Running CMake in|-- Could not find CCache|The CXX compiler"), "configure"),
@@ -33,7 +33,7 @@ _STAGES = (
     (re.compile(r"running install_lib|creating '.*\.whl'"), "pack"),
 )
 
-# Most telling first. A compiler's or CMake's own error explains what every later line only repeats.
+# Most specific first. The compiler's or CMake's error explains the errors that follow from it.
 _CAUSES = (
     re.compile(r"No space left on device|Disk quota exceeded"),
     re.compile(r"Killed signal terminated program|virtual memory exhausted|out of memory", re.I),
@@ -55,7 +55,7 @@ _REMEDIES = (
     (r"Python\.h", "apt-get install python3-dev (or python3-devel)"),
     (r"#error C\+\+\d\d|-std=c\+\+20", "use a newer compiler: module load gcc, or set CXX"),
     (r"\bMPI(_|\b)", "check that mpicxx compiles a program, or load another MPI module"),
-    (r"Unsupported gpu architecture", "name your GPU's: --cuda-arch 80,90"),
+    (r"Unsupported gpu architecture", "set your GPU's, e.g. --cuda-arch 80,90"),
     (r"nccl", "set HOROVOD_NCCL_HOME to a directory with include/nccl.h and lib/libnccl.so"),
     (r"cuda|nvcc", "load the CUDA toolkit that PyTorch was built for, or set CUDA_HOME"),
     (r"HASHES|sha256", "the archive is not the released one; check the package index"),
@@ -69,18 +69,18 @@ _REMEDIES = (
 
 @dataclass(frozen=True)
 class Build:
-    """One build: what, with what, and where."""
+    """One build of a wheel."""
 
-    target: Target  # what is built
-    toolchain: Toolchain  # what it is built with
-    cache: WheelCache  # where the wheel goes
-    key: str  # its name in the cache
-    facts: Mapping[str, object]  # what that name stands for
-    environ: Mapping[str, str]  # the environment that it starts from
+    target: BuildTarget
+    toolchain: Toolchain
+    cache: WheelCache  # for the wheel
+    key: str  # of the wheel in the cache
+    facts: Mapping[str, object]  # from which the key is computed
+    environ: Mapping[str, str]  # the environment of this process
 
     @property
     def workshop(self) -> Workshop:
-        """The directories of this build."""
+        """Return the directories of this build."""
         return Workshop(self.cache.build_root(self.key))
 
     def steps(self, has_archive: bool) -> list[tuple[str, Command]]:
@@ -96,10 +96,10 @@ class Build:
         return steps
 
     def run(self, log_file: Path) -> CachedWheel:
-        """Build and cache the wheel; call it under the lock of its key.
+        """Build and cache the wheel; call it with the lock of its key.
 
         Raises:
-            HvdtrainError: a command failed; tells the log's decisive line and a remedy.
+            HvdtrainError: a command failed; the message has the log's decisive line and a remedy.
         """
         workshop = self.workshop
         shutil.rmtree(workshop.root, ignore_errors=True)  # of a build that was killed
@@ -112,19 +112,19 @@ class Build:
                     self._run_step(stage, command, _line_sink(stream, display), log_file)
             wheels = list(workshop.wheels.glob("horovod-*.whl"))
             if len(wheels) != 1:
-                raise HvdtrainError(f"the build ended without a wheel; log: {log_file}")
+                raise HvdtrainError(f"the build produced no wheel; log: {log_file}")
             return self.cache.store(self.key, wheels[0], self.facts)
         except OSError as error:
-            room = "with 2 GB free" if error.errno in FULL else "that you may write to"
+            need = "with 2 GB free" if error.errno in FULL else "that is writable"
             raise HvdtrainError(
                 f"{error.filename or workshop.root}: {error.strerror}; "
-                f"set HVDTRAIN_CACHE to a directory {room}"
+                f"set HVDTRAIN_CACHE to a directory {need}"
             ) from error
         finally:
             shutil.rmtree(workshop.root, ignore_errors=True)
 
     def _prepare(self) -> None:
-        """Make the directories, the compiler wrapper, and the name that NCCL is linked by."""
+        """Create the directories, the compiler wrapper, and the link to NCCL's library."""
         workshop, compiler = self.workshop, self.toolchain.compiler
         for path in (workshop.scratch, workshop.nothing, workshop.wheels, workshop.nccl):
             path.mkdir(parents=True)
@@ -147,7 +147,7 @@ class Build:
     def _run_step(
         self, stage: str, command: Command, on_line: Callable[[str], None], log_file: Path
     ) -> None:
-        """Run one command; after the download put the archive into the cache."""
+        """Run one command; after the download, cache the archive."""
         result = run(command, on_line)
         if not result.ok:
             cause = decisive_line(result.output.splitlines())
@@ -159,7 +159,7 @@ class Build:
             self._keep_archive()
 
     def _keep_archive(self) -> None:
-        """Move the downloaded archive into the cache; pip has checked its hash, and so do we."""
+        """Check the hash of the downloaded archive and copy it into the cache."""
         fetched = self.workshop.scratch / recipe.HOROVOD_ARCHIVE
         if file_hash(fetched) != recipe.HOROVOD_SHA256:
             raise HvdtrainError(f"{fetched.name} is not the released archive: its hash differs")
@@ -167,16 +167,16 @@ class Build:
 
 
 def complete_toolkit(home: Path, folder: Path) -> None:
-    """Make ``folder`` the toolkit ``home`` with a name for each library that a linker looks for.
+    """Create ``folder`` as a copy, by links, of the toolkit ``home`` with linker names (libX.so).
 
-    nvcc looks in ``bin/../lib64``: were ``bin`` a link, that would lead back to ``home``.
+    nvcc searches ``bin/../lib64``: if ``bin`` were a link, that would be ``home``'s.
     """
     for name in ("bin", "lib64"):
         (folder / name).mkdir(parents=True)
     for path in (*home.iterdir(), *(home / "bin").iterdir()):
         if path.name not in ("bin", "lib"):
             (folder / path.relative_to(home)).symlink_to(path.absolute())
-    for library in sorted((home / "lib").iterdir()):  # libX.so, where there is one, comes first
+    for library in sorted((home / "lib").iterdir()):  # libX.so, if there is one, comes first
         for name in {library.name, re.sub(r"\.so\..*", ".so", library.name)}:
             if not (folder / "lib64" / name).is_symlink():
                 (folder / "lib64" / name).symlink_to(library.absolute())
@@ -184,9 +184,9 @@ def complete_toolkit(home: Path, folder: Path) -> None:
 
 
 def _line_sink(stream: TextIO, display: Display) -> Callable[[str], None]:
-    """Return what takes each line of a command: into the log, and its progress onto the screen."""
+    """Return a function that logs each line of a command and displays its progress."""
 
-    def take(line: str) -> None:
+    def write_line(line: str) -> None:
         stream.write(line + "\n")
         progress = read_progress(line)
         if progress:
@@ -194,30 +194,30 @@ def _line_sink(stream: TextIO, display: Display) -> Callable[[str], None]:
             share = None if progress.percent is None else progress.percent / 100
             display.show(progress.stage, share)
 
-    return take
+    return write_line
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a build is, as one line of its log tells."""
+class BuildProgress:
+    """The progress of a build according to a line of its log."""
 
     stage: str  # one of unpack, configure, compile, pack
     percent: int | None = None  # of the compilation; None outside it
 
 
-def read_progress(line: str) -> Progress | None:
-    """Return what ``line`` says about the progress; None if nothing."""
+def read_progress(line: str) -> BuildProgress | None:
+    """Return the progress according to ``line``; None if it has none."""
     for pattern, stage in _STAGES:
-        found = pattern.search(line)
-        if found:
-            return Progress(stage, int(found[1]) if found.groups() else None)
+        match = pattern.search(line)
+        if match:
+            return BuildProgress(stage, int(match[1]) if match.groups() else None)
     return None
 
 
 def decisive_line(lines: Sequence[str]) -> str:
-    """Return the line that explains a failed build: the first of the most telling kind.
+    """Return the line that explains a failed build: the first of the most specific kind.
 
-    A CMake error says in its first line only where it is; the message follows and is added.
+    The first line of a CMake error has only its position; the message that follows is added.
     """
     stripped = [line.strip() for line in lines]
     for pattern in _CAUSES:
@@ -228,7 +228,7 @@ def decisive_line(lines: Sequence[str]) -> str:
 
 
 def _with_message(line: str, following: Sequence[str]) -> str:
-    """Add the message to a line that ends in a colon or is CMake's."""
+    """Add the following message to a line of CMake, or one that ends in a colon."""
     if not (line.startswith("CMake Error") or line.endswith(":")):
         return line
     message = itertools.takewhile(bool, itertools.dropwhile(operator.not_, following))
@@ -236,8 +236,8 @@ def _with_message(line: str, following: Sequence[str]) -> str:
 
 
 def remedy_for(line: str) -> str:
-    """Return what the user can do about ``line``."""
+    """Return the remedy for the error in ``line``."""
     for pattern, remedy in _REMEDIES:
         if re.search(pattern, line, re.IGNORECASE):
             return remedy
-    return "the log holds every command and its output; please report it if it makes no sense"
+    return "see the log, which has every command and its output; please report it if it is unclear"

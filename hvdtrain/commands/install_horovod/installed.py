@@ -1,4 +1,4 @@
-"""The Horovod that is installed in this environment, and the mend of torchvision beside it."""
+"""The Horovod installed in this environment, and the repair of torchvision's import."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hvdtrain.workloads import torchvision_mend
 
 
 def find_installed(site_packages: Path) -> importlib.metadata.Distribution | None:
-    """Return Horovod as installed under ``site_packages``, read afresh."""
+    """Return the Horovod installed in ``site_packages``, bypassing importlib's caches."""
     importlib.invalidate_caches()
-    found = importlib.metadata.distributions(name="horovod", path=[str(site_packages)])
-    return next(iter(found), None)
+    matches = importlib.metadata.distributions(name="horovod", path=[str(site_packages)])
+    return next(iter(matches), None)
 
 
 def wheel_hash(distribution: importlib.metadata.Distribution | None) -> str | None:
-    """Return the SHA-256 of the wheel file that it was installed from, as pip wrote it down.
+    """Return the SHA-256 of the installed wheel file, as recorded by pip.
 
-    Source: the ``direct_url.json`` of the packaging specifications. None where it came from an
-    index, or was installed by another tool.
+    Source: the ``direct_url.json`` of the packaging specifications. None if the distribution is
+    from an index, or was installed by another tool.
     """
     try:
         text = distribution.read_text("direct_url.json") if distribution else None
@@ -37,7 +37,7 @@ def wheel_hash(distribution: importlib.metadata.Distribution | None) -> str | No
 
 
 def is_complete(distribution: importlib.metadata.Distribution | None) -> bool:
-    """Tell whether every file of the distribution is still there in its size."""
+    """Return whether every file of the distribution exists with its recorded size."""
     if distribution is None or not distribution.files:
         return False
     for file in distribution.files:
@@ -48,22 +48,22 @@ def is_complete(distribution: importlib.metadata.Distribution | None) -> bool:
 
 
 def mend_file(site_packages: Path) -> Path:
-    """Return what makes every Python of the environment able to import torchvision."""
+    """Return the path of the .pth file that repairs torchvision's import in the environment."""
     return site_packages / "hvdtrain_torchvision.pth"
 
 
 def mend_torchvision(site_packages: Path) -> None:
-    """Let every Python of the environment mend torchvision's import, until Horovod is uninstalled.
+    """Repair torchvision's import in the environment, until Horovod is uninstalled.
 
-    A line in the record of Horovod's files makes pip remove them with it.
+    The files are added to Horovod's RECORD, so that pip removes them with Horovod.
 
     Raises:
-        OSError: ``site_packages`` cannot be written to.
+        OSError: ``site_packages`` is not writable.
     """
     switch = mend_file(site_packages)
     files = {
         f"{switch.stem}.py": Path(torchvision_mend.__file__).read_text(),
-        switch.name: f"import {switch.stem}\n",  # a line that Python runs as it starts
+        switch.name: f"import {switch.stem}\n",  # Python executes it at start
     }
     _record(site_packages, files)
     for name, text in files.items():
@@ -71,7 +71,7 @@ def mend_torchvision(site_packages: Path) -> None:
 
 
 def _record(site_packages: Path, files: Mapping[str, str]) -> None:
-    """Add ``files`` to those that belong to the installed Horovod."""
+    """Add ``files`` to the RECORD of the installed Horovod."""
     distribution = find_installed(site_packages)
     assert distribution is not None and distribution.files
     record = next(file for file in distribution.files if file.name == "RECORD").locate()

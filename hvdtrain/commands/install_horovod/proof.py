@@ -1,4 +1,4 @@
-"""Prove a wheel of Horovod: two ranks under the real mpirun, one allreduce per framework."""
+"""Prove a Horovod wheel by an allreduce per framework on two ranks of mpirun."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
 log = logging.getLogger(__name__)
 
 RANKS = 2
-TIMEOUT = 180.0  # seconds; TensorFlow's import alone takes half a minute from a cold shared disk
+TIMEOUT = 180.0  # seconds; TensorFlow's import takes half a minute from an uncached shared disk
 
 
 def proof_command(
     framework: str, mpi: Mpi, python: Path, folder: Path, gpu: str, environ: Mapping[str, str]
 ) -> Command:
-    """Return the command that reduces over two ranks, with the Horovod in ``folder``.
+    """Return the command of an allreduce over two ranks, with the Horovod in ``folder``.
 
-    More ranks than cores are allowed: a machine with one core can prove it too. Settings of a
-    training (HOROVOD_...) are kept away, and the GPU where the build has no operations for it.
+    More ranks than cores are allowed, for machines with one core. A training's settings
+    (HOROVOD_...) are unset, and GPUs are hidden if the build has no GPU operations.
     """
     changes: dict[str, str | None] = {n: None for n in environ if n.startswith("HOROVOD_")}
     if gpu == "none":
@@ -41,23 +41,23 @@ def proof_command(
 
 
 def read_proof(output: str) -> dict[str, Any]:
-    """Return the object that rank 0 printed; empty if it did not come so far."""
+    """Return the object printed by rank 0; empty if there is none."""
     for line in output.splitlines():
         if line.startswith("{"):
             try:
-                found = json.loads(line)
+                result = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(found, dict) and "max_error" in found:
-                return found
+            if isinstance(result, dict) and "max_error" in result:
+                return result
     return {}
 
 
 def prove(commands: Sequence[tuple[str, Command]], log_file: Path) -> dict[str, Any]:
-    """Run the proof for each framework; return what each answered.
+    """Run the proof of each framework; return the results.
 
     Raises:
-        HvdtrainError: one did not give the result in closed form.
+        HvdtrainError: a result differs from the closed form, or is missing.
     """
     answers = {}
     for framework, command in commands:
@@ -70,14 +70,14 @@ def prove(commands: Sequence[tuple[str, Command]], log_file: Path) -> dict[str, 
             raise HvdtrainError(f"{_failure(framework, result, answer)}; log: {log_file}")
         seconds = round(time.monotonic() - start, 1)
         answers[framework] = answer | {"seconds": seconds}
-        log.info("proven: %s, allreduce over %d ranks, %.1f s", framework, RANKS, seconds)
+        log.info("proven: %s, allreduce on %d ranks, %.1f s", framework, RANKS, seconds)
     return answers
 
 
 def _failure(framework: str, result: Result, answer: Mapping[str, Any]) -> str:
-    """Say how the proof ended, and what the ranks said last."""
+    """Return the message of a failed proof: its end, and the ranks' decisive line."""
     cause = dict(answer) or decisive_line(result.output.splitlines())
-    end = f"ended with exit code {result.exit_code}"
+    end = f"exit code {result.exit_code}"
     if result.exit_code == TIMED_OUT:
-        end = f"did not end within {TIMEOUT:.0f} s"
-    return f"the proof for {framework} failed: an allreduce over {RANKS} ranks {end} ({cause})"
+        end = f"no end within {TIMEOUT:.0f} s"
+    return f"the proof for {framework} failed: allreduce on {RANKS} ranks, {end} ({cause})"

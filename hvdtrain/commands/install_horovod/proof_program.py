@@ -1,10 +1,10 @@
-"""The program that each rank runs to prove a wheel: one allreduce with a known result.
+"""Program of each rank that proves a wheel: one allreduce with a known result.
 
-Run by its path, not as a module, so that it needs nothing of hvdtrain: the interpreter's ``-P``
+Run by its path, not as a module, so that it does not import hvdtrain: the interpreter's ``-P``
 keeps this directory off the module path. It prints one JSON object on rank 0.
 
-All ranks together: rank r gives r + 1 times 0, 1, 2, ...; the sum over N ranks is N (N + 1) / 2
-times that, exactly, in float32.
+Rank r contributes r + 1 times 0, 1, 2, ...; the sum over N ranks is N (N + 1) / 2 times that,
+exactly, in float32.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LENGTH = 1000
 
 
 def torch_sum(hvd: object) -> tuple[list[float], str]:
-    """Return the sum over all ranks and the device it was computed for."""
+    """Return the sum over all ranks, and the device of the tensor."""
     import torch
 
-    # NCCL takes one rank per GPU: with fewer GPUs than ranks only the CPU path can be proven here.
+    # NCCL needs a GPU per rank: with fewer GPUs, only the CPU path can be proven here.
     use_gpu = hvd.nccl_built() and torch.cuda.device_count() >= hvd.local_size()  # type: ignore[attr-defined]
     device = f"cuda:{hvd.local_rank()}" if use_gpu else "cpu"  # type: ignore[attr-defined]
     values = torch.arange(LENGTH, dtype=torch.float32, device=device)
@@ -29,7 +29,7 @@ def torch_sum(hvd: object) -> tuple[list[float], str]:
 
 
 def tensorflow_sum(hvd: object) -> tuple[list[float], str]:
-    """Return the sum over all ranks and the device it was computed for."""
+    """Return the sum over all ranks, and the device of the tensor."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")

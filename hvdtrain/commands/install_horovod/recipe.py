@@ -1,7 +1,6 @@
-"""Say how Horovod 0.28.1 is built on today's frameworks: pure functions from facts to commands.
+"""Recipe for Horovod 0.28.1 with current frameworks: pure functions from facts to commands.
 
-The source archive is the released one, unedited; everything that it needs to be told is told by
-the environment of the build. What each variable is for stands beside it.
+The source archive is the released one, unchanged; the build is configured by its environment only.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from hvdtrain.system.runtime.command import Command
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_ARCHIVE = f"horovod-{HOROVOD_VERSION}.tar.gz"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-# Put into a directory that is thrown away after the build, so that the environment keeps its own.
-# The hashes of their files, which `make requirements` writes, are for all platforms and Pythons.
+# Installed into a temporary directory, so that the environment's tools are unchanged. The hashes
+# of their files, written by `make requirements`, are for all platforms and Pythons.
 TOOLS_FILE = Path(__file__).with_name("build-tools.txt")
 BUILD_TOOLS = tuple(re.findall(r"^\S+==\S+", TOOLS_FILE.read_text(), re.MULTILINE))
-RECIPE = 2  # raise it when a change here changes the binary
+RECIPE = 2  # increment it if a change here changes the binary
 
 # The variables of Horovod's build that a user may set. Any other HOROVOD_ variable is a setting of
-# a training (or would undo what this recipe does) and is kept away from the build.
+# a training (or would override this recipe) and is unset in the build.
 USER_VARIABLES = (
     "HOROVOD_BUILD_ARCH_FLAGS",
     "HOROVOD_WITHOUT_GLOO",
@@ -34,19 +33,19 @@ USER_VARIABLES = (
     "HOROVOD_WITH_NVTX",
 )
 FLAG_VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDAFLAGS", "NVCC_APPEND_FLAGS")
-# CMAKE_GENERATOR: Horovod's setup.py speaks to make only. MAKELEVEL, MFLAGS: under `make setup`
-# they would tie our make to the outer one. CCL_*: set by a oneAPI module, they make Horovod link
-# against oneCCL, and nobody asked for that.
-KEPT_AWAY = ("CMAKE_GENERATOR", "MAKELEVEL", "MFLAGS", "CCL_ROOT", "CCL_CONFIGURATION")
+# CMAKE_GENERATOR: Horovod's setup.py supports make only. MAKELEVEL, MFLAGS: under `make setup`
+# they would connect the build's make to the outer one. CCL_*: set by a oneAPI module, they make
+# Horovod link against oneCCL, which was not requested.
+UNSET_VARIABLES = ("CMAKE_GENERATOR", "MAKELEVEL", "MFLAGS", "CCL_ROOT", "CCL_CONFIGURATION")
 CUDA_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDACXX", "CUDAToolkit_ROOT")
 
-# What the compiler wrapper appends.
+# Appended by the compiler wrapper.
 CXX_STANDARD = "-std=c++20"
 NO_XLA_FILE = "*/horovod/tensorflow/xla_mpi_ops.cc"
 NO_XLA = "-UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=0"
 DEVICE_FILE = "*/horovod/common/gloo/gloo_context.cc"
-# Included before that file. For its process sets, the one of all ranks among them, Horovod forgets
-# the interface, and Gloo takes the address that the host's own name leads to, often 127.0.1.1.
+# Included before that file. For its process sets, including the global one, Horovod does not set
+# the interface, and Gloo uses the address of the host's name, often 127.0.1.1.
 DEVICE_HEADER = """\
 #include <cstdlib>
 #include "gloo/transport/tcp/device.h"
@@ -61,9 +60,9 @@ inline auto CreateDeviceOf(attr which) {
 """
 
 
-# Horovod asks PyTorch, in `python -c` with this beside it, whether there is CUDA or ROCm, and then
-# compiles for it, operations or none. PyTorch takes any toolkit, also one of another version, or a
-# /usr/local/cuda without a compiler.
+# Horovod queries PyTorch, in a `python -c` that imports this file first, for CUDA or ROCm, and
+# compiles for it even without GPU operations. PyTorch reports any toolkit, also one of another
+# version, or a /usr/local/cuda without a compiler.
 NO_GPU = """\
 import contextlib
 import sys
@@ -75,53 +74,53 @@ if sys.orig_argv[1:2] == ["-c"] and "torch" in sys.orig_argv[2]:
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is to be built."""
+class BuildTarget:
+    """The configuration of a build."""
 
     frameworks: tuple[str, ...]  # ``pytorch``, ``tensorflow`` or both
     gpu: str  # ``none`` or ``nccl``
-    jobs: int  # compilers that run at the same time
-    cuda_arches: tuple[int, ...] = ()  # compute capabilities; empty: all that nvcc knows
+    jobs: int  # number of parallel compilers
+    cuda_arches: tuple[int, ...] = ()  # compute capabilities; empty: all that nvcc supports
 
 
 class Workshop:
-    """The directories of one build, all under one root that is thrown away."""
+    """The directories of one build, under a temporary root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.tools = root / "tools"  # where the build tools are installed
+        self.tools = root / "tools"  # build tools
         self.cmake = self.tools / "cmake" / "data" / "bin" / "cmake"
         self.compiler = root / "c++"  # the wrapper around the C++ compiler
         self.header = root / "device.h"  # DEVICE_HEADER
-        self.start = root / "start"  # holds NO_GPU, which each Python of the build runs first
-        self.cuda = root / "cuda"  # stands for a toolkit of PyPI's packages
-        self.nccl = root / "nccl"  # holds libnccl.so, the name that a linker looks for
-        self.nothing = root / "nothing"  # empty: where CUDA is looked for when it must not be found
+        self.start = root / "start"  # has NO_GPU, executed by each Python of the build
+        self.cuda = root / "cuda"  # links to a toolkit of PyPI's packages
+        self.nccl = root / "nccl"  # has libnccl.so, the linker name
+        self.nothing = root / "nothing"  # empty: the search path of CUDA in a build without it
         self.scratch = root / "tmp"
-        self.requirement = root / "horovod.txt"  # names the archive by its hash
-        self.wheels = root / "wheels"  # where the built wheel lands
+        self.requirement = root / "horovod.txt"  # the archive's version and hash
+        self.wheels = root / "wheels"  # output
 
 
 def requirement_text() -> str:
-    """Return the requirement that pip checks the archive's hash against."""
+    """Return the requirement with the archive's hash, for pip."""
     return f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"
 
 
 def build_environment(
-    target: Target, toolchain: Toolchain, workshop: Workshop, environ: Mapping[str, str]
+    target: BuildTarget, toolchain: Toolchain, workshop: Workshop, environ: Mapping[str, str]
 ) -> dict[str, str | None]:
-    """Return the variables of the build that differ from ``environ``; None takes one away."""
+    """Return the variables of the build that differ from ``environ``; None: unset."""
     changes: dict[str, str | None] = {
         name: None
         for name in environ
-        if name in KEPT_AWAY or (name.startswith("HOROVOD_") and name not in USER_VARIABLES)
+        if name in UNSET_VARIABLES or (name.startswith("HOROVOD_") and name not in USER_VARIABLES)
     }
     assert toolchain.mpi is not None
     first = dict.fromkeys([str(toolchain.mpi.mpicxx.parent), str(toolchain.python.parent)])
-    if target.gpu == "nccl":  # Horovod asks the nvcc on PATH what it compiles for
+    if target.gpu == "nccl":  # Horovod queries the nvcc on PATH for its architectures
         first = {str(cuda_home(toolchain, workshop) / "bin"): None, **first}
     changes |= {
-        # The MPI that was found is the one that CMake finds; mpicc must be found as well.
+        # CMake must find this MPI, including mpicc.
         "PATH": os.pathsep.join([*first, environ.get("PATH", os.defpath)]),
         "PYTHONPATH": _before(
             [workshop.tools, *([workshop.start] if target.gpu == "none" else [])],
@@ -133,7 +132,7 @@ def build_environment(
             _include_paths(target, toolchain), environ.get("CPLUS_INCLUDE_PATH")
         ),
         "HOROVOD_CMAKE": str(workshop.cmake),
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses what Horovod and Gloo ask for
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 rejects the versions in Horovod and Gloo
         "MAKEFLAGS": f"-j{target.jobs}",
         "HOROVOD_WITH_MPI": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
@@ -151,29 +150,29 @@ def _before(folders: Sequence[Path], rest: str | None) -> str:
     return os.pathsep.join([*map(str, folders), *([rest] if rest else [])])
 
 
-def _include_paths(target: Target, toolchain: Toolchain) -> list[Path]:
-    """Return header directories that Horovod's build does not find by itself."""
-    paths = [toolchain.headers]  # it asks distutils, which Python 3.12 no longer has
+def _include_paths(target: BuildTarget, toolchain: Toolchain) -> list[Path]:
+    """Return header directories that Horovod's build does not find."""
+    paths = [toolchain.headers]  # Horovod uses distutils, which was removed in Python 3.12
     if "tensorflow" in target.frameworks and toolchain.tensorflow:
         paths += toolchain.tensorflow.extra_includes()
     return paths
 
 
 def cuda_home(toolchain: Toolchain, workshop: Workshop) -> Path:
-    """Return the root of the toolkit that is compiled with."""
+    """Return the root of the build's CUDA toolkit."""
     assert toolchain.cuda is not None
     return workshop.cuda if toolchain.cuda.is_package else toolchain.cuda.home
 
 
 def cuda_environment(
-    target: Target, toolchain: Toolchain, workshop: Workshop
+    target: BuildTarget, toolchain: Toolchain, workshop: Workshop
 ) -> dict[str, str | None]:
-    """Return the variables that lead Horovod's build to CUDA and NCCL, or away from them."""
+    """Return the variables that set, or hide, CUDA and NCCL in Horovod's build."""
     changes: dict[str, str | None] = dict.fromkeys(CUDA_VARIABLES)
     if target.gpu == "none":
-        # Horovod looks for a CUDA compiler even so, and one that does not fit the C++ compiler
-        # would stop a build that does not need it. So it is led away; a nvcc on PATH it finds all
-        # the same, and that one is told not to mind.
+        # Horovod searches for a CUDA compiler nevertheless, and one that does not support the C++
+        # compiler would abort the build. So its search paths are empty; an nvcc on PATH is found
+        # anyway, hence the flag.
         return changes | {
             "CUDACXX": str(workshop.nothing / "nvcc"),
             "CUDAToolkit_ROOT": str(workshop.nothing),
@@ -194,17 +193,17 @@ def cuda_environment(
 
 
 def relative_rpaths(toolchain: Toolchain) -> tuple[str, ...]:
-    """Return where the libraries lie as seen from the compiled module, if in the environment.
+    """Return the directories of libraries relative to the compiled module, if in the environment.
 
-    With absolute paths alone a cached wheel would load the MPI of the environment that it was
-    built in, which may be another or gone. Only the NCCL of a framework outside is named so.
+    With absolute paths only, a cached wheel would load the MPI of the environment in which it was
+    built, which may have been removed. Only an NCCL of a framework outside has an absolute path.
     """
     if toolchain.mpi is None:
         return ()
     module = toolchain.site_packages / "horovod" / "torch"
     inside = [p for p in toolchain.mpi.libraries if p.is_relative_to(toolchain.prefix)]
     inside.append(toolchain.site_packages / "nvidia" / "nccl" / "lib")
-    if toolchain.cuda:  # also where the system's compiles: a node of the job may not have that
+    if toolchain.cuda:  # even if the system's is used: a node of the job may not have it
         package = "cuda_runtime" if toolchain.cuda.major == "12" else f"cu{toolchain.cuda.major}"
         inside.append(toolchain.site_packages / "nvidia" / package / "lib")
     outside = (str(toolchain.foreign_nccl),) if toolchain.foreign_nccl else ()
@@ -212,12 +211,12 @@ def relative_rpaths(toolchain: Toolchain) -> tuple[str, ...]:
 
 
 def compiler_wrapper(compiler: Sequence[str], rpaths: Sequence[str], header: Path) -> str:
-    """Return the shell script that stands in for the C++ compiler.
+    """Return the shell script that wraps the C++ compiler.
 
-    Horovod fixes C++14 and C++17 and strips ``-std`` from CXXFLAGS, while PyTorch's headers need
-    C++20; the last ``-std`` wins, so it is appended. Not where nvcc calls: it parses what the
-    compiler preprocesses by its own idea of the language. ``xla_mpi_ops.cc`` includes headers that
-    TensorFlow has moved; as for an ancient TensorFlow the file compiles to nothing.
+    Horovod sets C++14 and C++17 and strips ``-std`` from CXXFLAGS, while PyTorch's headers need
+    C++20; the last ``-std`` wins, so it is appended. Not in calls by nvcc, which parses the
+    preprocessed source by its own standard. ``xla_mpi_ops.cc`` includes headers that TensorFlow has
+    moved; with the version of an old TensorFlow the file is compiled without them.
     ``gloo_context.cc`` gets ``header``. ``-g0`` drops 120 MB of debugging symbols.
     """
     call = shlex.join(compiler)
@@ -240,7 +239,7 @@ exec {call} "$@" $standard $version
 
 
 def tools_command(python: Path, workshop: Workshop) -> Command:
-    """Return the command that puts the build tools into their own directory; pip checks hashes."""
+    """Return the command that installs the build tools into ``workshop.tools``, with hashes."""
     argv = (
         *_pip(python), "install", "--quiet", "--target", str(workshop.tools), "--require-hashes",
         "--only-binary", ":all:", "--requirement", str(TOOLS_FILE),
@@ -251,7 +250,7 @@ def tools_command(python: Path, workshop: Workshop) -> Command:
 def download_command(
     python: Path, workshop: Workshop, directory: Path, environment: Mapping[str, str | None]
 ) -> Command:
-    """Return the command that fetches the archive; pip stops where the hash differs."""
+    """Return the command that downloads the archive; pip checks its hash."""
     argv = (
         *_pip(python), "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod",
         "--require-hashes", "--dest", str(directory), "--requirement", str(workshop.requirement),
@@ -264,8 +263,8 @@ def wheel_command(
 ) -> Command:
     """Return the command that compiles the wheel.
 
-    Without isolation, because the frameworks must be importable; verbose, because the log is what
-    tells how far it is and why it failed.
+    Without isolation, because the frameworks must be importable; verbose, because progress and
+    errors are read from the log.
     """
     argv = (
         *_pip(python), "wheel", "--verbose", "--no-deps", "--no-build-isolation",
@@ -275,7 +274,7 @@ def wheel_command(
 
 
 def install_command(python: Path, wheel: Path, target: Path | None = None) -> Command:
-    """Return the command that installs the wheel alone, into the environment or ``target``."""
+    """Return the command that installs only the wheel, into the environment or ``target``."""
     argv = (*_pip(python), "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall")
     into = ("--target", str(target)) if target else ()
     return Command((*argv, *into, str(wheel)))

@@ -1,7 +1,7 @@
-"""``hvdtrain install-horovod``: find, plan, build or take from the cache, prove, install.
+"""``hvdtrain install-horovod``: plan, build or take from the cache, prove, install.
 
-Nothing in the environment changes before the wheel is complete and proven, in a folder beside
-site-packages. pip then has the last word: its two seconds are not interrupted.
+The environment is changed only after the wheel has been proven in a directory next to
+site-packages. The final pip command, about two seconds, is not interrupted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 EPILOG = """example:
   hvdtrain install-horovod                          for the frameworks that are installed
   hvdtrain install-horovod --gpu nccl --cuda-arch 80,90   on a login node without a GPU
-  hvdtrain install-horovod --dry-run                only print what would be run
+  hvdtrain install-horovod --dry-run                only print the commands
 """
 
 
@@ -66,35 +66,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         default="auto",
         choices=GPU_CHOICES,
-        help="GPU operations: auto builds them with NCCL where all that they need is there "
-        "(default), none builds CPU operations only",
+        help="GPU operations: nccl; none: CPU operations only; auto: nccl if its requirements are "
+        "met, otherwise none (default: auto)",
     )
     parser.add_argument(
         "--cuda-arch",
         default="",
         metavar="LIST",
-        help="compute capabilities to compile for, such as 80,90 (default: of the GPUs that are "
-        "here; without any, all that nvcc knows)",
+        help="compute capabilities to compile for, e.g. 80,90 (default: those of this host's GPUs; "
+        "without GPUs, all that nvcc supports)",
     )
     parser.add_argument(
         "--jobs",
         type=int,
         default=0,
         metavar="N",
-        help="compilers at the same time (default: one per core, 2 GB of memory each)",
+        help="number of parallel compilers (default: one per core, with 2 GB of memory each)",
     )
     parser.add_argument("--rebuild", action="store_true", help="build even if the wheel is cached")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be run and change nothing"
+        "--dry-run", action="store_true", help="print the commands without running them"
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
-    """Carry the verb out with parsed ``arguments``.
+    """Run the command with parsed ``arguments``.
 
     Raises:
-        UsageError: an option is wrong.
+        UsageError: an option is invalid.
         HvdtrainError: the build, the installation or the proof failed.
     """
     environ = dict(os.environ)
@@ -109,38 +109,38 @@ def run_verb(arguments: argparse.Namespace) -> Report:
 
 
 def _refusal(plan: BuildPlan) -> Report:
-    """Say what was found and what is missing, before anything is started."""
+    """Return the report of a build with problems."""
     lines = [*rows_of(plan), "", "Horovod cannot be built here:"]
     lines += [entry("  - ", str(problem)) for problem in plan.problems]
-    problems = [{"what": p.what, "remedy": p.remedy} for p in plan.problems]
+    problems = [{"what": p.cause, "remedy": p.remedy} for p in plan.problems]
     return Report("\n".join(lines), {"ok": False, "problems": problems}, EXIT_USAGE)
 
 
 def rows_of(plan: BuildPlan) -> list[str]:
-    """Return what was found, an entry each."""
+    """Return the rows of the plan as text."""
     return [entry(f"{name:<11} ", finding) for name, finding in plan.rows]
 
 
 @dataclass(frozen=True)
 class Session:
-    """One call of the verb, after its plan was found good."""
+    """One run of the command, with a plan without problems."""
 
-    toolchain: Toolchain  # what was found
-    plan: BuildPlan  # what will be built
-    cache: WheelCache  # where wheels are kept
+    toolchain: Toolchain
+    plan: BuildPlan
+    cache: WheelCache
     environ: Mapping[str, str]  # the environment of this process
     rebuild: bool = False  # whether to build even if the wheel is cached
 
     @property
     def build(self) -> Build:
-        """The build that this session would do."""
+        """Return the build of this session."""
         target = self.plan.target
         facts = identity(target, self.toolchain, self.environ)
         return Build(target, self.toolchain, self.cache, cache_key(facts), facts, self.environ)
 
     @property
     def trial(self) -> Path:
-        """The folder in which the wheel is proven: a sibling, so that relative rpaths hold."""
+        """Return the trial directory, a sibling of site-packages, so that relative rpaths hold."""
         return self.toolchain.site_packages.with_name(".hvdtrain-trial")
 
     def proofs(self) -> list[tuple[str, Command]]:
@@ -156,7 +156,7 @@ class Session:
         """Return the commands that ``install`` would run, one per line."""
         build = self.build
         cached = None if self.rebuild else self.cache.find(build.key)
-        if cached and self._is_in_place(cached):
+        if cached and self._is_installed(cached):
             return Report("", {"ok": True, "commands": []})
         steps = [] if cached else [c for _, c in build.steps(self.cache.has_archive())]
         wheel = cached.path if cached else self.cache.root / "wheels" / build.key / "horovod-*.whl"
@@ -168,14 +168,14 @@ class Session:
         return Report("\n".join(lines), {"ok": True, "commands": lines})
 
     def install(self) -> Report:
-        """Do all that is not yet done."""
+        """Build, prove and install Horovod, as far as needed."""
         start = time.monotonic()
         for line in rows_of(self.plan):
             log.info("%s", line)
-        with _told_when_stopped():
+        with _interruption_reported():
             build = self.build
             cached = None if self.rebuild else self.cache.find(build.key)
-            if cached and self._is_in_place(cached):
+            if cached and self._is_installed(cached):
                 log.info("already installed and proven here: %s", cached.path)
                 mend_torchvision(self.toolchain.site_packages)
                 return self._report(cached, "nothing", read_json(self._proof_file(cached)), start)
@@ -183,40 +183,40 @@ class Session:
             log_file.parent.mkdir(parents=True, exist_ok=True)
             log.info("log: %s", log_file)
             wheel, built = (cached, False) if cached else self._build(build, log_file)
-            answers = self._put_in_place(wheel, log_file)
-        return self._report(wheel, "built" if built else "taken from the cache", answers, start)
+            results = self._prove_and_install(wheel, log_file)
+        return self._report(wheel, "built" if built else "taken from the cache", results, start)
 
     def _proof_file(self, wheel: CachedWheel) -> Path:
         return wheel.proof_file(self.toolchain.prefix)
 
-    def _is_in_place(self, wheel: CachedWheel) -> bool:
-        """Tell whether ``wheel`` is installed here, whole, and was proven to work."""
+    def _is_installed(self, wheel: CachedWheel) -> bool:
+        """Return whether ``wheel`` is completely installed here, and proven to work."""
         installed = find_installed(self.toolchain.site_packages)
         same = wheel_hash(installed) == wheel.sha256 and is_complete(installed)
         return same and self._proof_file(wheel).is_file()
 
     def _build(self, build: Build, log_file: Path) -> tuple[CachedWheel, bool]:
-        """Build the wheel, unless another session has while we waited for it."""
+        """Build the wheel, unless another session built it while this one waited for the lock."""
         with self.cache.lock(build.key, "builds the same wheel"):
-            found = None if self.rebuild else self.cache.find(build.key)
-            if found:
-                return found, False
+            cached = None if self.rebuild else self.cache.find(build.key)
+            if cached:
+                return cached, False
             log.info("building Horovod with %d jobs; this takes minutes", build.target.jobs)
             return build.run(log_file), True
 
-    def _put_in_place(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:
-        """Prove ``wheel`` beside site-packages, then install it."""
+    def _prove_and_install(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:
+        """Prove ``wheel`` in the trial directory, then install it; return the proofs' results."""
         environment = cache_key({"prefix": str(self.toolchain.prefix)})
         with self.cache.lock(environment, "installs into the same environment"):
-            answers = self._try_out(wheel, log_file)
-            with HeldSignals():  # pip, stopped half-way, would leave neither the old nor the new
+            results = self._prove(wheel, log_file)
+            with HeldSignals():  # an interrupted pip would leave neither the old nor the new
                 self._pip(wheel)
                 mend_torchvision(self.toolchain.site_packages)
-                write_atomically(self._proof_file(wheel), json.dumps(answers))
-        return answers
+                write_atomically(self._proof_file(wheel), json.dumps(results))
+        return results
 
-    def _try_out(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:
-        """Prove ``wheel`` in a folder that is thrown away; return what the proofs answered."""
+    def _prove(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:
+        """Prove ``wheel`` in the trial directory, and remove it; return the proofs' results."""
         shutil.rmtree(self.trial, ignore_errors=True)  # of a session that was killed
         try:
             self._pip(wheel, self.trial)
@@ -228,34 +228,34 @@ class Session:
             shutil.rmtree(self.trial, ignore_errors=True)
 
     def _pip(self, wheel: CachedWheel, target: Path | None = None) -> None:
-        """Install ``wheel`` into the environment, or into the folder ``target``."""
+        """Install ``wheel`` into the environment, or into the directory ``target``."""
         result = run(recipe.install_command(self.toolchain.python, wheel.path, target))
         if not result.ok:
             cause = result.output.strip().splitlines()[-1:] or ["no output"]
             raise HvdtrainError(f"pip could not install {wheel.path}: {cause[0]}")
 
     def _report(
-        self, wheel: CachedWheel, done: str, answers: Mapping[str, Any], start: float
+        self, wheel: CachedWheel, done: str, results: Mapping[str, Any], start: float
     ) -> Report:
-        """Say what is installed now."""
+        """Return the report of a successful installation."""
         seconds = round(time.monotonic() - start, 1)
         names = ", ".join(self.plan.target.frameworks)
         text = (
-            f"Horovod {recipe.HOROVOD_VERSION} for {names} is installed and proven at two ranks "
+            f"Horovod {recipe.HOROVOD_VERSION} for {names} is installed and proven on two ranks "
             f"({done}, {seconds} s)\nwheel: {wheel.path}"
         )
         data = {"ok": True, "wheel": str(wheel.path), "sha256": wheel.sha256, "done": done}
         return Report(
-            text, data | {"proof": dict(answers), "facts": dict(wheel.facts), "seconds": seconds}
+            text, data | {"proof": dict(results), "facts": dict(wheel.facts), "seconds": seconds}
         )
 
 
 @contextlib.contextmanager
-def _told_when_stopped() -> Iterator[None]:
-    """Let SIGTERM clean up as Ctrl-C does, and say what came of either."""
+def _interruption_reported() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, and log the state after either."""
     try:
         with termination_as_interrupt():
             yield
     except KeyboardInterrupt:
-        log.info("stopped: nothing is left half done, neither in the environment nor in the cache")
+        log.info("interrupted: nothing partial is left in the environment or the cache")
         raise

@@ -1,13 +1,13 @@
 """The cache of built wheels, shared by all sessions of a user, also on several hosts.
 
     archives/                 the source archive
-    wheels/KEY/               one wheel, and build.json: what it was built from, and its hash
-    wheels/KEY/proofs/        one file for each environment in which the wheel has been proven
-    build/KEY/                a build that is going on
+    wheels/KEY/               one wheel, and build.json: its build facts and its hash
+    wheels/KEY/proofs/        one file per environment in which the wheel has been proven
+    build/KEY/                a build in progress
     locks/  logs/
 
-Whatever is complete is put in place by a rename, so a reader never sees half of it. The locks are
-the kernel's (flock): they end with the process that holds them, however it ends.
+Complete files are renamed to their final names, so a reader never sees a part of one. The locks
+are the kernel's (flock): they end with the process that holds them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvdtrain.commands.install_horovod.recipe import (
     HOROVOD_SHA256,
     RECIPE,
     USER_VARIABLES,
-    Target,
+    BuildTarget,
 )
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.files import FULL, lock
@@ -40,8 +40,10 @@ from hvdtrain.system.machine.toolchain import Cuda, Toolchain
 log = logging.getLogger(__name__)
 
 
-def identity(target: Target, toolchain: Toolchain, environ: Mapping[str, str]) -> dict[str, object]:
-    """Return everything that the binary depends on, as plain values."""
+def identity(
+    target: BuildTarget, toolchain: Toolchain, environ: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the build facts: all properties that affect the binary, as plain values."""
     mpi, compiler = toolchain.mpi, toolchain.compiler
     torch = toolchain.torch if "pytorch" in target.frameworks else None
     tensorflow = toolchain.tensorflow if "tensorflow" in target.frameworks else None
@@ -60,8 +62,8 @@ def identity(target: Target, toolchain: Toolchain, environ: Mapping[str, str]) -
         if tensorflow
         else None,
         "mpi": mpi.identity if mpi else None,
-        # Inside the environment the place is found relatively, outside it is part of the binary.
-        "mpi_place": _mpi_place(toolchain),
+        # Relative inside the environment, otherwise the absolute path is part of the binary.
+        "mpi_place": _mpi_directories(toolchain),
         "compiler": compiler.identity if compiler else None,
         "cuda": _cuda(cuda, target) if cuda else None,
         "nccl": " ".join([nccl.version, *outside]) if nccl else None,
@@ -70,14 +72,14 @@ def identity(target: Target, toolchain: Toolchain, environ: Mapping[str, str]) -
     }
 
 
-def _cuda(cuda: Cuda, target: Target) -> str:
-    """Return the toolkit, where its library lies if not in the environment, and what it makes."""
-    place = "package" if cuda.is_package else str(cuda.home)
-    return " ".join([cuda.version, place, *map(str, target.cuda_arches)])
+def _cuda(cuda: Cuda, target: BuildTarget) -> str:
+    """Return the toolkit's version, its path if not in the environment, and the architectures."""
+    path = "package" if cuda.is_package else str(cuda.home)
+    return " ".join([cuda.version, path, *map(str, target.cuda_arches)])
 
 
-def _mpi_place(toolchain: Toolchain) -> list[str]:
-    """Return the directories of MPI's libraries, relative where they are in the environment."""
+def _mpi_directories(toolchain: Toolchain) -> list[str]:
+    """Return the directories of MPI's libraries, relative if they are in the environment."""
     prefix = toolchain.prefix
     paths = toolchain.mpi.libraries if toolchain.mpi else ()
     return [str(p.relative_to(prefix) if p.is_relative_to(prefix) else p) for p in paths]
@@ -90,7 +92,7 @@ def cache_key(facts: Mapping[str, object]) -> str:
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """Return the directory of the cache: HVDTRAIN_CACHE, else the user's cache directory."""
+    """Return the directory of the cache: HVDTRAIN_CACHE, or in the user's cache directory."""
     if environ.get("HVDTRAIN_CACHE"):
         return Path(environ["HVDTRAIN_CACHE"]).absolute()
     base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home()) / ".cache"
@@ -104,28 +106,28 @@ def file_hash(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole or not at all."""
+    """Write a small file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def copy_atomically(path: Path, target: Path) -> None:
-    """Copy a file so that it is there whole or not at all."""
+    """Copy a file atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.copyfile(path, beside)
-    beside.replace(target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(path, temporary)
+    temporary.replace(target)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in ``path``; empty where it cannot be read."""
+    """Return the JSON object in ``path``; empty if it cannot be read."""
     try:
-        found = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,11 @@ class CachedWheel:
     """A wheel in the cache."""
 
     path: Path  # the wheel file
-    sha256: str  # its hash, as written down when it was put in
-    facts: Mapping[str, Any]  # what it was built from
+    sha256: str  # its hash when it was stored
+    facts: Mapping[str, Any]  # see ``identity``
 
     def proof_file(self, prefix: Path) -> Path:
-        """Return where it is written down that this wheel works in the environment ``prefix``."""
+        """Return the path of the proof that this wheel works in the environment ``prefix``."""
         name = hashlib.sha256(f"{prefix} {self.sha256}".encode()).hexdigest()[:16]
         return self.path.parent / "proofs" / f"{name}.json"
 
@@ -146,11 +148,11 @@ class CachedWheel:
 class WheelCache:
     """The cache under one root directory."""
 
-    root: Path  # its directory; made when something is first put in
+    root: Path  # its directory; created on the first write
 
     @property
     def archive(self) -> Path:
-        """Where the source archive of Horovod is kept."""
+        """Return the path of Horovod's source archive."""
         return self.root / "archives" / HOROVOD_ARCHIVE
 
     def build_root(self, key: str) -> Path:
@@ -162,54 +164,54 @@ class WheelCache:
         return self.root / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{key}.log"
 
     def has_archive(self) -> bool:
-        """Tell whether the archive is there and is the released one."""
+        """Return whether the released archive is cached."""
         return self.archive.is_file() and file_hash(self.archive) == HOROVOD_SHA256
 
     def find(self, key: str) -> CachedWheel | None:
-        """Return the wheel ``key`` if it is there, whole, and the one that was put in."""
+        """Return the wheel ``key``; None if it is not cached, or was changed."""
         directory = self.root / "wheels" / key
         try:
-            notes = json.loads((directory / "build.json").read_text())
-            wheel = CachedWheel(directory / notes["wheel"], notes["sha256"], notes["facts"])
+            record = json.loads((directory / "build.json").read_text())
+            wheel = CachedWheel(directory / record["wheel"], record["sha256"], record["facts"])
             if file_hash(wheel.path) == wheel.sha256:
                 return wheel
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        log.warning("%s was changed after it was built; building it again", wheel.path)
+        log.warning("%s was changed after it was built; rebuilding it", wheel.path)
         return None
 
     def store(self, key: str, built: Path, facts: Mapping[str, Any]) -> CachedWheel:
-        """Put a built wheel in, in place of an older one; call it under the lock of ``key``.
+        """Store a built wheel, replacing an older one; call it with the lock of ``key``.
 
         Raises:
-            HvdtrainError: the cache cannot be written.
+            HvdtrainError: the cache is not writable.
         """
         directory = self.root / "wheels" / key
         target = directory / built.name
-        notes = {"wheel": built.name, "sha256": file_hash(built), "facts": facts}
+        record = {"wheel": built.name, "sha256": file_hash(built), "facts": facts}
         try:
             copy_atomically(built, target)
-            # The hash in it vouches for the wheel, so it comes second.
-            write_atomically(directory / "build.json", json.dumps(notes, indent=1, sort_keys=True))
+            # It has the wheel's hash, so it is written second.
+            write_atomically(directory / "build.json", json.dumps(record, indent=1, sort_keys=True))
         except OSError as error:
-            room = "free space, or " if error.errno in FULL else ""
+            free = "free space, or " if error.errno in FULL else ""
             raise HvdtrainError(
                 f"the wheel cannot be cached in {directory} ({error.strerror}): "
-                f"{room}set HVDTRAIN_CACHE to a directory of yours"
+                f"{free}set HVDTRAIN_CACHE to a writable directory"
             ) from error
-        return CachedWheel(target, str(notes["sha256"]), facts)
+        return CachedWheel(target, str(record["sha256"]), facts)
 
     @contextlib.contextmanager
-    def lock(self, name: str, what: str) -> Iterator[None]:
-        """Hold the lock ``name``; another session's ``what`` is waited for, and said so."""
+    def lock(self, name: str, activity: str) -> Iterator[None]:
+        """Hold the lock ``name``; waiting for another session's ``activity`` is logged."""
         path = self.root / "locks" / f"{name}.lock"
         with contextlib.ExitStack() as held:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                held.enter_context(lock(path, what))
+                held.enter_context(lock(path, activity))
             except OSError as error:
                 raise HvdtrainError(
                     f"the cache {self.root} cannot be written ({error.strerror}): "
-                    "set HVDTRAIN_CACHE to a directory of yours"
+                    "set HVDTRAIN_CACHE to a writable directory"
                 ) from error
             yield

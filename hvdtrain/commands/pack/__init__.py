@@ -1,1 +1,1 @@
-"""Gather the files of a data set in few: ``workloads/data/packed.py`` tells what they are like."""
+"""Packing of datasets into tar shards; the format is in ``workloads/data/packed.py``."""

@@ -1,4 +1,4 @@
-"""Read all of some packed data, and tell which shard is not what it was when it was packed."""
+"""Check of packed data: read all shards and report those that were changed."""
 
 from __future__ import annotations
 
@@ -18,57 +18,59 @@ from hvdtrain.workloads.data.packed import Contents, Pack, file_digest, key, suf
 
 
 def problems(folder: Path, workers: int) -> list[str]:
-    """Return what is wrong with the packed data in ``folder``; nothing: each byte is right.
+    """Return the problems of the packed data in ``folder``; empty if every byte is unchanged.
 
     Raises:
-        UsageError: there is no index that can be read.
+        UsageError: there is no readable index.
     """
     pack = Pack(folder, complete=False)
     contents, done = pack.contents, 0
     total = sum(shard.size for shard in contents.shards) or 1
     numbers = range(len(contents.shards))
     names = {name: Names(split.names) for name, split in contents.splits.items()}
-    found = []
+    messages = []
     try:
         pack.check_index()
     except UsageError as error:
-        found.append(str(error))
+        messages.append(str(error))
     with ThreadPoolExecutor(workers) as pool, Display() as display:
         display.stage(f"reading {plural(len(numbers), 'shard')}, {shown(total)}")
-        wrongs = pool.map(lambda number: why_bad(folder, contents, names, number), numbers)
-        for number, wrong in zip(numbers, wrongs, strict=True):
+        results = pool.map(lambda number: shard_problem(folder, contents, names, number), numbers)
+        for number, problem in zip(numbers, results, strict=True):
             done += contents.shards[number].size
             display.show(f"read {shown(done)} of {shown(total)}", done / total)
-            if wrong:
-                found.append(f"{folder / contents.shards[number].name}: {wrong}")
-    return found
+            if problem:
+                messages.append(f"{folder / contents.shards[number].name}: {problem}")
+    return messages
 
 
-def why_bad(folder: Path, contents: Contents, names: dict[str, Names], number: int) -> str | None:
-    """Return what is wrong with shard ``number``; None where nothing is."""
+def shard_problem(
+    folder: Path, contents: Contents, names: dict[str, Names], number: int
+) -> str | None:
+    """Return the problem of shard ``number``; None if there is none."""
     shard = contents.shards[number]
     path = folder / shard.name
     try:
         if (size := path.stat().st_size) != shard.size:
-            return f"it has {size:,} bytes, and had {shard.size:,}"
+            return f"{size:,} bytes instead of {shard.size:,}"
         if file_digest(path) != shard.sha256:
-            return "its SHA-256 is another than when it was packed"
+            return "its SHA-256 differs from that in the index"
         with tarfile.open(path, "r:") as tar:
-            held = {one.name: (one.offset_data, one.size) for one in tar}
+            members = {member.name: (member.offset_data, member.size) for member in tar}
     except OSError as error:
         return error.strerror or str(error)
     except tarfile.TarError as error:
         return str(error)
-    for name, place in _expected(contents, names, number):
-        if held.get(name) != place:
-            return f"{name} is not where the index has it"
+    for name, offset_and_size in _expected(contents, names, number):
+        if members.get(name) != offset_and_size:
+            return f"{name} is not at its position in the index"
     return None
 
 
 def _expected(
     contents: Contents, names: dict[str, Names], number: int
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield name, offset and size of what the index has in a shard."""
+    """Yield name, offset and size of the members of a shard according to the index."""
     for name, file in contents.files.items():
         if file.shard == number:
             yield name, (file.offset, file.size)

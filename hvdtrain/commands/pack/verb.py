@@ -1,4 +1,4 @@
-"""``hvdtrain pack``: gather the many files of a data set in few."""
+"""``hvdtrain pack``: pack a dataset of small files into tar shards."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hvdtrain.system.output.text import plural, size
 from hvdtrain.workloads.data.packed import IMAGES, MNIST, Pack, is_packed
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-MOST_WORKERS = 16
+MAX_WORKERS = 16
 EPILOG = """\
 DIR is an image folder (train/CLASS/*.jpg, val/), has the layout of COCO (train2017/, val2017/,
-annotations/instances_train2017.json, ...), or holds the four IDX files of MNIST. OUT is then given
-to a training as --data OUT: the same samples, in the same order. It needs DIR no longer.
+annotations/instances_train2017.json, ...), or has the four IDX files of MNIST. Train with
+--data OUT: the samples and their order are the same, and DIR is no longer needed.
 
-A shard is a plain tar; broken off, the same command goes on where it stood.
+Shards are plain tar files. If the command is interrupted, run it again to continue.
 
 example:
   hvdtrain pack ~/imagenet ~/imagenet-packed
@@ -34,22 +34,22 @@ example:
 
 
 def byte_count(text: str) -> int:
-    """Read such as ``256M``: bytes, in KiB, MiB or GiB.
+    """Parse a number of bytes, in KiB, MiB or GiB, e.g. ``256M``.
 
     Raises:
-        ArgumentTypeError: it is something else, or no shard of a tar.
+        ArgumentTypeError: ``text`` has another form, or is 0.
     """
-    found = re.fullmatch(r"(\d{1,9})([KMG]?)(i?B)?", text, re.IGNORECASE)
-    if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no size such as 256M or 1G")
-    return int(found[1]) * UNITS[found[2].upper()]
+    match = re.fullmatch(r"(\d{1,9})([KMG]?)(i?B)?", text, re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size, e.g. 256M or 1G")
+    return int(match[1]) * UNITS[match[2].upper()]
 
 
 def count(text: str) -> int:
-    """Read a whole number of 1 or more.
+    """Parse a positive integer.
 
     Raises:
-        ArgumentTypeError: it is something else.
+        ArgumentTypeError: ``text`` is anything else.
     """
     if not re.fullmatch(r"\d{1,6}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of 1 or more")
@@ -60,49 +60,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.epilog = EPILOG
     parser.usage = "hvdtrain pack DIR OUT [options]\n       hvdtrain pack --check OUT [options]"
-    parser.add_argument("folders", metavar="DIR OUT", type=Path, nargs="+", help="from, to")
+    parser.add_argument(
+        "folders", metavar="DIR OUT", type=Path, nargs="+", help="dataset, output directory"
+    )
     parser.add_argument(
         "--shard-size",
         metavar="SIZE",
         type=byte_count,
         default="256M",
-        help="bytes of the files in a shard, about (256M; K, M and G are taken)",
+        help="approximate size of a shard in bytes, with K, M or G (default: 256M)",
     )
     parser.add_argument(
         "--workers",
         metavar="N",
         type=count,
-        help=f"shards written or checked at once (default: one per core, at most {MOST_WORKERS})",
+        help=f"number of parallel workers (default: one per core, at most {MAX_WORKERS})",
     )
     parser.add_argument(
         "--resize",
         metavar="SHORT",
         type=count,
         default=0,
-        help="make images smaller, until the shorter side has this many pixels",
+        help="maximum pixels of the shorter side of an image (default: no resizing)",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="pack nothing: read each byte of OUT, and exit with 1 if one is wrong",
+        help="only verify every byte of OUT; exit code 1 if any was changed",
     )
-    parser.add_argument("--json", action="store_true", help="print what came of it as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
-    """Pack a folder, or check what was packed.
+    """Pack a dataset, or check packed data.
 
     Raises:
-        UsageError: a folder is not fit for it.
-        HvdtrainError: a disk is full, or files change meanwhile; the next call goes on.
+        UsageError: a directory is unsuitable.
+        HvdtrainError: a disk is full, or files were changed meanwhile; the next run continues.
     """
     folders: list[Path] = arguments.folders
     if len(folders) not in ((1, 2) if arguments.check else (2,)):
-        raise UsageError(
-            "give DIR and OUT: what is packed, and where to (see hvdtrain pack --help)"
-        )
+        raise UsageError("DIR and OUT are required (see hvdtrain pack --help)")
     out = folders[-1]
-    workers = arguments.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    workers = arguments.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     if arguments.check:
         return _check(out, workers)
     packing = Packing(
@@ -114,10 +114,10 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     )
     pack, already = packing.run()
     contents, facts = pack.contents, _facts(pack)
-    held = f"{plural(facts['samples'], 'sample')}, " if contents.splits else ""
+    samples = f"{plural(facts['samples'], 'sample')}, " if contents.splits else ""
     shards = f"{plural(len(contents.shards), 'shard')}, {size(facts['bytes'])}"
-    done = f"{out} holds {folders[0]}{' already' if already else ''}: {held}{shards}"
-    lines = [message(done)]
+    state = "was already packed" if already else "packed"
+    lines = [message(f"{folders[0]} {state} into {out}: {samples}{shards}")]
     lines.append(f"check it: hvdtrain pack --check {shlex.quote(str(out))}")
     trainers = {IMAGES: "resnet", MNIST: "mnist"}
     if contents.kind in trainers:
@@ -127,17 +127,17 @@ def run_verb(arguments: argparse.Namespace) -> Report:
 
 
 def _check(out: Path, workers: int) -> Report:
-    """Check what was packed."""
+    """Check the packed data in ``out``."""
     if not is_packed(out):
-        raise UsageError(f"{out} holds no packed data (see hvdtrain pack --help)")
-    wrong = problems(out, workers)
+        raise UsageError(f"{out} has no packed data (see hvdtrain pack --help)")
+    bad = problems(out, workers)
     pack = Pack(out, complete=False)
-    facts = {"ok": not wrong, **_facts(pack), "problems": wrong}
+    facts = {"ok": not bad, **_facts(pack), "problems": bad}
     text = f"{out}: {plural(len(pack.contents.shards), 'shard')}, {size(facts['bytes'])}"
-    if wrong:
-        lines = [*wrong, f"{text}: {len(wrong)} bad; remove {out} and pack it again, or copy those"]
+    if bad:
+        lines = [*bad, f"{text}: {len(bad)} bad; copy them again, or remove {out} and repack"]
         return Report("\n".join(map(message, lines)), facts, EXIT_FAILURE)
-    return Report(message(f"{text}: every byte is what was packed"), facts, EXIT_OK)
+    return Report(message(f"{text}: every byte is unchanged"), facts, EXIT_OK)
 
 
 def _facts(pack: Pack) -> dict[str, Any]:

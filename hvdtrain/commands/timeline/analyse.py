@@ -1,6 +1,6 @@
-"""The analysis of a timeline, one event after another: bars, operations, cycles, states.
+"""Analysis of a timeline, event by event: bars, operations, cycles, states.
 
-``model`` defines what is counted.
+``events`` has the definitions.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from hvdtrain.commands.timeline.model import (
+from hvdtrain.commands.timeline.events import (
     COLLECTIVE,
     COMMUNICATING,
     NEGOTIATE,
@@ -24,14 +24,14 @@ from hvdtrain.commands.timeline.read import EARLIEST, LATEST, Event, has_time
 from hvdtrain.commands.timeline.steps import Steps, StepTotals, is_tie
 from hvdtrain.commands.timeline.streaming_stats import Sample, StateHistory
 
-# What malformed events lead to.
-_WRONG = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError)
-NO_TIME = "no time that a clock can show"
-MOST = 150_000  # bars and ticks recorded; a browser draws so many smoothly
+# Errors caused by malformed events.
+_MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError)
+NO_TIME = "invalid time"
+MAX_RECORDED = 150_000  # bars and ticks; a browser draws this number smoothly
 
 
 class Recorder:
-    """Keeps what the page shows in detail: bars and ticks, by their ends, until there are ``MOST``.
+    """Keeps the details of the page: the first ``MAX_RECORDED`` bars and ticks, in order of end.
 
     All columns of a table are lists of one length; times are microseconds.
     """
@@ -44,7 +44,7 @@ class Recorder:
         self.late: list[int] = []  # bars of negotiations in which the last rank was late
         self.steps: dict[str, list[float]] = {k: [] for k in ("number", "start")}
         self.end: float | None = None
-        """Time up to which all is recorded; None: to the end of the file."""
+        """Time up to which events are recorded; None: to the end of the file."""
 
     def step(self, number: int, start: float) -> None:
         """Record the beginning of a step."""
@@ -55,12 +55,12 @@ class Recorder:
     def bar(
         self, tensor: Tensor, phase: Phase, start: float, end: float, cycle: float | None
     ) -> None:
-        """Record a bar that ended in the cycle that began at ``cycle``, with the ticks in it."""
+        """Record a bar, which ended in the cycle that began at ``cycle``, and its ticks."""
         if self.end is not None:
             return
         ticks = tensor.ticks if phase.kind == NEGOTIATE else []
         number = len(self.bars["row"])
-        if number + len(self.ticks["bar"]) + len(ticks) >= MOST:
+        if number + len(self.ticks["bar"]) + len(ticks) >= MAX_RECORDED:
             self.end = end
             return
         row = self.rows.setdefault(tensor.row.name, len(self.rows))
@@ -76,7 +76,7 @@ class Recorder:
 
 
 class Analysis:
-    """Takes all events of a file, in order, and keeps what the report needs.
+    """Processes all events of a file, in order, and keeps the numbers of the report.
 
     All times are microseconds on the clock of the file. ``recorder`` receives every bar and step.
     """
@@ -85,7 +85,7 @@ class Analysis:
         self.recorder = recorder
         self.events = 0
         self.unfamiliar: Counter[str] = Counter()
-        self.headless = 0  # ends and ticks of bars that began before the file
+        self.headless = 0  # ends and ticks of bars that began before the file or the slice
         self.first: float | None = None
         self.last = 0.0
         self.ranks: set[str] = set()
@@ -96,8 +96,8 @@ class Analysis:
         self.times = [0.0, 0.0, 0.0]  # by state, up to ``since``
         self.history = StateHistory(len(self.times))
         self.fusion = Fusion()
-        self.cycle: float | None = None  # when the last cycle began
-        self.cycles = Sample()  # their lengths
+        self.cycle: float | None = None  # start of the current cycle
+        self.cycles = Sample()  # lengths of the cycles
         self.steps = Steps(StepTotals(self.fusion.totals, self.rows.phases))
         self.handlers: dict[str, Callable[[Event], None]] = {
             "B": self._begin,
@@ -108,7 +108,7 @@ class Analysis:
         }
 
     def feed(self, events: list[Event]) -> None:
-        """Take the next events of the file."""
+        """Process the next events of the file."""
         if self.first is None:
             self.first = next((event["ts"] for event in events if has_time(event)), None)
             self.since = self.last = self.first or 0
@@ -117,15 +117,15 @@ class Analysis:
         for event in events:
             try:
                 handlers[event["ph"]](event)
-            except _WRONG:
-                self._try_again(event)
+            except _MALFORMED:
+                self._retry(event)
         self.last = next((e["ts"] for e in reversed(events) if has_time(e)), self.last)
 
     def finish(self) -> None:
         """Count the time up to the last event."""
         self._switch(self.last)
 
-    # One kind of event each
+    # Handlers, one per kind of event
 
     def _begin(self, event: Event) -> None:
         tensor, name, time = self.tensors[event["pid"]], event["name"], event["ts"]
@@ -202,7 +202,7 @@ class Analysis:
         of_step = tensor.lasting and phase.of_step
         if of_step:
             now = time - self.since if self.working else 0
-            self.steps.handed_in(self.times[COMMUNICATING] + now)
+            self.steps.submitted(self.times[COMMUNICATING] + now)
         if tensor.ticks:
             self.steps.negotiated(tensor.ticks, self.cycle, of_step=of_step)
 
@@ -225,7 +225,7 @@ class Analysis:
 
     def _mark(self, event: Event) -> None:
         if event["name"] != "CYCLE_START":
-            raise ValueError("not a mark of Horovod's")
+            raise ValueError("not a Horovod mark")
         time = event["ts"]
         if not EARLIEST < time < LATEST:
             raise ValueError(NO_TIME)
@@ -240,10 +240,10 @@ class Analysis:
         elif kind == "process_name":
             self._new_file()
         elif kind != "process_sort_index":
-            raise ValueError("not metadata of Horovod's")
+            raise ValueError("not Horovod metadata")
 
-    def _try_again(self, event: Event) -> None:
-        """Take an event whose tensor's name was lost; count any other as unfamiliar."""
+    def _retry(self, event: Event) -> None:
+        """Process an event whose tensor's name was lost; count any other as unfamiliar."""
         kind, number = str(event.get("ph", "no kind")), event.get("pid")
         if not isinstance(number, int):
             self.unfamiliar[kind] += 1
@@ -252,15 +252,15 @@ class Analysis:
             self.rows.add_unknown(number)
             try:
                 return self.handlers[kind](event)
-            except _WRONG:
+            except _MALFORMED:
                 pass
         if kind in ("E", "X") and has_time(event):
-            self.headless += 1  # its bar began before the file or the slice
+            self.headless += 1
         else:
             self.unfamiliar[kind] += 1
 
     def _switch(self, time: float) -> None:
-        """Count the time up to now under the old state, and set the new one."""
+        """Add the time up to now to the old state, and set the new one."""
         if time > self.since:
             origin = self.first or 0
             if time - origin >= self.history.border:
@@ -270,16 +270,16 @@ class Analysis:
         self.state = COMMUNICATING if self.working else WAITING if self.negotiating else NEITHER
 
     def _new_file(self) -> None:
-        """Start over after a preamble: nothing that came before it goes on."""
+        """Start over after a preamble: nothing open before it continues."""
         for tensor in self.tensors.values():
             self._abandon(tensor)
         self._switch(self.last)
         self.tensors.clear()
         self.fusion.run = self.cycle = None
-        self.steps.break_off()
+        self.steps.discard_current()
 
     def _abandon(self, tensor: Tensor) -> None:
-        """Forget the bars that are open on ``tensor``: their ends are not in the file."""
+        """Drop the open bars of ``tensor``: their ends are not in the file."""
         for cell, _ in tensor.bars:
             cell.phase.open -= 1
             self.negotiating -= cell.phase.kind == NEGOTIATE

@@ -1,6 +1,6 @@
-"""The outcome of an analysis as plain data: what ``--json`` prints and the reports are made of.
+"""The result of an analysis as plain data, for ``--json`` and the reports.
 
-All times are seconds. ``model`` and ``steps`` define the numbers.
+All times are seconds. ``events`` and ``steps`` define the numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 
 from hvdtrain.commands.timeline.analyse import Analysis, Recorder
-from hvdtrain.commands.timeline.model import (
+from hvdtrain.commands.timeline.events import (
     BYTES,
     COMMUNICATING,
     COUNT,
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 MICRO = 1e-6
 TENSORS = 200  # rows of the table of tensors, and of that of open tensors
-PATIENCE = 5.0  # seconds between two lines of progress
+PROGRESS_INTERVAL = 5.0  # seconds between two progress messages
 
 
 def facts(reading: Reading, analysis: Analysis, window: tuple[float, float] | None = None) -> Facts:
@@ -118,7 +118,7 @@ def _phases(analysis: Analysis) -> list[Facts]:
 
 
 def _per_step(phase: Phase, steps: Steps) -> float | None:
-    """Return the seconds of the phase per whole step, mean; None where it is in none of them."""
+    """Return the mean seconds of the phase per whole step; None if it is in none of them."""
     wall, count = steps.step_totals.walls.get(phase, 0), steps.lengths.count
     if not count or (phase.wall and not wall):
         return None
@@ -127,15 +127,17 @@ def _per_step(phase: Phase, steps: Steps) -> float | None:
 
 def _collectives(analysis: Analysis) -> list[Facts]:
     """Count the tensors negotiated and carried out, per kind of collective."""
-    asked: Counter[str] = Counter()
-    done: Counter[str] = Counter()
+    negotiated: Counter[str] = Counter()
+    executed: Counter[str] = Counter()
     for row in _phases(analysis):
         if row["kind"] == NEGOTIATE:
-            asked[row["name"].removeprefix("NEGOTIATE_")] += row["bars"]
+            negotiated[row["name"].removeprefix("NEGOTIATE_")] += row["bars"]
         elif row["kind"] == OPERATION:
-            done[row["name"]] += row["bars"]
-    names = sorted({*asked, *done})
-    return [{"name": name, "negotiated": asked[name], "carried_out": done[name]} for name in names]
+            executed[row["name"]] += row["bars"]
+    return [
+        {"name": name, "negotiated": negotiated[name], "carried_out": executed[name]}
+        for name in sorted({*negotiated, *executed})
+    ]
 
 
 def _operations(analysis: Analysis) -> list[Facts]:
@@ -157,14 +159,14 @@ def _operations(analysis: Analysis) -> list[Facts]:
 
 
 def _cycles(analysis: Analysis) -> Facts | None:
-    """Return Horovod's cycles; None where the file has no marks of them."""
+    """Return Horovod's cycles; None if they are not marked in the file."""
     cycles, busy = analysis.cycles, analysis.fusion.busy_cycles
     if not cycles.count:
         return None
     operations = analysis.fusion.operations.values()
     return {
         "count": cycles.count,
-        # No cycle is shorter than HOROVOD_CYCLE_TIME: idle ones are as long, busy ones longer.
+        # No cycle is shorter than HOROVOD_CYCLE_TIME: idle cycles take as long, busy ones longer.
         "configured_estimate_seconds": cycles.quantile(0.01) * MICRO,
         "median_seconds": cycles.median * MICRO,
         "longest_seconds": cycles.maximum * MICRO,
@@ -187,8 +189,8 @@ def _tensors(analysis: Analysis) -> list[Facts]:
                 kind = cell.phase.kind
                 phases[kind] = phases.get(kind, 0.0) + cell.total * MICRO
             total = sum(cell.total * MICRO for cell in outer)
-            one = {"name": row.name, "times": times, "bytes": row.nbytes, "seconds": total}
-            rows.append({**one, "phases": phases})
+            fields = {"name": row.name, "times": times, "bytes": row.nbytes, "seconds": total}
+            rows.append({**fields, "phases": phases})
     return sorted(rows, key=lambda row: row["seconds"], reverse=True)[:TENSORS]
 
 
@@ -197,7 +199,7 @@ def _sample(sample: Sample) -> dict[str, float]:
 
 
 def _steps(analysis: Analysis, origin: float) -> Facts | None:
-    """Return the whole steps, times since ``origin``; None where there are none."""
+    """Return the whole steps, times since ``origin``; None if there are none."""
     steps = analysis.steps
     if not steps.lengths.count:
         return None
@@ -239,7 +241,7 @@ def _lateness(analysis: Analysis) -> Facts:
     """Return how late the ranks were, rank by rank."""
     steps = analysis.steps
     lateness = steps.lateness if steps.lateness.negotiations else steps.start_up
-    negotiated = sum(one.count for one in _cells(analysis) if one.phase.kind == NEGOTIATE)
+    negotiated = sum(cell.count for cell in _cells(analysis) if cell.phase.kind == NEGOTIATE)
     none = Sample()
     rows = []
     for rank in sorted(lateness.behind, key=int):
@@ -261,7 +263,7 @@ def _lateness(analysis: Analysis) -> Facts:
         "negotiations": negotiated,
         "with_ticks": steps.lateness.negotiations + steps.start_up.negotiations,
         "steps_with_ticks": steps.ticked,
-        # With its response cache on, Horovod ticks in the first steps only.
+        # With its response cache on, Horovod records ticks in the first steps only.
         "told": bool(rows) and steps.ticked > 0 and 2 * steps.ticked >= steps.lengths.count,
         "cost_seconds": sum(row["cost_seconds"] for row in rows),
         "spread_seconds": _sample(steps.spread),
@@ -270,11 +272,11 @@ def _lateness(analysis: Analysis) -> Facts:
 
 
 def _open(tensors: Sequence[Tensor], analysis: Analysis, origin: float) -> list[Facts]:
-    """Return a row per open tensor, the one that is open longest first.
+    """Return a row per open tensor, the longest open first.
 
     ``since`` counts from ``origin``. ``ready`` and ``missing`` are the ranks that have submitted
-    the tensor and those that have not, of the ranks anywhere in the file; both are None where the
-    file does not tell: the tensor is past its negotiation, or Horovod's response cache was on.
+    the tensor and those that have not, of the ranks anywhere in the file; both are None if
+    unknown: the negotiation has ended, or Horovod's response cache was on.
     """
     seen = {int(rank) for rank in analysis.ranks}
     rows = []
@@ -284,7 +286,9 @@ def _open(tensors: Sequence[Tensor], analysis: Analysis, origin: float) -> list[
         ready = {int(rank) for _, rank in tensor.ticks} if phase.kind == NEGOTIATE else set()
         rows.append(
             {
-                **{"tensor": tensor.row.name, "phase": phase.name, "kind": phase.kind},
+                "tensor": tensor.row.name,
+                "phase": phase.name,
+                "kind": phase.kind,
                 "since": (since - origin) * MICRO,
                 "seconds": (analysis.last - since) * MICRO,
                 "ready": sorted(ready) if ready else None,
@@ -301,23 +305,23 @@ def analyse(
 
     Args:
         path: the file, gzipped or not.
-        span: seconds since the first event; only what lies between them.
+        span: time range to analyse, in seconds since the first event.
         recorder: receives all bars and steps.
 
     Raises:
-        UsageError: it cannot be read, or is no timeline of Horovod's.
+        UsageError: the file cannot be read, or is not a Horovod timeline.
     """
     reading, analysis = Reading(path), Analysis(recorder)
     reported = time.monotonic()
     for events in timeline(reading, span):
         analysis.feed(events)
-        if time.monotonic() - reported > PATIENCE:
+        if time.monotonic() - reported > PROGRESS_INTERVAL:
             reported = time.monotonic()
             log.info("%s: %.0f of %.0f MB", path, reading.position / 1e6, path.stat().st_size / 1e6)
     analysis.finish()
     negotiated = any(phase.kind == NEGOTIATE for phase in analysis.rows.phases.values())
-    horovods = reading.files or negotiated or analysis.cycle is not None or span
-    if analysis.events and not horovods:
-        raise UsageError(f"{path} holds trace events, but none of Horovod's: another tool wrote it")
-    found = facts(reading, analysis, span)
-    return {**found, "verdict": verdict(found)}, analysis
+    from_horovod = reading.files or negotiated or analysis.cycle is not None or span
+    if analysis.events and not from_horovod:
+        raise UsageError(f"{path} is not a Horovod timeline: its trace events are another tool's")
+    results = facts(reading, analysis, span)
+    return {**results, "verdict": verdict(results)}, analysis

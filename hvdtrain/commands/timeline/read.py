@@ -1,10 +1,9 @@
-"""Read a Horovod timeline as a stream of events on one clock, whatever happened to the file.
+"""Read a Horovod timeline, even a damaged one, as a stream of events on one clock.
 
 Horovod (``horovod/common/timeline.cc``) writes one JSON array of trace events. All but the
-metadata stand on one endless line, names of tensors are written as they are, without escapes, and
-a run that is killed leaves the file without its end. So a file may stop at any byte, end in a
-comma, hold several arrays one after another, or holes of zeros; all of that is read as far as it
-goes. Memory is bounded by the size of a chunk.
+metadata are on a single long line, tensor names are not escaped, and a run that is killed leaves
+the array unterminated. So a file may end at any byte or in a comma, and contain several arrays or
+blocks of zeros; everything readable is read. Memory is bounded by the chunk size.
 
 orjson parses a whole chunk of events at once, which is fast. Only a damaged chunk is searched event
 by event.
@@ -25,63 +24,63 @@ import orjson
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import replacing
 
-CHUNK = 1 << 15  # bytes read at once: what is made of them stays in the processor's cache
-ENOUGH = 1 << 20  # bytes without an event: this is no timeline
-LONGEST = 1 << 16  # bytes; an object that has no end after so many is broken, not cut by a chunk
-STRANGE = 500  # objects in a row, in one buffer, that are no events: the rest of it holds none
-BETWEEN = (b"},{", b"},\n{", b"}, {")  # two events, as Horovod and other writers part them
+CHUNK = 1 << 15  # bytes read at once: the events parsed from them fit into the processor's cache
+MAX_HEADER = 1 << 20  # bytes without an event, after which a file is no timeline
+MAX_OBJECT = 1 << 16  # bytes; an unterminated object of this length is damaged, not cut by a chunk
+MAX_OTHER_OBJECTS = 500  # consecutive objects that are no events: the buffer is searched no further
+SEPARATORS = (b"},{", b"},\n{", b"}, {")  # between two events, in Horovod's and others' files
 EARLIEST, LATEST = -(2**63), 2**63  # microseconds; Horovod writes 64 bits
-FILLING = " \t\r\n,[]"  # what may stand between events
+FILLER = " \t\r\n,[]"  # characters allowed between events
 
 PREAMBLE = "start_time_since_epoch_in_micros"
 
 _PREAMBLE = PREAMBLE.encode()
 Event = dict[str, Any]
 
-TENSORS = 10_000_000  # numbers that the tensors of one timeline may have
+TENSORS = 10_000_000  # tensor numbers reserved for each timeline of a file
 
-# A tensor's name as Horovod writes it: with quotes or backslashes in it the line is no JSON.
+# A tensor's name as Horovod writes it: unescaped quotes or backslashes make it invalid JSON.
 _NAMING = re.compile(
     r'\{"name": "process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.{0,4096}?)"\}\}'
     r"(?=[,\s\]]*(?:\{|$))",
     re.DOTALL,
 )
 _END = re.compile(rb"\}[\s,]*\]\s*\Z")
-_decoder = json.JSONDecoder(strict=False)  # takes control characters in names
+_decoder = json.JSONDecoder(strict=False)  # accepts control characters in names
 
 
 @dataclass
 class Reading:
-    """What a file holds; filled in while ``chunks`` runs."""
+    """Properties of a file, filled in while ``chunks`` runs."""
 
     path: Path
     size: int = 0  # bytes read, after decompression
-    skipped: int = 0  # bytes that were no event: damage in the middle of the file
-    cut: bool = False  # the file ends within an event, or its compression does
-    closed: bool = False  # it ends with a bracket: Horovod was stopped or shut down in order
-    position: int = 0  # bytes of the file itself read so far, for showing progress
-    files: int = 0  # timelines in it, one after another
-    epoch: int | None = None  # microseconds since 1970 at time 0 of the first one
+    skipped: int = 0  # bytes that belong to no event: damage in the middle of the file
+    cut: bool = False  # the file ends within an event or a compressed block
+    closed: bool = False  # it ends with a bracket: Horovod was stopped or shut down regularly
+    position: int = 0  # bytes of the file itself read so far, for progress messages
+    files: int = 0  # consecutive timelines in it
+    epoch: int | None = None  # microseconds since 1970 at time 0 of the first timeline
     first: float | None = None  # time of the first event, in microseconds
 
 
 def timeline(reading: Reading, window: tuple[float, float] | None = None) -> Iterator[list[Event]]:
-    """Yield the events of the file, in its order and on one clock, in lists of some thousands.
+    """Yield the events of the file, in file order and on one clock, in lists of a few thousand.
 
-    A file may hold several timelines, one after another. Each begins with a preamble and has its
-    own clock and its own numbers for the tensors. The later ones are moved so that each follows the
-    one before at once.
+    A file may contain several timelines. Each begins with a preamble and has a separate clock and
+    separate tensor numbers. Later timelines are shifted so that each begins when the previous one
+    ends.
 
     Args:
-        reading: the file; what it holds is noted there.
-        window: seconds since the first event; what is outside is left out, except metadata.
+        reading: the file; its properties are set.
+        window: time range, in seconds since the first event; metadata outside it is included.
 
     Raises:
         UsageError: see ``chunks``.
     """
-    clock = _Clock(reading)
-    for found, begins in chunks(reading):
-        for events in clock.put(found, begins=begins):
+    clock = _CommonClock(reading)
+    for chunk, has_preamble in chunks(reading):
+        for events in clock.shift_events(chunk, has_preamble=has_preamble):
             if reading.first is None:
                 reading.first = next((event["ts"] for event in events if has_time(event)), None)
             if window and reading.first is not None:
@@ -91,21 +90,21 @@ def timeline(reading: Reading, window: tuple[float, float] | None = None) -> Ite
                 yield events
 
 
-class _Clock:
-    """Moves timelines that follow one another onto one clock."""
+class _CommonClock:
+    """Shifts consecutive timelines onto one clock."""
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.shift: float | None = 0
-        self.last: float = 0  # time of the last event, moved
+        self.last: float = 0  # time of the last event, shifted
 
-    def put(self, events: list[Event], *, begins: bool) -> list[list[Event]]:
-        """Move ``events`` of a later timeline in place; cut where one ``begins``."""
-        pieces = self._move(events) if begins or self.reading.files > 1 else [events]
+    def shift_events(self, events: list[Event], *, has_preamble: bool) -> list[list[Event]]:
+        """Shift ``events`` of a later timeline in place; split them at preambles."""
+        pieces = self._shift(events) if has_preamble or self.reading.files > 1 else [events]
         self.last = next((e["ts"] for e in reversed(events) if has_time(e)), self.last)
         return pieces
 
-    def _move(self, events: list[Event]) -> list[list[Event]]:
+    def _shift(self, events: list[Event]) -> list[list[Event]]:
         reading = self.reading
         pieces: list[list[Event]] = [[]]
         last = self.last
@@ -118,7 +117,7 @@ class _Clock:
             if reading.files > 1 and isinstance(event.get("pid"), int):
                 event["pid"] += (reading.files - 1) * TENSORS
             if has_time(event):
-                if self.shift is None:  # the time between the two does not count
+                if self.shift is None:  # the time between two timelines does not count
                     self.shift = last - event["ts"]
                 event["ts"] += self.shift
                 last = event["ts"]
@@ -134,25 +133,25 @@ def _is_preamble(event: Event) -> bool:
 def chunks(reading: Reading) -> Iterator[tuple[list[Event], bool]]:
     """Yield the objects of the file, and whether a preamble may be among them.
 
-    In a damaged file not all of them are events.
+    In a damaged file, some of them may be no events.
 
     Raises:
-        UsageError: there is no such file, it is empty, or it holds no trace event.
+        UsageError: the file does not exist, is empty, or contains no trace event.
     """
-    rest, found = b"", False
+    rest, any_events = b"", False
     for data, last in _blocks(reading):
         buffer = rest + data
         reading.closed = last and _END.search(buffer) is not None
         events, rest = _parse(buffer, reading, last=last)
-        if not found and not events and (last or reading.size > ENOUGH):
+        if not any_events and not events and (last or reading.size > MAX_HEADER):
             if last and _is_beginning(buffer):
                 return
             raise UsageError(
-                f"{reading.path} is no timeline: it holds no trace events. Horovod writes one to "
-                "the file that HOROVOD_TIMELINE names, our trainers to that of --timeline"
+                f"{reading.path} is not a timeline: no trace events; set HOROVOD_TIMELINE=FILE, or "
+                "--timeline FILE of hvdtrain's trainers, to record one"
             )
         if events:
-            found = True
+            any_events = True
             yield events, _PREAMBLE in buffer
 
 
@@ -165,7 +164,7 @@ def _is_beginning(buffer: bytes) -> bool:
 
 
 def _blocks(reading: Reading) -> Iterator[tuple[bytes, bool]]:
-    """Yield the file's content in blocks, each with whether it is the last; at least one byte."""
+    """Yield non-empty blocks of the file's content, and whether each is the last."""
     path = reading.path
     try:
         with path.open("rb") as file:
@@ -175,8 +174,8 @@ def _blocks(reading: Reading) -> Iterator[tuple[bytes, bool]]:
             data = next(blocks, b"")
             if not data:
                 raise UsageError(
-                    f"{path} is empty: Horovod writes its first line with the first "
-                    "collective, and only on rank 0"
+                    f"{path} is empty: Horovod writes a timeline on rank 0 only, from the first "
+                    "collective on"
                 )
             while data:
                 reading.size += len(data)
@@ -189,9 +188,9 @@ def _blocks(reading: Reading) -> Iterator[tuple[bytes, bool]]:
 
 
 def _inflated(file: IO[bytes], reading: Reading) -> Iterator[bytes]:
-    """Yield the content of a gzipped file, as far as it goes."""
+    """Yield the decompressed content of a gzipped file, up to any damage."""
     unpacker = zlib.decompressobj(wbits=31)
-    begun = False
+    in_member = False
     while packed := file.read(CHUNK):
         while packed:
             try:
@@ -199,19 +198,19 @@ def _inflated(file: IO[bytes], reading: Reading) -> Iterator[bytes]:
             except zlib.error:
                 reading.cut = True
                 return
-            begun = True
+            in_member = True
             if data:
                 yield data
             packed = unpacker.unconsumed_tail
-            if unpacker.eof:  # another one may follow
-                packed, begun = unpacker.unused_data, False
+            if unpacker.eof:  # another gzip member may follow
+                packed, in_member = unpacker.unused_data, False
                 unpacker = zlib.decompressobj(wbits=31)
-    reading.cut = reading.cut or begun
+    reading.cut = reading.cut or in_member
 
 
 def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event], bytes]:
-    """Return the events in ``buffer``, and the bytes that belong to what follows it."""
-    cut = len(buffer) if last else max(buffer.rfind(mark) for mark in BETWEEN) + 1
+    """Return the events in ``buffer``, and its last bytes: the beginning of the next event."""
+    cut = len(buffer) if last else max(buffer.rfind(mark) for mark in SEPARATORS) + 1
     piece = buffer[:cut].lstrip(b" \t\r\n,[").rstrip(b" \t\r\n,]")
     try:
         events = orjson.loads(b"[" + piece + b"]")
@@ -223,35 +222,35 @@ def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event],
 
 
 def _search(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event], bytes]:
-    """Do what ``_parse`` does object by object, stepping over what is no event."""
+    """Parse ``buffer`` like ``_parse``, but object by object, skipping anything else."""
     text = buffer.decode("utf-8", "surrogateescape")
-    clean = re.sub("[\ud800-\udfff]", "\ufffd", text)  # as long as the text
+    clean = re.sub("[\ud800-\udfff]", "\ufffd", text)  # same length as the text
     events: list[Event] = []
-    done, strange = 0, 0  # the end of the last event, and other objects behind it
+    done, skipped_objects = 0, 0  # end of the last event, number of objects after it
     start = text.find("{")
     while start >= 0:
-        found, end = _object(clean, start)
-        if end == start and not last and len(text) - start < LONGEST:
+        object_events, end = _object(clean, start)
+        if end == start and not last and len(text) - start < MAX_OBJECT:
             break  # perhaps only cut by the end of the buffer
-        strange += 1
-        if found:
-            reading.skipped += _odd(text[done:start])
-            events += found
-            done, strange = end, 0
-        start = text.find("{", max(end, start + 1)) if strange < STRANGE else -1
+        skipped_objects += 1
+        if object_events:
+            reading.skipped += _count_invalid(text[done:start])
+            events += object_events
+            done, skipped_objects = end, 0
+        start = text.find("{", max(end, start + 1)) if skipped_objects < MAX_OTHER_OBJECTS else -1
     if start >= 0:
-        reading.skipped += _odd(text[done:start])
+        reading.skipped += _count_invalid(text[done:start])
         return events, text[start:].encode("utf-8", "surrogateescape")
     tail = text[done:]
-    if last and "{" in tail and len(tail) < LONGEST:
+    if last and "{" in tail and len(tail) < MAX_OBJECT:
         reading.cut = True
     else:
-        reading.skipped += _odd(tail)
+        reading.skipped += _count_invalid(tail)
     return events, b""
 
 
 def _object(text: str, start: int) -> tuple[list[Event], int]:
-    """Return the events in the object at ``start``, and its end; ``start`` if it has none."""
+    """Return the events in the object at ``start``, and its end; ``start`` if unterminated."""
     try:
         value, end = _decoder.raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -266,20 +265,20 @@ def _object(text: str, start: int) -> tuple[list[Event], int]:
     return [event for event in events if isinstance(event, dict) and "ph" in event], end
 
 
-def _odd(text: str) -> int:
-    """Count the characters of ``text``, from between two events, that should not be there."""
-    return len(text.strip(FILLING))
+def _count_invalid(text: str) -> int:
+    """Count the characters of ``text``, from between two events, that are not filler."""
+    return len(text.strip(FILLER))
 
 
 def has_time(event: Any) -> bool:
-    """Return whether the event has a time that a clock can show."""
+    """Return whether the event has a valid time."""
     time = event.get("ts")
     return isinstance(time, int | float) and EARLIEST < time < LATEST
 
 
 @dataclass
 class Repaired:
-    """What was done."""
+    """Counts of a repair."""
 
     events: int = 0  # written
     closed: int = 0  # bars that were open at the end
@@ -287,58 +286,58 @@ class Repaired:
 
 
 def repair(source: Path, target: Path, window: tuple[float, float] | None = None) -> Repaired:
-    """Write the events of ``source`` to ``target`` as valid JSON, complete or not at all.
+    """Write the events of ``source`` to ``target`` as valid JSON, atomically.
 
-    Everything that can be read is kept, one event per line. Bars that were never closed are closed
-    at the last event, ends whose beginning is missing are left out (a viewer would close another
-    bar with them, or refuse the file), and each tensor gets a thread number, which viewers need.
+    All readable events are kept, one per line. Bars still open are closed at the last event, ends
+    whose beginning is missing are dropped (a viewer would close another bar with them, or reject
+    the file), and each tensor gets a thread number, which viewers need.
 
     Raises:
-        UsageError: ``source`` is no timeline, ``target`` cannot be made.
-        HvdtrainError: ``target`` cannot be written to its end.
+        UsageError: ``source`` is not a timeline, ``target`` cannot be created.
+        HvdtrainError: writing ``target`` failed.
     """
-    done = Repaired()
+    counts = Repaired()
     with replacing(target) as file:
         file.write(b"[")
-        for event in _mended(timeline(Reading(source), window), done):
-            file.write(b",\n" if done.events else b"\n")
+        for event in _balanced(timeline(Reading(source), window), counts):
+            file.write(b",\n" if counts.events else b"\n")
             file.write(_encode(event))
-            done.events += 1
+            counts.events += 1
         file.write(b"\n]\n")
-    return done
+    return counts
 
 
-def _mended(chunks: Iterator[list[Event]], done: Repaired) -> Iterator[Event]:
-    """Yield the events with all bars closed, and none closed that is not open."""
+def _balanced(chunks: Iterator[list[Event]], counts: Repaired) -> Iterator[Event]:
+    """Yield the events such that each bar begins and ends."""
     open_bars: dict[Any, int] = {}  # by tensor
     last: float = 0
     for events in chunks:
         for event in events:
             kind, tensor = event.get("ph"), event.get("pid", 0)
             timed = has_time(event)
-            whole = isinstance(kind, str) and isinstance(tensor, int | str)
-            if not whole or not (timed or kind == "M"):
-                done.dropped += 1
+            valid = isinstance(kind, str) and isinstance(tensor, int | str)
+            if not valid or not (timed or kind == "M"):
+                counts.dropped += 1
                 continue
             if kind == "M" and PREAMBLE in str(event.get("args")):
-                yield from _ends(open_bars, last, done)  # another timeline begins
+                yield from _ends(open_bars, last, counts)  # another timeline begins
             elif kind == "B":
                 open_bars[tensor] = open_bars.get(tensor, 0) + 1
             elif kind == "E":
                 if not open_bars.get(tensor):
-                    done.dropped += 1
+                    counts.dropped += 1
                     continue
                 open_bars[tensor] -= 1
             if timed:
                 last = event["ts"]
             yield {**event, "pid": tensor, "tid": event.get("tid", tensor)}
-    yield from _ends(open_bars, last, done)
+    yield from _ends(open_bars, last, counts)
 
 
-def _ends(open_bars: dict[Any, int], time: float, done: Repaired) -> Iterator[Event]:
+def _ends(open_bars: dict[Any, int], time: float, counts: Repaired) -> Iterator[Event]:
     for tensor, count in open_bars.items():
         for _ in range(count):
-            done.closed += 1
+            counts.closed += 1
             yield {"ph": "E", "ts": time, "pid": tensor, "tid": tensor}
     open_bars.clear()
 
@@ -346,5 +345,5 @@ def _ends(open_bars: dict[Any, int], time: float, done: Repaired) -> Iterator[Ev
 def _encode(event: Event) -> bytes:
     try:
         return orjson.dumps(event)
-    except TypeError:  # half of a surrogate pair in a name, or a number of more than 64 bits
+    except TypeError:  # a lone surrogate in a name, or a number of more than 64 bits
         return json.dumps(event).encode()

@@ -1,22 +1,22 @@
-"""The report for people: facts and verdict as text, or two timelines side by side (``--diff``)."""
+"""Facts and verdict as text, or two timelines side by side (``--diff``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdtrain.commands.timeline.model import KINDS, OPERATION, STATES, Facts
-from hvdtrain.commands.timeline.verdict import Finding
+from hvdtrain.commands.timeline.events import KINDS, OPERATION, STATES, Facts
+from hvdtrain.commands.timeline.verdict import TimelineFinding
 from hvdtrain.system.output.tables import entry, message, paragraph, table
 from hvdtrain.system.output.text import duration, percent, plural, printable, short, size
 
 RANKS = 12
 TENSORS = 10
-LATE = ("by median", "mean", "cost")  # columns that tell of the one before them
+LATE = ("by median", "mean", "cost")  # columns that belong to the preceding one
 UNSEEN = (
-    "What is not in the file: it is written by rank 0 and holds what Horovod does there. "
-    "Computing, loading data and the other ranks' work are not in it, only when each rank "
-    "submitted a tensor, to within a cycle. Communication counts as hidden while some rank still "
-    "had a tensor of the step to submit."
+    "Limits: the file is written by rank 0 and records Horovod's work there. Computing, data "
+    "loading and the other ranks' work are not in it, only the time at which each rank submitted a "
+    "tensor, to within a cycle. Communication counts as hidden while some rank still had a tensor "
+    "of the step to submit."
 )
 
 
@@ -39,7 +39,7 @@ def _head(facts: Facts) -> str:
     if file["slice"]:
         low, high = file["slice"]
         end = "the end" if high is None else f"{high:g} s"
-        lines.append(f"only what lies between {low:g} s after the first event and {end}")
+        lines.append(f"slice: between {low:g} s after the first event and {end}")
     if steps:
         lines.append(
             f"{steps['seen']:,} steps, {steps['whole']:,} of them whole: "
@@ -47,28 +47,28 @@ def _head(facts: Facts) -> str:
             f"{duration(steps['seconds']['mean'])} in the mean"
         )
     if file["files"] > 1:
-        lines.append(f"{file['files']} timelines one after another; the time between is left out")
+        lines.append(f"{file['files']} consecutive timelines, without the time between them")
     if file["cut"]:
         lines.append("the file ends in the middle of an event: read up to there")
     if file["skipped_bytes"]:
-        lines.append(f"{file['skipped_bytes']:,} bytes in it are no events: left out")
+        lines.append(f"{file['skipped_bytes']:,} bytes in it are not events: ignored")
     if file["unfamiliar"]:
         kinds = ", ".join(f"{n:,} {short(k, 20)}" for k, n in sorted(file["unfamiliar"].items()))
-        lines.append(f"unfamiliar events, left out: {kinds}")
+        lines.append(f"unknown events, ignored: {kinds}")
     return "\n".join(message(line, "  ") for line in lines)
 
 
 def ranks(facts: Facts) -> str:
-    """Say how many ranks there are, as far as the file tells."""
+    """Return the number of ranks, in words."""
     count = facts["ranks"]
     if not count:
         return "unknown ranks"
-    # Only the end of a negotiation shows that these are all ranks.
+    # Only the end of a negotiation proves that these are all ranks.
     seen = "" if facts["lateness"]["negotiations"] else " seen"
     return plural(count, "rank") + seen
 
 
-def _verdict(findings: Sequence[Finding]) -> str:
+def _verdict(findings: Sequence[TimelineFinding]) -> str:
     lines = []
     for number, finding in enumerate(findings):
         head = "Verdict: " if number == 0 else "Also:    "
@@ -85,7 +85,7 @@ def _states(facts: Facts) -> str:
     }
     if not steps:
         rows = [[label, duration(facts["states"][name])] for name, label in labels.items()]
-        return "Time, seen from rank 0\n" + table(["", "in all"], rows)
+        return "Time, seen from rank 0\n" + table(["", "total"], rows)
     rows = [
         [label, duration(state["median"]), duration(state["total"]), percent(state["share"])]
         for name, label in labels.items()
@@ -97,15 +97,15 @@ def _states(facts: Facts) -> str:
         hidden = ["  hidden by computing", "", duration(overlap["overlapped_seconds"]), share]
         rows.insert(1, hidden)
     title = f"Time of the {steps['whole']:,} whole steps, seen from rank 0"
-    return f"{title}\n" + table(["", "median step", "in all", "share"], rows)
+    return f"{title}\n" + table(["", "median step", "total", "share"], rows)
 
 
 def _lateness(facts: Facts) -> str:
     lateness = facts["lateness"]
-    asked, ticked = lateness["negotiations"], lateness["with_ticks"]
-    if not asked or facts["ranks"] == 1:
+    negotiated, ticked = lateness["negotiations"], lateness["with_ticks"]
+    if not negotiated or facts["ranks"] == 1:
         return ""
-    title = f"Lateness: {ticked:,} of {asked:,} negotiations tell which rank was ready when"
+    title = f"Lateness: {ticked:,} of {negotiated:,} negotiations record when each rank was ready"
     if not lateness["told"]:
         few = ", the first ones" if ticked else ""
         return paragraph(
@@ -126,7 +126,7 @@ def _lateness(facts: Facts) -> str:
     header = ["last in", "steps", "by median", "mean", "cost", "tensors", "by median", "mean"]
     lines = [message(title), table([*header, "behind first"], rows, joined=LATE)]
     if len(order) > RANKS:
-        lines.append(f"  and {len(order) - RANKS} ranks more that cost less")
+        lines.append(f"  and {len(order) - RANKS} more ranks that cost less")
     return "\n".join(lines)
 
 
@@ -168,7 +168,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _operations(facts: Facts) -> str:
-    asked = [
+    negotiated = [
         f"{short(row['name'])} {row['negotiated']:,} negotiated, {row['carried_out']:,} carried out"
         for row in facts["collectives"]
     ]
@@ -184,39 +184,39 @@ def _operations(facts: Facts) -> str:
         ]
         for row in facts["operations"]
     ]
-    lines = [message("Collectives, in tensors: " + "; ".join(asked), "  ")]
+    lines = [message("Collectives, in tensors: " + "; ".join(negotiated), "  ")]
     if rows:
-        header = ["", "operations", "tensors each", "bytes each", "median", "in all", "bytes/time"]
+        header = ["", "operations", "tensors each", "bytes each", "median", "total", "bytes/time"]
         lines += ["", "Fusion: operations carried out", table(header, rows)]
     return "\n".join(lines)
 
 
 def _cycles(facts: Facts) -> str:
-    found = facts["cycles"]
-    if not found:
+    cycles = facts["cycles"]
+    if not cycles:
         return paragraph(
-            "Cycles: not marked in this file (HOROVOD_TIMELINE_MARK_CYCLES=1 marks them), so the "
-            "share of the cycle time is unknown"
+            "Cycles: not marked in this file, so the share of the cycle time is unknown "
+            "(HOROVOD_TIMELINE_MARK_CYCLES=1 marks them)"
         )
     line = (
-        f"Cycles: {found['count']:,}, the shortest "
-        f"{duration(found['configured_estimate_seconds'])} (about what HOROVOD_CYCLE_TIME was), "
-        f"the median {duration(found['median_seconds'])}, "
-        f"the longest {duration(found['longest_seconds'])}"
+        f"Cycles: {cycles['count']:,}, the shortest "
+        f"{duration(cycles['configured_estimate_seconds'])} (about HOROVOD_CYCLE_TIME), "
+        f"the median {duration(cycles['median_seconds'])}, "
+        f"the longest {duration(cycles['longest_seconds'])}"
     )
-    if found["with_work"]:
+    if cycles["with_work"]:
         line += (
-            f"; {found['with_work']:,} began operations, "
-            f"{found['operations_per_cycle']:.1f} each, on {found['tensors_per_cycle']:.1f} "
-            f"tensors of {size(found['bytes_per_cycle'])} in all"
+            f"; {cycles['with_work']:,} began operations, "
+            f"{cycles['operations_per_cycle']:.1f} each, on {cycles['tensors_per_cycle']:.1f} "
+            f"tensors of {size(cycles['bytes_per_cycle'])} in total"
         )
     return paragraph(line, "  ")
 
 
 def _tensors(facts: Facts) -> str:
     shown = facts["tensors"][:TENSORS]
-    found = {kind for row in shown for kind, seconds in row["phases"].items() if seconds}
-    kinds = [kind for kind in KINDS if kind in found - {OPERATION}]
+    used = {kind for row in shown for kind, seconds in row["phases"].items() if seconds}
+    kinds = [kind for kind in KINDS if kind in used - {OPERATION}]
     rows = [
         [
             short(row["name"]),
@@ -232,14 +232,15 @@ def _tensors(facts: Facts) -> str:
     return f"{title}\n" + table(["", "times", "bytes", *kinds], rows)
 
 
-def compare(one: Facts, other: Facts) -> Facts:
+def compare(first: Facts, second: Facts) -> Facts:
     """Return rows of ``phase``, ``name``, ``one``, ``other`` (seconds), ``ratio`` (other / one).
 
-    Times are per step, so that recordings of unlike length compare: the median for a step and its
-    states, the mean for single phases. Where one of the two has no whole steps, of the whole file.
+    Times are per step, so that recordings of different lengths are comparable: the median for a
+    step and its states, the mean for single phases. If either has no whole steps, times are those
+    of the whole file.
     """
-    per_step = bool(one["steps"] and other["steps"])
-    columns = [_times(facts, per_step=per_step) for facts in (one, other)]
+    per_step = bool(first["steps"] and second["steps"])
+    columns = [_times(facts, per_step=per_step) for facts in (first, second)]
     keys = list(dict.fromkeys([*columns[0], *columns[1]]))
     order = {kind: index for index, kind in enumerate(KINDS)}
     keys.sort(key=lambda key: order.get(key[0], -1))
@@ -249,7 +250,7 @@ def compare(one: Facts, other: Facts) -> Facts:
         ratio = after / before if before and after is not None else None
         row = {"phase": phase, "name": name, "one": before, "other": after, "ratio": ratio}
         rows.append(row)
-    files = {"one": one["file"]["path"], "other": other["file"]["path"]}
+    files = {"one": first["file"]["path"], "other": second["file"]["path"]}
     return {"a_step": per_step, **files, "rows": rows}
 
 
@@ -268,7 +269,7 @@ def _times(facts: Facts, *, per_step: bool) -> dict[tuple[str, str], float]:
         times |= {("file", name): facts["states"][name] for name in reversed(STATES)}
     for row in facts["phases"]:
         seconds = row["a_step_seconds" if per_step else "seconds"]
-        if seconds is not None:  # else it is in no step
+        if seconds is not None:  # None: the phase is in no step
             times[row["kind"], row["name"]] = seconds
     return times
 
@@ -284,7 +285,7 @@ def comparison(difference: Facts) -> str:
         ]
         for row in difference["rows"]
     ]
-    one, other = (printable(difference[key]) for key in ("one", "other"))
-    of = "per step" if difference["a_step"] else "of the whole file"
+    first, second = (printable(difference[key]) for key in ("one", "other"))
+    scope = "per step" if difference["a_step"] else "of the whole file"
     times = table(["", "", "one", "other", "other/one"], rows, names=2)
-    return f"one: {one}\nother: {other}\n\nTimes {of}\n{times}"
+    return f"one: {first}\nother: {second}\n\nTimes {scope}\n{times}"

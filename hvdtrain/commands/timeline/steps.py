@@ -1,24 +1,24 @@
-"""Steps of the training, recognized by the recurrence of tensors, and which rank was late in them.
+"""Training steps, recognized by the recurrence of tensors, and the rank that was late in each.
 
-A step begins when a tensor is to be reduced that was already reduced in the step before. Tensors
-without a name of their own do not count, nor do broadcasts and gathers. So a step lasts from the
-beginning of its first negotiation to that of the next step, and ends with the data and the forward
-pass of the next.
+A step begins when a tensor is negotiated that was already reduced in the current step. Unnamed
+tensors, broadcasts and gathers do not count. So a step lasts from the beginning of its first
+negotiation to that of the next step, and ends with the data loading and the forward pass of the
+next.
 
-A metric that is reduced again and again between the steps must not pass for a step: a step has at
-least half as many tensors as the largest one so far. When one with twice as many comes, everything
+A metric that is reduced repeatedly between the steps must not count as a step: a step has at
+least half as many tensors as the largest one so far. When a step has twice as many, everything
 before it was the start-up.
 
-Rank 0 notes a *tick* for each rank that has submitted a tensor. It does so once per cycle, in the
-order of the ranks, so ticks of one cycle have no order: a negotiation whose last two ticks lie in
-one cycle (or, in a file without marks of the cycles, less than 1 ms apart, the default length of a
-cycle) is a *tie*, and no rank was late in it. Otherwise the rank of the last tick was *late*, by
-that tick minus the second-to-last: how much earlier all could have gone on, had this one rank been
-as early as the next-to-last. So two slow ranks of three do not hide behind the fast one, and no
-rank is blamed for what another one costs too.
+Rank 0 records a *tick* for each rank that has submitted a tensor. It does so once per cycle, in
+rank order, so ticks of one cycle are not ordered in time: a negotiation whose last two ticks are in
+one cycle (or, if cycles are not marked in the file, less than 1 ms apart, the default cycle time)
+is a *tie*, and no rank was late in it. Otherwise the rank of the last tick was *late*, by that tick
+minus the second-to-last: the time that all ranks would have saved, had this rank been as early as
+the second-to-last. So two slow ranks of three do not hide behind the fast one, and no rank is
+blamed for a cost that it shares with another.
 
-A step is *whole* when the next one has begun. The last one never is, nor is the first one if
-another tensor came before the one that recurred. Only whole steps are in the statistics.
+A step is *whole* when the next one has begun. The last step never is, nor is the first one if
+another tensor preceded the one that recurred. The statistics include whole steps only.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from hvdtrain.commands.timeline.model import COMMUNICATING, Phase, Tensor
+from hvdtrain.commands.timeline.events import COMMUNICATING, Phase, Tensor
 from hvdtrain.commands.timeline.streaming_stats import Sample
 
-SLOWEST = 5  # steps that are listed one by one
-UNRESOLVED = 1000.0  # microseconds; HOROVOD_CYCLE_TIME is 1 ms where nobody has set it
+SLOWEST = 5  # number of steps listed individually
+UNRESOLVED = 1000.0  # microseconds: the default of HOROVOD_CYCLE_TIME
 
 Ticks = list[tuple[float, str]]
-"""Microseconds and rank, in order of time."""
+"""Microseconds and rank, sorted by time."""
 
 
 def is_tie(earlier: float, later: float, cycle: float | None) -> bool:
-    """Return whether two ticks have no order; ``cycle``: when the cycle of the later one began."""
+    """Return whether two ticks are not ordered; ``cycle``: start of the later one's cycle."""
     return later - earlier < UNRESOLVED if cycle is None else cycle <= earlier
 
 
@@ -49,12 +49,12 @@ class Lateness:
     """Lateness per rank over many negotiations, in microseconds."""
 
     def __init__(self) -> None:
-        self.negotiations = 0  # that had ticks of two ranks or more
-        self.late: defaultdict[str, Sample] = defaultdict(Sample)  # by rank, where it was late
-        self.behind: defaultdict[str, float] = defaultdict(float)  # the first tick, in all
+        self.negotiations = 0  # with ticks of two ranks or more
+        self.late: defaultdict[str, Sample] = defaultdict(Sample)  # by rank
+        self.behind: defaultdict[str, float] = defaultdict(float)  # sum after the first tick
 
     def add(self, ticks: Ticks, cycle: float | None) -> None:
-        """Take the ticks of an ended negotiation; ``cycle``: when the cycle that ended it began."""
+        """Add the ticks of an ended negotiation; ``cycle``: start of the cycle that ended it."""
         if len(ticks) < 2:
             return
         self.negotiations += 1
@@ -68,10 +68,10 @@ class Lateness:
 
 
 class LastReady:
-    """When each rank was ready with its last tensor of a step.
+    """Times at which each rank was ready with its last tensor of a step.
 
-    A step can end when the last rank has submitted its last tensor. So what a late rank costs is
-    the latest of these times minus the second-latest; what several tensors wait for at once counts
+    A step can end when the last rank has submitted its last tensor. So the cost of a late rank is
+    the latest of these times minus the second-latest; simultaneous waits of several tensors count
     once.
     """
 
@@ -84,7 +84,7 @@ class LastReady:
         self.ready.clear()
 
     def add(self, ticks: Ticks, cycle: float | None) -> None:
-        """Take the ticks of an ended negotiation; ``cycle``: when the cycle that ended it began."""
+        """Add the ticks of an ended negotiation; ``cycle``: start of the cycle that ended it."""
         ready = self.ready
         for time, rank in ticks:
             if time > ready[rank]:
@@ -94,7 +94,7 @@ class LastReady:
     def judge(self) -> tuple[str | None, float, float]:
         """Return the straggler of this step (None: a tie), its lateness, and the spread; in µs.
 
-        The spread is from the first rank that was ready to the last.
+        The spread is the time from the first ready rank to the last.
         """
         if len(self.ready) < 2:
             return None, 0.0, 0.0
@@ -107,37 +107,37 @@ class LastReady:
 
 
 @dataclass(frozen=True, order=True)
-class Step:
+class WholeStep:
     """A whole step; times in microseconds."""
 
     length: float  # from its beginning to that of the next
-    number: int  # the first of the file is 1
+    number: int  # the first step of the file is 1
     start: float  # on the clock of the file
     late_rank: str | None
-    late: float  # by how much
+    late: float  # lateness of that rank
 
 
 class StepTotals:
-    """The part of the running totals that falls into whole steps: operations, and time per phase.
+    """The part of the running totals that belongs to whole steps: operations, and time per phase.
 
-    A file holds more than steps, such as the broadcasts of the start, which can be larger than all
-    that the steps do. A bar or an operation counts in the step in which it ends. All it costs is a
-    copy of the totals as each step ends. ``totals`` of operations (see ``model``) only grow, to the
-    ``phases`` of the whole file new ones are appended.
+    A file contains more than steps, e.g. the initial broadcasts, which may be larger than all
+    operations of the steps. A bar or an operation counts in the step in which it ends. The cost is
+    a copy of the totals at the end of each step. ``totals`` of operations (see ``events``) only
+    grow, new ``phases`` are appended to those of the whole file.
     """
 
     def __init__(self, totals: Sequence[float], phases: Mapping[Any, Phase]) -> None:
         self._totals, self._phases = totals, phases
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all steps so far: they were the start-up."""
         self._sums: list[float] = []  # of the steps before the last ``begin``
         self._start: list[float] = []
         self._end: list[float] = []
 
     def begin(self) -> None:
-        """Begin a step that follows no other."""
+        """Begin a step without a predecessor."""
         self._sums = self._all()
         self._start = self._end = self._now()
 
@@ -152,7 +152,7 @@ class StepTotals:
 
     @property
     def walls(self) -> dict[Phase, float]:
-        """Return microseconds of whole steps in which a bar of the phase was open, by phase."""
+        """Return the microseconds within whole steps in which a bar was open, by phase."""
         return dict(zip(self._phases.values(), self._all()[len(self._totals) :], strict=False))
 
     def _now(self) -> list[float]:
@@ -164,48 +164,48 @@ class StepTotals:
 
 
 class Steps:
-    """Takes the negotiations in the order of the file, and splits them into steps."""
+    """Splits the negotiations, in file order, into steps."""
 
     def __init__(self, step_totals: StepTotals) -> None:
         self.step_totals = step_totals
         self.number = 1  # of the current step
         self.lateness = Lateness()  # of the whole steps, and of the last one
-        self.start_up = Lateness()  # of what came before them
+        self.start_up = Lateness()  # of the negotiations before them
         self._last_ready = LastReady()
-        self._tensors, self._largest = 0, 0  # of this step, of the largest one
+        self._tensors, self._largest = 0, 0  # number of tensors of this step, of the largest one
         self._opening: Tensor | None = None  # the first tensor, until the first whole step begins
         self._start = 0.0
         self._before: list[float] = []  # times by state when the step began
         self._overlap = 0.0  # time of communication when the last tensor was ready on all ranks
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self.step_totals.forget()
+    def _reset(self) -> None:
+        self.step_totals.reset()
         self.lengths = Sample()
         self.states: list[Sample] = []  # by state, one value per step
         self.overlapped = Sample()  # communicating while some rank still had a tensor to submit
         self.late: dict[str, Sample] = {}  # by rank, over the steps in which it was late
-        self.spread = Sample()  # from the first rank that was ready to the last one
-        self.ticked = 0  # whole steps whose ticks tell who was late
-        self.slowest: list[Step] = []
+        self.spread = Sample()  # from the first ready rank to the last
+        self.ticked = 0  # number of whole steps with ticks of two ranks or more
+        self.slowest: list[WholeStep] = []
 
     def is_next(self, tensor: Tensor) -> bool:
-        """Return whether the negotiation of ``tensor``, which begins now, begins a step."""
+        """Return whether the negotiation of ``tensor`` begins a step."""
         if tensor.step != self.number:
             self._tensors += 1
             return self._tensors == 1
         return 2 * self._tensors >= self._largest
 
     def next(self, tensor: Tensor, time: float, times: list[float]) -> None:
-        """Begin a step with ``tensor``; ``times`` are those of the states up to now."""
+        """Begin a step with ``tensor``; ``times``: by state, up to now."""
         if tensor.step != self.number:
-            self._opening = tensor  # nothing was before
+            self._opening = tensor  # the first tensor of all
             self.step_totals.begin()
         else:
             grown = self._largest and self._tensors >= 2 * self._largest
             if grown or self._opening not in (None, tensor):
                 self.start_up, self.lateness = self.lateness, Lateness()
-                self._forget()
+                self._reset()
                 self.step_totals.begin()
             else:
                 self._close(time, times)
@@ -216,24 +216,24 @@ class Steps:
         self._start, self._before, self._overlap = time, list(times), times[COMMUNICATING]
         self._last_ready.clear()
 
-    def break_off(self) -> None:
-        """End the current step, which is not whole: another file follows."""
+    def discard_current(self) -> None:
+        """End the current step, which is not whole: another timeline follows."""
         self.number += self._tensors > 0
         self._tensors = 0
 
-    def handed_in(self, communicated: float) -> None:
-        """Note that a tensor is ready on all ranks; ``communicated``: microseconds until now."""
+    def submitted(self, communicated: float) -> None:
+        """Record that a tensor is ready on all ranks; ``communicated``: microseconds until now."""
         self._overlap = communicated
 
     def negotiated(self, ticks: Ticks, cycle: float | None, *, of_step: bool) -> None:
-        """Take the ticks of a negotiation that has ended."""
+        """Add the ticks of a negotiation that has ended."""
         self.lateness.add(ticks, cycle)
         if of_step:
             self._last_ready.add(ticks, cycle)
 
     def _close(self, time: float, times: list[float]) -> None:
         length = time - self._start
-        if length <= 0:  # the clock of an odd file stands still, or goes back
+        if length <= 0:  # an invalid file, whose clock stops or goes backwards
             return
         self.lengths.add(length)
         self.step_totals.close()
@@ -247,6 +247,6 @@ class Steps:
         if rank is not None:
             self.late.setdefault(rank, Sample()).add(late)
         if len(self.slowest) < SLOWEST or length > self.slowest[0].length:
-            heapq.heappush(self.slowest, Step(length, self.number, self._start, rank, late))
+            heapq.heappush(self.slowest, WholeStep(length, self.number, self._start, rank, late))
             if len(self.slowest) > SLOWEST:
                 heapq.heappop(self.slowest)

@@ -1,4 +1,4 @@
-"""Statistics of streams too long to keep: of values, and of time by state."""
+"""Statistics of streams too long to store: of values, and of time by state."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import itertools
 import statistics
 from array import array
 
-KEPT = 1 << 13  # values of a sample
+KEPT = 1 << 13  # number of values kept of a sample
 BINS = 1 << 10
 
 
 class Sample:
     """Count, sum and maximum of a stream of values, and its quantiles.
 
-    Quantiles are exact up to 8,192 values. Beyond, every second value is dropped, again and again:
-    an even selection of the whole stream, the same from run to run.
+    Quantiles are exact up to 8,192 values. Beyond, every second value is dropped, repeatedly: an
+    even, deterministic selection of the whole stream.
     """
 
     __slots__ = ("_count", "_every", "_kept", "_maximum", "_new", "_total")
@@ -25,10 +25,10 @@ class Sample:
         self._maximum = 0.0
         self._every = 1
         self._kept = array("d")
-        self._new = array("d")  # values that the other fields do not include yet
+        self._new = array("d")  # values that are not in the other fields yet
 
     def add(self, value: float) -> None:
-        """Take one value, 0 or more."""
+        """Add a value, 0 or more."""
         self._new.append(value)
         if len(self._new) > KEPT:
             self._settle()
@@ -58,24 +58,24 @@ class Sample:
 
     @property
     def maximum(self) -> float:
-        """Return the largest value; 0 of none."""
+        """Return the largest value; 0 if there are none."""
         self._settle()
         return self._maximum
 
     @property
     def mean(self) -> float:
-        """Return the mean; 0 of none."""
+        """Return the mean; 0 if there are no values."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, fraction: float) -> float:
-        """Return the value below which ``fraction`` of the values lie; 0 of none."""
+        """Return the quantile for ``fraction``; 0 if there are no values."""
         self._settle()
         ordered = sorted(self._kept)
         return ordered[int(fraction * (len(ordered) - 1))] if ordered else 0.0
 
     @property
     def median(self) -> float:
-        """Return the median; 0 of none."""
+        """Return the median; 0 if there are no values."""
         self._settle()
         return statistics.median(self._kept) if self._kept else 0.0
 
@@ -83,17 +83,17 @@ class Sample:
 class StateHistory:
     """Time by state, in equal intervals of the time of a file.
 
-    Beyond ``BINS`` intervals, each two neighbours become one. Times count from 0.
+    Beyond ``BINS`` intervals, neighbours are merged in pairs. Times count from 0.
     """
 
     def __init__(self, states: int) -> None:
-        self.width = 10.0  # of an interval, in the unit of the times given (microseconds)
+        self.width = 10.0  # of an interval, in the unit of the times (microseconds)
         self.border = self.width  # end of the current interval
         self._sums: list[list[float]] = []  # time by state up to the end of each interval
         self._states = states
 
     def extend(self, sums: list[float], state: int, since: float, time: float) -> None:
-        """Complete the intervals that end by ``time``; call it once ``time >= border``.
+        """Complete the intervals that end by ``time``; call when ``time >= border``.
 
         ``sums`` is the time by state up to ``since``, when ``state`` began.
         """

@@ -1,4 +1,4 @@
-"""``hvdtrain timeline``: read a Horovod timeline and tell what takes the time."""
+"""``hvdtrain timeline``: analyse a Horovod timeline and report what takes the time."""
 
 from __future__ import annotations
 
@@ -21,70 +21,75 @@ EXAMPLE = """example:
   hvdtrain timeline timeline.json
   hvdtrain timeline timeline.json --html timeline.html --slice 10:20
 
-A timeline is what Horovod writes where HOROVOD_TIMELINE names a file, and our trainers by
---timeline FILE. Only with HOROVOD_CACHE_CAPACITY=0 (--timeline sets it) does it show for every step
-which rank was late."""
+Horovod writes a timeline to the file named by HOROVOD_TIMELINE, hvdtrain's trainers to that of
+--timeline FILE. It shows which rank was late in every step only with HOROVOD_CACHE_CAPACITY=0
+(--timeline sets it)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.epilog = EXAMPLE
     add = parser.add_argument
-    add("file", metavar="FILE", type=Path, help="timeline, gzipped or not")
-    add("--html", metavar="OUT", type=Path, help="write a page: report and trace")
-    add("--json", action="store_true", help="print the whole analysis as JSON")
-    valid = "write the events as valid JSON, for chrome://tracing and Perfetto"
-    add("--repair", metavar="OUT", type=Path, help=valid)
-    add("--slice", metavar="FROM:TO", help="only these seconds after the first event")
-    other = "compare with a second timeline, phase by phase"
-    add("--diff", metavar="OTHER", type=Path, help=other)
+    add("file", metavar="FILE", type=Path, help="timeline file, plain or gzipped")
+    add(
+        "--html",
+        metavar="OUT",
+        type=Path,
+        help="output file for an HTML page with report and trace",
+    )
+    add("--json", action="store_true", help="print the analysis as one JSON object")
+    repair_help = "output file for the events as valid JSON, for chrome://tracing and Perfetto"
+    add("--repair", metavar="OUT", type=Path, help=repair_help)
+    slice_help = "time range to analyse, in seconds after the first event (default: all)"
+    add("--slice", metavar="FROM:TO", help=slice_help)
+    add("--diff", metavar="OTHER", type=Path, help="second timeline to compare with, by phase")
 
 
-def window(words: str | None) -> tuple[float, float] | None:
-    """Parse ``FROM:TO``, in seconds; either may be left out.
+def parse_slice(text: str | None) -> tuple[float, float] | None:
+    """Parse ``FROM:TO``, in seconds; either may be omitted.
 
     Raises:
-        UsageError: it is no such thing.
+        UsageError: ``text`` has another form, or an empty range.
     """
-    if words is None:
+    if text is None:
         return None
-    low, colon, high = words.partition(":")
+    low, colon, high = text.partition(":")
     try:
         edges = float(low or 0), float(high or math.inf)
     except ValueError:
         edges = (1.0, 0.0)
     if not colon or not edges[0] < edges[1]:
-        raise UsageError(f"--slice {words}: give FROM:TO in seconds, such as 1.5:3")
+        raise UsageError(f"--slice {text}: must be FROM:TO in seconds, e.g. 1.5:3")
     return edges
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
-    """Do what the command line says."""
-    span = window(arguments.slice)
+    """Run the command and return its report."""
+    span = parse_slice(arguments.slice)
     with terminal.working(f"reading {printable(arguments.file)}"):
         return _read_and_report(arguments, span)
 
 
 def _read_and_report(arguments: argparse.Namespace, span: tuple[float, float] | None) -> Report:
     recorder = Recorder() if arguments.html else None
-    found, analysis = analyse(arguments.file, span, recorder)
-    parts = [report.text(found)]
+    facts, analysis = analyse(arguments.file, span, recorder)
+    parts = [report.text(facts)]
     if arguments.diff:
-        other, _ = analyse(arguments.diff, span)
-        found["diff"] = report.compare(found, other)
-        parts = [report.comparison(found["diff"])]
+        other_facts, _ = analyse(arguments.diff, span)
+        facts["diff"] = report.compare(facts, other_facts)
+        parts = [report.comparison(facts["diff"])]
     if recorder:
-        from hvdtrain.commands.timeline.page import write
+        from hvdtrain.commands.timeline.trace_page import write
 
-        write(arguments.html, found, analysis, recorder)
+        write(arguments.html, facts, analysis, recorder)
         page = printable(arguments.html)
-        parts.append(message(f"{page}: the report and the trace; open it in a browser"))
+        parts.append(message(f"{page}: report and trace written; open it in a browser"))
     if arguments.repair:
-        done = repair(arguments.file, arguments.repair, span)
-        found["repaired"] = dataclasses.asdict(done)
-        mended = (
-            f"{printable(arguments.repair)}: {done.events:,} events written; {done.closed:,} bars "
-            f"closed at the end, {done.dropped:,} events left out"
+        counts = repair(arguments.file, arguments.repair, span)
+        facts["repaired"] = dataclasses.asdict(counts)
+        summary = (
+            f"{printable(arguments.repair)}: {counts.events:,} events written; "
+            f"{counts.closed:,} bars closed at the end, {counts.dropped:,} events dropped"
         )
-        parts.append(message(mended))
-    return Report("\n\n".join(parts), found)
+        parts.append(message(summary))
+    return Report("\n\n".join(parts), facts)

@@ -1,7 +1,7 @@
-"""The verdict: what holds the training up, how much it costs, and what to change.
+"""The verdict: bottlenecks of the training, their cost, and what to change.
 
-Pure functions of the facts. A finding is reported from ``NOTABLE`` of the time of the whole steps
-on; the most expensive one comes first.
+Pure functions of the facts. A finding is reported if it costs at least ``NOTABLE`` of the time of
+the whole steps, the most expensive first.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
-from hvdtrain.commands.timeline.model import NEGOTIATE, Facts
+from hvdtrain.commands.timeline.events import NEGOTIATE, Facts
 from hvdtrain.system.output.text import duration, percent, rank_list, short, size
 
-LATE = 0.05  # share of the time from which lateness is reported
-NOTABLE = 0.10  # and communication
-WAIT = 0.05  # and waiting for the next cycle
+LATE = 0.05  # minimum share of the time for lateness
+NOTABLE = 0.10  # for communication
+WAIT = 0.05  # for waiting for the next cycle
 HEADS = {
     "straggler": "bound by a straggler",
     "uneven ranks": "bound by uneven ranks",
@@ -27,10 +27,10 @@ HEADS = {
     "too little": "too little to judge",
 }
 NO_CACHE = "HOROVOD_CACHE_CAPACITY=0"
-GROUPS, NAMES = 3, 3  # of open tensors, at most, in a sentence
+GROUPS, NAMES = 3, 3  # maximum number of groups of open tensors, and of names in each
 
 
-class Finding(TypedDict):
+class TimelineFinding(TypedDict):
     """One cause of lost time; ``kind`` is a key of ``HEADS``."""
 
     kind: str
@@ -39,63 +39,63 @@ class Finding(TypedDict):
     text: str
     advice: str
     rank: NotRequired[int]  # the straggler
-    ranks: NotRequired[list[int]]  # that an open tensor waits for
+    ranks: NotRequired[list[int]]  # ranks for which an open tensor waits
 
 
-def verdict(facts: Facts) -> list[Finding]:
+def verdict(facts: Facts) -> list[TimelineFinding]:
     """Return the findings, the most important one first."""
     open_at_end, steps = _unfinished(facts), facts["steps"]
     if not open_at_end:
-        return _of_the_whole(facts)
-    # A run that is killed leaves bars open too, but not for longer than its steps take.
+        return _completed(facts)
+    # A killed run leaves bars open too, but no longer than the length of its steps.
     longest = steps["slowest"][0]["seconds"] if steps else facts["seconds"] / 2
     hung = open_at_end[0]["seconds"] > longest
     if facts["file"]["closed"] and not hung:
-        return _of_the_whole(facts)  # the recording was stopped while ranks went on to a next step
+        return _completed(facts)  # the recording was stopped while ranks began the next step
     if not facts["phases"]:
-        return open_at_end  # nothing else to tell
-    whole = _of_the_whole(facts)
-    return [*open_at_end, *whole] if hung or not steps else [*whole, *open_at_end]
+        return open_at_end
+    completed = _completed(facts)
+    return [*open_at_end, *completed] if hung or not steps else [*completed, *open_at_end]
 
 
-def _of_the_whole(facts: Facts) -> list[Finding]:
-    """Return the findings on what was completed."""
+def _completed(facts: Facts) -> list[TimelineFinding]:
+    """Return the findings on completed bars and steps."""
     if not facts["phases"]:
         text = "no tensor was submitted to Horovod while it recorded"
         if facts["file"]["bars_begin"]:
-            text = "the file does not hold the end of any tensor"
+            text = "the file does not contain the end of any tensor's bars"
         return [_too_little(text)]
     if facts["ranks"] == 1 and facts["lateness"]["negotiations"]:
-        text = "one rank alone, which exchanges gradients with nobody"
+        text = "a single rank, which exchanges no gradients"
         return [_too_little(text, "record a run of several ranks")]
     if not facts["steps"]:
         return [_too_little("no tensor occurs twice, so there are no steps")]
-    found = [*_lateness(facts), *_communication(facts), *_cycles(facts)]
-    if found:
-        return sorted(found, key=lambda finding: -finding["seconds"])
+    findings = [*_lateness(facts), *_communication(facts), *_cycles(facts)]
+    if findings:
+        return sorted(findings, key=lambda finding: -finding["seconds"])
     shares = {name: percent(state["share"]) for name, state in facts["steps"]["states"].items()}
     text = (
-        f"{shares['neither']} of the time it has nothing to do, {shares['communicating']} it "
-        f"communicates, {shares['waiting']} a rank waits for another"
+        f"it is idle for {shares['neither']} of the time, communicates for "
+        f"{shares['communicating']}, and a rank waits for another for {shares['waiting']}"
     )
-    advice = "to be faster, make computing and loading data faster"
+    advice = "speed up computing and data loading"
     return [_finding("nothing wrong", 0.0, 0.0, text, advice)]
 
 
-def _too_little(text: str, advice: str = "record some steps of a training") -> Finding:
+def _too_little(text: str, advice: str = "record several training steps") -> TimelineFinding:
     return _finding("too little", 0.0, 0.0, text, advice)
 
 
-def _unfinished(facts: Facts) -> list[Finding]:
-    """Return what is open at the end of the file; a slice nearly always has open bars there."""
+def _unfinished(facts: Facts) -> list[TimelineFinding]:
+    """Return a finding on tensors open at the end of the file; none for a slice, which has some."""
     rows, window = facts["open"], facts["file"]["slice"]
     if not rows or (window and window[1] is not None):
         return []
     late = sorted({rank for row in rows for rank in row["missing"] or ()})
-    where = f"what {rank_list(late)} did" if late else "where each rank is"
+    target = f"what {rank_list(late)} did" if late else "the stack of each rank"
     advice = (
-        f"if the job hung, see {where}: a rank that died, or that came to another collective or to "
-        "none, leaves the others waiting; a run that was killed, or still runs, ends so too"
+        f"if the job hung, check {target}: a rank that died, or called another collective or none, "
+        "leaves the others waiting; the file of a killed or running job ends like this, too"
     )
     text = _sentence(rows, facts["file"]["open_tensors"])
     seconds = rows[0]["seconds"]
@@ -103,12 +103,12 @@ def _unfinished(facts: Facts) -> list[Finding]:
     return [{**_finding("unfinished", seconds, share, text, advice), "ranks": late}]
 
 
-def _finding(kind: str, seconds: float, share: float, text: str, advice: str) -> Finding:
+def _finding(kind: str, seconds: float, share: float, text: str, advice: str) -> TimelineFinding:
     text = f"{HEADS[kind]}: {text}"
     return {"kind": kind, "seconds": seconds, "share": share, "text": text, "advice": advice}
 
 
-def _lateness(facts: Facts) -> list[Finding]:
+def _lateness(facts: Facts) -> list[TimelineFinding]:
     steps, lateness = facts["steps"], facts["lateness"]
     total = steps["seconds"]["total"]
     waiting = steps["states"]["waiting"]
@@ -116,10 +116,10 @@ def _lateness(facts: Facts) -> list[Finding]:
         if waiting["share"] < NOTABLE or facts["ranks"] == 1:
             return []
         text = (
-            f"{percent(waiting['share'])} of the time a tensor waits for some rank; for which is "
-            "not in this file: Horovod's response cache was on"
+            f"for {percent(waiting['share'])} of the time a tensor waits for some rank; the file "
+            "does not record which: Horovod's response cache was on"
         )
-        advice = f"record it again with {NO_CACHE} to see which rank is late"
+        advice = f"record again with {NO_CACHE} to see which rank is late"
         return [_finding("ranks wait", waiting["total"], waiting["share"], text, advice)]
     cost, spread = lateness["cost_seconds"], lateness["spread_seconds"]["total"]
     worst = max(lateness["ranks"], key=lambda row: row["cost_seconds"])
@@ -130,19 +130,18 @@ def _lateness(facts: Facts) -> list[Finding]:
     behind = max(row["behind_first_seconds"] for row in lateness["ranks"])
     slow = [row["rank"] for row in lateness["ranks"] if row["behind_first_seconds"] > behind / 2]
     text = (
-        f"from the first rank's arrival to the last's it takes "
-        f"{duration(lateness['spread_seconds']['median'])} in the median step "
-        f"({percent(spread / total)} of the time), and no single rank is to blame; most behind on "
-        f"average: {rank_list(slow)}"
+        f"the last rank arrives {duration(lateness['spread_seconds']['median'])} after the first "
+        f"in the median step ({percent(spread / total)} of the time), due to no single rank; "
+        f"latest on average: {rank_list(slow)}"
     )
     advice = (
-        "look for what varies on these ranks: reading data, batches of uneven size, other programs "
+        "check what varies on these ranks: data loading, batches of uneven size, other programs "
         "on their hosts, oversubscribed cores"
     )
     return [_finding("uneven ranks", spread, spread / total, text, advice)]
 
 
-def _straggler(row: Facts, steps: int, total: float) -> Finding:
+def _straggler(row: Facts, steps: int, total: float) -> TimelineFinding:
     share = row["cost_seconds"] / total
     text = (
         f"rank {row['rank']} was ready last in {row['late_steps']} of {steps} steps "
@@ -152,38 +151,38 @@ def _straggler(row: Facts, steps: int, total: float) -> Finding:
         f"{duration(row['cost_seconds'])} of {duration(total)} ({percent(share)})"
     )
     advice = (
-        f"see what rank {row['rank']} does that the others do not: its host (clock, temperature, "
-        "other programs), its data (larger files, slower disk), its part of the batch, what runs "
-        "on it alone (logging, checkpoints)"
+        f"check how rank {row['rank']} differs from the others: its host (clock, temperature, "
+        "other programs), its data (larger files, slower disk), its part of the batch, work of "
+        "this rank only (logging, checkpoints)"
     )
     finding = _finding("straggler", row["cost_seconds"], share, text, advice)
     return {**finding, "rank": row["rank"]}
 
 
-def _communication(facts: Facts) -> list[Finding]:
-    """Judge the communication that nothing hides: do the sizes or the number of tensors make it."""
+def _communication(facts: Facts) -> list[TimelineFinding]:
+    """Judge the exposed communication: is it due to the size or to the number of tensors."""
     steps = facts["steps"]
     exposed = steps["overlap"]["exposed_seconds"]
     share = exposed / steps["seconds"]["total"]
-    operations = steps["operations"]  # not those of the whole file: the start has others
+    operations = steps["operations"]  # not of the whole file, whose start has other operations
     busy, count, nbytes = (operations[key] for key in ("seconds", "count", "bytes"))
     if share < NOTABLE or not busy:
         return []
     small = operations["small_seconds"] / busy
     per_step = count / steps["whole"]
-    what = (
+    summary = (
         f"{percent(share)} of the time is communication not hidden by computing: about "
         f"{per_step:.1f} operations per step of {size(nbytes / count)} on average"
     )
     if small > 0.5:
-        text = f"{what}, {percent(small)} of their time in those under 1 MiB"
+        text = f"{summary}, {percent(small)} of their time in those under 1 MiB"
         advice = (
-            "fewer, larger operations: raise HOROVOD_FUSION_THRESHOLD (bytes) and, where tensors "
-            "come far apart, HOROVOD_CYCLE_TIME (ms); or group them (num_groups of "
-            "DistributedOptimizer). A larger batch per rank means fewer of them per image"
+            "fewer, larger operations: raise HOROVOD_FUSION_THRESHOLD (bytes) and, if tensors "
+            "arrive far apart, HOROVOD_CYCLE_TIME (ms); or group them (num_groups of "
+            "DistributedOptimizer). A larger batch per rank needs fewer operations per image"
         )
         return [_finding("small tensors", exposed, share, text, advice)]
-    text = f"{what}, {size(nbytes / busy)}/s"
+    text = f"{summary}, {size(nbytes / busy)}/s"
     advice = (
         "send less, or less often: compression of the gradients to 16 bits, several batches per "
         "update, a larger batch per rank; or a faster network: NCCL between GPUs, the fast network "
@@ -192,8 +191,8 @@ def _communication(facts: Facts) -> list[Finding]:
     return [_finding("bandwidth", exposed, share, text, advice)]
 
 
-def _cycles(facts: Facts) -> list[Finding]:
-    """Judge the cycle time: a tensor waits half a cycle on average, the last of a step in vain."""
+def _cycles(facts: Facts) -> list[TimelineFinding]:
+    """Judge the cycle time: the last tensor of a step waits half a cycle on average."""
     cycles, steps = facts["cycles"], facts["steps"]
     if not cycles:
         return []
@@ -203,16 +202,15 @@ def _cycles(facts: Facts) -> list[Finding]:
     if wait < WAIT * step or shorter >= round(cycle * 1e3, 1):  # no advice would help
         return []
     text = (
-        f"Horovod looks for work every {duration(cycle)}, a step takes "
-        f"{duration(step)}, and its last tensor waits half a cycle on the average "
-        f"({percent(wait / step)} of the step)"
+        f"Horovod checks for work every {duration(cycle)}, a step takes {duration(step)}, and its "
+        f"last tensor waits half a cycle on average ({percent(wait / step)} of the step)"
     )
     advice = f"set HOROVOD_CYCLE_TIME={shorter:g} (ms)"
     return [_finding("cycle time", wait * steps["whole"], wait / step, text, advice)]
 
 
 def _sentence(rows: Sequence[Facts], count: int) -> str:
-    """Return a sentence on the open tensors: ``count``, of which ``rows`` are the first."""
+    """Return a sentence on ``count`` open tensors; ``rows``: the first of them."""
     groups: dict[tuple[str, str], list[Facts]] = {}
     for row in rows:
         groups.setdefault((row["phase"], str(row["missing"])), []).append(row)
@@ -220,7 +218,7 @@ def _sentence(rows: Sequence[Facts], count: int) -> str:
     if len(groups) > GROUPS:
         parts.append("and more")
     head = "a tensor is" if count == 1 else f"{count:,} tensors are"
-    return f"{head} open where the file ends: {'; '.join(parts)}"
+    return f"{head} open at the end of the file: {'; '.join(parts)}"
 
 
 def _group(rows: Sequence[Facts]) -> str:
@@ -228,13 +226,13 @@ def _group(rows: Sequence[Facts]) -> str:
     first = rows[0]
     names = ", ".join(short(row["tensor"]) for row in rows[:NAMES])
     more = f" and {len(rows) - NAMES:,} more" if len(rows) > NAMES else ""
-    # A tensor that hangs makes no events: how long it was open is known up to the last one only.
+    # A hung tensor produces no events: the time it was open is known up to the last event only.
     since = f"since {duration(first['since'])}, {duration(first['seconds'])} before the last event"
     text = f"{names}{more} in {short(first['phase'])} {since}"
     if first["kind"] != NEGOTIATE:
         return text
     if first["ready"] is None:
-        return f"{text}; the file does not tell for which rank"
+        return f"{text}; the file does not record which rank it waits for"
     if first["missing"]:
         return f"{text}: not submitted by {rank_list(first['missing'])}"
     return f"{text}: submitted by {rank_list(first['ready'])}, and no other rank is in the file"

@@ -1,4 +1,4 @@
-"""The file systems that a training uses: their kind, whether hosts share them, room, clock."""
+"""File systems used by a training: their type, whether hosts share them, free space, clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.system.files import FULL
 from hvdtrain.system.machine.limits import GIB
 from hvdtrain.system.output.text import size
 
-# Kinds that hosts share, as /proc/self/mountinfo names them; FUSE tells more after a dot.
+# Types that hosts share, as in /proc/self/mountinfo, where FUSE adds its subtype after a dot.
 SHARED = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.sshfs", "gfs2"),
     *("glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3"),
@@ -22,123 +22,123 @@ SHARED = {
 }
 LEAST_FREE = GIB // 10  # a checkpoint of ResNet-50 with its momenta takes 0.2 GiB
 FEW_FREE = 5 * GIB
-BLOCK = 4096  # bytes written to see whether one can
+BLOCK = 4096  # bytes of the trial write
 SKEW = 1.0  # seconds; make, checkpoints and logs compare times of this order
 
 
 @dataclass(frozen=True)
-class Place:
+class Directory:
     """A directory that a training writes to or reads from."""
 
-    name: str  # what it is for, such as ``current directory``
-    path: Path  # where it is
-    kind: str  # its file system
-    free: int  # bytes that this user can still write
-    files_free: int | None  # files that can still be made; None: they are not counted
-    trouble: str  # why this user cannot write there; empty where it can
-    ahead: float | None  # seconds by its clock; None where nothing could be written
+    name: str  # its purpose, e.g. ``current directory``
+    path: Path
+    kind: str  # type of its file system
+    free: int  # bytes available to this user
+    files_free: int | None  # number of files that can still be created; None: unlimited
+    error: str  # of the trial write; empty if it succeeded
+    ahead: float | None  # seconds that its clock is ahead; None if it is not writable
 
     @property
     def shared(self) -> bool:
-        """Whether other hosts see it too, as far as its kind tells."""
+        """Return whether hosts share it, judged by the type of its file system."""
         return self.kind in SHARED
 
 
-def find_places(environ: Mapping[str, str], current: Path) -> Iterator[Place]:
-    """Look at the current directory, the home and the temporary one; each file system once."""
-    wanted = (
+def find_directories(environ: Mapping[str, str], current: Path) -> Iterator[Directory]:
+    """Inspect the current, the home and the temporary directory, each path once."""
+    candidates = (
         ("current directory", current),
         ("home", Path(environ.get("HOME") or "~").expanduser()),
         ("temporary", Path(environ.get("TMPDIR") or tempfile.gettempdir())),
     )
     seen: set[Path] = set()
-    for name, path in wanted:
+    for name, path in candidates:
         if path not in seen and path.is_dir():
             seen.add(path)
-            yield find_place(name, path)
+            yield inspect_directory(name, path)
 
 
-def find_place(name: str, path: Path) -> Place:
-    """Look at one directory; writes a small file and removes it."""
-    room = os.statvfs(path)
-    ahead, trouble = None, ""
+def inspect_directory(name: str, path: Path) -> Directory:
+    """Inspect one directory; a small file is written and removed."""
+    space = os.statvfs(path)
+    ahead, message = None, ""
     try:
         with tempfile.NamedTemporaryFile(prefix=".hvdtrain-doctor-", dir=path) as file:
             file.write(bytes(BLOCK))
             file.flush()
-            os.fsync(file.fileno())  # a quota may be noticed no sooner
+            os.fsync(file.fileno())  # a quota may be enforced only here
             before = time.time()
             os.utime(file.fileno())  # now, by the clock of the file system
             ahead = Path(file.name).stat().st_mtime - (before + time.time()) / 2
     except OSError as error:
-        trouble = error.strerror or str(error)
-    return Place(
+        message = error.strerror or str(error)
+    return Directory(
         name=name,
         path=path,
         kind=kind_of(path.resolve(), Path("/proc/self/mountinfo").read_text()),
-        free=room.f_bavail * room.f_frsize,
-        files_free=room.f_favail if room.f_files else None,
-        trouble=trouble,
+        free=space.f_bavail * space.f_frsize,
+        files_free=space.f_favail if space.f_files else None,
+        error=message,
         ahead=ahead,
     )
 
 
 def kind_of(path: Path, mountinfo: str) -> str:
-    """Return the kind of file system of ``path``: that of the last mount on the longest prefix.
+    """Return the file system type of ``path``: that of the last mount on the longest prefix.
 
     Source: ``proc(5)``, mountinfo, which writes spaces as octal numbers.
     """
     best, kind = -1, "unknown"
     for line in mountinfo.splitlines():
-        fields, _, behind = line.partition(" - ")
+        fields, _, filesystem = line.partition(" - ")
         mounted = Path(fields.split()[4].replace("\\040", " "))
         length = len(mounted.parts)
         if path.is_relative_to(mounted) and length >= best:
-            best, kind = length, behind.split()[0]
+            best, kind = length, filesystem.split()[0]
     return kind
 
 
-def place_findings(places: Sequence[Place], hosts: int) -> Iterator[Finding]:
-    """Judge room, kind and clock; ``hosts`` is how many hosts the job has."""
-    for place in places:
-        yield _room(place, hosts)
-    yield clock_finding({str(p.path): p.ahead for p in places if p.ahead is not None})
+def directory_findings(directories: Sequence[Directory], hosts: int) -> Iterator[Finding]:
+    """Judge space, file system type and clock; ``hosts``: number of hosts of the job."""
+    for directory in directories:
+        yield _space(directory, hosts)
+    yield clock_finding({str(d.path): d.ahead for d in directories if d.ahead is not None})
 
 
-def _room(place: Place, hosts: int) -> Finding:
-    shared = "shared by hosts" if place.shared else "of this host alone"
-    told = f"{place.path}: {place.kind}, {shared}, {size(place.free)} free"
-    state = WARNING if place.name == "home" else ERROR
-    if place.trouble:
-        room = "free space, or " if place.trouble in map(os.strerror, FULL) else ""
-        remedy = f"{room}use another directory (cd, TMPDIR)"
-        return Finding(place.name, state, f"{told}; {place.trouble}", remedy)
-    if place.free < LEAST_FREE or place.files_free == 0:
-        what = "no more files" if place.files_free == 0 else "full"
-        remedy = "free space, or work on another file system (--checkpoint-dir, TMPDIR)"
-        return Finding(place.name, state, f"{told}: {what}", remedy)
-    if place.free < FEW_FREE:
-        return Finding(place.name, WARNING, told, "checkpoints may fill it; free space")
-    if place.name == "current directory" and hosts > 1 and not place.shared:
+def _space(directory: Directory, hosts: int) -> Finding:
+    name, shared = directory.name, "shared by hosts" if directory.shared else "local to this host"
+    evidence = f"{directory.path}: {directory.kind}, {shared}, {size(directory.free)} free"
+    state = WARNING if name == "home" else ERROR
+    if directory.error:
+        free = "free space, or " if directory.error in map(os.strerror, FULL) else ""
+        remedy = f"{free}use another directory (cd, TMPDIR)"
+        return Finding(name, state, f"{evidence}; {directory.error}", remedy)
+    if directory.free < LEAST_FREE or directory.files_free == 0:
+        limit = "no more files" if directory.files_free == 0 else "full"
+        remedy = "free space, or use another file system (--checkpoint-dir, TMPDIR)"
+        return Finding(name, state, f"{evidence}: {limit}", remedy)
+    if directory.free < FEW_FREE:
+        return Finding(name, WARNING, evidence, "checkpoints may fill it; free space")
+    if name == "current directory" and hosts > 1 and not directory.shared:
         remedy = (
-            f"{hosts} hosts: keep --checkpoint-dir and --data on a file system that all of them "
-            "see (hvdtrain doctor -n proves which do)"
+            f"{hosts} hosts: put --checkpoint-dir and --data on a shared file system "
+            "(hvdtrain doctor -n checks whether all hosts see it)"
         )
-        return Finding(place.name, WARNING, told, remedy)
-    return Finding(place.name, OK, told)
+        return Finding(name, WARNING, evidence, remedy)
+    return Finding(name, OK, evidence)
 
 
 def clock_finding(ahead: Mapping[str, float]) -> Finding:
-    """Judge the clocks of file systems against this host's.
+    """Compare the clocks of file systems with this host's.
 
     Args:
-        ahead: seconds that each is ahead, by the directory that was written to.
+        ahead: seconds that each is ahead, by directory.
     """
     if not ahead:
-        return Finding("clock", ABSENT, "no directory could be written to compare with")
+        return Finding("clock", ABSENT, "no writable directory to compare with")
     path, worst = max(ahead.items(), key=lambda pair: abs(pair[1]))
     if abs(worst) > SKEW:
-        told = f"that of {path} is {abs(worst):.1f} s {'ahead' if worst > 0 else 'behind'}"
-        remedy = "have the clocks set (chrony, NTP): dates of checkpoints and logs mislead"
-        return Finding("clock", WARNING, told, remedy)
-    return Finding("clock", OK, f"as the file systems' (within {abs(worst) * 1000:.0f} ms)")
+        evidence = f"{path}'s is {abs(worst):.1f} s {'ahead' if worst > 0 else 'behind'}"
+        remedy = "synchronize the clocks (chrony, NTP): dates of checkpoints and logs are wrong"
+        return Finding("clock", WARNING, evidence, remedy)
+    return Finding("clock", OK, f"equals the file systems' (within {abs(worst) * 1000:.0f} ms)")

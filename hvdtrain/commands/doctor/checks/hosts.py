@@ -1,4 +1,4 @@
-"""The batch system, its nodefile, and whether the hosts of the job answer."""
+"""The batch system, its nodefile, and whether the hosts of the job are reachable."""
 
 from __future__ import annotations
 
@@ -19,94 +19,95 @@ from hvdtrain.system.runtime.detect import JOB_VARIABLES
 
 SUBMITTERS = {"sbatch": "Slurm", "qsub": "PBS", "bsub": "LSF"}
 SSH = 22
-PATIENCE = 3.0  # seconds that a host has to answer
-AT_ONCE = 32  # hosts asked at the same time
-FEW = 4  # hosts named before they are only counted
+TIMEOUT = 3.0  # seconds, per host
+AT_ONCE = 32  # number of hosts probed at the same time
+SHOWN_HOSTS = 4  # maximum number of host names in a finding
 
 ANSWERS, NO_SSH, SILENT, UNKNOWN = "answers", "no ssh", "does not answer", "unknown name"
 
 
 @dataclass(frozen=True)
 class BatchSystem:
-    """What is known of the batch system."""
+    """The batch system and the job of this process."""
 
     submitters: tuple[str, ...]  # paths of the commands that submit a job
-    job: str  # number of the job that this process belongs to; empty outside of one
+    job: str  # identifier of the job of this process; empty outside a job
     allocation: Allocation  # the hosts of the job
-    trouble: str = ""  # why the hosts could not be read
+    error: str = ""  # on reading the hosts
 
 
 def find_batch(environ: Mapping[str, str]) -> BatchSystem:
-    """Look at the PATH and the environment; nothing is asked of a server."""
-    found = (shutil.which(name, path=environ.get("PATH")) for name in SUBMITTERS)
+    """Return the batch system, by PATH and environment only; no server is contacted."""
+    paths = (shutil.which(name, path=environ.get("PATH")) for name in SUBMITTERS)
     job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), "")
     try:
-        return BatchSystem(tuple(path for path in found if path), job, find_allocation(environ))
+        return BatchSystem(tuple(path for path in paths if path), job, find_allocation(environ))
     except UsageError as error:
         return BatchSystem((), job, Allocation("none"), str(error))
 
 
-def own_names() -> frozenset[str]:
-    """Return the names of this host in a nodefile: its own, and its interfaces' addresses."""
-    addresses = (one.address for some in psutil.net_if_addrs().values() for one in some)
+def local_names() -> frozenset[str]:
+    """Return the possible names of this host in a nodefile: host name and addresses."""
+    interfaces = psutil.net_if_addrs().values()
+    addresses = (address.address for interface in interfaces for address in interface)
     return frozenset({"localhost", socket.gethostname(), *addresses})
 
 
-def is_this_host(name: str, here: Collection[str]) -> bool:
-    """Return whether ``name`` is one of the names ``here``, with or without its domain."""
-    return name in here or _short(name) in {_short(own) for own in here}
+def is_this_host(name: str, local: Collection[str]) -> bool:
+    """Return whether ``name`` is among the ``local`` names, with or without its domain."""
+    return name in local or _short(name) in {_short(local_name) for local_name in local}
 
 
 def _short(name: str) -> str:
-    """Return ``name`` without its domain; an address is left whole."""
+    """Return ``name`` without its domain; an address is unchanged."""
     return name if name[:1].isdigit() else name.partition(".")[0]
 
 
-def slots_here(allocation: Allocation, here: Collection[str]) -> int:
-    """Return how many ranks the job has room for on this host; 1 outside a job."""
-    return max(1, sum(host.slots for host in allocation.hosts if is_this_host(host.name, here)))
+def local_slots(allocation: Allocation, local: Collection[str]) -> int:
+    """Return the number of slots of the job on this host; 1 outside a job."""
+    return max(1, sum(host.slots for host in allocation.hosts if is_this_host(host.name, local)))
 
 
-def batch_findings(batch: BatchSystem, here: Collection[str]) -> Iterator[Finding]:
+def batch_findings(batch: BatchSystem, local: Collection[str]) -> Iterator[Finding]:
     """Judge the scheduler and the nodefile."""
     hosts = batch.allocation.hosts
     if batch.job:
         yield Finding("scheduler", OK, f"inside job {batch.job} ({batch.allocation.source})")
     elif batch.submitters:
         paths = ", ".join(batch.submitters)
-        yield Finding("scheduler", OK, f"{paths}; outside of any job: a login node, it seems")
+        yield Finding("scheduler", OK, f"{paths}; outside a job: probably a login node")
     else:
-        yield Finding("scheduler", ABSENT, "neither qsub nor sbatch nor bsub is on the PATH")
-    if batch.trouble:
-        yield Finding("hosts of the job", ERROR, batch.trouble, "look at what the job script sets")
+        yield Finding("scheduler", ABSENT, "no qsub, sbatch or bsub on the PATH")
+    if batch.error:
+        yield Finding("hosts of the job", ERROR, batch.error, "check the job script's variables")
     elif not hosts:
         yield Finding("hosts of the job", ABSENT, "no job: ranks start on this host")
     else:
-        told = f"{batch.allocation.source}: {_list([f'{h.name}:{h.slots}' for h in hosts])}"
-        told += f", {batch.allocation.slots} slots"
-        if any(is_this_host(host.name, here) for host in hosts):
-            yield Finding("hosts of the job", OK, told)
+        evidence = f"{batch.allocation.source}: {_list([f'{h.name}:{h.slots}' for h in hosts])}"
+        evidence += f", {batch.allocation.slots} slots"
+        if any(is_this_host(host.name, local) for host in hosts):
+            yield Finding("hosts of the job", OK, evidence)
         else:
-            remedy = "run it in the job, on its first host; or unset a PBS_NODEFILE left over"
-            evidence = f"{told}; this host, {socket.gethostname()}, is none of them"
+            remedy = "run in the job, on its first host; or unset a stale PBS_NODEFILE"
+            evidence += f"; this host, {socket.gethostname()}, is not among them"
             yield Finding("hosts of the job", WARNING, evidence, remedy)
 
 
 def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-    return ", ".join(names[:FEW]) + more
+    more = f" and {len(names) - SHOWN_HOSTS} more" if len(names) > SHOWN_HOSTS else ""
+    return ", ".join(names[:SHOWN_HOSTS]) + more
 
 
-def ask_hosts(names: Sequence[str], port: int = SSH) -> dict[str, str]:
-    """Ask each host for an address and an answer on the port of ssh; log in to none."""
+def probe_hosts(names: Sequence[str], port: int = SSH) -> dict[str, str]:
+    """Resolve each host and connect to its ssh port, without logging in."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return dict(zip(names, pool.map(lambda name: ask_host(name, port), names), strict=True))
+        return dict(zip(names, pool.map(lambda name: probe_host(name, port), names), strict=True))
 
 
-def ask_host(name: str, port: int) -> str:
-    """Return one of the four answers."""
+def probe_host(name: str, port: int) -> str:
+    """Return one of the four ``KINDS`` of answers."""
     try:
-        with socket.create_connection((name, port), timeout=PATIENCE):
+        with socket.create_connection((name, port), timeout=TIMEOUT):
             return ANSWERS
     except socket.gaierror:
         return UNKNOWN
@@ -115,20 +116,20 @@ def ask_host(name: str, port: int) -> str:
 
 
 def answer_finding(answers: Mapping[str, str], source: str) -> Finding:
-    """Judge the answers of the hosts of a job that ``source`` gave; this host is not among them."""
+    """Judge the answers of the other hosts of a job; ``source``: of its allocation."""
     check = "other hosts"
     if not answers:
         return Finding(check, ABSENT, "none in this job")
     named = {kind: [name for name, answer in answers.items() if answer == kind] for kind in KINDS}
     bad = [f"{_list(named[kind])}: {kind}" for kind in (UNKNOWN, SILENT) if named[kind]]
     if bad:
-        remedy = "leave them out (hvdtrain launch --hosts), and tell the people who run the cluster"
+        remedy = "exclude them (hvdtrain launch --hosts), and report them to the administrators"
         return Finding(check, ERROR, "; ".join(bad), remedy)
     if named[NO_SSH]:
-        # The batch system's own daemons start ranks as well: then nobody misses ssh.
-        evidence = f"{_list(named[NO_SSH])}: there, without ssh"
+        # The batch system's daemons may start ranks as well: then ssh is not needed.
+        evidence = f"{_list(named[NO_SSH])}: reachable, without ssh"
         remedy = (
-            f"harmless where mpirun starts ranks through {source}: try hvdtrain doctor -n"
+            f"harmless if mpirun starts ranks through {source}: check with hvdtrain doctor -n"
             if source in BATCH_SYSTEMS
             else "start sshd there: mpirun needs it"
         )

@@ -1,7 +1,7 @@
-"""Does a library load, and with which MPI? Asked in a process of its own, which may crash.
+"""Load a library in a separate process, which may crash, and report its MPI.
 
-``python -m hvdtrain.commands.doctor.checks.loading WHAT`` prints one JSON object. Neither is a
-framework imported nor MPI started, so it takes a second and may run on a login node.
+``python -m hvdtrain.commands.doctor.checks.loading NAME`` prints one JSON object. It imports no
+framework and does not start MPI, so it takes a second and may run on a login node.
 """
 
 from __future__ import annotations
@@ -20,80 +20,80 @@ from hvdtrain.system.runtime.command import Command, run
 
 MPI4PY = "mpi4py"
 TORCHVISION = "torchvision"
-# What TensorFlow itself loads before Horovod's library, which finds it nowhere else.
+# TensorFlow loads these before Horovod's library, which depends on them.
 TENSORFLOW_LIBRARIES = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")
-TIMEOUT = 60.0  # seconds; from a cold shared disk TensorFlow's library alone takes many
+TIMEOUT = 60.0  # seconds; TensorFlow's library takes long from an uncached shared disk
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came of loading a library."""
+    """The result of loading a library."""
 
-    error: str  # why it does not load; empty where it does
-    mpi: tuple[tuple[str, str], ...] = ()  # path and identity of the MPIs that came with it
+    error: str  # empty if it loads
+    mpi: tuple[tuple[str, str], ...] = ()  # path and identity of the MPIs loaded with it
 
 
 def extension(framework: str) -> Path | None:
-    """Return Horovod's library for ``framework``; None where Horovod was not built for it."""
+    """Return Horovod's library for ``framework``; None if Horovod was not built for it."""
     return find_module(HOROVOD.requires[framework])
 
 
 def has_nccl() -> bool:
-    """Return whether a library of Horovod has GPU operations, by NCCL's functions in it."""
+    """Return whether a library of Horovod has GPU operations, i.e. uses NCCL's functions."""
     files = filter(None, map(extension, HOROVOD.requires))
     return any(b"ncclAllReduce" in file.read_bytes() for file in files)
 
 
-def try_loading(what: str) -> Loaded:
-    """Load ``what`` in a process of its own: a framework's Horovod library, or another of ours."""
-    program = (sys.executable, "-m", "hvdtrain.commands.doctor.checks.loading", what)
+def try_loading(name: str) -> Loaded:
+    """Load a library in a separate process; ``name`` as in ``load``."""
+    program = (sys.executable, "-m", "hvdtrain.commands.doctor.checks.loading", name)
     result = run(Command(program), timeout=TIMEOUT)
     lines = result.output.strip().splitlines()
     for line in lines:
         if line.startswith('{"error"'):
             answer = json.loads(line)
-            return Loaded(answer["error"], tuple((path, name) for path, name in answer["mpi"]))
+            return Loaded(answer["error"], tuple((path, mpi) for path, mpi in answer["mpi"]))
     last = f": {lines[-1]}" if lines else ""
-    return Loaded(f"loading it ended the process with exit code {result.exit_code}{last}")
+    return Loaded(f"loading it crashed, exit code {result.exit_code}{last}")
 
 
-def load(what: str) -> None:
-    """Load ``what`` into this process.
+def load(name: str) -> None:
+    """Load a library into this process: ``MPI4PY``, ``TORCHVISION`` or Horovod's for a framework.
 
     Raises:
         OSError, ImportError: it does not load.
     """
-    if what == MPI4PY:
+    if name == MPI4PY:
         import mpi4py
 
         mpi4py.rc.initialize = False
         from mpi4py import MPI  # noqa: F401
 
         return
-    if what in ("pytorch", TORCHVISION) and find_module("torch"):
-        # As `import torch` does: a cached wheel names the folder of the torch that it was built by.
+    if name in ("pytorch", TORCHVISION) and find_module("torch"):
+        # As in `import torch`: a cached wheel has the path of the torch with which it was built.
         ctypes.CDLL(f"{find_module('torch')}/lib/libtorch_python.so", ctypes.RTLD_GLOBAL)
-    if what == TORCHVISION:
+    if name == TORCHVISION:
         ctypes.CDLL(f"{find_module(TORCHVISION)}/_C.so", os.RTLD_NOW)
         return
-    if what == "tensorflow":
+    if name == "tensorflow":
         root = find_module("tensorflow")
-        for name in TENSORFLOW_LIBRARIES if root else ():
-            ctypes.CDLL(f"{root}/{name}", ctypes.RTLD_GLOBAL)
-    path = extension(what)
-    # Every symbol at once, as Python does: one that is missing is another framework's version.
+        for library in TENSORFLOW_LIBRARIES if root else ():
+            ctypes.CDLL(f"{root}/{library}", ctypes.RTLD_GLOBAL)
+    path = extension(name)
+    # All symbols at once, as in Python: a missing one means another version of the framework.
     ctypes.CDLL(str(path), os.RTLD_NOW)
 
 
-def main(what: str) -> int:
-    """Load and tell."""
-    error = ""
+def main(name: str) -> int:
+    """Load a library and print the result."""
+    message = ""
     try:
-        load(what)
-    except (OSError, ImportError, RuntimeError) as reason:
-        error = " ".join(str(reason).split()) or type(reason).__name__
+        load(name)
+    except (OSError, ImportError, RuntimeError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
     libraries = [(library.path, library.identity) for library in mpi_library.loaded()]
-    sys.stdout.write(json.dumps({"error": error, "mpi": libraries}) + "\n")
+    sys.stdout.write(json.dumps({"error": message, "mpi": libraries}) + "\n")
     return 0
 
 

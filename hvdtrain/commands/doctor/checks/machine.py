@@ -1,4 +1,4 @@
-"""This machine: compiler, CUDA, GPUs, and what limits its ranks."""
+"""This machine: compiler, CUDA, GPUs, and the limits of its ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hvdtrain.system.machine.toolchain import Toolchain
 from hvdtrain.system.output.text import plural, size
 
 MEMORY_PER_RANK = 2 * GIB  # a framework takes 0.5 to 1 GiB before the first sample
-LEAST_SHM = GIB  # ranks of one host, and workers of data loaders, exchange through it
-LEAST_LOCKED = GIB  # what InfiniBand and Omni-Path register
+LEAST_SHM = GIB  # used by the ranks of one host, and by workers of data loaders
+LEAST_LOCKED = GIB  # memory registered by InfiniBand and Omni-Path
 LEAST_FILES = 1024
 BUILD_VARIABLE = re.compile(r"HOROVOD_(WITH|WITHOUT|BUILD|GPU|NCCL|CUDA|ROCM|MPICXX|CMAKE)(_.*|$)")
 
 
 def tool_findings(toolchain: Toolchain) -> Iterator[Finding]:
-    """Tell what there is to build Horovod with; needed only for that."""
+    """Yield findings on the tools to build Horovod."""
     compiler, cuda, nccl = toolchain.compiler, toolchain.cuda, toolchain.nccl
-    why = "needed only to build Horovod"
-    for check, found, absent in (
-        ("compiler", compiler and compiler.identity, f"none found; {why}"),
+    purpose = "needed only to build Horovod"
+    for check, present, absent in (
+        ("compiler", compiler and compiler.identity, f"none found; {purpose}"),
         (
             "CUDA",
             cuda and f"toolkit {cuda.version}, {cuda.home}",
-            f"no toolkit with nvcc; {why} with GPU operations",
+            f"no toolkit with nvcc; {purpose} with GPU operations",
         ),
         (
             "NCCL",
@@ -37,28 +37,28 @@ def tool_findings(toolchain: Toolchain) -> Iterator[Finding]:
             "no library with its header; needed only on GPUs",
         ),
     ):
-        yield Finding(check, OK, found) if found else Finding(check, ABSENT, absent)
+        yield Finding(check, OK, present) if present else Finding(check, ABSENT, absent)
 
 
 def gpu_finding(driver: Driver | None, toolchain: Toolchain) -> Finding:
-    """Judge the GPUs, and whether what is installed can use them.
+    """Judge the GPUs, and whether the installed frameworks can use them.
 
     Args:
-        driver: what NVIDIA's driver tells; None: no driver, or no GPU.
+        driver: properties reported by NVIDIA's driver; None: no driver, or no GPU.
         toolchain: for the frameworks.
     """
     if driver is None or not driver.gpus:
-        return Finding("GPUs", ABSENT, "none of NVIDIA's that this process can use")
+        return Finding("GPUs", ABSENT, "no NVIDIA GPU is visible to this process")
     count, first = len(driver.gpus), driver.gpus[0]
-    found = f"{count} x {first.name}, {first.memory / GIB:.0f} GiB, driver for CUDA {driver.cuda}"
+    gpus = f"{count} x {first.name}, {first.memory / GIB:.0f} GiB, driver for CUDA {driver.cuda}"
     torch, tensorflow = toolchain.torch, toolchain.tensorflow
     if torch and torch.cuda and _numbers(torch.cuda)[:1] > _numbers(driver.cuda)[:1]:
         remedy = f"update the driver, or install a PyTorch for CUDA {driver.cuda}"
-        return Finding("GPUs", ERROR, f"{found}; PyTorch is for CUDA {torch.cuda}", remedy)
+        return Finding("GPUs", ERROR, f"{gpus}; PyTorch is for CUDA {torch.cuda}", remedy)
     if not (torch and torch.cuda) and not (tensorflow and tensorflow.cuda):
-        evidence = f"{found}; what is installed is built for the CPU"
+        evidence = f"{gpus}; the installed frameworks are built for the CPU"
         return Finding("GPUs", WARNING, evidence, "install a CUDA build of PyTorch or TensorFlow")
-    return Finding("GPUs", OK, found)
+    return Finding("GPUs", OK, gpus)
 
 
 def _numbers(version: str) -> list[int]:
@@ -66,67 +66,68 @@ def _numbers(version: str) -> list[int]:
 
 
 def resource_findings(
-    found: Resources, ranks: int, environ: Mapping[str, str], fabric: bool
+    resources: Resources, ranks: int, environ: Mapping[str, str], fabric: bool
 ) -> Iterator[Finding]:
     """Judge cores, memory and limits for ``ranks`` ranks on this host.
 
     Args:
-        found: what this process may use.
-        ranks: how many ranks share it.
+        resources: available to this process.
+        ranks: number of ranks that share them.
         environ: for OMP_NUM_THREADS.
         fabric: whether this host has an InfiniBand or Omni-Path adapter.
     """
-    yield _cores(found, ranks)
-    limited = " (limit of the control group)" if found.memory_limited else ""
-    share = f" for {ranks} ranks: {size(found.memory / ranks)} each" if ranks > 1 else ""
-    memory = f"{size(found.memory)}{limited}{share}"
-    if found.memory < ranks * MEMORY_PER_RANK:
+    yield _cores(resources, ranks)
+    limited = " (limit of the control group)" if resources.memory_limited else ""
+    share = f" for {ranks} ranks: {size(resources.memory / ranks)} each" if ranks > 1 else ""
+    memory = f"{size(resources.memory)}{limited}{share}"
+    if resources.memory < ranks * MEMORY_PER_RANK:
         need = f"{MEMORY_PER_RANK / GIB:.0f} GiB per rank"
-        yield Finding("memory", WARNING, memory, f"ask for {need}, or start fewer ranks")
+        yield Finding("memory", WARNING, memory, f"request {need}, or start fewer ranks")
     else:
         yield Finding("memory", OK, memory)
-    yield threads_finding(found.usable_cores, ranks, environ)
-    yield _shared_memory(found)
-    yield _locked_memory(found.locked_memory, fabric)
-    yield _open_files(found.open_files)
+    yield threads_finding(resources.usable_cores, ranks, environ)
+    yield _shared_memory(resources)
+    yield _locked_memory(resources.locked_memory, fabric)
+    yield _open_files(resources.open_files)
 
 
-def _cores(found: Resources, ranks: int) -> Finding:
-    share = f" for {ranks} ranks: {found.usable_cores / ranks:.3g} each" if ranks > 1 else ""
-    quota = f", {found.quota:g} of them by the control group's quota" if found.quota else ""
-    cores = f"{found.cores}{quota}{share}"
-    if found.usable_cores < ranks:
-        return Finding("cores", WARNING, cores, "ask for as many cores as ranks, or start fewer")
+def _cores(resources: Resources, ranks: int) -> Finding:
+    share = f" for {ranks} ranks: {resources.usable_cores / ranks:.3g} each" if ranks > 1 else ""
+    quota = f", {resources.quota:g} of them by the control group's quota" if resources.quota else ""
+    cores = f"{resources.cores}{quota}{share}"
+    if resources.usable_cores < ranks:
+        return Finding("cores", WARNING, cores, "request a core per rank, or start fewer ranks")
     return Finding("cores", OK, cores)
 
 
 def threads_finding(cores: float, ranks: int, environ: Mapping[str, str]) -> Finding:
-    """Judge OMP_NUM_THREADS, which every rank reads."""
+    """Judge OMP_NUM_THREADS, which applies to every rank."""
     check = THREADS
     if set_by_pbs(environ):
-        told = f"{environ[check]}, set by PBS for the whole chunk: each rank takes its share of it"
-        return Finding(check, OK, told)
-    asked = requested_threads(environ)
-    if not asked:
-        return Finding(check, OK, "not set: each rank takes its share of the cores")
-    if not asked.isdecimal() or not int(asked):
-        return Finding(check, WARNING, f"{asked!r} is no number of threads", f"unset {check}")
-    if int(asked) * ranks > cores:
+        evidence = f"{environ[check]}, set by PBS for the whole chunk: the ranks share it"
+        return Finding(check, OK, evidence)
+    requested = requested_threads(environ)
+    if not requested:
+        return Finding(check, OK, "not set: the ranks share the cores")
+    if not requested.isdecimal() or not int(requested):
+        evidence = f"{requested!r} is not a number of threads"
+        return Finding(check, WARNING, evidence, f"unset {check}")
+    if int(requested) * ranks > cores:
         right = max(1, int(cores) // ranks)
         return Finding(
             check,
             WARNING,
-            f"{asked} threads per rank, {plural(ranks, 'rank')}, {cores:g} cores",
+            f"{requested} threads per rank, {plural(ranks, 'rank')}, {cores:g} cores",
             f"unset {check}, or set it to {right}",
         )
-    return Finding(check, OK, f"{asked} threads per rank")
+    return Finding(check, OK, f"{requested} threads per rank")
 
 
-def _shared_memory(found: Resources) -> Finding:
-    room = f"{size(found.shared_memory)}, {size(found.shared_memory_free)} free"
-    if found.shared_memory_free < LEAST_SHM:
+def _shared_memory(resources: Resources) -> Finding:
+    room = f"{size(resources.shared_memory)}, {size(resources.shared_memory_free)} free"
+    if resources.shared_memory_free < LEAST_SHM:
         remedy = (
-            "remove what ended jobs left in /dev/shm; in a container start it with a larger one "
+            "remove files of ended jobs from /dev/shm; start a container with a larger one "
             "(--shm-size)"
         )
         return Finding("/dev/shm", WARNING, room, remedy)
@@ -134,51 +135,54 @@ def _shared_memory(found: Resources) -> Finding:
 
 
 def _locked_memory(limit: int | None, fabric: bool) -> Finding:
-    told = "unlimited" if limit is None else size(limit)
+    text = "unlimited" if limit is None else size(limit)
     if fabric and limit is not None and limit < LEAST_LOCKED:
-        remedy = "ask for `ulimit -l unlimited` on the compute nodes: InfiniBand registers memory"
-        return Finding("locked memory", WARNING, told, remedy)
-    return Finding("locked memory", OK, told if fabric else f"{told}; no InfiniBand here")
+        remedy = "have `ulimit -l unlimited` set on the compute nodes: InfiniBand registers memory"
+        return Finding("locked memory", WARNING, text, remedy)
+    return Finding("locked memory", OK, text if fabric else f"{text}; no InfiniBand here")
 
 
 def _open_files(limit: int | None) -> Finding:
-    told = "unlimited" if limit is None else str(limit)
+    text = "unlimited" if limit is None else str(limit)
     if limit is not None and limit < LEAST_FILES:
-        return Finding("open files", WARNING, told, "ulimit -n 4096, in the job script too")
-    return Finding("open files", OK, told)
+        return Finding("open files", WARNING, text, "ulimit -n 4096, in the job script too")
+    return Finding("open files", OK, text)
 
 
 def has_fabric() -> bool:
-    """Return whether this host has an adapter that registers memory (InfiniBand and its kin)."""
+    """Return whether this host has an InfiniBand or Omni-Path adapter, which registers memory."""
     folder = Path("/sys/class/infiniband")
     return folder.is_dir() and any(folder.iterdir())
 
 
 def horovod_variables(environ: Mapping[str, str], known: Sequence[str]) -> Finding:
-    """Tell which HOROVOD_... are set, and which of them is a trap.
+    """Judge the HOROVOD_... variables that are set.
 
     Args:
         environ: the environment.
-        known: the names that the installed Horovod reads; empty where none is installed.
+        known: variables of the installed Horovod; empty if none is installed.
     """
     check = "HOROVOD_*"
-    found = {k: v for k, v in sorted(environ.items()) if k.startswith("HOROVOD_")}
-    settings = {k: v for k, v in found.items() if not BUILD_VARIABLE.match(k)}
-    told = ", ".join(f"{name}={value}" for name, value in settings.items())
+    settings = {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith("HOROVOD_") and not BUILD_VARIABLE.match(name)
+    }
+    evidence = ", ".join(f"{name}={value}" for name, value in settings.items())
     if not settings:
         return Finding(check, OK, "none set")
     if settings.get("HOROVOD_CPU_OPERATIONS", "").lower() == "gloo":
-        remedy = "unset it: under mpirun it crashes"
-        return Finding(check, WARNING, told, f"HOROVOD_CPU_OPERATIONS=gloo: {remedy}")
+        remedy = "unset HOROVOD_CPU_OPERATIONS: gloo crashes under mpirun"
+        return Finding(check, WARNING, evidence, remedy)
     started = [name for name in ("HOROVOD_RANK", "HOROVOD_SIZE") if name in settings]
     if started:
-        remedy = f"unset {' '.join(started)}: horovodrun sets them for its own ranks"
-        return Finding(check, WARNING, told, remedy)
+        remedy = f"unset {' '.join(started)}: horovodrun sets them for its ranks"
+        return Finding(check, WARNING, evidence, remedy)
     unknown = [name for name in settings if known and name not in known]
     if unknown:
-        remedy = f"{', '.join(unknown)}: this Horovod knows no such name, look at its spelling"
-        return Finding(check, WARNING, told, remedy)
-    return Finding(check, OK, told)
+        remedy = f"{', '.join(unknown)}: unknown to this Horovod, check the spelling"
+        return Finding(check, WARNING, evidence, remedy)
+    return Finding(check, OK, evidence)
 
 
 def known_variables(horovod: Path) -> list[str]:

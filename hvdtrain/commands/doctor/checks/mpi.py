@@ -1,4 +1,4 @@
-"""Three MPIs that must be one: of mpirun, of mpi4py and of Horovod."""
+"""Agreement of three MPIs: of mpirun, of mpi4py and of Horovod."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hvdtrain.commands.launch.mpirun import REMEDY, Mpi
 
 OPEN_MPI = "Open MPI"
 FAMILIES = dict.fromkeys(("mpich", "intel", "pals"), "MPICH") | dict.fromkeys(OPEN_MPIS, OPEN_MPI)
-"""Who can start whose ranks: the MPIs that come from MPICH understand each other. What is not here,
-such as srun, starts every kind."""
+"""Family by dialect: a launcher starts ranks of its family; one that is absent here, e.g. srun,
+starts ranks of any."""
 
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """The MPIs that were found."""
+    """The MPIs of this environment."""
 
-    launcher: Mpi | None  # what `hvdtrain launch` would take; None where there is none
-    trouble: str  # why it could not be identified
-    beside_python: str  # the mpirun of this Python's environment, on the PATH or not
-    mpi4py: Loaded  # what came of loading mpi4py
-    horovod: Mapping[str, Loaded]  # what came of loading each library of Horovod, by framework
+    launcher: Mpi | None  # of `hvdtrain launch`; None if there is none
+    error: str  # on identifying it
+    environment_mpirun: str  # the mpirun of this Python's environment, on the PATH or not
+    mpi4py: Loaded  # result of loading mpi4py
+    horovod: Mapping[str, Loaded]  # result of loading each library of Horovod, by framework
 
 
 def family(identity: str) -> str:
-    """Return the family of a library, such as ``Open MPI`` for ``Open MPI 5.0.11``."""
+    """Return the family of a library, e.g. ``Open MPI`` for ``Open MPI 5.0.11``."""
     if identity.startswith(OPEN_MPI):
         return OPEN_MPI
     return "" if identity.startswith("unknown") else "MPICH"
 
 
 def mpi_findings(facts: MpiFacts) -> Iterator[Finding]:
-    """Judge each, then whether they agree."""
+    """Judge each MPI, then their agreement."""
     yield _launcher(facts)
     if facts.mpi4py.error:
         remedy = f"pip install 'hvdtrain[mpi]', or load the module of your MPI and {MPI4PY}"
@@ -45,7 +45,7 @@ def mpi_findings(facts: MpiFacts) -> Iterator[Finding]:
         yield Finding("mpi4py", OK, f"uses {_show(facts.mpi4py)}")
     users = {"mpi4py": facts.mpi4py}
     users |= {f"Horovod ({PACKAGES[name]})": loaded for name, loaded in facts.horovod.items()}
-    yield agreement(facts, {name: one for name, one in users.items() if one.mpi})
+    yield agreement(facts, {name: loaded for name, loaded in users.items() if loaded.mpi})
 
 
 def _show(loaded: Loaded) -> str:
@@ -56,29 +56,29 @@ def _launcher(facts: MpiFacts) -> Finding:
     mpi = facts.launcher
     if mpi is None:
         remedy = (
-            f"put {facts.beside_python} on the PATH: activate this environment"
-            if facts.beside_python
+            f"put {facts.environment_mpirun} on the PATH: activate this environment"
+            if facts.environment_mpirun
             else REMEDY
         )
-        evidence = facts.trouble.removesuffix(f": {REMEDY}") or "none on the PATH"
+        evidence = facts.error.removesuffix(f": {REMEDY}") or "none on the PATH"
         return Finding("mpirun", ERROR, evidence, remedy)
     name = FAMILIES.get(mpi.dialect, mpi.dialect)
     return Finding("mpirun", OK, f"{name} {mpi.version}, {mpi.program}")
 
 
 def agreement(facts: MpiFacts, users: Mapping[str, Loaded]) -> Finding:
-    """Judge whether what would be started belongs to what would start it.
+    """Judge whether the MPI libraries belong to the launcher.
 
     Args:
         facts: for the launcher.
-        users: who loads which MPI, by name; each loads one.
+        users: the libraries that load an MPI, by name.
     """
     check, rebuild = "MPI agreement", "hvdtrain install-horovod --rebuild"
     if not users:
-        return Finding(check, ABSENT, "nothing here uses MPI")
-    libraries = {name: one.mpi[0] for name, one in users.items()}
-    told = "; ".join(
-        f"{', '.join(name for name, one in libraries.items() if one == library)}: "
+        return Finding(check, ABSENT, "no library uses MPI")
+    libraries = {name: loaded.mpi[0] for name, loaded in users.items()}
+    summary = "; ".join(
+        f"{', '.join(name for name in libraries if libraries[name] == library)}: "
         f"{library[1]}, {library[0]}"
         for library in dict.fromkeys(libraries.values())
     )
@@ -86,21 +86,21 @@ def agreement(facts: MpiFacts, users: Mapping[str, Loaded]) -> Finding:
     starter = FAMILIES.get(mpi.dialect, "") if mpi else ""
     families = {family(identity) for _, identity in libraries.values()} - {""}
     if mpi and starter and families - {starter}:
-        evidence = f"{mpi.program} starts ranks of {starter}, and each would be alone ({told})"
+        evidence = f"{mpi.program} starts ranks of {starter}, each in a world of 1 ({summary})"
         remedy = f"put the mpirun of that MPI first on the PATH, or {rebuild} with this one first"
         return Finding(check, ERROR, evidence, remedy)
     if len(families) > 1:
-        return Finding(check, ERROR, f"two MPIs in one process: {told}", f"{rebuild}; {MPI4PY}")
+        return Finding(check, ERROR, f"two MPIs in one process: {summary}", f"{rebuild}; {MPI4PY}")
     if len({path for path, _ in libraries.values()}) > 1:
-        return Finding(check, WARNING, f"two copies of one MPI: {told}", f"{rebuild}; {MPI4PY}")
+        return Finding(check, WARNING, f"two copies of one MPI: {summary}", f"{rebuild}; {MPI4PY}")
     path, identity = next(iter(libraries.values()))
     version = identity.rpartition(" ")[2]
     if mpi and starter == OPEN_MPI and mpi.version not in ("", version):
-        evidence = f"mpirun is {mpi.version}, the library {version} ({path}): it may work"
+        evidence = f"mpirun is {mpi.version}, the library {version} ({path}): may work"
         remedy = f"use the mpirun that belongs to the library, or {rebuild}"
         return Finding(check, WARNING, evidence, remedy)
     return Finding(check, OK, f"mpirun, {', '.join(users)}: {identity}")
 
 
-# Without pip's cache, which would give again what was built for another MPI.
+# Without pip's cache, which may have a build for another MPI.
 MPI4PY = "pip install --no-cache-dir --force-reinstall --no-binary mpi4py mpi4py"

@@ -1,4 +1,4 @@
-"""Python, frameworks and Horovod: what is here, and what Horovod was built for."""
+"""Python, frameworks and Horovod: installed versions, and the versions Horovod was built for."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PACKAGES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 def python_finding() -> Finding:
-    """Tell which interpreter this is, and which hvdtrain it runs."""
-    where = "" if sys.prefix != sys.base_prefix else ", no virtual environment"
+    """Return the versions and paths of Python and hvdtrain."""
+    outside = "" if sys.prefix != sys.base_prefix else ", no virtual environment"
     return Finding(
         "Python",
         OK,
-        f"{platform.python_version()}, {sys.executable}{where}; hvdtrain {hvdtrain.__version__}, "
+        f"{platform.python_version()}, {sys.executable}{outside}; hvdtrain {hvdtrain.__version__}, "
         f"{Path(hvdtrain.__file__).parent}",
     )
 
 
 def framework_findings(toolchain: Toolchain) -> Iterator[Finding]:
-    """Judge PyTorch and TensorFlow: either may be absent, both may not."""
+    """Judge PyTorch and TensorFlow: at least one must be installed."""
     torch, tensorflow = toolchain.torch, toolchain.tensorflow
     remedy = "" if torch or tensorflow else "pip install 'hvdtrain[pytorch]' (or [tensorflow])"
     missing = ABSENT if torch or tensorflow else ERROR
@@ -52,53 +52,53 @@ def framework_findings(toolchain: Toolchain) -> Iterator[Finding]:
 
 
 def torchvision_version(toolchain: Toolchain) -> str:
-    """Return the version of torchvision; empty where PyTorch or torchvision is not installed."""
+    """Return the version of torchvision; empty if PyTorch or torchvision is not installed."""
     return versions("torchvision").get("torchvision", "") if toolchain.torch else ""
 
 
 def torchvision_finding(version: str, loaded: Loaded, *, mended: bool) -> Finding:
-    """Tell whether a script can import torchvision: by itself, or because Horovod's set-up helps.
+    """Judge whether a script can import torchvision, unaided or by install-horovod's repair.
 
     Args:
         version: of the distribution.
-        loaded: what came of loading its extension.
-        mended: whether every Python of the environment mends the import.
+        loaded: result of loading its extension.
+        mended: whether install-horovod has repaired the import in this environment.
     """
     if not loaded.error:
         return Finding("torchvision", OK, f"{version}, with its extension")
-    without = f"{version}, its extension does not load beside this PyTorch ({loaded.error})"
+    evidence = f"{version}, its extension does not load with this PyTorch ({loaded.error})"
     one_index = "install torch and torchvision from one index"
     if mended:  # hvdtrain decodes images and matches boxes by other means
-        lacking = "image decoders and box operators, which hvdtrain does without"
-        return Finding("torchvision, extension", ABSENT, f"{without}: {lacking}", one_index)
-    remedy = f"hvdtrain install-horovod mends the import; or {one_index}"
-    return Finding("torchvision", WARNING, f"{without}: `import torchvision` fails", remedy)
+        missing = "no image decoders and box operators, which hvdtrain does not use"
+        return Finding("torchvision, extension", ABSENT, f"{evidence}: {missing}", one_index)
+    remedy = f"hvdtrain install-horovod repairs the import; or {one_index}"
+    return Finding("torchvision", WARNING, f"{evidence}: `import torchvision` fails", remedy)
 
 
 @dataclass(frozen=True)
 class HorovodFacts:
-    """The installed Horovod, and what it meets here."""
+    """The installed Horovod and its environment."""
 
-    version: str  # of the distribution; empty where it is not installed
-    built_for: Mapping[str, str]  # version by framework, as Horovod wrote it down
-    here: Mapping[str, str]  # version of each framework that is installed now
-    loaded: Mapping[str, Loaded]  # what came of loading each library that it has, by framework
-    build: Mapping[str, object] = field(default_factory=dict)  # empty where not hvdtrain built it
-    cpu_flags: tuple[str, ...] = ()  # vector instructions that this processor has
+    version: str  # of the distribution; empty if it is not installed
+    built_for: Mapping[str, str]  # version by framework, as recorded by Horovod
+    installed: Mapping[str, str]  # version of each framework that is installed now
+    loaded: Mapping[str, Loaded]  # result of loading each of its libraries, by framework
+    build: Mapping[str, object] = field(default_factory=dict)  # empty if not built by hvdtrain
+    cpu_flags: tuple[str, ...] = ()  # vector instructions of this processor
 
 
 def find_horovod(toolchain: Toolchain, wheels: Path, loaded: Mapping[str, Loaded]) -> HorovodFacts:
-    """Look at the installed Horovod; ``wheels`` is where the cache keeps its wheels."""
+    """Return the facts of the installed Horovod; ``wheels``: directory of cached wheels."""
     installed = find_installed(toolchain.site_packages)
     if installed is None:
         return HorovodFacts("", {}, {}, {})
     file = toolchain.site_packages / "horovod" / "metadata.json"
     built_for = {name: text for name, text in read_json(file).items() if name in HOROVOD.requires}
-    found = {"pytorch": toolchain.torch, "tensorflow": toolchain.tensorflow}
+    frameworks = {"pytorch": toolchain.torch, "tensorflow": toolchain.tensorflow}
     return HorovodFacts(
         version=installed.version,
         built_for={name: str(text) for name, text in built_for.items()},
-        here={name: framework.version for name, framework in found.items() if framework},
+        installed={name: framework.version for name, framework in frameworks.items() if framework},
         loaded=loaded,
         build=build_facts(wheels, wheel_hash(installed)),
         cpu_flags=toolchain.cpu_flags,
@@ -106,60 +106,61 @@ def find_horovod(toolchain: Toolchain, wheels: Path, loaded: Mapping[str, Loaded
 
 
 def build_facts(wheels: Path, sha256: str | None) -> Mapping[str, Any]:
-    """Return what the cached wheel with this hash was built from; empty where there is none."""
+    """Return the build facts of the cached wheel with this hash; empty if there is none."""
     for file in sorted(wheels.glob("*/build.json")) if sha256 else ():
-        notes = read_json(file)
-        if notes.get("sha256") == sha256 and isinstance(notes.get("facts"), dict):
-            return dict(notes["facts"])
+        record = read_json(file)
+        if record.get("sha256") == sha256 and isinstance(record.get("facts"), dict):
+            return dict(record["facts"])
     return {}
 
 
 def present_extensions() -> list[str]:
-    """Return the frameworks that the installed Horovod has a library for."""
+    """Return the frameworks for which the installed Horovod has a library."""
     return [framework for framework in HOROVOD.requires if extension(framework)]
 
 
 def horovod_findings(facts: HorovodFacts) -> Iterator[Finding]:
-    """Judge Horovod: there, built for this processor, and loading with each framework."""
+    """Judge Horovod: installed, built for this processor, and loading with each framework."""
     if not facts.version:
         yield Finding("Horovod", ABSENT, "not installed", "hvdtrain install-horovod")
         return
     yield _processor(facts)
     for framework, loaded in facts.loaded.items():
         yield _library(framework, loaded, facts)
-    for framework in facts.here.keys() - facts.loaded.keys():
+    for framework in facts.installed.keys() - facts.loaded.keys():
         yield Finding(
             f"Horovod, {PACKAGES[framework]}",
             WARNING,
             f"Horovod was not built for {PACKAGES[framework]}, which is installed",
-            f"hvdtrain install-horovod, to train with --framework {framework} on several ranks",
+            f"hvdtrain install-horovod; needed for --framework {framework} on several ranks",
         )
 
 
 def gpu_tensor_findings(
     facts: HorovodFacts, toolchain: Toolchain, *, has_nccl: bool, gpus: int
 ) -> Iterator[Finding]:
-    """Tell what Horovod does with tensors on a GPU, and what keeps it from doing better.
+    """Judge how Horovod reduces tensors on a GPU.
 
-    Nothing is told where no framework has such tensors.
+    Yields nothing if no framework has such tensors.
 
     Args:
         facts: the installed Horovod.
-        toolchain: what there is to build another one with.
-        has_nccl: whether it has GPU operations.
-        gpus: how many GPUs are here; a login node often has none.
+        toolchain: the frameworks, and the tools to build Horovod.
+        has_nccl: whether the installed Horovod has GPU operations.
+        gpus: number of GPUs of this host; a login node often has none.
     """
-    frameworks = [one for one in (toolchain.torch, toolchain.tensorflow) if one and one.cuda]
-    if not facts.version or not frameworks:
+    torch, tensorflow = toolchain.torch, toolchain.tensorflow
+    cuda = (torch and torch.cuda) or (tensorflow and tensorflow.cuda)
+    if not facts.version or not cuda:
         return
     check = "Horovod, GPU tensors"
     if has_nccl:
-        yield Finding(check, OK, "summed on the GPU, by NCCL")
+        yield Finding(check, OK, "reduced on the GPU, by NCCL")
         return
     missing = nccl_problems(tuple(facts.loaded), toolchain)
-    evidence = "hvdtrain sums them in host memory; other scripts hang or crash with them"
+    evidence = "hvdtrain reduces them in host memory; other scripts hang or crash with them"
     if missing:
-        evidence, remedy = f"{evidence} (no NCCL: {missing[0].what})", missing[0].remedy
+        evidence, remedy = f"{evidence} (no NCCL: {missing[0].cause})", missing[0].remedy
     else:
         remedy = f"{REBUILD} builds it with NCCL"
     yield Finding(check, WARNING if gpus else ABSENT, evidence, remedy)
@@ -167,29 +168,31 @@ def gpu_tensor_findings(
 
 def _processor(facts: HorovodFacts) -> Finding:
     build = facts.build
-    told = f"{facts.version}, built with {build['mpi']}" if build.get("mpi") else facts.version
+    version = f"{facts.version}, built with {build['mpi']}" if build.get("mpi") else facts.version
     flags = build.get("cpu")
-    lacking = sorted(set(flags) - set(facts.cpu_flags)) if isinstance(flags, list) else []
-    if lacking:
+    missing = sorted(set(flags) - set(facts.cpu_flags)) if isinstance(flags, list) else []
+    if missing:
         return Finding(
             "Horovod",
             ERROR,
-            f"{told}, for a processor with {', '.join(flag[2:] for flag in lacking)}, which this "
-            "one lacks: it would end with an illegal instruction",
+            f"{version}, for a processor with {', '.join(flag[2:] for flag in missing)}; this one "
+            "would raise SIGILL (illegal instruction)",
             f"{REBUILD} on this kind of host",
         )
-    return Finding("Horovod", OK, told)
+    return Finding("Horovod", OK, version)
 
 
 def _library(framework: str, loaded: Loaded, facts: HorovodFacts) -> Finding:
     name, check = PACKAGES[framework], f"Horovod, {PACKAGES[framework]}"
-    built, here = facts.built_for.get(framework), facts.here.get(framework)
-    if here is None:
+    built, installed = facts.built_for.get(framework), facts.installed.get(framework)
+    if installed is None:
         evidence = f"built for {name} {built or '(version unknown)'}, which is not installed"
         return Finding(check, ABSENT, evidence)
-    versions = f"built for {name} {built}, {here} is installed" if built != here else f"for {here}"
+    versions = f"for {installed}"
+    if built != installed:
+        versions = f"built for {name} {built}, {installed} is installed"
     if loaded.error:
         return Finding(check, ERROR, f"it does not load ({versions}): {loaded.error}", REBUILD)
-    if built != here:
-        return Finding(check, WARNING, f"{versions}; it loads all the same", REBUILD)
+    if built != installed:
+        return Finding(check, WARNING, f"{versions}; it loads nevertheless", REBUILD)
     return Finding(check, OK, f"loads, {versions}")

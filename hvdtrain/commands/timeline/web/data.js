@@ -1,8 +1,8 @@
 "use strict";
-// The data of the page as lanes of bars. Times are microseconds since the first event shown.
+// The data of the page as lanes of bars. Times are microseconds since the first displayed event.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const WAITS = data.kinds.length; // fills: one for each kind of phase, and two for the ranks
+const WAITS = data.kinds.length; // fills: one per kind of phase, and two for the ranks
 const LATE = WAITS + 1;
 const fillNames = [...data.kinds, "rank waits for others", "rank is late"];
 const OPERATION = data.kinds.indexOf("operation");
@@ -26,15 +26,15 @@ function firstAfter(values, value) {
   return low;
 }
 
-// Pieces [start, end, fill, bar] that do not overlap, as columns in the order of time.
+// Non-overlapping pieces [start, end, fill, bar] as columns, sorted by time.
 function layer(pieces) {
   pieces.sort((a, b) => a[0] - b[0]);
   const column = (i) => Float64Array.from(pieces, (piece) => piece[i]);
   return { start: column(0), end: column(1), fill: column(2), bar: column(3) };
 }
 
-// A lane a tensor: behind, thin, whole operations; in front what they are made of. First those that
-// come back in every step.
+// One lane per tensor: behind, thin, whole operations; in front their parts. Tensors that recur in
+// every step come first.
 function tensorLanes() {
   const behind = data.rows.map(() => []);
   const front = data.rows.map(() => []);
@@ -49,17 +49,17 @@ function tensorLanes() {
   }));
 }
 
-// The ticks of a negotiation: [rank, time], the first to be ready first.
+// The ticks of a negotiation: [rank, time], sorted by time.
 function ticksOf(bar) {
   const { bar: bars, rank, time } = data.ticks;
-  const found = [];
+  const ticks = [];
   for (let i = firstAfter(bars, bar - 1); i < bars.length && bars[i] === bar; i++) {
-    found.push([rank[i], time[i]]);
+    ticks.push([rank[i], time[i]]);
   }
-  return found;
+  return ticks;
 }
 
-// A lane per rank: behind when it waits, from its own tick to the last one; in front when it is late.
+// One lane per rank: behind its waits, from its tick to the last one; in front its lateness.
 function rankLanes() {
   const waits = new Map();
   const late = new Map();
@@ -83,7 +83,7 @@ function rankLanes() {
   }));
 }
 
-// Overlapping pieces as one.
+// Merge overlapping pieces.
 function joined(pieces) {
   pieces.sort((a, b) => a[0] - b[0]);
   const result = [];
@@ -105,7 +105,7 @@ function duration(micros) {
   return `${micros.toFixed(0)} µs`;
 }
 
-// All that is known of a bar, in words.
+// Describe a bar in words.
 function describe(lane, bar, fill) {
   const at = `${((data.begin + startOf(bar)) / 1e6).toFixed(6)} s`;
   const lines = [data.rows[data.bars.row[bar]]];

@@ -1,11 +1,11 @@
-// Drawing. Bars thinner than a pixel or so share a place: each kind gets its share of the height.
+// Drawing. Bars thinner than FINEST share a slot: each kind gets its share of the height.
 
 const canvas = document.getElementById("canvas");
 const LANE = 18; // pixels
 const OVERVIEW = 34;
 const AXIS = 20;
 const TOP = OVERVIEW + AXIS;
-const FINEST = 1.5; // pixels; thinner bars share one place
+const FINEST = 1.5; // pixels; thinner bars share one slot
 
 const view = { from: 0, to: data.span || 1, scroll: 0 };
 const shown = { lanes, hidden: new Set(), selected: null };
@@ -31,7 +31,7 @@ function readColours() {
   });
 }
 
-// A colour with diagonal lines, which tell it from others in grey; plain where it is too small.
+// A colour with diagonal lines, to be distinguishable in grey; plain in small bars.
 function striped(ground, line, width) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 8;
@@ -55,19 +55,19 @@ function paint(context, fill, x, y, width, height) {
   context.fillRect(x, y, width, height);
 }
 
-// Draw the pieces of a layer that are in view; returns how many rectangles that took.
+// Draw the pieces of a layer that are in view; return the number of rectangles.
 function drawLayer(context, { start, end, fill }, y, height) {
   const factor = scale();
   let count = 0;
-  let place = -1; // left edge of the place that thin bars share
-  const shares = new Float64Array(fillNames.length); // pixels of each kind in that place
+  let slot = -1; // left edge of the current slot of thin bars
+  const shares = new Float64Array(fillNames.length); // pixels of each kind in that slot
   const flush = () => {
     let bottom = y + height;
     shares.forEach((pixels, kind) => {
       if (!pixels) return;
       const high = Math.min(Math.max(1, (height * pixels) / FINEST), bottom - y);
       bottom -= high;
-      paint(context, kind, place, bottom, FINEST, high);
+      paint(context, kind, slot, bottom, FINEST, high);
       count++;
       shares[kind] = 0;
     });
@@ -81,9 +81,9 @@ function drawLayer(context, { start, end, fill }, y, height) {
       count++;
       continue;
     }
-    if (left >= place + FINEST) {
+    if (left >= slot + FINEST) {
       flush();
-      place = left;
+      slot = left;
     }
     shares[fill[i]] += Math.max(right - left, 1e-6);
   }
@@ -91,7 +91,7 @@ function drawLayer(context, { start, end, fill }, y, height) {
   return count;
 }
 
-// What lies after the bars that this page holds.
+// Shade the time after the bars that are in this page.
 function drawMissing(context) {
   if (data.detail === null || data.detail > view.to) return;
   const x = Math.max(size.gutter, pixelOf(data.detail));
@@ -143,7 +143,7 @@ function drawSelected(context) {
   context.strokeRect(left, TOP + i * LANE - view.scroll + 1, width, LANE - 2);
 }
 
-// A name without most of its beginning, so that it fits into the gutter: the end tells them apart.
+// Shorten a name to fit into the gutter, keeping most of its end, which distinguishes names.
 function fitted(context, name) {
   const room = size.gutter - 8;
   if (context.measureText(name).width <= room) return name;
@@ -155,7 +155,7 @@ function fitted(context, name) {
   return "…";
 }
 
-// Ticks at round times, as close as their labels allow.
+// Draw ticks at round times, as close as their labels allow.
 function drawAxis(context) {
   const zero = data.begin + view.from;
   const span = view.to - view.from;
@@ -191,16 +191,16 @@ function drawAxis(context) {
 function drawSteps(context) {
   const { start } = data.steps;
   const [first, last] = [firstAfter(start, view.from - 1), firstAfter(start, view.to)];
-  if (last - first > size.width / 12) return; // they would fill the view
+  if (last - first > size.width / 12) return; // the lines would fill the view
   context.fillStyle = colours.line;
   for (const time of start.slice(first, last)) {
     context.fillRect(pixelOf(time), TOP, 1, size.height - TOP);
   }
 }
 
-// The whole file: what it was doing, stretch by stretch, and a frame around what is in view.
+// Draw the states over the whole file, and a frame around the part in view.
 function drawOverview(context) {
-  const { width, rows } = data.course;
+  const { width, rows } = data.history;
   const room = size.width - size.gutter;
   const x = (time) => size.gutter + (time / (data.span || 1)) * room;
   context.fillStyle = colours.ground;

@@ -1,14 +1,14 @@
-// What the reader does: zoom, move, point, search, filter.
+// User input: zoom, move, point, search, filter.
 
 const details = document.getElementById("details");
 const note = document.getElementById("note");
 const search = document.getElementById("search");
-const SHORTEST = 5; // microseconds in view, at least
+const SHORTEST = 5; // minimum number of microseconds in view
 const end = data.detail === null ? data.span : data.detail;
 let waiting = false;
 
-// Draw soon, once for all that has changed until then.
-function changed() {
+// Schedule a drawing, one for all changes until the next frame.
+function redraw() {
   if (waiting) return;
   waiting = true;
   requestAnimationFrame(() => {
@@ -21,7 +21,7 @@ function show(from, to) {
   const length = Math.min(Math.max(to - from, SHORTEST), data.span || 1);
   view.from = Math.min(Math.max(from, 0), Math.max(0, (data.span || 1) - length));
   view.to = view.from + length;
-  changed();
+  redraw();
 }
 
 function zoom(factor, pixel = (size.width + size.gutter) / 2) {
@@ -35,16 +35,16 @@ const move = (share) => {
 };
 
 function scroll(pixels) {
-  const most = Math.max(0, shown.lanes.length * LANE - (size.height - TOP));
-  view.scroll = Math.min(Math.max(view.scroll + pixels, 0), most);
-  changed();
+  const limit = Math.max(0, shown.lanes.length * LANE - (size.height - TOP));
+  view.scroll = Math.min(Math.max(view.scroll + pixels, 0), limit);
+  redraw();
 }
 
 // The piece under a point of the canvas: { lane, bar, fill, start, end }, or null.
 function pieceAt(x, y) {
   const lane = shown.lanes[Math.floor((y - TOP + view.scroll) / LANE)];
   if (!lane || y < TOP || x < size.gutter) return null;
-  const reach = 3 / scale(); // thin bars can be hit beside them
+  const reach = 3 / scale(); // thin bars have a margin for the pointer
   const time = timeAt(x);
   for (const { start, end: ends, fill, bar } of [...lane.layers].reverse()) {
     let best = -1;
@@ -69,11 +69,11 @@ function point(event) {
   return [event.clientX - box.left, event.clientY - box.top];
 }
 
-function tell(piece) {
+function showDetails(piece) {
   if (piece) details.textContent = describe(piece.lane, piece.bar, piece.fill);
 }
 
-// Pointers: one moves, two pinch, one that stays is a tap; in the overview it goes there.
+// Pointers: one moves the view, two zoom, a still one is a tap; in the overview it sets the time.
 const pointers = new Map();
 let moved = 0;
 
@@ -87,14 +87,14 @@ canvas.addEventListener("pointermove", (event) => {
   const [x, y] = point(event);
   const before = pointers.get(event.pointerId);
   if (!before) {
-    tell(pieceAt(x, y));
+    showDetails(pieceAt(x, y));
     return;
   }
   moved += Math.abs(x - before[0]) + Math.abs(y - before[1]);
   if (pointers.size === 2) {
-    const other = [...pointers].find(([id]) => id !== event.pointerId)[1];
+    const second = [...pointers].find(([id]) => id !== event.pointerId)[1];
     const distance = (a, b) => Math.max(20, Math.hypot(a[0] - b[0], a[1] - b[1]));
-    zoom(distance(before, other) / distance([x, y], other), (x + other[0]) / 2);
+    zoom(distance(before, second) / distance([x, y], second), (x + second[0]) / 2);
   } else if (before[1] < OVERVIEW) {
     goTo(x);
   } else if (moved > 5) {
@@ -110,8 +110,8 @@ canvas.addEventListener("pointerup", (event) => {
     if (y < OVERVIEW) goTo(x);
     else {
       shown.selected = pieceAt(x, y);
-      tell(shown.selected);
-      changed();
+      showDetails(shown.selected);
+      redraw();
     }
   }
   pointers.delete(event.pointerId);
@@ -147,11 +147,11 @@ canvas.addEventListener("keydown", (event) => {
   keys[event.key]();
 });
 
-// Show the step that stands at this place of the table of steps, and a little around it.
-function showStep(place) {
+// Show the step at this index of the table of steps, with a small margin.
+function showStep(index) {
   const { start } = data.steps;
   if (!start.length) return;
-  const i = Math.min(Math.max(place, 0), start.length - 1);
+  const i = Math.min(Math.max(index, 0), start.length - 1);
   const stop = i + 1 < start.length ? start[i + 1] : end;
   const margin = 0.03 * (stop - start[i]);
   show(start[i] - margin, stop + margin);
@@ -167,9 +167,9 @@ for (const [name, action] of Object.entries(buttons)) {
 }
 for (const button of document.querySelectorAll("button.step")) {
   button.addEventListener("click", () => {
-    const place = data.steps.number.indexOf(Number(button.dataset.step));
-    if (place >= 0) showStep(place);
-    else note.textContent = `Step ${button.dataset.step} lies after what this page shows in detail.`;
+    const index = data.steps.number.indexOf(Number(button.dataset.step));
+    if (index >= 0) showStep(index);
+    else note.textContent = `Step ${button.dataset.step} is after the bars in this page.`;
     document.getElementById("view").scrollIntoView();
   });
 }
@@ -177,13 +177,13 @@ for (const button of document.querySelectorAll("button.step")) {
 search.addEventListener("input", () => {
   const words = search.value.toLowerCase();
   shown.lanes = lanes.filter((l) => l.rank !== null || l.name.toLowerCase().includes(words));
-  const found = shown.lanes.filter((lane) => lane.rank === null).length;
-  note.textContent = words ? `${found} of ${data.rows.length} tensors` : "";
+  const count = shown.lanes.filter((lane) => lane.rank === null).length;
+  note.textContent = words ? `${count} of ${data.rows.length} tensors` : "";
   view.scroll = 0;
-  changed();
+  redraw();
 });
 
-function makeFilter() {
+function createFilter() {
   const used = new Set(lanes.flatMap((lane) => lane.layers.flatMap((l) => [...new Set(l.fill)])));
   fillNames.forEach((name, fill) => {
     if (!used.has(fill)) return;
@@ -193,7 +193,7 @@ function makeFilter() {
     box.addEventListener("change", () => {
       if (box.checked) shown.hidden.delete(fill);
       else shown.hidden.add(fill);
-      changed();
+      redraw();
     });
     swatch.width = 22;
     swatch.height = 14;
@@ -208,15 +208,15 @@ function recolour() {
   for (const swatch of document.querySelectorAll("#filter canvas")) {
     paint(swatch.getContext("2d"), Number(swatch.dataset.fill), 0, 0, 22, 14);
   }
-  changed();
+  redraw();
 }
 
-makeFilter();
+createFilter();
 recolour();
 if (data.detail !== null) {
-  note.textContent = `Bars are shown up to ${((data.begin + data.detail) / 1e6).toFixed(2)} s; `
-    + "hvdtrain timeline --slice FROM:TO --html makes a page of another part.";
+  note.textContent = `Bars up to ${((data.begin + data.detail) / 1e6).toFixed(2)} s are in this page; `
+    + "use hvdtrain timeline --slice FROM:TO --html for another part.";
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
-new ResizeObserver(changed).observe(canvas);
+new ResizeObserver(redraw).observe(canvas);
 showStep(Math.min(1, data.steps.start.length - 1));

@@ -1,4 +1,4 @@
-"""Data sets over HTTP, from a server on this machine that can be as bad as real ones."""
+"""Datasets over HTTP, from a local server with the faults of real ones."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from hvdtrain.commands.data_fetch.fetch import Fetch
 from hvdtrain.errors import HvdtrainError, UsageError
 from tests.conftest import SHARED
 
-NAMED = {one.name: one for one in DATA_SETS}
+NAMED = {data_set.name: data_set for data_set in DATA_SETS}
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``files``; with the faults that a test asks for."""
+    """Serves ``files``, with the faults that a test requests."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
-        self.asked: list[tuple[str, int]] = []  # names, and the bytes from which they were wanted
-        self.breaks_after: list[int] = []  # bytes, of one answer after the other
-        self.ranges = self.says_length = True
+        self.requests: list[tuple[str, int]] = []  # names and first bytes
+        self.breaks_after: list[int] = []  # bytes, per response
+        self.ranges = self.sends_length = True
         self.status = 0
 
     @property
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.path.rpartition("/")[2]
         first = int(self.headers.get("Range", "bytes=0-")[6:].rstrip("-"))
-        self.server.asked.append((name, first))
+        self.server.requests.append((name, first))
         if self.server.status or name not in self.server.files:
             self.send_error(self.server.status or 404)
             return
@@ -68,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
             sent = content
-        if self.server.says_length:
+        if self.server.sends_length:
             self.send_header("Content-Length", str(len(sent)))
         self.end_headers()
         if self.server.breaks_after:
@@ -100,7 +100,7 @@ def remote_of(name: str, content: bytes, holds: tuple[str, ...], *, known: bool 
 def served(
     server: Server, like: str, known: bool, **files: tuple[bytes, tuple[str, ...]]
 ) -> DataSet:
-    """A data set in the form of ``like``, whose files the server has."""
+    """Return a dataset in the format of ``like``, with files on the server."""
     remotes = []
     for word, (content, holds) in files.items():
         name = word.replace("__", ".")
@@ -138,36 +138,40 @@ def files_below(folder: Path) -> dict[str, bytes]:
 NOISE = np.random.default_rng(0).bytes(100_000)
 
 
-def test_a_file_that_is_broken_off_goes_on_where_it_stood(server: Server, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_continued(server: Server, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     server.breaks_after = [30_000, 0, 0, 50_000]
     Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"a.gz": NOISE}
     firsts = [0, 30_000, 30_000, 30_000, 80_000]
-    assert server.asked == [("a.gz", first) for first in firsts]
+    assert server.requests == [("a.gz", first) for first in firsts]
     assert not Fetch(data_set, tmp_path, server.url).missing()
 
 
-def test_also_by_the_next_call(server: Server, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_continued_by_the_next_run(
+    server: Server, tmp_path: Path
+) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     server.breaks_after = [30_000, *[0] * fetching.TRIES]
-    with pytest.raises(HvdtrainError, match=r"a\.gz cannot be had \(the connection was closed"):
+    with pytest.raises(
+        HvdtrainError, match=r"a\.gz cannot be downloaded \(the connection was closed"
+    ):
         Fetch(data_set, tmp_path, server.url).run()
-    assert len(server.asked) == 1 + fetching.TRIES
+    assert len(server.requests) == 1 + fetching.TRIES
     assert files_below(tmp_path) == {}
     Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"a.gz": NOISE}
-    assert server.asked[-1] == ("a.gz", 30_000)
+    assert server.requests[-1] == ("a.gz", 30_000)
 
 
-def test_a_server_that_always_begins_anew(server: Server, tmp_path: Path) -> None:
+def test_a_server_without_ranges_is_supported(server: Server, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     server.ranges, server.breaks_after = False, [60_000]
     Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"a.gz": NOISE}
 
 
-def test_another_content_is_not_taken(server: Server, tmp_path: Path) -> None:
+def test_a_file_with_another_checksum_is_rejected(server: Server, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     server.files["a.gz"] = NOISE[::-1]
     with pytest.raises(HvdtrainError, match="MD5"):
@@ -177,33 +181,33 @@ def test_another_content_is_not_taken(server: Server, tmp_path: Path) -> None:
     assert files_below(tmp_path) == {"a.gz": NOISE}
 
 
-def test_nor_one_of_another_size(server: Server, tmp_path: Path) -> None:
+def test_a_file_of_another_size_is_rejected(server: Server, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     server.files["a.gz"] = NOISE + b"."
     for server.ranges in (True, False):
         with pytest.raises(
-            HvdtrainError, match=r"expected are 100,000 bytes, and the server answers with .*100001"
+            HvdtrainError, match=r"expected 100,000 bytes, but the server reports .*100001"
         ):
             Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {}
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_a_refusal_ends_it_at_once(server: Server, status: int, tmp_path: Path) -> None:
+def test_an_http_error_is_not_retried(server: Server, status: int, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     server.status = status
-    with pytest.raises(HvdtrainError, match=f"the server answers {status}"):
+    with pytest.raises(HvdtrainError, match=f"HTTP error {status}"):
         Fetch(data_set, tmp_path, server.url).run()
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
-def test_without_network_it_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_network_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with pytest.raises(HvdtrainError, match=r"cannot be had \(.*login node; https_proxy"):
+    with pytest.raises(HvdtrainError, match=r"cannot be downloaded \(.*https_proxy"):
         Fetch(NAMED["mnist"], tmp_path, "http://127.0.0.1:9").run()  # the port "discard"
 
 
-def test_an_image_folder_out_of_a_tar(server: Server, tmp_path: Path) -> None:
+def test_an_image_folder_is_unpacked_from_a_tar(server: Server, tmp_path: Path) -> None:
     content = tarred(
         {
             "imagenette2/val/n01/1.JPEG": b"val",
@@ -219,7 +223,7 @@ def test_an_image_folder_out_of_a_tar(server: Server, tmp_path: Path) -> None:
     ]
 
 
-def test_coco_out_of_zips(server: Server, tmp_path: Path) -> None:
+def test_coco_is_unpacked_from_zips(server: Server, tmp_path: Path) -> None:
     notes = ("annotations/instances_val2017.json", "annotations/captions_val2017.json")
     data_set = served(
         server,
@@ -232,7 +236,7 @@ def test_coco_out_of_zips(server: Server, tmp_path: Path) -> None:
     assert list(files_below(tmp_path)) == [notes[0], "val2017/000000000007.jpg"]
 
 
-def test_a_zip_that_is_damaged_is_fetched_anew(server: Server, tmp_path: Path) -> None:
+def test_a_damaged_zip_is_downloaded_again(server: Server, tmp_path: Path) -> None:
     right = zipped({"val2017/7.jpg": NOISE})
     data_set = served(server, "coco", False, v__zip=(right, ("val2017",)))
     wrong = bytearray(right)
@@ -246,7 +250,7 @@ def test_a_zip_that_is_damaged_is_fetched_anew(server: Server, tmp_path: Path) -
     assert files_below(tmp_path) == {"val2017/7.jpg": NOISE}
 
 
-def test_cifar10_is_an_image_folder(server: Server, tmp_path: Path) -> None:
+def test_cifar10_becomes_an_image_folder(server: Server, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (12, 3, 32, 32), np.uint8)
     records = [bytes([label]) + image.tobytes() for label, image in enumerate(pixels[:10])]
     more = [bytes([9]) + image.tobytes() for image in pixels[10:]]
@@ -259,8 +263,7 @@ def test_cifar10_is_an_image_folder(server: Server, tmp_path: Path) -> None:
     )
     data_set = served(server, "cifar10", True, c__gz=(content, ("train", "val")))
     Fetch(data_set, tmp_path, server.url).run()
-    found = files_below(tmp_path)
-    assert len(found) == 12
+    assert len(files_below(tmp_path)) == 12
     with Image.open(tmp_path / "train" / "cat" / "2-00003.png") as image:
         assert (np.asarray(image) == pixels[3].transpose(1, 2, 0)).all()
     with Image.open(tmp_path / "val" / "truck" / "0-00001.png") as image:
@@ -268,63 +271,65 @@ def test_cifar10_is_an_image_folder(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train/../../../../evil", "/EVIL"])
-def test_what_lies_outside_is_refused(server: Server, name: str, tmp_path: Path) -> None:
+def test_members_outside_the_folder_are_rejected(server: Server, name: str, tmp_path: Path) -> None:
     name = name.replace("/EVIL", f"{tmp_path}/evil")
     content = tarred({"train/n/1.jpg": b"", name: b""})
     data_set = served(server, "imagenette", True, i__tgz=(content, ("train",)))
     bare = dataclasses.replace(data_set, files=members)
-    with pytest.raises(HvdtrainError, match="evil lies outside of it"):
+    with pytest.raises(HvdtrainError, match="evil is outside"):
         Fetch(bare, tmp_path / "in", server.url).run()
     assert not (tmp_path / "evil").exists()
 
 
-def test_files_of_the_user_stay(server: Server, tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(server: Server, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     (tmp_path / "a.gz").write_text("mine")
-    with pytest.raises(UsageError, match=r"a\.gz is there already, and would be overwritten"):
+    with pytest.raises(UsageError, match=r"a\.gz exists and would be overwritten"):
         Fetch(data_set, tmp_path, server.url).run()
     assert (tmp_path / "a.gz").read_text() == "mine"
-    assert not server.asked
+    assert not server.requests
 
 
-def test_a_folder_without_room_or_none_at_all(tmp_path: Path) -> None:
+def test_too_little_space_or_no_directory_is_rejected(tmp_path: Path) -> None:
     huge = dataclasses.replace(NAMED["coco"].remotes[0], size=2**60)
-    with pytest.raises(UsageError, match=r"takes up to .* GiB there, and .* GiB are free"):
+    with pytest.raises(UsageError, match=r"needs up to .* GiB, and .* GiB are free"):
         Fetch(dataclasses.replace(NAMED["coco"], remotes=(huge,)), tmp_path / "new").run()
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="no folder that you may write to"):
+    with pytest.raises(UsageError, match="not a writable directory"):
         Fetch(NAMED["mnist"], tmp_path / "file").run()
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
-def test_ended_while_it_puts_things_in_place(server: Server, moved: int, tmp_path: Path) -> None:
-    """As after SIGKILL: what was unpacked is moved by the next call, without a download."""
+def test_an_installation_that_was_killed_is_completed(
+    server: Server, moved: int, tmp_path: Path
+) -> None:
+    """After SIGKILL, the next run moves the unpacked files, without a download."""
     content = tarred({"i/train/n/1.jpg": b"1", "i/val/n/2.jpg": b"2"})
     data_set = served(server, "imagenette", True, i__tgz=(content, ("train", "val")))
     unpacked = tmp_path / ".data-fetch" / "imagenette" / "i.tgz.unpacked"
-    for place, (name, text) in enumerate({"train": "1", "val": "2"}.items()):
-        folder = (tmp_path if place < moved else unpacked) / name / "n"
+    for index, (name, text) in enumerate({"train": "1", "val": "2"}.items()):
+        folder = (tmp_path if index < moved else unpacked) / name / "n"
         folder.mkdir(parents=True)
         (folder / f"{text}.jpg").write_text(text)
     unpacked.mkdir(parents=True, exist_ok=True)
     Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"train/n/1.jpg": b"1", "val/n/2.jpg": b"2"}
-    assert not server.asked
+    assert not server.requests
     assert not unpacked.exists()
 
 
-def test_killed_while_it_downloads(server: Server, tmp_path: Path) -> None:
-    """By SIGKILL, in a process of its own: the next one goes on, and takes the lock."""
+def test_a_killed_download_is_continued(server: Server, tmp_path: Path) -> None:
+    """After SIGKILL of another process, the next one continues, and acquires the lock."""
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     server.breaks_after = [40_000, 0]
     program = f"""
 import os, signal
 from pathlib import Path
 from hvdtrain.commands.data_fetch import fetch  # whose pause between two tries ends the process
-from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote, itself
+from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote, unchanged
 fetch.time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
 remote = {data_set.remotes[0]!r}
-data_set = DataSet("mnist", "", "", (remote,), itself)
+data_set = DataSet("mnist", "", "", (remote,), unchanged)
 fetch.Fetch(data_set, Path({str(tmp_path)!r}), {server.url!r}).run()
 """
     ended = subprocess.run(
@@ -332,29 +337,29 @@ fetch.Fetch(data_set, Path({str(tmp_path)!r}), {server.url!r}).run()
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     Fetch(data_set, tmp_path, server.url).run()
-    assert server.asked[-1] == ("a.gz", 40_000)
+    assert server.requests[-1] == ("a.gz", 40_000)
     assert files_below(tmp_path) == {"a.gz": NOISE}
 
 
-def test_two_at_once_download_once(server: Server, tmp_path: Path) -> None:
+def test_parallel_runs_download_once(server: Server, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(Fetch(data_set, tmp_path, server.url).run) for _ in range(2)]
-    assert [one.result() for one in runs] == [None, None]
+    assert [run.result() for run in runs] == [None, None]
     assert files_below(tmp_path) == {"a.gz": NOISE}
-    assert server.asked == [("a.gz", 0)]
+    assert server.requests == [("a.gz", 0)]
 
 
-def test_two_data_sets_with_files_of_one_name(server: Server, tmp_path: Path) -> None:
-    one = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    Fetch(one, tmp_path, server.url).run()
-    other = served(server, "fashion-mnist", True, a__gz=(NOISE[::-1], ("a.gz",)))
-    with pytest.raises(UsageError, match=r"a\.gz is there already, and would be overwritten"):
-        Fetch(other, tmp_path, server.url).run()
+def test_datasets_do_not_overwrite_each_others_files(server: Server, tmp_path: Path) -> None:
+    first = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
+    Fetch(first, tmp_path, server.url).run()
+    second = served(server, "fashion-mnist", True, a__gz=(NOISE[::-1], ("a.gz",)))
+    with pytest.raises(UsageError, match=r"a\.gz exists and would be overwritten"):
+        Fetch(second, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"a.gz": NOISE}
 
 
-def test_what_comes_into_the_way_meanwhile_stays(server: Server, tmp_path: Path) -> None:
+def test_files_created_meanwhile_are_not_overwritten(server: Server, tmp_path: Path) -> None:
     def files(path: Path) -> Files:
         (tmp_path / "a.gz").write_text("mine")
         yield path.name, io.BytesIO(b"theirs")
@@ -365,18 +370,18 @@ def test_what_comes_into_the_way_meanwhile_stays(server: Server, tmp_path: Path)
     assert files_below(tmp_path) == {"a.gz": b"mine"}
 
 
-def test_what_is_removed_is_fetched_anew(server: Server, tmp_path: Path) -> None:
+def test_removed_files_are_downloaded_again(server: Server, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)), b__gz=(b"b", ("b.gz",)))
     Fetch(data_set, tmp_path, server.url).run()
     (tmp_path / "a.gz").unlink()
     assert not Fetch(data_set, tmp_path, server.url).is_done
     Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"a.gz": NOISE, "b.gz": b"b"}
-    assert [name for name, _ in server.asked] == ["a.gz", "b.gz", "a.gz"]
+    assert [name for name, _ in server.requests] == ["a.gz", "b.gz", "a.gz"]
 
 
-def test_what_a_killed_call_left_takes_no_room(server: Server, tmp_path: Path) -> None:
-    """Killed while it unpacked, and killed before it cleared away."""
+def test_files_of_a_killed_run_are_removed(server: Server, tmp_path: Path) -> None:
+    """Runs killed while unpacking, and before removing temporary files."""
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     fetch = Fetch(data_set, tmp_path, server.url)
     work = tmp_path / ".data-fetch" / "mnist"
@@ -385,7 +390,7 @@ def test_what_a_killed_call_left_takes_no_room(server: Server, tmp_path: Path) -
     (work / "a.gz").write_bytes(NOISE)
     assert fetch.room() == 110_000
     fetch.run()
-    assert not server.asked
+    assert not server.requests
     (work / "a.gz").write_bytes(NOISE)
     assert not fetch.is_done
     fetch.run()
@@ -393,25 +398,25 @@ def test_what_a_killed_call_left_takes_no_room(server: Server, tmp_path: Path) -
     assert fetch.room() == 0
 
 
-def test_a_busy_server_is_asked_again(server: Server, tmp_path: Path) -> None:
+def test_a_busy_server_is_retried(server: Server, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     server.status = 503
-    with pytest.raises(HvdtrainError, match=r"cannot be had \(503 Service Unavailable"):
+    with pytest.raises(HvdtrainError, match=r"cannot be downloaded \(503 Service Unavailable"):
         Fetch(data_set, tmp_path, server.url).run()
-    assert len(server.asked) == fetching.TRIES
+    assert len(server.requests) == fetching.TRIES
 
 
-def test_a_page_of_the_network_is_not_taken(server: Server, tmp_path: Path) -> None:
+def test_a_response_of_unknown_size_is_rejected(server: Server, tmp_path: Path) -> None:
     data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    server.says_length = server.ranges = False
-    with pytest.raises(HvdtrainError, match="something of unknown size"):
+    server.sends_length = server.ranges = False
+    with pytest.raises(HvdtrainError, match="an unknown size"):
         Fetch(data_set, tmp_path, server.url).run()
-    server.says_length = True
+    server.sends_length = True
     Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"a.gz": NOISE}
 
 
-def test_a_zip_that_names_no_known_method(server: Server, tmp_path: Path) -> None:
+def test_a_zip_with_an_unknown_method_is_rejected(server: Server, tmp_path: Path) -> None:
     content = bytearray(zipped({"val2017/000000000007.jpg": b"jpeg"}))
     content[content.index(b"PK\1\2") + 10] = 77  # the compression method, in the directory
     data_set = served(server, "coco", False, v__zip=(bytes(content), ("val2017",)))
@@ -422,18 +427,18 @@ def test_a_zip_that_names_no_known_method(server: Server, tmp_path: Path) -> Non
     ]
 
 
-def test_mnist_by_the_command(
+def test_the_command_downloads_mnist(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The real files, whose sizes and checksums are those of the catalogue."""
+    """The real files have the sizes and checksums of the catalogue."""
     real = SHARED / "data" / "mnist"
     if not real.is_dir():
-        pytest.skip(f"{real} is not there")
+        pytest.skip(f"{real} does not exist")
     server.files = {path.name: path.read_bytes() for path in real.glob("*.gz")}
     words = ["data-fetch", "mnist", "--to", str(tmp_path / "m"), "--mirror", f"{server.url}/mnist/"]
     assert cli.main([*words, "--dry-run", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["bytes"] for one in told["files"]] == [9_912_422, 28_881, 1_648_877, 4_542]
+    data = json.loads(capsys.readouterr().out)
+    assert [file["bytes"] for file in data["files"]] == [9_912_422, 28_881, 1_648_877, 4_542]
     assert not (tmp_path / "m").exists()
     assert cli.main(words) == 0
     trains = f"train on it: hvdtrain launch -n 2 -- python -m hvdtrain.mnist --data {tmp_path}/m"
@@ -441,16 +446,16 @@ def test_mnist_by_the_command(
     assert files_below(tmp_path / "m") == server.files
     assert cli.main(words) == 0
     assert capsys.readouterr().out == f"mnist is in {tmp_path}/m already\n{trains}\n"
-    assert len(server.asked) == 4
+    assert len(server.requests) == 4
 
 
-def test_a_mirror_is_an_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mirror_must_be_an_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data-fetch", "mnist", "--to", str(tmp_path), "--mirror", "/srv/mnist"]
     assert cli.main(words) == 2
-    assert "it is no address such as http://host/folder" in capsys.readouterr().err
+    assert "--mirror /srv/mnist: must be an address" in capsys.readouterr().err
 
 
-def test_a_name_that_no_folder_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_name_that_is_too_long_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--dry-run"]):
         assert cli.main(["data-fetch", "mnist", "--to", "x" * 300, *words]) == 2
         assert "File name too long" in capsys.readouterr().err

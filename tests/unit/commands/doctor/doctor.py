@@ -1,4 +1,4 @@
-"""What the tests of ``hvdtrain doctor`` share."""
+"""Helpers for the tests of ``hvdtrain doctor``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PLENTY = Resources(
 )
 
 
-def by_check(found: Iterator[Finding]) -> dict[str, Finding]:
-    """The findings by name; each that is bad has a remedy."""
-    table = {finding.check: finding for finding in found}
+def by_check(findings: Iterator[Finding]) -> dict[str, Finding]:
+    """Return the findings by name; check that each problem has a remedy."""
+    table = {finding.check: finding for finding in findings}
     for finding in table.values():
         bad = finding.state in (WARNING, ERROR)
         assert bool(finding.remedy) == bad or finding.state == ABSENT

@@ -1,4 +1,4 @@
-"""Findings: their states, exit code, and how they are shown."""
+"""Findings: states, exit code, and display."""
 
 from __future__ import annotations
 
@@ -39,19 +39,21 @@ def test_the_summary_counts() -> None:
     bad = [Finding("a", ERROR, ""), Finding("b", WARNING, ""), Finding("c", WARNING, "")]
     assert summary(bad) == "1 error, 2 warnings"
     assert summary(bad[1:]) == "2 warnings"
-    assert summary([Finding("a", OK, "")]) == "all well"
+    assert summary([Finding("a", OK, "")]) == "no problems found"
 
 
-def test_in_a_file_a_path_stays_whole() -> None:
-    found = [Finding("MPI", OK, LONG), Finding("current directory", ERROR, "full [x]", "free some")]
-    assert findings_text(found).splitlines() == [
+def test_a_path_is_not_wrapped_in_a_file() -> None:
+    directory = Finding("current directory", ERROR, "full [x]", "free some")
+    assert findings_text([Finding("MPI", OK, LONG), directory]).splitlines() == [
         f"ok     MPI                {LONG}",
         "error  current directory  full [x]",
         "                          -> free some",
     ]
 
 
-def test_on_a_terminal_they_are_coloured_and_fit_it(terminal_of: Callable[[int], None]) -> None:
+def test_findings_are_coloured_and_wrapped_on_a_terminal(
+    terminal_of: Callable[[int], None],
+) -> None:
     terminal_of(60)
     text = findings_text([Finding("MPI", WARNING, LONG, "remedy")])
     assert "\x1b[" in text
@@ -78,7 +80,7 @@ def test_times_are_readable(seconds: float, text: str) -> None:
     ("gigabytes", "text"),
     [(12.5, "12.5 GB/s"), (0.4, "400 MB/s"), (4e-6, "4 kB/s"), (2e-7, "0.2 kB/s"), (0.0, "0 kB/s")],
 )
-def test_small_messages_have_a_bandwidth_too(gigabytes: float, text: str) -> None:
+def test_small_bandwidths_are_readable(gigabytes: float, text: str) -> None:
     assert show_rate(gigabytes) == text
 
 
@@ -113,16 +115,16 @@ def test_the_allreduce_table() -> None:
     ]
 
 
-def test_on_two_ranks_both_bandwidths_are_one_column() -> None:
+def test_two_ranks_have_one_bandwidth_column() -> None:
     assert allreduce_text({**REPORT, "ranks": 2, "hosts": 1}).splitlines()[:2] == [
         "allreduce over 2 ranks on 1 host: median time, bandwidth",
         "   message   mpi4py   bandwidth   Horovod   bandwidth",
     ]
 
 
-def test_what_could_not_be_measured() -> None:
-    found = {finding.check: finding.state for finding in allreduce_findings(REPORT)}
-    assert found == {"allreduce, torch.distributed, Gloo": WARNING, "allreduce": OK}
+def test_failed_back_ends_are_reported() -> None:
+    states = {finding.check: finding.state for finding in allreduce_findings(REPORT)}
+    assert states == {"allreduce, torch.distributed, Gloo": WARNING, "allreduce": OK}
     broken = {**REPORT, "backends": {"horovod": {"state": "error", "reason": "its world is 1"}}}
     (finding,) = allreduce_findings(broken)
     assert (finding.state, finding.evidence) == (ERROR, "its world is 1")

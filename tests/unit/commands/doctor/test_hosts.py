@@ -1,4 +1,4 @@
-"""BatchSystem system, hosts and ranks: how `hvdtrain doctor` judges what it finds."""
+"""Findings of `hvdtrain doctor` on batch system, hosts and ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.unit.commands.doctor.doctor import PLENTY, by_check
 
 
 def test_no_batch_system() -> None:
-    found = by_check(hosts.batch_findings(hosts.BatchSystem((), "", Allocation("none")), {"login"}))
-    assert {finding.state for finding in found.values()} == {ABSENT}
+    batch = hosts.BatchSystem((), "", Allocation("none"))
+    findings = by_check(hosts.batch_findings(batch, {"login"}))
+    assert {finding.state for finding in findings.values()} == {ABSENT}
 
 
 PBS = Allocation("PBS", (Host("node1.cluster", 4), Host("node2", 4)))
@@ -29,15 +30,15 @@ PBS = Allocation("PBS", (Host("node1.cluster", 4), Host("node2", 4)))
 )
 def test_a_job(here: str, state: str) -> None:
     batch = hosts.BatchSystem(("/usr/bin/qsub",), "12.server", PBS)
-    found = by_check(hosts.batch_findings(batch, {here}))
-    assert found["scheduler"].evidence == "inside job 12.server (PBS)"
-    assert found["hosts of the job"].state == state
-    assert "node1.cluster:4, node2:4, 8 slots" in found["hosts of the job"].evidence
-    assert hosts.slots_here(PBS, {here}) == (4 if state == OK else 1)
+    findings = by_check(hosts.batch_findings(batch, {here}))
+    assert findings["scheduler"].evidence == "inside job 12.server (PBS)"
+    assert findings["hosts of the job"].state == state
+    assert "node1.cluster:4, node2:4, 8 slots" in findings["hosts of the job"].evidence
+    assert hosts.local_slots(PBS, {here}) == (4 if state == OK else 1)
 
 
 def test_this_host_by_name_and_by_address() -> None:
-    here = hosts.own_names()
+    here = hosts.local_names()
     for name in ("localhost", socket.gethostname(), f"{socket.gethostname()}.some.domain"):
         assert hosts.is_this_host(name, here)
     assert hosts.is_this_host("127.0.0.1", here)
@@ -45,18 +46,18 @@ def test_this_host_by_name_and_by_address() -> None:
     assert not hosts.is_this_host("10.1.2.3", {"10.1.2.4"})
 
 
-def test_a_nodefile_that_is_gone(tmp_path: Path) -> None:
+def test_a_missing_nodefile_is_an_error(tmp_path: Path) -> None:
     batch = hosts.find_batch({"PBS_NODEFILE": str(tmp_path / "gone"), "PBS_JOBID": "12.server"})
     finding = by_check(hosts.batch_findings(batch, {"node1"}))["hosts of the job"]
     assert finding.state == ERROR
     assert str(tmp_path / "gone") in finding.evidence
 
 
-def test_hosts_that_answer_and_hosts_that_do_not() -> None:
+def test_hosts_are_probed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert hosts.ask_host("127.0.0.1", port) == hosts.ANSWERS
-    answers = hosts.ask_hosts(["127.0.0.1", "nosuchhost.invalid"], port)
+        assert hosts.probe_host("127.0.0.1", port) == hosts.ANSWERS
+    answers = hosts.probe_hosts(["127.0.0.1", "nosuchhost.invalid"], port)
     assert answers == {"127.0.0.1": hosts.NO_SSH, "nosuchhost.invalid": hosts.UNKNOWN}
 
 
@@ -65,7 +66,7 @@ def test_hosts_that_answer_and_hosts_that_do_not() -> None:
     [
         ({}, ABSENT, "none in this job"),
         ({"a": hosts.ANSWERS, "b": hosts.ANSWERS}, OK, "a, b: answer"),
-        ({"a": hosts.ANSWERS, "b": hosts.NO_SSH}, WARNING, "b: there, without ssh"),
+        ({"a": hosts.ANSWERS, "b": hosts.NO_SSH}, WARNING, "b: reachable, without ssh"),
         ({"a": hosts.SILENT, "b": hosts.NO_SSH}, ERROR, "a: does not answer"),
         ({f"n{i}": hosts.UNKNOWN for i in range(9)}, ERROR, "n3 and 5 more: unknown name"),
     ],
@@ -94,16 +95,16 @@ def rank(number: int, host: str, **changes: Any) -> dict[str, Any]:
     return {**usual, **changes}
 
 
-def judge(*told: dict[str, Any], asked: int | None = None) -> dict[str, Finding]:
-    report = {"size": len(told), "announced": len(told), "ranks": list(told)}
-    return by_check(ranks.rank_findings(asked or len(told), [report], {"a"}))
+def judge(*reported: dict[str, Any]) -> dict[str, Finding]:
+    report = {"size": len(reported), "announced": len(reported), "ranks": list(reported)}
+    return by_check(ranks.rank_findings(len(reported), [report], {"a"}))
 
 
-def test_ranks_that_find_all_they_need() -> None:
-    found = judge(rank(1, "a"), rank(0, "a"), rank(2, "b"), rank(3, "b"))
-    assert {finding.state for finding in found.values()} == {OK}
-    assert found["ranks"].evidence == "4: a (ranks 0-1) and b (ranks 2-3)"
-    assert found["cores of the ranks"].evidence == "2 each"
+def test_ranks_without_problems() -> None:
+    findings = judge(rank(1, "a"), rank(0, "a"), rank(2, "b"), rank(3, "b"))
+    assert {finding.state for finding in findings.values()} == {OK}
+    assert findings["ranks"].evidence == "4: a (ranks 0-1) and b (ranks 2-3)"
+    assert findings["cores of the ranks"].evidence == "2 each"
 
 
 @pytest.mark.parametrize(
@@ -117,39 +118,39 @@ def test_ranks_that_find_all_they_need() -> None:
         ({"gpus": ["GPU-1"]}, "GPUs of the ranks", ERROR, "a (rank 0) sees no GPU"),
     ],
 )
-def test_a_rank_that_differs(changes: dict[str, Any], check: str, state: str, words: str) -> None:
+def test_a_differing_rank_is_reported(
+    changes: dict[str, Any], check: str, state: str, words: str
+) -> None:
     finding = judge(rank(0, "a"), rank(1, "b", **changes))[check]
     assert finding.state == state
     assert words in finding.evidence
 
 
-def test_ranks_that_share_a_gpu() -> None:
-    one = {"gpus": ["GPU-1"]}
-    assert judge(rank(0, "a", **one), rank(1, "a", **one))["GPUs of the ranks"].state == ERROR
-    assert judge(rank(0, "a", **one), rank(1, "b", **one))["GPUs of the ranks"].state == OK
+def test_ranks_that_share_a_gpu_are_an_error() -> None:
+    single = {"gpus": ["GPU-1"]}
+    assert judge(rank(0, "a", **single), rank(1, "a", **single))["GPUs of the ranks"].state == ERROR
+    assert judge(rank(0, "a", **single), rank(1, "b", **single))["GPUs of the ranks"].state == OK
     two = {"gpus": ["GPU-1", "GPU-2"]}
     assert judge(rank(0, "a", **two), rank(1, "a", **two))["GPUs of the ranks"].state == OK
 
 
-def test_ranks_that_find_themselves_alone() -> None:
-    alone = {"size": 1, "announced": 2, "ranks": [rank(0, "a")]}
-    (finding,) = ranks.rank_findings(2, [alone, alone], {"a"})
+def test_ranks_in_separate_worlds_are_an_error() -> None:
+    single = {"size": 1, "announced": 2, "ranks": [rank(0, "a")]}
+    (finding,) = ranks.rank_findings(2, [single, single], {"a"})
     assert finding.state == ERROR
-    assert "2 were started and made worlds of 1, 1" in finding.evidence
+    assert "worlds of 1, 1" in finding.evidence
 
 
-def test_ranks_that_do_not_start() -> None:
+def test_a_failed_start_is_an_error() -> None:
     command = Command(("mpirun", "-n", "2", "true"))
     finding = ranks.failed_start(Result(command, 1, "-----\nno such host\n\n"))
-    assert finding.evidence == "exit code 1; said last: no such host"
+    assert finding.evidence == "exit code 1; last output: no such host"
     assert "mpirun -n 2 true" in finding.remedy
-    assert ranks.failed_start(Result(command, TIMED_OUT, "")).evidence == (
-        "did not end in time; said last: nothing"
-    )
+    assert "timed out" in ranks.failed_start(Result(command, TIMED_OUT, "")).evidence
 
 
 def test_the_line_of_the_rank_that_failed_is_shown() -> None:
-    """As a real run on two hosts ended, whose mpirun has the last word, and a NUL byte."""
+    """The output of a real run on two hosts, with messages of mpirun and a NUL byte at the end."""
     output = (
         "hvdtrain: rank 2 on node2: failed: RuntimeError('Timed out waiting 15000ms for recv')\n"
         "Traceback (most recent call last):\n"
@@ -157,13 +158,13 @@ def test_the_line_of_the_rank_that_failed_is_shown() -> None:
     )
     finding = ranks.failed_start(Result(Command(("mpirun",)), 1, output))
     assert finding.evidence == (
-        "exit code 1; said last: hvdtrain: rank 2 on node2: failed: RuntimeError('Timed out "
+        "exit code 1; last output: hvdtrain: rank 2 on node2: failed: RuntimeError('Timed out "
         "waiting 15000ms for recv')"
     )
     finding = ranks.failed_start(Result(Command(("mpirun",)), 1, "no such\0 host\n\0\n"))
-    assert finding.evidence == "exit code 1; said last: no such host"
+    assert finding.evidence == "exit code 1; last output: no such host"
 
 
-def test_reports_are_read_out_of_what_else_is_said() -> None:
+def test_reports_are_read_among_other_output() -> None:
     text = 'a warning\n{"size": 1}\n{broken\n{"size": 2}\n'
     assert ranks.read_reports(text) == [{"size": 1}, {"size": 2}]

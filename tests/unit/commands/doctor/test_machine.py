@@ -1,4 +1,4 @@
-"""Cores, limits, variables and files: how `hvdtrain doctor` judges what it finds."""
+"""Findings of `hvdtrain doctor` on cores, limits, variables and files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tests.unit.commands.doctor.doctor import PLENTY, by_check
 
 
 def judged(count: int = 4, fabric: bool = False, threads: str = "", **changes: Any) -> Any:
-    found = dataclasses.replace(PLENTY, **changes)
-    return by_check(machine.resource_findings(found, count, {"OMP_NUM_THREADS": threads}, fabric))
+    resources = dataclasses.replace(PLENTY, **changes)
+    environ = {"OMP_NUM_THREADS": threads}
+    return by_check(machine.resource_findings(resources, count, environ, fabric))
 
 
-def test_plenty_is_fine() -> None:
+def test_ample_resources_are_ok() -> None:
     assert {finding.state for finding in judged().values()} == {OK}
     assert judged()["cores"].evidence == "8 for 4 ranks: 2 each"
     assert judged()["memory"].evidence == "64.0 GiB for 4 ranks: 16.0 GiB each"
@@ -33,26 +34,24 @@ def test_plenty_is_fine() -> None:
         ("cores", {"quota": 2.0}, "2 of them by the control group's quota"),
         ("memory", {"memory": 7 * GIB}, "7.0 GiB"),
         ("OMP_NUM_THREADS", {"threads": "8"}, "8 threads per rank, 4 ranks, 8 cores"),
-        ("OMP_NUM_THREADS", {"threads": "two"}, "'two' is no number"),
+        ("OMP_NUM_THREADS", {"threads": "two"}, "'two' is not a number"),
         ("/dev/shm", {"shared_memory_free": GIB // 16}, "64.0 MiB free"),
         ("locked memory", {"locked_memory": 8 * 2**20, "fabric": True}, "8.0 MiB"),
         ("open files", {"open_files": 256}, "256"),
     ],
 )
-def test_what_is_short(check: str, changes: dict[str, Any], words: str) -> None:
-    found = judged(**changes)
-    assert [finding.check for finding in found.values() if finding.state != OK] == [check]
-    assert found[check].state == WARNING
-    assert words in found[check].evidence
+def test_a_shortage_is_a_warning(check: str, changes: dict[str, Any], words: str) -> None:
+    findings = judged(**changes)
+    assert [finding.check for finding in findings.values() if finding.state != OK] == [check]
+    assert findings[check].state == WARNING
+    assert words in findings[check].evidence
 
 
-def test_the_value_of_pbs_is_no_trap() -> None:
+def test_the_value_of_pbs_is_ok() -> None:
     environ = {"PBS_JOBID": "7.pbs1", "NCPUS": "8", "OMP_NUM_THREADS": "8"}
-    found = machine.threads_finding(8, 4, environ)
-    assert (found.state, found.evidence) == (
-        OK,
-        "8, set by PBS for the whole chunk: each rank takes its share of it",
-    )
+    finding = machine.threads_finding(8, 4, environ)
+    assert finding.state == OK
+    assert "set by PBS" in finding.evidence
     assert machine.threads_finding(8, 4, {**environ, "NCPUS": "4"}).state == WARNING
 
 
@@ -66,18 +65,18 @@ def test_the_value_of_pbs_is_no_trap() -> None:
         {"open_files": None},
     ],
 )
-def test_what_is_enough(changes: dict[str, Any]) -> None:
+def test_sufficient_resources_are_ok(changes: dict[str, Any]) -> None:
     assert {finding.state for finding in judged(**changes).values()} == {OK}
 
 
 def test_resources_of_this_machine() -> None:
-    found = find_resources()
-    assert found.cores == len(os.sched_getaffinity(0))
-    assert 0 < found.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    resources = find_resources()
+    assert resources.cores == len(os.sched_getaffinity(0))
+    assert 0 < resources.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def control_groups(root: Path, table: str, **texts: str) -> Path:
-    """A root with a control group table and files; ``__`` stands for a slash, ``_0`` for a dot."""
+    """Create a root with a control group table and files; ``__``: a slash, ``_0``: a dot."""
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc" / "self" / "cgroup").write_text(table)
     for name, text in texts.items():
@@ -149,8 +148,8 @@ def test_without_horovod_no_name_is_unknown(tmp_path: Path) -> None:
     assert machine.horovod_variables({"HOROVOD_ANYTHING": "1"}, []).state == OK
 
 
-def place(**changes: Any) -> files.Place:
-    usual = files.Place("current directory", Path("/work"), "nfs4", 99 * GIB, 1000, "", 0.001)
+def directory(**changes: Any) -> files.Directory:
+    usual = files.Directory("current directory", Path("/work"), "nfs4", 99 * GIB, 1000, "", 0.001)
     return dataclasses.replace(usual, **changes)
 
 
@@ -159,33 +158,35 @@ def place(**changes: Any) -> files.Place:
     [
         ({}, 1, OK, "/work: nfs4, shared by hosts, 99.0 GiB free"),
         ({}, 2, OK, "shared by hosts"),
-        ({"kind": "ext4"}, 1, OK, "of this host alone"),
-        ({"kind": "ext4"}, 2, WARNING, "of this host alone"),
-        ({"kind": "ext4", "name": "temporary"}, 2, OK, "of this host alone"),
+        ({"kind": "ext4"}, 1, OK, "local to this host"),
+        ({"kind": "ext4"}, 2, WARNING, "local to this host"),
+        ({"kind": "ext4", "name": "temporary"}, 2, OK, "local to this host"),
         ({"free": 2 * GIB}, 1, WARNING, "2.0 GiB free"),
         ({"free": 0}, 1, ERROR, "full"),
         ({"free": 0, "name": "home"}, 1, WARNING, "full"),
         ({"files_free": 0}, 1, ERROR, "no more files"),
         ({"files_free": None}, 1, OK, "GiB free"),
-        ({"trouble": "Disk quota exceeded"}, 1, ERROR, "Disk quota exceeded"),
+        ({"error": "Disk quota exceeded"}, 1, ERROR, "Disk quota exceeded"),
     ],
 )
-def test_room(changes: dict[str, Any], count: int, state: str, words: str) -> None:
-    finding = next(files.place_findings([place(**changes)], count))
+def test_the_space_of_a_directory(
+    changes: dict[str, Any], count: int, state: str, words: str
+) -> None:
+    finding = next(files.directory_findings([directory(**changes)], count))
     assert finding.state == state
     assert words in finding.evidence
 
 
 @pytest.mark.parametrize(
-    ("trouble", "helps"),
+    ("message", "helps"),
     [
         ("Disk quota exceeded", True),
         ("No space left on device", True),
         ("Permission denied", False),
     ],
 )
-def test_free_space_is_advised_where_it_helps(trouble: str, helps: bool) -> None:
-    finding = next(files.place_findings([place(trouble=trouble)], 1))
+def test_free_space_is_advised_only_if_it_helps(message: str, helps: bool) -> None:
+    finding = next(files.directory_findings([directory(error=message)], 1))
     assert ("free space" in finding.remedy) == helps
     assert "another directory" in finding.remedy
 
@@ -194,9 +195,9 @@ def test_free_space_is_advised_where_it_helps(trouble: str, helps: bool) -> None
     ("ahead", "state", "words"),
     [
         ({"/a": 0.004, "/b": -0.3}, OK, "within 300 ms"),
-        ({"/a": 0.004, "/b": -2.5}, WARNING, "that of /b is 2.5 s behind"),
+        ({"/a": 0.004, "/b": -2.5}, WARNING, "/b's is 2.5 s behind"),
         ({"/a": 7.0}, WARNING, "7.0 s ahead"),
-        ({}, ABSENT, "no directory could be written"),
+        ({}, ABSENT, "no writable directory"),
     ],
 )
 def test_clock(ahead: dict[str, float], state: str, words: str) -> None:
@@ -222,7 +223,7 @@ MOUNTS = """\
         ("/scratch/my/own", "lustre"),
         ("/scratch/my own/x", "tmpfs"),
         ("/scratched", "ext4"),
-        ("/home/me", "nfs4"),  # what is mounted last covers what was there
+        ("/home/me", "nfs4"),  # the last mount hides earlier ones
     ],
 )
 def test_the_kind_of_file_system(path: str, kind: str) -> None:
@@ -230,10 +231,11 @@ def test_the_kind_of_file_system(path: str, kind: str) -> None:
 
 
 def test_a_directory_of_this_machine(tmp_path: Path) -> None:
-    found = files.find_place("temporary", tmp_path)
-    assert found.trouble == ""
-    assert found.free > 0
-    assert found.ahead is not None and abs(found.ahead) < 60
+    temporary = files.inspect_directory("temporary", tmp_path)
+    assert temporary.error == ""
+    assert temporary.free > 0
+    assert temporary.ahead is not None and abs(temporary.ahead) < 60
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
-    gone = files.find_places({"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "gone")}, tmp_path)
-    assert [found.name for found in gone] == ["current directory"]
+    environ = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "absent")}
+    directories = files.find_directories(environ, tmp_path)
+    assert [directory.name for directory in directories] == ["current directory"]

@@ -1,4 +1,4 @@
-"""A machine on which Horovod can be built."""
+"""A toolchain with which Horovod can be built."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvdtrain.system.machine.toolchain import Compiler, Mpi, Toolchain
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> Toolchain:
-    """A complete CPU machine: an environment with its own Open MPI."""
+def toolchain(tmp_path: Path) -> Toolchain:
+    """Return a complete toolchain without GPUs, with Open MPI in the environment."""
     env = tmp_path / "env"
     site = env / "lib" / "python3.11" / "site-packages"
     for part in ("highwayhash", "farmhash_archive/src"):

@@ -1,4 +1,4 @@
-"""A build, its failures, and reading its log; no compiler is run."""
+"""A build, its failures, and its log; no compiler is run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.commands.install_horovod import build, wheel_cache
 from hvdtrain.commands.install_horovod.build import (
-    Progress,
+    BuildProgress,
     decisive_line,
     read_progress,
     remedy_for,
@@ -19,8 +19,8 @@ from hvdtrain.system.runtime.command import Command
 from tests.unit.commands.install_horovod.machines import make_build
 
 
-def test_steps_download_only_what_is_not_there(found: Toolchain, tmp_path: Path) -> None:
-    job = make_build(found, tmp_path)
+def test_a_cached_archive_is_not_downloaded(toolchain: Toolchain, tmp_path: Path) -> None:
+    job = make_build(toolchain, tmp_path)
     assert [name for name, _ in job.steps(False)] == ["build tools", "download", "compile"]
     assert [name for name, _ in job.steps(True)] == ["build tools", "compile"]
 
@@ -72,8 +72,8 @@ def test_decisive_line_is_the_first_compiler_error() -> None:
     ],
 )
 def test_decisive_line_of_other_failures(lines: list[str], expected: str | int | None) -> None:
-    wanted = lines[expected or 0] if not isinstance(expected, str) else expected
-    assert decisive_line(lines) == wanted
+    line = lines[expected or 0] if not isinstance(expected, str) else expected
+    assert decisive_line(lines) == line
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_decisive_line_of_other_failures(lines: list[str], expected: str | int |
         ("a.h:1:2: fatal error: Python.h: No such file", "python3-dev"),
         ("CMake Error: Could NOT find MPI (missing: MPI_CXX_FOUND)", "mpicxx"),
         ("nvcc fatal   : Unsupported gpu architecture 'compute_70'", "--cuda-arch"),
-        ("ERROR: No matching distribution found for horovod", "login node"),
-        ("CMake Error at x (message): The C++ compiler is not able to compile", "log holds"),
-        ("something new", "log holds"),
+        ("ERROR: No matching distribution toolchain for horovod", "login node"),
+        ("CMake Error at x (message): The C++ compiler is not able to compile", "see the log"),
+        ("something new", "see the log"),
     ],
 )
 def test_remedy(line: str, word: str) -> None:
@@ -95,15 +95,15 @@ def test_remedy(line: str, word: str) -> None:
 
 def test_progress() -> None:
     line = "  [ 53%] Building CXX object horovod/torch/x.o"
-    assert read_progress(line) == Progress("compile", 53)
-    assert read_progress("  Running CMake in build/temp:") == Progress("configure")
+    assert read_progress(line) == BuildProgress("compile", 53)
+    assert read_progress("  Running CMake in build/temp:") == BuildProgress("configure")
     assert read_progress("  a.cc:1: warning") is None
 
 
-def test_failed_build_tells_cause_remedy_and_log_and_leaves_nothing(
-    found: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_build_reports_cause_remedy_and_log_and_is_removed(
+    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_build(found, tmp_path / "cache")
+    job = make_build(toolchain, tmp_path / "cache")
     fails = Command(("sh", "-c", "echo 'a.cc:1:2: fatal error: Python.h: no'; echo last; exit 1"))
     monkeypatch.setattr(build.Build, "steps", lambda self, has_archive: [("compile", fails)])
     log_file = tmp_path / "log"
@@ -118,10 +118,10 @@ def test_failed_build_tells_cause_remedy_and_log_and_leaves_nothing(
     assert wheel_cache.WheelCache(tmp_path / "cache").find("k") is None
 
 
-def test_interrupted_build_leaves_nothing(
-    found: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_build_is_removed(
+    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_build(found, tmp_path / "cache")
+    job = make_build(toolchain, tmp_path / "cache")
 
     def interrupted(self: build.Build, has_archive: bool) -> list[tuple[str, Command]]:
         raise KeyboardInterrupt

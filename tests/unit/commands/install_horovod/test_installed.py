@@ -1,4 +1,4 @@
-"""The installed Horovod, and the mend of torchvision."""
+"""The installed Horovod, and the repair of torchvision's import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.commands.install_horovod import installed
 
 
 def fake_horovod(site: Path, text: str, wheel_sha: str = "abc") -> None:
-    """Lay out an installed Horovod as pip does."""
+    """Create the files of an installed Horovod, as pip does."""
     meta = site / "horovod-0.28.1.dist-info"
     meta.mkdir(parents=True, exist_ok=True)
     (site / "horovod").mkdir(exist_ok=True)
@@ -28,20 +28,20 @@ def tree(root: Path) -> dict[str, str]:
     return {str(p.relative_to(root)): p.read_text() for p in root.rglob("*") if p.is_file()}
 
 
-def test_installed_wheel_is_known_by_its_hash(tmp_path: Path) -> None:
+def test_an_installed_wheel_is_identified_by_its_hash(tmp_path: Path) -> None:
     assert installed.find_installed(tmp_path) is None
     assert installed.wheel_hash(None) is None
     fake_horovod(tmp_path, "lib", "abc")
-    found = installed.find_installed(tmp_path)
-    assert installed.wheel_hash(found) == "abc"
-    assert installed.is_complete(found)
+    distribution = installed.find_installed(tmp_path)
+    assert installed.wheel_hash(distribution) == "abc"
+    assert installed.is_complete(distribution)
     (tmp_path / "horovod" / "lib.so").write_text("cut")
     assert installed.is_complete(installed.find_installed(tmp_path))
     (tmp_path / "horovod" / "lib.so").write_text("x")
     assert not installed.is_complete(installed.find_installed(tmp_path))
 
 
-def test_pip_removes_the_mend_of_torchvision_with_horovod(tmp_path: Path) -> None:
+def test_pip_removes_the_repair_of_torchvision_with_horovod(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     python = tmp_path / "env" / "bin" / "python"
     site = tmp_path / "env" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
@@ -52,15 +52,17 @@ def test_pip_removes_the_mend_of_torchvision_with_horovod(tmp_path: Path) -> Non
     names = [f"{info.name}/{name}" for name in ("METADATA", "INSTALLER", "RECORD")]
     (info / "RECORD").write_text("".join(f"{name},,\n" for name in names))
     (site / "other.py").touch()
-    for _ in range(2):  # twice is once
+    for _ in range(2):  # idempotent
         installed.mend_torchvision(site)
     assert installed.is_complete(installed.find_installed(site))
     assert len((info / "RECORD").read_text().splitlines()) == 5
-    mend = "import sys; print([n for n in sys.modules if n.split('_')[0] in ('hvdtrain', 'torch')])"
-    told = subprocess.run([python, "-c", mend], capture_output=True, text=True, check=True)
-    assert (told.stdout, told.stderr) == ("['hvdtrain_torchvision']\n", "")
+    query = (
+        "import sys; print([n for n in sys.modules if n.split('_')[0] in ('hvdtrain', 'torch')])"
+    )
+    result = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("['hvdtrain_torchvision']\n", "")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "uninstall", "-yq", "horovod"]
     subprocess.run(pip, check=True, timeout=60)
     assert {path.name for path in site.iterdir()} - {"__pycache__"} == {"other.py"}
-    told = subprocess.run([python, "-c", mend], capture_output=True, text=True, check=True)
-    assert (told.stdout, told.stderr) == ("[]\n", "")
+    result = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("[]\n", "")

@@ -1,4 +1,4 @@
-"""What a build will do, and what it lacks."""
+"""The plan of a build and its problems."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvdtrain.system.machine.toolchain import Compiler, Cuda, Toolchain
 from tests.unit.commands.install_horovod.machines import on_gpu
 
 
-def test_plan_takes_the_installed_frameworks(found: Toolchain) -> None:
-    plan = make_plan(found)
+def test_the_installed_frameworks_are_the_default(toolchain: Toolchain) -> None:
+    plan = make_plan(toolchain)
     assert plan.target.frameworks == ("pytorch", "tensorflow")
     assert plan.problems == ()
-    only_torch = dataclasses.replace(found, tensorflow=None)
+    only_torch = dataclasses.replace(toolchain, tensorflow=None)
     assert make_plan(only_torch).target.frameworks == ("pytorch",)
 
 
@@ -36,16 +36,16 @@ def test_plan_takes_the_installed_frameworks(found: Toolchain) -> None:
         ({"torch": None, "tensorflow": None}, "neither", "hvdtrain[all]"),
     ],
 )
-def test_plan_names_what_is_missing_with_its_remedy(
-    found: Toolchain, change: dict[str, object], word: str, remedy: str
+def test_a_missing_tool_is_reported_with_its_remedy(
+    toolchain: Toolchain, change: dict[str, object], word: str, remedy: str
 ) -> None:
-    (problem,) = make_plan(dataclasses.replace(found, **change)).problems
-    assert word in problem.what
+    (problem,) = make_plan(dataclasses.replace(toolchain, **change)).problems
+    assert word in problem.cause
     assert remedy in problem.remedy
 
 
-def test_framework_asked_for_but_not_installed(found: Toolchain) -> None:
-    without = dataclasses.replace(found, tensorflow=None)
+def test_a_requested_framework_that_is_not_installed_is_reported(toolchain: Toolchain) -> None:
+    without = dataclasses.replace(toolchain, tensorflow=None)
     (problem,) = make_plan(without, frameworks="tensorflow").problems
     assert "hvdtrain[tensorflow]" in problem.remedy
 
@@ -57,61 +57,61 @@ def test_framework_asked_for_but_not_installed(found: Toolchain) -> None:
         *({"cuda_arch": word} for word in ("sm_90", "9", "9.0a", "80;90")),
     ],
 )
-def test_wrong_values_are_wrong_use(found: Toolchain, options: dict[str, Any]) -> None:
+def test_invalid_values_are_rejected(toolchain: Toolchain, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        make_plan(found, **options)
+        make_plan(toolchain, **options)
 
 
-def test_frameworks_are_put_in_a_fixed_order() -> None:
+def test_frameworks_have_a_fixed_order() -> None:
     assert parse_frameworks("tensorflow, pytorch") == ("pytorch", "tensorflow")
     assert parse_frameworks("") == ()
 
 
-def test_nccl_on_a_cpu_machine_is_refused_before_the_start(found: Toolchain) -> None:
-    problems = make_plan(found, gpu="nccl").problems
+def test_nccl_without_cuda_is_rejected(toolchain: Toolchain) -> None:
+    problems = make_plan(toolchain, gpu="nccl").problems
     text = "\n".join(map(str, problems))
     for word in ("nvcc", "nccl.h", "PyTorch 2.13.0+cpu is not built for CUDA", "TensorFlow 2.21.0"):
         assert word in text
 
 
-def test_auto_takes_nccl_where_nothing_stands_in_its_way(found: Toolchain) -> None:
-    gpu = on_gpu(found)
-    alone = make_plan(gpu, frameworks="pytorch")
-    assert (alone.target.gpu, alone.problems) == ("nccl", ())
-    assert alone.rows[-1][1] == "NCCL operations, for compute capability all that nvcc supports"
-    for plan, why in (
-        (make_plan(found), "PyTorch 2.13.0+cpu is not built for CUDA"),
+def test_auto_uses_nccl_if_its_requirements_are_met(toolchain: Toolchain) -> None:
+    gpu = on_gpu(toolchain)
+    plan = make_plan(gpu, frameworks="pytorch")
+    assert (plan.target.gpu, plan.problems) == ("nccl", ())
+    assert plan.rows[-1][1] == "NCCL operations, for compute capability all that nvcc supports"
+    for plan, reason in (
+        (make_plan(toolchain), "PyTorch 2.13.0+cpu is not built for CUDA"),
         (make_plan(gpu), "TensorFlow 2.21.0 is not built for CUDA"),
-        (make_plan(dataclasses.replace(gpu, cuda=None), "pytorch"), "nvcc and the CUDA headers"),
-        (make_plan(dataclasses.replace(gpu, nccl=None), "pytorch"), "nccl.h and libnccl.so"),
+        (make_plan(dataclasses.replace(gpu, cuda=None), "pytorch"), "no nvcc and CUDA headers"),
+        (make_plan(dataclasses.replace(gpu, nccl=None), "pytorch"), "no nccl.h and libnccl.so"),
     ):
         assert (plan.target.gpu, plan.problems) == ("none", ())
-        assert f"(no NCCL: {why}" in plan.rows[-1][1]
-    assert "no NCCL" not in make_plan(gpu, gpu="none").rows[-1][1]  # nobody asked
+        assert f"(no NCCL: {reason}" in plan.rows[-1][1]
+    assert "no NCCL" not in make_plan(gpu, gpu="none").rows[-1][1]  # not requested
 
 
-def test_nvcc_of_another_cuda_version(found: Toolchain) -> None:
-    other = dataclasses.replace(on_gpu(found), cuda=Cuda(Path("/opt/cuda"), "12.9"))
-    plan = make_plan(other, "pytorch")
+def test_nvcc_of_another_cuda_version(toolchain: Toolchain) -> None:
+    older = dataclasses.replace(on_gpu(toolchain), cuda=Cuda(Path("/opt/cuda"), "12.9"))
+    plan = make_plan(older, "pytorch")
     assert (plan.target.gpu, plan.problems) == ("none", ())
-    (problem,) = make_plan(other, "pytorch", "nccl").problems
-    assert problem.what == "nvcc is of CUDA 12.9, a framework is for CUDA 13.0"
+    (problem,) = make_plan(older, "pytorch", "nccl").problems
+    assert problem.cause == "nvcc is of CUDA 12.9, a framework is for CUDA 13.0"
     assert "pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.0.*'" in problem.remedy
     old = frameworks.TensorFlow("2.19.0", "12.5.1", Path("/tf"))
-    both = dataclasses.replace(on_gpu(found), tensorflow=old)
+    both = dataclasses.replace(on_gpu(toolchain), tensorflow=old)
     (problem,) = make_plan(both, gpu="nccl").problems
-    assert problem.what == "nvcc is of CUDA 13.0, a framework is for CUDA 12.5.1"
+    assert problem.cause == "nvcc is of CUDA 13.0, a framework is for CUDA 12.5.1"
     assert "pip" not in problem.remedy  # CUDA 12's packages have no nvcc
 
 
-def test_compute_capabilities_are_those_asked_for_or_those_that_are_here(found: Toolchain) -> None:
+def test_compute_capabilities_are_the_requested_or_the_local_ones(toolchain: Toolchain) -> None:
     toolkit = Cuda(Path("/opt/cuda"), "13.0", (75, 80, 86, 90, 100))
-    gpu = dataclasses.replace(on_gpu(found), gpu_arches=(80, 90), cuda=toolkit)
+    gpu = dataclasses.replace(on_gpu(toolchain), gpu_arches=(80, 90), cuda=toolkit)
     assert make_plan(gpu, "pytorch").target.cuda_arches == (80, 90)
     plan = make_plan(gpu, "pytorch", cuda_arch="10.0, 90,8.6,90")
     assert plan.target.cuda_arches == (86, 90, 100)
     assert plan.rows[-1][1].endswith("for compute capability 86, 90, 100")
     (problem,) = make_plan(gpu, "pytorch", cuda_arch="70,80").problems
-    assert (problem.what[-2:], problem.remedy) == ("70", "choose of 75, 80, 86, 90, 100")
-    older = dataclasses.replace(gpu, gpu_arches=(61, 90))  # an old card for the screen
+    assert (problem.cause[-2:], problem.remedy) == ("70", "choose from 75, 80, 86, 90, 100")
+    older = dataclasses.replace(gpu, gpu_arches=(61, 90))  # 61: an old display adapter
     assert make_plan(older, "pytorch").target.cuda_arches == ()

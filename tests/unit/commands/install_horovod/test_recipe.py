@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.build import complete_toolkit
 from hvdtrain.commands.install_horovod.recipe import (
-    Target,
+    BuildTarget,
     compiler_wrapper,
     relative_rpaths,
 )
@@ -22,12 +22,12 @@ from hvdtrain.system.runtime.command import Command
 from tests.unit.commands.install_horovod.machines import BOTH, NCCL, SHOP, on_gpu
 
 
-def test_build_environment_on_cpu(found: Toolchain) -> None:
+def test_build_environment_on_cpu(toolchain: Toolchain) -> None:
     environ = {"PATH": "/usr/bin", "PYTHONPATH": "/mine"}
-    changes = recipe.build_environment(BOTH, found, SHOP, environ)
-    external = found.site_packages / "tensorflow" / "include" / "external"
+    changes = recipe.build_environment(BOTH, toolchain, SHOP, environ)
+    external = toolchain.site_packages / "tensorflow" / "include" / "external"
     assert changes == {
-        "PATH": f"{found.prefix}/bin:/usr/bin",
+        "PATH": f"{toolchain.prefix}/bin:/usr/bin",
         "PYTHONPATH": "/cache/build/k/tools:/cache/build/k/start:/mine",
         "TMPDIR": "/cache/build/k/tmp",
         "CXX": "/cache/build/k/c++",
@@ -47,21 +47,21 @@ def test_build_environment_on_cpu(found: Toolchain) -> None:
     }
 
 
-def test_system_mpi_comes_first_on_path(found: Toolchain) -> None:
+def test_the_systems_mpi_is_first_on_the_path(toolchain: Toolchain) -> None:
     mpi = Mpi(Path("/opt/mpi/bin/mpicxx"), "Open MPI 4.1.6", (Path("/opt/mpi/lib"),), None)
-    changed = dataclasses.replace(found, mpi=mpi)
+    changed = dataclasses.replace(toolchain, mpi=mpi)
     changes = recipe.build_environment(BOTH, changed, SHOP, {"PATH": "/usr/bin"})
-    assert changes["PATH"] == f"/opt/mpi/bin:{found.prefix}/bin:/usr/bin"
+    assert changes["PATH"] == f"/opt/mpi/bin:{toolchain.prefix}/bin:/usr/bin"
 
 
-def test_one_framework_excludes_the_other(found: Toolchain) -> None:
-    changes = recipe.build_environment(Target(("pytorch",), "none", 1), found, SHOP, {})
+def test_one_framework_excludes_the_other(toolchain: Toolchain) -> None:
+    changes = recipe.build_environment(BuildTarget(("pytorch",), "none", 1), toolchain, SHOP, {})
     assert changes["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
     assert "HOROVOD_WITH_TENSORFLOW" not in changes
     assert changes["CPLUS_INCLUDE_PATH"] == "/usr/include/python3.11"
 
 
-def test_settings_of_a_training_and_of_an_outer_make_are_kept_away(found: Toolchain) -> None:
+def test_settings_of_a_training_and_of_an_outer_make_are_unset(toolchain: Toolchain) -> None:
     environ = {
         "HOROVOD_TIMELINE": "t.json",
         "HOROVOD_SKIP_COMPILE": "1",
@@ -72,7 +72,7 @@ def test_settings_of_a_training_and_of_an_outer_make_are_kept_away(found: Toolch
         "CUDA_HOME": "/opt/cuda",
         "HOROVOD_BUILD_ARCH_FLAGS": "-mavx2",
     }
-    result = Command(("x",), recipe.build_environment(BOTH, found, SHOP, environ))
+    result = Command(("x",), recipe.build_environment(BOTH, toolchain, SHOP, environ))
     inside = result.environ(environ)
     for name in ("HOROVOD_TIMELINE", "HOROVOD_SKIP_COMPILE", "HOROVOD_GPU_OPERATIONS"):
         assert name not in inside
@@ -82,8 +82,8 @@ def test_settings_of_a_training_and_of_an_outer_make_are_kept_away(found: Toolch
     assert inside["HOROVOD_BUILD_ARCH_FLAGS"] == "-mavx2"
 
 
-def test_nccl_environment(found: Toolchain) -> None:
-    machine = on_gpu(found)
+def test_nccl_environment(toolchain: Toolchain) -> None:
+    machine = on_gpu(toolchain)
     changes = recipe.build_environment(NCCL, machine, SHOP, {})
     assert changes["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert changes["HOROVOD_CUDA_HOME"] == changes["CUDA_HOME"] == "/opt/cuda"
@@ -99,60 +99,58 @@ def test_nccl_environment(found: Toolchain) -> None:
 
 
 @pytest.mark.parametrize(("version", "package"), [("13.0", "cu13"), ("12.8", "cuda_runtime")])
-def test_the_cuda_that_pytorch_brings_is_found_where_the_toolkit_is_not(
-    found: Toolchain, version: str, package: str
+def test_pytorchs_cuda_libraries_are_found_without_the_toolkit(
+    toolchain: Toolchain, version: str, package: str
 ) -> None:
-    machine = dataclasses.replace(on_gpu(found), cuda=Cuda(Path("/opt/cuda"), version))
+    machine = dataclasses.replace(on_gpu(toolchain), cuda=Cuda(Path("/opt/cuda"), version))
     assert relative_rpaths(machine)[-1] == f"$ORIGIN/../../nvidia/{package}/lib"
 
 
-def test_a_toolkit_of_packages_gets_the_names_that_a_linker_looks_for(
-    found: Toolchain, tmp_path: Path
-) -> None:
-    home = found.site_packages / "nvidia" / "cu13"
+def test_a_toolkit_of_packages_gets_linker_names(toolchain: Toolchain, tmp_path: Path) -> None:
+    home = toolchain.site_packages / "nvidia" / "cu13"
     for name in ("bin/nvcc", "bin/crt/link.stub", "lib/libcudart.so.13", "lib/libcudart_static.a"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(name)
-    machine = dataclasses.replace(on_gpu(found), cuda=Cuda(home, "13.0"))
+    machine = dataclasses.replace(on_gpu(toolchain), cuda=Cuda(home, "13.0"))
     changes = recipe.build_environment(NCCL, machine, SHOP, {})
     assert changes["HOROVOD_CUDA_HOME"] == "/cache/build/k/cuda"
-    assert str(changes["PATH"]).startswith("/cache/build/k/cuda/bin:")  # else another is asked
+    assert str(changes["PATH"]).startswith("/cache/build/k/cuda/bin:")  # its nvcc is queried
     assert relative_rpaths(machine)[-1] == "$ORIGIN/../../nvidia/cu13/lib"
     assert identity(NCCL, machine, {})["cuda"] == "13.0 package"
     folder = tmp_path / "cuda"
     complete_toolkit(home, folder)
     assert (folder / "bin" / "nvcc").read_text() == "bin/nvcc"
     assert (folder / "bin" / "crt" / "link.stub").is_file()
-    assert (folder / "bin" / ".." / "lib64" / "libcudart_static.a").is_file()  # as nvcc looks
+    assert (folder / "bin" / ".." / "lib64" / "libcudart_static.a").is_file()  # nvcc's search path
     assert (folder / "lib" / "libcudart.so").read_text() == "lib/libcudart.so.13"
     assert {path.name for path in (folder / "lib64").iterdir()} == {
         *("libcudart.so", "libcudart.so.13", "libcudart_static.a")
     }
 
 
-def test_without_gpu_operations_pytorch_is_not_asked_for_cuda(
-    found: Toolchain, tmp_path: Path
+def test_without_gpu_operations_pytorch_reports_no_cuda(
+    toolchain: Toolchain, tmp_path: Path
 ) -> None:
-    changes = recipe.build_environment(BOTH, on_gpu(found), SHOP, {})
+    changes = recipe.build_environment(BOTH, on_gpu(toolchain), SHOP, {})
     assert not [name for name in changes if name.startswith("HOROVOD_") and "CUDA" in name]
     folder = tmp_path / "torch" / "utils"
     folder.mkdir(parents=True)
     for module in (folder.parent / "__init__.py", folder / "__init__.py"):
         module.touch()
     (folder / "cpp_extension.py").write_text("CUDA_HOME = ROCM_HOME = '/usr/local/cuda'")
-    asked = "from torch.utils import cpp_extension as c; print(c.CUDA_HOME, c.ROCM_HOME)"
+    query = "from torch.utils import cpp_extension as c; print(c.CUDA_HOME, c.ROCM_HOME)"
 
-    def answer() -> str:
-        where = {"PYTHONPATH": str(tmp_path)}
-        told = subprocess.run([sys.executable, "-c", asked], env=where, capture_output=True)
-        return told.stdout.decode().strip()
+    def cuda_and_rocm() -> str:
+        environ = {"PYTHONPATH": str(tmp_path)}
+        result = subprocess.run([sys.executable, "-c", query], env=environ, capture_output=True)
+        return result.stdout.decode().strip()
 
-    assert answer() == "/usr/local/cuda /usr/local/cuda"
+    assert cuda_and_rocm() == "/usr/local/cuda /usr/local/cuda"
     (tmp_path / "sitecustomize.py").write_text(recipe.NO_GPU)
-    assert answer() == "None None"
+    assert cuda_and_rocm() == "None None"
 
 
-def test_archive_is_pinned_by_version_and_hash() -> None:
+def test_the_archive_is_pinned_by_version_and_hash() -> None:
     assert recipe.requirement_text() == (
         "horovod==0.28.1 --hash=sha256:"
         "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0\n"
@@ -162,7 +160,7 @@ def test_archive_is_pinned_by_version_and_hash() -> None:
     assert "--no-deps" in command.argv
 
 
-def test_installing_touches_nothing_else() -> None:
+def test_only_the_wheel_is_installed() -> None:
     argv = recipe.install_command(Path("/py"), Path("/w.whl")).argv
     assert argv[:4] == ("/py", "-m", "pip", "--disable-pip-version-check")
     assert {"--no-deps", "--no-index", "--force-reinstall"} < set(argv)
@@ -173,7 +171,7 @@ def test_installing_touches_nothing_else() -> None:
 
 
 def wrapped(tmp_path: Path, *arguments: str, rpaths: tuple[str, ...] = ()) -> list[str]:
-    """Run the wrapper around a compiler that only tells its arguments."""
+    """Run the wrapper with a compiler that prints its arguments; return them."""
     echo = tmp_path / "my compiler"
     echo.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     echo.chmod(0o755)
@@ -186,46 +184,46 @@ def wrapped(tmp_path: Path, *arguments: str, rpaths: tuple[str, ...] = ()) -> li
     return result.stdout.splitlines()
 
 
-def test_wrapper_lets_its_standard_win(tmp_path: Path) -> None:
+def test_the_wrapper_overrides_the_standard(tmp_path: Path) -> None:
     seen = wrapped(tmp_path, "-std=c++14", "-c", "a b.cc")
     assert seen == ["-std=c++14", "-c", "a b.cc", "-std=c++20", "-g0"]
 
 
-def test_wrapper_turns_xla_off_for_one_file(tmp_path: Path) -> None:
+def test_the_wrapper_disables_xla_for_one_file(tmp_path: Path) -> None:
     off = ["-UTENSORFLOW_VERSION", "-DTENSORFLOW_VERSION=0"]
     assert wrapped(tmp_path, "-c", "/s/horovod/tensorflow/xla_mpi_ops.cc")[-2:] == off
     assert off[0] not in wrapped(tmp_path, "-c", "/s/horovod/tensorflow/mpi_ops.cc")
 
 
-def test_wrapper_names_the_interface_for_one_file(tmp_path: Path) -> None:
+def test_the_wrapper_includes_the_header_for_one_file(tmp_path: Path) -> None:
     seen = wrapped(tmp_path, "-c", "/s/horovod/common/gloo/gloo_context.cc")
     assert seen[:2] == ["-include", str(tmp_path / "a header.h")]
     assert "-include" not in wrapped(tmp_path, "-c", "/s/third_party/gloo/gloo/context.cc")
 
 
-def test_wrapper_leaves_nvcc_its_own_standard(tmp_path: Path) -> None:
+def test_the_wrapper_keeps_nvccs_standard(tmp_path: Path) -> None:
     seen = wrapped(tmp_path, "-std=c++11", "-E", "-D__CUDACC__", "k.cu")
     assert seen == ["-std=c++11", "-E", "-D__CUDACC__", "k.cu"]
 
 
-def test_wrapper_links_relative_to_the_module(tmp_path: Path, found: Toolchain) -> None:
-    rpaths = relative_rpaths(found)
+def test_the_wrapper_links_relative_to_the_module(tmp_path: Path, toolchain: Toolchain) -> None:
+    rpaths = relative_rpaths(toolchain)
     assert rpaths[0] == "$ORIGIN/../../../.."
     seen = wrapped(tmp_path, "-shared", "a.o", rpaths=rpaths)
     assert seen[0] == "-Wl,-rpath,$ORIGIN/../../../.."
     assert not [a for a in wrapped(tmp_path, "-c", "a.cc", rpaths=rpaths) if "rpath" in a]
 
 
-def test_mpi_of_the_system_is_not_linked_relatively(found: Toolchain) -> None:
-    mpi = dataclasses.replace(found.mpi, libraries=(Path("/opt/mpi/lib"),))  # type: ignore[type-var]
-    rpaths = relative_rpaths(dataclasses.replace(found, mpi=mpi))
+def test_the_systems_mpi_is_not_linked_relatively(toolchain: Toolchain) -> None:
+    mpi = dataclasses.replace(toolchain.mpi, libraries=(Path("/opt/mpi/lib"),))  # type: ignore[type-var]
+    rpaths = relative_rpaths(dataclasses.replace(toolchain, mpi=mpi))
     assert rpaths == ("$ORIGIN/../../nvidia/nccl/lib",)
 
 
-def test_nccl_outside_of_the_environment_is_linked_by_its_place(found: Toolchain) -> None:
+def test_an_nccl_outside_the_environment_is_linked_by_its_path(toolchain: Toolchain) -> None:
     folder = Path("/usr/lib/python3/dist-packages/nvidia/nccl")
     nccl = Nccl(folder / "include", folder / "lib" / "libnccl.so.2", "2.28.9")
-    machine = dataclasses.replace(on_gpu(found), nccl=nccl)
+    machine = dataclasses.replace(on_gpu(toolchain), nccl=nccl)
     assert relative_rpaths(machine)[-1] == str(folder / "lib")
     assert identity(NCCL, machine, {})["nccl"] == f"2.28.9 {folder / 'lib'}"
     system = Nccl(Path("/usr/include"), Path("/usr/lib/x86_64-linux-gnu/libnccl.so.2"), "2.28.9")

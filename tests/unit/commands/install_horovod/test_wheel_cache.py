@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands.install_horovod.recipe import (
-    Target,
+    BuildTarget,
 )
 from hvdtrain.commands.install_horovod.wheel_cache import (
     WheelCache,
@@ -28,45 +28,48 @@ from hvdtrain.system.machine.toolchain import (
 from tests.unit.commands.install_horovod.machines import BOTH, NCCL, on_gpu
 
 
-def key_of(found: Toolchain, target: Target = BOTH, **environ: str) -> str:
-    return cache_key(identity(target, found, environ))
+def key_of(toolchain: Toolchain, target: BuildTarget = BOTH, **environ: str) -> str:
+    return cache_key(identity(target, toolchain, environ))
 
 
-def test_key_changes_with_all_that_the_binary_depends_on(found: Toolchain) -> None:
-    assert found.torch and found.tensorflow and found.mpi and found.compiler
+def test_the_key_depends_on_every_build_fact(toolchain: Toolchain) -> None:
+    assert toolchain.torch and toolchain.tensorflow and toolchain.mpi and toolchain.compiler
     change = dataclasses.replace
     machines = [
-        found,
-        change(found, python_tag="cpython-312-x86_64-linux-gnu"),
-        change(found, torch=change(found.torch, version="2.12.0+cpu")),
-        change(found, torch=change(found.torch, identity="cuda=None commit=def")),
-        change(found, tensorflow=change(found.tensorflow, version="2.20.0")),
-        change(found, tensorflow=change(found.tensorflow, cuda="12.5.1")),
-        change(found, mpi=change(found.mpi, identity="Open MPI 5.0.10")),
-        change(found, mpi=change(found.mpi, libraries=(Path("/opt/lib"),))),
-        change(found, compiler=change(found.compiler, identity="g++ 13.1.0")),
-        change(found, cpu_flags=()),
-        on_gpu(found),
+        toolchain,
+        change(toolchain, python_tag="cpython-312-x86_64-linux-gnu"),
+        change(toolchain, torch=change(toolchain.torch, version="2.12.0+cpu")),
+        change(toolchain, torch=change(toolchain.torch, identity="cuda=None commit=def")),
+        change(toolchain, tensorflow=change(toolchain.tensorflow, version="2.20.0")),
+        change(toolchain, tensorflow=change(toolchain.tensorflow, cuda="12.5.1")),
+        change(toolchain, mpi=change(toolchain.mpi, identity="Open MPI 5.0.10")),
+        change(toolchain, mpi=change(toolchain.mpi, libraries=(Path("/opt/lib"),))),
+        change(toolchain, compiler=change(toolchain.compiler, identity="g++ 13.1.0")),
+        change(toolchain, cpu_flags=()),
+        on_gpu(toolchain),
     ]
     keys = [key_of(machine) for machine in machines]
-    keys += [key_of(on_gpu(found), NCCL), key_of(found, Target(("pytorch",), "none", 2))]
-    keys += [key_of(found, CXXFLAGS="-O1"), key_of(found, HOROVOD_WITHOUT_GLOO="1")]
+    keys += [
+        key_of(on_gpu(toolchain), NCCL),
+        key_of(toolchain, BuildTarget(("pytorch",), "none", 2)),
+    ]
+    keys += [key_of(toolchain, CXXFLAGS="-O1"), key_of(toolchain, HOROVOD_WITHOUT_GLOO="1")]
     assert len(set(keys)) == len(keys)
 
 
-def test_key_is_the_same_where_the_binary_is(found: Toolchain) -> None:
+def test_equal_binaries_have_equal_keys(toolchain: Toolchain) -> None:
     moved = dataclasses.replace(
-        found,
+        toolchain,
         prefix=Path("/elsewhere"),
         python=Path("/elsewhere/bin/python"),
-        mpi=dataclasses.replace(found.mpi, libraries=(Path("/elsewhere/lib"),)),  # type: ignore[type-var]
+        mpi=dataclasses.replace(toolchain.mpi, libraries=(Path("/elsewhere/lib"),)),  # type: ignore[type-var]
     )
-    assert key_of(moved) == key_of(found)
-    assert key_of(found, HOROVOD_CYCLE_TIME="0.1", LANG="C") == key_of(found)
-    assert key_of(found, Target(BOTH.frameworks, "none", 9)) == key_of(found)
-    # CUDA that the binary does not use
-    cuda = dataclasses.replace(found, cuda=Cuda(Path("/opt/cuda"), "12.0"))
-    assert key_of(cuda) == key_of(found)
+    assert key_of(moved) == key_of(toolchain)
+    assert key_of(toolchain, HOROVOD_CYCLE_TIME="0.1", LANG="C") == key_of(toolchain)
+    assert key_of(toolchain, BuildTarget(BOTH.frameworks, "none", 9)) == key_of(toolchain)
+    # CUDA is not used by the binary
+    cuda = dataclasses.replace(toolchain, cuda=Cuda(Path("/opt/cuda"), "12.0"))
+    assert key_of(cuda) == key_of(toolchain)
 
 
 def test_cache_root() -> None:
@@ -75,7 +78,7 @@ def test_cache_root() -> None:
     assert cache_root({"HOME": "/h"}) == Path("/h/.cache/hvdtrain")
 
 
-def test_stored_wheel_is_found_and_a_broken_one_is_not(tmp_path: Path) -> None:
+def test_a_stored_wheel_is_found_unless_it_was_changed(tmp_path: Path) -> None:
     cache = WheelCache(tmp_path / "cache")
     built = tmp_path / "horovod-0.28.1-cp311.whl"
     built.write_bytes(b"wheel")
@@ -89,16 +92,16 @@ def test_stored_wheel_is_found_and_a_broken_one_is_not(tmp_path: Path) -> None:
     assert stored.proof_file(Path("/a")) != stored.proof_file(Path("/b"))
 
 
-def test_free_space_is_advised_where_it_helps(tmp_path: Path) -> None:
+def test_free_space_is_advised_only_if_it_helps(tmp_path: Path) -> None:
     (tmp_path / "wheels").write_text("in the way")
     built = tmp_path / "horovod-0.28.1-cp311.whl"
     built.write_bytes(b"wheel")
-    with pytest.raises(HvdtrainError, match="set HVDTRAIN_CACHE to a directory") as failed:
+    with pytest.raises(HvdtrainError, match="set HVDTRAIN_CACHE") as failed:
         WheelCache(tmp_path).store("k", built, {})
     assert "free space" not in str(failed.value)
 
 
-def test_archive_counts_only_with_its_hash(tmp_path: Path) -> None:
+def test_an_archive_with_another_hash_is_ignored(tmp_path: Path) -> None:
     cache = WheelCache(tmp_path)
     cache.archive.parent.mkdir(parents=True)
     cache.archive.write_bytes(b"something else")
@@ -111,7 +114,7 @@ def hold(root: Path, held: "multiprocessing.synchronize.Event") -> None:  # type
         time.sleep(60)
 
 
-def test_lock_is_waited_for_and_ends_with_its_process(tmp_path: Path) -> None:
+def test_a_lock_is_released_when_its_process_ends(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     held = context.Event()
     holder = context.Process(target=hold, args=(tmp_path, held))
@@ -132,7 +135,7 @@ def test_lock_is_waited_for_and_ends_with_its_process(tmp_path: Path) -> None:
     holder.join(10)
 
 
-def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = WheelCache(tmp_path / "file")
     with pytest.raises(HvdtrainError, match="HVDTRAIN_CACHE"), cache.lock("k", "waits"):

@@ -1,4 +1,4 @@
-"""The analysis against timelines whose every number is known."""
+"""The analysis of timelines with known numbers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def facts_of(timeline: Timeline | str, folder: Path, **options: Any) -> Facts:
 
 
 def phase(facts: Facts, name: str) -> Facts:
-    found: Facts = next(row for row in facts["phases"] if row["name"] == name)
-    return found
+    row: Facts = next(row for row in facts["phases"] if row["name"] == name)
+    return row
 
 
 def near(seconds: float) -> Any:
@@ -50,18 +50,16 @@ def test_states_and_steps(tmp_path: Path) -> None:
 def test_lateness(tmp_path: Path) -> None:
     lateness = facts_of(straggling(10), tmp_path)["lateness"]
     assert (lateness["negotiations"], lateness["with_ticks"], lateness["told"]) == (30, 30, True)
-    zero, one, two = lateness["ranks"]
-    assert two["rank"] == 2
-    assert (two["late_steps"], two["late_steps_share"], two["late_negotiations"]) == (9, 1.0, 30)
+    rank0, rank1, rank2 = lateness["ranks"]
+    assert rank2["rank"] == 2
+    assert (rank2["late_steps"], rank2["late_steps_share"]) == (9, 1.0)
+    assert rank2["late_negotiations"] == 30
     for key in ("late_in_step_seconds", "late_in_negotiation_seconds"):
-        assert two[key]["median"] == two[key]["mean"] == near(0.050009)
-    assert two["cost_seconds"] == lateness["cost_seconds"] == near(9 * 0.050009)
-    assert [row["behind_first_seconds"] for row in (zero, one, two)] == [
-        0,
-        near(1e-6),
-        near(0.050010),
-    ]
-    assert zero["late_steps"] == one["late_steps"] == zero["late_negotiations"] == 0
+        assert rank2[key]["median"] == rank2[key]["mean"] == near(0.050009)
+    assert rank2["cost_seconds"] == lateness["cost_seconds"] == near(9 * 0.050009)
+    behind = [row["behind_first_seconds"] for row in (rank0, rank1, rank2)]
+    assert behind == [0, near(1e-6), near(0.050010)]
+    assert rank0["late_steps"] == rank1["late_steps"] == rank0["late_negotiations"] == 0
     assert lateness["spread_seconds"]["median"] == near(0.050010)
 
 
@@ -97,7 +95,7 @@ def test_fusion(tmp_path: Path) -> None:
     assert row["small_seconds"] == row["seconds"]
 
 
-def test_operations_that_only_their_ends_part(tmp_path: Path) -> None:
+def test_operations_are_separated_by_their_ends(tmp_path: Path) -> None:
     timeline = Timeline()  # as on a GPU, where several are begun before the first is carried out
     for tensor in "abcd":
         timeline.begin(tensor, "ALLREDUCE", 0)
@@ -122,7 +120,7 @@ def test_tensors(tmp_path: Path) -> None:
     assert first["seconds"] == near(0.50010 + 0.022)
 
 
-def test_two_parts_of_one_operation_are_one(tmp_path: Path) -> None:
+def test_two_parts_of_an_operation_are_one_operation(tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.begin("a", "ALLREDUCE", 0)
     for name, start, end in (("NCCL_REDUCESCATTER", 0, 10), ("MPI_ALLREDUCE", 20, 40)):
@@ -176,7 +174,7 @@ def test_without_marks_less_than_a_cycle_is_a_tie(tmp_path: Path) -> None:
     assert lateness["ranks"][1]["late_negotiations"] == 1
 
 
-def test_two_slow_ranks_do_not_hide_and_one_is_not_blamed_for_the_other(tmp_path: Path) -> None:
+def test_two_slow_ranks_are_not_hidden_and_only_the_last_is_blamed(tmp_path: Path) -> None:
     timeline = Timeline()
     for step in range(5):
         timeline.negotiate("a", 100_000 * step, {0: 0, 2: 40_000, 1: 45_000})
@@ -200,7 +198,7 @@ def test_overlap(tmp_path: Path) -> None:
     assert overlap["overlapped_share"] == near(5 / 8)
 
 
-def test_nameless_and_gathered_tensors_make_no_steps(tmp_path: Path) -> None:
+def test_unnamed_and_gathered_tensors_do_not_begin_steps(tmp_path: Path) -> None:
     timeline = Timeline()
     time = 0
     for step in range(4):
@@ -218,7 +216,7 @@ def test_nameless_and_gathered_tensors_make_no_steps(tmp_path: Path) -> None:
     assert names == {"gradient": 4, "allreduce.noname.*": 4, "HorovodAllreduce": 12, "lengths": 12}
 
 
-def test_a_metric_between_the_steps_is_no_step(tmp_path: Path) -> None:
+def test_a_metric_between_the_steps_is_not_a_step(tmp_path: Path) -> None:
     timeline = Timeline()
     time = 0
     for step in range(6):
@@ -232,7 +230,7 @@ def test_a_metric_between_the_steps_is_no_step(tmp_path: Path) -> None:
     assert facts_of(timeline, tmp_path)["steps"]["seen"] == 6
 
 
-def test_what_comes_before_the_first_large_step_is_start_up(tmp_path: Path) -> None:
+def test_negotiations_before_the_first_large_step_are_start_up(tmp_path: Path) -> None:
     timeline = Timeline()
     time = 0
     for _ in range(5):
@@ -264,7 +262,7 @@ def test_the_cached_form_has_no_ticks(tmp_path: Path) -> None:
     assert (lateness["steps_with_ticks"], lateness["told"]) == (1, False)
 
 
-def test_several_in_one_file_count_as_one_training(tmp_path: Path) -> None:
+def test_several_timelines_in_a_file_count_as_one_training(tmp_path: Path) -> None:
     text = straggling(10).text
     facts = facts_of(text + straggling(6).text, tmp_path)
     assert (facts["steps"]["seen"], facts["steps"]["whole"]) == (16, 9 + 5)
@@ -324,7 +322,7 @@ LONG = straggling(6, tensors=4)
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, len(LONG.text)))
-def test_cut_anywhere_it_tells_what_the_whole_events_before_tell(
+def test_a_file_cut_anywhere_equals_its_complete_events(
     tmp_path_factory: pytest.TempPathFactory, size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("cut")
@@ -344,7 +342,7 @@ def test_cut_anywhere_it_tells_what_the_whole_events_before_tell(
             assert facts[part] == clean[part]
 
 
-def test_the_real_state_history_adds_up(tmp_path: Path) -> None:
+def test_the_state_history_of_a_file_adds_up(tmp_path: Path) -> None:
     path = straggling(200).write(tmp_path)
     _, analysis = analyse(path)
     columns = analysis.history.columns(analysis.times)

@@ -1,4 +1,4 @@
-"""Memory is bounded, whatever the tensors of a long file are called."""
+"""Memory is bounded, whatever the tensor names of a long file."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.commands.timeline import model
+from hvdtrain.commands.timeline import events
 from hvdtrain.commands.timeline.facts import analyse
 from hvdtrain.commands.timeline.streaming_stats import KEPT as KEPT_VALUES
 from tests.conftest import ROOT
 from tests.timelines import Timeline
 
-KEPT = 1_000  # names with a row of their own, here
+KEPT = 1_000  # maximum number of names with a separate row
 
 PEAK = f"""
 import sys
 from pathlib import Path
-from hvdtrain.commands.timeline import model
+from hvdtrain.commands.timeline import events
 from hvdtrain.commands.timeline.facts import analyse
-model.MOST = {KEPT}
+events.MAX_NAMES = {KEPT}
 analyse(Path(sys.argv[1]))
-# Not ru_maxrss: what the process that started this one took is counted in it.
+# Not ru_maxrss, which includes the memory of the parent process.
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
 
 
 def losses(steps: int) -> Timeline:
-    """Steps of two gradients and a tensor that has another name in each, and another shape."""
+    """Return steps of two gradients and a tensor with another name and shape in each step."""
     timeline = Timeline()
     for step in range(steps):
-        for place, name in enumerate(("a", "b", f"loss.step.{step}")):
-            at = 1_000 * step + 100 * place
+        for index, name in enumerate(("a", "b", f"loss.step.{step}")):
+            at = 1_000 * step + 100 * index
             timeline.negotiate(name, at, {0: 0, 1: 5})
             timeline.allreduce([name], at + 10, 50, (step + 1,))
     return timeline
 
 
 def peak(path: Path) -> int:
-    """Bytes that a process of its own takes to analyse ``path``."""
+    """Return the peak memory in bytes of a separate process that analyses ``path``."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -53,25 +53,25 @@ def peak(path: Path) -> int:
     return int(done.stdout) * 1024
 
 
-def test_names_that_never_return_take_no_memory_beyond_the_first(tmp_path: Path) -> None:
-    filled = KEPT_VALUES + KEPT  # steps; what is kept of the values of each is full by then
+def test_names_that_do_not_recur_take_bounded_memory(tmp_path: Path) -> None:
+    filled = KEPT_VALUES + KEPT  # number of steps after which all samples are full
     short = losses(filled).write(tmp_path, "short.json")
     long = losses(2 * filled).write(tmp_path, "long.json")
     more = long.stat().st_size - short.stat().st_size
     assert peak(long) - peak(short) < more / 8
 
 
-def test_tensors_beyond_the_first_are_counted_together(
+def test_tensors_beyond_the_limit_are_counted_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "MOST", 10)
-    monkeypatch.setattr(model, "SHAPES", 10)
+    monkeypatch.setattr(events, "MAX_NAMES", 10)
+    monkeypatch.setattr(events, "MAX_SHAPES", 10)
     facts, analysis = analyse(losses(50).write(tmp_path))
     assert len(analysis.tensors) == 10
     assert len(analysis.fusion._sizes) <= 10
     times = {row["name"]: row["times"] for row in facts["tensors"]}
     assert (times["a"], times["b"], times["loss.step.7"]) == (50, 50, 1)
-    assert times[model.OTHERS] == 50 - 8
+    assert times[events.OTHERS] == 50 - 8
     assert not facts["file"]["unfamiliar"]
     assert (facts["steps"]["seen"], facts["lateness"]["with_ticks"]) == (50, 3 * 50)
     (row,) = facts["operations"]

@@ -1,4 +1,4 @@
-"""Events that Horovod does not write: each is counted or shown, and none ends the reading."""
+"""Events that Horovod does not write are counted or displayed, and do not stop the analysis."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hvdtrain.commands.report import page as report_page
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.timeline.analyse import Recorder
 from hvdtrain.commands.timeline.facts import analyse
-from hvdtrain.commands.timeline.page import write
 from hvdtrain.commands.timeline.read import LATEST
+from hvdtrain.commands.timeline.trace_page import write
 from hvdtrain.commands.timeline.verb import add_arguments, run_verb
 from tests.timelines import Timeline, straggling
 
@@ -47,7 +47,7 @@ def text_of(*words: str) -> str:
         '{"ph": "i", "name": "CYCLE_START", "ts": TIME, "s": "g"}',
     ],
 )
-def test_a_time_that_no_clock_shows_is_unfamiliar(event: str, time: str, tmp_path: Path) -> None:
+def test_an_invalid_time_is_counted(event: str, time: str, tmp_path: Path) -> None:
     timeline = straggling(4)
     plain = facts_of(timeline.text, tmp_path)
     timeline.pieces.append(event.replace("TIME", time))
@@ -70,7 +70,7 @@ def test_a_time_that_no_clock_shows_is_unfamiliar(event: str, time: str, tmp_pat
         '{"name": "process_name", "ph": "M", "pid": [1], "args": {"name": "a"}}',
     ],
 )
-def test_an_odd_tensor_or_kind_is_unfamiliar(event: str, tmp_path: Path) -> None:
+def test_an_invalid_tensor_or_kind_is_counted(event: str, tmp_path: Path) -> None:
     timeline = straggling(4)
     timeline.pieces.append(event)
     facts = facts_of(timeline.text, tmp_path)
@@ -78,7 +78,7 @@ def test_an_odd_tensor_or_kind_is_unfamiliar(event: str, tmp_path: Path) -> None
     assert facts["steps"]["whole"] == 3
 
 
-def test_where_no_negotiation_has_ticks_of_two_ranks_nobody_is_late(tmp_path: Path) -> None:
+def test_without_ticks_of_two_ranks_no_rank_is_late(tmp_path: Path) -> None:
     timeline = Timeline()
     for step in range(4):
         for rank, name in enumerate("ab"):
@@ -86,16 +86,16 @@ def test_where_no_negotiation_has_ticks_of_two_ranks_nobody_is_late(tmp_path: Pa
         timeline.allreduce(["a", "b"], 1_000 * step + 100, 100, (10,))
     facts = facts_of(timeline.text, tmp_path)
     assert facts["lateness"]["told"] is False
-    assert "straggler" not in [one["kind"] for one in facts["verdict"]]
+    assert "straggler" not in [finding["kind"] for finding in facts["verdict"]]
 
 
 @pytest.mark.parametrize("clock", [lambda time: 5, lambda time: 10**9 - time])
-def test_a_clock_that_stands_still_or_goes_back_makes_no_steps(clock: Any, tmp_path: Path) -> None:
-    text = re.sub(r'"ts": (\d+)', lambda found: f'"ts": {clock(int(found[1]))}', straggling(4).text)
+def test_a_clock_that_stops_or_goes_backwards_yields_no_steps(clock: Any, tmp_path: Path) -> None:
+    text = re.sub(r'"ts": (\d+)', lambda match: f'"ts": {clock(int(match[1]))}', straggling(4).text)
     assert facts_of(text, tmp_path)["steps"] is None
 
 
-def test_a_tensor_larger_than_any_memory_has_no_size(tmp_path: Path) -> None:
+def test_an_implausibly_large_tensor_has_no_size(tmp_path: Path) -> None:
     text = straggling(4).text.replace("[100, 100]", f"[{400 * '9'}]")
     facts = facts_of(text, tmp_path)
     assert {row["bytes"] for row in facts["operations"]} == {0}
@@ -103,7 +103,7 @@ def test_a_tensor_larger_than_any_memory_has_no_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["\\ud800", "\\u001b[2J", "\\u0000", "\\u202e"])
-def test_odd_names_can_be_shown(odd: str, tmp_path: Path) -> None:
+def test_unprintable_names_are_displayed(odd: str, tmp_path: Path) -> None:
     text = straggling(4).text.replace("MEMCPY_IN_FUSION_BUFFER", f"IN{odd}")
     path, page = tmp_path / "timeline.json", tmp_path / "page.html"
     path.write_text(text.replace("gradient.0", f"tensor{odd}"))
@@ -114,7 +114,7 @@ def test_odd_names_can_be_shown(odd: str, tmp_path: Path) -> None:
     assert '<td class="left">IN?' in page.read_text()
 
 
-def test_a_name_of_a_file_that_is_no_text_can_be_shown(
+def test_an_undecodable_file_name_is_displayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/t\xff\x1b[2J.json"))

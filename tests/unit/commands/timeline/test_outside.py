@@ -1,4 +1,4 @@
-"""What lies outside the steps, broadcasts at the start, says nothing about the steps."""
+"""Operations outside the steps, such as initial broadcasts, do not affect the steps' numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdtrain.commands.timeline import report
 from hvdtrain.commands.timeline.facts import analyse
 from tests.timelines import Timeline
 
-OPERATIONS = 10  # a step
+OPERATIONS = 10  # per step
 LENGTH = 900  # microseconds of an operation
 SHAPE = (100,)
 REST = 2_000  # microseconds of a step without an operation
@@ -20,9 +20,9 @@ BROADCASTS = 20
 def started(
     broadcasts: int = BROADCASTS, *, between: int = 0, after: Timeline | None = None
 ) -> Timeline:
-    """Broadcasts of 20 MB, 200 ms each; then steps of small allreduces, some broadcasts in each.
+    """Return broadcasts of 20 MB, 200 ms each; then steps of small allreduces and broadcasts.
 
-    ``after``: what came before, in the first 10 ms.
+    ``after``: timeline of the first 10 ms.
     """
     timeline, time = after or Timeline(), 10_000
     for number in range(broadcasts):
@@ -41,7 +41,7 @@ def started(
 
 
 def broadcast(timeline: Timeline, name: str, time: int, length: int) -> int:
-    """One, as Horovod writes it; when it is over."""
+    """Add a broadcast as Horovod writes it; return its end."""
     timeline.begin(name, "NEGOTIATE_BROADCAST", time)
     for rank in (0, 1):
         timeline.tick(name, rank, time + 5 * rank)
@@ -53,13 +53,13 @@ def broadcast(timeline: Timeline, name: str, time: int, length: int) -> int:
     return time + 5 + length
 
 
-def test_broadcasts_at_the_start_do_not_decide_what_the_steps_are_bound_by(tmp_path: Path) -> None:
+def test_initial_broadcasts_do_not_affect_the_verdict(tmp_path: Path) -> None:
     (finding,) = analyse(started().write(tmp_path))[0]["verdict"]
     assert finding["kind"] == "small tensors"
     assert f"about {OPERATIONS}.0 operations per step of 400 B" in finding["text"]
 
 
-def test_operations_of_the_whole_steps_alone(tmp_path: Path) -> None:
+def test_only_operations_of_whole_steps_count(tmp_path: Path) -> None:
     facts = analyse(started(between=3).write(tmp_path))[0]
     whole = facts["steps"]["whole"]
     small = whole * OPERATIONS * LENGTH * 1e-6
@@ -73,9 +73,9 @@ def test_operations_of_the_whole_steps_alone(tmp_path: Path) -> None:
     assert counts["MPI_BCAST"] == BROADCASTS + 3 * (whole + 1)
 
 
-def test_what_was_taken_for_steps_and_is_start_up_does_not_count(tmp_path: Path) -> None:
+def test_start_up_that_was_mistaken_for_steps_does_not_count(tmp_path: Path) -> None:
     timeline = Timeline()
-    for step in range(5):  # one tensor that comes again and again, before the first real step
+    for step in range(5):  # one recurring tensor before the first real step
         timeline.negotiate("check", 1_000 * step, {0: 0, 1: 10})
         timeline.allreduce(["check"], 1_000 * step + 10, LENGTH, (5_000_000,))
     facts = analyse(started(0, after=timeline).write(tmp_path))[0]
@@ -83,7 +83,7 @@ def test_what_was_taken_for_steps_and_is_start_up_does_not_count(tmp_path: Path)
     assert facts["steps"]["operations"]["bytes"] == whole * OPERATIONS * 400
 
 
-def test_a_phase_that_is_in_no_step_has_no_time_a_step(tmp_path: Path) -> None:
+def test_a_phase_outside_the_steps_has_no_time_per_step(tmp_path: Path) -> None:
     facts = analyse(started().write(tmp_path))[0]
     times = {row["name"]: row["a_step_seconds"] for row in facts["phases"]}
     assert times["BROADCAST"] is times["MPI_BCAST"] is times["NEGOTIATE_BROADCAST"] is None
@@ -96,7 +96,7 @@ def test_a_phase_that_is_in_no_step_has_no_time_a_step(tmp_path: Path) -> None:
     assert rows["MPI_ALLREDUCE"]["one"] == pytest.approx(OPERATIONS * LENGTH * 1e-6)
 
 
-def test_of_several_in_one_file_the_whole_steps_of_each(tmp_path: Path) -> None:
+def test_whole_steps_of_several_timelines_in_a_file_are_summed(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(started().text + started(3).text)
     steps = analyse(path)[0]["steps"]

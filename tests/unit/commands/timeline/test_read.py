@@ -1,4 +1,4 @@
-"""Reading a timeline: whole, cut anywhere, damaged, one after another, or no timeline at all."""
+"""Reading of files: complete, cut anywhere, damaged, with several timelines, or with none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(path: Path, content: bytes | str) -> Path:
 
 
 @pytest.mark.parametrize("chunk", [17, 100, 1000, read.CHUNK])
-def test_all_events_in_order_whatever_the_chunks(
+def test_all_events_are_read_in_order_for_any_chunk_size(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read, "CHUNK", chunk)
@@ -56,7 +56,7 @@ def test_the_ends_of_the_events_are_known() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", '{"', '{"a":', "{}", NAMELESS], ids=range(5))
-def test_what_is_no_event_is_not_tried_for_ever(text: str, tmp_path: Path) -> None:
+def test_other_objects_are_parsed_a_limited_number_of_times(text: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(text * (1_000_000 // len(text)))
     tried = 0
@@ -67,14 +67,14 @@ def test_what_is_no_event_is_not_tried_for_ever(text: str, tmp_path: Path) -> No
 
     sys.setprofile(profile)
     try:
-        with pytest.raises(UsageError, match="no timeline"):
+        with pytest.raises(UsageError, match="not a timeline"):
             list(read.chunks(Reading(path)))
     finally:
         sys.setprofile(None)
     assert 0 < tried < 20_000
 
 
-def test_cut_at_every_byte_it_is_read_up_to_the_last_whole_event(
+def test_a_file_cut_at_any_byte_is_read_up_to_its_last_complete_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read, "CHUNK", 700)
@@ -89,7 +89,7 @@ def test_cut_at_every_byte_it_is_read_up_to_the_last_whole_event(
 
 
 @pytest.mark.parametrize("end", [",", "]", "]\n", ",\n", "", ",]", "\n]\n\n"])
-def test_any_end(end: str, tmp_path: Path) -> None:
+def test_any_end_of_file_is_accepted(end: str, tmp_path: Path) -> None:
     events, reading = events_of(write(tmp_path / "t", TEXT[:-1] + end))
     assert events == EVENTS
     assert not reading.cut
@@ -97,7 +97,7 @@ def test_any_end(end: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "again",
+    "text",
     [
         "[\n" + ",\n".join(map(json.dumps, EVENTS)) + "\n]\n",
         json.dumps(EVENTS),
@@ -105,14 +105,14 @@ def test_any_end(end: str, tmp_path: Path) -> None:
         json.dumps({"traceEvents": EVENTS, "displayTimeUnit": "ms"}),
         "\ufeff" + TEXT,
     ],
-    ids=["one a line", "with spaces", "indented", "as an object", "with a byte order mark"],
+    ids=["one per line", "with spaces", "indented", "as an object", "with a byte order mark"],
 )
-def test_other_forms_of_the_same(again: str, tmp_path: Path) -> None:
-    events, _ = events_of(write(tmp_path / "t", again))
+def test_other_json_forms_are_accepted(text: str, tmp_path: Path) -> None:
+    events, _ = events_of(write(tmp_path / "t", text))
     assert events == EVENTS
 
 
-def test_gzipped_whole_and_cut(tmp_path: Path) -> None:
+def test_gzipped_files_are_read_up_to_a_cut(tmp_path: Path) -> None:
     packed = gzip.compress(TEXT.encode(), 1)
     events, reading = events_of(write(tmp_path / "t", packed))
     assert events == EVENTS
@@ -123,12 +123,12 @@ def test_gzipped_whole_and_cut(tmp_path: Path) -> None:
     assert reading.cut
 
 
-def test_several_follow_one_another_on_one_clock(tmp_path: Path) -> None:
-    other = straggling(2)
-    events, reading = events_of(write(tmp_path / "t", TEXT + "\n" + other.text + other.text[:-1]))
+def test_several_timelines_are_on_one_clock(tmp_path: Path) -> None:
+    later = straggling(2)
+    events, reading = events_of(write(tmp_path / "t", TEXT + "\n" + later.text + later.text[:-1]))
     assert reading.files == 3
     assert not reading.skipped
-    count = len(json.loads(other.text))
+    count = len(json.loads(later.text))
     assert len(events) == len(EVENTS) + 2 * count
     assert events[: len(EVENTS)] == EVENTS
     times = [event["ts"] for event in events if "ts" in event]
@@ -136,7 +136,7 @@ def test_several_follow_one_another_on_one_clock(tmp_path: Path) -> None:
     last = EVENTS[-1]["ts"]
     second = [e for e in events[len(EVENTS) : len(EVENTS) + count] if "ts" in e]
     assert second[0]["ts"] == last  # the time between the two does not count
-    original = [event for event in json.loads(other.text) if "ts" in event]
+    original = [event for event in json.loads(later.text) if "ts" in event]
     assert [e["ts"] - last for e in second] == [e["ts"] - original[0]["ts"] for e in original]
     assert {event["pid"] // TENSORS for event in events} == {0, 1, 2}
 
@@ -150,7 +150,7 @@ def test_a_slice_keeps_the_names(tmp_path: Path) -> None:
     assert inside
 
 
-def test_a_hole_costs_what_it_covers(tmp_path: Path) -> None:
+def test_a_block_of_zeros_loses_only_its_events(tmp_path: Path) -> None:
     start, end = ENDS[20] - 5, ENDS[24] + 9
     holed = TEXT[:start] + "\0" * (end - start) + TEXT[end:]
     events, reading = events_of(write(tmp_path / "t", holed))
@@ -178,49 +178,49 @@ def test_names_that_break_the_json_are_read(
     name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read, "CHUNK", chunk)
-    made = Timeline()
-    made.negotiate("before", 10, {0: 0, 1: 5})
-    made.negotiate(name, 20, {0: 0, 1: 5})
-    made.negotiate("after", 30, {0: 0, 1: 5})
-    events, reading = events_of(made.write(tmp_path))
+    recorded = Timeline()
+    recorded.negotiate("before", 10, {0: 0, 1: 5})
+    recorded.negotiate(name, 20, {0: 0, 1: 5})
+    recorded.negotiate("after", 30, {0: 0, 1: 5})
+    events, reading = events_of(recorded.write(tmp_path))
     named = {e["pid"]: e["args"]["name"] for e in events if "name" in e.get("args", {})}
     assert named == {1: "before", 2: name, 3: "after"}
     assert sum(e["ph"] == "B" for e in events) == 3
     assert not reading.skipped
 
 
-def test_bytes_that_are_no_text_spoil_a_name_and_nothing_else(tmp_path: Path) -> None:
-    made = Timeline()
-    made.negotiate("NAME", 20, {0: 0, 1: 5})
-    content = made.text.encode().replace(b"NAME", b"a\xff\xfeb")
+def test_invalid_utf8_is_replaced_in_the_name(tmp_path: Path) -> None:
+    recorded = Timeline()
+    recorded.negotiate("NAME", 20, {0: 0, 1: 5})
+    content = recorded.text.encode().replace(b"NAME", b"a\xff\xfeb")
     events, reading = events_of(write(tmp_path / "t", content))
     names = [e["args"]["name"] for e in events if "name" in e.get("args", {})]
     assert names == ["a\ufffd\ufffdb"]
-    assert len(events) == len(json.loads(made.text))
+    assert len(events) == len(json.loads(recorded.text))
     assert not reading.skipped
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(TEXT)), st.integers(0, 400), st.binary(max_size=60), st.integers(30, 900))
 def test_no_damage_is_fatal(
-    tmp_path_factory: pytest.TempPathFactory, place: int, gone: int, put: bytes, chunk: int
+    tmp_path_factory: pytest.TempPathFactory, offset: int, removed: int, added: bytes, chunk: int
 ) -> None:
     content = TEXT.encode()
-    content = content[:place] + put + content[place + gone :]
+    content = content[:offset] + added + content[offset + removed :]
     path = write(tmp_path_factory.mktemp("damaged") / "t", content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "CHUNK", chunk)
         try:
             events, _ = events_of(path)
         except UsageError:
-            assert place < 150  # nothing of the file is left to tell it by
+            assert offset < 150  # the file is no longer recognizable
             return
-    untouched = [event for event, end in zip(EVENTS, ENDS, strict=True) if end <= place]
+    untouched = [event for event, end in zip(EVENTS, ENDS, strict=True) if end <= offset]
     assert events[: len(untouched)] == untouched
     assert all(isinstance(event, dict) for event in events)
 
 
-def test_deep_nesting_and_open_strings_end_soon(tmp_path: Path) -> None:
+def test_deep_nesting_and_open_strings_are_skipped(tmp_path: Path) -> None:
     bad = '{"a":' * 3000 + '{"b": "' + "x" * 3000
     events, reading = events_of(write(tmp_path / "t", TEXT[:-1] + "," + bad + "]"))
     assert events[: len(EVENTS)] == EVENTS
@@ -232,25 +232,23 @@ def test_deep_nesting_and_open_strings_end_soon(tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (gzip.compress(b"", mtime=0), "is empty"),
-        (b"[options]\nname = hvdtrain\n", "is no timeline"),
-        (b"[1, 2, 3]", "is no timeline"),
-        (b'{"a": {"b": 1}}', "is no timeline"),
-        (b'{"traceEvents": 7}', "is no timeline"),
-        (b"\x7fELF" + random.Random(1).randbytes(3000), "is no timeline"),
-        (b"{" * 100_000, "is no timeline"),
-        (b"[\nsome other text", "is no timeline"),
+        (b"[options]\nname = hvdtrain\n", "is not a timeline"),
+        (b"[1, 2, 3]", "is not a timeline"),
+        (b'{"a": {"b": 1}}', "is not a timeline"),
+        (b'{"traceEvents": 7}', "is not a timeline"),
+        (b"\x7fELF" + random.Random(1).randbytes(3000), "is not a timeline"),
+        (b"{" * 100_000, "is not a timeline"),
+        (b"[\nsome other text", "is not a timeline"),
     ],
 )
-def test_what_is_no_timeline_is_one_clear_line(
-    content: bytes, message: str, tmp_path: Path
-) -> None:
+def test_other_files_are_rejected_in_one_line(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message) as error:
         events_of(write(tmp_path / "t", content))
     assert len(str(error.value).splitlines()) == 1
     assert str(tmp_path / "t") in str(error.value)
 
 
-def test_a_large_file_of_something_else_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_a_large_file_of_another_kind_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = write(tmp_path / "t", b"x" * 5_000_000)
     reading = Reading(path)
     with pytest.raises(UsageError):
@@ -259,7 +257,7 @@ def test_a_large_file_of_something_else_is_not_read_to_its_end(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "message"), [("missing", "No such file"), (".", "directory")])
-def test_a_file_that_cannot_be_read(name: str, message: str, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         events_of(tmp_path / name)
 
@@ -269,13 +267,13 @@ def test_names_that_fill_chunks_do_not_turn_the_clock_back(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read, "CHUNK", chunk)
-    other = Timeline()
-    other.pieces += [  # as a run names all tensors before its first step
+    later = Timeline()
+    later.pieces += [  # a run names all tensors before its first step
         f'{{"name": "process_name", "ph": "M", "pid": {n}, "args": {{"name": "layer {n}"}}}},\n'
         for n in range(1000, 2000)
     ]
-    other.negotiate("gradient", 2_000_000, {0: 0, 1: 50_000})
-    events, reading = events_of(write(tmp_path / "t", TEXT + "\n" + other.text))
+    later.negotiate("gradient", 2_000_000, {0: 0, 1: 50_000})
+    events, reading = events_of(write(tmp_path / "t", TEXT + "\n" + later.text))
     assert reading.files == 2
     times = [event["ts"] for event in events if "ts" in event]
     assert times == sorted(times)

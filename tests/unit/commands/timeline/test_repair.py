@@ -1,4 +1,4 @@
-"""Repaired files are valid, balanced, and hold all that could be read."""
+"""Repaired files are valid, balanced, and contain all readable events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = TIMELINE.text
 
 
 def check(events: list[dict[str, Any]]) -> None:
-    """What chrome://tracing and Perfetto need."""
+    """Check the requirements of chrome://tracing and Perfetto."""
     depth: Counter[int] = Counter()
     last = 0
     for event in events:
@@ -39,29 +39,31 @@ def check(events: list[dict[str, Any]]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, len(TEXT)))
-def test_any_cut_is_mended(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
+def test_a_file_cut_anywhere_is_repaired(
+    tmp_path_factory: pytest.TempPathFactory, size: int
+) -> None:
     folder = tmp_path_factory.mktemp("cut")
     source, target = folder / "cut.json", folder / "whole.json"
     source.write_text(TEXT[:size])
-    done = repair(source, target)
+    counts = repair(source, target)
     events = json.loads(target.read_text())
     check(events)
-    assert len(events) == done.events
-    assert done.dropped == 0
-    read = analyse(source)[0]["file"]
-    assert done.events == read["events"] + read["open_bars"]
-    assert done.closed == read["open_bars"]
+    assert len(events) == counts.events
+    assert counts.dropped == 0
+    file = analyse(source)[0]["file"]
+    assert counts.events == file["events"] + file["open_bars"]
+    assert counts.closed == file["open_bars"]
 
 
-def test_a_whole_file_stays_as_it_is_but_for_the_threads(tmp_path: Path) -> None:
+def test_a_complete_file_gains_only_thread_numbers(tmp_path: Path) -> None:
     source, target = TIMELINE.write(tmp_path), tmp_path / "out.json"
-    done = repair(source, target)
+    counts = repair(source, target)
     events = json.loads(target.read_text())
     assert [{k: v for k, v in e.items() if k != "tid"} for e in events] == json.loads(TEXT)
-    assert (done.closed, done.dropped) == (0, 0)
+    assert (counts.closed, counts.dropped) == (0, 0)
 
 
-def test_it_may_replace_its_source(tmp_path: Path) -> None:
+def test_a_repaired_file_may_replace_its_source(tmp_path: Path) -> None:
     source = tmp_path / "t.json"
     source.write_text(TEXT[:3000])
     repair(source, source)
@@ -69,15 +71,15 @@ def test_it_may_replace_its_source(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
 
 
-def test_a_slice_drops_ends_without_beginning(tmp_path: Path) -> None:
+def test_ends_without_a_beginning_are_dropped_from_a_slice(tmp_path: Path) -> None:
     source, target = TIMELINE.write(tmp_path), tmp_path / "out.json"
-    done = repair(source, target, (0.03, 0.16))
+    counts = repair(source, target, (0.03, 0.16))
     check(json.loads(target.read_text()))
-    assert done.dropped == 3
-    assert done.closed > 0
+    assert counts.dropped == 3
+    assert counts.closed > 0
 
 
-def test_several_in_one_file_are_one_afterwards(tmp_path: Path) -> None:
+def test_several_timelines_in_a_file_become_one(tmp_path: Path) -> None:
     source, target = tmp_path / "t.json", tmp_path / "out.json"
     source.write_text(TEXT[:3000] + TEXT)
     repair(source, target)
@@ -88,18 +90,18 @@ def test_several_in_one_file_are_one_afterwards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ['a "b"', "line\nbreak", "\\", "\ud800 half", "é🔥"])
-def test_strange_names_are_written_rightly(name: str, tmp_path: Path) -> None:
-    made = Timeline()
-    made.negotiate("NAME", 0, {0: 0, 1: 9})
+def test_special_characters_in_names_are_escaped(name: str, tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.negotiate("NAME", 0, {0: 0, 1: 9})
     source, target = tmp_path / "t.json", tmp_path / "out.json"
     half = name.startswith("\ud800")
-    source.write_text(made.text.replace("NAME", "\\ud800 half" if half else name))
+    source.write_text(timeline.text.replace("NAME", "\\ud800 half" if half else name))
     repair(source, target)
     events = json.loads(target.read_text())
     assert [e["args"]["name"] for e in events if "name" in e.get("args", {})] == [name]
 
 
-def test_events_without_time_or_kind_are_left_out(tmp_path: Path) -> None:
+def test_events_without_time_or_kind_are_dropped(tmp_path: Path) -> None:
     source, target = tmp_path / "t.json", tmp_path / "out.json"
     odd = '{"ph": "B", "pid": 1, "name": "x"},{"ph": 7, "ts": 1},{"ph": "B", "ts": 1, "pid": []},'
     source.write_text(TEXT[:-1] + "," + odd)
@@ -107,7 +109,7 @@ def test_events_without_time_or_kind_are_left_out(tmp_path: Path) -> None:
     check(json.loads(target.read_text()))
 
 
-def test_an_error_on_the_way_leaves_what_was_there(
+def test_a_failed_write_keeps_the_existing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = TIMELINE.write(tmp_path), tmp_path / "out.json"

@@ -1,4 +1,4 @@
-"""The report, the comparison and the verb: their texts, whole."""
+"""The complete texts of the report and the comparison, and the messages of the verb."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ timeline.json: 22.7 KiB, 398 events, 3 ranks, 682 ms, from 2023-11-14T22:13:21.0
 
 Verdict: bound by a straggler: rank 2 was ready last in 9 of 9 steps (100 %), by 50.0 ms in the
          median, 50.0 ms in the mean; that cost 450 ms of 630 ms (71 %)
-         -> see what rank 2 does that the others do not: its host (clock, temperature, other
-         programs), its data (larger files, slower disk), its part of the batch, what runs on it
-         alone (logging, checkpoints)
+         -> check how rank 2 differs from the others: its host (clock, temperature, other programs),
+         its data (larger files, slower disk), its part of the batch, work of this rank only
+         (logging, checkpoints)
 
 Time of the 9 whole steps, seen from rank 0
-                                 median step    in all       share
+                                 median step     total       share
   communicating                      2.20 ms   19.8 ms       3.1 %
     hidden by computing                           0 µs   0 % of it
   waiting for a rank                 50.2 ms    452 ms        72 %
   neither: computing, data ...       17.6 ms    158 ms        25 %
 
-Lateness: 30 of 30 negotiations tell which rank was ready when
+Lateness: 30 of 30 negotiations record when each rank was ready
   last in   steps   by median      mean     cost   tensors   by median      mean   behind first
   rank 2        9     50.0 ms   50.0 ms   450 ms        30     50.0 ms   50.0 ms        50.0 ms
   rank 0        -           -         -        -         -           -         -           0 µs
@@ -57,11 +57,11 @@ Phases, whole file
 Collectives, in tensors: ALLREDUCE 30 negotiated, 30 carried out
 
 Fusion: operations carried out
-                  operations   tensors each   bytes each    median    in all   bytes/time
+                  operations   tensors each   bytes each    median     total   bytes/time
   MPI_ALLREDUCE           10            3.0    117.2 KiB   2.00 ms   20.0 ms   57.2 MiB/s
 
-Cycles: not marked in this file (HOROVOD_TIMELINE_MARK_CYCLES=1 marks them), so the share of the
-cycle time is unknown
+Cycles: not marked in this file, so the share of the cycle time is unknown
+(HOROVOD_TIMELINE_MARK_CYCLES=1 marks them)
 
 Tensors that took the most time (3 of 3)
                times      bytes   negotiate   memcpy in   collective   memcpy out
@@ -69,10 +69,9 @@ Tensors that took the most time (3 of 3)
   gradient.1      10   39.1 KiB      500 ms     1.00 ms      20.0 ms      1.00 ms
   gradient.2      10   39.1 KiB      500 ms     1.00 ms      20.0 ms      1.00 ms
 
-What is not in the file: it is written by rank 0 and holds what Horovod does there. Computing,
-loading data and the other ranks' work are not in it, only when each rank submitted a tensor, to
-within a cycle. Communication counts as hidden while some rank still had a tensor of the step to
-submit."""
+Limits: the file is written by rank 0 and records Horovod's work there. Computing, data loading and
+the other ranks' work are not in it, only the time at which each rank submitted a tensor, to within
+a cycle. Communication counts as hidden while some rank still had a tensor of the step to submit."""
 
 DIFFERENCE = """\
 one: before.json
@@ -95,29 +94,31 @@ NOTHING = """\
 timeline.json: 191 B, 2 events, unknown ranks, 0 µs
 
 Verdict: too little to judge: no tensor was submitted to Horovod while it recorded
-         -> record some steps of a training"""
+         -> record several training steps"""
 
 
-def test_the_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straggling(10).write(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert run("timeline.json") == REPORT
 
 
-def test_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straggling(10).write(tmp_path, "before.json")
     straggling(10, late=10_000).write(tmp_path, "after.json")
     monkeypatch.chdir(tmp_path)
     assert run("before.json", "--diff", "after.json") == DIFFERENCE
 
 
-def test_a_preamble_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_on_an_empty_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Timeline().write(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert run("timeline.json") == NOTHING
 
 
-def test_json_is_all_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_printed_without_other_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = straggling(10).write(tmp_path)
     page, mended = tmp_path / "page.html", tmp_path / "mended.json"
     words = ["timeline", str(path), "--json", "--html", str(page), "--repair", str(mended)]
@@ -135,13 +136,13 @@ def test_json_is_all_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["missing.json"], "missing.json cannot be read: No such file or directory"),
         (["empty.json"], "empty.json is empty"),
-        (["good.json", "--slice", "3:1"], "--slice 3:1: give FROM:TO in seconds"),
-        (["good.json", "--slice", "x:1"], "--slice x:1: give FROM:TO in seconds"),
-        (["good.json", "--slice", "5"], "--slice 5: give FROM:TO in seconds"),
+        (["good.json", "--slice", "3:1"], "--slice 3:1: must be FROM:TO"),
+        (["good.json", "--slice", "x:1"], "--slice x:1: must be FROM:TO"),
+        (["good.json", "--slice", "5"], "--slice 5: must be FROM:TO"),
         (["good.json", "--diff", "missing.json"], "missing.json cannot be read"),
         (["good.json", "--html", "no/page.html"], "no/page.html cannot be written"),
         (["good.json", "--repair", "no/out.json"], "no/out.json cannot be written"),
-        (["trace.json"], "trace.json holds trace events, but none of Horovod's"),
+        (["trace.json"], "trace.json is not a Horovod timeline"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
@@ -162,7 +163,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("words", ["0.07:0.2", ":0.2", "0.07:"])
-def test_slices(words: str, tmp_path: Path) -> None:
+def test_the_slice_is_reported(words: str, tmp_path: Path) -> None:
     path = straggling(5).write(tmp_path)
     low, _, high = words.partition(":")
     end = f"{high} s" if high else "the end"

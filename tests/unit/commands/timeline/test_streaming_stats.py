@@ -1,4 +1,4 @@
-"""Statistics of streams: exact while short, an even selection when long; time by state adds up."""
+"""Statistics of streams: exact if short, an even selection if long; time by state adds up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_short_sample_is_exact(values: list[float]) -> None:
     assert sample.quantile(0) == min(values)
 
 
-def test_of_nothing_all_is_zero() -> None:
+def test_statistics_of_no_values_are_zero() -> None:
     sample = Sample()
     assert (sample.mean, sample.median, sample.quantile(0.5), sample.maximum) == (0, 0, 0, 0)
 
@@ -43,7 +43,7 @@ def test_a_long_sample_keeps_an_even_selection() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100_000)), min_size=1, max_size=200))
-def test_the_course_of_time_is_exact(stretches: list[tuple[int, int]]) -> None:
+def test_the_state_history_is_exact(stretches: list[tuple[int, int]]) -> None:
     history, sums, now = StateHistory(3), [0.0, 0.0, 0.0], 0
     for state, length in stretches:
         if now + length >= history.border:
@@ -54,10 +54,10 @@ def test_the_course_of_time_is_exact(stretches: list[tuple[int, int]]) -> None:
     assert len(columns[0]) <= BINS + 1
     assert [sum(column) for column in columns] == pytest.approx(sums)
     # Each stretch against the definition.
-    for place in range(len(columns[0])):
-        low, high = place * history.width, (place + 1) * history.width
+    for index in range(len(columns[0])):
+        low, high = index * history.width, (index + 1) * history.width
         expected, start = [0.0, 0.0, 0.0], 0
         for state, length in stretches:
             expected[state] += max(0.0, min(high, start + length) - max(low, start))
             start += length
-        assert [column[place] for column in columns] == pytest.approx(expected)
+        assert [column[index] for column in columns] == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""What holds a training up, told for timelines in which just that was built in."""
+"""Verdicts on timelines with a known bottleneck."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_a_straggler_is_named_with_what_it_costs(tmp_path: Path) -> None:
     assert "rank 2" in finding["advice"]
 
 
-def test_without_ticks_it_says_that_ranks_wait_and_how_to_see_which(tmp_path: Path) -> None:
+def test_without_ticks_the_advice_is_to_disable_the_cache(tmp_path: Path) -> None:
     cached = re.sub(r'\{"ph": "X"[^}]*\},', "", straggling(20).text)
     (finding,) = verdict_of(cached, tmp_path)
     assert finding["kind"] == "ranks wait"
     assert "HOROVOD_CACHE_CAPACITY=0" in finding["advice"]
 
 
-def test_uneven_ranks_of_which_none_is_to_blame(tmp_path: Path) -> None:
+def test_uneven_ranks_without_a_straggler(tmp_path: Path) -> None:
     (finding,) = verdict_of(steps(ready={0: 0, 1: 30_000, 2: 30_100, 3: 30_200}), tmp_path)
     assert finding["kind"] == "uneven ranks"
     assert "ranks 1, 2, 3" in finding["text"]
@@ -89,7 +89,7 @@ def test_bandwidth(tmp_path: Path) -> None:
     assert "953.7 MiB/s" in finding["text"]
 
 
-def test_communication_that_computing_hides_is_no_finding(tmp_path: Path) -> None:
+def test_hidden_communication_is_not_a_finding(tmp_path: Path) -> None:
     timeline = Timeline()
     for step in range(20):
         start = 100_000 * step
@@ -109,19 +109,19 @@ def test_cycle_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cycle", "length"), [(50, 400), (101, 800), (100, 400)])
-def test_a_cycle_that_is_as_short_as_would_be_advised_is_no_finding(
+def test_a_cycle_as_short_as_the_advice_is_not_a_finding(
     cycle: int, length: int, tmp_path: Path
 ) -> None:
     (finding,) = verdict_of(steps(length=length, each=10, cycle=cycle), tmp_path)
     assert finding["kind"] == "nothing wrong"
 
 
-def test_a_cycle_that_is_short_beside_the_step_is_no_finding(tmp_path: Path) -> None:
+def test_a_cycle_much_shorter_than_the_step_is_not_a_finding(tmp_path: Path) -> None:
     (finding,) = verdict_of(steps(length=40_000, each=50, cycle=1_000), tmp_path)
     assert finding["kind"] == "nothing wrong"
 
 
-def test_the_most_expensive_comes_first(tmp_path: Path) -> None:
+def test_the_most_expensive_finding_comes_first(tmp_path: Path) -> None:
     both = steps(ready={0: 0, 1: 60_000}, operations=1, each=20_000, shape=(5_000_000,))
     assert [f["kind"] for f in verdict_of(both, tmp_path)] == ["straggler", "bandwidth"]
     both = steps(ready={0: 0, 1: 15_000}, operations=1, each=60_000, shape=(5_000_000,))
@@ -133,7 +133,7 @@ def test_the_most_expensive_comes_first(tmp_path: Path) -> None:
     [
         ("[\n", "no tensor was submitted"),
         (steps(count=1).text, "occurs twice"),
-        (steps(ready={0: 0}).text, "one rank alone"),
+        (steps(ready={0: 0}).text, "a single rank"),
     ],
 )
 def test_too_little(text: str, word: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""``--html``: one file, without network: tables, a time breakdown, a trace to zoom and move.
+"""``--html``: a self-contained page: tables, a time breakdown, a trace to zoom and move.
 
-Names of tensors come from the file and may be anything: Jinja2 escapes them in the markup, and its
-``tojson`` writes the data so that no name can end the script element it stands in.
+Tensor names are untrusted: Jinja2 escapes them in the markup, and its ``tojson`` writes the data so
+that no name can end the script element.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import jinja2
 from markupsafe import Markup
 
 from hvdtrain.commands.timeline.analyse import Analysis, Recorder
-from hvdtrain.commands.timeline.model import COMMUNICATING, KINDS, STATES, WAITING, Facts
+from hvdtrain.commands.timeline.events import COMMUNICATING, KINDS, STATES, WAITING, Facts
 from hvdtrain.commands.timeline.report import UNSEEN, ranks
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output.text import duration, percent, printable, short, size
 
 SCRIPTS = ("data.js", "draw.js", "page.js")
 PICTURE = 512  # columns of the static picture
-TICKS = 5  # intervals on its axis, at most
+TICKS = 5  # maximum number of intervals on its axis
 
 
 def write(target: Path, facts: Facts, analysis: Analysis, recorder: Recorder) -> None:
-    """Write the page, complete or not at all.
+    """Write the page, atomically.
 
     Raises:
         UsageError, HvdtrainError: see ``replacing``.
     """
     with replacing(target) as file:
-        # Half of a surrogate pair, in a name of the file's or its path, cannot be encoded.
+        # A lone surrogate, in a tensor name or the path, cannot be encoded.
         file.write(render(facts, analysis, recorder).encode(errors="replace"))
 
 
@@ -39,26 +39,26 @@ def render(facts: Facts, analysis: Analysis, recorder: Recorder) -> str:
     """Return the text of the page."""
     columns = [[round(v) for v in row] for row in analysis.history.columns(analysis.times)]
     width = analysis.history.width
-    here = files("hvdtrain.commands.timeline") / "web"
+    web = files("hvdtrain.commands.timeline") / "web"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     filters = (duration, percent, printable, short, size)
     environment.filters |= {function.__name__: function for function in filters}
-    template = environment.from_string((here / "page.html").read_text())
+    template = environment.from_string((web / "page.html").read_text())
     return template.render(
         facts=facts,
         kinds=KINDS,
-        style=Markup((here / "page.css").read_text()),
-        script=Markup("\n".join((here / name).read_text() for name in SCRIPTS)),
+        style=Markup((web / "page.css").read_text()),
+        script=Markup("\n".join((web / name).read_text() for name in SCRIPTS)),
         picture=picture(columns, width, facts["seconds"]),
         ticks=ticks(facts["file"]["begin"], facts["seconds"]),
-        data={**data(facts, recorder), "course": {"width": width, "rows": columns}},
+        data={**data(facts, recorder), "history": {"width": width, "rows": columns}},
         unseen=UNSEEN,
         ranks=ranks(facts),
     )
 
 
 def data(facts: Facts, recorder: Recorder) -> Facts:
-    """Return the data of the interactive view; times are microseconds since its first event."""
+    """Return the data of the interactive view; times are microseconds since the first event."""
     begin = facts["file"]["begin"]
     origin = facts["file"]["first"] + 1e6 * begin
 
@@ -85,8 +85,8 @@ def data(facts: Facts, recorder: Recorder) -> Facts:
 def picture(columns: list[list[int]], width: float, seconds: float) -> list[Facts]:
     """Return the states over the time of the file as areas of a picture 1000 wide and 100 high.
 
-    For each state but ``neither``, from the bottom up, its name and the points of a polygon;
-    ``columns`` hold microseconds by state and interval, each interval ``width`` of them.
+    Each state except ``neither``, from the bottom up, has a name and the points of a polygon;
+    ``columns``: microseconds by state and interval of ``width`` microseconds.
     """
     count = len(columns[0])
     group = -(-count // PICTURE)
@@ -104,7 +104,7 @@ def picture(columns: list[list[int]], width: float, seconds: float) -> list[Fact
 
 
 def ticks(begin: float, seconds: float) -> list[Facts]:
-    """Return the axis of the picture: round times from ``begin`` on, ``at`` % of its width."""
+    """Return the ticks of the axis: round times from ``begin`` on, ``at`` % of its width."""
     if not seconds:
         return []
     power = 10.0 ** math.floor(math.log10(seconds / TICKS))

@@ -1,4 +1,4 @@
-"""The page: self-contained, its data true to the file, names of tensors nothing but text."""
+"""The page is self-contained, its data equal those of the file, tensor names are escaped."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.commands.timeline import model
+from hvdtrain.commands.timeline import events
 from hvdtrain.commands.timeline.analyse import Recorder
 from hvdtrain.commands.timeline.facts import analyse
-from hvdtrain.commands.timeline.page import picture, render, ticks
+from hvdtrain.commands.timeline.trace_page import picture, render, ticks
 from tests.timelines import HOSTILE, Timeline, hostile, straggling
 
 
@@ -55,7 +55,7 @@ def data_of(page: str) -> dict[str, Any]:
     return data
 
 
-def test_it_needs_nothing_else(tmp_path: Path) -> None:
+def test_the_page_loads_no_other_resource(tmp_path: Path) -> None:
     page, _ = page_of(straggling(5), tmp_path)
     reader = Reader(page)
     for tag, attributes in reader.tags:
@@ -66,7 +66,7 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
     assert "Bound by a straggler" in page
 
 
-def test_the_data_are_those_of_the_file(tmp_path: Path) -> None:
+def test_the_data_equal_those_of_the_file(tmp_path: Path) -> None:
     data = data_of(page_of(straggling(5), tmp_path)[0])
     columns = data["bars"]
     assert {len(column) for column in columns.values()} == {5 * 3 * 5}
@@ -74,7 +74,7 @@ def test_the_data_are_those_of_the_file(tmp_path: Path) -> None:
     negotiations = [
         i
         for i, number in enumerate(columns["phase"])
-        if data["phases"][number] == ["NEGOTIATE_ALLREDUCE", model.KINDS.index("negotiate")]
+        if data["phases"][number] == ["NEGOTIATE_ALLREDUCE", events.KINDS.index("negotiate")]
     ]
     assert len(negotiations) == 15
     assert columns["start"][negotiations[0]] == 0
@@ -88,7 +88,7 @@ def test_the_data_are_those_of_the_file(tmp_path: Path) -> None:
         "start": [0, 70_000, 140_000, 210_000, 280_000],
     }
     assert data["detail"] is None
-    waiting = data["course"]["rows"][model.WAITING]
+    waiting = data["history"]["rows"][events.WAITING]
     assert sum(waiting) == pytest.approx(5 * 50_210, abs=len(waiting))
 
 
@@ -98,18 +98,18 @@ def test_a_slice_keeps_the_clock_of_the_file(tmp_path: Path) -> None:
     assert data["steps"]["start"][0] == 0
 
 
-def test_a_long_file_is_shown_in_detail_as_far_as_a_browser_can_bear(
+def test_the_details_of_a_long_file_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvdtrain.commands.timeline.analyse.MOST", 100)
+    monkeypatch.setattr("hvdtrain.commands.timeline.analyse.MAX_RECORDED", 100)
     page, recording = page_of(straggling(50), tmp_path)
     data = data_of(page)
     assert len(recording.bars["row"]) + len(recording.ticks["bar"]) <= 100
     assert 0 < data["detail"] < data["span"]
-    assert len(data["course"]["rows"][0]) > 100  # the whole file, in little
+    assert len(data["history"]["rows"][0]) > 100  # an overview of the whole file
 
 
-def test_hostile_names_stay_text(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     page, _ = page_of(hostile(), tmp_path)
     reader = Reader(page)
     assert len(reader.scripts) == 2
@@ -120,7 +120,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
             assert name not in page
 
 
-def test_without_a_single_tensor_there_is_a_page_too(tmp_path: Path) -> None:
+def test_a_page_is_written_without_any_tensor(tmp_path: Path) -> None:
     page, _ = page_of(Timeline(), tmp_path)
     assert "Too little to judge" in page
 
@@ -135,21 +135,19 @@ def test_without_a_single_tensor_there_is_a_page_too(tmp_path: Path) -> None:
         (5.0, 0.0, {}),
     ],
 )
-def test_the_axis_has_a_few_round_times(
-    begin: float, seconds: float, expected: dict[float, str]
-) -> None:
+def test_the_axis_has_round_times(begin: float, seconds: float, expected: dict[float, str]) -> None:
     assert {tick["at"]: tick["text"] for tick in ticks(begin, seconds)} == expected
 
 
 @given(st.floats(0, 1e5), st.floats(1e-5, 1e5))
 def test_the_axis_is_never_empty_nor_crowded(begin: float, seconds: float) -> None:
-    found = ticks(begin, seconds)
-    assert 2 <= len(found) <= 6
-    assert all(-0.01 <= tick["at"] <= 100.01 for tick in found)
+    axis = ticks(begin, seconds)
+    assert 2 <= len(axis) <= 6
+    assert all(-0.01 <= tick["at"] <= 100.01 for tick in axis)
 
 
 def lightness_and_hue(colour: str) -> tuple[float, float, float]:
-    """The colour in CIE 1976 L*a*b* (D65), where distances are about those that one sees."""
+    """Return the colour in CIE 1976 L*a*b* (D65), a perceptually uniform space."""
 
     def linear(value: int) -> float:
         share = value / 255
@@ -165,16 +163,16 @@ def lightness_and_hue(colour: str) -> tuple[float, float, float]:
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
-def test_no_two_kinds_of_bars_look_alike() -> None:
-    """In either theme; two greys were 10 apart, of which 2.3 can just be seen."""
+def test_all_kinds_of_bars_have_distinct_colours() -> None:
+    """Check both themes; a distance of 2.3 is just noticeable."""
     css = (files("hvdtrain.commands.timeline") / "web" / "page.css").read_text()
     light, dark = (
         dict(re.findall(r"--([a-z-]+): (#[0-9a-f]+)", part)) for part in css.split("@media")[:2]
     )
     for theme in (light, {**light, **dark}):
-        kinds = {kind: lightness_and_hue(theme[kind.replace(" ", "-")]) for kind in model.KINDS}
-        for one, other in itertools.combinations(kinds, 2):
-            assert math.dist(kinds[one], kinds[other]) > 20, (one, other)
+        kinds = {kind: lightness_and_hue(theme[kind.replace(" ", "-")]) for kind in events.KINDS}
+        for pair in itertools.combinations(kinds, 2):
+            assert math.dist(*(kinds[kind] for kind in pair)) > 20, pair
 
 
 def test_the_picture_stacks_the_states() -> None:
