@@ -1,7 +1,7 @@
-"""Distributed training for people with an HPC cluster: what a script of a user's own imports.
+"""Distributed training on HPC clusters: public names for user scripts.
 
-The names are in ``__init__.pyi``, with their types. Each is imported when it is asked for, so that
-``import hvdtrain`` needs no framework and starts no MPI.
+Types are in ``__init__.pyi``. Each name is imported on first access, so that ``import hvdtrain``
+needs no framework and does not initialize MPI.
 """
 
 import importlib

@@ -1,8 +1,7 @@
-"""The command ``hvdtrain VERB``: parses, then calls the one package that does it.
+"""The command ``hvdtrain VERB``: parse the command line and run the verb.
 
-Only the module of the verb that was asked for is imported, so that every ``--help`` answers at
-once; no module of a verb imports a framework to declare its options. argparse, because a verb's
-few options need nothing that it lacks.
+Only the module of the requested verb is imported, and no verb imports a framework to declare its
+options, so that every ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -26,84 +25,86 @@ from hvdtrain.system.runtime import terminal
 
 @dataclass(frozen=True)
 class Verb:
-    """One word of the command line."""
+    """A subcommand."""
 
     name: str
-    """As typed."""
+    """Name on the command line."""
     summary: str
-    """One line for the table."""
+    """One-line description for the help."""
     module: str | None = None
-    """Has ``add_arguments(parser)`` and ``run_verb(arguments) -> Report``; None: not built yet,
-    and shown nowhere."""
+    """Module with ``add_arguments(parser)`` and ``run_verb(arguments) -> Report``; None: not
+    implemented yet, and hidden."""
 
 
 VERBS = (
     Verb(
         "install-horovod",
-        "build Horovod for the installed frameworks, cache, prove and install it",
+        "build, test and install Horovod for the installed frameworks",
         "hvdtrain.commands.install_horovod.verb",
     ),
     Verb(
         "doctor",
-        "look for what keeps a training from running well on this machine",
+        "diagnose the environment: MPI, GPUs, limits, Horovod",
         "hvdtrain.commands.doctor.verb",
     ),
     Verb(
         "verify",
-        "prove on your own ranks that each of the eight steps takes effect",
+        "check on real ranks that each of the eight steps takes effect",
         "hvdtrain.commands.verify.verb",
     ),
     Verb(
         "data-fetch",
-        "download a public data set, on a node that has network",
+        "download a public dataset, on a node with network access",
         "hvdtrain.commands.data_fetch.verb",
     ),
     Verb(
         "pack",
-        "gather the many files of a data set in few, for a shared file system",
+        "pack a dataset of small files into tar shards",
         "hvdtrain.commands.pack.verb",
     ),
     Verb(
         "launch",
-        "start a training under the right launcher with the right options",
+        "launch a training with the right launcher and options",
         "hvdtrain.commands.launch.verb",
     ),
     Verb(
-        "submit", "write a job script and hand it to PBS or Slurm", "hvdtrain.commands.submit.verb"
+        "submit",
+        "write a job script and submit it to PBS or Slurm",
+        "hvdtrain.commands.submit.verb",
     ),
     Verb(
         "scaling",
-        "measure how well a training scales with the ranks",
+        "measure how a training scales with the number of ranks",
         "hvdtrain.commands.scaling.verb",
     ),
     Verb(
         "compare",
-        "measure strategies, frameworks and precisions against each other",
+        "compare strategies, frameworks and precisions by measurement",
         "hvdtrain.commands.compare.verb",
     ),
     Verb(
         "timeline",
-        "read a Horovod timeline: what takes the time, which rank is late",
+        "analyse a Horovod timeline: time per operation, late ranks",
         "hvdtrain.commands.timeline.verb",
     ),
     Verb(
         "report",
-        "put a run or a study, with its curves and measurements, into one page",
+        "write one HTML page about a run or a study",
         "hvdtrain.commands.report.verb",
     ),
 )
-PROGRAMS = """programs, each started by `hvdtrain launch -n N -- python -m PROGRAM`:
+PROGRAMS = """programs, launched by `hvdtrain launch -n N -- python -m PROGRAM`:
   hvdtrain.mnist        train on handwritten digits
   hvdtrain.resnet       train a ResNet on images
-  hvdtrain.ssd300       train a detector, SSD300, on images with boxes
-  hvdtrain.train FILE   train the task that a Python file of yours defines
-  hvdtrain.pi           estimate pi with random points: MPI alone
-  hvdtrain.collectives  show what each collective does, and how fast it is"""
+  hvdtrain.ssd300       train an SSD300 detector on images with bounding boxes
+  hvdtrain.train FILE   train the task defined in your Python file
+  hvdtrain.pi           estimate pi with random points, using MPI only
+  hvdtrain.collectives  demonstrate and time collectives"""
 EXAMPLE = """example:
   hvdtrain install-horovod
   hvdtrain launch -n 2 -- python -m hvdtrain.mnist
 
-The options of a verb: `hvdtrain help VERB`; of a program: `python -m PROGRAM --help`."""
+Options of a verb: `hvdtrain help VERB`; of a program: `python -m PROGRAM --help`."""
 SHELLS = ("bash", "zsh", "tcsh")
 
 
@@ -120,31 +121,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             shell = overview().read(words).completion
         except UsageError as error:
             return _complain(str(error))
-        return _completion(shell) if shell else _complain(f"{words[0]} needs a verb after it")
+        return _completion(shell) if shell else _complain(f"{words[0]}: missing verb after it")
     verb = next((verb for verb in VERBS if verb.name == words[0]), None)
     if verb is None:
-        return _complain(f"unknown verb {words[0]!r}: {_near(words[0])}")
+        return _complain(f"unknown verb {words[0]!r}: {_hint(words[0])}")
     if verb.module is None:
-        return _complain(f"{verb.name} is not built yet in hvdtrain {__version__}")
+        return _complain(f"{verb.name} is not implemented in hvdtrain {__version__}")
     module = importlib.import_module(verb.module)
     return _run(module, _declare(verb, module, CommandParser), words[1:])
 
 
-def _built() -> list[Verb]:
+def _implemented() -> list[Verb]:
     return [verb for verb in VERBS if verb.module]
 
 
-def _near(word: str) -> str:
-    """Return a hint for ``word``, which is no verb."""
-    names = [verb.name for verb in _built()]
+def _hint(word: str) -> str:
+    """Return a hint for ``word``, which is not a verb."""
+    names = [verb.name for verb in _implemented()]
     near = nearest(word, names)
     return f"did you mean {near}?" if near else f"choose one of {', '.join(names)}"
 
 
 def overview() -> CommandParser:
-    """Return the parser that knows the table of verbs."""
+    """Return the parser of ``hvdtrain`` without a verb; its help lists the verbs."""
     width = max(len(verb.name) for verb in VERBS)
-    rows = [f"  {verb.name:<{width}}  {verb.summary}" for verb in _built()]
+    rows = [f"  {verb.name:<{width}}  {verb.summary}" for verb in _implemented()]
     parser = CommandParser(
         prog="hvdtrain",
         usage="hvdtrain VERB [options]",
@@ -158,27 +159,27 @@ def overview() -> CommandParser:
         "--completion",
         choices=SHELLS,
         metavar="SHELL",
-        help='for TAB in bash, zsh, tcsh: eval "$(hvdtrain --completion bash)"',
+        help='print shell completion: eval "$(hvdtrain --completion bash)"',
     )
     return parser
 
 
-def _declare(verb: Verb, module: ModuleType, new: Callable[..., CommandParser]) -> CommandParser:
-    """Return the parser of ``verb``, which ``module`` carries out, made by ``new``."""
-    parser = new(prog=f"hvdtrain {verb.name}", description=verb.summary)
+def _declare(verb: Verb, module: ModuleType, create: Callable[..., CommandParser]) -> CommandParser:
+    """Return the parser of ``verb``, created by ``create``, with the options of ``module``."""
+    parser = create(prog=f"hvdtrain {verb.name}", description=verb.summary)
     module.add_arguments(parser)
     return parser
 
 
 def _completion(shell: str) -> int:
-    """Print what makes ``shell`` complete verbs and options."""
+    """Print the completion script for ``shell``."""
     try:
         from hvdtrain.completion import completion
     except ImportError:
         return _complain("--completion needs shtab: pip install shtab")
     parser = overview()
     verbs = parser.add_subparsers()
-    for verb in _built():
+    for verb in _implemented():
         module = importlib.import_module(str(verb.module))
         _declare(verb, module, partial(verbs.add_parser, verb.name, help=verb.summary))
     print(completion(shell, parser))
@@ -186,16 +187,16 @@ def _completion(shell: str) -> int:
 
 
 def _run(module: ModuleType, parser: CommandParser, words: Sequence[str]) -> int:
-    """Parse the options of a verb, carry it out, and print what it reports."""
+    """Parse the options of a verb, run it, and print its report."""
     try:
         arguments = parser.read(words)
     except UsageError as error:
         return _complain(str(error))
     as_json = getattr(arguments, "json", False)
-    # Standard output belongs to the result, so everything on the way goes to standard error.
-    # Libraries that we use have nothing to say there but warnings.
-    shown = terminal.Handler(sys.stderr)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown])
+    # Standard output is for the result, all other messages go to standard error; of libraries
+    # only warnings.
+    handler = terminal.Handler(sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("hvdtrain").setLevel(logging.INFO)
     try:
         report = module.run_verb(arguments)
@@ -211,7 +212,7 @@ def _run(module: ModuleType, parser: CommandParser, words: Sequence[str]) -> int
         elif report.text:
             print(report.text)
         sys.stdout.flush()
-    except BrokenPipeError:  # a reader such as head has seen enough
+    except BrokenPipeError:  # the reader, e.g. head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(report.exit_code)
 
@@ -221,7 +222,7 @@ def _print_json(data: Any) -> None:
 
 
 def _complain(message: str, code: int = EXIT_USAGE) -> int:
-    """Say what is wrong on standard error, in one line, and return the exit code."""
+    """Print a one-line error message on standard error and return the exit code."""
     print(f"hvdtrain: error: {message}", file=sys.stderr)
     return code
 

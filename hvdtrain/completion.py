@@ -1,6 +1,6 @@
-"""What makes a shell complete verbs, options and, behind ``--``, those of a program.
+"""Shell completion of verbs and options; in bash also of a program and its options after ``--``.
 
-All of it is static: no TAB starts Python. Behind ``--`` it works in bash.
+The script is static: completing a word does not start Python.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
 
-REGISTRATION = "\ncomplete "  # the last line of what shtab makes for bash
-# Which of the two functions of shtab completes a word: that of the programs behind `-- ... -m`.
+REGISTRATION = "\ncomplete "  # the last line of shtab's script for bash
+# Choose the function of shtab: for the word after `-- ... -m` that of the programs.
 CHOICE = """
 _hvdtrain() {
   local place=1
@@ -40,11 +40,11 @@ complete -o bashdefault -o default -F _hvdtrain hvdtrain"""
 
 
 def completion(shell: str, verbs: CommandParser) -> str:
-    """Return what ``shell`` has to evaluate.
+    """Return the completion script for ``shell``.
 
     Args:
-        shell: a name that shtab knows.
-        verbs: the parser of ``hvdtrain``, with a subparser per verb.
+        shell: a shell supported by shtab.
+        verbs: the parser of ``hvdtrain`` with a subparser per verb.
     """
     text = shtab.complete(verbs, shell)
     if shell != "bash":
@@ -54,12 +54,12 @@ def completion(shell: str, verbs: CommandParser) -> str:
     for name, parser in _programs():
         table.add_parser(name, help=parser.description, parents=[parser], add_help=False)
     of_programs = shtab.complete(programs, shell, root_prefix="hvdtrain_program")
-    parts = [one.rpartition(REGISTRATION)[0] for one in (text, of_programs)]
+    parts = [script.rpartition(REGISTRATION)[0] for script in (text, of_programs)]
     return "\n".join([*parts, CHOICE])
 
 
 def _programs() -> Iterator[tuple[str, CommandParser]]:
-    """Yield each program, as ``python -m`` takes it, with its parser."""
+    """Yield each program, as named after ``python -m``, and its parser."""
     for workload in (MNIST, RESNET, SSD300):
         name = workload.name
         yield f"hvdtrain.{name}", build_parser(name, workload.description, "", workload.options)

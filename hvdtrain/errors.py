@@ -1,14 +1,14 @@
-"""What can go wrong, and the exit code that each kind of it has.
+"""Errors and exit codes.
 
     HvdtrainError            1   the run failed
-    ├── UsageError           2   an option, a file or a launch that the user has to change
+    ├── UsageError           2   wrong option, file or launch; to be corrected by the user
     ├── CheckpointError      1   a checkpoint could not be written
-    └── TrainingError        1   the training itself went wrong (a loss that is not finite)
+    └── TrainingError        1   the training failed (e.g. loss not finite)
 
-A message is one line that tells what is wrong, where, and what to do.
+A message is one line: what failed, where, and what to do.
 
-A command of ``hvdtrain`` that runs a job ends with the job's exit code: 124 where its time ran out,
-as with timeout(1) (``runtime/command.TIMED_OUT``), 128 + N after signal N (Ctrl-C: 130).
+A command of ``hvdtrain`` that runs a job returns the job's exit code: 124 if its time limit was
+reached, as in timeout(1) (``runtime/command.TIMED_OUT``), 128 + N after signal N (Ctrl-C: 130).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130
 
 
 class HvdtrainError(Exception):
-    """An error with a message meant for the user; carries the exit code of the process."""
+    """Error with a message for the user, and the exit code of the process."""
 
     exit_code = EXIT_FAILURE
 
@@ -33,8 +33,8 @@ class UsageError(HvdtrainError):
 
 
 class CheckpointError(HvdtrainError):
-    """A checkpoint could not be written; the ones before it are untouched."""
+    """A checkpoint could not be written; earlier checkpoints are intact."""
 
 
 class TrainingError(HvdtrainError):
-    """The training went wrong in a way that going on would hide, such as a loss of nan."""
+    """The training failed in a way that must not be ignored, e.g. a loss of NaN."""

@@ -1,7 +1,7 @@
-"""``mpirun -n 4 python -m hvdtrain.pi``: pi by throwing darts, the first MPI program of a course.
+"""``mpirun -n 4 python -m hvdtrain.pi``: estimate pi by Monte Carlo, as a first MPI program.
 
-Points are drawn evenly in the unit square; the share that falls into the quarter circle is pi/4.
-Each rank throws its part of the darts with a stream of its own, and one Allreduce adds the hits.
+Points are uniform in the unit square; the expected fraction inside the quarter circle is pi/4.
+Each rank draws its part of the points from an independent stream; one Allreduce sums the hits.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 log = logging.getLogger(__name__)
 
-BLOCK = 32_768  # darts thrown at once: their coordinates stay in the second-level cache
-PIECE = 1024 * BLOCK  # darts between two looks at the clock: a tenth of a second
+BLOCK = 32_768  # points per block: their coordinates stay in the second-level cache
+PIECE = 1024 * BLOCK  # points between two progress updates: a tenth of a second
 NAIVE_PIECE = 2**18  # the same for the scalar loop
-MOST = 2**63 - 1  # darts that the ranks can add up
-SIDE = 2**16  # a dart falls into one of SIDE x SIDE cells; its place is the middle of the cell
+MOST = 2**63 - 1  # points; their sum is an int64
+SIDE = 2**16  # points are centers of SIDE x SIDE cells
 
 EXAMPLE = """\
 examples:
@@ -47,11 +47,11 @@ examples:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the darts tell.
+    """Result on all ranks.
 
     Attributes:
-        hits: darts inside the quarter circle, over all ranks.
-        samples: darts thrown, over all ranks.
+        hits: number of points inside the quarter circle, over all ranks.
+        samples: number of points, over all ranks.
     """
 
     hits: int
@@ -59,23 +59,23 @@ class Estimate:
 
     @property
     def pi(self) -> float:
-        """The estimate, 4 hits / samples."""
+        """Return the estimate, 4 hits / samples."""
         return 4 * self.hits / self.samples
 
     @property
     def error(self) -> float:
-        """Its standard error: hits are binomial, so 4 sqrt(p (1 - p) / n)."""
+        """Return the standard error, 4 sqrt(p (1 - p) / n): hits are binomial."""
         share = self.hits / self.samples
         return 4 * math.sqrt(share * (1 - share) / self.samples)
 
 
 def count_hits(samples: int, stream: np.random.SeedSequence) -> int:
-    """Throw ``samples`` darts and count the hits; the same stream gives the same count.
+    """Draw ``samples`` points and count the hits; the same stream gives the same count.
 
-    One random number of 64 bits makes two darts of two 16-bit coordinates. The dart in cell (k, l)
-    hits if (k + 1/2)^2 + (l + 1/2)^2 < 2^32, that is k (k + 1) + l (l + 1) < 2^32 - 1/2: the sum
-    does not overflow 32 bits. The cells make pi 4.7e-8 too large (a test counts them), a
-    five-hundredth of the standard error of 5e9 darts.
+    A random number of 64 bits gives two points of two 16-bit coordinates. The point in cell (k, l)
+    is a hit if (k + 1/2)^2 + (l + 1/2)^2 < 2^32, that is k (k + 1) + l (l + 1) < 2^32 - 1/2: the
+    sum does not overflow 32 bits. The grid makes pi 4.7e-8 too large (a test counts the cells), a
+    five-hundredth of the standard error of 5e9 points.
     """
     draw = np.random.SFC64(stream).random_raw
     squares = np.empty(2 * BLOCK, np.uint32)
@@ -96,7 +96,7 @@ def count_hits(samples: int, stream: np.random.SeedSequence) -> int:
 
 
 def count_hits_naive(samples: int, stream: np.random.SeedSequence) -> int:
-    """Do the same with a plain loop over scalars, as a first program does it."""
+    """Count hits in a plain loop over scalars, for comparison."""
     draw = random.Random(int(stream.generate_state(1, np.uint64)[0])).random
     hits, progress = 0, _Progress(samples)
     for start in range(0, samples, NAIVE_PIECE):
@@ -109,30 +109,30 @@ def count_hits_naive(samples: int, stream: np.random.SeedSequence) -> int:
 
 
 class _Progress:
-    """Shows how far this rank is with its darts, and how long the rest takes."""
+    """Progress of this rank and its remaining time."""
 
     def __init__(self, samples: int) -> None:
         self.samples, self.began = samples, time.monotonic()
 
     def show(self, done: int) -> None:
-        """Show it, where a person watches (``terminal.begin``)."""
+        """Show progress after ``done`` points, if standard error is a terminal."""
         if done:
             left = (time.monotonic() - self.began) * (self.samples - done) / done
             terminal.status(f"{percent(done / self.samples)} of the samples, {about(left)} to go")
 
 
 def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False) -> Estimate:
-    """Estimate pi on all ranks together; every rank gets the same answer.
+    """Estimate pi on all ranks together; every rank returns the same result.
 
     Args:
         communicator: an mpi4py communicator; all its ranks must call this.
-        samples: darts over all ranks.
-        seed: with the number of ranks it determines every digit.
+        samples: number of points over all ranks.
+        seed: random seed; with the number of ranks it determines every digit.
         naive: use the scalar loop.
     """
     rank, size = communicator.Get_rank(), communicator.Get_size()
     low, high = bounds(samples, rank, size)
-    # Spawned seeds give independent streams (NumPy's guide to parallel random generation).
+    # Spawned seeds give independent streams (NumPy: parallel random number generation).
     stream = np.random.SeedSequence(seed).spawn(size)[rank]
     hits = (count_hits_naive if naive else count_hits)(high - low, stream)
     total = np.empty(1, np.int64)
@@ -140,7 +140,7 @@ def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False)
     return Estimate(int(total[0]), samples)
 
 
-def darts(value: str) -> int:
+def points(value: str) -> int:
     """Read a number of samples."""
     number = positive(value)
     if number > MOST:
@@ -149,19 +149,24 @@ def darts(value: str) -> int:
 
 
 def build_parser() -> Parser:
-    """Declare the options."""
+    """Return the parser of the command line."""
     parser = Parser(
         "pi", "Estimate pi with random points, on all ranks of an MPI job.", EXAMPLE, usage=None
     )
-    parser.add_argument("--samples", type=darts, default=10**9, help="over all ranks (1e9)")
-    parser.add_argument("--seed", type=count, default=0, help="of the darts (0)")
-    parser.add_argument("--naive", action="store_true", help="a scalar loop, for comparison")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--samples",
+        type=points,
+        default=10**9,
+        help="number of points over all ranks (default: 1e9)",
+    )
+    parser.add_argument("--seed", type=count, default=0, help="random seed (default: 0)")
+    parser.add_argument("--naive", action="store_true", help="use a scalar loop, for comparison")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
 def main() -> int:
-    """Estimate pi and print it on rank 0; the exit code."""
+    """Estimate pi, print it on rank 0, and return the exit code."""
     options = build_parser().read(sys.argv[1:])
     set_defaults(MPI_VARIABLES)
     try:
@@ -169,7 +174,7 @@ def main() -> int:
     except (ImportError, RuntimeError) as error:
         raise not_loaded(error) from error
     world = MPI.COMM_WORLD
-    terminal.status("throwing darts")
+    terminal.status("drawing points")
     world.Barrier()
     started = time.perf_counter()
     result = estimate(world, options.samples, options.seed, naive=options.naive)
@@ -181,7 +186,7 @@ def main() -> int:
 
 
 def report(result: Estimate, seconds: float, ranks: int, *, as_json: bool) -> str:
-    """Return the result for a person, or as one line of JSON."""
+    """Return the result as text or as one line of JSON."""
     rate = result.samples / seconds
     if as_json:
         values = {

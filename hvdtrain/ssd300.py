@@ -1,4 +1,4 @@
-"""``mpirun -n 2 python -m hvdtrain.ssd300``: train a detector."""
+"""``mpirun -n 2 python -m hvdtrain.ssd300``: train an SSD300 detector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mpirun -n 2 python -m hvdtrain.train FILE.py``: train the task that a file of yours defines."""
+"""``mpirun -n 2 python -m hvdtrain.train FILE.py``: train the task defined in a Python file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.training import trainer
 from hvdtrain.workloads import own
 
-DESCRIPTION = "Train the task that a Python file defines."
+DESCRIPTION = "Train the task defined in a Python file."
 EPILOG = f"""\
 the file:
-  defines task(options), which returns a TorchTask or a TFTask, and may define Options, a dataclass
-  whose fields become options of the command line
+  defines task(options), which returns a TorchTask or a TFTask; may define Options, a dataclass
+  whose fields become command-line options
 
 defaults:
   batch 32 per rank; learning rate per rank {own.RECIPE.lr};
@@ -40,7 +40,7 @@ def main() -> int:
         build_parser("train FILE.py", DESCRIPTION, EPILOG).print_help()
         return EXIT_OK
     if not file or file.startswith("-"):
-        raise UsageError("the file comes first: python -m hvdtrain.train FILE.py [options]")
+        raise UsageError("FILE.py must come first: python -m hvdtrain.train FILE.py [options]")
     if any("tensorflow" in argument for argument in arguments):  # before the file imports it
         import hvdtrain.adapters.tensorflow  # noqa: F401  # without its banners
     workload = own.workload(Path(file), description=DESCRIPTION, epilog=EPILOG)

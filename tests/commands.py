@@ -1,4 +1,4 @@
-"""The commands that README and the pages show, as printed."""
+"""Commands shown in README and the pages, as printed."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ START = re.compile(rf"(\$ )?([A-Z_]+=\S+ +)*({'|'.join(map(re.escape, PROGRAMS))
 
 @dataclass(frozen=True)
 class Shown:
-    """A command and where it stands."""
+    """A command and its page."""
 
     page: str
     text: str
 
 
 def shown() -> list[Shown]:
-    """Every distinct command of the pages once, comments taken off; a loop is one command."""
-    found: dict[str, Shown] = {}
+    """Return each distinct command of the pages without comments; a loop is one command."""
+    commands: dict[str, Shown] = {}
     for pattern in PAGES:
         for path in sorted(ROOT.glob(pattern)):
             page = str(path.relative_to(ROOT))
             text = path.read_text()
-            # Elsewhere the text only speaks of commands; these pages have them typed.
+            # Inline code is a command to type only on these pages.
             typed = page.startswith(("homework", "jobs"))
             inline = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)) if typed else []
-            for command in [*_blocks(text), *(one for one in inline if _whole(one))]:
-                found.setdefault(command, Shown(page, command))
-    return list(found.values())
+            for command in [*_blocks(text), *(code for code in inline if _is_command(code))]:
+                commands.setdefault(command, Shown(page, command))
+    return list(commands.values())
 
 
-def _whole(text: str) -> bool:
-    """Whether ``text``, found in a sentence, is a command to be typed."""
+def _is_command(text: str) -> bool:
+    """Return whether inline code is a complete command."""
     return bool(START.match(text) and re.search(r"\.(py|sh|pbs)\b", text)) and "..." not in text
 
 

@@ -1,4 +1,4 @@
-"""What all tests share: running real commands, and finding the data beside the clone."""
+"""Shared by all tests: running real commands, and locating the datasets."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 BIN = Path(sys.executable).parent
 LONG = os.environ.get("HVDTRAIN_LONG") == "1"
-"""All cases with all networks; otherwise what two slow cores do in half an hour."""
+"""Run all cases with all models; otherwise those that two slow cores run in half an hour."""
 on_demand = pytest.mark.skipif(not LONG, reason="HVDTRAIN_LONG=1 runs it")
 
-# Users have it off; with it, output that is lost when a process ends at once would not be missed.
+# Unset, as for users: with it, tests would not detect output lost when a process exits at once.
 os.environ.pop("PYTHONUNBUFFERED", None)
-# What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
+# Processes started in the background by a shell ignore Ctrl-C, and so would those of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A test runs with the environment that a user has, less what a test runner or an outer mpirun set.
+# Prefixes of variables set by a test runner or an outer mpirun, removed for tests.
 _FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "HOROVOD_", "OMP_", "SLURM_", "PBS_", "PYTHONDONTWRITE")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment of a run: root and more ranks than cores allowed, plus ``extra``."""
+    """Return the environment of a run: root and oversubscription allowed, plus ``extra``."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     kept["PATH"] = f"{BIN}{os.pathsep}{kept.get('PATH', '')}"
     kept["OMPI_ALLOW_RUN_AS_ROOT"] = kept["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-    # Where no card wants it, Open MPI 5 unloads it, and sleeps for a second in each MPI_Init.
+    # Without a suitable network card Open MPI 5 unloads it and sleeps 1 s in each MPI_Init.
     kept["OMPI_MCA_btl"] = "^ofi"
     kept["PYTHONPATH"] = str(ROOT)
     return {**kept, **extra}
 
 
 def unmeasured() -> dict[str, str]:
-    """The environment of a run without coverage.
+    """Return the environment of a run without coverage.
 
-    Its own code cannot bear an exception that a signal raises within it (its lock stays locked),
-    nor two threads that end the process at once (each saves, and it crashes).
+    Coverage fails if a signal raises an exception in its code (its lock stays locked), or if two
+    threads end the process at once (both save, and it crashes).
     """
     return {k: v for k, v in environment().items() if not k.startswith("COVERAGE_")}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -62,12 +62,12 @@ class Outcome:
 
     @property
     def said(self) -> list[str]:
-        """The lines that hvdtrain said on standard error."""
+        """Return the lines of hvdtrain on standard error."""
         return [line for line in self.err.splitlines() if line.startswith("hvdtrain:")]
 
 
 def end_session(leader: int) -> None:
-    """Kill what is left of a session: mpirun gives each rank a process group of its own."""
+    """Kill all processes of a session: mpirun starts each rank in a new process group."""
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(pid) == leader:
@@ -75,7 +75,7 @@ def end_session(leader: int) -> None:
 
 
 def begin(command: list[str], **more: Any) -> subprocess.Popen[str]:
-    """Start ``command`` to do something to it; what it says comes in one stream."""
+    """Start ``command`` without waiting; standard output and error are one stream."""
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -89,7 +89,7 @@ def begin(command: list[str], **more: Any) -> subprocess.Popen[str]:
 
 
 def run(command: list[str], *, cwd: Path = ROOT, timeout: float = 240, **extra: str) -> Outcome:
-    """Run ``command`` in a session of its own; at the timeout end all of that and fail."""
+    """Run ``command`` in a new session; after the timeout kill the session and fail."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -121,13 +121,13 @@ Ranks = Callable[..., Outcome]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Unit tests first: they tell in seconds what the others tell in minutes."""
+    """Run unit tests first, as they are fastest."""
     items.sort(key=lambda item: "unit" not in item.path.parts)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _resident_processes() -> Iterator[None]:
-    """End with the session the processes that its tests have kept."""
+    """End resident processes of the tests at the end of the session."""
     yield
     if resident := sys.modules.get("tests.parallel.resident"):
         resident.end_all()
@@ -135,13 +135,13 @@ def _resident_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def mnist() -> Path:
-    """The directory of the real MNIST."""
+    """Return the directory of MNIST."""
     return _shared("mnist")
 
 
 @pytest.fixture(scope="session")
 def imagenette() -> Path:
-    """The directory of 520 real JPEGs."""
+    """Return the directory of 520 JPEGs."""
     return _shared("imagenette-mini")
 
 
@@ -154,12 +154,12 @@ def _shared(name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def mpich(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The root of another MPI than Horovod's: MPICH, from its wheel."""
+    """Return the root of an MPI other than Horovod's: MPICH, from its wheel."""
     folder = tmp_path_factory.mktemp("mpich")
     line = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder)]
     done = subprocess.run([*line, "mpich"], capture_output=True, text=True, timeout=120)
     if done.returncode:
-        pytest.skip(f"MPICH's wheel cannot be had: {done.stderr.strip().splitlines()[-1:]}")
+        pytest.skip(f"MPICH's wheel cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
     with zipfile.ZipFile(next(folder.glob("mpich-*.whl"))) as wheel:
         wheel.extractall(folder)
     root = next(folder.glob("mpich-*.data")) / "data"

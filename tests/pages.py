@@ -1,4 +1,4 @@
-"""The scripts that our pages print, taken out of them."""
+"""Scripts shown in the documentation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tests.conftest import ROOT
 
 
 def blocks(page: str) -> list[str]:
-    """The Python code of a page, block by block."""
+    """Return the Python blocks of a page."""
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
 def own_script() -> str:
-    """The loop of one's own."""
+    """Return the script of docs/own.md."""
     return blocks("own.md")[1]
 
 
 def own_script_with_all() -> str:
-    """The same, with all that the page says may be put into it, and imports and data for that."""
+    """Return the same with all optional parts of the page, and their imports and data."""
     _, script, evaluation, scheduler, saving = blocks("own.md")
     before, rate, after = _pieces(scheduler)
     resume, epochs, save = _pieces(saving)
@@ -40,12 +40,12 @@ def own_script_with_all() -> str:
 
 
 def _pieces(block: str) -> list[str]:
-    """The parts of a block; each begins with a comment that says where it belongs."""
+    """Return the parts of a block; each begins with a comment on its position."""
     return re.split(r"^#.*\n", block, flags=re.MULTILINE)[1:]
 
 
 def _put(text: str, pattern: str, more: str, *, keep: bool = False) -> str:
-    """Put ``more`` in the place of the line that ``pattern`` matches, or behind it (``keep``)."""
+    """Replace the line that ``pattern`` matches by ``more``, or insert it after it (``keep``)."""
     line = re.search(pattern, text)
     assert line, pattern
     space = re.match(" *", line.group()).group()  # type: ignore[union-attr]
@@ -54,7 +54,7 @@ def _put(text: str, pattern: str, more: str, *, keep: bool = False) -> str:
 
 
 def keras_script() -> str:
-    """The script of Keras, with the data and the model of a user."""
+    """Return the script of docs/keras.md with data and a model."""
     return (
         "import hvdtrain.keras as hvd\n"
         "import keras\n"

@@ -1,4 +1,4 @@
-"""A terminal for tests: what comes when on it, and what then stands there."""
+"""A terminal for tests: recorded output with times, and the resulting screen."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TOKENS = re.compile(r"\x1b\[(\d*)([A-Z])|\x1b\[[\d;]*m|(\r)|(\n)|([^\x1b\r\n]+)"
 
 @dataclass(frozen=True)
 class Recording:
-    """What a command wrote to its terminal."""
+    """Output of a command on its terminal."""
 
     code: int
     """Its exit code."""
     pieces: list[tuple[float, str]]
-    """Seconds of the reader's clock, and what arrived then; what came together is one piece."""
+    """Seconds of the reader's clock, and the text that arrived then."""
 
     @property
     def text(self) -> str:
@@ -34,7 +34,7 @@ class Recording:
         return "".join(text for _, text in self.pieces)
 
     def arrivals(self, text: str, end: str) -> list[float]:
-        """When the pieces that hold ``text`` arrived, up to the first that holds ``end``."""
+        """Return the times of pieces with ``text`` before the first piece with ``end``."""
         times = []
         for at, piece in self.pieces:
             if end in piece:
@@ -47,41 +47,41 @@ class Recording:
 def record(
     command: Sequence[str], *, columns: int = 100, interrupt: Sequence[str] = (), **extra: str
 ) -> Recording:
-    """Run ``command`` on a terminal of its own, which is read as a person does: at once.
+    """Run ``command`` on a new terminal and record its output.
 
     Args:
-        command: what to run.
-        columns: of the terminal.
-        interrupt: texts; each time the next one appears, Ctrl-C is pressed.
-        extra: variables of its environment.
+        command: the command.
+        columns: width of the terminal.
+        interrupt: texts; when the next one appears, Ctrl-C is sent.
+        extra: environment variables.
     """
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    controller, device = pty.openpty()
+    fcntl.ioctl(device, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     due, unread = list(interrupt), b""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
         env=environment(TERM="xterm-256color", **extra),
-        stdin=its,
-        stdout=its,
-        stderr=its,
+        stdin=device,
+        stdout=device,
+        stderr=device,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # whose Ctrl-C it hears
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # to receive Ctrl-C
     )
-    os.close(its)
+    os.close(device)
     pieces: list[tuple[float, bytes]] = []
     try:
-        while select.select([ours], [], [], 240)[0]:
+        while select.select([controller], [], [], 240)[0]:
             try:
-                data = os.read(ours, 65_536)
-            except OSError:  # Linux says so at the end
+                data = os.read(controller, 65_536)
+            except OSError:  # Linux raises it at the end
                 break
             now = time.monotonic()
             unread += data
             if due and due[0].encode() in unread:
                 due, unread = due[1:], b""
-                os.write(ours, b"\x03")
-            if pieces and now - pieces[-1][0] < 0.1:  # no eye tells them apart
+                os.write(controller, b"\x03")
+            if pieces and now - pieces[-1][0] < 0.1:  # too fast to be distinguished
                 pieces[-1] = (pieces[-1][0], pieces[-1][1] + data)
             else:
                 pieces.append((now, data))
@@ -89,12 +89,12 @@ def record(
     finally:
         end_session(process.pid)
         process.wait()
-        os.close(ours)
+        os.close(controller)
     return Recording(code, [(at, data.decode(errors="replace")) for at, data in pieces])
 
 
 def screen(written: str) -> list[str]:
-    """The rows of a terminal of endless height after ``written``; other codes are an error."""
+    """Return the rows of a terminal of unlimited height after ``written``."""
     rows, row, column = [""], 0, 0
     assert "\x1b" not in TOKENS.sub("", written)
     for count, code, back, down, text in TOKENS.findall(written):

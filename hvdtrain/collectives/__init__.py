@@ -1,1 +1,1 @@
-"""Collectives over all ranks, each library once."""
+"""Collectives over all ranks, one module per library."""

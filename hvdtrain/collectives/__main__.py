@@ -1,4 +1,4 @@
-"""``mpirun -n 4 python -m hvdtrain.collectives``: what collectives do, and how fast they are."""
+"""``mpirun -n 4 python -m hvdtrain.collectives``: demonstrate and time collectives."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ examples:
   mpirun -n 4 python -m hvdtrain.collectives --time --collectives allreduce,broadcast
   mpirun -n 4 python -m hvdtrain.collectives --study --gradient-mb 45 --html study.html
 
-{page("collectives")} explains what is shown."""
-# Which of the switches each option needs.
+{page("collectives")} explains the output."""
+# Switches of which each option needs one.
 BELONGS = {
     "collectives": ("time",),
     "libraries": ("time",),
@@ -51,7 +51,7 @@ BELONGS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 shows: to people, to programs, on a page and as a plot."""
+    """Output of rank 0: text, JSON, sections of the page, and plot."""
 
     text: str
     data: dict[str, Any]
@@ -60,39 +60,43 @@ class Result:
 
 
 def build_parser() -> Parser:
-    """Declare the options."""
+    """Return the parser of the command line."""
     parser = Parser(
         "collectives",
-        "Show what each collective does: what every rank holds before and after it.\n"
-        "With --time measure how long each takes, with --study which way to allreduce is best.",
+        "Demonstrate collectives: the data of every rank before and after each.\n"
+        "With --time measure their duration, with --study compare allreduce algorithms.",
         EXAMPLE,
         USAGE,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
-    what = parser.add_argument_group("what is measured").add_mutually_exclusive_group()
-    what.add_argument(
-        "--time", action="store_true", help="each collective, by message size and library"
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="HTML file for a page with diagrams"
     )
-    what.add_argument(
-        "--study", action="store_true", help="algorithms of allreduce, by message size and ranks"
+    mode = parser.add_argument_group("measurements").add_mutually_exclusive_group()
+    mode.add_argument(
+        "--time", action="store_true", help="time each collective by message size and library"
     )
-    add = parser.add_argument_group("how it is measured").add_argument
-    for name, kind, metavar, told in (
-        ("--sizes", _sizes, "BYTES,...", "of the messages, such as 4,1e6 (4 ... 64 MiB)"),
+    mode.add_argument(
+        "--study",
+        action="store_true",
+        help="compare allreduce algorithms by message size and number of ranks",
+    )
+    add = parser.add_argument_group("measurement options").add_argument
+    for name, kind, metavar, text in (
+        ("--sizes", _sizes, "BYTES,...", "message sizes, e.g. 4,1e6 (default: 4 B to 64 MiB)"),
         (
             "--seconds",
             _above_zero,
             "S",
-            "per size, for each collective (0.1), or the study (1)",
+            "seconds per size and collective (default: 0.1), or per size in a study (default: 1)",
         ),
-        ("--collectives", _words, "NAME,...", "with --time, these (all)"),
-        ("--libraries", _words, "NAME,...", "with --time, of mpi4py, horovod, gloo, nccl (all)"),
-        ("--ranks", _ranks, "N,...", "with --study, of the job's (2, 4, 8 ... and all)"),
-        ("--gradient-mb", _megabytes, "MB", "with --study: a model's (102, ResNet-50)"),
-        ("--plot", Path, "STEM", "write the plot as STEM.png and STEM.pdf"),
+        ("--collectives", _words, "NAME,...", "collectives to time (default: all)"),
+        ("--libraries", _words, "NAME,...", "mpi4py, horovod, gloo, nccl (default: all)"),
+        ("--ranks", _ranks, "N,...", "numbers of ranks to study (default: 2, 4, 8 ... and all)"),
+        ("--gradient-mb", _megabytes, "MB", "gradient size to study (default: 102, ResNet-50)"),
+        ("--plot", Path, "STEM", "write a plot to STEM.png and STEM.pdf"),
     ):
-        add(name, type=kind, metavar=metavar, help=told)
+        add(name, type=kind, metavar=metavar, help=text)
     return parser
 
 
@@ -100,13 +104,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        UsageError: an unknown option, a wrong value, or options that do not go together.
+        UsageError: unknown option, invalid value, or options that cannot be combined.
     """
     options = build_parser().read(arguments)
     for name, switches in BELONGS.items():
-        if getattr(options, name) and not any(getattr(options, one) for one in switches):
+        if getattr(options, name) and not any(getattr(options, switch) for switch in switches):
             option, needed = name.replace("_", "-"), " or --".join(switches)
-            raise UsageError(f"--{option} goes with --{needed}")
+            raise UsageError(f"--{option} needs --{needed}")
     return options
 
 
@@ -115,22 +119,22 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Return message sizes, rising; at least a float32 each."""
+    """Return ascending message sizes, each at least a float32."""
     sizes = sorted({positive(word) for word in _words(text)})
     if sizes[0] < 4:
-        raise ValueError(f"{sizes[0]} bytes are less than a float32, which has 4")
+        raise ValueError(f"{sizes[0]} bytes: must be at least 4, a float32")
     return tuple(sizes)
 
 
 def _ranks(text: str) -> tuple[int, ...]:
     counts = sorted({positive(word) for word in _words(text)})
     if counts[0] < 2:
-        raise ValueError("one rank has nothing to reduce")
+        raise ValueError("must be at least 2 ranks")
     return tuple(counts)
 
 
 def _megabytes(text: str) -> int:
-    """Return bytes, of 10^6 bytes each."""
+    """Return bytes from a number of megabytes (10^6 bytes)."""
     return round(1e6 * _above_zero(text))
 
 
@@ -141,7 +145,7 @@ def _above_zero(text: str) -> float:
 
 
 def main() -> int:
-    """Do what the command line asks for; rank 0 writes."""
+    """Run the command line on all ranks; rank 0 writes the result."""
     options = parse(sys.argv[1:])
     check_writable(options.html, "--html")
     check_writable(options.plot, "--plot")
@@ -159,20 +163,20 @@ def main() -> int:
 
 
 def connect() -> Mpi4py:
-    """Start MPI and return its ranks.
+    """Initialize MPI and return its communicator.
 
     Raises:
-        UsageError: there is no MPI.
+        UsageError: there is no MPI library.
     """
     try:
         from hvdtrain.collectives.mpi4py import Mpi4py
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
         raise not_loaded(error) from error
     return Mpi4py()
 
 
 def show_lesson(ranks: Mpi4py) -> Result:
-    """Do each collective once on small arrays; all ranks together."""
+    """Perform each collective once on small arrays; all ranks together."""
     from hvdtrain.collectives import lesson
 
     outcomes = lesson.run_all(ranks.world)
@@ -182,7 +186,7 @@ def show_lesson(ranks: Mpi4py) -> Result:
 
         return [lesson_section(outcomes)]
 
-    data = {"ranks": ranks.size, "lesson": [one.to_json() for one in outcomes]}
+    data = {"ranks": ranks.size, "lesson": [outcome.to_json() for outcome in outcomes]}
     return Result(lesson.text(outcomes), data, sections)
 
 
@@ -190,36 +194,39 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
     """Time each collective of each library; all ranks together.
 
     Raises:
-        UsageError: a collective or a library that is not known.
+        UsageError: unknown collective or library.
         HvdtrainError: no library could be measured.
     """
     from hvdtrain.collectives import bench, report
     from hvdtrain.collectives.lesson import COLLECTIVES
 
-    collectives = _chosen(options.collectives, [one.name for one in COLLECTIVES], "--collectives")
+    names = [collective.name for collective in COLLECTIVES]
+    collectives = _chosen(options.collectives, names, "--collectives")
     libraries = _chosen(options.libraries, bench.BACKENDS, "--libraries")
-    found: dict[str, Any] = {"ranks": ranks.size, "hosts": hosts_of(ranks), "backends": {}}
+    measured: dict[str, Any] = {"ranks": ranks.size, "hosts": hosts_of(ranks), "backends": {}}
     for name in libraries:
-        found["backends"][name] = bench.measure(
+        measured["backends"][name] = bench.measure(
             ranks, name, collectives, options.sizes or bench.SIZES, options.seconds or bench.SECONDS
         )
-    ranks.on_root(lambda: report.check_measured(found))
+    ranks.on_root(lambda: report.check_measured(measured))
 
     def sections() -> Sequence[Section]:
         from hvdtrain.collectives.page import Section
 
-        tables, notes = report.time_tables(found), report.left_out(found)
-        return [Section("How long each one takes", notes, report.time_figure(found), tables)]
+        tables, notes = report.time_tables(measured), report.left_out(measured)
+        return [Section("Duration", notes, report.time_figure(measured), tables)]
 
-    return Result(report.time_text(found), found, sections, lambda: report.time_figure(found))
+    return Result(
+        report.time_text(measured), measured, sections, lambda: report.time_figure(measured)
+    )
 
 
 def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
-    """Compare algorithms of allreduce; all ranks together.
+    """Compare allreduce algorithms; all ranks together.
 
     Raises:
-        UsageError: more ranks are asked for than there are, or there is one.
-        HvdtrainError: an algorithm sums wrongly.
+        UsageError: more ranks are requested than the job has, or it has one.
+        HvdtrainError: an algorithm gives a wrong sum.
     """
     from hvdtrain.collectives import study, study_report
 
@@ -228,8 +235,8 @@ def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
     counts = options.ranks or study.rank_counts(ranks.size)
     if counts[-1] > ranks.size:
         raise UsageError(f"--ranks {counts[-1]}: the job has {ranks.size}; mpirun -n {counts[-1]}")
-    keep_freed_memory()  # our own algorithms take a buffer in each call
-    found = study.measure(
+    keep_freed_memory()  # hvdtrain's algorithms allocate a buffer in each call
+    measured = study.measure(
         ranks.world,
         counts,
         options.sizes or study.SIZES,
@@ -240,33 +247,33 @@ def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
     def sections() -> Sequence[Section]:
         from hvdtrain.collectives.page import Section
 
-        notes = [study_report.headline(found), *study_report.verdict(found)]
-        plot, tables = study_report.figure(found), study_report.tables(found)
-        return [Section("Which way to allreduce is best", notes, plot, tables)]
+        notes = [study_report.headline(measured), *study_report.verdict(measured)]
+        plot, tables = study_report.figure(measured), study_report.tables(measured)
+        return [Section("Allreduce algorithms", notes, plot, tables)]
 
-    text = study_report.text(found) if ranks.is_root else ""  # the rows are on rank 0
-    return Result(text, found, sections, lambda: study_report.figure(found))
+    text = study_report.text(measured) if ranks.is_root else ""  # the rows are on rank 0
+    return Result(text, measured, sections, lambda: study_report.figure(measured))
 
 
 def hosts_of(ranks: Mpi4py) -> int:
-    """Return on how many hosts the ranks are."""
+    """Return the number of hosts."""
     return len(set(ranks.gather(socket.gethostname().encode())))
 
 
-def _chosen(asked: Sequence[str] | None, known: Sequence[str], option: str) -> Sequence[str]:
-    """Return what was asked for, else all.
+def _chosen(requested: Sequence[str] | None, known: Sequence[str], option: str) -> Sequence[str]:
+    """Return the requested names, else all.
 
     Raises:
-        UsageError: one of it is not known.
+        UsageError: unknown name.
     """
-    for name in asked or ():
+    for name in requested or ():
         if name not in known:
             raise UsageError(f"{option} {name}: choose of {', '.join(known)}")
-    return asked or known
+    return requested or known
 
 
 def publish(result: Result, options: argparse.Namespace, size: int) -> None:
-    """Write what was asked for, and print the result."""
+    """Write plot and page if requested, and print the result."""
     written: list[Path] = []
     if options.plot and result.figure:
         from hvdtrain.system.output import plots

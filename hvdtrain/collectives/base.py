@@ -1,4 +1,4 @@
-"""The collectives that the project needs, as an interface; each library is one file beside this."""
+"""Interface of the collectives used by hvdtrain; each library is a module of this package."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hvdtrain.system.runtime.exit import agreed
 Result = TypeVar("Result")
 Bytes = NDArray[np.uint8]
 Vector = NDArray[np.float64]
-Operations = dict[str, Callable[[], object]]  # what does a collective, by its name in the lesson
-Tensor = Any  # of the library: a NumPy array, a torch or a TensorFlow tensor, on a GPU too
+Operations = dict[str, Callable[[], object]]  # functions by the name of the collective
+Tensor = Any  # a NumPy array, or a torch or TensorFlow tensor on CPU or GPU
 
-CHUNK = 2**28  # bytes in one broadcast: MPI counts elements in a 32-bit int
+CHUNK = 2**28  # maximum bytes of a broadcast: MPI counts elements in a 32-bit int
 
 KINDS = {
     kind.__name__: kind for kind in (HvdtrainError, UsageError, CheckpointError, TrainingError)
@@ -29,68 +29,68 @@ KINDS = {
 
 
 class Communicator(ABC):
-    """Collectives over all ranks; each must be called by all of them, in the same order."""
+    """Collectives over all ranks; all ranks must call them in the same order."""
 
     rank: int
     size: int
 
     @property
     def is_root(self) -> bool:
-        """Whether this is rank 0, the one that broadcasts, and acts for all in ``on_root``."""
+        """Whether this is rank 0, the root of ``broadcast`` and ``on_root``."""
         return self.rank == 0
 
     @abstractmethod
     def gather(self, data: bytes) -> list[bytes]:
-        """Return the ``data`` of every rank, by rank; lengths may differ (MPI's allgather)."""
+        """Return the ``data`` of all ranks, by rank; lengths may differ (MPI's allgatherv)."""
 
     @abstractmethod
     def broadcast(self, data: Bytes) -> Bytes:
-        """Return rank 0's ``data``; all ranks give an array of the same length."""
+        """Return rank 0's ``data``; all ranks pass an array of the same length."""
 
     @abstractmethod
     def sum(self, values: Vector) -> Vector:
         """Return the element-wise sum of a float64 vector over all ranks (MPI's allreduce)."""
 
     def tensor(self, length: int, value: float) -> Tensor:
-        """Return ``length`` float32 of ``value``, on the device where the library sums."""
+        """Return a float32 tensor of ``length`` elements ``value`` on the library's device."""
         return np.full(length, value, np.float32)
 
     @abstractmethod
     def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
-        """Sum ``tensor`` over all ranks, in place where the library can, and return the sum.
+        """Sum ``tensor`` over all ranks, in place if supported, and return the sum.
 
-        On a GPU it may still be under way: see ``synchronize``.
+        On a GPU the operation may be asynchronous: see ``synchronize``.
 
         Args:
-            tensor: contiguous, of the same shape and type on all ranks.
-            name: of this sum, the same on all ranks.
+            tensor: contiguous tensor of the same shape and type on all ranks.
+            name: name of this operation, the same on all ranks.
         """
 
     def operations(self, count: int) -> Operations:
-        """Return the collectives of this library, each on zeros and to be called again and again.
+        """Return the collectives of this library as functions that can be called repeatedly.
 
-        The longer one of a rank's two buffers is the message: ``count`` float32, or, where it has a
-        part per rank, the nearest that makes equal parts of one float32 or more.
+        The larger buffer of a rank has ``count`` float32 zeros, or, if it has a part per rank, the
+        nearest number with equal parts of at least one float32.
         """
         tensor = self.tensor(count, 0.0)
         return {"allreduce": lambda: self.sum_tensor(tensor, f"allreduce.{count}")}
 
     def part_of(self, count: int) -> int:
-        """Return the length of a rank's part of ``count`` float32, 1 or more."""
+        """Return the length of a rank's part of ``count`` elements, at least 1."""
         return max(1, round(count / self.size))
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks are here; where that can be long, without taking a core."""
+        """Wait for all ranks, without polling if the wait may be long."""
         self.gather(b"")
 
     def synchronize(self) -> None:  # noqa: B027 (most sum on the CPU)
-        """Wait until this rank's GPU has done what was begun."""
+        """Wait for this rank's GPU."""
 
     def close(self) -> None:  # noqa: B027 (MPI ends with the process)
-        """End the library in good order; all ranks call it together."""
+        """Shut down the library; all ranks call it together."""
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Return rank 0's ``data``, of any length, on every rank."""
+        """Return rank 0's ``data``, of any length, on all ranks."""
         length = int.from_bytes(self.gather(len(data).to_bytes(8, "big"))[0], "big")
         buffer = np.zeros(length, np.uint8)
         if self.is_root:
@@ -100,50 +100,48 @@ class Communicator(ABC):
         return buffer.tobytes()
 
     def broadcast_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Return rank 0's arrays by name, whatever the other ranks hold."""
+        """Return rank 0's arrays by name; the argument of other ranks is ignored."""
         header = json.dumps([[k, v.dtype.str, v.shape] for k, v in arrays.items()]).encode()
         received = {}
         for name, dtype, shape in json.loads(self.broadcast_bytes(header)):
-            own = arrays[name].tobytes() if self.is_root else b""
-            data = self.broadcast_bytes(own)
+            data = self.broadcast_bytes(arrays[name].tobytes() if self.is_root else b"")
             received[name] = np.frombuffer(data, dtype).reshape(shape)
         return received
 
     def together(self, action: Callable[[], Result], *, alike: bool = False) -> Result:
-        """Do ``action`` on every rank; where it fails for one, the same error is raised on all.
+        """Do ``action`` on all ranks; if it fails on a rank, raise the same error on all.
 
-        Without this, the ranks that succeeded would wait for ever in their next collective.
+        Otherwise the ranks that succeeded would hang in their next collective.
 
         Args:
-            action: what to do.
-            alike: the action is one rank's on behalf of all, so the error need not name it.
+            action: the function to call.
+            alike: one rank acts on behalf of all, so that the error need not name it.
 
         Raises:
-            HvdtrainError: of the first failing rank's kind (of ``KINDS``, the nearest), naming it
-                and its host unless it is everybody's.
+            HvdtrainError: of the first failing rank's type (the nearest in ``KINDS``), naming rank
+                and host unless all ranks have the same error.
         """
         failure: HvdtrainError | None = None
         try:
             result = action()
         except HvdtrainError as error:
             failure = error
-        told = ""
+        message = ""
         if failure:
-            # One that is not known here, of a task say, is told as what it is derived from.
+            # An unknown type, e.g. of a task, is sent as its nearest base class in KINDS.
             kind = next(kind for kind in type(failure).__mro__ if kind in KINDS.values())
-            told = json.dumps([kind.__name__, socket.gethostname(), str(failure)])
-        answers = [answer.decode() for answer in self.gather(told.encode())]
+            message = json.dumps([kind.__name__, socket.gethostname(), str(failure)])
+        answers = [answer.decode() for answer in self.gather(message.encode())]
         failed = {rank: json.loads(answer) for rank, answer in enumerate(answers) if answer}
         if failed:
             first, (name, host, text) = next(iter(failed.items()))
-            same = all(text == other for _, _, other in failed.values())
-            everyone = len(failed) == self.size and same
-            who = "" if alike or everyone else f"rank {first} on {host}: "
-            raise agreed(KINDS[name](who + text)) from failure
+            texts = [error for _, _, error in failed.values()]
+            prefix = "" if alike or texts == [text] * self.size else f"rank {first} on {host}: "
+            raise agreed(KINDS[name](prefix + text)) from failure
         return result
 
     def on_root(self, action: Callable[[], Result]) -> Result | None:
-        """Do ``action`` on rank 0 alone; all ranks wait for it, and raise if it fails.
+        """Do ``action`` on rank 0 only; all ranks wait for it, and raise if it fails.
 
         Returns:
             The result on rank 0, None elsewhere.
@@ -152,13 +150,13 @@ class Communicator(ABC):
 
 
 def split(joined: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """Cut ``joined`` into pieces of ``lengths``."""
+    """Split ``joined`` into pieces of ``lengths``."""
     ends = np.cumsum(lengths)
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 class Alone(Communicator):
-    """One process, without any library."""
+    """A single process, without any library."""
 
     rank = 0
     size = 1

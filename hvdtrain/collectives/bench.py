@@ -1,4 +1,4 @@
-"""How long collectives take, by message size and by library, on the ranks that run this.
+"""Time collectives by message size and library on the ranks of this job.
 
     mpirun -n 4 python -m hvdtrain.collectives --time --json
 
@@ -10,16 +10,16 @@ Rank 0 prints one JSON object:
         "gloo":    {"state": "error", "reason": "..."},
         "nccl":    {"state": "absent", "reason": "..."}}}
 
-A ROW holds ``collective``, ``bytes`` (of the float32 message on each rank; what a rank holds of it
-where each has a part), ``repeats``, ``seconds`` (the median over the repeats, each the slowest
-rank's), ``seconds_min``, ``seconds_max``, and for an allreduce two bandwidths in GB/s (1e9 bytes),
-``algorithm_gb_per_second`` and ``bus_gb_per_second``: see ``model.bandwidths``. A FIT holds
-``collective``, ``latency_seconds`` and ``bytes_per_second`` (null where size has cost nothing).
-``horovod`` is Horovod with PyTorch, as the trainers use it: its ``HOROVOD_CYCLE_TIME`` is part of
+A ROW has ``collective``, ``bytes`` (of the float32 message on each rank; the larger buffer if each
+rank has a part), ``repeats``, ``seconds`` (median over the repeats of the slowest rank's time),
+``seconds_min``, ``seconds_max``, and for an allreduce two bandwidths in GB/s (1e9 bytes),
+``algorithm_gb_per_second`` and ``bus_gb_per_second``: see ``model.bandwidths``. A FIT has
+``collective``, ``latency_seconds`` and ``bytes_per_second`` (null if time does not depend on size).
+``horovod`` is Horovod with PyTorch as used by the trainers: its ``HOROVOD_CYCLE_TIME`` is part of
 the latency.
 
-The libraries are timed one after the other, each alone as in a training: threads of one that is
-started and idle would take the cores of the next.
+The libraries are timed one after the other, without the others running: threads of an idle library
+would use cores of the next.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from hvdtrain.collectives.model import Message, bandwidths, fit
 Result = TypeVar("Result")
 
 SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)  # bytes
-SECONDS = 0.1  # for each size, collective and back end
+SECONDS = 0.1  # per size, collective and back end
 FEWEST, MOST = 5, 200  # repeats
-LONGEST = 5.0  # seconds that the fewest may take: on loaded cores 64 MiB take long
+LONGEST = 5.0  # maximum seconds of the fewest repeats: on loaded cores 64 MiB take long
 WARM_UP = 2
 ELEMENT = 4  # bytes of a float32
-# For torch.distributed to find its ranks, and for each collective: on two loaded cores a rank was
-# late by more than 15 s.
+# Timeout of torch.distributed for rendezvous and collectives: on two loaded cores a rank was late
+# by more than 15 s.
 PATIENCE = timedelta(seconds=60)
 BACKENDS = ("mpi4py", "horovod", "gloo", "nccl")
 
 
 def missing(name: str) -> str:
-    """Return why back end ``name`` cannot be measured here at all; empty where it can."""
+    """Return the reason why back end ``name`` is not available; empty if it is."""
     if name == "mpi4py":
         return ""
     try:
         import torch
     except ImportError as error:
-        return f"PyTorch is not there: {error}"
+        return f"PyTorch is not installed: {error}"
     if name == "horovod":
         try:
             import horovod.torch  # noqa: F401
         except ImportError as error:
-            return f"Horovod for PyTorch is not there: {error}"
+            return f"Horovod for PyTorch is not installed: {error}"
     if name == "gloo" and not torch.distributed.is_gloo_available():
         return "this PyTorch has no Gloo"
     if name == "nccl":
@@ -77,7 +77,7 @@ def start(name: str, mpi: Communicator) -> Communicator:
     """Start back end ``name``; all ranks together.
 
     Raises:
-        Exception: of the library's own: it does not start, or connects other ranks than MPI.
+        Exception: of any type: it does not start, or its world differs from MPI's.
     """
     if name == "mpi4py":
         return mpi
@@ -96,12 +96,12 @@ def start(name: str, mpi: Communicator) -> Communicator:
 
 
 def repeats_for(seconds: float, budget: float, longest: float = math.inf) -> int:
-    """Return how often to repeat what takes ``seconds`` once.
+    """Return the number of repeats of an operation that takes ``seconds``.
 
     Args:
-        seconds: for one.
-        budget: seconds for all, unless those are too few repeats.
-        longest: seconds that these few may take; if one alone takes longer, it has to do.
+        seconds: seconds of the operation.
+        budget: seconds for all repeats, unless these would be too few.
+        longest: maximum seconds of these few; a single repeat may take longer.
     """
     if seconds <= 0:
         return MOST
@@ -112,19 +112,19 @@ def repeats_for(seconds: float, budget: float, longest: float = math.inf) -> int
 def measure(
     mpi: Communicator, name: str, collectives: Sequence[str], sizes: Sequence[int], budget: float
 ) -> dict[str, Any]:
-    """Measure one back end; all ranks together, and where one cannot, none does.
+    """Measure a back end; all ranks together, or none if it fails on one.
 
     Args:
-        mpi: connects the ranks while none of the others does.
-        name: of the back end.
-        collectives: which of its ``operations``.
-        sizes: bytes.
-        budget: seconds for each size and collective.
+        mpi: communicator of MPI.
+        name: name of the back end.
+        collectives: names of its ``operations`` to measure.
+        sizes: message sizes in bytes.
+        budget: seconds per size and collective.
     """
     reason = _first(mpi, missing(name))
     if reason:
         return {"state": "absent", "reason": reason}
-    started: list[Communicator] = []  # also on a rank of which others have failed to start it
+    started: list[Communicator] = []  # to be closed also if it failed to start on other ranks
     try:
         _together(mpi, lambda: started.append(start(name, mpi)))
         _together(mpi, lambda: _check_sum(started[0]))
@@ -133,7 +133,7 @@ def measure(
         return {"state": "error", "reason": str(failure)}
     finally:
         for backend in started:
-            with contextlib.suppress(Exception):  # of one that has failed
+            with contextlib.suppress(Exception):  # it may have failed
                 backend.close()
 
 
@@ -148,9 +148,9 @@ def _measure_all(
     left_out: dict[str, str] = {}
     for size in sizes:
         count = max(1, size // ELEMENT)
-        # A rank may be late with its buffers, by more than a library waits for it.
+        # Allocating buffers may take longer on a rank than the library's timeout.
         operations = _together(mpi, partial(backend.operations, count))
-        for name in (one for one in collectives if one in operations and one not in left_out):
+        for name in (key for key in collectives if key in operations and key not in left_out):
             if reason := _first(mpi, _failure(backend, operations[name])):
                 left_out[name] = reason
                 continue
@@ -163,18 +163,18 @@ def _measure_all(
 
 
 def _fit(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    own = [row for row in rows if row["collective"] == name]
-    link = fit([Message(1, row["bytes"], row["seconds"]) for row in own])
+    chosen = [row for row in rows if row["collective"] == name]
+    link = fit([Message(1, row["bytes"], row["seconds"]) for row in chosen])
     speed = link.bandwidth if math.isfinite(link.bandwidth) else None
     return {"collective": name, "latency_seconds": link.latency, "bytes_per_second": speed}
 
 
 class _FailedError(Exception):
-    """A back end has failed, on a rank or more; all ranks raise it together."""
+    """A back end has failed on at least one rank; all ranks raise it together."""
 
 
 def _together(mpi: Communicator, action: Callable[[], Result]) -> Result:
-    """Return what ``action`` of a back end returns; all ranks raise if it fails on one.
+    """Return the result of ``action`` on a back end; all ranks raise if it fails on one.
 
     Raises:
         _FailedError: with the reason.
@@ -183,7 +183,7 @@ def _together(mpi: Communicator, action: Callable[[], Result]) -> Result:
     reason = ""
     try:
         result.append(action())
-    except Exception as error:  # each library has errors of its own
+    except Exception as error:  # each library has its own error types
         reason = _line(error)
     _check(mpi, reason)
     return result[0]
@@ -195,9 +195,9 @@ def _check(mpi: Communicator, reason: str) -> None:
 
 
 def _first(mpi: Communicator, reason: str) -> str:
-    """Return the first reason of a rank, on all; its rank is named unless all say the same."""
-    mpi.wait_for_all()  # a rank may still be waiting for another library, for long
-    reasons = [one.decode() for one in mpi.gather(reason.encode())]
+    """Return the first non-empty reason on all ranks, with its rank unless all are the same."""
+    mpi.wait_for_all()  # a rank may still wait for the back end
+    reasons = [data.decode() for data in mpi.gather(reason.encode())]
     if len(set(reasons)) == 1:
         return reason
     return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
@@ -208,7 +208,7 @@ def _line(error: Exception) -> str:
 
 
 def _check_sum(backend: Communicator) -> None:
-    """Raise if rank + 1, summed over n ranks, is not n (n + 1) / 2: then no time counts."""
+    """Raise if rank + 1, summed over n ranks, is not n (n + 1) / 2."""
     expected = backend.size * (backend.size + 1) / 2
     total = backend.sum_tensor(backend.tensor(1000, backend.rank + 1.0), "bench.check")
     got = sorted(set(total.tolist()))
@@ -217,12 +217,12 @@ def _check_sum(backend: Communicator) -> None:
 
 
 def _failure(backend: Communicator, operation: Callable[[], object]) -> str:
-    """Return why ``operation`` does not work, trying it; empty where it does."""
+    """Try ``operation`` and return the reason of a failure; empty if it works."""
     try:
         for _ in range(WARM_UP):
             operation()
         backend.synchronize()
-    except Exception as error:  # a library, or its build, that has not got it
+    except Exception as error:  # not supported by the library or its build
         return _line(error)
     return ""
 
@@ -235,14 +235,14 @@ def _row(
     size: int,
     budget: float,
 ) -> dict[str, Any]:
-    """Time ``operation``, which has been called before."""
+    """Return the row of ``operation``, which has been warmed up."""
     estimate = _together(mpi, lambda: _once(backend, operation))
-    # As often on all ranks.
+    # The same number on all ranks.
     repeats = int(mpi.gather(str(repeats_for(estimate, budget, LONGEST)).encode())[0])
-    # All begin each together, else the root of a broadcast would run ahead.
+    # Synchronize before each repeat, as otherwise the root of a broadcast would run ahead.
     mine = [_together(mpi, lambda: _once(backend, operation)) for _ in range(repeats)]
-    everyone = [json.loads(times) for times in mpi.gather(json.dumps(mine).encode())]
-    slowest = [max(times) for times in zip(*everyone, strict=True)]
+    all_ranks = [json.loads(times) for times in mpi.gather(json.dumps(mine).encode())]
+    slowest = [max(times) for times in zip(*all_ranks, strict=True)]
     median = statistics.median(slowest)
     row: dict[str, Any] = {
         "collective": collective,

@@ -1,4 +1,4 @@
-"""The collectives of Horovod on TensorFlow tensors."""
+"""Collectives of Horovod on TensorFlow tensors."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from hvdtrain.collectives.base import Bytes, Communicator, Tensor, Vector, split
 
 
 def _named_gather(name: str, dtype: Any, process_set: Any) -> Any:
-    """Return Horovod's allgather of a vector under the name that ``horovod_torch`` uses.
+    """Return Horovod's allgather of a vector with the same name as in ``horovod_torch``.
 
-    A rank that trains with the other framework is then told so in step 1, instead of waiting for
-    ever. Only a traced operation keeps its name.
+    So ranks with different frameworks are detected in step 1 instead of hanging. Only a traced
+    operation keeps its name.
     """
 
     def gather(values: Any) -> Any:
         return hvd.allgather(values, name=name, ignore_name_scope=True, process_set=process_set)
 
-    # Nothing here depends on a value; AutoGraph would take half a second to find that out.
+    # AutoGraph is not needed, and would take half a second.
     return tf.function(gather, [tf.TensorSpec([None], dtype)], autograph=False)
 
 
 class HorovodTensorFlow(Communicator):
-    """The ranks of Horovod, which starting this one starts; bytes and vectors stay on the CPU.
+    """Ranks of Horovod, which is initialized here; bytes and vectors stay on the CPU.
 
     Args:
-        process_set: of these ranks alone, this one among them; None: of all.
-        process_sets: that Horovod is to know when it starts.
+        process_set: process set that includes this rank; None: all ranks.
+        process_sets: process sets to register at initialization.
     """
 
     def __init__(self, process_set: Any = None, process_sets: Sequence[Any] | str = ()) -> None:
-        if process_set is None:  # it registers its end with each call
+        if process_set is None:  # each call of init registers another shutdown
             hvd.init(process_sets=process_sets)
         self.process_set = process_set or hvd.global_process_set
         self.rank: int = process_set.rank() if process_set else hvd.rank()
         self.size: int = process_set.size() if process_set else hvd.size()
-        self._root: int = process_set.ranks[0] if process_set else 0  # among all ranks
+        self._root: int = process_set.ranks[0] if process_set else 0  # rank among all ranks
         names = "allgather.hvdtrain.lengths", "allgather.hvdtrain.data"
         self._gather_lengths = _named_gather(names[0], tf.int64, self.process_set)
         self._gather_data = _named_gather(names[1], tf.uint8, self.process_set)
@@ -74,7 +74,7 @@ class HorovodTensorFlow(Communicator):
 
     @override
     def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
-        # A bare name is the same whatever function the operation was traced into.
+        # Without scope the name does not depend on the function in which it is traced.
         return hvd.mpi_ops._allreduce(
             tensor, name=name, op=hvd.Sum, ignore_name_scope=True, process_set=self.process_set
         )

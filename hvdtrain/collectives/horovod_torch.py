@@ -1,4 +1,4 @@
-"""The collectives of Horovod on PyTorch tensors."""
+"""Collectives of Horovod on PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hvdtrain.system.machine import accelerator
 
 
 def summable(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or a copy in host memory where this Horovod sums none on a GPU.
+    """Return ``tensor``, or a copy in host memory if this Horovod does not support GPUs.
 
-    One that is built without CUDA waits for ever when it is given a tensor on a GPU.
+    Without CUDA Horovod hangs with a tensor on a GPU.
     """
     return tensor if hvd.nccl_built() else tensor.cpu()
 
 
 class HorovodTorch(Communicator):
-    """All ranks of Horovod, which starting this one starts."""
+    """All ranks of Horovod, which is initialized here."""
 
     def __init__(self) -> None:
         hvd.init()
@@ -36,8 +36,8 @@ class HorovodTorch(Communicator):
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
-        # Names that both frameworks use: a rank that trains with the other one is then told so in
-        # step 1, instead of waiting for ever.
+        # The same names in both frameworks, so that ranks with different frameworks are detected in
+        # step 1 instead of hanging.
         lengths = hvd.allgather(torch.tensor([len(data)]), name="hvdtrain.lengths").tolist()
         mine = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
         joined = (

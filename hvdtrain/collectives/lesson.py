@@ -1,7 +1,7 @@
-"""Do each collective once, on small arrays, and keep what every rank held before and after it.
+"""Perform each collective once on small arrays and record the data of all ranks before and after.
 
-Rank r begins with the numbers 10 (r + 1), 10 (r + 1) + 1 ..., one per rank where a collective
-deals in several, so that every number tells where it comes from.
+Rank r has the number 10 (r + 1), or 10 (r + 1), 10 (r + 1) + 1 ... with one number per rank, so
+that each number shows its origin.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ Cells = list[int]
 Numbers = NDArray[np.int64]
 World = Any  # an mpi4py communicator
 
-UNIT = 10  # the numbers of rank r begin with UNIT (r + 1); a power of 10, and more than the ranks
+UNIT = 10  # the first number of rank r is UNIT (r + 1); a power of 10
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective: what it does, where a training uses it, and how it is called."""
+    """A collective: its effect, its use in a training, and its call."""
 
     name: str
-    what: str
+    effect: str
     use: str
-    before: Callable[[int, int], Cells]  # of rank and size
-    run: Callable[[World, Numbers], Numbers | None]  # what this rank holds after it, if anything
+    before: Callable[[int, int], Cells]  # data of a rank, from rank and size
+    run: Callable[[World, Numbers], Numbers | None]  # returns the data of this rank after it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What every rank, by rank, held before a collective and after it."""
+    """Data of all ranks before and after a collective, by rank."""
 
     collective: Collective
     before: list[Cells]
     after: list[Cells]
 
     def origins(self, value: int) -> list[tuple[int, int]]:
-        """Return where ``value`` comes from: (rank, place) of itself, or of all that it sums."""
-        cells = [(r, p, v) for r, row in enumerate(self.before) for p, v in enumerate(row)]
-        if same := [(rank, place) for rank, place, number in cells if number == value]:
+        """Return the origins of ``value`` as (rank, index): its own, or those of all summands."""
+        cells = [(r, i, v) for r, row in enumerate(self.before) for i, v in enumerate(row)]
+        if same := [(rank, index) for rank, index, number in cells if number == value]:
             return same[:1]
-        places = {place for _, place, _ in cells}
-        sums = {p: sum(number for _, place, number in cells if place == p) for p in places}
-        return [(rank, place) for rank, place, _ in cells if sums[place] == value]
+        indices = {index for _, index, _ in cells}
+        sums = {i: sum(number for _, index, number in cells if index == i) for i in indices}
+        return [(rank, index) for rank, index, _ in cells if sums[index] == value]
 
     def to_json(self) -> dict[str, Any]:
         """Return name, meaning and numbers for ``--json``."""
-        one = self.collective
-        told = {"name": one.name, "what": one.what, "use": one.use}
-        return {**told, "before": self.before, "after": self.after}
+        done = self.collective
+        meaning = {"name": done.name, "what": done.effect, "use": done.use}
+        return {**meaning, "before": self.before, "after": self.after}
 
 
 def run_all(world: World) -> list[Outcome]:
-    """Do each collective; all ranks together, and every rank gets all that was held."""
-    return [_outcome(world, one) for one in COLLECTIVES]
+    """Perform each collective and return the outcomes on all ranks; all ranks together."""
+    return [_outcome(world, collective) for collective in COLLECTIVES]
 
 
 def text(outcomes: list[Outcome]) -> str:
-    """Return each collective as a table: a line per rank, what it held before and after."""
+    """Return a table per collective, with a line per rank."""
     size = len(outcomes[0].before)
-    parts = [f"{size} rank{'s' * (size > 1)}: `mpirun -n N` starts another number", ""]
+    parts = [f"{size} rank{'s' * (size > 1)}: use `mpirun -n N` for another number", ""]
     for outcome in outcomes:
-        one = outcome.collective
+        done = outcome.collective
         pairs = zip(outcome.before, outcome.after, strict=True)
         rows = [[str(rank), *map(_cells, pair)] for rank, pair in enumerate(pairs)]
-        parts += [message(f"{one.name}: {one.what}"), table(("rank", "before", "after"), rows)]
-        parts += [entry("  ", f"In training: {one.use}"), ""]
+        parts += [message(f"{done.name}: {done.effect}"), table(("rank", "before", "after"), rows)]
+        parts += [entry("  ", f"In training: {done.use}"), ""]
     return "\n".join(parts[:-1])
 
 
@@ -79,18 +79,18 @@ def _cells(numbers: Cells) -> str:
     return " ".join(map(str, numbers)) or "-"
 
 
-def _outcome(world: World, one: Collective) -> Outcome:
-    before = one.before(world.rank, world.size)
-    received = one.run(world, np.array(before, np.int64))
+def _outcome(world: World, collective: Collective) -> Outcome:
+    before = collective.before(world.rank, world.size)
+    received = collective.run(world, np.array(before, np.int64))
     after = [] if received is None else received.tolist()
     held = world.allgather((before, after))
-    return Outcome(one, [first for first, _ in held], [last for _, last in held])
+    return Outcome(collective, [first for first, _ in held], [last for _, last in held])
 
 
-# What a rank holds before
+# Data of a rank before a collective
 
 
-def _one(rank: int, size: int) -> Cells:
+def _single(rank: int, size: int) -> Cells:
     return _several(rank, size)[:1]
 
 
@@ -98,14 +98,14 @@ def _several(rank: int, size: int) -> Cells:
     unit = UNIT
     while unit < size:
         unit *= 10
-    return [unit * (rank + 1) + place for place in range(size)]
+    return [unit * (rank + 1) + index for index in range(size)]
 
 
 def _several_on_root(rank: int, size: int) -> Cells:
     return _several(rank, size) if rank == 0 else []
 
 
-# How MPI is called
+# Calls of MPI
 
 
 def _broadcast(world: World, mine: Numbers) -> Numbers:
@@ -165,29 +165,29 @@ def _send_and_receive(world: World, mine: Numbers) -> Numbers:
 COLLECTIVES = (
     Collective(
         "broadcast",
-        "all ranks get what rank 0 holds",
-        "step 6, all replicas begin with the weights of rank 0.",
+        "all ranks get the data of rank 0",
+        "step 6, all replicas start with the weights of rank 0.",
         _several,
         _broadcast,
     ),
     Collective(
         "scatter",
-        "rank 0 deals out what it holds, a part to each",
-        "data that one rank has read. Step 3 does without: every rank reads its own part.",
+        "rank 0 distributes its data, one part per rank",
+        "data read by one rank. Not needed in step 3: every rank reads its own part.",
         _several_on_root,
         _scatter,
     ),
     Collective(
         "gather",
-        "rank 0 gets what each rank holds, by rank",
-        "logs and results that one rank writes.",
-        _one,
+        "rank 0 gets the data of all ranks, by rank",
+        "logs and results written by one rank.",
+        _single,
         _gather,
     ),
     Collective(
         "reduce",
         "rank 0 gets the sum",
-        "a loss that only rank 0 shows.",
+        "a loss shown by rank 0 only.",
         _several,
         _reduce,
     ),
@@ -200,30 +200,30 @@ COLLECTIVES = (
     ),
     Collective(
         "allgather",
-        "all ranks get what each rank holds; a gather and a broadcast in one",
-        "step 1, who is where with which software; the digests of the replicas.",
-        _one,
+        "all ranks get the data of all ranks; a gather and a broadcast in one",
+        "step 1, hosts and software of the ranks; digests of the replicas.",
+        _single,
         _allgather,
     ),
     Collective(
         "reduce-scatter",
-        "each rank gets its part of the sum; with an allgather after it, an allreduce",
-        "ZeRO and FSDP, where a rank updates only its part of the weights.",
+        "each rank gets its part of the sum; followed by an allgather, an allreduce",
+        "ZeRO and FSDP, in which a rank updates only its part of the weights.",
         _several,
         _reduce_scatter,
     ),
     Collective(
         "alltoall",
-        "each rank deals out what it holds; rows become columns",
-        "mixtures of experts, where samples travel to the rank of their expert.",
+        "each rank distributes its data; rows become columns",
+        "mixtures of experts, in which samples are sent to the rank of their expert.",
         _several,
         _alltoall,
     ),
     Collective(
         "send and receive",
-        "each rank sends to the next one; no collective, but what they are made of",
-        "pipelines, whose stages hand activations on; the steps of a ring allreduce.",
-        _one,
+        "each rank sends to the next; not a collective, but the basis of them",
+        "pipelines, whose stages send activations; the steps of a ring allreduce.",
+        _single,
         _send_and_receive,
     ),
 )

@@ -1,21 +1,21 @@
-"""Model what a collective costs: latency and bandwidth, and what an algorithm makes of them.
+"""Cost model of collectives: latency and bandwidth, and the algorithms of an allreduce.
 
     seconds = latency * hops + bytes * volume / bandwidth
 
-Hops are messages that have to wait for one another, volume is how many times its own data a rank
-sends. Of an allreduce over p ranks, with m the largest power of two that is not above p:
+Hops are sequential messages, volume is the data sent by a rank in units of the message size. For an
+allreduce over p ranks, with m the largest power of two <= p:
 
     ring                hops 2 (p - 1)       volume 2 (p - 1) / p
     tree                hops 2 ceil(log2 p)  volume 2 (p - 1) / p
     recursive doubling  hops log2 m          volume log2 m           } each 2 more
     Rabenseifner        hops 2 log2 m        volume 2 (m - 1) / m    } where m is not p
 
-The tree is what a good library comes to: Rabenseifner's algorithm without the two transfers by
-which ranks beyond a power of two take part.
+The tree is the cost in a good library: Rabenseifner's algorithm without the two transfers for ranks
+beyond a power of two.
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations
-in MPICH", Int. J. High Performance Computing Applications 19 (2005), section 4.5 (its third cost,
-of adding, is part of our bytes per second); P. Patarasuk, X. Yuan, J. Parallel Distrib. Comput. 69
+in MPICH", Int. J. High Performance Computing Applications 19 (2005), section 4.5 (its computation
+cost is part of the bytes per second here); P. Patarasuk, X. Yuan, J. Parallel Distrib. Comput. 69
 (2009): no algorithm sends less than the ring.
 """
 
@@ -25,12 +25,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-LEAST_SHARE = 1e-4  # of a time, that a latency or a transfer has to be
+LEAST_SHARE = 1e-4  # minimum share of a time for a latency or a transfer to be significant
 
 
 @dataclass(frozen=True)
 class Law:
-    """How the cost of an allreduce grows with the ranks."""
+    """Cost of an allreduce algorithm as a function of the number of ranks."""
 
     name: str
     hops: Callable[[int], float]
@@ -38,17 +38,17 @@ class Law:
 
 
 def least_volume(ranks: int) -> float:
-    """Return how many times its own data each rank has to send in an allreduce, at least."""
+    """Return the minimum volume of an allreduce."""
     return 2 * (ranks - 1) / ranks
 
 
 def power_below(ranks: int) -> int:
-    """Return the largest power of two that is not above ``ranks``."""
+    """Return the largest power of two <= ``ranks``."""
     return 1 << (ranks.bit_length() - 1)
 
 
 def _folding(ranks: int) -> int:
-    """Return hops, and volume, of bringing ranks beyond a power of two in and out."""
+    """Return hops, equal to the volume, for ranks beyond a power of two."""
     return 0 if power_below(ranks) == ranks else 2
 
 
@@ -72,7 +72,7 @@ RABENSEIFNER = Law(
 
 @dataclass(frozen=True)
 class Message:
-    """What was measured: ``hops`` messages in turn, together ``nbytes`` sent by a rank."""
+    """A measurement: ``hops`` sequential messages, with ``nbytes`` sent by a rank in total."""
 
     hops: float
     nbytes: float
@@ -81,14 +81,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks."""
+    """Latency and bandwidth of the connection between ranks."""
 
-    latency: float  # seconds of a message without content
+    latency: float  # seconds of an empty message
     transfer: float  # seconds per byte
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second; infinite where more bytes have cost nothing."""
+        """Return bytes per second; infinite if time does not depend on size."""
         return 1 / self.transfer if self.transfer else math.inf
 
     def seconds(self, law: Law, ranks: int, nbytes: float) -> float:
@@ -97,27 +97,27 @@ class Link:
 
 
 def fit(messages: Sequence[Message]) -> Link:
-    """Fit latency and bandwidth: least squares of relative errors, neither below 0.
+    """Fit latency and bandwidth by non-negative least squares of relative errors.
 
-    Relative, because otherwise the largest message alone would decide.
+    With absolute errors only the largest message would be significant.
     """
     from scipy.optimize import nnls
 
-    rows = [[one.hops / one.seconds, one.nbytes / one.seconds] for one in messages]
-    # Scaled: seconds per byte are a millionth of seconds per message.
+    rows = [[sent.hops / sent.seconds, sent.nbytes / sent.seconds] for sent in messages]
+    # Scaled, as seconds per byte are a millionth of seconds per message.
     largest = [max(column) or 1.0 for column in zip(*rows, strict=True)]
     scaled = [[hops / largest[0], sent / largest[1]] for hops, sent in rows]
-    found, _ = nnls(scaled, [1.0] * len(rows))
-    # What is a ten-thousandth of every time cannot be told from nothing.
-    latency, transfer = (float(one) if one > LEAST_SHARE else 0.0 for one in found)
+    shares, _ = nnls(scaled, [1.0] * len(rows))
+    # A ten-thousandth of every time is not significant.
+    latency, transfer = (float(share) if share > LEAST_SHARE else 0.0 for share in shares)
     return Link(latency / largest[0], transfer / largest[1])
 
 
 def bandwidths(size: int, seconds: float, ranks: int) -> tuple[float, float]:
     """Return algorithm and bus bandwidth in GB/s of an allreduce of ``size`` bytes.
 
-    Algorithm bandwidth is size / time. Times the least volume it compares to the speed of the links
-    at any number of ranks.
+    Algorithm bandwidth is size / time. Bus bandwidth is this times the minimum volume, comparable
+    to the link speed for any number of ranks.
 
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md ("AllReduce").
     """

@@ -1,6 +1,6 @@
-"""The collectives of MPI itself, on host memory.
+"""Collectives of MPI, in host memory.
 
-Importing this module starts MPI; set what it reads from the environment before.
+Importing this module initializes MPI; set its environment variables before.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
 
-SPIN = 0.001  # seconds for which a rank polls; nearly all waits end within
-NAP = 0.001  # and between two looks afterwards
+SPIN = 0.001  # seconds of polling; most waits are shorter
+NAP = 0.001  # seconds between tests afterwards
 
 
 def wait_for_all(world: MPI.Comm) -> None:
-    """Wait like a barrier, but asleep: MPI's own polls, on a core which others may need."""
+    """Barrier that sleeps, as MPI's own polls on a core that other ranks may need."""
     request, spun = world.Ibarrier(), time.perf_counter() + SPIN
     while not request.Test():
         if time.perf_counter() > spun:
@@ -68,7 +68,7 @@ class Mpi4py(Communicator):
     @override
     def operations(self, count: int) -> Operations:
         world, root = self.world, self.is_root
-        whole, other = self.tensor(count, 0.0), self.tensor(count, 0.0)
+        whole, received = self.tensor(count, 0.0), self.tensor(count, 0.0)
         part = self.tensor(self.part_of(count), 0.0)
         parts, others = np.tile(part, self.size), np.tile(part, self.size)
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
@@ -76,18 +76,18 @@ class Mpi4py(Communicator):
             "broadcast": lambda: world.Bcast(whole),
             "scatter": lambda: world.Scatter(parts if root else None, part),
             "gather": lambda: world.Gather(part, parts if root else None),
-            "reduce": lambda: world.Reduce(whole, other if root else None),
+            "reduce": lambda: world.Reduce(whole, received if root else None),
             **super().operations(count),
             "allgather": lambda: world.Allgather(part, parts),
             "reduce-scatter": lambda: world.Reduce_scatter_block(parts, part),
             "alltoall": lambda: world.Alltoall(parts, others),
             "send and receive": lambda: world.Sendrecv(
-                whole, dest=following, recvbuf=other, source=previous
+                whole, dest=following, recvbuf=received, source=previous
             ),
         }
 
     def open_sums(self) -> NonBlockingSums:
-        """Return what sums while this rank goes on; all ranks call it together."""
+        """Return non-blocking sums; all ranks call it together."""
         return NonBlockingSums(self.world.Dup())
 
     def sum_halves(self, tensor: Tensor, halves: Halves) -> Tensor:
@@ -98,10 +98,10 @@ class Mpi4py(Communicator):
 
 
 class Halves:
-    """How 16-bit floats are summed: MPI has no type for them that every library knows.
+    """Sums of 16-bit floats, for which MPI has no standard type.
 
     Args:
-        add: adds the numbers in its first buffer to those in its second one.
+        add: function that adds its first buffer to its second one.
     """
 
     def __init__(self, add: Callable[[Any, Any], None]) -> None:
@@ -109,14 +109,14 @@ class Halves:
         self._sum = MPI.Op.Create(lambda mine, total, _: add(mine, total), commute=True)
 
     def of(self, values: np.ndarray[Any, Any]) -> tuple[Any, MPI.Op]:
-        """Return ``values`` as a message, and the operation that sums it."""
+        """Return ``values`` as an MPI buffer, and the operation that sums it."""
         return [values.view(np.uint8), values.size, self._type], self._sum
 
 
 class NonBlockingSums:
-    """Non-blocking sums over all ranks, which start them in the same order.
+    """Non-blocking sums over all ranks, which must start them in the same order.
 
-    MPI moves the data only within its own calls, so ``progress`` is called beside the computation.
+    MPI transfers data only during its calls, so call ``progress`` during the computation.
     """
 
     def __init__(self, communicator: MPI.Comm) -> None:
@@ -124,13 +124,13 @@ class NonBlockingSums:
         self._running: list[MPI.Request] = []
 
     def start(self, values: np.ndarray[Any, Any], halves: Halves | None = None) -> MPI.Request:
-        """Start summing ``values`` in place; ``halves`` for those of 16 bits."""
+        """Start summing ``values`` in place; ``halves`` for 16-bit floats."""
         message, operation = halves.of(values) if halves else (values, MPI.SUM)
         request = self._communicator.Iallreduce(MPI.IN_PLACE, message, operation)
         self._running.append(request)
         return request
 
     def progress(self) -> None:
-        """Let the sums that were started go on."""
+        """Progress the running sums."""
         if self._running and MPI.Request.Testall(self._running):
             self._running.clear()

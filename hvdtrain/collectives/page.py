@@ -1,4 +1,4 @@
-"""``--html``: one file, without network, with pictures of the collectives, plots and tables."""
+"""``--html``: a self-contained page with diagrams of the collectives, plots and tables."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from hvdtrain.system.output import plots
 from hvdtrain.system.output.tables import Table
 from hvdtrain.system.output.text import plural
 
-# Of a picture, in pixels.
-WIDE, HIGH = 34, 24  # a cell
-ROW = 32  # from one rank to the next
+# Dimensions of a diagram in pixels.
+WIDE, HIGH = 34, 24  # of a cell
+ROW = 32  # distance of rows
 LEFT, TOP = 52, 26  # of the first cell
-GAP = 110  # between before and after, for the lines
-DIGIT = 9  # that a digit more than two takes
+GAP = 110  # between the columns before and after
+DIGIT = 9  # additional width per digit beyond two
 
 HOW_TO_READ = (
-    "Each rank is a row and has a colour. A number keeps the colour of the rank that it comes "
-    "from; a sum, which comes from all ranks, is grey. Lines show which ranks get what one gives."
+    "Each rank has a row and a colour. A number has the colour of the rank from which it "
+    "originates; a sum over all ranks is grey. Lines show which ranks receive data of a rank."
 )
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: what is said, then pictures, a plot, tables, as far as there are any."""
+    """A section of the page: notes, and optionally diagrams, a plot and tables."""
 
     title: str
     notes: Sequence[str] = ()
@@ -43,13 +43,13 @@ class Section:
 
 
 def lesson_section(outcomes: Sequence[Outcome]) -> Section:
-    """Return the lesson with pictures of the collectives, plots and tables."""
-    pictures = [(one.collective, picture(one)) for one in outcomes]
-    return Section("What each one does", (HOW_TO_READ,), pictures=pictures)
+    """Return the section with a diagram per collective."""
+    pictures = [(outcome.collective, picture(outcome)) for outcome in outcomes]
+    return Section("Effect of each collective", (HOW_TO_READ,), pictures=pictures)
 
 
 def write(target: Path, ranks: int, sections: Sequence[Section]) -> None:
-    """Write the page, complete or not at all.
+    """Write the page atomically.
 
     Raises:
         UsageError, HvdtrainError: see ``replacing``.
@@ -64,17 +64,17 @@ def render(ranks: int, sections: Sequence[Section]) -> str:
     template = environment.from_string((files("hvdtrain.collectives") / "page.html").read_text())
     return template.render(
         ranks=plural(ranks, "rank"),
-        sections=[(one, plots.inline(one.figure) if one.figure else "") for one in sections],
-        made=time.strftime("%d %B %Y, %H:%M"),
+        sections=[(part, plots.inline(part.figure) if part.figure else "") for part in sections],
+        created=time.strftime("%d %B %Y, %H:%M"),
         version=__version__,
     )
 
 
 def picture(outcome: Outcome) -> dict[str, Any]:
-    """Return cells and lines of a picture: each rank a row, before on the left, after right.
+    """Return cells and lines of a diagram: a row per rank, before on the left, after on the right.
 
-    A line leads from each rank to those that get a number of it. Its colour, and that of a cell, is
-    the rank's that the number comes from; a sum, which comes from all, has none.
+    A line leads from each rank to those that receive a number of it. Line and cell have the colour
+    of the rank from which the number originates; a sum has none.
     """
     ranks = len(outcome.before)
     longest = max(len(str(v)) for rows in (outcome.before, outcome.after) for r in rows for v in r)
@@ -82,10 +82,10 @@ def picture(outcome: Outcome) -> dict[str, Any]:
     right = LEFT + wide * _columns(outcome.before) + GAP
     cells, ways = [], set()
     for side, rows in ((LEFT, outcome.before), (right, outcome.after)):
-        for rank, place, value in _numbered(rows):
+        for rank, column, value in _numbered(rows):
             sources = outcome.origins(value)
             hue = _hue(sources[0][0], ranks) if len(sources) == 1 else None
-            x, y = side + wide * place, TOP + ROW * rank
+            x, y = side + wide * column, TOP + ROW * rank
             cells.append({"x": x, "y": y, "value": value, "hue": hue})
             ways |= {(source, rank) for source, _ in sources if side == right}
     rows_at = [TOP + ROW * rank + HIGH // 2 for rank in range(ranks)]
@@ -112,10 +112,10 @@ def _columns(rows: list[Cells]) -> int:
 
 
 def _numbered(rows: list[Cells]) -> list[tuple[int, int, int]]:
-    """Return (rank, place, number) of all numbers."""
-    return [(rank, place, v) for rank, row in enumerate(rows) for place, v in enumerate(row)]
+    """Return (rank, column, number) of all numbers."""
+    return [(rank, column, v) for rank, row in enumerate(rows) for column, v in enumerate(row)]
 
 
 def _hue(rank: int, ranks: int) -> int:
-    """Return the colour of a rank, in degrees of the colour circle."""
+    """Return the hue of a rank in degrees."""
     return (210 + 360 * rank // ranks) % 360

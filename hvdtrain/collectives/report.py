@@ -1,4 +1,4 @@
-"""What ``--time`` has measured, as tables and as a plot."""
+"""Tables and plot of ``--time``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ COLUMNS = 3  # panels side by side
 
 
 def time_text(report: Report) -> str:
-    """Return a table per collective, and what could not be measured."""
-    where = f"{plural(report['ranks'], 'rank')} on {plural(report['hosts'], 'host')}"
-    parts = [f"{where}: median time of the slowest rank"]
+    """Return a table per collective and the failed measurements."""
+    job = f"{plural(report['ranks'], 'rank')} on {plural(report['hosts'], 'host')}"
+    parts = [f"{job}: median time of the slowest rank"]
     for name, (header, rows) in time_tables(report):
         parts += ["", name, table(header, rows)]
     missing = map(message, left_out(report))
@@ -33,51 +33,52 @@ def time_text(report: Report) -> str:
 
 
 def time_tables(report: Report) -> Sequence[tuple[str, Table]]:
-    """Return for each collective a row per message size, and those of latency and bandwidth.
+    """Return a table per collective: a row per message size, then latency and bandwidth.
 
-    Beside each time but the first library's stands how many times as long as that one's it is.
+    Times of libraries after the first are followed by their ratio to the first library's.
     """
     backends = _measured(report)
-    found = []
+    titled = []
     for collective in _collectives(backends):
-        have = {name: one for name, one in backends.items() if _rows(one, collective)}
+        have = {name: entry for name, entry in backends.items() if _rows(entry, collective)}
         first = next(iter(have.values()))
         rows = []
         for number, row in enumerate(_rows(first, collective)):
-            times = [_rows(one, collective)[number]["seconds"] for one in have.values()]
+            times = [_rows(entry, collective)[number]["seconds"] for entry in have.values()]
             rows.append([size(row["bytes"]), *_compared(times)])
-        fits = [_fit(one, collective) for one in have.values()]
+        fits = [_fit(entry, collective) for entry in have.values()]
         latencies = [fit["latency_seconds"] for fit in fits]
-        rows.append(["latency", *(duration(one) if one else "-" for one in latencies)])
+        rows.append(["latency", *(duration(latency) if latency else "-" for latency in latencies)])
         rows.append(["bandwidth", *(_speed(fit["bytes_per_second"]) for fit in fits)])
-        found.append((collective, (["message", *(NAMES[name] for name in have)], rows)))
-    return found
+        titled.append((collective, (["message", *(NAMES[name] for name in have)], rows)))
+    return titled
 
 
 def check_measured(report: Report) -> None:
-    """Make sure that there is something to show.
+    """Check that at least one measurement succeeded.
 
     Raises:
         HvdtrainError: no library could be measured.
     """
-    if not any(one["rows"] for one in _measured(report).values()):
-        raise HvdtrainError(f"nothing could be measured. {'; '.join(left_out(report))}")
+    if not any(entry["rows"] for entry in _measured(report).values()):
+        raise HvdtrainError(f"all measurements failed. {'; '.join(left_out(report))}")
 
 
 def left_out(report: Report) -> list[str]:
     """Return a line for each library and collective that could not be measured."""
     lines = []
-    for name, one in report["backends"].items():
-        if one["state"] != "ok":
-            lines.append(f"{NAMES[name]}: {one['reason']}")
-        lines += [f"{NAMES[name]}, {what}: {why}" for what, why in one.get("left_out", {}).items()]
+    for name, entry in report["backends"].items():
+        if entry["state"] != "ok":
+            lines.append(f"{NAMES[name]}: {entry['reason']}")
+        omitted = entry.get("left_out", {}).items()
+        lines += [f"{NAMES[name]}, {collective}: {reason}" for collective, reason in omitted]
     return lines
 
 
 def time_figure(report: Report) -> Any:
     """Return a panel per collective, time over size, as a matplotlib figure.
 
-    Points are measured; a thin line is latency plus bytes over bandwidth, as fitted.
+    Points are measurements; thin lines are the fits, latency + bytes / bandwidth.
     """
     from matplotlib import pyplot as plt
 
@@ -93,13 +94,13 @@ def time_figure(report: Report) -> Any:
         panel.set_axis_off()
     for panel, collective in zip(axes.flat, collectives, strict=False):
         panel.set_title(collective)
-        for name, one in backends.items():
-            if rows := _rows(one, collective):
-                _draw(panel, name, rows, _fit(one, collective))
-        size_axis(panel, [row["bytes"] for one in backends.values() for row in one["rows"]])
+        for name, entry in backends.items():
+            if rows := _rows(entry, collective):
+                _draw(panel, name, rows, _fit(entry, collective))
+        size_axis(panel, [row["bytes"] for entry in backends.values() for row in entry["rows"]])
     for panel in axes[:, 0]:
         panel.set_ylabel("time")
-    handles = {text: handle for one in axes.flat for handle, text in _handles(one)}
+    handles = {text: handle for panel in axes.flat for handle, text in _handles(panel)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
     return figure
 
@@ -114,12 +115,12 @@ def _draw(panel: Any, name: str, rows: Sequence[Any], fit: Any) -> None:
     panel.plot(sizes, [r["seconds"] for r in rows], **{**style, "linestyle": ""}, label=NAMES[name])
     per_byte = 1 / fit["bytes_per_second"] if fit["bytes_per_second"] else 0.0
     dense = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 40) for step in range(41)]
-    modelled = [fit["latency_seconds"] + one * per_byte for one in dense]
+    modelled = [fit["latency_seconds"] + nbytes * per_byte for nbytes in dense]
     panel.plot(dense, modelled, color=style["color"], linewidth=1)
 
 
 def size_axis(panel: Any, sizes: Sequence[int]) -> None:
-    """Give a plot axes of bytes and seconds, both logarithmic, in readable units."""
+    """Set logarithmic axes of bytes and seconds with readable units."""
     from matplotlib import ticker
 
     panel.set_xscale("log")
@@ -133,17 +134,17 @@ def size_axis(panel: Any, sizes: Sequence[int]) -> None:
 
 
 def _tick(seconds: float) -> str:
-    """Return such as ``10 µs``."""
+    """Return the label of a tick, e.g. ``10 µs``."""
     number, unit = duration(seconds).split()
     return f"{float(number):g} {unit}"
 
 
 def _measured(report: Report) -> dict[str, Any]:
-    return {name: one for name, one in report["backends"].items() if one["state"] == "ok"}
+    return {name: entry for name, entry in report["backends"].items() if entry["state"] == "ok"}
 
 
 def _collectives(backends: Mapping[str, Any]) -> list[str]:
-    rows = [row for one in backends.values() for row in one["rows"]]
+    rows = [row for entry in backends.values() for row in entry["rows"]]
     return list(dict.fromkeys(row["collective"] for row in rows))
 
 
@@ -156,11 +157,11 @@ def _fit(backend: Any, collective: str) -> Any:
 
 
 def _compared(times: Sequence[float]) -> list[str]:
-    """Return each time, all but the first with its ratio to that."""
-    ratios = [one / times[0] for one in times[1:]]
-    shown = [f"{one:.{2 if one < 10 else 0}f}x" for one in ratios]
+    """Return each time as text, all but the first with the ratio to the first."""
+    ratios = [seconds / times[0] for seconds in times[1:]]
+    shown = [f"{ratio:.{2 if ratio < 10 else 0}f}x" for ratio in ratios]
     pairs = zip(times[1:], shown, strict=True)
-    return [duration(times[0]), *(f"{duration(one)} ({ratio})" for one, ratio in pairs)]
+    return [duration(times[0]), *(f"{duration(seconds)} ({ratio})" for seconds, ratio in pairs)]
 
 
 def _speed(bytes_per_second: float | None) -> str:

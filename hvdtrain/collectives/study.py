@@ -1,4 +1,4 @@
-"""Compare algorithms of allreduce by message size and number of ranks: which is best where.
+"""Compare allreduce algorithms by message size and number of ranks.
 
     mpirun -n 4 python -m hvdtrain.collectives --study --json
 
@@ -8,17 +8,17 @@ Rank 0 prints one JSON object:
      "algorithms": {NAME: {"origin": "Open MPI" or "hvdtrain", "variables": {...}}},
      "rows": [ROW, ...], "best": [BEST, ...], "link": {...}}
 
-A ROW holds ``ranks`` (the first so many of the job; the others sleep), ``bytes``, ``algorithm``,
-``repeats``, ``seconds`` (median of the slowest rank's), ``seconds_min``, ``seconds_max``, and
-``ratio``, ``ratio_low``, ``ratio_high``: median and quartiles, over the repeats, of its time to
-that of MPI's own choice in the same repeat. In each repeat every algorithm runs once, in an order
-drawn anew, so that a drift of the machine, or what ran before, hits all of them alike.
+A ROW has ``ranks`` (the first ranks of the job; the others sleep), ``bytes``, ``algorithm``,
+``repeats``, ``seconds`` (median of the slowest rank's time), ``seconds_min``, ``seconds_max``, and
+``ratio``, ``ratio_low``, ``ratio_high``: median and quartiles over the repeats of the ratio of its
+time to that of MPI's default in the same repeat. Each repeat runs every algorithm once, in random
+order, so that drift and order affect all algorithms equally.
 
-A BEST names, for ``ranks`` and ``bytes``, the ``algorithm`` of the smallest ratio, its ``ratio``,
-and whether it is ``clear``: faster than MPI's choice in three repeats of four.
+A BEST has, for ``ranks`` and ``bytes``, the ``algorithm`` with the smallest ratio, its ``ratio``,
+and whether it is ``clear``: faster than MPI's default in three of four repeats.
 
 ``link`` has ``latency_seconds`` and ``bytes_per_second``, fitted to the rows whose algorithm has a
-law in ``model``: of Open MPI's, or, where they are left out, of our own, in which Python is slower.
+law in ``model``: of Open MPI, or, if these are not available, of hvdtrain (slower, in Python).
 """
 
 from __future__ import annotations
@@ -51,8 +51,15 @@ from hvdtrain.collectives.model import (
 from hvdtrain.collectives.mpi4py import wait_for_all
 from hvdtrain.errors import HvdtrainError
 
-SIZES = (4, 2**10, 16 * 2**10, 256 * 2**10, 2**21, 16 * 2**20)  # bytes, and those of the gradients
-SECONDS = 1.0  # for all algorithms together, per size and number of ranks
+SIZES = (
+    4,
+    2**10,
+    16 * 2**10,
+    256 * 2**10,
+    2**21,
+    16 * 2**20,
+)  # bytes, in addition to the gradient size
+SECONDS = 1.0  # for all algorithms, per size and number of ranks
 GRADIENT = 102 * 10**6  # bytes of ResNet-50's 25.6 million weights in float32
 
 Floats = NDArray[np.float32]
@@ -62,37 +69,37 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One of those that are compared, on the ranks of one communicator."""
+    """An algorithm on the ranks of a communicator."""
 
     name: str
     origin: str
     run: Callable[[Floats], object]
     law: Law | None = None
-    variables: dict[str, str] = field(default_factory=dict)  # by which a training takes it
+    variables: dict[str, str] = field(default_factory=dict)  # that select it in a training
 
 
 def candidates(world: World) -> tuple[list[Algorithm], list[str]]:
-    """Return what can be compared on ``world``, MPI's choice first, and what cannot, and why.
+    """Return the algorithms for ``world``, MPI's default first, and notes on unavailable ones.
 
-    All ranks of ``world`` together.
+    All ranks of ``world`` must call it together.
     """
-    found = [Algorithm(MPI_CHOICE, MPI_CHOICE, lambda data: world.Allreduce(MPI.IN_PLACE, data))]
+    compared = [Algorithm(MPI_CHOICE, MPI_CHOICE, lambda data: world.Allreduce(MPI.IN_PLACE, data))]
     notes = []
     try:
-        found += [_of_open_mpi(world, number) for number in open_mpi.ALGORITHMS]
+        compared += [_of_open_mpi(world, number) for number in open_mpi.ALGORITHMS]
     except HvdtrainError as error:
-        notes.append(f"the algorithms of Open MPI are left out: {error}")
+        notes.append(f"algorithms of Open MPI are not available: {error}")
     names = world.allgather(socket.gethostname())
     hierarchical = algorithms.Hierarchical(world, names.index(names[world.rank]))
-    own: tuple[tuple[str, algorithms.Algorithm, Law | None], ...] = (
+    implemented: tuple[tuple[str, algorithms.Algorithm, Law | None], ...] = (
         ("ring", algorithms.ring, RING),
         ("recursive doubling", algorithms.recursive_doubling, RECURSIVE_DOUBLING),
         ("Rabenseifner", algorithms.rabenseifner, RABENSEIFNER),
         ("hierarchical", hierarchical, None),
     )
-    for name, run, law in own:
-        found.append(Algorithm(f"{name}, ours", OWN, _on(world, run), law))
-    return found, notes
+    for name, run, law in implemented:
+        compared.append(Algorithm(f"{name}, ours", OWN, _on(world, run), law))
+    return compared, notes
 
 
 def _of_open_mpi(world: World, number: int) -> Algorithm:
@@ -116,110 +123,124 @@ def rank_counts(size: int) -> tuple[int, ...]:
 
 
 def measure(
-    everyone: World, counts: Sequence[int], sizes: Sequence[int], gradient: int, budget: float
+    all_ranks: World, counts: Sequence[int], sizes: Sequence[int], gradient: int, budget: float
 ) -> dict[str, Any]:
-    """Measure all algorithms at each number of ranks and size; all ranks of ``everyone`` together.
+    """Measure all algorithms for each number of ranks and size; all ranks together.
 
     Args:
-        everyone: two ranks or more.
+        all_ranks: communicator of at least two ranks.
         counts: numbers of ranks.
-        sizes: bytes of the messages.
-        gradient: another one, bytes of the gradients of a training.
+        sizes: message sizes in bytes.
+        gradient: an additional size, bytes of the gradients of a training.
         budget: seconds per size and number of ranks.
 
     Returns:
-        What ``--json`` prints, on rank 0; elsewhere without rows.
+        The JSON object of ``--json`` on rank 0; elsewhere without rows.
 
     Raises:
-        HvdtrainError: an algorithm sums wrongly.
+        HvdtrainError: an algorithm gives a wrong sum.
     """
     rows: list[Row] = []
     notes: list[str] = []
     laws: dict[str, Law | None] = {}
     described: dict[str, Any] = {}
     for count in counts:
-        world = everyone.Split(0 if everyone.rank < count else MPI.UNDEFINED, everyone.rank)
+        world = all_ranks.Split(0 if all_ranks.rank < count else MPI.UNDEFINED, all_ranks.rank)
         if world != MPI.COMM_NULL:
             compared, notes = candidates(world)
-            writer = OPEN_MPI if any(one.origin == OPEN_MPI for one in compared) else OWN
-            laws = {one.name: one.law for one in compared if one.origin == writer}
+            origins = {entry.origin for entry in compared}
+            fitted = OPEN_MPI if OPEN_MPI in origins else OWN
+            laws = {entry.name: entry.law for entry in compared if entry.origin == fitted}
             described = {
-                one.name: {"origin": one.origin, "variables": one.variables} for one in compared
+                entry.name: {"origin": entry.origin, "variables": entry.variables}
+                for entry in compared
             }
             for size in sorted({*sizes, gradient}):
                 rows += compare(world, compared, size, budget)
-        wait_for_all(everyone)
-    hosts, cores = _machine(everyone)
+        wait_for_all(all_ranks)
+    hosts, cores = _machine(all_ranks)
     return {
-        **{"ranks": everyone.size, "hosts": hosts, "cores": cores, "gradient_bytes": gradient},
-        **{"notes": notes, "algorithms": described, "rows": rows, "best": best(rows)},
+        "ranks": all_ranks.size,
+        "hosts": hosts,
+        "cores": cores,
+        "gradient_bytes": gradient,
+        "notes": notes,
+        "algorithms": described,
+        "rows": rows,
+        "best": best(rows),
         "link": _link(rows, laws) if rows else None,
     }
 
 
 def compare(world: World, compared: Sequence[Algorithm], size: int, budget: float) -> list[Row]:
-    """Time each of ``compared`` on messages of ``size`` bytes; rows on rank 0, else none.
+    """Time each of ``compared`` on messages of ``size`` bytes; return rows on rank 0 only.
 
     Raises:
-        HvdtrainError: an algorithm sums wrongly.
+        HvdtrainError: an algorithm gives a wrong sum.
     """
     data = np.zeros(max(1, size // ELEMENT), np.float32)
-    for one in compared:
-        _check(world, one, data)
-    data.fill(0)  # whose sum is that, however often
+    for algorithm in compared:
+        _check(world, algorithm, data)
+    data.fill(0)  # repeated sums stay 0
     began = time.perf_counter()
-    for one in compared:
-        _once(world, one, data)
+    for algorithm in compared:
+        _once(world, algorithm, data)
     repeats = world.bcast(repeats_for(time.perf_counter() - began, budget))
     mine = np.empty((repeats, len(compared)))
     for repeat in range(repeats):
         order = np.random.default_rng(repeat).permutation(len(compared))  # the same on all ranks
-        for place in order:
-            mine[repeat, place] = _once(world, compared[place], data)
+        for index in order:
+            mine[repeat, index] = _once(world, compared[index], data)
     slowest = np.empty_like(mine) if world.rank == 0 else None
     world.Reduce(mine, slowest, op=MPI.MAX)
     if slowest is None:
         return []
-    return [_row(world.size, size, one.name, slowest, n) for n, one in enumerate(compared)]
+    return [_row(world.size, size, entry.name, slowest, n) for n, entry in enumerate(compared)]
 
 
-def _check(world: World, one: Algorithm, data: Floats) -> None:
-    """Make sure that rank + 1, summed over n ranks, is n (n + 1) / 2."""
+def _check(world: World, algorithm: Algorithm, data: Floats) -> None:
+    """Raise if rank + 1, summed over n ranks, is not n (n + 1) / 2."""
     data.fill(world.rank + 1)
-    one.run(data)
+    algorithm.run(data)
     expected = world.size * (world.size + 1) / 2
     if not world.allreduce(bool((data == expected).all()), op=MPI.LAND):
-        raise HvdtrainError(f"{one.name}: a sum over {world.size} ranks is not {expected}")
+        raise HvdtrainError(f"{algorithm.name}: a sum over {world.size} ranks is not {expected}")
 
 
-def _once(world: World, one: Algorithm, data: Floats) -> float:
+def _once(world: World, algorithm: Algorithm, data: Floats) -> float:
     world.Barrier()
     began = time.perf_counter()
-    one.run(data)
+    algorithm.run(data)
     return time.perf_counter() - began
 
 
-def _row(ranks: int, size: int, name: str, slowest: Any, place: int) -> Row:
+def _row(ranks: int, size: int, name: str, slowest: Any, index: int) -> Row:
     """Return the row of an algorithm; ``slowest``: seconds by repeat and algorithm."""
-    times = slowest[:, place]
+    times = slowest[:, index]
     low, middle, high = np.percentile(times / slowest[:, 0], [25, 50, 75])
     return {
-        **{"ranks": ranks, "bytes": size, "algorithm": name, "repeats": len(times)},
+        "ranks": ranks,
+        "bytes": size,
+        "algorithm": name,
+        "repeats": len(times),
         "seconds": statistics.median(times.tolist()),
-        **{"seconds_min": float(times.min()), "seconds_max": float(times.max())},
-        **{"ratio": float(middle), "ratio_low": float(low), "ratio_high": float(high)},
+        "seconds_min": float(times.min()),
+        "seconds_max": float(times.max()),
+        "ratio": float(middle),
+        "ratio_low": float(low),
+        "ratio_high": float(high),
     }
 
 
 def best(rows: Sequence[Row]) -> list[Row]:
-    """Return which algorithm is the fastest for each number of ranks and size."""
-    found = []
+    """Return the fastest algorithm for each number of ranks and size."""
+    winners = []
     for ranks, size in dict.fromkeys((row["ranks"], row["bytes"]) for row in rows):
-        some = [row for row in rows if (row["ranks"], row["bytes"]) == (ranks, size)]
-        first = min(some, key=lambda row: float(row["ratio"]))
+        compared = [row for row in rows if (row["ranks"], row["bytes"]) == (ranks, size)]
+        first = min(compared, key=lambda row: float(row["ratio"]))
         kept = {key: first[key] for key in ("ranks", "bytes", "algorithm", "seconds", "ratio")}
-        found.append({**kept, "clear": first["ratio_high"] < 1})
-    return found
+        winners.append({**kept, "clear": first["ratio_high"] < 1})
+    return winners
 
 
 def _link(rows: Sequence[Row], laws: dict[str, Law | None]) -> dict[str, Any]:
@@ -228,13 +249,13 @@ def _link(rows: Sequence[Row], laws: dict[str, Law | None]) -> dict[str, Any]:
         for row in rows
         if (law := laws.get(row["algorithm"]))
     ]
-    found: Link = fit(messages)
-    speed = found.bandwidth if math.isfinite(found.bandwidth) else None
-    return {"latency_seconds": found.latency, "bytes_per_second": speed}
+    link: Link = fit(messages)
+    speed = link.bandwidth if math.isfinite(link.bandwidth) else None
+    return {"latency_seconds": link.latency, "bytes_per_second": speed}
 
 
 def _machine(world: World) -> tuple[int, int]:
-    """Return on how many hosts and cores the ranks are."""
-    held = world.allgather((socket.gethostname(), sorted(os.sched_getaffinity(0))))
-    cores = {(host, core) for host, own in held for core in own}
-    return len({host for host, _ in held}), len(cores)
+    """Return the numbers of hosts and cores of the ranks."""
+    pairs = world.allgather((socket.gethostname(), sorted(os.sched_getaffinity(0))))
+    cores = {(host, core) for host, local in pairs for core in local}
+    return len({host for host, _ in pairs}), len(cores)

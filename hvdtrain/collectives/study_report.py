@@ -1,4 +1,4 @@
-"""What ``--study`` has measured: tables, plot, and what it is worth for a training."""
+"""Tables and plot of ``--study``, and the possible saving for a training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvdtrain.system.output.tables import Table, message, table
 from hvdtrain.system.output.text import duration, plural, size
 
 Report = Mapping[str, Any]  # see ``study``
-MANY = (16, 64, 256, 1024, 4096)  # ranks, of the estimate
-SMALL = 16 * 2**10  # bytes, whose estimate stands beside that of the gradients
+MANY = (16, 64, 256, 1024, 4096)  # ranks in the estimate
+SMALL = 16 * 2**10  # bytes of the estimate in addition to the gradients
 PANEL = 3.4, 3.0  # inches
 
 
 def text(report: Report) -> str:
-    """Return the tables under their titles, then the verdict."""
+    """Return the tables with their titles, then the verdict."""
     parts = [message(headline(report))]
     for title, (header, rows) in tables(report):
         parts += ["", message(title), table(header, rows)]
@@ -27,25 +27,25 @@ def text(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """Return where it was measured."""
-    where = f"{plural(report['ranks'], 'rank')} on {plural(report['hosts'], 'host')}"
-    line = f"allreduce, {where} with together {plural(report['cores'], 'core')}"
+    """Return numbers of ranks, hosts and cores as text."""
+    job = f"{plural(report['ranks'], 'rank')} on {plural(report['hosts'], 'host')}"
+    line = f"allreduce, {job} with {plural(report['cores'], 'core')} in total"
     if report["ranks"] > report["cores"]:
-        line += ": ranks take turns, so this tells of the machine, not of its links"
+        line += ": oversubscribed, so times depend on the cores, not on the links"
     return line
 
 
 def tables(report: Report) -> Sequence[tuple[str, Table]]:
-    """Return the best by size and ranks, all for each number of ranks, and the estimate."""
-    found: list[tuple[str, Table]] = [
-        ("Fastest, and its time as a share of that of MPI's choice", _best_table(report))
+    """Return the best algorithms, ratios for each number of ranks, and the estimates."""
+    titled: list[tuple[str, Table]] = [
+        ("Fastest algorithm, and its time relative to MPI's choice", _best_table(report))
     ]
     for ranks in _counts(report):
-        title = f"{plural(ranks, 'rank')}: MPI's choice, and how many times as long others take"
-        found.append((title, _ratio_table(report, ranks)))
+        title = f"{plural(ranks, 'rank')}: time of MPI's choice, relative time of the others"
+        titled.append((title, _ratio_table(report, ranks)))
     link = report["link"]
     if link["bytes_per_second"]:
-        found += [
+        titled += [
             (
                 f"Estimate for more ranks, {_message(report, nbytes)} (latency "
                 f"{duration(link['latency_seconds'])}, {link['bytes_per_second'] / 1e9:.3g} GB/s)",
@@ -53,29 +53,29 @@ def tables(report: Report) -> Sequence[tuple[str, Table]]:
             )
             for nbytes in (SMALL, report["gradient_bytes"])
         ]
-    return found
+    return titled
 
 
 def verdict(report: Report) -> list[str]:
-    """Return, for each number of ranks, what the best that MPI can be told saves of a step."""
+    """Return the saving per step by the best selectable algorithm, for each number of ranks."""
     gradient, algorithms = report["gradient_bytes"], report["algorithms"]
     message = _message(report, gradient)
     lines = []
     for ranks in _counts(report):
         rows = _rows(report, ranks, gradient)
         usual = rows[MPI_CHOICE]["seconds"]
-        told = [row for name, row in rows.items() if algorithms[name]["origin"] == OPEN_MPI]
-        first = min(told, key=lambda row: float(row["ratio"]), default=None)
+        selectable = [row for name, row in rows.items() if algorithms[name]["origin"] == OPEN_MPI]
+        first = min(selectable, key=lambda row: float(row["ratio"]), default=None)
         line = f"{plural(ranks, 'rank')}: gradients of {message} take {duration(usual)}."
         if first and first["ratio_high"] < 1:
             words = algorithms[first["algorithm"]]["variables"].items()
             line += (
-                f" Told {first['algorithm']}, MPI takes {first['ratio']:.2f} of that, up to "
-                f"{duration(usual * (1 - first['ratio']))} of a step less: "
+                f" With {first['algorithm']} MPI takes {first['ratio']:.2f} of that, saving up to "
+                f"{duration(usual * (1 - first['ratio']))} per step: "
                 + " ".join(f"{name}={value}" for name, value in words)
             )
         else:
-            line += " MPI's choice is as good as any that it can be told."
+            line += " No selectable algorithm is faster than MPI's choice."
         lines.append(line)
     return [*lines, *report["notes"]]
 
@@ -83,15 +83,15 @@ def verdict(report: Report) -> list[str]:
 def figure(report: Report) -> Any:
     """Return the ratios over size as a matplotlib figure.
 
-    A column of panels per number of ranks: above what MPI can be told, below our own.
+    A column of panels per number of ranks: Open MPI's algorithms above, hvdtrain's below.
     """
     from matplotlib import pyplot as plt
 
     plots.style()
     counts = _counts(report)
-    origins = [one for one in (OPEN_MPI, OWN) if _names(report, one)]
+    origins = [origin for origin in (OPEN_MPI, OWN) if _names(report, origin)]
     wide, high = PANEL[0] * len(counts), PANEL[1] * len(origins) + 0.6
-    made, axes = plt.subplots(
+    created, axes = plt.subplots(
         len(origins), len(counts), figsize=(wide, high), squeeze=False, sharex=True, sharey="row"
     )
     for line, origin in zip(axes, origins, strict=True):
@@ -99,11 +99,11 @@ def figure(report: Report) -> Any:
             _draw(panel, report, origin, ranks)
             panel.set_title(plural(ranks, "rank"))
         line[0].set_ylabel(f"{origin}: time, MPI's choice = 1")
-        # Beside its row: the two rows differ in what they show.
+        # A legend per row, as the rows show different algorithms.
         line[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     for panel in axes[:-1].flat:
         panel.set_xlabel("")
-    return made
+    return created
 
 
 def _draw(panel: Any, report: Report, origin: str, ranks: int) -> None:
@@ -111,7 +111,7 @@ def _draw(panel: Any, report: Report, origin: str, ranks: int) -> None:
 
     sizes = _sizes(report)
     for number, name in enumerate(_names(report, origin)):
-        rows = [_rows(report, ranks, one)[name] for one in sizes]
+        rows = [_rows(report, ranks, nbytes)[name] for nbytes in sizes]
         middle = [row["ratio"] for row in rows]
         style = plots.series(number)
         panel.plot(sizes, middle, label=name, **style)
@@ -129,9 +129,9 @@ def _best_table(report: Report) -> Table:
         cells = []
         for ranks in _counts(report):
             key = (ranks, nbytes)
-            (one,) = [row for row in report["best"] if (row["ranks"], row["bytes"]) == key]
-            clear = f"{one['algorithm']} {one['ratio']:.2f}"
-            cells.append(clear if one["clear"] else MPI_CHOICE)
+            (best,) = [row for row in report["best"] if (row["ranks"], row["bytes"]) == key]
+            clear = f"{best['algorithm']} {best['ratio']:.2f}"
+            cells.append(clear if best["clear"] else MPI_CHOICE)
         rows.append([_message(report, nbytes), *cells])
     return ["message", *(plural(ranks, "rank") for ranks in _counts(report))], rows
 
@@ -165,16 +165,16 @@ def _sizes(report: Report) -> list[int]:
 
 
 def _names(report: Report, origin: str) -> list[str]:
-    return [name for name, one in report["algorithms"].items() if one["origin"] == origin]
+    return [name for name, entry in report["algorithms"].items() if entry["origin"] == origin]
 
 
 def _message(report: Report, nbytes: int) -> str:
-    """Return a message's size; that of the gradients as it was given."""
+    """Return a message size as text, that of the gradients in MB as specified."""
     return f"{nbytes / 1e6:g} MB" if nbytes == report["gradient_bytes"] else size(nbytes)
 
 
 def _rows(report: Report, ranks: int, nbytes: int) -> dict[str, Any]:
     """Return the row of each algorithm, by name."""
     rows = report["rows"]
-    some = [row for row in rows if (row["ranks"], row["bytes"]) == (ranks, nbytes)]
-    return {row["algorithm"]: row for row in some}
+    chosen = [row for row in rows if (row["ranks"], row["bytes"]) == (ranks, nbytes)]
+    return {row["algorithm"]: row for row in chosen}

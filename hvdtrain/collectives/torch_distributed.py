@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed: Gloo in host memory, NCCL or its like on GPUs."""
+"""Collectives of torch.distributed: Gloo in host memory, NCCL or XCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from hvdtrain.system.machine import accelerator
 from hvdtrain.system.machine.network import address_for_all, addresses, interface_towards
 from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, detect
 
-OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that say where it is
+OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that provide a rendezvous
 GIVES_BACK = 0.05  # seconds
-POLL = 0.05  # seconds between two looks at what the other ranks have written
-Store = Any  # of torch.distributed, which does not tell mypy of its stores
+POLL = 0.05  # seconds between reads of the store
+Store = Any  # of torch.distributed, whose stores have no types
 INTERFACE = "GLOO_SOCKET_IFNAME"
-FOREVER = timedelta(days=365)  # a rank that is late is waited for; one that is dead, detected
+FOREVER = timedelta(days=365)  # late ranks are waited for, lost ranks are detected
 
 
 class Members(Communicator):
-    """Ranks of torch.distributed: all of them, or some that have a group of their own.
+    """Ranks of torch.distributed: all, or those of a subgroup.
 
     Attributes:
-        ranks: their ranks among all, by rank here.
-        group: of them, for tensors; None: of all.
+        ranks: global ranks, by rank in the group.
+        group: process group for tensors; None: the default group.
     """
 
     ranks: Sequence[int]
@@ -54,11 +54,11 @@ class Members(Communicator):
         if not longest:
             return [b""] * self.size
         padded = torch.from_numpy(np.frombuffer(bytearray(data.ljust(longest)), np.uint8))
-        everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(everyone, padded, group=self._control)
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded, group=self._control)
         return [
-            one[: int(length)].numpy().tobytes()
-            for one, length in zip(everyone, lengths, strict=True)
+            received[: int(length)].numpy().tobytes()
+            for received, length in zip(gathered, lengths, strict=True)
         ]
 
     @override
@@ -82,14 +82,14 @@ class Members(Communicator):
 
 
 class TorchDistributed(Members):
-    """The default process group, which starting this one makes.
+    """The default process group, which is initialized here.
 
-    torchrun tells the ranks of a rendezvous; otherwise rank 0 picks a port, and MPI broadcasts it.
+    torchrun provides a rendezvous; otherwise rank 0 chooses a port, and MPI broadcasts it.
 
     Args:
-        gpu: tensors are on GPUs, and their own back end sums them (NCCL, Intel's XCCL); bytes and
-            vectors stay with Gloo.
-        timeout: for the ranks to find one another, and for each collective.
+        gpu: use GPUs and their back end (NCCL, Intel's XCCL) for tensors; bytes and vectors still
+            use Gloo.
+        timeout: timeout of the rendezvous and of each collective.
     """
 
     def __init__(self, *, gpu: bool, timeout: timedelta = FOREVER) -> None:
@@ -97,8 +97,9 @@ class TorchDistributed(Members):
         launch = detect(os.environ)
         if gpu:
             accelerator.take(launch.local_rank % accelerator.count())
-        own = f"{accelerator.kind()}:{accelerator.backend()}"
-        backend = f"cpu:gloo,{own}" if gpu else "gloo"
+        backend = "gloo"
+        if gpu:
+            backend = f"cpu:gloo,{accelerator.kind()}:{accelerator.backend()}"
         if dist.is_initialized():
             pass
         elif launch.launcher in OWN_RENDEZVOUS:
@@ -123,17 +124,17 @@ class TorchDistributed(Members):
             )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = range(self.size)
-        # Where one rank sums gradients and another gathers bytes, by a mistake in a program, both
-        # are to wait until that is told: in one group Gloo would end the process.
+        # A separate group: if, by a programming error, one rank sums gradients while another one
+        # gathers bytes, both must wait until it is reported; in one group Gloo would abort.
         self._control = dist.new_group(backend="gloo", timeout=timeout)
-        # A thread of Gloo gives the tensors of the last call back to Python, some time after that
-        # has returned; once Python is ending it aborts the process (before 3.13).
+        # A thread of Gloo releases the tensors of the last call some time after it has returned; if
+        # Python is already finalizing (before 3.13), that aborts the process.
         atexit.register(time.sleep, GIVES_BACK)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Some:
-        """Return the one of ``groups`` of ranks that this rank is in; all ranks call it alike."""
-        made = [Some(ranks) for ranks in groups]
-        return next(one for one in made if self.rank in one.ranks)
+        """Return this rank's group among ``groups``; all ranks must pass the same groups."""
+        created = [Some(ranks) for ranks in groups]
+        return next(group for group in created if self.rank in group.ranks)
 
     @override
     def tensor(self, length: int, value: float) -> Tensor:
@@ -148,7 +149,7 @@ class TorchDistributed(Members):
         pieces = list(parts.chunk(self.size))
         ours = pieces if self.is_root else None
         others = self.tensor(length * self.size, 0.0)
-        found: Operations = {
+        operations: Operations = {
             "broadcast": lambda: dist.broadcast(whole, src=0),
             "scatter": lambda: dist.scatter(part, ours, src=0),
             "gather": lambda: dist.gather(part, ours, dst=0),
@@ -159,12 +160,12 @@ class TorchDistributed(Members):
             "alltoall": lambda: dist.all_to_all_single(others, parts),
         }
         if self.size > 1:  # no rank sends to itself
-            other = self.tensor(count, 0.0)
-            found["send and receive"] = lambda: self._shift(whole, other)
-        return found
+            received = self.tensor(count, 0.0)
+            operations["send and receive"] = lambda: self._shift(whole, received)
+        return operations
 
     def _shift(self, mine: Tensor, received: Tensor) -> None:
-        """Send ``mine`` to the next rank, and receive from the one before."""
+        """Send ``mine`` to the next rank, and receive from the previous one."""
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         ends = ((dist.isend, mine, following), (dist.irecv, received, previous))
         for request in dist.batch_isend_irecv([dist.P2POp(*end) for end in ends]):
@@ -181,7 +182,7 @@ class TorchDistributed(Members):
 
 
 class Some(Members):
-    """Some of the ranks; those that are not among them make it too."""
+    """A subgroup of ranks; all ranks must create it together."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks, self.size = ranks, len(ranks)
@@ -191,11 +192,11 @@ class Some(Members):
 
 
 def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return a store for the ranks that were started together, and rank and size; all call it.
+    """Return a store for the ranks that were started together, rank and size; all ranks call it.
 
-    torchrun asks its ranks to end where the world changes, so they have to hear signals meanwhile.
+    torchrun ends its ranks by a signal if the world changes, so signals must be handled meanwhile.
     """
-    # Where rank 0 is late, or gone, this waits in C++, where the main thread would hear nothing.
+    # If rank 0 is late or lost, this waits in C++, where the main thread would handle no signals.
     waiting = ThreadPoolExecutor(1).submit(next, rendezvous("env://", timeout=timeout))
     store, rank, size = waiting.result()
     store.set_timeout(timeout)
@@ -206,18 +207,17 @@ def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
 def agree_on_rendezvous(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return a name for the ranks that were started together, the same on all of them.
 
-    The store of torchrun's agent outlives the ranks, and in it the addresses of those that are no
-    more. How often each agent has restarted its own ranks, which is all that torchrun tells, does
-    not tell them apart: agents that join later begin at 0, and not every new start is counted. So
-    each rank draws a name, and shows which names it sees; where all show the same ones, each of
-    them has seen a name drawn in this start.
+    The store of torchrun's agent outlives the ranks and still has the addresses of former ones. The
+    restart counts of torchrun do not distinguish them: agents that join later begin at 0, and not
+    every restart is counted. So each rank draws a random name and publishes a digest of all names;
+    if all digests are equal, each rank has seen the names drawn in this start.
 
     Raises:
-        TimeoutError: a rank has not come.
+        TimeoutError: a rank is missing.
     """
     store.set(f"hvdtrain/name/{rank}", secrets.token_hex(8))
-    names = [f"hvdtrain/name/{one}" for one in range(size)]
-    shown = [f"hvdtrain/seen/{one}" for one in range(size)]
+    names = [f"hvdtrain/name/{number}" for number in range(size)]
+    shown = [f"hvdtrain/seen/{number}" for number in range(size)]
     end = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < end:
         if store.check(names):
@@ -226,7 +226,7 @@ def agree_on_rendezvous(store: Store, rank: int, size: int, timeout: timedelta) 
             if store.check(shown) and set(store.multi_get(shown)) == {seen.encode()}:
                 return seen
         time.sleep(POLL)
-    raise TimeoutError(f"not all of {size} ranks came within {timeout.total_seconds():g} s")
+    raise TimeoutError(f"not all of {size} ranks arrived within {timeout.total_seconds():g} s")
 
 
 def _free_port() -> int:
@@ -237,24 +237,24 @@ def _free_port() -> int:
 
 
 def _host_of_rank_0(mpi: Communicator) -> str:
-    """Return where all ranks reach rank 0, and let Gloo use that network; all ranks call it.
+    """Return rank 0's address for all ranks, and let Gloo use its network; all ranks call it.
 
-    Left alone Gloo takes the address that this host's name has, which may be that of another
-    network, of loopback (Debian), or none. ``GLOO_SOCKET_IFNAME`` names another interface.
+    By default Gloo uses the address of the host's name, which may be of another network, loopback
+    (Debian), or missing. ``GLOO_SOCKET_IFNAME`` selects an interface.
 
     Raises:
-        UsageError: on a rank that finds no way to rank 0.
+        UsageError: on a rank without a route to rank 0.
     """
     interface = os.environ.get(INTERFACE)
     mine = json.dumps([socket.gethostname(), addresses(interface)]).encode()
-    hosts: dict[str, list[str]] = dict(json.loads(told) for told in mpi.gather(mine))
+    hosts: dict[str, list[str]] = dict(json.loads(data) for data in mpi.gather(mine))
     if len(hosts) == 1:
         return "127.0.0.1"
-    found = address_for_all(hosts) or next(iter(hosts))
-    if not (interface or (interface := interface_towards(found))):
+    address = address_for_all(hosts) or next(iter(hosts))
+    if not (interface or (interface := interface_towards(address))):
         raise UsageError(
-            f"{socket.gethostname()} does not reach {found}, where rank 0 is: name the interface "
-            f"that connects the hosts, as in {INTERFACE}=eth0"
+            f"{socket.gethostname()} cannot reach rank 0 at {address}: set the interface that "
+            f"connects the hosts, e.g. {INTERFACE}=eth0"
         )
     os.environ[INTERFACE] = interface
-    return found
+    return address

@@ -1,1 +1,1 @@
-"""The options of the trainers, and the table of strategies."""
+"""Trainer options and the table of strategies."""

@@ -1,4 +1,4 @@
-"""Options that contradict one another, or have a value that makes no sense."""
+"""Checks of trainer options: contradictions and values out of range."""
 
 from __future__ import annotations
 
@@ -6,84 +6,83 @@ from hvdtrain.config.levers import ADASUM
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 
-TENSORFLOWS_SEED = 2**32 - 1  # keras.utils.set_random_seed, and NumPy's old generator below it
+TENSORFLOWS_SEED = 2**32 - 1  # of keras.utils.set_random_seed and NumPy's legacy generator
 LONGEST_CYCLE = 1000  # milliseconds
 LARGEST_FUSION = 2**20  # MiB: a tebibyte
 
 
 def check(options: Options) -> Options:
-    """Refuse options that contradict one another.
+    """Raise if options contradict each other.
 
     Raises:
         UsageError: naming the options.
     """
     for names in options.EITHER:
         values = [getattr(options, name) for name in names]
-        if all(value is not None and value is not False for value in values):  # 0 is given
-            one, other = (f"--{name.replace('_', '-')}" for name in names)
-            raise UsageError(f"{one} and {other} contradict each other: give one")
+        if all(value is not None and value is not False for value in values):  # 0 is a value
+            first, second = (f"--{name.replace('_', '-')}" for name in names)
+            raise UsageError(f"{first} and {second} contradict each other: give one")
     if options.accumulate_steps > 1 and options.sync_batchnorm:
         raise UsageError(
-            "--sync-batchnorm computes over a global batch at once, --accumulate-steps in several "
-            "passes: give one"
+            "--sync-batchnorm needs the global batch in one pass, --accumulate-steps cuts it into "
+            "several: give one"
         )
     if options.reduction == ADASUM and options.sync_batchnorm:
         raise UsageError(
-            "--reduction adasum takes the gradients of each rank's part, --sync-batchnorm makes "
-            "them the global batch's: give one"
+            "--reduction adasum needs gradients of each rank's part, --sync-batchnorm gives those "
+            "of the global batch: give one"
         )
     if options.autotune and options.deterministic:
         raise UsageError(
-            "--autotune chooses by timings, so no run is bit-equal to another, and --deterministic "
-            "asks for that: give one"
+            "--autotune depends on timings, so runs are not bit-equal as --deterministic requires: "
+            "give one"
         )
     if options.compile and options.framework != "pytorch":
-        raise UsageError("--compile is PyTorch's: leave it out with --framework tensorflow")
+        raise UsageError("--compile is for PyTorch only: leave it out with --framework tensorflow")
     if options.stage and options.data is None:
-        raise UsageError("--stage needs --data: what `hvdtrain pack` has made")
+        raise UsageError("--stage needs --data, a dataset packed by `hvdtrain pack`")
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")
     _check_values(options)
     if options.evaluates_only:
-        _check_evaluation(options)  # what concerns updates may be what it was in the training
+        _check_evaluation(options)  # options of updates may be those of the training
     else:
         _check_training(options)
     return options
 
 
 def _check_values(options: Options) -> None:
-    """Refuse values that the framework, the library or the other options make no sense of."""
+    """Raise if a value is out of the range of the framework, the library or other options."""
     if options.framework == "tensorflow" and options.seed > TENSORFLOWS_SEED:
-        raise UsageError(f"--seed {options.seed}: TensorFlow takes at most {TENSORFLOWS_SEED}")
+        raise UsageError(f"--seed {options.seed}: TensorFlow accepts at most {TENSORFLOWS_SEED}")
     cycle = options.cycle_time_ms
     if cycle is not None and cycle > LONGEST_CYCLE:
         raise UsageError(
-            f"--cycle-time-ms {cycle:g}: give at most {LONGEST_CYCLE}; each sum of gradients waits "
-            "for the end of a cycle"
+            f"--cycle-time-ms {cycle:g}: must be at most {LONGEST_CYCLE}; each gradient reduction "
+            "waits for the end of a cycle"
         )
     fusion = options.fusion_threshold_mb
     if fusion is not None and fusion > LARGEST_FUSION:
-        raise UsageError(f"--fusion-threshold-mb {fusion:g}: give at most {LARGEST_FUSION:,}")
-    whole, passes = options.global_batch_size, options.accumulate_steps
-    if whole is not None and passes > whole:
+        raise UsageError(f"--fusion-threshold-mb {fusion:g}: must be at most {LARGEST_FUSION:,}")
+    batch, passes = options.global_batch_size, options.accumulate_steps
+    if batch is not None and passes > batch:
         raise UsageError(
-            f"--accumulate-steps {passes}: --global-batch-size {whole} cannot be cut into so many "
-            f"passes; give at most {whole}"
+            f"--accumulate-steps {passes}: must be at most the --global-batch-size, {batch}"
         )
     if options.lr_milestones:
         rising = sorted(set(options.lr_milestones))
         if rising != list(options.lr_milestones):
-            given, order = (
-                ",".join(f"{one:g}" for one in milestones)
+            specified, order = (
+                ",".join(f"{epoch:g}" for epoch in milestones)
                 for milestones in (options.lr_milestones, rising)
             )
-            raise UsageError(f"--lr-milestones {given}: write them in rising order, {order}")
+            raise UsageError(f"--lr-milestones {specified}: must be in rising order: {order}")
 
 
 def _check_training(options: Options) -> None:
     if options.checkpoint:
         raise UsageError(
-            "--checkpoint is for --evaluate-only and --predict: a training goes on from what is in "
+            "--checkpoint is for --evaluate-only and --predict; a training resumes from "
             "--checkpoint-dir"
         )
     if options.checkpoint_dir is None:
@@ -95,14 +94,14 @@ def _check_training(options: Options) -> None:
 
 
 def _check_evaluation(options: Options) -> None:
-    given = "--predict" if options.predict else "--evaluate-only"
+    mode = "--predict" if options.predict else "--evaluate-only"
     if options.benchmark == "training":
-        raise UsageError(f"--benchmark training and {given} contradict each other: give one")
+        raise UsageError(f"--benchmark training and {mode} contradict each other: give one")
     if not (options.benchmark or options.checkpoint or options.checkpoint_dir):
         raise UsageError(
-            f"{given} needs --checkpoint PATH or --checkpoint-dir DIR: the weights to evaluate"
+            f"{mode} needs --checkpoint PATH or --checkpoint-dir DIR: the weights to evaluate"
         )
     if options.resume == "never":
-        raise UsageError(f"--resume never and {given} contradict each other: leave one out")
+        raise UsageError(f"--resume never and {mode} contradict each other: leave one out")
     if options.timeline:
-        raise UsageError(f"--timeline records updates, and {given} makes none: leave one out")
+        raise UsageError(f"--timeline records updates, and {mode} performs none: leave one out")

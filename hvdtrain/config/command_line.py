@@ -1,4 +1,4 @@
-"""The command line of a trainer, and the YAML file of ``--config``, read as ``Options``."""
+"""Parse a trainer's command line and ``--config`` files into ``Options``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings
 
-LISTS = (counts, numbers)  # kinds of options that take several words
+LISTS = (counts, numbers)  # types of options that accept several words
 METAVARS: dict[Any, str] = {
     Path: "PATH",
     local_folder: "PATH",
@@ -37,7 +37,7 @@ METAVARS: dict[Any, str] = {
 
 
 class Parser(CommandParser):
-    """The parser of a program that ranks run."""
+    """Parser of a program that every rank runs; rank 0 prints the help."""
 
     def __init__(self, program: str, description: str, epilog: str, usage: str | None) -> None:
         super().__init__(
@@ -56,13 +56,13 @@ class Parser(CommandParser):
 def build_parser(
     workload: str, description: str, epilog: str, kind: type[Options] = Options
 ) -> Parser:
-    """Make the command line of a trainer from the fields of ``kind``."""
+    """Return the parser of a trainer, with an option per field of ``kind``."""
     parser = Parser(workload, description, epilog, usage="%(prog)s [options]")
     parser.add_argument(
         "--config",
         metavar="FILE",
         action="append",
-        help="YAML file of options; the line wins, of several files the last one",
+        help="YAML file of options; later files and the command line take precedence",
     )
     for field in declared(kind):
         dashed = "--" + field.name.replace("_", "-")
@@ -71,13 +71,13 @@ def build_parser(
             parser.add_argument(dashed, action="store_true", default=None, help=text)
             continue
         if field.default not in (None, ""):
-            text += f" ({field.default})"
+            text += f" (default: {field.default})"
         choices = field.metadata["choices"]
-        more: dict[str, Any] = {"nargs": "+"} if read in LISTS else {}
+        settings: dict[str, Any] = {"nargs": "+"} if read in LISTS else {}
         if choices:
-            more = {"choices": [read(choice) for choice in choices]}
+            settings = {"choices": [read(choice) for choice in choices]}
         metavar = "|".join(choices) or METAVARS.get(read, "N")
-        parser.add_argument(dashed, type=read, metavar=metavar, help=text, **more)
+        parser.add_argument(dashed, type=read, metavar=metavar, help=text, **settings)
     return parser
 
 
@@ -89,7 +89,7 @@ def parse(
     epilog: str,
     kind: type[Options] = Options,
 ) -> Options:
-    """Read the command line of a trainer, and the YAML file that ``--config`` names, as a ``kind``.
+    """Parse a trainer's command line, and the YAML files of ``--config``, into a ``kind``.
 
     Raises:
         UsageError: naming the option, the wrong value and the valid ones.
@@ -97,24 +97,24 @@ def parse(
     parser = build_parser(workload, description, epilog, kind)
     line = _values(parser, spelled(arguments, kind.ALIASES))
     files = [Path(name) for name in line.pop("config", [])]
-    given: dict[str, Any] = {}
-    for one in (*(_read_config(parser, file, kind.ALIASES) for file in files), line):
-        for name, other in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
-            if name in one:  # who comes later wins over what it contradicts, too
-                given.pop(other, None)
-        given |= one
-    return check(kind(**given))
+    merged: dict[str, Any] = {}
+    for values in (*(_read_config(parser, file, kind.ALIASES) for file in files), line):
+        for name, excluded in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
+            if name in values:  # a later source also replaces the excluded option
+                merged.pop(excluded, None)
+        merged |= values
+    return check(kind(**merged))
 
 
 def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
-    """Return a command line with dashes for underscores in names, and without aliases.
+    """Return a command line with dashes instead of underscores in names, and aliases replaced.
 
     Args:
-        arguments: as the user gave them.
+        arguments: as typed by the user.
         aliases: as ``Options.ALIASES``.
 
     Raises:
-        UsageError: an option that is an alias with each of its values has another one.
+        UsageError: an alias that is defined per value has an unknown value.
     """
     words, result = collections.deque(arguments), []
     while words:
@@ -125,7 +125,7 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
             word = name + equals + value
         if name in aliases:
             new = aliases[name].split()
-            result += [*new[:-1], *(one + equals + value for one in new[-1:])]
+            result += [*new[:-1], *(last + equals + value for last in new[-1:])]
             continue
         values = {key.split()[1]: new for key, new in aliases.items() if key.startswith(f"{name} ")}
         if not values:
@@ -139,44 +139,40 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
 
 
 def _values(parser: Parser, arguments: list[str]) -> dict[str, Any]:
-    given = {
-        name: value for name, value in vars(parser.read(arguments)).items() if value is not None
-    }
-    return {name: _joined(value) for name, value in given.items()}
+    values = vars(parser.read(arguments))
+    return {name: _joined(value) for name, value in values.items() if value is not None}
 
 
 def _joined(value: Any) -> Any:
-    """Return as one what came in several words: ``30 60`` is ``30,60``."""
+    """Join a list in several words: ``30 60`` is ``30,60``."""
     if isinstance(value, list) and isinstance(value[0], tuple):
         return tuple(itertools.chain(*value))
     return value
 
 
 def _read_config(parser: Parser, path: Path, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Read a file of options; each becomes words, so that they are read and checked in one way."""
+    """Read a file of options as command-line words, so that both are checked in the same way."""
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for setting in read_settings(path, "batch-size: 64"):
         try:
-            given = _values(parser, spelled(_words(parser, setting, aliases), aliases))
+            line_values = _values(parser, spelled(_words(parser, setting, aliases), aliases))
         except UsageError as error:
             message = str(error).removeprefix("--").replace("did you mean --", "did you mean ")
             raise UsageError(f"{path} line {setting.line}: {message}") from error
-        for name in given:
+        for name in line_values:
             where = f"{path} line {setting.line}: {setting.name}"
             if name == "config":
-                raise UsageError(f"{where}: a file of options cannot name another one")
+                raise UsageError(f"{where}: must not be nested: name each file on the command line")
             if name in lines:
-                raise UsageError(
-                    f"{where}: line {lines[name]} gives the same option; leave one out"
-                )
+                raise UsageError(f"{where}: line {lines[name]} sets the same option; leave one out")
             lines[name] = setting.line
-        values |= given
+        values |= line_values
     return values
 
 
 def _words(parser: Parser, setting: Setting, aliases: Mapping[str, str]) -> list[str]:
-    """Return a line of a file as words of the command line."""
+    """Return a setting of a file as command-line words."""
     option, value = "--" + setting.name.replace("_", "-"), setting.value
     action = parser.action_of(option)
     switch = option in aliases or (action is not None and action.nargs == 0)

@@ -1,7 +1,7 @@
-"""The levers: how gradients travel between the ranks, whatever is trained.
+"""Communication options: how gradients are exchanged between ranks, for any task.
 
-Which strategy has which, and under what name its library reads it from the environment, its record
-says (``config/strategies.py``).
+A strategy's record (``config/strategies.py``) lists the options that it supports and the
+environment variables in which its library reads them.
 """
 
 from __future__ import annotations
@@ -17,174 +17,175 @@ NONE = "none"
 COMPRESSIONS = (NONE, "fp16", "bf16")
 AVERAGE, ADASUM = REDUCTIONS = ("average", "adasum")
 MIB = 2**20
-BUCKET_BYTES = 25 * MIB  # from which on a bucket is full
+BUCKET_BYTES = 25 * MIB  # default size of a bucket
 
 CONTRADICTIONS = (
-    ("autotune", "fusion_threshold_mb"),  # it chooses both of these
+    ("autotune", "fusion_threshold_mb"),  # autotuning chooses both of these
     ("autotune", "cycle_time_ms"),
-    ("reduction", "fusion_threshold_mb"),  # Adasum is of one parameter's gradient
+    ("reduction", "fusion_threshold_mb"),  # Adasum is computed per parameter
 )
 
 
 @dataclass(frozen=True)
 class Levers:
-    """What a user can say about it; each attribute is the option of that name."""
+    """Communication options; each attribute is the command-line option of that name."""
 
     compression: str = NONE
-    """The type in which gradients are sent and summed; ``none``: their own."""
+    """Numeric type in which gradients are sent and summed; ``none``: unchanged."""
     reduction: str = AVERAGE
-    """The mean over the samples of the global batch, or Adasum of the ranks' own means."""
+    """Mean over the samples of the global batch, or Adasum of the ranks' local means."""
     fusion_threshold_mb: float | None = None
-    """MiB from which on a bucket of gradients is full; 0: each is one."""
+    """Size of a gradient bucket in MiB; 0: no fusion."""
     cycle_time_ms: float | None = None
-    """Milliseconds between two looks of Horovod for gradients to sum."""
+    """Horovod's cycle time in milliseconds."""
     hierarchical_allreduce: bool = False
-    """Sum within each host first, then over the hosts."""
+    """Sum within each host first, then across hosts."""
     autotune: bool = False
-    """Let Horovod choose by what it measures."""
+    """Let Horovod tune fusion threshold and cycle time."""
     stages: int | None = None
-    """Ranks that hold one model together, each a part of it; None: all."""
+    """Number of pipeline stages; None: all ranks."""
     micro_batches: int | None = None
-    """Into how many a batch is cut that goes through them; None: four for each stage."""
+    """Number of micro-batches per batch; None: four per stage."""
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes from which on a bucket of gradients is full."""
+        """Size of a gradient bucket in bytes."""
         if self.autotune or self.reduction == ADASUM:
-            return 0  # it is Horovod that puts gradients together
-        asked = self.fusion_threshold_mb
-        return BUCKET_BYTES if asked is None else int(asked * MIB)
+            return 0  # Horovod fuses the gradients
+        mebibytes = self.fusion_threshold_mb
+        return BUCKET_BYTES if mebibytes is None else int(mebibytes * MIB)
 
     def weight(self, share: float) -> float:
-        """Return the factor of a rank's gradients whose part has this share in the global batch."""
+        """Return the weight of a rank's gradients, given its part's share of the global batch."""
         return float(share > 0) if self.reduction == ADASUM else share
 
     @property
-    def given(self) -> dict[str, Any]:
-        """Those that are not at their default, by name."""
+    def changed(self) -> dict[str, Any]:
+        """Options that differ from their default, by name."""
         return {
-            one.name: value
-            for one in fields(self)
-            if (value := getattr(self, one.name)) != one.default
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
         }
 
     def variables(self, record: Strategy) -> dict[str, str]:
-        """Return what the strategy's library reads from its environment."""
-        given = self.given
-        if "fusion_threshold_mb" in given:
-            given["fusion_threshold_mb"] = self.bucket_bytes
+        """Return the environment variables that pass these options to the strategy's library."""
+        values = self.changed
+        if "fusion_threshold_mb" in values:
+            values["fusion_threshold_mb"] = self.bucket_bytes
         return {
-            variable: format(given[name], "g" if isinstance(given[name], float) else "d")
+            variable: format(values[name], "g" if isinstance(values[name], float) else "d")
             for name, variable in record.variables.items()
-            if name in given
+            if name in values
         }
 
     def environment(self, record: Strategy, *, short_steps: bool) -> dict[str, str]:
-        """Return what is set for several ranks of a strategy where the user has not.
+        """Return default environment variables for a strategy with several ranks.
 
         Args:
-            record: of the strategy.
-            short_steps: a step takes a few milliseconds.
+            record: the strategy.
+            short_steps: whether a step takes only a few milliseconds.
         """
         defaults = {**record.environment, **(record.short_steps if short_steps else {})}
-        if self.autotune:  # what is set is not tuned
+        if self.autotune:  # Horovod does not tune values that are set
             tuned = set(record.variables.values())
             defaults = {name: value for name, value in defaults.items() if name not in tuned}
         return {**defaults, **self.variables(record)}
 
 
 def check_levers(
-    levers: Levers, record: Strategy, framework: str, environ: Mapping[str, str]
+    options: Levers, record: Strategy, framework: str, environ: Mapping[str, str]
 ) -> None:
-    """Refuse what the strategy does not have, and what contradicts itself or the environment.
+    """Raise if the strategy lacks an option, or options contradict each other or the environment.
 
     Raises:
-        UsageError: naming the option, and what to give instead.
+        UsageError: naming the option and the alternative.
     """
-    _check_compression(levers.compression, record, framework)
-    for name in levers.given:
+    _check_compression(options.compression, record, framework)
+    for name in options.changed:
         if name != "compression" and name not in record.levers:
-            others = [one for one in _others(framework) if name in one.levers]
+            others = [strategy for strategy in _strategies(framework) if name in strategy.levers]
             raise _not_for(_option(name), record, others)
-    if levers.reduction not in REDUCTIONS:
-        raise UsageError(f"--reduction {levers.reduction}: choose one of {', '.join(REDUCTIONS)}")
-    for one, other in CONTRADICTIONS:
-        if one in levers.given and other in levers.given:
-            raise UsageError(f"{_option(one)} and {_option(other)} contradict each other: give one")
-    for variable, value in levers.variables(record).items():
+    if options.reduction not in REDUCTIONS:
+        raise UsageError(f"--reduction {options.reduction}: choose one of {', '.join(REDUCTIONS)}")
+    for pair in CONTRADICTIONS:
+        if set(pair) <= set(options.changed):
+            first, second = map(_option, pair)
+            raise UsageError(f"{first} and {second} contradict each other: give one")
+    for variable, value in options.variables(record).items():
         if variable in environ and _number(environ[variable]) != float(value):
-            (name,) = [name for name, one in record.variables.items() if one == variable]
+            (name,) = [name for name in record.variables if record.variables[name] == variable]
             raise UsageError(
                 f"{_option(name)} and {variable}={environ[variable]} in the environment contradict "
                 f"each other (the option means {value}): leave one out"
             )
 
 
-def check_stages(levers: Levers, size: int) -> None:
-    """Refuse stages into groups of which the ranks cannot be put.
+def check_stages(options: Levers, size: int) -> None:
+    """Raise if the number of ranks is not a multiple of the number of stages.
 
     Raises:
-        UsageError: naming the numbers of ranks to start instead.
+        UsageError: naming valid numbers of ranks.
     """
-    stages = levers.stages
+    stages = options.stages
     if stages and size % stages:
         raise UsageError(
-            f"--stages {stages}: {size} rank{'s' * (size > 1)} cannot be put together in groups of "
+            f"--stages {stages}: {size} rank{'s' * (size > 1)} cannot be divided into groups of "
             f"{stages}: start a multiple of {stages}"
         )
 
 
-def check_nccl(levers: Levers, *, used: bool) -> None:
-    """Refuse what only NCCL does, unless it is ``used``.
+def check_nccl(options: Levers, *, used: bool) -> None:
+    """Raise if an option needs NCCL and NCCL is not ``used``.
 
     Raises:
         UsageError: naming the option.
     """
-    if levers.hierarchical_allreduce and not used:
+    if options.hierarchical_allreduce and not used:
         raise UsageError(
-            "--hierarchical-allreduce is not available: it takes GPUs, and a Horovod that sums by "
+            "--hierarchical-allreduce is not available: it needs GPUs and a Horovod built with "
             "NCCL (`hvdtrain install-horovod --gpu nccl`); leave it out"
         )
 
 
-def check_adasum(levers: Levers, size: int, *, gpu: bool) -> None:
-    """Refuse Adasum where Horovod, or we, cannot compute it.
+def check_adasum(options: Levers, size: int, *, gpu: bool) -> None:
+    """Raise if Adasum does not support the number of ranks or the device.
 
     Raises:
-        UsageError: naming the number of ranks to start instead, or the device.
+        UsageError: naming valid numbers of ranks, or the device.
     """
-    if levers.reduction != ADASUM:
+    if options.reduction != ADASUM:
         return
     if gpu:
-        raise UsageError("--reduction adasum is for CPUs: leave it out, or hide the GPUs")
+        raise UsageError("--reduction adasum is for CPUs only: leave it out, or hide the GPUs")
     if size & (size - 1):
         below = 1 << (size.bit_length() - 1)
         raise UsageError(
-            f"--reduction adasum takes a power of two of ranks, not {size}: start {below} or "
-            f"{2 * below}"
+            f"--reduction adasum: the number of ranks must be a power of two, not {size}: start "
+            f"{below} or {2 * below}"
         )
 
 
-def _check_compression(asked: str, record: Strategy, framework: str) -> None:
-    if asked not in COMPRESSIONS:
-        raise UsageError(f"--compression {asked}: choose one of {', '.join(COMPRESSIONS)}")
-    if asked == NONE or asked in record.compressions:
+def _check_compression(compression: str, record: Strategy, framework: str) -> None:
+    if compression not in COMPRESSIONS:
+        raise UsageError(f"--compression {compression}: choose one of {', '.join(COMPRESSIONS)}")
+    if compression == NONE or compression in record.compressions:
         return
     if not record.compressions:
-        others = [one for one in _others(framework) if asked in one.compressions]
-        raise _not_for(f"--compression {asked}", record, others)
+        others = [each for each in _strategies(framework) if compression in each.compressions]
+        raise _not_for(f"--compression {compression}", record, others)
     raise UsageError(
-        f"--compression {asked}: {record.library} has no sum of that type; give --compression "
-        f"{' or '.join(record.compressions)}"
+        f"--compression {compression}: {record.library} cannot sum in that type; give "
+        f"--compression {' or '.join(record.compressions)}"
     )
 
 
-def _others(framework: str) -> list[Strategy]:
-    return [one for one in STRATEGIES.values() if framework in one.adapters]
+def _strategies(framework: str) -> list[Strategy]:
+    return [strategy for strategy in STRATEGIES.values() if framework in strategy.adapters]
 
 
 def _not_for(option: str, record: Strategy, others: list[Strategy]) -> UsageError:
-    names = " or ".join(one.name for one in others)
+    names = " or ".join(strategy.name for strategy in others)
     return UsageError(
         f"{option} is not for --strategy {record.name}: leave it out, or give --strategy {names}"
     )

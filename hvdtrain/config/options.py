@@ -28,7 +28,7 @@ MOST_IN_BATCH = 2**31 - 1
 
 
 def count(value: str | int | float) -> int:
-    """Read a whole number of 0 or more; ``5e9`` is taken."""
+    """Read a whole number of 0 or more; ``5e9`` is accepted."""
     return _whole(value, 0)
 
 
@@ -39,28 +39,28 @@ def positive(value: str | int | float) -> int:
 
 def _whole(value: str | int | float, least: int) -> int:
     if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
-        found = int(value)  # exact where a float is not
+        whole = int(value)  # exact, unlike a float
     else:
         real = number(value)
         if real >= 10**MOST_DIGITS:
             raise ValueError(f"{value} is larger than any count")
-        found = int(real) if real.is_integer() else -1
-    if found < least:
+        whole = int(real) if real.is_integer() else -1
+    if whole < least:
         raise ValueError(f"{value} is not a whole number of {least} or more")
-    return found
+    return whole
 
 
 def batch(value: str | int | float) -> int:
-    """Read how many samples or passes there are in a batch."""
+    """Read the number of samples or passes in a batch."""
     if positive(value) > MOST_IN_BATCH:
         raise ValueError(f"{value} is more than {MOST_IN_BATCH:,}")
     return positive(value)
 
 
 def random_seed(value: str | int | float) -> int:
-    """Read the seed of a generator of random numbers, of 64 bits."""
+    """Read a 64-bit random seed."""
     if count(value) >= 2**64:
-        raise ValueError(f"{value} is no seed: give a whole number below 2^64")
+        raise ValueError(f"{value} is not a seed: must be a whole number below 2^64")
     return count(value)
 
 
@@ -91,7 +91,7 @@ def counts(value: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def steps(value: str) -> tuple[int, int | None]:
-    """Read ``A:B``: two whole numbers, the second one larger; either may be left out."""
+    """Read ``A:B``: two whole numbers, A < B; either may be omitted."""
     first, colon, end = value.partition(":")
     try:
         span = count(first or 0), count(end) if end else None
@@ -103,12 +103,12 @@ def steps(value: str) -> tuple[int, int | None]:
 
 
 def local_folder(value: str | Path) -> Path:
-    """Read a folder of this host, in which ``$NAME`` stands for a variable of this process."""
+    """Read a directory of this host, and expand ``$NAME`` from the environment."""
     path = os.path.expandvars(os.fspath(value))
     if unset := re.search(r"\$\{?\w+", path):
         raise ValueError(f"{value}: {unset[0]} is not set on this host")
     if not path:
-        raise ValueError("it is empty")
+        raise ValueError("empty path")
     return Path(path)
 
 
@@ -122,9 +122,9 @@ def option(
 
 @dataclass(frozen=True)
 class Options:
-    """What a user can say about a training; None means that workload or machine decide.
+    """Options of a training; None: the default depends on the workload or the machine.
 
-    A workload adds options of its own in a subclass; so does a file for ``hvdtrain.train``.
+    A workload adds its options in a subclass; so does a file for ``hvdtrain.train``.
     """
 
     EITHER: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -132,173 +132,194 @@ class Options:
         ("checkpoint", "checkpoint_dir"),
         ("warmup_epochs", "warmup_steps"),
     )
-    """Pairs of which one can be given."""
+    """Pairs of mutually exclusive options."""
     ALIASES: ClassVar[Mapping[str, str]] = {}
-    """Other spellings: ``--option``, or ``--option value``, and the words that stand for it."""
+    """Aliases: ``--option`` or ``--option value``, and the words that replace it."""
 
-    framework: str = option("pytorch", "who computes", choices=("pytorch", "tensorflow"))
+    framework: str = option("pytorch", "deep-learning framework", choices=("pytorch", "tensorflow"))
     strategy: str | None = option(
         None,
-        "how ranks work together (default: horovod where installed)",
+        "how gradients are synchronized across ranks (default: horovod if installed, else single)",
         choices=tuple(STRATEGIES),
     )
-    data: Path | None = option(None, "directory of the dataset (see the end)", Path)
+    data: Path | None = option(None, "directory of the dataset (see below)", Path)
     stage: Path | None = option(
         None,
-        "copy packed data (hvdtrain pack) to this directory of each host first, and read them "
-        "there; '$TMPDIR' is each host's own",
+        "node-local directory to which each host copies the packed dataset (hvdtrain pack) before "
+        "training; '$TMPDIR' is expanded on each host",
         local_folder,
     )
-    model: str = option("", "the network (see the end)")
-    epochs: int | None = option(None, "passes over the data; the length of the schedule", positive)
-    num_steps: int | None = option(
-        None, "stop when this many updates are done, resumed ones included", count
+    model: str = option("", "model to train (see below)")
+    epochs: int | None = option(
+        None, "number of epochs; length of the learning-rate schedule", positive
     )
-    batch_size: int | None = option(None, "samples per rank and step", batch)
+    num_steps: int | None = option(
+        None, "total number of updates after which to stop, counting those before a resume", count
+    )
+    batch_size: int | None = option(None, "number of samples per rank and step", batch)
     global_batch_size: int | None = option(
-        None, "samples per step over all ranks, instead of --batch-size", batch
+        None, "number of samples per step over all ranks, instead of --batch-size", batch
     )
     accumulate_steps: int = option(
-        1, "forward and backward passes per update, each over a batch of --batch-size", batch
+        1, "number of forward and backward passes per update, each over --batch-size samples", batch
     )
-    lr: float | None = option(None, "learning rate that is right for one rank", non_negative)
+    lr: float | None = option(None, "learning rate for one rank", non_negative)
     lr_scaling: str | None = option(
-        None, "growth with the world size (linear; none with --global-batch-size)", choices=SCALINGS
+        None,
+        "scaling of the learning rate with the number of ranks (default: linear; with "
+        "--global-batch-size none)",
+        choices=SCALINGS,
     )
-    warmup_epochs: float | None = option(
-        None, "epochs in which the learning rate climbs to its height", non_negative
-    )
+    warmup_epochs: float | None = option(None, "number of warm-up epochs", non_negative)
     warmup_steps: int | None = option(
-        None, "the same in updates, instead of --warmup-epochs", count
+        None, "number of warm-up updates, instead of --warmup-epochs", count
     )
-    lr_schedule: str | None = option(None, "what follows the warm-up", choices=SCHEDULES)
+    lr_schedule: str | None = option(
+        None, "learning-rate schedule after warm-up", choices=SCHEDULES
+    )
     lr_milestones: tuple[float, ...] | None = option(
-        None, "multistep: epochs at which it falls, such as 30,60,80", numbers
+        None, "epochs at which the multistep schedule decays, e.g. 30,60,80", numbers
     )
-    lr_decay: float = option(0.1, "multistep: the factor at each milestone", non_negative)
-    momentum: float = option(0.9, "of SGD", fraction)
-    weight_decay: float | None = option(None, "L2 penalty on the parameters", non_negative)
+    lr_decay: float = option(
+        0.1, "decay factor at each milestone of the multistep schedule", non_negative
+    )
+    momentum: float = option(0.9, "momentum of SGD", fraction)
+    weight_decay: float | None = option(None, "weight decay (L2 penalty)", non_negative)
     clip_norm: float = option(
-        0.0, "scale the gradients of an update down to this L2 norm (0: never)", non_negative
+        0.0, "maximum L2 norm of the gradients of an update; 0: no clipping", non_negative
     )
     compression: str = option(
-        NONE, "the type in which gradients are sent and summed", choices=COMPRESSIONS
+        NONE, "numeric type in which gradients are sent and summed", choices=COMPRESSIONS
     )
     reduction: str = option(
-        AVERAGE, "how the ranks' gradients become one; adasum: Horovod's", choices=REDUCTIONS
+        AVERAGE, "gradient reduction: average, or Horovod's Adasum", choices=REDUCTIONS
     )
     fusion_threshold_mb: float | None = option(
-        None, "MiB of gradients that are summed at once (25; 0: each by itself)", non_negative
+        None, "size of a gradient bucket in MiB; 0: no fusion (default: 25)", non_negative
     )
-    cycle_time_ms: float | None = option(
-        None, "how often Horovod looks for gradients to sum", non_negative
-    )
+    cycle_time_ms: float | None = option(None, "Horovod's cycle time in milliseconds", non_negative)
     hierarchical_allreduce: bool = option(
-        False, "sum within each host first (Horovod with NCCL)", bool
+        False, "sum within each host first, then across hosts (Horovod with NCCL)", bool
     )
     autotune: bool = option(
-        False, "let Horovod choose fusion and cycle by what it measures: no longer bit-equal", bool
+        False, "let Horovod tune fusion threshold and cycle time; results are not bit-equal", bool
     )
     stages: int | None = option(
-        None, "ranks that hold one model, a part of it each (--strategy pipeline; all)", positive
+        None, "number of pipeline stages (default: all ranks; --strategy pipeline)", positive
     )
     micro_batches: int | None = option(
-        None, "into how many a batch is cut that goes through them (4 for each stage)", positive
+        None,
+        "number of micro-batches per batch (default: 4 per stage; --strategy pipeline)",
+        positive,
     )
-    optimizer: str = option("sgd", "the update rule", choices=("sgd", "adam", "adamw"))
+    optimizer: str = option("sgd", "optimizer", choices=("sgd", "adam", "adamw"))
     precision: str = option(
-        "auto", "of the forward pass", choices=("auto", "fp64", "fp32", "bf16", "fp16")
+        "auto",
+        "numeric precision of the forward pass",
+        choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
     tf32: bool = option(
-        False, "on a GPU, multiply fp32 in TF32: faster, with 10 bits of mantissa", bool
+        False, "use TF32 (10-bit mantissa) for fp32 matrix products on a GPU: faster", bool
     )
-    compile: bool = option(False, "let torch.compile make the model's kernels", bool)
-    sync_batchnorm: bool = option(False, "BatchNorm over the global batch", bool)
+    compile: bool = option(False, "compile the model with torch.compile", bool)
+    sync_batchnorm: bool = option(False, "compute BatchNorm over the global batch", bool)
     on_nan: str = option(
         "stop",
-        "where gradients are not finite: end, leave that update out (at most 10 in a row), or go "
-        "back to the newest checkpoint and leave that global batch out (at most 3 times)",
+        "action if gradients are not finite: stop, skip the update (at most 10 in a row), or roll "
+        "back to the newest checkpoint and skip that global batch (at most 3 times)",
         choices=("stop", "skip", "rollback"),
     )
     check_replicas: int = option(
         1000,
-        "compare parameters and optimizer state of all ranks before every update of which the "
-        "number is a multiple of this, and end where they differ (0: only at each save)",
+        "number of updates between checks that parameters and optimizer state are equal on all "
+        "ranks; 0: check only when saving",
         count,
     )
     workers: int | None = option(
         None,
-        "processes per rank that read images (0: the rank itself; default: 1, or on a GPU the "
-        "rank's cores less one, 8 at most)",
+        "number of data-loading processes per rank; 0: load in the rank itself (default: 1; on a "
+        "GPU the rank's cores minus one, at most 8)",
         count,
     )
-    seed: int = option(0, "of weights, order, dropout and augmentation", random_seed)
-    deterministic: bool = option(False, "bit-equal from run to run at any number of ranks", bool)
+    seed: int = option(
+        0, "random seed for initialization, data order, dropout and augmentation", random_seed
+    )
+    deterministic: bool = option(
+        False, "make runs bit-equal to each other, with any number of ranks", bool
+    )
     evaluate_epochs: tuple[int, ...] | None = option(
         None,
-        "evaluate when so many epochs are done, such as 20,30,40, and at the end (default: after "
-        "each)",
+        "epochs after which to evaluate, e.g. 20,30,40; the last is always evaluated (default: "
+        "every epoch)",
         counts,
     )
     benchmark: str = option(
         "",
-        "measure speed alone: of the training, for 100 updates unless told otherwise, without an "
-        "evaluation; or of the inference: an evaluation, for which no weights need be given",
+        "measure throughput only: training (100 updates unless --num-steps is set, no evaluation) "
+        "or inference (an evaluation; needs no checkpoint)",
         choices=("training", "inference"),
     )
-    checkpoint_dir: Path | None = option(None, "where checkpoints are kept and resumed from", Path)
-    checkpoint_every: int | None = option(
-        None, "also save whenever this many updates are done (default: each epoch)", positive
+    checkpoint_dir: Path | None = option(
+        None, "directory to save checkpoints in and resume from", Path
     )
-    keep: int = option(3, "how many of the newest checkpoints stay, besides the best", positive)
-    resume: str = option("auto", "from --checkpoint-dir", choices=("auto", "never", "must"))
-    evaluate_only: bool = option(False, "train nothing: evaluate a checkpoint and end", bool)
+    checkpoint_every: int | None = option(
+        None, "number of updates between checkpoints, in addition to one per epoch", positive
+    )
+    keep: int = option(3, "number of recent checkpoints to keep, in addition to the best", positive)
+    resume: str = option(
+        "auto",
+        "resume from --checkpoint-dir: if it has a checkpoint, never, or fail without one",
+        choices=("auto", "never", "must"),
+    )
+    evaluate_only: bool = option(False, "evaluate a checkpoint without training", bool)
     predict: Path | None = option(
-        None, "also write a line per sample to this file, as CSV; implies --evaluate-only", Path
+        None, "CSV file for one prediction per sample; implies --evaluate-only", Path
     )
     checkpoint: Path | None = option(
         None,
-        "what --evaluate-only takes: a checkpoint, or a directory of them (default: the newest of "
+        "checkpoint to evaluate, or a directory of checkpoints (default: the newest in "
         "--checkpoint-dir)",
         Path,
     )
-    summary: Path | None = option(None, "write the result to this file, as JSON", Path)
+    summary: Path | None = option(None, "JSON file for the result", Path)
     metrics: Path | None = option(
-        None, "write loss, learning rate and throughput to this file, as JSON Lines", Path
+        None, "JSON Lines file for loss, learning rate and throughput", Path
     )
     log_every: int | None = option(
-        None, "updates between two lines of --metrics (default: 20 lines an epoch)", positive
+        None, "number of updates between lines of --metrics (default: 20 lines per epoch)", positive
     )
-    tensorboard: Path | None = option(None, "write the training curves to this directory", Path)
+    tensorboard: Path | None = option(None, "directory for TensorBoard logs", Path)
     timeline: Path | None = option(
-        None, "record Horovod's timeline in this file (see hvdtrain timeline)", Path
+        None, "file for Horovod's timeline (see hvdtrain timeline)", Path
     )
     timeline_steps: tuple[int, int | None] | None = option(
-        None, "A:B: only from when A updates are done until B are (default: all)", steps
+        None, "window of --timeline: from after update A to update B (default: all)", steps
     )
     spawn: int | None = option(
         None,
-        "start N ranks on this host, without a launcher (--strategy ddp, zero, fsdp, pipeline)",
+        "number of ranks to start on this host, without a launcher (--strategy ddp, zero, fsdp, "
+        "pipeline)",
         positive,
     )
     local_rank: int | None = option(
-        None, "as torch.distributed.launch passes it: checked against LOCAL_RANK", count
+        None, "local rank as passed by torch.distributed.launch; must equal LOCAL_RANK", count
     )
-    quiet: bool = option(False, "no progress, no table; errors only", bool)
+    quiet: bool = option(False, "print errors only", bool)
     device: Any = "cpu"
-    """Where to compute, in the framework's own words: no option, the trainer fills it in."""
+    """Device in the framework's notation; not an option: set by the trainer."""
 
     @property
     def evaluates_only(self) -> bool:
-        """Whether nothing is trained: a checkpoint is evaluated."""
+        """Whether a checkpoint is evaluated, without training."""
         return self.evaluate_only or self.predict is not None or self.benchmark == "inference"
 
     @property
     def levers(self) -> Levers:
-        """How gradients travel between the ranks; what is at its default where there are none."""
+        """Communication options; an evaluation sends no gradients, so those keep their default."""
         if self.evaluates_only:
             return Levers(stages=self.stages, micro_batches=self.micro_batches)
-        return Levers(**{one.name: getattr(self, one.name) for one in dataclasses.fields(Levers)})
+        names = [field.name for field in dataclasses.fields(Levers)]
+        return Levers(**{name: getattr(self, name) for name in names})
 
 
 def declared(kind: type[Options]) -> list[dataclasses.Field[Any]]:

@@ -1,4 +1,4 @@
-"""argparse whose errors are one line: the option, what is wrong, and what was probably meant."""
+"""argparse with one-line errors: the option, what is wrong, and the closest valid name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing_extensions import override
 
 from hvdtrain.errors import UsageError
 
-SHOWN = 200  # characters of a wrong value
+SHOWN = 200  # characters of an invalid value in a message
 PLAIN_TYPES = {int: "a whole number", float: "a number"}
-MISSING = "the following arguments are required: "  # argparse's words
+MISSING = "the following arguments are required: "  # argparse's message
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are ``UsageError``, and which guesses no abbreviated option."""
+    """Parser that raises ``UsageError`` and accepts no abbreviated options."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -42,8 +42,8 @@ class CommandParser(argparse.ArgumentParser):
         return namespace
 
     def action_of(self, option: str) -> argparse.Action | None:
-        """Return what ``option`` does; None where it is no option."""
-        return next((one for one in self._actions if option in one.option_strings), None)
+        """Return the action of ``option``, or None if there is no such option."""
+        return next((action for action in self._actions if option in action.option_strings), None)
 
     def _unknown(self, word: str) -> str:
         name = word.partition("=")[0]
@@ -58,7 +58,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)
 
-    # argparse has no public way to word these two.
+    # argparse has no public hook for these two messages.
 
     @override
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -80,7 +80,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def not_among(word: str, names: Iterable[str]) -> str:
-    """Return what is wrong with ``word``, which is none of ``names``."""
+    """Return the message for a ``word`` that is not in ``names``."""
     names = list(names)
     near = nearest(word, names)
     guess = f" (did you mean {near}?)" if near else ""
@@ -88,5 +88,5 @@ def not_among(word: str, names: Iterable[str]) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the one of ``names`` that was probably meant by ``word``."""
+    """Return the name in ``names`` closest to ``word``, or None."""
     return next(iter(difflib.get_close_matches(word, list(names), 1)), None)

@@ -1,4 +1,4 @@
-"""The strategies: how the ranks train together. One record each, data only, which others read.
+"""The strategies: one record each of how gradients are synchronized across ranks.
 
 No other file compares a strategy's name.
 """
@@ -12,7 +12,7 @@ from hvdtrain.system.runtime.detect import HOROVODRUN, LAUNCHERS, SPAWN, TORCHRU
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES
 
 PACKAGES = {"pytorch": "torch", "tensorflow": "tensorflow"}  # of each framework
-WITH_TORCHRUN = frozenset(one.name for one in LAUNCHERS) - {HOROVODRUN}
+WITH_TORCHRUN = frozenset(launcher.name for launcher in LAUNCHERS) - {HOROVODRUN}
 WITHOUT_TORCHRUN = WITH_TORCHRUN - {TORCHRUN, SPAWN}
 HOROVOD_VARIABLES = {
     "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
@@ -24,40 +24,40 @@ HOROVOD_VARIABLES = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to train on several ranks, or on one."""
+    """Properties of a strategy."""
 
     name: str
-    """As ``--strategy`` spells it."""
+    """Name, as in ``--strategy``."""
     adapters: Mapping[str, str]
     """``module:class`` of the adapter, by framework."""
     launchers: frozenset[str] = frozenset()
-    """What may start its ranks (names of ``runtime/detect``); none: it is for one process."""
+    """Supported launchers (names of ``runtime/detect``); empty: single process."""
     traffic: float = 2.0
-    """Bytes that a rank sends per byte of gradients, times (p - 1) / p; 2: an allreduce."""
+    """Bytes sent by a rank per byte of gradients, divided by (p - 1) / p; allreduce: 2."""
     library: str = ""
-    """What connects the ranks, as users call it."""
+    """Display name of the communication library."""
     requires: Mapping[str, str] = field(default_factory=dict)
-    """A module that has to be installed, by framework."""
+    """Required module, by framework."""
     oldest: Mapping[str, str] = field(default_factory=dict)
-    """The oldest version of a framework's package that will do, by framework."""
+    """Minimum version of the framework's package, by framework."""
     remedy: str = ""
-    """What to do where ``requires`` is not installed, or does not load."""
+    """Remedy if ``requires`` is not installed or does not load."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for several ranks, set before the library starts where the user has not."""
+    """Default environment variables for several ranks, set before the library starts."""
     short_steps: Mapping[str, str] = field(default_factory=dict)
-    """More of them, where a step takes a few milliseconds."""
+    """Additional ones if a step takes only a few milliseconds."""
     gradient_libraries: tuple[str, ...] = ()
-    """Who may sum the gradients, best first: names of ``collectives/bench.py``."""
+    """Back ends that may sum the gradients, best first: names of ``collectives/bench.py``."""
     compressions: tuple[str, ...] = ()
-    """The types besides their own in which it can sum gradients."""
+    """Supported values of ``--compression``."""
     levers: tuple[str, ...] = ()
-    """The other levers that it has: attributes of ``Levers`` (``config/levers.py``)."""
+    """Other supported communication options: attributes of ``Levers`` (``config/levers.py``)."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Where its library reads a lever, by the name of that."""
+    """Environment variable of its library, by communication option."""
     splits_model: bool = False
-    """Whether several ranks hold one model together, of which each has some layers."""
+    """Whether a model is split across ranks, some layers on each."""
     has_timeline: bool = False
-    """Whether Horovod's timeline shows its collectives."""
+    """Whether Horovod's timeline records its collectives."""
 
 
 DDP = Strategy(
@@ -72,8 +72,8 @@ DDP = Strategy(
     levers=("fusion_threshold_mb",),
 )
 STRATEGIES = {
-    one.name: one
-    for one in (
+    strategy.name: strategy
+    for strategy in (
         Strategy(
             "horovod",
             {
@@ -93,13 +93,13 @@ STRATEGIES = {
                 # costs two copies, and makes the order of summation, so the last bit, a matter of
                 # timing.
                 "HOROVOD_FUSION_THRESHOLD": "0",
-                # On a GPU: a sum is waited for by the device's stream, not by the host.
+                # On a GPU the device's stream waits for a sum, not the host.
                 "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",
             },
-            # Horovod looks for work once per cycle (ms); with short steps one waits for the cycle.
+            # Horovod starts reductions once per cycle (ms); short steps would wait for the cycle.
             short_steps={"HOROVOD_CYCLE_TIME": "0.1"},
             gradient_libraries=("horovod",),
-            compressions=("fp16",),  # Horovod 0.28.1 knows no bfloat16, over NCCL neither
+            compressions=("fp16",),  # Horovod 0.28.1 has no bfloat16, nor over NCCL
             levers=("reduction", *HOROVOD_VARIABLES),
             variables=HOROVOD_VARIABLES,
             has_timeline=True,
@@ -109,14 +109,14 @@ STRATEGIES = {
             DDP,
             name="zero",
             adapters={"pytorch": "hvdtrain.adapters.pytorch.zero:ZeroAdapter"},
-            traffic=3.0,  # an allreduce, and each owner broadcasts what it has updated
+            traffic=3.0,  # an allreduce, and each owner broadcasts its updated parameters
         ),
         replace(
             DDP,
             name="fsdp",
             adapters={"pytorch": "hvdtrain.adapters.pytorch.fsdp:FsdpAdapter"},
             oldest={"pytorch": "2.9"},
-            traffic=3.0,  # gathered before forward and backward pass, gradients reduce-scattered
+            traffic=3.0,  # allgather before forward and backward pass, reduce-scatter of gradients
             levers=(),
         ),
         replace(
@@ -157,4 +157,4 @@ STRATEGIES = {
 }
 HOROVOD = STRATEGIES["horovod"]
 DEFAULT = HOROVOD
-ONE_PROCESS = STRATEGIES["single"]  # in place of the default where that is not installed
+ONE_PROCESS = STRATEGIES["single"]  # replaces the default if that is not installed

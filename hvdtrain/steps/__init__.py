@@ -1,1 +1,1 @@
-"""The framework-free half of the eight steps: *what* each must do, as plain functions."""
+"""Framework-independent part of the eight steps, as plain functions."""

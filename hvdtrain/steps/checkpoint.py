@@ -1,8 +1,8 @@
-"""Step 7, checkpoints: one writer; complete or absent, never half; the newest intact one resumes.
+"""Step 7, checkpoints: written by one rank, complete or absent; the newest intact one is resumed.
 
 A checkpoint is a directory ``step-000000042`` with the files of ``checkpoint_files``. It is written
-under another name, flushed to disk and renamed, so that a crash leaves the old ones and no half of
-a new.
+under a temporary name, flushed to disk and renamed, so that a crash leaves earlier checkpoints
+intact and no incomplete one.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ NAME = re.compile(PREFIX + r"([0-9]+)(?:\+([0-9]+))?")
 
 
 def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write ``checkpoint`` under ``directory`` and drop all but the newest ``keep`` and the best.
+    """Write ``checkpoint`` under ``directory`` and delete all but the newest ``keep`` and the best.
 
-    To be called on one rank only (see ``Adapter.save_checkpoint``).
+    Call it on one rank only (see ``Adapter.save_checkpoint``).
 
     Returns:
         The directory of the new checkpoint.
 
     Raises:
-        CheckpointError: it cannot be written, a full disk for one; what was there before is intact.
+        CheckpointError: it cannot be written, e.g. the disk is full; earlier ones are intact.
     """
     step = int(checkpoint.state["step"])
     partial = begin(directory, step)
@@ -67,10 +67,10 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make the folder in which the files of a new checkpoint are written; see ``commit``.
+    """Create the directory for the files of a new checkpoint; see ``commit``.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: it cannot be created.
     """
     final = _free_name(directory, step)
     partial = directory / f"{PARTIAL}{final.name}"
@@ -82,13 +82,13 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(partial: Path, files: list[Written], state: Mapping[str, Any], keep: int) -> Path:
-    """Make the folder with all its ``files`` the newest checkpoint; drop those not to be kept.
+    """Complete the checkpoint in ``partial`` with its ``files``, rename it, and delete old ones.
 
     Returns:
         The directory of the new checkpoint.
 
     Raises:
-        CheckpointError: it cannot be written; what was there before is intact.
+        CheckpointError: it cannot be written; earlier checkpoints are intact.
     """
     directory, final = partial.parent, partial.with_name(partial.name.removeprefix(PARTIAL))
     with cleared(directory, int(state["step"])):
@@ -101,7 +101,7 @@ def commit(partial: Path, files: list[Written], state: Mapping[str, Any], keep: 
 
 @contextmanager
 def cleared(directory: Path, step: int) -> Iterator[None]:
-    """Turn an error of writing into a ``CheckpointError``, and remove the half of a checkpoint."""
+    """Turn an ``OSError`` into a ``CheckpointError``, and remove the incomplete checkpoint."""
     try:
         yield
     except OSError as error:
@@ -110,7 +110,7 @@ def cleared(directory: Path, step: int) -> Iterator[None]:
 
 
 def not_written(directory: Path, step: int, error: OSError) -> CheckpointError:
-    """Return the error that tells why a checkpoint was not written, and what is left."""
+    """Return the error for a checkpoint that cannot be written, naming the newest intact one."""
     kept = newest_name(directory)
     remedy = "free some space" if error.errno in FULL else "make the directory writable"
     return CheckpointError(
@@ -121,21 +121,21 @@ def not_written(directory: Path, step: int, error: OSError) -> CheckpointError:
 
 
 def _free_name(directory: Path, step: int) -> Path:
-    # A second save of one step (after the evaluation, say) gets a name of its own that sorts
-    # later: replacing the first would leave a moment without either.
+    # A second save of a step, e.g. after an evaluation, gets a different name that sorts later:
+    # replacing the first would leave an interval without either.
     first = f"{PREFIX}{step:09d}"
     same = [_order(name)[1] for name in _names(directory) if _order(name)[0] == step]
     return directory / (f"{first}+{same[-1] + 1:02d}" if same else first)
 
 
 def newest_name(directory: Path) -> str | None:
-    """Return the name of the newest checkpoint directory, unchecked; None where there is none."""
+    """Return the name of the newest checkpoint, unchecked, or None."""
     names = _names(directory)
     return names[-1] if names else None
 
 
 def _names(directory: Path) -> list[str]:
-    """Return the names of checkpoints under ``directory``, the oldest first."""
+    """Return the names of checkpoints under ``directory``, oldest first."""
     if not directory.is_dir():
         return []
     names = (entry.name for entry in directory.iterdir())
@@ -143,13 +143,13 @@ def _names(directory: Path) -> list[str]:
 
 
 def _order(name: str) -> tuple[int, int]:
-    """Return step and number of the save, from the name of a checkpoint."""
+    """Return step and number of the save from the name of a checkpoint."""
     step, _, number = name.removeprefix(PREFIX).partition("+")
     return int(step), int(number or 0)
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove what saves that were killed have left; to be called by the one writer alone."""
+    """Remove leftovers of killed saves; call it on the writing rank only."""
     for entry in directory.glob(f"{PARTIAL}{PREFIX}*"):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
@@ -158,7 +158,7 @@ def remove_partial(directory: Path) -> None:
 
 
 def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:
-    """Return the first tensor, by name, that holds nan or (unless that is allowed) infinity."""
+    """Return the first tensor by name with NaN or, unless ``infinite`` is allowed, infinity."""
     for name, value in sorted(tensors.items()):
         array = np.asarray(value)
         good = np.isfinite(array) if not infinite else ~np.isnan(array)
@@ -167,35 +167,34 @@ def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:
     return None
 
 
-ANEW = "Use --resume never or another directory to begin anew"
+RESTART = "Use --resume never or another directory to start a new training"
 Check = Callable[[Checkpoint], None]
 
 
 def load_newest(
-    directory: Path, check: Check = lambda found: None, *, remedy: str = ANEW
+    directory: Path, check: Check = lambda checkpoint: None, *, remedy: str = RESTART
 ) -> Checkpoint | None:
-    """Return the newest checkpoint under ``directory`` whose checksums are right; None without one.
+    """Return the newest checkpoint under ``directory`` with correct checksums, or None.
 
-    A damaged one is named in a warning and passed over, and so is one for which ``check`` raises
-    ``ValueError``.
+    Damaged ones, and those for which ``check`` raises ``ValueError``, are skipped with a warning.
 
     Raises:
-        UsageError: checkpoints are there and not one of them can be read.
+        UsageError: there are checkpoints, but none can be read.
     """
     names = _names(directory)
     for stray in sorted(directory.glob(f"{PREFIX}*")) if directory.is_dir() else ():
         if stray.name not in names:
-            log.warning("%s is not the name of a checkpoint: passed over", stray)
+            log.warning("%s is not the name of a checkpoint: skipped", stray)
     reasons = []
     for name in reversed(names):
         try:
-            found = read(directory / name)
-            check(found)
-            return found
+            checkpoint = read(directory / name)
+            check(checkpoint)
+            return checkpoint
         except DAMAGE as error:
             reason = f"{type(error).__name__}: {error}"
             reasons.append(f"{name}: {reason}")
-            log.warning("checkpoint %s is damaged (%s): passed over", directory / name, reason)
+            log.warning("checkpoint %s is damaged (%s): skipped", directory / name, reason)
     if names:
         raise UsageError(
             f"{directory}: none of its {len(names)} checkpoints can be read ({reasons[0]}). "
@@ -205,9 +204,9 @@ def load_newest(
 
 
 def glance(path: Path) -> Checkpoint | None:
-    """Return the checkpoint at ``path``, or the newest one in it, without its tensors.
+    """Return the checkpoint at ``path``, or the newest one in it, without reading its tensors.
 
-    They are not looked at, so this takes no time; None where there is none, or it is damaged.
+    Returns None if there is none, or its state file is damaged.
     """
     try:
         folder = path
@@ -218,37 +217,37 @@ def glance(path: Path) -> Checkpoint | None:
         return None
 
 
-def load(path: Path, check: Check = lambda found: None) -> Checkpoint:
-    """Return the checkpoint at ``path``, or the newest intact one where it is a directory of them.
+def load(path: Path, check: Check = lambda checkpoint: None) -> Checkpoint:
+    """Return the checkpoint at ``path``, or the newest intact one if it is a directory of several.
 
     Raises:
-        UsageError: there is none, or it is damaged; ``check`` raises ``ValueError`` where it is.
+        UsageError: there is none, or it is damaged, or ``check`` raises ``ValueError``.
     """
-    remedy = "Give an intact checkpoint, or the directory of several"
+    remedy = "Give an intact checkpoint, or a directory of checkpoints"
     if not path.is_dir():
-        what = "is no folder, as checkpoints are" if path.exists() else "is not there"
-        raise UsageError(f"the checkpoint {path} {what}. {remedy}")
+        problem = "is not a directory" if path.exists() else "does not exist"
+        raise UsageError(f"the checkpoint {path} {problem}. {remedy}")
     if not (NAME.fullmatch(path.name) or (path / STATE_FILE).exists()):
-        found = load_newest(path, check, remedy=remedy)
-        if found is None:
+        newest = load_newest(path, check, remedy=remedy)
+        if newest is None:
             raise UsageError(f"there is no checkpoint in {path}. {remedy}")
-        return found
+        return newest
     try:
-        found = read(path)
-        check(found)
+        checkpoint = read(path)
+        check(checkpoint)
     except DAMAGE as error:
         reason = f"{type(error).__name__}: {error}"
         raise UsageError(f"the checkpoint {path} is damaged ({reason}). {remedy}") from error
-    return found
+    return checkpoint
 
 
 def prune(directory: Path, keep: int, saved: str) -> None:
-    """Delete all but the newest ``keep`` steps up to ``saved`` and the best evaluation."""
+    """Delete all but the newest ``keep`` steps up to ``saved`` and the best checkpoint."""
     names = _names(directory)
     for name, later in itertools.pairwise(names):
         if _order(later)[0] == _order(name)[0]:
             shutil.rmtree(directory / name, ignore_errors=True)
-    # A later one was damaged, or this training would have gone on from it: it counts for nothing.
+    # A later one is damaged, as otherwise this training would have resumed from it: ignore it.
     names = [name for name in _names(directory) if _order(name) <= _order(saved)]
     scores = {name: score(directory / name) for name in names}
     scored = [name for name in names if scores[name] is not None]
@@ -259,12 +258,10 @@ def prune(directory: Path, keep: int, saved: str) -> None:
 
 
 def set_aside(directory: Path) -> Path | None:
-    """Move all checkpoints into a folder of their own, so that none of them is resumed by mistake.
-
-    For a training that begins anew in a used directory.
+    """Move all checkpoints into a new subdirectory, so that a new training does not resume them.
 
     Returns:
-        The folder, or None where there was nothing to move.
+        The subdirectory, or None if there was nothing to move.
     """
     names = _names(directory)
     if not names:
@@ -279,21 +276,21 @@ def set_aside(directory: Path) -> Path | None:
 
 
 def check_origin(
-    checkpoint: Checkpoint, origin: Mapping[str, Any], given: str = "--checkpoint-dir"
+    checkpoint: Checkpoint, origin: Mapping[str, Any], option: str = "--checkpoint-dir"
 ) -> None:
-    """Refuse a checkpoint that another task made; ``given``: what the user gave it by.
+    """Raise if the checkpoint is of another training; ``option``: how the user specified it.
 
     Raises:
-        UsageError: naming each difference, old value and new.
+        UsageError: naming each difference with both values.
     """
-    made = checkpoint.state.get("origin", {})
+    saved = checkpoint.state.get("origin", {})
     wrong = [
-        f"{key} {made.get(key)!r} there, {value!r} here"
+        f"{key} {saved.get(key)!r} there, {value!r} here"
         for key, value in origin.items()
-        if made.get(key) != value
+        if saved.get(key) != value
     ]
     if wrong:
         raise UsageError(
             f"{checkpoint.path} is the checkpoint of another training ({'; '.join(wrong)}). "
-            f"Use another {given}, or the options that it was made with"
+            f"Use another {option}, or the options of that training"
         )

@@ -1,12 +1,12 @@
-"""The files of one checkpoint: written, read, and checked.
+"""Write, read and check the files of a checkpoint.
 
-    model.safetensors       parameters and buffers, names as in the model: the weights to ship
-    training.safetensors    what only a resume needs: optimizer state, the ranks' own buffers
+    model.safetensors       parameters and buffers, named as in the model: weights for inference
+    training.safetensors    only for resuming: optimizer state, local buffers of the ranks
     state.json              position, counters, origin, metrics, and the SHA-256 of the two files
 
-Where a strategy shards the state, each rank writes a file of each kind, with whole tensors in it,
-in the convention of safetensors: ``model-00002-of-00003.safetensors``, and an index of all.
-Loading them executes nothing (safetensors holds numbers alone).
+If a strategy shards the state, each rank writes a file of each kind with complete tensors, named as
+usual for safetensors, ``model-00002-of-00003.safetensors``, with an index. Loading executes no code
+(safetensors contains numbers only).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hvdtrain.steps.tensor_file import Layout, Stored, TensorFile, digest_of, st
 from hvdtrain.system.files import read_regular
 
 Arrays = dict[str, np.ndarray[Any, Any]]
-Tensors = Mapping[str, Any]  # arrays, or what becomes one by np.asarray: Stored
+Tensors = Mapping[str, Any]  # arrays, or objects convertible by np.asarray: Stored
 
 FORMAT = 1
 MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
-# What reading a file can raise that anybody may have written or damaged.
+# Errors of reading a file that may be damaged or malicious.
 DAMAGE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RecursionError, MemoryError, safetensors.SafetensorError),
@@ -41,14 +41,14 @@ DAMAGE = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds.
+    """Content of a checkpoint.
 
     Attributes:
-        model: parameters and buffers by name; of one that was found, not read yet.
-        training: optimizer state and other tensors that a resume needs, by name; likewise.
-        state: JSON values: ``step``, ``origin`` (what made it: framework, model, dataset size),
+        model: parameters and buffers by name; read on demand if loaded from a file.
+        training: optimizer state and other tensors for resuming, by name; likewise.
+        state: JSON values: ``step``, ``origin`` (framework, model, dataset size),
             position and counters, and ``metrics`` of the last evaluation (or null).
-        path: the directory, when it was read from one.
+        path: the directory if it was read from one.
     """
 
     model: Tensors
@@ -59,12 +59,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Written:
-    """A file of tensors in a checkpoint that is being written.
+    """A tensor file of a checkpoint that is being written.
 
     Attributes:
-        name: of the file.
-        sha256: of its content.
-        tensors: size in bytes of each tensor in it, by name.
+        name: name of the file.
+        sha256: digest of its content.
+        tensors: size in bytes of its tensors, by name.
     """
 
     name: str
@@ -72,35 +72,35 @@ class Written:
     tensors: dict[str, int]
 
 
-def file_of(kind: str, place: int, number: int) -> str:
-    """Return the name of one of ``number`` files of a kind, such as ``MODEL_FILE``, from 0."""
+def file_of(kind: str, index: int, number: int) -> str:
+    """Return the name of file ``index`` of ``number`` files of a kind, e.g. ``MODEL_FILE``."""
     stem, _, suffix = kind.partition(".")
-    return f"{stem}-{place + 1:05d}-of-{number:05d}.{suffix}"
+    return f"{stem}-{index + 1:05d}-of-{number:05d}.{suffix}"
 
 
 def kind_of(name: str) -> str:
-    """Return ``MODEL_FILE`` or ``TRAINING_FILE``, of which ``name`` is one of several, or it."""
+    """Return the kind of file ``name``: ``MODEL_FILE`` or ``TRAINING_FILE``."""
     return re.sub(r"-[0-9]{5}-of-[0-9]{5}(?=\.)", "", name)
 
 
 def _index(files: list[Written]) -> bytes:
-    places = {name: file.name for file in files for name in file.tensors}
+    file_names = {name: file.name for file in files for name in file.tensors}
     total = sum(size for file in files for size in file.tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_names.items()))}
     return json.dumps(index, indent=1).encode()
 
 
 def write(path: Path, arrays: Arrays) -> Written:
-    """Write ``arrays`` to the file ``path``, large elements first, so that all are aligned."""
+    """Write ``arrays`` to the file ``path``, types with large elements first for alignment."""
     ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
     file = TensorFile(path, {name: Layout.of(value) for name, value in ordered.items()})
     for name, value in ordered.items():
         file.write(name, value)
-    return Written(path.name, file.close(), {name: one.nbytes for name, one in arrays.items()})
+    return Written(path.name, file.close(), {name: array.nbytes for name, array in arrays.items()})
 
 
 def _digest_of_state(state: Mapping[str, Any]) -> str:
-    # Of everything in it but this digest itself.
+    # Of all entries except this digest.
     digests = {name: value for name, value in state["sha256"].items() if name != STATE_FILE}
     text = json.dumps({**state, "sha256": digests}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -114,7 +114,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Bring the entries of ``folder`` to disk, which flushing its files does not."""
+    """Flush the entries of ``folder`` to disk, which flushing its files does not do."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -123,25 +123,25 @@ def flush(folder: Path) -> None:
 
 
 def seal(folder: Path, files: list[Written], state: Mapping[str, Any]) -> None:
-    """Write what makes ``files`` a whole checkpoint: the index of each kind, and ``STATE_FILE``."""
+    """Complete a checkpoint with ``files``: write the index of each kind and ``STATE_FILE``."""
     for kind in (MODEL_FILE, TRAINING_FILE):
         here = [file for file in files if kind_of(file.name) == kind]
         if [file.name for file in here] != [kind]:
             _write_file(folder / f"{kind}.index.json", _index(here))
     digests = {file.name: file.sha256 for file in files}
-    whole = {"format": FORMAT, **state, "sha256": digests}
-    digests[STATE_FILE] = _digest_of_state(whole)
-    _write_file(folder / STATE_FILE, json.dumps(whole, indent=1).encode())
+    content = {"format": FORMAT, **state, "sha256": digests}
+    digests[STATE_FILE] = _digest_of_state(content)
+    _write_file(folder / STATE_FILE, json.dumps(content, indent=1).encode())
     flush(folder)
 
 
 def read(folder: Path) -> Checkpoint:
-    """Find the checkpoint in ``folder`` and check it; its tensors are read when they are used.
+    """Check and return the checkpoint in ``folder``; its tensors are read on demand.
 
     Raises:
-        ValueError: a checksum or the format number is wrong.
+        ValueError: wrong checksum or format number.
         OSError, KeyError: a file or an entry is missing.
-        DAMAGE: anything else is wrong with it.
+        DAMAGE: any other damage.
     """
     state = read_state(folder)
     for name, digest in state["sha256"].items():
@@ -151,10 +151,10 @@ def read(folder: Path) -> Checkpoint:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read and check what a checkpoint holds besides its tensors, which are not looked at.
+    """Read and check the state of a checkpoint, without its tensors.
 
     Raises:
-        as ``read`` does.
+        DAMAGE: see ``read``.
     """
     state: dict[str, Any] = json.loads(read_regular(folder / STATE_FILE))
     if state["format"] != FORMAT:
@@ -167,10 +167,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def unchecked(folder: Path, state: dict[str, Any]) -> Checkpoint:
-    """Return the checkpoint in ``folder``, which another rank has read and checked.
+    """Return the checkpoint in ``folder``, which another rank has checked.
 
     Raises:
-        LookupError, OSError, SafetensorError: a file is not there, or it is another one.
+        LookupError, OSError, SafetensorError: a file is missing or different.
     """
     tensors: dict[str, dict[str, Stored]] = {MODEL_FILE: {}, TRAINING_FILE: {}}
     for name in state["sha256"]:
@@ -180,7 +180,7 @@ def unchecked(folder: Path, state: dict[str, Any]) -> Checkpoint:
 
 
 def score(folder: Path) -> float | None:
-    """Return the metric of the checkpoint in ``folder``, so that more is better; None: unknown."""
+    """Return the score of the checkpoint in ``folder``, higher is better; None: unknown."""
     try:
         state = json.loads(read_regular(folder / STATE_FILE))
         name, higher_is_better = state.get("best", ("accuracy", True))

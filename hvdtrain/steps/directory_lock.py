@@ -1,9 +1,9 @@
-"""One training per checkpoint directory: a lock that a crash does not leave behind for ever.
+"""Lock of a checkpoint directory for one training, which does not outlast a crash.
 
-The lock is a file that names its owner, who touches it every few seconds. On the owner's host it
-counts as long as that process lives. On another host it counts as long as it is touched; the file
-system's own clock tells that, so the clocks of the hosts need not agree. (File locks of the kernel
-would be simpler, and are local to a host, or refused, on many a parallel file system.)
+The lock is a file that names its owner and is touched by it every few seconds. On the owner's host
+it is valid while that process is alive; on another host while it is touched, measured by the clock
+of the file system, so that the hosts' clocks need not agree. (Kernel file locks would be simpler,
+but are local to a host, or unsupported, on many parallel file systems.)
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ log = logging.getLogger(__name__)
 
 NAME = ".lock"
 BEAT = 5.0  # seconds between two touches
-SILENCE = 4 * BEAT  # without a touch, after which an owner on another host counts as dead
-PATIENCE = 3.0  # seconds in which a process that is being ended may still go
-LOOK = 0.2  # seconds between two looks at it
+SILENCE = (
+    4 * BEAT
+)  # seconds without a touch after which an owner on another host is considered dead
+PATIENCE = 3.0  # seconds to wait for the end of a process that may be terminating
+LOOK = 0.2  # seconds between checks
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock."""
+    """The process that holds a lock."""
 
     user: str
     host: str
     pid: int
-    born: float  # when the process began: a later one may have its number
-    machine: str  # where ``pid`` counts: the host since its boot, or a container on it
-    job: str  # number of the batch job; empty outside of one
+    born: float  # start time of the process, as its id may be reused
+    machine: str  # scope of ``pid``: the host since its boot, or a container
+    job: str  # id of the batch job; empty outside of one
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @staticmethod
@@ -64,27 +66,27 @@ class Owner:
         return Owner(user, socket.gethostname(), os.getpid(), born, boot, job)
 
     def __str__(self) -> str:
-        """Return it as a message names it."""
+        """Return a description for messages."""
         job = f"job {self.job}, " if self.job else ""
         began = time.strftime("%d %b %H:%M", time.localtime(self.born))
         return f"{job}process {self.pid} of {self.user} on {self.host}, since {began}"
 
     def lives(self) -> bool:
-        """Return whether its process is there; to be asked on its machine."""
+        """Return whether the process is alive; valid on its machine only."""
         with contextlib.suppress(psutil.Error, ValueError, OverflowError):
             process = psutil.Process(self.pid)
-            # Its clock ticks a hundred times per second.
+            # The resolution of start times is 10 ms.
             same = abs(process.create_time() - self.born) < 0.02
             return same and process.status() != psutil.STATUS_ZOMBIE
         return False
 
 
 Holder = tuple[Owner | None, int]
-"""The owner, None where that cannot be read, and when it touched its lock (nanoseconds)."""
+"""The owner, None if unreadable, and the time of the last touch in nanoseconds."""
 
 
 class DirectoryLock:
-    """The lock of ``directory``, which is there; one rank of a training takes it."""
+    """Lock of an existing ``directory``, taken by one rank of a training."""
 
     def __init__(self, directory: Path, owner: Owner | None = None) -> None:
         self.directory, self.path = directory, directory / NAME
@@ -92,14 +94,14 @@ class DirectoryLock:
         self._over = threading.Event()
 
     def take(self) -> None:
-        """Take the lock, a dead owner's too, and hold it until ``release``.
+        """Take the lock, also that of a dead owner, and hold it until ``release``.
 
         Raises:
-            UsageError: another training holds it, which is named; or it cannot be made.
+            UsageError: another training holds it, which is named; or it cannot be created.
         """
         try:
             while not self._create():
-                self._outlive()
+                self._wait()
         except OSError as error:
             raise UsageError(
                 f"--checkpoint-dir {self.directory}: its lock {NAME}: {error.strerror or error}"
@@ -107,31 +109,31 @@ class DirectoryLock:
         threading.Thread(target=self._beat, name="checkpoint lock", daemon=True).start()
 
     def check(self) -> None:
-        """Make sure, before a save, that it is still ours; what was removed is made again.
+        """Check before a save that the lock is still held; recreate it if it was removed.
 
         Raises:
             CheckpointError: another training has taken it.
         """
-        with contextlib.suppress(OSError):  # the save itself tells what is wrong
+        with contextlib.suppress(OSError):  # the save itself reports the error
             if not self.directory.exists():
                 self.directory.mkdir(parents=True)
                 log.warning(
-                    "the checkpoint directory %s was removed meanwhile, with what was in it: it is "
-                    "made again",
+                    "the checkpoint directory %s was removed during the training, with its "
+                    "content: it is created again",
                     self.directory,
                 )
             self._create()
-        holder = _look(self.path)
+        holder = _read_holder(self.path)
         if holder and holder[0] and holder[0].token != self.owner.token:
             raise CheckpointError(
-                f"--checkpoint-dir {self.directory} was taken over by another training meanwhile "
-                f"({holder[0]}): nothing is saved there any more"
+                f"--checkpoint-dir {self.directory} was taken over by another training "
+                f"({holder[0]}): no checkpoint is saved there any more"
             )
 
     def release(self) -> None:
-        """Give the lock back; does nothing where it is not ours."""
+        """Release the lock; no-op if another owner holds it."""
         self._over.set()
-        holder = _look(self.path)
+        holder = _read_holder(self.path)
         if holder and holder[0] and holder[0].token == self.owner.token:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -144,14 +146,14 @@ class DirectoryLock:
             return False
         return True
 
-    def _outlive(self) -> None:
-        """Return when the lock is gone, removing that of a dead owner.
+    def _wait(self) -> None:
+        """Wait until the lock is removed; remove that of a dead owner.
 
         Raises:
             UsageError: the owner is alive.
         """
-        began, first = time.monotonic(), _look(self.path)
-        while first and (now := _look(self.path)) and now[0] == first[0]:
+        began, first = time.monotonic(), _read_holder(self.path)
+        while first and (now := _read_holder(self.path)) and now[0] == first[0]:
             owner, waited = now[0], time.monotonic() - began
             if owner and owner.machine == self.owner.machine:
                 dead = owner.pid == self.owner.pid or not owner.lives()
@@ -162,7 +164,7 @@ class DirectoryLock:
             if alive and not dead:
                 raise UsageError(
                     f"--checkpoint-dir {self.directory} is in use by another training"
-                    f"{f' ({owner})' if owner else ''}: wait until it has ended, or give another "
+                    f"{f' ({owner})' if owner else ''}: wait until it has ended, or use another "
                     "directory"
                 )
             if dead:
@@ -177,10 +179,10 @@ class DirectoryLock:
 
     def _remove(self, dead: Owner | None) -> None:
         aside = self.directory / f"{NAME}-{self.owner.token}"
-        with contextlib.suppress(FileNotFoundError):  # somebody else was quicker
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
             self.path.rename(aside)
-            holder = _look(aside)
-            if holder and holder[0] != dead:  # somebody else has taken it over: give it back
+            holder = _read_holder(aside)
+            if holder and holder[0] != dead:  # another process has taken it over: restore its lock
                 with contextlib.suppress(FileExistsError):
                     self.path.hardlink_to(aside)
             aside.unlink()
@@ -191,10 +193,10 @@ class DirectoryLock:
                 os.utime(self.path)
 
 
-def _look(path: Path) -> Holder | None:
-    """Return who holds the lock ``path``; None: nobody."""
+def _read_holder(path: Path) -> Holder | None:
+    """Return the holder of the lock ``path``, or None."""
     owner = None
-    # What is just being written, is damaged or not for us to read, tells no owner.
+    # The owner is unknown if the file is incomplete, damaged or not readable.
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError, RecursionError):
         owner = Owner(**json.loads(read_regular(path)))
         str(owner)

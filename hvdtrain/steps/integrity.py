@@ -1,8 +1,8 @@
-"""Step 1, integrity: what each rank tells of itself, and the rules that they must fit together.
+"""Step 1, integrity: facts about each rank, and checks that they are consistent.
 
-A difference that nobody notices costs more than a run that does not start: two versions of a
-framework train two models, two ranks on one GPU take twice the time. The rules are pure functions
-of what all ranks told, so that every rank finds the same and says the same.
+An undetected difference costs more than a run that does not start: two versions of a framework
+train two models, two ranks on one GPU take twice the time. The checks are pure functions of the
+facts of all ranks, so that all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.output.text import plural
 
 ALLOW = "HVDTRAIN_ALLOW"
-"""Variable that lets a known difference pass, separated by commas: see the two below."""
+"""Variable of accepted differences, separated by commas: the two below."""
 MIXED_VERSIONS = "mixed-versions"
 SHARED_GPU = "shared-gpu"
 
 PACKAGES = ("torch", "tensorflow", "keras", "horovod")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart that have one name
-FEW = 4  # hosts that a message names before it only counts
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # distinguishes machines of the same name
+FEW = 4  # maximum number of hosts named in a message
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank tells all others when it joins."""
+    """Facts that a rank sends to all other ranks at the start."""
 
     host: str  # name of its host
-    machine: str  # what tells two hosts of one name apart
-    software: Mapping[str, str]  # version by name, of what is loaded in its process
-    allow: tuple[str, ...] = ()  # differences that the user lets pass; rank 0's count
+    machine: str  # distinguishes hosts of the same name
+    software: Mapping[str, str]  # versions of the packages loaded in its process, by name
+    allow: tuple[str, ...] = ()  # differences accepted by the user; rank 0's are used
 
     @property
     def place(self) -> tuple[str, str]:
-        """The host, told apart from another one of the same name."""
+        """Return the identity of the host, unique among hosts of the same name."""
         return self.host, self.machine
 
     def encode(self) -> bytes:
@@ -50,13 +50,13 @@ class RankFacts:
 
     @staticmethod
     def decode(data: bytes) -> RankFacts:
-        """Return the facts that ``encode`` wrote."""
+        """Return the facts from the bytes of ``encode``."""
         facts = json.loads(data)
         return RankFacts(**{**facts, "allow": tuple(facts["allow"])})
 
 
 def rank_facts(environ: Mapping[str, str], mpi: str) -> RankFacts:
-    """Return the facts of this rank; ``mpi`` is the MPI library in its process, as MPICH 4.2."""
+    """Return the facts of this rank; ``mpi``: MPI library of its process, e.g. MPICH 4.2."""
     code = source_digest(Path(hvdtrain.__file__).parent)
     software = {
         "hvdtrain": f"{hvdtrain.__version__} (code {code})",
@@ -78,45 +78,45 @@ def rank_facts(environ: Mapping[str, str], mpi: str) -> RankFacts:
 
 
 def source_digest(package: Path) -> str:
-    """Eight digits that change with any source file: the version number seldom does."""
+    """Return eight digits that change with any source file, unlike the version number."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:8]
 
 
-def check_software(everyone: Sequence[RankFacts]) -> None:
-    """Raise where ranks run different versions of the same thing; the absent is not compared.
+def check_software(all_ranks: Sequence[RankFacts]) -> None:
+    """Raise if ranks run different versions of a package; missing packages are not compared.
 
     Args:
-        everyone: the facts of all ranks, by rank.
+        all_ranks: facts by rank.
 
     Raises:
-        UsageError: on every rank, telling who has what.
+        UsageError: on every rank, with the versions by rank.
     """
-    hosts = [facts.host for facts in everyone]
-    software = [facts.software for facts in everyone]
-    found = [f"{name} {owners}" for name, owners in differences(software, hosts)]
-    if found:
+    hosts = [facts.host for facts in all_ranks]
+    software = [facts.software for facts in all_ranks]
+    mixed = [f"{name} {owners}" for name, owners in differences(software, hosts)]
+    if mixed:
         raise UsageError(
-            f"the ranks do not run the same software: {'; '.join(found)}. Use one "
-            "environment on a file system that all hosts share, or install the same versions on "
-            f"each host ({ALLOW}={MIXED_VERSIONS} trains all the same)"
+            f"the ranks do not run the same software: {'; '.join(mixed)}. Use one environment on "
+            "a shared file system, or install the same versions on each host "
+            f"({ALLOW}={MIXED_VERSIONS} accepts the difference)"
         )
 
 
 def differences(
-    told: Sequence[Mapping[str, str]], hosts: Sequence[str]
+    reported: Sequence[Mapping[str, str]], hosts: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each name that ranks tell different values of, and who tells what.
+    """Yield each name whose values differ between ranks, and the values with their ranks.
 
     Args:
-        told: values by name, by rank; a name that a rank does not tell is not compared.
-        hosts: the host of each rank.
+        reported: values by name, by rank; names missing on a rank are not compared.
+        hosts: hosts by rank.
     """
-    for name in dict.fromkeys(name for values in told for name in values):
+    for name in dict.fromkeys(name for values in reported for name in values):
         owners: dict[str, list[int]] = {}
-        for rank, values in enumerate(told):
+        for rank, values in enumerate(reported):
             if name in values:
                 owners.setdefault(values[name], []).append(rank)
         if len(owners) > 1:
@@ -126,26 +126,26 @@ def differences(
 
 @dataclass(frozen=True)
 class Device:
-    """The device that a rank took in step 2."""
+    """The device of a rank, selected in step 2."""
 
-    name: str  # in words
-    identity: str  # tells the GPUs of a host apart; empty for a CPU
-    visible: int  # GPUs that the rank could see
+    name: str  # product name
+    identity: str  # unique among the GPUs of a host; empty for a CPU
+    visible: int  # number of GPUs visible to the rank
 
 
-def check_devices(devices: Sequence[Device], everyone: Sequence[RankFacts]) -> None:
-    """Raise where two ranks of one host took the same GPU, or where only some have one.
+def check_devices(devices: Sequence[Device], all_ranks: Sequence[RankFacts]) -> None:
+    """Raise if ranks of a host share a GPU, or only some ranks have a GPU.
 
     Args:
-        devices: each rank's device, by rank.
-        everyone: the facts of all ranks, by rank.
+        devices: devices by rank.
+        all_ranks: facts by rank.
 
     Raises:
         UsageError: on every rank, naming ranks, host and device.
     """
     without = [rank for rank, device in enumerate(devices) if not device.identity]
     if without and len(without) < len(devices):
-        hosts = [facts.host for facts in everyone]
+        hosts = [facts.host for facts in all_ranks]
         raise UsageError(
             f"{places(without, hosts)} see{'s' if len(without) == 1 else ''} no GPU, the other "
             "ranks do: give each rank a GPU (the batch system's GPU option, "
@@ -154,7 +154,7 @@ def check_devices(devices: Sequence[Device], everyone: Sequence[RankFacts]) -> N
     users: dict[tuple[tuple[str, str], str], list[int]] = {}
     for rank, device in enumerate(devices):
         if device.identity:
-            users.setdefault((everyone[rank].place, device.identity), []).append(rank)
+            users.setdefault((all_ranks[rank].place, device.identity), []).append(rank)
     for ((host, _), identity), ranks in users.items():
         if len(ranks) > 1:
             device = devices[ranks[0]]
@@ -162,14 +162,14 @@ def check_devices(devices: Sequence[Device], everyone: Sequence[RankFacts]) -> N
             raise UsageError(
                 f"ranks {spans(ranks)} on host {host} use the same GPU, {device.name} "
                 f"({identity}): they see {number}. Start one rank per GPU (hvdtrain launch --ppn, "
-                "mpirun --map-by ppr:N:node), each of which sees all GPUs of its host or one of "
-                f"its own. {ALLOW}={SHARED_GPU} lets them share it, CUDA_VISIBLE_DEVICES= trains "
-                "on the CPU"
+                "mpirun --map-by ppr:N:node), each with all GPUs of its host visible, or only its "
+                f"GPU. {ALLOW}={SHARED_GPU} lets them share it, CUDA_VISIBLE_DEVICES= trains on "
+                "the CPU"
             )
 
 
 def places(ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> str:
-    """Return where ``ranks`` are, such as ``node1 (ranks 0-3) and node2 (rank 4)``."""
+    """Return hosts and ranks as text, e.g. ``node1 (ranks 0-3) and node2 (rank 4)``."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -183,7 +183,7 @@ def places(ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> st
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return ascending numbers in short: ``0-3,5``."""
+    """Return ascending numbers as text, e.g. ``0-3,5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

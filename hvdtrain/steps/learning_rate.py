@@ -1,7 +1,7 @@
-"""Step 4, the learning rate: a pure function of the position in the training.
+"""Step 4, the learning rate, as a pure function of the position in the training.
 
-Scaling with the world size and a warm-up follow Goyal et al., "Accurate, Large Minibatch SGD"
-(2017); the square-root rule Krizhevsky, "One weird trick" (2014); the cosine Loshchilov and
+Linear scaling with the world size and warm-up: Goyal et al., "Accurate, Large Minibatch SGD"
+(2017); square-root scaling: Krizhevsky, "One weird trick" (2014); cosine schedule: Loshchilov and
 Hutter, "SGDR" (2017).
 """
 
@@ -17,10 +17,10 @@ SCHEDULES = ("constant", "linear", "cosine", "multistep")
 
 
 def scale_factor(scaling: str, size: int) -> float:
-    """Return the factor by which the learning rate of one rank grows on ``size`` ranks.
+    """Return the factor of the learning rate on ``size`` ranks.
 
     Raises:
-        UsageError: an unknown rule.
+        UsageError: unknown ``scaling``.
     """
     factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
     if scaling not in factors:
@@ -30,20 +30,20 @@ def scale_factor(scaling: str, size: int) -> float:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate over the training; call it with a place in epochs.
+    """Learning-rate schedule; call it with the position in epochs to get the learning rate.
 
-    The place is ``epoch + consumed / samples``, so the curve over the data is the same at any
-    world size and batch.
+    The position is ``epoch + consumed / samples``, so the schedule does not depend on world size
+    and batch size.
 
     Attributes:
         base: learning rate for one rank.
-        factor: what the world size multiplies it by (``scale_factor``).
-        epochs: length of the training, in epochs; where ``linear`` and ``cosine`` reach 0.
-        warmup_epochs: length of the linear climb from ``base`` to ``base * factor``; with factor
-            1 the climb begins at 0, else a warm-up on one rank would do nothing.
-        schedule: what follows the warm-up, one of ``SCHEDULES``.
-        milestones: for ``multistep``: places, in epochs, from which on ``decay`` multiplies.
-        decay: for ``multistep``: the factor at each milestone.
+        factor: scaling with the world size (``scale_factor``).
+        epochs: length of the training in epochs; ``linear`` and ``cosine`` reach 0 there.
+        warmup_epochs: number of epochs of linear warm-up from ``base`` to ``base * factor``; with
+            factor 1 from 0, as otherwise warm-up on one rank would have no effect.
+        schedule: schedule after warm-up, one of ``SCHEDULES``.
+        milestones: for ``multistep``: epochs at which the learning rate is multiplied by ``decay``.
+        decay: for ``multistep``: factor at each milestone.
     """
 
     base: float
@@ -58,23 +58,23 @@ class LearningRate:
         if self.schedule not in SCHEDULES:
             raise UsageError(f"--lr-schedule {self.schedule}: choose one of {', '.join(SCHEDULES)}")
         if self.schedule == "multistep" and not self.milestones:
-            raise UsageError("--lr-schedule multistep needs --lr-milestones, such as 30,60,80")
+            raise UsageError("--lr-schedule multistep needs --lr-milestones, e.g. 30,60,80")
 
-    def __call__(self, place: float) -> float:
-        """Return the learning rate at ``place`` epochs from the start of the training."""
+    def __call__(self, position: float) -> float:
+        """Return the learning rate at ``position`` epochs from the start of the training."""
         peak = self.base * self.factor
-        if place < self.warmup_epochs:
+        if position < self.warmup_epochs:
             start = self.base if self.factor > 1 else 0.0
-            return start + (peak - start) * place / self.warmup_epochs
-        return peak * self._decayed(place)
+            return start + (peak - start) * position / self.warmup_epochs
+        return peak * self._decayed(position)
 
-    def _decayed(self, place: float) -> float:
+    def _decayed(self, position: float) -> float:
         if self.schedule == "multistep":
             return float(
-                self.decay ** sum(1 for milestone in self.milestones if place >= milestone)
+                self.decay ** sum(1 for milestone in self.milestones if position >= milestone)
             )
         span = self.epochs - self.warmup_epochs
-        done = min(1.0, (place - self.warmup_epochs) / span) if span > 0 else 1.0
+        done = min(1.0, (position - self.warmup_epochs) / span) if span > 0 else 1.0
         if self.schedule == "linear":
             return 1.0 - done
         if self.schedule == "cosine":

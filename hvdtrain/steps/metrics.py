@@ -1,6 +1,6 @@
-"""Step 8, metrics: sums and counts are reduced, then divided; an average of averages is wrong.
+"""Step 8, metrics: reduce sums and counts, then divide.
 
-Four samples on one rank and three on another weigh four to three: only sum and count keep that.
+The mean of the ranks' means would be wrong if ranks have different numbers of samples.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Vector = NDArray[np.float64]
 
 
 def pack(sums: Mapping[str, float], count: float) -> Vector:
-    """Return a float64 vector of shape (len(sums) + 1,) to reduce: sums by name, the count."""
+    """Return a float64 vector of shape (len(sums) + 1,) to reduce: sums in order of name, count."""
     return np.array([*(float(sums[name]) for name in sorted(sums)), float(count)])
 
 
 def unpack(total: Vector, names: list[str]) -> tuple[dict[str, float], int]:
-    """Return the means and the count from the reduced vector; a count of 0 gives means of nan."""
+    """Return means and count from the reduced vector; means are NaN if the count is 0."""
     count = float(total[-1])
     means = {
         name: float(value) / count if count else float("nan")

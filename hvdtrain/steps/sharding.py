@@ -1,9 +1,9 @@
-"""Step 3, sharding: which samples a rank trains on, and in which order.
+"""Step 3, sharding: the samples of each rank and their order.
 
-An epoch is one permutation of the dataset, a function of (seed, epoch) alone. It is cut into
-global batches, and rank r takes the r-th part of each. So every sample is trained on exactly once
-per epoch, all ranks take the same number of steps, and the place of a run in its training is
-(epoch, samples consumed): it means the same on any number of ranks.
+An epoch is a permutation of the dataset that depends on (seed, epoch) only. It is split into global
+batches, and rank r gets the r-th part of each. So every sample is used exactly once per epoch, all
+ranks perform the same number of steps, and the position in the training is (epoch, consumed
+samples), independent of the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Position:
-    """A position in the training: ``consumed`` samples of epoch number ``epoch`` are done."""
+    """Position in the training: ``consumed`` samples of epoch number ``epoch`` are done."""
 
     epoch: int = 0
     consumed: int = 0
@@ -35,13 +35,13 @@ class Position:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of one global batch.
+    """A rank's part of a global batch.
 
     Attributes:
-        indices: the samples of this rank, int64, shape (count,); may be empty.
-        global_count: the samples of the whole global batch, over all ranks.
-        start: where the global batch begins.
-        end: where it ends: the position of a run that has trained on it.
+        indices: indices of this rank's samples, int64, shape (count,); may be empty.
+        global_count: number of samples of the global batch, over all ranks.
+        start: position before the global batch.
+        end: position after the global batch.
     """
 
     indices: Indices
@@ -51,19 +51,19 @@ class Part:
 
     @property
     def count(self) -> int:
-        """Samples of this rank."""
+        """Number of samples of this rank."""
         return len(self.indices)
 
     @property
     def weight(self) -> float:
-        """What a *mean* over this part contributes to the mean over the global batch."""
+        """Weight of a *mean* over this part in the mean over the global batch."""
         return self.count / self.global_count
 
 
 def bounds(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the half-open range of part ``rank`` when ``total`` items are cut into ``size`` parts.
+    """Return the half-open range of part ``rank`` of ``total`` items split into ``size`` parts.
 
-    Parts differ by at most one item, the longer ones first; together they are range(total).
+    Parts differ by at most one item, longer ones first; their union is range(total).
     """
     base, extra = divmod(total, size)
     low = rank * base + min(rank, extra)
@@ -71,36 +71,37 @@ def bounds(total: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Indices:
-    """Return the order of an epoch: a function of its arguments alone, equal on all machines.
+    """Return the order of an epoch, which depends on the arguments only, on any machine.
 
-    Philox is a counter-based generator (Salmon et al., 2011): the pair (seed, epoch) is its key,
-    so no state runs from one epoch to the next.
+    Philox is a counter-based generator (Salmon et al., 2011) with the key (seed, epoch), so no
+    state is carried from epoch to epoch.
     """
-    key = np.array([seed % 2**64, epoch], np.uint64)  # a list may take a detour over float64
+    key = np.array([seed % 2**64, epoch], np.uint64)  # a list may be converted via float64
     generator = np.random.Generator(np.random.Philox(key=key))
     return generator.permutation(samples)
 
 
 @dataclass
 class Shards:
-    """The training set as one rank sees it.
+    """A rank's view of the training set.
 
-    Every rank must build it with the same arguments but ``rank``; then the parts that the ranks
-    draw for a step are disjoint and make up the global batch.
+    All ranks must create it with the same arguments except ``rank``; then the parts of a step are
+    disjoint, and their union is the global batch.
 
     The gradients of a rank are weighted by its ``current`` part. Iterating over ``epoch`` sets it;
-    where batches are read ahead, by worker processes for example, use ``batches`` or ``step``.
+    if batches are read ahead, e.g. by worker processes, use ``batches`` or ``step``.
 
     Attributes:
-        samples: size of the dataset.
-        global_batch: samples of a step over all ranks; the last of an epoch may be smaller.
-        seed: seed of the order.
-        rank: this process.
-        size: the world size.
-        on_begin: called with the shards and a part whenever that part becomes the current one.
-        on_end: called when a ``step`` or an ``epoch`` has come to its end.
-        current: the part that the next gradients are computed on; None before the first one, and
-            after a ``step``.
+        samples: number of samples of the dataset.
+        global_batch: number of samples per step over all ranks; the last step of an epoch may have
+            fewer.
+        seed: random seed of the order.
+        rank: rank of this process.
+        size: world size.
+        on_begin: called with the shards and a part when that part becomes the current one.
+        on_end: called at the end of a ``step`` or an ``epoch``.
+        current: part on which the next gradients are computed; None before the first one and after
+            a ``step``.
     """
 
     samples: int
@@ -111,7 +112,9 @@ class Shards:
     on_begin: Callable[[Shards, Part], None] = lambda shards, part: None
     on_end: Callable[[], None] = lambda: None
     current: Part | None = field(default=None, init=False, compare=False)
-    _drawn: int = field(default=0, init=False, compare=False)  # parts since the last use of one
+    _drawn: int = field(
+        default=0, init=False, compare=False
+    )  # number of parts since the last ``use``
 
     def __post_init__(self) -> None:
         self.samples = _count(self.samples, "the size of the dataset")
@@ -119,19 +122,19 @@ class Shards:
         if self.samples < 1:
             raise UsageError("the training set is empty: check --data")
         if self.global_batch < 1:
-            raise UsageError(f"the global batch is {self.global_batch}, it must be 1 or more")
+            raise UsageError(f"the global batch is {self.global_batch}: must be 1 or more")
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch, the smaller last one counted."""
+        """Number of steps of an epoch, including a smaller last one."""
         return -(-self.samples // self.global_batch)
 
     def parts(self, epoch: int, consumed: int = 0) -> Iterator[Part]:
-        """Draw this rank's parts of the global batches of an epoch, from ``consumed`` samples on.
+        """Yield this rank's parts of the global batches of an epoch, after ``consumed`` samples.
 
-        All ranks get the same number of parts. Where fewer samples are left than ranks, some
-        parts are empty; the rank must take the step all the same, its peers wait for it. Drawing
-        changes nothing: begin each part by ``step``, or iterate over ``epoch`` or ``batches``.
+        All ranks get the same number of parts. If fewer samples than ranks are left, some parts are
+        empty; the rank must still perform the step, as its peers wait for it. ``current`` is not
+        set: use ``step`` with each part, or iterate over ``epoch`` or ``batches``.
         """
         order = permutation(self.samples, self.seed, epoch)
         for start in range(consumed, self.samples, self.global_batch):
@@ -145,7 +148,7 @@ class Shards:
             )
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Part]:
-        """Iterate over ``parts``; each is the current one until the next is drawn."""
+        """Yield the ``parts`` of an epoch; each is current until the next one is drawn."""
         for number, part in enumerate(self.parts(epoch, consumed)):
             self._begin(part)
             self._drawn = self._drawn + 1 if number else 1
@@ -153,24 +156,24 @@ class Shards:
         self.on_end()
 
     def batch_sampler(self, epoch: int, consumed: int = 0) -> list[list[int]]:
-        """List the indices of each part that is not empty: ``batch_sampler`` of a DataLoader.
+        """Return the indices of each non-empty part, as ``batch_sampler`` of a DataLoader.
 
-        A loader draws from it as far ahead as it likes; iterate over ``batches`` then.
+        As a loader may read ahead, iterate over ``batches``.
         """
         return [part.indices.tolist() for part in self.parts(epoch, consumed) if part.count]
 
     def batches(
         self, epoch: int, loader: Iterable[Batch], consumed: int = 0
     ) -> Iterator[tuple[Part, Batch | None]]:
-        """Iterate over the parts of an epoch with their batches, each part the current one.
+        """Yield the parts of an epoch with their batches; each part is current meanwhile.
 
         Args:
             epoch: number of the epoch.
-            loader: gives the samples of ``batch_sampler(epoch, consumed)``, batch by batch.
-            consumed: samples of the epoch that are done.
+            loader: yields the batches of ``batch_sampler(epoch, consumed)``.
+            consumed: number of samples of the epoch that are done.
 
         Yields:
-            The part and its batch, None where the part is empty: take the step all the same.
+            The part and its batch; None if the part is empty: still perform the step.
 
         Raises:
             UsageError: the loader has fewer or more batches than this rank has parts.
@@ -188,7 +191,7 @@ class Shards:
 
     @contextmanager
     def step(self, part: Part) -> Iterator[None]:
-        """Make ``part`` the current one within, however far ahead it was drawn."""
+        """Make ``part`` the current one in the block, even if it was drawn ahead."""
         self._begin(part)
         self._drawn = 0
         try:
@@ -202,41 +205,41 @@ class Shards:
         self.current = part
 
     def use(self) -> Part:
-        """Return the part that gradients are computed on now.
+        """Return the part on which gradients are computed now.
 
         Raises:
-            UsageError: nobody can tell which one it is.
+            UsageError: the current part is unknown.
         """
         if self.current is None:
             raise UsageError(
-                "gradients are computed, but on which part of the shards is not known: iterate "
-                "over shards.epoch(n) or shards.batches(n, loader), or compute them within "
-                "`with shards.step(part):`"
+                "gradients are computed, but the current part of the shards is unknown: iterate "
+                "over shards.epoch(n) or shards.batches(n, loader), or compute them in `with "
+                "shards.step(part):`"
             )
         if self._drawn > 1:
             raise UsageError(
-                f"{self._drawn} parts were drawn from shards.epoch(n) before an update, as by a "
-                "loader that reads ahead: give it batch_sampler=shards.batch_sampler(n), and "
-                "iterate over shards.batches(n, loader)"
+                f"{self._drawn} parts were drawn from shards.epoch(n) before an update, e.g. by a "
+                "loader that reads ahead: use batch_sampler=shards.batch_sampler(n), and iterate "
+                "over shards.batches(n, loader)"
             )
         self._drawn = 0
         return self.current
 
 
-SAMPLER = "give it batch_sampler=shards.batch_sampler(epoch), with the same epoch and `consumed`"
+SAMPLER = "use batch_sampler=shards.batch_sampler(epoch), with the same epoch and `consumed`"
 
 
-def _count(value: Any, what: str) -> int:
+def _count(value: Any, name: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
         kind = type(value).__name__
-        remedy = f"give len({kind.lower()})" if hasattr(value, "__len__") else "give an int"
-        raise UsageError(f"{what} is a number, not a {kind}: {remedy}") from None
+        remedy = f"use len({kind.lower()})" if hasattr(value, "__len__") else "use an int"
+        raise UsageError(f"{name} must be a number, not a {kind}: {remedy}") from None
 
 
 def after(position: Position, samples: int) -> Position:
-    """Return ``position`` with a finished epoch written as the beginning of the next one."""
+    """Return ``position``, with the end of an epoch replaced by the start of the next one."""
     if position.consumed >= samples:
         return Position(position.epoch + 1, 0)
     return position
@@ -245,24 +248,21 @@ def after(position: Position, samples: int) -> Position:
 def evaluation_parts(
     samples: int, batch: int, rank: int, size: int, *, alike: bool = False
 ) -> Iterator[Indices]:
-    """Yield batches of this rank's slice of an evaluation set: each sample on one rank, once.
+    """Yield batches of this rank's slice of an evaluation set; each sample is on exactly one rank.
 
-    Nothing is padded and nothing dropped, so ranks may get different numbers of batches: do no
-    collective inside the loop over them, unless all are to get as many (``alike``: some of none).
+    Nothing is padded or dropped, so ranks may get different numbers of batches: use no collective
+    in the loop over them, unless all ranks get equally many (``alike``; some may be empty).
     """
     low, high = bounds(samples, rank, size)
-    longest = max(
-        high - low for low, high in (bounds(samples, other, size) for other in range(size))
-    )
+    longest = -(-samples // size)
     for start in range(low, low + longest if alike else high, batch):
         yield np.arange(start, min(start + batch, high), dtype=np.int64)
 
 
-def seed_of(*place: int) -> int:
-    """Return a seed below 2**63 from whole numbers such as (seed, update, rank).
+def seed_of(*key: int) -> int:
+    """Return a seed below 2**63 for a key of integers, e.g. (seed, update, rank).
 
-    BLAKE2b spreads neighbouring places over unrelated seeds; the same place gives the same seed on
-    every machine.
+    BLAKE2b gives similar keys unrelated seeds, the same on every machine.
     """
-    packed = struct.pack(f"<{len(place)}Q", *(number % 2**64 for number in place))
+    packed = struct.pack(f"<{len(key)}Q", *(number % 2**64 for number in key))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

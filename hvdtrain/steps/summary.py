@@ -1,7 +1,7 @@
-"""The result of a training: what the loop writes to ``--summary`` and the commands read again.
+"""Result of a training, written to ``--summary`` and read by the commands.
 
-A field is None where it is not known: no evaluation, or a file of another version. The contract of
-the keys stands in docs/training.md.
+A field is None if it is unknown: no evaluation, or a file of another version. The keys are
+documented in docs/training.md.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, Self
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
 
-MOST = 2**20  # bytes of a file; a summary is far smaller
-LARGEST = 2**63  # of whole numbers: a larger one is no measurement, and too large for a float
-# Keys that most runs do not have.
+MOST = 2**20  # maximum bytes of a file; a summary is far smaller
+LARGEST = 2**63  # bound of integers: a larger one is no measurement, and too large for a float
+# Keys that are omitted if their value is None.
 MAY_LACK = ("bubble", "joules_per_image", "steps_skipped", "rollbacks")
-SHOWN = 40  # characters of a wrong value
+SHOWN = 40  # characters of an invalid value in a message
 
 
 class Stopped(StrEnum):
-    """Why a training stopped."""
+    """Reason why a training stopped."""
 
     FINISHED = "finished"
     STEPS = "steps"
@@ -38,21 +38,21 @@ class Stopped(StrEnum):
 
 @dataclass(frozen=True)
 class StepSplit:
-    """Seconds of the mean step by part, as ``training/throughput.py`` divides it."""
+    """Seconds of the mean step by part, see ``training/throughput.py``."""
 
-    steps: int | None = None  # how many it is the mean of
+    steps: int | None = None  # number of steps averaged
     data: float | None = None
     compute: float | None = None
     communication: float | None = None
     waiting: float | None = None
-    undivided: float | None = None  # compute, communication and waiting, where not told apart
-    slowest_rank: int | None = None  # the rank that came last most often
-    slowest_share: float | None = None  # in what share of the steps
+    undivided: float | None = None  # compute, communication and waiting, if not measured separately
+    slowest_rank: int | None = None  # the rank that was last most often
+    slowest_share: float | None = None  # share of steps in which it was last
 
 
 @dataclass(frozen=True)
 class GradientMessages:
-    """The messages in which the gradients of one step are summed."""
+    """Messages in which the gradients of a step are reduced."""
 
     count: int
     bytes: int
@@ -60,17 +60,17 @@ class GradientMessages:
 
 @dataclass(frozen=True)
 class Bubble:
-    """The share of a step in which a stage of a pipeline waits for the others."""
+    """Share of a step in which a pipeline stage waits for the others."""
 
     stages: int
-    micro_batches: int  # of a pass, at most
+    micro_batches: int  # maximum of a pass
     formula: float  # (stages - 1) / (micro_batches + stages - 1)
-    measured: float | None = None  # in the mean step, over all ranks
+    measured: float | None = None  # mean over steps and ranks
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One training run; throughput and seconds are of this process, counts include resumed runs."""
+    """A training run; throughput and seconds are of this process, counts include resumed runs."""
 
     workload: str | None = None
     framework: str | None = None
@@ -78,7 +78,7 @@ class Summary:
     model: str | None = None
     world_size: int | None = None
     devices: int | None = None
-    """Over all ranks; more than ranks with ``data-parallel`` alone."""
+    """Over all ranks; more than the ranks only with ``data-parallel``."""
     hosts: int | None = None
     precision: str | None = None
     compression: str | None = None
@@ -90,13 +90,13 @@ class Summary:
     training_samples: int | None = None
     """Of an epoch."""
     unit: str | None = None
-    """What the samples are, in the plural: ``images``."""
+    """Plural noun of the samples, e.g. ``images``."""
     train_loss: float | None = None
     eval_loss: float | None = None
     eval_accuracy: float | None = None
     """A fraction."""
     eval_metrics: Mapping[str, float | None] | None = None
-    """What the task measures besides the loss, by name."""
+    """Metrics of the task except the loss, by name."""
     eval_samples: int | None = None
     images_per_second_mean: float | None = None
     """Over all ranks, after the first min(5, steps // 5) steps."""
@@ -111,27 +111,27 @@ class Summary:
     """Of a pipeline."""
     gradient_messages: GradientMessages | None = None
     peak_memory_bytes: int | None = None
-    """Of the rank that took most: on its GPU, else resident."""
+    """Maximum over the ranks: on the GPU, else resident."""
     utilisation_mean: float | None = None
     """Of the cores of a rank, or of its GPU, a fraction; over the ranks."""
     utilisation_lowest: float | None = None
     joules_per_image: float | None = None
-    """Energy of all GPUs since they were pinned; None where it is not known."""
+    """Energy of all GPUs since step 2; None if unknown."""
     parameter_norm: float | None = None
     steps_skipped: int | None = None
-    """Updates that ``--on-nan skip`` left out; None where there was none."""
+    """Updates skipped by ``--on-nan skip``; None if there were none."""
     rollbacks: int | None = None
-    """Of ``--on-nan rollback``; None where there was none."""
+    """Of ``--on-nan rollback``; None if there were none."""
     stopped: Stopped | None = None
     checkpoint: str | None = None
     timeline: str | None = None
     options: Mapping[str, Any] | None = None
-    """Those that were not at their default."""
+    """Options that differ from their default."""
     environment: Mapping[str, Any] | None = None
     """Software, machine and tuning of rank 0."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``--summary`` writes; null for nan and infinity."""
+        """Return the JSON object of ``--summary``; null for NaN and infinity."""
         content = {
             name: value
             for name, value in dataclasses.asdict(self).items()
@@ -141,14 +141,14 @@ class Summary:
 
     @classmethod
     def from_json(cls, content: Any, *, needed: Sequence[str] = ()) -> Self:
-        """Return the summary that a JSON object holds; keys that it does not know are left out.
+        """Return the summary in a JSON object; unknown keys are ignored.
 
         Args:
-            content: what ``json.loads`` returned.
-            needed: keys that must be there, and not null.
+            content: result of ``json.loads``.
+            needed: keys that must exist and not be null.
 
         Raises:
-            ValueError: naming the key that is missing, or whose value is of another type.
+            ValueError: naming a key that is missing or has a value of the wrong type.
         """
         if not isinstance(content, dict):
             raise ValueError("no JSON object, so no summary of a training")
@@ -160,41 +160,41 @@ class Summary:
 
     @classmethod
     def read(cls, path: Path, *, needed: Sequence[str] = ()) -> Self:
-        """Read a file of ``--summary``; for ``needed`` see ``from_json``.
+        """Read a file of ``--summary``; ``needed`` as in ``from_json``.
 
         Raises:
-            UsageError: naming the file, and the key if it is one.
+            UsageError: naming the file, and a wrong key.
         """
         try:
             return cls.from_json(json.loads(read_regular(path, MOST)), needed=needed)
         except (OSError, ValueError, RecursionError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            raise UsageError(f"{path} is no summary of a training: {why}") from error
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UsageError(f"{path} is no summary of a training: {reason}") from error
 
 
 def unit_of(summaries: Iterable[Summary | None]) -> str:
-    """Return what the samples of trainings are, in the plural; older files do not say it."""
-    units = {one.unit or "images" for one in summaries if one} or {"images"}
+    """Return the common unit of the samples, else ``samples``; older files have ``images``."""
+    units = {summary.unit or "images" for summary in summaries if summary} or {"images"}
     return units.pop() if len(units) == 1 else "samples"
 
 
 def nan_to_null(value: Any) -> Any:
-    """Return ``value`` with None for nan and infinity, which JSON does not have, however deep."""
+    """Return ``value`` with NaN and infinity, which JSON lacks, replaced by None, recursively."""
     if isinstance(value, Mapping):
-        return {name: nan_to_null(one) for name, one in value.items()}
+        return {name: nan_to_null(entry) for name, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def typed(kind: Any, value: Any, key: str = "") -> Any:
-    """Return a JSON value as the type ``kind``; ``key`` is its name, for the errors.
+    """Return a JSON value as type ``kind``; ``key`` is its name for the errors.
 
     Raises:
-        ValueError: it is of another type, or has too little in it.
+        ValueError: it has another type, or lacks a field.
     """
     if typing.get_origin(kind) is types.UnionType:  # X | None
         return None if value is None else typed(typing.get_args(kind)[0], value, key)
     if kind in (int, float):
-        # A float may have been written as a whole number; true and false are numbers to Python.
+        # A float may have been written as an integer; bool is a subclass of int.
         whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
         if not (whole or (kind is float and isinstance(value, float))):
             raise ValueError(f"{key} is {_shown(value)}, no {'whole ' * (kind is int)}number")
@@ -222,7 +222,7 @@ def typed(kind: Any, value: Any, key: str = "") -> Any:
                 raise ValueError(f"{key} has no {name}")
         return kind(**fields)  # type: ignore[operator]  # a class, not an instance
     entry = typing.get_args(kind)[1]
-    return {name: typed(entry, one, f"{key}.{name}") for name, one in value.items()}
+    return {name: typed(entry, item, f"{key}.{name}") for name, item in value.items()}
 
 
 def _shown(value: Any) -> str:

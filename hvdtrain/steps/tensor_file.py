@@ -1,8 +1,8 @@
-"""Files of safetensors, written a tensor at a time and read by rows.
+"""safetensors files, written tensor by tensor and read by rows.
 
-The format is an 8-byte length, a JSON header with the type, shape and place of each tensor, and
-the tensors' bytes (https://github.com/huggingface/safetensors). Its library writes only what is in
-memory as a whole; here a checkpoint may be larger than the memory of any rank.
+The format is an 8-byte length, a JSON header with type, shape and offsets of each tensor, and the
+tensors' bytes (https://github.com/huggingface/safetensors). Its library writes only tensors that
+are all in memory; a checkpoint may be larger than the memory of any rank.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from numpy.typing import NDArray
 
 from hvdtrain.system.files import is_regular
 
-CHUNK = 2**24  # bytes that are read at once for a digest
+CHUNK = 2**24  # bytes read at a time for a digest
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Type and shape of a tensor that is to be written."""
+    """Type and shape of a tensor to write."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
     @staticmethod
     def of(array: NDArray[Any]) -> Layout:
-        """Return those of ``array``."""
+        """Return type and shape of ``array``."""
         return Layout(array.dtype, array.shape)
 
     @property
@@ -45,24 +45,24 @@ class Layout:
 
     @property
     def code(self) -> str:
-        """The type's name in the format, such as ``F32``."""
+        """The type's name in the format, e.g. ``F32``."""
         kind = self.dtype.kind.upper()
         return "BOOL" if kind == "B" else f"{kind}{8 * self.dtype.itemsize}"
 
 
 class TensorFile:
-    """A new file; give the tensors in the order of ``layouts``, then ``close``.
+    """A new file; write the tensors in the order of ``layouts``, then ``close``.
 
     Raises:
-        OSError: from any method, as where the disk is full.
+        OSError: from any method, e.g. if the disk is full.
     """
 
     def __init__(self, path: Path, layouts: Mapping[str, Layout]) -> None:
         header, end = {}, 0
-        for name, one in layouts.items():
-            begin, end = end, end + one.nbytes
-            shape = list(one.shape)
-            header[name] = {"dtype": one.code, "shape": shape, "data_offsets": [begin, end]}
+        for name, layout in layouts.items():
+            begin, end = end, end + layout.nbytes
+            shape = list(layout.shape)
+            header[name] = {"dtype": layout.code, "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text = text.ljust(-(-len(text) // 8) * 8)  # the data begins at a multiple of 8
         self.path, self._due = path, dict(layouts)
@@ -82,16 +82,16 @@ class TensorFile:
         """Append the tensor ``name``, the next one."""
         due = next(iter(self._due))
         if (name, Layout.of(array)) != (due, self._due.pop(due)):
-            raise ValueError(f"{name}, {Layout.of(array)}, is written where {due} is due")
+            raise ValueError(f"{name}, {Layout.of(array)}, is written, but {due} is due")
         self._put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def abandon(self) -> None:
-        """Close it as it is: while it is open, its space is not free."""
+        """Close the incomplete file, so that its space can be freed."""
         with suppress(OSError):
             self._file.close()
 
     def close(self) -> str:
-        """Bring the file to disk; return its SHA-256."""
+        """Flush the file to disk and return its SHA-256."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
@@ -101,7 +101,7 @@ class TensorFile:
 
 
 class Stored:
-    """A tensor in a file, which is read when it is asked for: ``np.asarray``, or some rows."""
+    """A tensor in a file, read on demand: by ``np.asarray``, or some rows."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._file, self._name = file, name
@@ -112,27 +112,27 @@ class Stored:
         return array if dtype is None else array.astype(dtype)
 
     def __getitem__(self, rows: slice) -> NDArray[Any]:
-        """Read some rows alone: ``[first:end]``, along the first dimension."""
+        """Read only the rows ``[first:end]`` of the first dimension."""
         first, end, _ = rows.indices(self.shape[0])
         if first >= end:
             return np.asarray(self)[:0] if not self.shape[0] else self[:1][:0]
-        found: NDArray[Any] = self._file.get_slice(self._name)[first:end]
-        return found
+        values: NDArray[Any] = self._file.get_slice(self._name)[first:end]
+        return values
 
 
 def stored(path: Path) -> dict[str, Stored]:
-    """Return the tensors in the file by name, unread.
+    """Return the tensors in the file by name, without reading them.
 
     Raises:
-        safetensors.SafetensorError: it is no such file.
+        safetensors.SafetensorError: it is not a safetensors file.
         OSError: it cannot be read.
     """
     file = safetensors.safe_open(path, framework="numpy")
-    return {name: Stored(file, name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+    return {name: Stored(file, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a regular file, of which little is in memory at once.
+    """Return the SHA-256 of a regular file, read in chunks.
 
     Raises:
         OSError: it cannot be read, or is no regular file.

@@ -1,4 +1,4 @@
-"""Step 1, the world: who takes part, and whether launcher and runtime agree."""
+"""Step 1, the world: ranks and hosts, and agreement of launcher and runtime."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hvdtrain.system.runtime.detect import BY_HAND, LaunchInfo
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train together, seen from one of them.
+    """Rank of this process and size of the job.
 
-    ``hosts`` is how many hosts take part; ``local_rank`` counts from 0 on each host;
-    ``gpus_per_rank`` is more than 1 where one process computes on several; ``stages`` is how many
-    ranks in a row hold one model together, each a part of it.
+    ``hosts`` is the number of hosts; ``local_rank`` counts from 0 on each host; ``gpus_per_rank``
+    is greater than 1 if a process uses several GPUs; ``stages`` is the number of consecutive ranks
+    across which a model is split.
     """
 
     rank: int
@@ -28,41 +28,41 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data this process has; its rank unless the model is split."""
+        """Index of this process's share of the data; its rank unless the model is split."""
         return self.rank // self.stages
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the data are cut; the world size unless the model is split."""
+        """Number of shares of the data; the world size unless the model is split."""
         return self.size // self.stages
 
     @property
     def stage(self) -> int:
-        """Which part of the model this process has, from 0; 0 unless the model is split."""
+        """Index of this process's pipeline stage, from 0; 0 unless the model is split."""
         return self.rank % self.stages
 
     @property
     def devices(self) -> int:
-        """How many devices compute."""
+        """Number of devices."""
         return self.size * self.gpus_per_rank
 
     @property
     def shares(self) -> int:
-        """Into how many parts a global batch is cut: one per device, or per model that is split."""
+        """Number of parts of a global batch: one per device, or per split model."""
         return self.data_size * self.gpus_per_rank
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes what is written once: logs, summary, checkpoints."""
+        """Whether this process writes logs, summary and checkpoints."""
         return self.rank == 0
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a process knows of its MPI and of its launcher, for the message where they differ."""
+    """A process's MPI library and launcher, for the message if they do not match."""
 
-    mpi: str = ""  # in this process, such as ``Open MPI 5.0.11, /opt/lib/libmpi.so.40``
-    own_mpirun: str = ""  # the launcher that is installed with that library
+    mpi: str = ""  # in this process, e.g. ``Open MPI 5.0.11, /opt/lib/libmpi.so.40``
+    own_mpirun: str = ""  # the launcher installed with that library
     started_by: str = ""  # the program that started this process
 
 
@@ -72,25 +72,25 @@ NO_EVIDENCE = Evidence()
 def check_launch(
     launch: LaunchInfo, runtime_size: int, runtime: str, evidence: Evidence = NO_EVIDENCE
 ) -> None:
-    """Raise where the launcher started another number of processes than the runtime connected.
+    """Raise if the launcher started a different number of processes than the runtime connected.
 
-    The usual case is eight worlds of size one: the runtime was built with another MPI than the
-    one that started it. Every process would then train alone, in silence.
+    Usually these are N worlds of size one: the runtime was built for another MPI than that of the
+    launcher. Without this check each process would train independently.
 
     Args:
-        launch: what the launcher's environment tells (see ``hvdtrain.system.runtime.detect``).
-        runtime_size: the world size that the runtime itself reports.
-        runtime: its name for the message, such as ``Horovod``.
-        evidence: what this process found out about itself.
+        launch: launch information (see ``hvdtrain.system.runtime.detect``).
+        runtime_size: world size reported by the runtime.
+        runtime: name of the runtime for the message, e.g. ``Horovod``.
+        evidence: MPI library and launcher of this process.
 
     Raises:
-        UsageError: on every rank, since every rank sees the same two numbers.
+        UsageError: on all ranks, as all have the same two numbers.
     """
     if launch.size == runtime_size:
         return
     if launch.size < runtime_size:
         cause = (
-            "a script between mpirun and Python has changed or dropped the launcher's variables, "
+            "a script between mpirun and Python has changed or removed the launcher's variables, "
             "as env -i, sudo and ssh do"
         )
     elif launch.launcher == BY_HAND:
@@ -102,24 +102,24 @@ def check_launch(
         cause = "no MPI is loaded in this process"
     raise UsageError(
         f"{launch.launcher or 'the command line'} "
-        f"{'tell of' if launch.launcher == BY_HAND else 'started'} {launch.size} "
+        f"{'announce' if launch.launcher == BY_HAND else 'started'} {launch.size} "
         f"process{'es' if launch.size > 1 else ''}, but {runtime} sees a world of {runtime_size}: "
         f"{cause}. {_remedy(launch, runtime_size, evidence)}"
     )
 
 
 def _remedy(launch: LaunchInfo, runtime_size: int, evidence: Evidence) -> str:
-    own = evidence.own_mpirun or "the mpirun of this environment"
+    mpirun = evidence.own_mpirun or "the mpirun of this environment"
     if launch.size < runtime_size:
-        return "Pass on OMPI_*, PMI*, PALS_* and SLURM_*, or let mpirun start Python itself"
+        return "Preserve OMPI_*, PMI*, PALS_* and SLURM_*, or let mpirun start Python directly"
     if launch.launcher == "srun" or "slurmstepd" in evidence.started_by:  # also --mpi=pmi2
         return (
-            "Start with `srun --mpi=pmix` (`srun --mpi=list` tells whether this Slurm has it), "
-            f"or with {own}"
+            "Start with `srun --mpi=pmix` (`srun --mpi=list` shows whether this Slurm has it), or "
+            f"with {mpirun}"
         )
     if launch.launcher == BY_HAND:
-        return f"Start with `{own} -n {launch.size}`, or unset RANK and WORLD_SIZE to train alone"
+        return f"Start with `{mpirun} -n {launch.size}`, or unset RANK and WORLD_SIZE for one rank"
     return (
-        f"Start with {own}, or run `hvdtrain install-horovod --rebuild` with the mpirun that you "
-        "want first on the PATH"
+        f"Start with {mpirun}, or run `hvdtrain install-horovod --rebuild` with the desired mpirun "
+        "first on the PATH"
     )

@@ -1,1 +1,1 @@
-"""What library and commands stand on: this process, this machine, and what is printed."""
+"""Base of library and commands: processes, hardware and output."""

@@ -1,7 +1,7 @@
-"""Files that the user names keep their kind.
+"""Output files named by the user.
 
-A link is followed. What is no regular file, a device or a pipe, is written to. A regular file is
-appended to, or replaced when all of its new content has been written: never by half of it.
+Symbolic links are followed. Devices and pipes are written to. A regular file is appended to, or
+replaced when its new content is complete.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hvdtrain.errors import HvdtrainError, UsageError
 
 log = logging.getLogger(__name__)
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that free space would mend
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that are solved by freeing space
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Make sure, before a long training, that ``path`` can be written at its end; opens nothing.
+    """Check before a long training that ``path`` can be written at its end, without opening it.
 
     Raises:
         UsageError: naming the option.
@@ -40,26 +40,26 @@ def check_writable(path: Path | None, option: str) -> None:
         special = False
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}") from error
-    # A file is replaced by one that is made beside it.
-    place = path if special else Path(os.path.realpath(path)).parent
-    if path.is_dir() or not os.access(place, os.W_OK):
-        raise UsageError(f"{name}: it cannot be written")
+    # A file is replaced by one that is created in the same directory.
+    target = path if special else Path(os.path.realpath(path)).parent
+    if path.is_dir() or not os.access(target, os.W_OK):
+        raise UsageError(f"{name}: cannot be written")
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether ``path``, or what it links to, is neither folder, device nor pipe.
+    """Return whether ``path``, links followed, is a regular file: no directory, device or pipe.
 
     Raises:
-        OSError: it is not there.
+        OSError: it does not exist.
     """
     return stat.S_ISREG(path.stat().st_mode)
 
 
 @contextlib.contextmanager
-def lock(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock of the file ``path``; another session that ``what`` is waited for, and told of.
+def lock(path: Path, activity: str) -> Iterator[None]:
+    """Hold the lock file ``path``; wait, with a message, for another session that ``activity``.
 
-    It is the kernel's (flock): it ends with the process that holds it, however that ends.
+    The kernel (flock) releases it when the process ends, for any reason.
 
     Raises:
         OSError: the file cannot be opened.
@@ -68,18 +68,18 @@ def lock(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("waiting for another session that %s (lock %s)", what, path)
+            log.info("waiting for another session that %s (lock %s)", activity, path)
             fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            # Two sessions may do the same work then; what they make gets its name when it is whole.
+            # Two sessions may do the same work then; results get their name when they are complete.
             log.warning("%s: this file system has no locks; do not run two sessions at once", path)
         yield
 
 
 def read_regular(path: Path, most: int = sys.maxsize - 1) -> bytes:
-    """Read the whole file; unlike a plain ``open``, never wait for a pipe or read a device.
+    """Read a whole file; unlike plain ``open``, never wait for a pipe or read a device.
 
     Raises:
         OSError: it cannot be read, is no regular file, or has more than ``most`` bytes.
@@ -92,14 +92,14 @@ def read_regular(path: Path, most: int = sys.maxsize - 1) -> bytes:
 
 
 class Output:
-    """A file to write to, named by the user; a pipe is opened at once, and kept open.
+    """An output file named by the user; a pipe is opened at once and kept open.
 
     Args:
-        path: the file; its folder must be there.
-        option: what the user named it by, for the messages.
+        path: the file; its directory must exist.
+        option: the option that names it, for the messages.
 
     Raises:
-        UsageError: it cannot be written, or is a pipe that nobody reads.
+        UsageError: it cannot be written, or is a pipe without a reader.
     """
 
     def __init__(self, path: Path, option: str = "") -> None:
@@ -112,16 +112,16 @@ class Output:
 
     @property
     def is_stream(self) -> bool:
-        """Whether it is a pipe or a device, in which nobody can seek."""
+        """Whether it is a pipe or a device: not seekable."""
         return self._stream is not None
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[IO[bytes]]:
-        """Open a file whose content becomes this one's when all has been written.
+        """Open a temporary file that replaces this one when it is complete.
 
         Raises:
-            UsageError: it cannot be made.
-            HvdtrainError: it cannot be written to its end.
+            UsageError: it cannot be created.
+            HvdtrainError: writing failed.
         """
         if self._stream:
             with self._failing():
@@ -147,7 +147,7 @@ class Output:
                 partial.unlink()
 
     def append(self, data: bytes) -> None:
-        """Add ``data`` at the end, to be seen at once.
+        """Append ``data`` and flush.
 
         Raises:
             UsageError: a file cannot be opened.
@@ -161,7 +161,7 @@ class Output:
             self._stream.flush()
 
     def close(self) -> None:
-        """Close it; the reader of a pipe sees its end."""
+        """Close it; the reader of a pipe sees end of file."""
         if self._stream:
             with self._failing():
                 self._stream.close()
@@ -171,27 +171,27 @@ class Output:
         try:
             yield
         except OSError as error:
-            why = error.strerror or error
+            reason = error.strerror or error
             if error.errno == errno.ENXIO:
-                why = "nobody reads this pipe; start its reader first"
-            raise UsageError(f"{self.name} cannot be written: {why}") from error
+                reason = "the pipe has no reader; start its reader first"
+            raise UsageError(f"{self.name} cannot be written: {reason}") from error
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if self._stream:  # what it still holds cannot be written either
+            if self._stream:  # its buffer cannot be written either
                 with contextlib.suppress(OSError):
                     self._stream.close()
                 self._stream = None
-            why = error.strerror or error
-            raise HvdtrainError(f"{self.name} cannot be written: {why}") from error
+            reason = error.strerror or error
+            raise HvdtrainError(f"{self.name} cannot be written: {reason}") from error
 
 
 @contextlib.contextmanager
 def replacing(path: Path, option: str = "") -> Iterator[IO[bytes]]:
-    """Open an ``Output`` to be written once; see there."""
+    """Open an ``Output`` to be written once; see ``Output.replacing``."""
     output = Output(path, option)
     try:
         with output.replacing() as file:
@@ -201,16 +201,16 @@ def replacing(path: Path, option: str = "") -> Iterator[IO[bytes]]:
 
 
 def _special(path: Path) -> int | None:
-    """Open what is no regular file or folder; None where it is one, or nothing yet."""
+    """Open a device, pipe or standard stream; return None for a regular or a missing file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    for own in (1, 2):  # /dev/stdout, where it is a file: what was written there stays
+    for standard in (1, 2):  # /dev/stdout redirected to a file: its content must be kept
         with contextlib.suppress(OSError):
-            if os.path.samestat(found, os.fstat(own)):
-                return os.dup(own)
-    if stat.S_ISREG(found.st_mode):
+            if os.path.samestat(status, os.fstat(standard)):
+                return os.dup(standard)
+    if stat.S_ISREG(status.st_mode):
         return None
     handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     os.set_blocking(handle, True)

@@ -1,4 +1,4 @@
-"""Small YAML files of settings: what stands in which line, and what is wrong in which."""
+"""Small YAML files of settings, read with line numbers for error messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hvdtrain.system.files import read_regular
 if TYPE_CHECKING:
     import yaml
 
-MOST_BYTES = 2**14  # of a file: far more than any, and read in an instant
-MOST_VALUE = 3000  # characters of one setting
-DEEPEST = 8  # collections within one another
-LONGEST = 500  # characters of what is wrong
+MOST_BYTES = 2**14  # of a file: far more than needed, and fast to read
+MOST_VALUE = 3000  # characters of a value
+DEEPEST = 8  # nested collections
+LONGEST = 500  # characters of a message
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One entry of the file."""
+    """An entry of the file."""
 
     name: str
     value: Any
@@ -29,31 +29,31 @@ class Setting:
 
 
 class _BrokenError(Exception):
-    """What is wrong, and in which line."""
+    """An error in a line of the file."""
 
-    def __init__(self, line: int, what: str) -> None:
-        super().__init__(f"line {line}: {' '.join(what.split())[:LONGEST]}")
+    def __init__(self, line: int, problem: str) -> None:
+        super().__init__(f"line {line}: {' '.join(problem.split())[:LONGEST]}")
 
 
 def read_settings(path: Path, example: str) -> list[Setting]:
-    """Read a file of settings; none where it is empty.
+    """Read a file of settings.
 
-    Whatever the file holds, this takes less than a second and little memory: so it takes no
-    aliases, with which a few lines can stand for gigabytes.
+    Any file is read in less than a second and with little memory; so aliases are refused, as a few
+    lines of them can expand to gigabytes.
 
     Args:
-        path: of the file.
-        example: a line that it may hold.
+        path: the file.
+        example: an example of a line, for the messages.
 
     Raises:
-        UsageError: it cannot be read, is no mapping, or names something twice; with the line.
+        UsageError: the file cannot be read, is no mapping, or has a duplicate key; with the line.
     """
     try:
         text = read_regular(path, MOST_BYTES).decode()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} cannot be read: it is no text in UTF-8") from error
+        raise UsageError(f"{path} cannot be read: not UTF-8 text") from error
     try:
         _check_size(text)
         return list(_settings(text, example))
@@ -62,9 +62,9 @@ def read_settings(path: Path, example: str) -> list[Setting]:
 
 
 def _check_size(text: str) -> None:
-    import yaml  # seconds on a cold disk, which most commands can spare
+    import yaml  # takes seconds on a cold disk, and most commands do not need it
 
-    opened: list[Any] = []  # where the collections begin that are not at their end
+    opened: list[Any] = []  # start marks of the open collections
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
             line = event.start_mark.line + 1 if event.start_mark else 1
@@ -75,12 +75,14 @@ def _check_size(text: str) -> None:
             if len(opened) > DEEPEST:
                 raise _BrokenError(line, "nested too deeply")
             if isinstance(event, yaml.AliasEvent):
-                raise _BrokenError(line, f"*{event.anchor}: write out what it stands for")
+                raise _BrokenError(
+                    line, f"*{event.anchor}: aliases are not supported; write out the value"
+                )
             if isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_VALUE:
                 raise _BrokenError(line, f"a value of {len(event.value):,} characters")
     except yaml.MarkedYAMLError as error:
         raise _explained(error, text, opened) from error
-    except yaml.YAMLError as error:  # a character that no YAML may have
+    except yaml.YAMLError as error:  # a character that YAML does not allow
         raise _BrokenError(1, str(error)) from error
 
 
@@ -94,8 +96,8 @@ def _explained(error: yaml.MarkedYAMLError, text: str, opened: Sequence[Any] = (
         opened = ()
     if opened:
         return _BrokenError(opened[-1].line + 1, f"{text[opened[-1].index]!r} is not closed")
-    found = error.problem_mark or error.context_mark
-    return _BrokenError(found.line + 1 if found else 1, problem)
+    mark = error.problem_mark or error.context_mark
+    return _BrokenError(mark.line + 1 if mark else 1, problem)
 
 
 def _settings(text: str, example: str) -> Iterator[Setting]:
@@ -109,19 +111,19 @@ def _settings(text: str, example: str) -> Iterator[Setting]:
     if root is None or root.tag == "tag:yaml.org,2002:null":
         return
     if not isinstance(root, yaml.MappingNode):
-        raise _BrokenError(root.start_mark.line + 1, f"it must hold lines such as `{example}`")
+        raise _BrokenError(root.start_mark.line + 1, f"expected lines such as `{example}`")
     lines: dict[str, int] = {}
     for key, value in root.value:
         line = key.start_mark.line + 1
         try:
             name = str(loader.construct_object(key, deep=True))
             setting = Setting(name, loader.construct_object(value, deep=True), line)
-        except Exception as error:  # a tag that does not fit its value raises any
-            what = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-            raise _BrokenError(value.start_mark.line + 1, str(what)) from error
+        except Exception as error:  # a tag that does not fit its value raises any type
+            problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+            raise _BrokenError(value.start_mark.line + 1, str(problem)) from error
         same = name.replace("_", "-")
         if same in lines:
-            message = f"{name}: line {lines[same]} has it already; leave one out"
+            message = f"{name}: line {lines[same]} has the same key; leave one out"
             raise _BrokenError(line, message)
         lines[same] = line
         yield setting

@@ -19,7 +19,7 @@ def test_worlds_of_one_under_srun(cluster: Cluster) -> None:
     assert "srun started 2 processes, but Horovod sees a world of 1" in said
     assert "slurmstepd" in said
     assert (
-        f"`srun --mpi=pmix` (`srun --mpi=list` tells whether this Slurm has it), or with {BIN}"
+        f"`srun --mpi=pmix` (`srun --mpi=list` shows whether this Slurm has it), or with {BIN}"
         in (said)
     )
 

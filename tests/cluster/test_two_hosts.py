@@ -220,7 +220,7 @@ def test_a_host_is_lost_and_the_training_goes_on_later(
     (said,) = outcome.said
     assert said.startswith(f"hvdtrain: rank 0 on {two.name(1)}, step ")
     assert f"host {two.name(2)} (ranks 2-3) has not answered for 15 s" in said
-    assert said.endswith(f"again: it goes on from {newest}")
+    assert said.endswith(f"again: it resumes from {newest}")
     step = newest.name.partition("+")[0]  # at the end of an epoch it is saved twice
     end = int(step.removeprefix("step-")) + 6
     resumed = train_on(two, tmp_path, *LONG, f"--num-steps={end}", "--resume=must")
@@ -241,7 +241,7 @@ def test_a_host_is_lost_under_another_strategy(
     assert outcome.code == 1
     (said,) = outcome.said
     assert f"host {two.name(2)} (ranks 2-3) has not answered for 15 s" in said
-    assert said.endswith(f"again: it goes on from {newest}")
+    assert said.endswith(f"again: it resumes from {newest}")
     end = int(newest.name.partition("+")[0].removeprefix("step-")) + 6
     resumed = train_on(two, tmp_path, *options, f"--num-steps={end}", "--resume=must")
     assert resumed.summary["steps_completed"] == end
@@ -307,7 +307,7 @@ def test_a_host_is_lost_while_its_network_stays_up(
         outcome = wait_until_over(two, process, way.__name__)
     assert outcome.code == 1
     assert outcome.said[-1].startswith(f"hvdtrain: error: host {two.name(2)} was lost")
-    _, words, newest = outcome.said[-1].rpartition("again: it goes on from ")
+    _, words, newest = outcome.said[-1].rpartition("again: it resumes from ")
     # A concurrent save may end after that line.
     assert words and Path(newest) in sorted(tmp_path.glob("checkpoints/step-*"))[-2:]
 

@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def summary_of(outcome: Outcome, folder: Path) -> dict[str, Any]:
     """The summary of a training that is to have ended well; skip what is not built yet."""
-    if "is not built yet" in outcome.err:
+    if "is not implemented" in outcome.err:
         pytest.skip(outcome.said[-1])
     assert outcome.code == 0, outcome.err[-3000:]
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())

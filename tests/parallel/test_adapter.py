@@ -39,7 +39,7 @@ def test_loops_of_users_equal_one_process_and_misuse_is_told(
 def test_a_call_under_a_test_of_the_rank_ends_at_once(strategy: str, tmp_path: Path) -> None:
     outcome = resident.ranks(3, str(OWN_LOOP), strategy, str(tmp_path), "alone")
     assert outcome.code == 1
-    assert "the ranks wait in different calls, so for ever: rank 0 on" in outcome.err
+    assert "the ranks wait in different calls: rank 0 on" in outcome.err
     # One that is in the other call is enough to tell.
     assert re.search(r"in save_checkpoint, ranks? [12]\b.* on", outcome.err)
     waits = {

@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
         show_seconds_lost(f"Horovod, {framework[12:]}, a rank killed", job.saved, job.process)
         code, said = job.end()
     assert code == 0, said
-    lost = re.search(r", step (\d+): rank \d on .* go on from \S*/step-(\d+)", said)
+    lost = re.search(r", step (\d+): rank \d on .* resume from \S*/step-(\d+)", said)
     assert lost, said
     assert 0 <= int(lost[1]) - int(lost[2]) <= EVERY
     assert "was ended by SIGKILL" in said

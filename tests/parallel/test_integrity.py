@@ -79,7 +79,7 @@ def test_two_mpi_libraries_in_one_process(mpich: Path, tmp_path: Path) -> None:
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"},
-            ("RANK and WORLD_SIZE tell of 4 processes", "world of 1", "unset RANK and WORLD_SIZE"),
+            ("RANK and WORLD_SIZE announce 4 processes", "world of 1", "unset RANK and WORLD_SIZE"),
         ),
     ],
 )
@@ -297,7 +297,7 @@ def test_one_flipped_bit_is_found_by_the_next_check(way: tuple[str, ...], tmp_pa
     for words in (
         f"after step 7 the model of {socket.gethostname()} (rank 1) differs from rank 0's, first "
         f"in {name}: ",
-        f"it goes on from {saved};",
+        f"it resumes from {saved};",
     ):
         assert words in outcome.said[0]
     assert "Traceback" not in outcome.err

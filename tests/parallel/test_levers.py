@@ -41,10 +41,8 @@ def test_a_training_in_16_bits_sends_half_and_says_so(tmp_path: Path) -> None:
 def test_bf16_is_refused_where_it_cannot_be_summed() -> None:
     outcome = resident.ranks(2, "-m", "hvdtrain.mnist", "--compression=bf16")
     assert outcome.code == 2
-    assert outcome.said == [
-        "hvdtrain: error: --compression bf16: Horovod has no sum of that type; give --compression "
-        "fp16"
-    ]
+    (line,) = outcome.said
+    assert "--compression bf16: Horovod" in line and "--compression fp16" in line
 
 
 @pytest.mark.parametrize(
@@ -107,6 +105,5 @@ def test_a_training_with_adasum(tmp_path: Path) -> None:
     assert done["eval_accuracy"] > 0.8  # of ten classes
     outcome = resident.ranks(3, "-m", "hvdtrain.mnist", *options)
     assert outcome.code == 2
-    assert outcome.said == [
-        "hvdtrain: error: --reduction adasum takes a power of two of ranks, not 3: start 2 or 4"
-    ]
+    (line,) = outcome.said
+    assert "--reduction adasum" in line and line.endswith("power of two, not 3: start 2 or 4")

@@ -134,7 +134,7 @@ def task(options):
 @pytest.mark.parametrize(
     ("number", "words", "said"),
     [
-        (3, ("--stages=2",), "--stages 2: 3 ranks cannot be put together in groups of 2: start"),
+        (3, ("--stages=2",), "--stages 2: 3 ranks cannot be divided into groups of 2: start"),
         (2, ("--compile",), "--compile is not for --strategy pipeline; use ddp"),
         (2, ("--sync-batchnorm",), "--sync-batchnorm is not for --strategy pipeline: BatchNorm"),
         (2, ("--compression=bf16",), "--compression bf16 is not for --strategy pipeline: leave"),

@@ -51,7 +51,7 @@ def test_it_trains_as_under_mpirun_and_shows_it_on_a_terminal(tmp_path: Path) ->
     [
         (("--strategy=horovod",), {}, "--strategy horovod is started by mpirun, not by --spawn"),
         ((), {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "mpirun (Open MPI) start"),
-        (("--local_rank=1",), {}, "--local-rank 1, but no launcher is here"),
+        (("--local_rank=1",), {}, "--local-rank 1, but there is no launcher"),
         (("--data=/nowhere",), {}, "--data /nowhere: no such directory"),
     ],
 )
@@ -97,9 +97,9 @@ def test_no_process_survives_the_end(started: Start, tmp_path: Path) -> None:
     code, said = ended(lambda process: rank_of(process, 1).kill())
     assert code == 128 + signal.SIGKILL
     assert "hvdtrain: rank 1 was ended by SIGKILL" in said.splitlines()
-    lost = f"rank 1 on {socket.gethostname()} has ended without a word"
+    lost = f"rank 1 on {socket.gethostname()} exited unexpectedly"
     assert lost in said
-    assert f"it goes on from {tmp_path}" in said
+    assert f"it resumes from {tmp_path}" in said
 
     code, said = ended(lambda process: process.kill())
     assert (code, said) == (-signal.SIGKILL, "")

@@ -24,7 +24,7 @@ KEYS = """
     step_seconds_median seconds_total seconds_to_first_step step_split gradient_messages
     peak_memory_bytes utilisation_mean utilisation_lowest parameter_norm stopped checkpoint
     timeline options environment
-"""  # section 4 of the design; step_split and those on, for `scaling` and `report`
+"""  # documented in docs/training.md
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -1,4 +1,4 @@
-"""Several ranks in threads, and an environment in which no launcher has started the tests."""
+"""Ranks in threads, and an environment without a launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdtrain import cli
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.system.runtime.detect import LAUNCHERS, TORCHRUN_MARK
 
-# No deadline: the cores are shared. No database, and the rest below /tmp: nothing is left behind.
+# No deadline, as cores are shared; no database, and other files in /tmp, to leave nothing behind.
 settings.register_profile(
     "hvdtrain",
     deadline=None,
@@ -29,11 +29,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("hvdtrain")
-HOME = tempfile.TemporaryDirectory(prefix="hypothesis-")  # goes when the process ends
+HOME = tempfile.TemporaryDirectory(prefix="hypothesis-")  # removed when the process ends
 configuration.set_hypothesis_home_dir(Path(HOME.name))
 
 LAUNCHER_VARIABLES = {
-    *(name for one in LAUNCHERS for name in (one.rank, one.size, one.local_rank, one.local_size)),
+    *(
+        name
+        for entry in LAUNCHERS
+        for name in (entry.rank, entry.size, entry.local_rank, entry.local_size)
+    ),
     TORCHRUN_MARK,
     "SLURM_STEP_ID",
 }
@@ -47,7 +51,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Give ``hvdtrain`` words that it refuses: exit code 2, and one line, which is returned."""
+    """Run ``hvdtrain`` with invalid arguments; check exit code 2 and return the one-line error."""
 
     def refuse(*words: str) -> str:
         assert cli.main(words) == 2
@@ -60,23 +64,23 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Give standard output to a terminal of so many columns."""
-    ours, its = pty.openpty()
+    """Redirect standard output to a terminal with a number of columns."""
+    controller, device = pty.openpty()
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    with os.fdopen(its, "w") as screen:
+    with os.fdopen(device, "w") as screen:
 
         def give(columns: int) -> None:
             monkeypatch.setattr(sys, "stdout", screen)
-            monkeypatch.setenv("COLUMNS", str(columns))  # which counts before the device's own
+            monkeypatch.setenv("COLUMNS", str(columns))  # takes precedence over the device's size
 
         yield give
         monkeypatch.undo()
-    os.close(ours)
+    os.close(controller)
 
 
 class Meeting:
-    """Where the threads that play the ranks exchange what they hold."""
+    """Exchange of data between the threads that act as ranks."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=20)
@@ -85,13 +89,13 @@ class Meeting:
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self.slots[rank] = value
         self.barrier.wait()
-        everyone = list(self.slots)
+        gathered = list(self.slots)
         self.barrier.wait()
-        return everyone
+        return gathered
 
 
 class ThreadCommunicator(Communicator):
-    """A rank that is a thread."""
+    """Communicator of a rank that is a thread."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank, self.size, self.meeting = rank, size, meeting
@@ -101,38 +105,38 @@ class ThreadCommunicator(Communicator):
         return self.meeting.exchange(self.rank, data)
 
     def broadcast(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        everyone = self.meeting.exchange(self.rank, data.copy())
-        assert len({len(one) for one in everyone}) == 1, "ranks disagree about the length"
-        return everyone[0]
+        gathered = self.meeting.exchange(self.rank, data.copy())
+        assert len({len(each) for each in gathered}) == 1, "ranks disagree about the length"
+        return gathered[0]
 
     def sum(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        everyone = self.meeting.exchange(self.rank, values.copy())
-        return np.sum(everyone, axis=0)
+        gathered = self.meeting.exchange(self.rank, values.copy())
+        return np.sum(gathered, axis=0)
 
     def tensor(self, length: int, value: float) -> np.ndarray[Any, Any]:
         return np.full(length, value, np.float32)
 
     def sum_tensor(self, tensor: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-        everyone = self.meeting.exchange(self.rank, (name, tensor.copy()))
-        assert len({one for one, _ in everyone}) == 1, "ranks sum different tensors"
-        return np.sum([values for _, values in everyone], axis=0)
+        gathered = self.meeting.exchange(self.rank, (name, tensor.copy()))
+        assert len({sum_name for sum_name, _ in gathered}) == 1, "ranks sum different tensors"
+        return np.sum([values for _, values in gathered], axis=0)
 
 
 OnRanks = Callable[[int, Callable[[Communicator], Any]], list[Any]]
 
 
 def run_on_ranks(size: int, action: Callable[[Communicator], Any]) -> list[Any]:
-    """What ``action`` returns, or raises, on each of ``size`` ranks."""
+    """Return the results of ``action`` on ``size`` ranks, or the errors it raises."""
     meeting = Meeting(size)
     outcomes: list[Any] = [None] * size
 
-    def play(rank: int) -> None:
+    def act(rank: int) -> None:
         try:
             outcomes[rank] = action(ThreadCommunicator(rank, size, meeting))
         except Exception as error:
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [threading.Thread(target=act, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -143,5 +147,5 @@ def run_on_ranks(size: int, action: Callable[[Communicator], Any]) -> list[Any]:
 
 @pytest.fixture
 def on_ranks() -> OnRanks:
-    """Call a function once for each rank, in threads, with a communicator."""
+    """Return a function that calls a function on each rank, in threads, with a communicator."""
     return run_on_ranks

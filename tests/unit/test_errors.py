@@ -1,4 +1,4 @@
-"""The exit codes of the contract."""
+"""Exit codes."""
 
 from __future__ import annotations
 

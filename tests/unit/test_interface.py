@@ -1,8 +1,8 @@
-"""What users type and programs read, compared whole with the files in ``golden/``.
+"""Options, help texts and JSON keys, compared with the files in ``golden/``.
 
-``golden/options.txt`` and ``golden/keys.txt`` are contracts: names of options and their values, and
-keys of JSON. ``golden/help/`` is for reading what a change of a text makes of the whole page.
-After a change that was meant, this writes the files anew: read what has changed.
+``golden/options.txt`` and ``golden/keys.txt`` are contracts: names of options, their values, and
+keys of JSON. ``golden/help/`` shows the effect of a changed text on the whole help page. After an
+intended change, rewrite the files and review the difference:
 
 python -m tests.unit.test_interface
 """
@@ -40,7 +40,7 @@ WIDTH = 80
 
 
 def parsers() -> dict[str, CommandParser]:
-    """Return the parser of each verb and program by what a user types."""
+    """Return the parser of each verb and program, by command."""
     verbs = {
         f"hvdtrain {verb.name}": cli._declare(
             verb, importlib.import_module(str(verb.module)), CommandParser
@@ -63,7 +63,7 @@ def help_of(command: str) -> str:
 
 
 def options() -> str:
-    """Return each option of each verb and program: its names, how many values, and which."""
+    """Return each option of each verb and program: names, number of values, and choices."""
     lines = []
     for command, parser in parsers().items():
         for action in sorted(parser._actions, key=lambda action: action.option_strings):
@@ -77,7 +77,7 @@ def options() -> str:
 
 
 def paths(value: Any, path: str = "") -> Iterator[str]:
-    """Yield where the leaves of a JSON value are: ``rows[].ranks``."""
+    """Yield the paths of the leaves of a JSON value, e.g. ``rows[].ranks``."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from paths(inner, f"{path}.{key}".lstrip("."))
@@ -89,7 +89,7 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
 
 
 def objects(folder: Path) -> dict[str, Any]:
-    """Return what each verb without ranks prints with ``--json``, and a line of each study."""
+    """Return the ``--json`` output of each verb without ranks, and a line of each study."""
     (folder / "measured.csv").write_text(TUTORIAL)
     (folder / "timeline.json").write_text(straggling(10).text)
     comparison, images = folder / "comparison", folder / "images"
@@ -123,10 +123,10 @@ def objects(folder: Path) -> dict[str, Any]:
 
 
 def keys() -> str:
-    """Return the keys of each object, a line each."""
+    """Return the keys of each object, one per line."""
     with tempfile.TemporaryDirectory() as folder:
-        found = objects(Path(folder))
-    lines = [f"{name}: {path}" for name, value in found.items() for path in paths(value)]
+        printed = objects(Path(folder))
+    lines = [f"{name}: {path}" for name, value in printed.items() for path in paths(value)]
     return "\n".join(dict.fromkeys(lines)) + "\n"
 
 

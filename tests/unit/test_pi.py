@@ -1,4 +1,4 @@
-"""Pi by darts: the rule of a hit, the grid's own error, streams and digits."""
+"""Pi by Monte Carlo: the hit condition, the grid's bias, streams and digits."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from tests.terminal import record, screen
 
 
 def last_hit(column: int) -> int:
-    """The last row of ``column`` whose cell's middle is in the circle, -1 for none; exact.
+    """Return the last row of ``column`` whose cell's center is in the circle, or -1; exact.
 
     (k + 1/2)^2 + (l + 1/2)^2 < S^2, times four: (2 l + 1)^2 <= 4 S^2 - (2 k + 1)^2 - 1.
     """
     return (math.isqrt(4 * SIDE**2 - (2 * column + 1) ** 2 - 1) + 1) // 2 - 1
 
 
-def test_the_grid_makes_pi_too_large_by_what_the_docstring_says() -> None:
+def test_the_bias_of_the_grid_is_as_documented() -> None:
     inside = sum(last_hit(column) + 1 for column in range(SIDE))
     bias = 4 * inside / SIDE**2 - math.pi
     assert bias == pytest.approx(4.7e-8, abs=0.05e-8)
-    assert bias < 2.4e-5 / 400  # of the standard error of 5e9 darts
+    assert bias < 2.4e-5 / 400  # the standard error of 5e9 points
 
 
-def darts(x: Any, y: Any) -> NDArray[np.uint64]:
-    """What the generator must have drawn for these darts to be thrown: whole blocks."""
+def raw_of(x: Any, y: Any) -> NDArray[np.uint64]:
+    """Return the generator's output for these points: whole blocks."""
     columns, rows = (np.asarray(v, np.uint16).reshape(-1, BLOCK) for v in (x, y))
     return np.concatenate([columns, rows], axis=1).ravel().view(np.uint64)
 
 
 def throw(monkeypatch: pytest.MonkeyPatch, x: Any, y: Any, samples: int) -> int:
-    raw = darts(x, y)
+    raw = raw_of(x, y)
     used = 0
 
     class Rigged:
@@ -93,12 +93,12 @@ def test_the_rule_is_exact_at_the_edge_of_every_column(monkeypatch: pytest.Monke
     beyond = [(column, row + 1) for column, row in zip(columns, edge, strict=True)]
     outside = [(column, row) for column, row in beyond if row < SIDE]
     assert len(outside) > SIDE - 600  # near column 0 the circle leaves the square
-    x, y = (padded([place[axis] for place in outside]) for axis in (0, 1))
+    x, y = (padded([cell[axis] for cell in outside]) for axis in (0, 1))
     assert throw(monkeypatch, x, y, len(outside)) == 0
 
 
 def exact(samples: int, stream: np.random.SeedSequence) -> int:
-    """The same darts, counted in whole numbers of 64 bits."""
+    """Count the hits among the same points in 64-bit integers."""
     blocks = -(-samples // BLOCK)
     raw = np.random.SFC64(stream).random_raw(blocks * BLOCK // 2).view(np.uint16)
     cells = raw.reshape(blocks, 2, BLOCK).astype(np.int64)
@@ -153,24 +153,24 @@ def test_another_number_of_ranks_gives_other_digits() -> None:
     assert len(totals) == 4
 
 
-def test_ranks_have_streams_of_their_own() -> None:
+def test_each_rank_has_an_independent_stream() -> None:
     assert len(set(hits_of(4_000_000, 7, 4))) == 4
 
 
-def test_the_ranks_throw_all_the_darts_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    thrown: list[int] = []
-    monkeypatch.setattr(pi, "count_hits", lambda samples, stream: thrown.append(samples) or 0)
+def test_the_ranks_share_all_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[int] = []
+    monkeypatch.setattr(pi, "count_hits", lambda samples, stream: parts.append(samples) or 0)
     for rank in range(3):
         estimate(World(rank, 3), 11, 1)
-    assert thrown == [4, 4, 3]
+    assert parts == [4, 4, 3]
 
 
 def test_the_sum_is_over_all_ranks() -> None:
-    everyone = hits_of(100_001, 7, 3)
+    hits = hits_of(100_001, 7, 3)
     for rank in range(3):
-        others = everyone[:rank] + everyone[rank + 1 :]
+        others = hits[:rank] + hits[rank + 1 :]
         result = estimate(World(rank, 3, others), 100_001, 7)
-        assert result == Estimate(sum(everyone), 100_001)
+        assert result == Estimate(sum(hits), 100_001)
 
 
 @pytest.mark.parametrize("counter", [count_hits, count_hits_naive])
@@ -194,7 +194,7 @@ def test_the_standard_error_of_a_fair_coin() -> None:
     assert Estimate(truth, 10**8).error == pytest.approx(expected)
 
 
-def test_the_error_is_what_repeated_runs_scatter_by() -> None:
+def test_the_error_is_the_deviation_of_repeated_runs() -> None:
     samples, runs = 20_000, 400
     streams = np.random.SeedSequence(3).spawn(runs)
     values = [4 * count_hits(samples, stream) / samples for stream in streams]
@@ -212,7 +212,7 @@ def test_the_command_line() -> None:
 @pytest.mark.parametrize(
     "line", [["--samples", "0"], ["--samples", "x"], ["--samples", "inf"], ["--sample", "5"], ["9"]]
 )
-def test_a_wrong_command_line_is_told(line: list[str]) -> None:
+def test_a_wrong_command_line_is_reported(line: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         build_parser().read(line)
     assert line[0].partition("=")[0] in str(caught.value)
@@ -230,13 +230,13 @@ def test_the_report() -> None:
     assert "on 1 rank in" in report(Estimate(3, 3), 1.0, 1, as_json=False)
 
 
-def test_more_darts_than_the_ranks_can_add_up_are_refused() -> None:
+def test_more_points_than_an_int64_counts_are_refused() -> None:
     assert build_parser().read([f"--samples={2**63 - 1}"]).samples == 2**63 - 1
-    with pytest.raises(UsageError, match=r"--samples: 1e20 is larger than 2\^63 - 1, the most"):
+    with pytest.raises(UsageError, match=r"--samples: 1e20 is larger than 2\^63 - 1"):
         build_parser().read(["--samples", "1e20"])
 
 
-def test_a_person_sees_how_far_it_is() -> None:
+def test_a_terminal_shows_progress() -> None:
     line = [sys.executable, "-m", "hvdtrain.pi", "--samples=9e18"]
     seen = record(line, columns=80, interrupt=[" years to go"])
     assert re.search(r"pi: 0.0 % of the samples, about [\d,]+ years to go \.\.\. \d+ s", seen.text)
@@ -244,8 +244,8 @@ def test_a_person_sees_how_far_it_is() -> None:
     assert (seen.code, rows) == (130, ["hvdtrain: interrupted"]), seen.text
 
 
-def test_without_an_mpi_library_it_is_one_line_that_names_the_extra(tmp_path: Path) -> None:
-    """An mpi4py that loads none, as it is beside no MPI; its own error has four lines."""
+def test_a_missing_mpi_library_is_reported_in_one_line_with_the_extra(tmp_path: Path) -> None:
+    """mpi4py without an MPI library raises an error of four lines."""
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
     error = "cannot load MPI library\n  libmpi.so.40: cannot open\n  libmpi.so.12: cannot open"
@@ -260,5 +260,5 @@ def test_without_an_mpi_library_it_is_one_line_that_names_the_extra(tmp_path: Pa
         )
         (line,) = result.stderr.splitlines()
         assert result.returncode == 2
-        assert line.startswith("hvdtrain: error: mpi4py finds no MPI library that works (cannot")
+        assert line.startswith("hvdtrain: error: mpi4py cannot load an MPI library (cannot")
         assert "): pip install 'hvdtrain[mpi]', or load the module of your MPI" in line

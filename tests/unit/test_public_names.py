@@ -1,4 +1,4 @@
-"""What ``import hvdtrain`` offers: documented, typed, and imported only when it is asked for."""
+"""Public names of ``hvdtrain``: documented, typed, imported on first access."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_the_names_are_sorted_and_those_of_the_types() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(hvdtrain.__all__) - {"__version__"}))
 def test_a_public_name_and_its_methods_are_documented(name: str) -> None:
-    found = getattr(hvdtrain, name)
-    assert inspect.getdoc(found)
-    for method, value in vars(found).items() if inspect.isclass(found) else ():
-        own = isinstance(value, property) or getattr(value, "__name__", None) == method
-        if own and not method.startswith("_"):
+    public = getattr(hvdtrain, name)
+    assert inspect.getdoc(public)
+    for method, value in vars(public).items() if inspect.isclass(public) else ():
+        is_method = isinstance(value, property) or getattr(value, "__name__", None) == method
+        if is_method and not method.startswith("_"):
             assert inspect.getdoc(value), f"{name}.{method}"
 
 
@@ -41,12 +41,12 @@ def test_the_reference_lists_every_name() -> None:
     assert sorted([*listed, "__version__"]) == hvdtrain.__all__
 
 
-def test_a_name_that_is_not_there_is_told() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'hvdtrain' has no attribute 'adaptor'"):
         hvdtrain.adaptor  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_nothing_is_imported_before_it_is_asked_for() -> None:
+def test_names_are_imported_on_first_access() -> None:
     program = (
         "import sys, hvdtrain; names = dir(hvdtrain); before = set(sys.modules)\n"
         "print([name for name in sorted(before) if name.startswith('hvdtrain.')])\n"
@@ -54,5 +54,5 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
         "heavy = {'torch', 'tensorflow', 'horovod', 'mpi4py', 'matplotlib', 'scipy', 'sklearn'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (told.stdout, told.stderr) == ("[]\n[]\n", "")
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("[]\n[]\n", "")

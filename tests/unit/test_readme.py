@@ -1,4 +1,4 @@
-"""README shows a script as it is, and the pages show commands that are understood."""
+"""README shows lines of a real script, and the pages show commands that parse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.commands import Shown, shown
 from tests.conftest import ROOT
 
 
-def test_the_lines_shown_stand_in_the_example_in_that_order() -> None:
+def test_the_readme_shows_lines_of_the_example_in_order() -> None:
     block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block
     shown = [line for line in block[1].splitlines() if line and line.split()[0] != "..."]
@@ -25,13 +25,13 @@ def test_the_lines_shown_stand_in_the_example_in_that_order() -> None:
     assert "".join(steps) == "12345678"
 
 
-def test_code_fits_the_box_of_the_site() -> None:
+def test_code_is_not_wider_than_the_site() -> None:
     blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     lines = [line for block in blocks for line in block.splitlines()]
-    assert [line for line in lines if len(line) > 93] == []  # as wide as that is at 1280 pixels
+    assert [line for line in lines if len(line) > 93] == []  # the width at 1280 pixels
 
 
-def test_every_page_is_linked_and_every_link_leads_somewhere() -> None:
+def test_every_page_is_linked_and_every_link_has_a_target() -> None:
     readme = (ROOT / "README.md").read_text()
     pages = sorted((ROOT / "docs").glob("*.md"))
     assert [page.name for page in pages if f"(docs/{page.name})" not in readme] == []
@@ -41,8 +41,8 @@ def test_every_page_is_linked_and_every_link_leads_somewhere() -> None:
 
 
 @pytest.mark.parametrize("command", shown(), ids=lambda command: command.text[:70])
-def test_every_command_of_the_pages_is_understood(command: Shown) -> None:
-    """By the parsers of verbs and trainers; tests/parallel/test_commands.py starts them, too."""
+def test_every_command_of_the_pages_parses(command: Shown) -> None:
+    """Parse it; tests/parallel/test_commands.py runs it."""
     words = shlex.split(command.text.partition(" > ")[0], comments=True)
     if "hvdtrain" in words:
         name, *rest = words[words.index("hvdtrain") + 1 :]
@@ -52,7 +52,7 @@ def test_every_command_of_the_pages_is_understood(command: Shown) -> None:
         parser.parse_args(rest)
     for module in {"hvdtrain.mnist", "hvdtrain.resnet"} & set(words):
         rest = words[words.index(module) + 1 :]
-        if "$" not in command.text:  # what a job script puts in
+        if "$" not in command.text:  # a variable of a job script
             kind = importlib.import_module(module).WORKLOAD.options
             command_line.parse("", rest, description="", epilog="", kind=kind)
 

@@ -1,4 +1,4 @@
-"""What a release says of itself: one version, and pages that are where help says."""
+"""A release has one version, and the pages that help texts name exist."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_one_version_everywhere() -> None:
     assert changes[0] == __version__
 
 
-@pytest.mark.parametrize("verb", [one.name for one in cli.VERBS if one.module])
-def test_each_page_that_the_help_names_is_there(
+@pytest.mark.parametrize("verb", [verb.name for verb in cli.VERBS if verb.module])
+def test_each_page_that_the_help_names_exists(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""What `make setup` and a build of Horovod download: all of it pinned, and checked by hash."""
+"""Downloads of `make setup` and of a Horovod build: pinned and checked by hash."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HASHES = r"(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n"
 
 
 def pins(path: Path) -> dict[str, Requirement]:
-    """The requirements of a file, by name."""
+    """Return the requirements of a file, by name."""
     lines = re.findall(r"^[^#\s].*", path.read_text(), re.MULTILINE)
-    found = [Requirement(line.removesuffix("\\")) for line in lines]
-    return {canonicalize_name(one.name): one for one in found}
+    requirements = [Requirement(line.removesuffix("\\")) for line in lines]
+    return {canonicalize_name(pin.name): pin for pin in requirements}
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def test_every_line_is_a_pin_with_hashes(path: Path) -> None:
     assert re.fullmatch(rf"(?:#.*\n)*(?:[a-z0-9-]+==[^\s;]+(?: ; .+?)?{HASHES})+", path.read_text())
 
 
-def test_setup_installs_nothing_that_is_not_checked(tmp_path: Path) -> None:
-    told = subprocess.run(
+def test_setup_installs_only_checked_packages(tmp_path: Path) -> None:
+    result = subprocess.run(
         ["make", "--dry-run", "setup", f"VENV={tmp_path}"],
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    lines = told.stdout.replace("\\\n", " ").splitlines()
+    lines = result.stdout.replace("\\\n", " ").splitlines()
     commands = [line.partition("pip install")[2].split() for line in lines if "pip install" in line]
     assert sum("--require-hashes" in words for words in commands) == 2
     others = [words for words in commands if "--require-hashes" not in words]
@@ -48,7 +48,7 @@ def test_setup_installs_nothing_that_is_not_checked(tmp_path: Path) -> None:
     assert all({"--only-binary", "--no-build-isolation"} & set(words) for words in commands)
 
 
-def test_the_constraints_are_what_is_tested() -> None:
+def test_the_constraints_equal_the_requirements() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     named = re.findall(r"^TORCH := (\S+) (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     pinned = re.findall(r"^([^#\s].*) \\$", SETUP.read_text(), re.MULTILINE)

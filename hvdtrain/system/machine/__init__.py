@@ -1,1 +1,1 @@
-"""What is on this machine, read without starting anything."""
+"""Hardware and software of this machine, inspected without starting a program."""

@@ -1,7 +1,6 @@
-"""Tell what is installed: which PyTorch, which TensorFlow, whether a module is there.
+"""Installed frameworks and modules, found without importing them.
 
-Neither is imported: both say their version in small files, and importing them takes seconds and
-may touch a GPU.
+Versions are read from small files, as an import takes seconds and may initialize a GPU.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ TENSORFLOWS = [
 class Torch:
     """An installed PyTorch."""
 
-    version: str  # with its local part, such as 2.13.0+cpu
+    version: str  # with local part, e.g. 2.13.0+cpu
     cuda: str | None  # the CUDA version it was built for; None for a CPU build
-    identity: str  # what tells two builds of one version apart: CUDA, HIP and the commit
+    identity: str  # distinguishes builds of a version: CUDA, HIP and commit
     root: Path  # directory of the package
 
 
@@ -42,16 +41,16 @@ class TensorFlow:
     root: Path  # directory of the package
 
     def extra_includes(self) -> tuple[Path, ...]:
-        """Return header directories that its own flags leave out (since about 2.20)."""
+        """Return header directories missing in TensorFlow's compile flags (since about 2.20)."""
         external = self.root / "include" / "external"
-        found = (external / "highwayhash", external / "farmhash_archive" / "src")
-        return tuple(path for path in found if path.is_dir())
+        folders = (external / "highwayhash", external / "farmhash_archive" / "src")
+        return tuple(folder for folder in folders if folder.is_dir())
 
 
 def find_module(name: str) -> Path | None:
-    """Return the folder of a package, or the file of a module; None where it is not installed.
+    """Return the directory of a package or the file of a module; None if not installed.
 
-    Importing ``horovod.torch`` would import torch and MPI: its files are looked at instead.
+    Importing ``horovod.torch`` would import torch and MPI; only its files are inspected.
     """
     first, *rest = name.split(".")
     try:
@@ -70,7 +69,7 @@ def find_module(name: str) -> Path | None:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the module ``name`` is there; nothing is imported."""
+    """Return whether the module ``name`` is installed, without importing it."""
     return find_module(name) is not None
 
 
@@ -87,7 +86,7 @@ def find_torch() -> Torch | None:
 
 
 def find_tensorflow() -> TensorFlow | None:
-    """Find TensorFlow by its distribution, whichever name that has."""
+    """Find TensorFlow by its distribution, under any of its names."""
     root = find_module("tensorflow")
     version = next(iter(versions(*TENSORFLOWS).values()), None)
     if root is None or version is None:
@@ -100,17 +99,17 @@ def find_tensorflow() -> TensorFlow | None:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the versions of the distributions ``names``; the absent are left out."""
-    found = {}
+    """Return the versions of the distributions ``names`` that are installed."""
+    installed = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def literals(source: str) -> dict[str, object]:
-    """Return the module-level names of ``source`` that are bound to plain values."""
-    found: dict[str, object] = {}
+    """Return the module-level constants of ``source`` by name."""
+    constants: dict[str, object] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign):
             targets, value = node.targets, node.value
@@ -119,5 +118,5 @@ def literals(source: str) -> dict[str, object]:
         else:
             continue
         if isinstance(targets[0], ast.Name) and isinstance(value, ast.Constant):
-            found[targets[0].id] = value.value
-    return found
+            constants[targets[0].id] = value.value
+    return constants

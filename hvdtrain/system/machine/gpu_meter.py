@@ -1,7 +1,7 @@
-"""How busy a GPU is and what energy it takes, by NVIDIA's management library (NVML).
+"""Utilization and energy of a GPU, from NVIDIA's management library (NVML).
 
-Its Python module comes with ``hvdtrain[nvidia]``. Where it is not there, or the GPU is not NVIDIA's
-or is a part of one (MIG), nothing is known.
+Needs ``hvdtrain[nvidia]``. Without it, for GPUs of other vendors and for MIG instances, all values
+are None.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class GpuMeter:
-    """Watches one GPU from when it is made.
+    """Measure a GPU from the creation of the meter.
 
     Args:
-        identity: what the driver calls it, such as ``GPU-8f6e...``.
+        identity: the driver's UUID, e.g. ``GPU-8f6e...``.
     """
 
     def __init__(self, identity: str) -> None:
@@ -28,35 +28,35 @@ class GpuMeter:
             self._gpu = library.nvmlDeviceGetHandleByUUID(identity)
             self._begun = library.nvmlDeviceGetTotalEnergyConsumption(self._gpu)
             self._library = library
-        except Exception:  # its errors are of a class of its own, which may not be there
+        except Exception:  # pynvml's error class may not be importable
             return
 
-    def _ask(self, question: str) -> Any:
-        """Return the answer; after a question without one, nothing is known any more."""
+    def _query(self, function: str) -> Any:
+        """Return the result of an NVML function; after a failure, None from then on."""
         try:
-            return getattr(self._library, question)(self._gpu) if self._library else None
-        except Exception:  # a training does not end for it
+            return getattr(self._library, function)(self._gpu) if self._library else None
+        except Exception:  # a training must not end because of it
             self._library = None
             self._busy.clear()
             return None
 
     def look(self) -> None:
-        """Note how busy the GPU is now: a call of about a millisecond, to be made now and then."""
-        if rates := self._ask("nvmlDeviceGetUtilizationRates"):
+        """Sample the utilization; takes about a millisecond."""
+        if rates := self._query("nvmlDeviceGetUtilizationRates"):
             self._busy.append(rates.gpu / 100)
 
     @property
     def recent(self) -> float | None:
-        """The fraction of the last look's time in which the GPU computed anything."""
+        """Return the last sample: the fraction of time in which the GPU was busy."""
         return self._busy[-1] if self._busy else None
 
     @property
     def busy(self) -> float | None:
-        """The mean of all looks."""
+        """Return the mean of all samples."""
         return statistics.fmean(self._busy) if self._busy else None
 
     @property
     def joules(self) -> float | None:
-        """The energy that the GPU has taken so far."""
-        now = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        """Return the energy used since the creation of the meter, in joules."""
+        now = self._query("nvmlDeviceGetTotalEnergyConsumption")
         return None if now is None else float(now - self._begun) / 1000  # from mJ

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores, memory, limits. Nothing but files is read."""
+"""Resources available to this process: cores, memory, limits; read from files only."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
-UNLIMITED_V1 = 2**60  # version 1 spells "no limit" as a number near 2**63
+UNLIMITED_V1 = 2**60  # version 1 represents "no limit" as a number near 2**63
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What this process, and the ranks that it starts here, may use."""
+    """Resources available to this process and to the ranks that it starts here."""
 
-    cores: int  # cores that it may run on (affinity)
-    quota: float | None  # cores' worth of time that its control group allows; None: no limit
-    memory: int  # bytes: the machine's, or what its control group allows
-    memory_limited: bool  # whether the control group allows less than the machine has
-    locked_memory: int | None  # bytes that it may lock, for InfiniBand; None: no limit
-    open_files: int | None  # files and sockets that it may have open; None: no limit
+    cores: int  # usable cores (affinity)
+    quota: float | None  # CPU quota of its control group in cores; None: no limit
+    memory: int  # bytes: of the machine, or the limit of its control group
+    memory_limited: bool  # whether the control group's limit is below the machine's memory
+    locked_memory: int | None  # limit of locked memory in bytes, for InfiniBand; None: no limit
+    open_files: int | None  # limit of open files and sockets; None: no limit
     shared_memory: int  # size of /dev/shm, bytes
-    shared_memory_free: int  # what is free of it
+    shared_memory_free: int  # free bytes of it
 
     @property
     def usable_cores(self) -> float:
-        """Cores that it can keep busy."""
+        """Return the number of cores, limited by the quota."""
         return self.cores if self.quota is None else min(self.cores, self.quota)
 
 
 def find_resources() -> Resources:
-    """Find them."""
+    """Return the resources of this process."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     root = Path("/")
     limit = memory_limit(root)
@@ -52,13 +52,13 @@ def find_resources() -> Resources:
     )
 
 
-def _soft_limit(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
+def _soft_limit(number: int) -> int | None:
+    soft, _ = resource.getrlimit(number)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def memory_limit(root: Path) -> int | None:
-    """Return the least memory limit of this process's control group and those above, in bytes."""
+    """Return the smallest memory limit of this process's control groups, in bytes."""
     limits = [
         int(text)
         for controller, file in (("", "memory.max"), ("memory", "memory.limit_in_bytes"))
@@ -69,7 +69,7 @@ def memory_limit(root: Path) -> int | None:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Return the least CPU quota of this process's control group and those above, in cores."""
+    """Return the smallest CPU quota of this process's control groups, in cores."""
     quotas = []
     for text in _read(root, "", "cpu.max"):  # "QUOTA PERIOD", the quota a number or "max"
         quota, period = text.split()
@@ -81,10 +81,10 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def _read(root: Path, controller: str, file: str) -> Iterator[str]:
-    """Return the texts of ``file`` in this process's control group and those above it.
+    """Yield the contents of ``file`` in this process's control group and its parents.
 
-    Source: the kernel's ``cgroups(7)``. Version 2 has one tree and the empty controller, version 1
-    a tree for each controller, or for several together.
+    Source: cgroups(7). Version 2 has one tree and an empty controller name, version 1 a tree per
+    controller or group of controllers.
     """
     table = root / "proc" / "self" / "cgroup"
     for line in table.read_text().splitlines() if table.is_file() else ():
@@ -94,16 +94,16 @@ def _read(root: Path, controller: str, file: str) -> Iterator[str]:
         tree = root / "sys" / "fs" / "cgroup" / names
         group = tree / path.strip("/")
         for folder in (group, *(up for up in group.parents if up.is_relative_to(tree))):
-            # A container may see its own tree only, and not the path that it has outside.
+            # A container may see only its tree, and not its path on the host.
             if (folder / file).is_file():
                 yield (folder / file).read_text().strip()
 
 
 def peak_resident_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Return the most memory that this process has held at once; 0 where the kernel tells not.
+    """Return the peak resident memory of this process; 0 if the kernel does not report it.
 
-    Its children, such as data workers, are not counted. The kernel's own high-water mark begins
-    anew with a program, which that of ``getrusage`` does not.
+    Children, such as data workers, are not counted. VmHWM is reset when a program is executed,
+    unlike the value of ``getrusage``.
     """
     return 1024 * int(_first_line(status, "VmHWM").removesuffix("kB") or 0)
 
@@ -113,35 +113,35 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def physical_cores(cpus: Iterable[int] | None = None, system: Path = CPUS) -> int:
-    """Count the cores among ``cpus`` (default: those that this process may use).
+    """Return the number of physical cores of ``cpus`` (default: those of this process).
 
-    Two hardware threads of one core count once, as launchers count when they bind.
+    Hardware threads of one core count once, as launchers count when they bind.
     """
     allowed = os.sched_getaffinity(0) if cpus is None else set(cpus)
     return len({_topology(system, cpu, "thread_siblings_list") or str(cpu) for cpu in allowed})
 
 
 def packages(cpus: Iterable[int] | None = None, system: Path = CPUS) -> int:
-    """Count the processor packages with any of ``cpus``; 0 where they hold different numbers."""
+    """Return the number of processor packages of ``cpus``; 0 if they have unequal shares."""
     allowed = os.sched_getaffinity(0) if cpus is None else set(cpus)
     counts = Counter(_topology(system, cpu, "physical_package_id") or "0" for cpu in allowed)
     return len(counts) if len(set(counts.values())) == 1 else 0
 
 
 def _topology(system: Path, cpu: int, file: str) -> str:
-    """Return what the kernel says of ``cpu``; empty where it does not, as in some containers."""
+    """Return the kernel's topology value of ``cpu``; empty if missing, as in some containers."""
     with suppress(OSError):
         return (system / f"cpu{cpu}" / "topology" / file).read_text().strip()
     return ""
 
 
 def processor() -> str:
-    """Return the processor's name, such as ``AMD EPYC 7763 64-Core Processor``."""
+    """Return the processor's name, e.g. ``AMD EPYC 7763 64-Core Processor``."""
     return _first_line(CPUINFO, "model name") or os.uname().machine
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
-    """Return what the processor can do, such as ``avx512_bf16`` (x86; elsewhere nothing)."""
+    """Return the processor's feature flags, e.g. ``avx512_bf16`` (empty if not x86)."""
     return set(_first_line(cpuinfo, "flags").split())
 
 

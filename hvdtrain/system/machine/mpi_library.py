@@ -1,7 +1,7 @@
-"""Which MPI library a process uses, and who started it: the evidence where launcher and MPI differ.
+"""The MPI library of a process and its launcher, to detect a mismatch.
 
-Nothing here starts MPI: ``MPI_Get_library_version`` may be called before ``MPI_Init`` (the MPI
-standard, "Version Inquiries"), and all else is read from ``/proc``.
+MPI is not initialized: ``MPI_Get_library_version`` may be called before ``MPI_Init`` (MPI
+standard, "Version Inquiries"), and the rest is read from ``/proc``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import psutil
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.toolchain import mpi_identity
 
-# The C library itself under the names that MPIs give it: Open MPI, MPICH, Intel MPI, MVAPICH,
-# Debian's MPICH, Cray MPICH. Not what belongs to it: Fortran, C++, the GPU transport layer.
+# Names of the C library in Open MPI, MPICH, Intel MPI, MVAPICH, Debian's MPICH and Cray MPICH;
+# not the libraries for Fortran, C++ or GPU transport.
 LIBRARY = re.compile(r"libmpi(ch|_(abi|cray|gnu|intel|nvidia|amd|aocc)(_\w+)?)?\.so[.\d]*")
 VERSION_LENGTH = 8192  # MPI_MAX_LIBRARY_VERSION_STRING is 256 in Open MPI, 8192 in MPICH
 LAUNCHERS = re.compile(
@@ -29,26 +29,26 @@ LAUNCHERS = re.compile(
 class MpiLibrary:
     """An MPI library file."""
 
-    path: str  # the file, links followed
-    identity: str  # library and version, such as ``Open MPI 5.0.11``
+    path: str  # of the file, links resolved
+    identity: str  # library and version, e.g. ``Open MPI 5.0.11``
 
     def __str__(self) -> str:
         return f"{self.identity}, {self.path}"
 
 
 def loaded() -> tuple[MpiLibrary, ...]:
-    """Return the MPI libraries in this process's memory, by path; more than one is trouble."""
+    """Return the MPI libraries loaded in this process, by path; more than one is an error."""
     return tuple(
         MpiLibrary(path, identity(path)) for path in mapped(Path("/proc/self/maps").read_text())
     )
 
 
 def not_loaded(error: Exception) -> UsageError:
-    """Return what to tell where ``error`` came of importing mpi4py: most often, no MPI library."""
+    """Return the error to raise if importing mpi4py failed, usually for lack of an MPI library."""
     cause = " ".join(str(error).split())
     return UsageError(
-        f"mpi4py finds no MPI library that works ({cause}): pip install 'hvdtrain[mpi]', or load "
-        "the module of your MPI"
+        f"mpi4py cannot load an MPI library ({cause}): pip install 'hvdtrain[mpi]', or load the "
+        "module of your MPI"
     )
 
 
@@ -60,7 +60,7 @@ def mapped(text: str) -> tuple[str, ...]:
 
 
 def identity(path: str) -> str:
-    """Return library and version of the MPI library at ``path``; loads it, does not start it."""
+    """Return name and version of the MPI library at ``path``, without initializing it."""
     text = ctypes.create_string_buffer(VERSION_LENGTH)
     length = ctypes.c_int()
     try:
@@ -71,13 +71,13 @@ def identity(path: str) -> str:
 
 
 def started_by() -> str:
-    """Return the path of this process's nearest ancestor that is a launcher; empty if none is."""
+    """Return the path of the nearest ancestor process that is a launcher; empty if none is."""
     for ancestor in psutil.Process().parents():
         try:
             name = ancestor.name()
             if LAUNCHERS.match(name):
                 return _program(ancestor) or name
-        except psutil.Error:  # gone meanwhile
+        except psutil.Error:  # it has exited
             continue
     return ""
 
@@ -85,15 +85,15 @@ def started_by() -> str:
 def _program(process: psutil.Process) -> str:
     try:
         return process.exe()
-    except psutil.Error:  # another user's, such as Slurm's daemon
+    except psutil.Error:  # of another user, e.g. Slurm's daemon
         return ""
 
 
 def own_mpirun(library: MpiLibrary) -> str:
-    """Return the ``mpirun`` installed with ``library``; empty where it is in no usual place.
+    """Return the ``mpirun`` installed with ``library``; empty if not found.
 
-    It stands in ``bin`` beside one of the directories above the library: ``lib``, ``lib64``,
-    ``lib/x86_64-linux-gnu/openmpi/lib``.
+    It is in ``bin`` of a prefix whose ``lib``, ``lib64``, ``lib/x86_64-linux-gnu/openmpi/lib`` etc.
+    has the library.
     """
     for folder in Path(library.path).parents:
         if (folder / "bin" / "mpirun").is_file():

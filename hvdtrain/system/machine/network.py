@@ -1,4 +1,4 @@
-"""By which addresses hosts reach one another, as their routes tell; nothing is sent."""
+"""Addresses by which hosts reach each other, from their routes; nothing is sent."""
 
 from __future__ import annotations
 
@@ -8,48 +8,50 @@ from ipaddress import IPv4Interface
 
 import psutil
 
-DISCARD = 9  # a port
+DISCARD = 9  # port of the discard service
 
 
 def addresses(interface: str | None = None) -> list[str]:
-    """Return the IPv4 addresses of this host as ``10.0.0.7/24``, without loopback.
+    """Return the IPv4 addresses of this host, e.g. ``10.0.0.7/24``, without loopback.
 
     Args:
         interface: name of the interface; None: all that are up.
     """
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
-    found = [
-        IPv4Interface(f"{one.address}/{one.netmask or 32}")  # some tunnels tell none
-        for name, ours in psutil.net_if_addrs().items()
+    interfaces = [
+        IPv4Interface(f"{address.address}/{address.netmask or 32}")  # some tunnels have none
+        for name, local in psutil.net_if_addrs().items()
         if name in ([interface] if interface else up)
-        for one in ours
-        if one.family == socket.AF_INET
+        for address in local
+        if address.family == socket.AF_INET
     ]
-    return [str(one) for one in found if interface or not one.is_loopback]
+    return [str(address) for address in interfaces if interface or not address.is_loopback]
 
 
 def address_for_all(hosts: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the address of the first host in the first of its networks that all hosts share.
+    """Return the first host's address in its first network that all hosts share.
 
-    None where there is none, as behind a router.
+    None if there is no such network, e.g. with a router between hosts.
 
     Args:
-        hosts: ``addresses`` of each.
+        hosts: ``addresses`` by host.
     """
-    lists = [[IPv4Interface(one) for one in ours] for ours in hosts.values()]
+    lists = [[IPv4Interface(address) for address in local] for local in hosts.values()]
     for mine in lists[0]:
-        neighbours = [{one.ip for one in ours if one.ip in mine.network} for ours in lists]
-        # A bridge of containers has the same address on each host, and leads to none of them.
+        neighbours = [
+            {address.ip for address in local if address.ip in mine.network} for local in lists
+        ]
+        # A container bridge has the same address on each host, and connects none of them.
         if all(neighbours) and len(set.union(*neighbours)) == sum(map(len, neighbours)):
             return str(mine.ip)
     return None
 
 
 def address_towards(host: str) -> str | None:
-    """Return the address from which packets to ``host`` leave, None if there is no way."""
+    """Return the source address of packets to ``host``, or None if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, DISCARD))  # of a datagram: looks up the route
+            probe.connect((host, DISCARD))  # for a datagram socket this only looks up the route
         except OSError:
             return None
         address: str = probe.getsockname()[0]
@@ -57,9 +59,10 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface by which packets to ``host`` leave, None if there is none."""
+    """Return the interface of packets to ``host``, or None if there is no route."""
     mine = address_towards(host)
     interfaces = psutil.net_if_addrs().items()
     return next(
-        (name for name, ours in interfaces if any(one.address == mine for one in ours)), None
+        (name for name, local in interfaces if mine in {address.address for address in local}),
+        None,
     )

@@ -1,8 +1,8 @@
-"""How many threads a rank computes with on a CPU: the one policy, of trainers and of ``launch``.
+"""Number of CPU threads per rank: the policy of trainers and ``launch``.
 
-A user's OMP_NUM_THREADS counts. PBS sets it too, to the cores of a whole chunk, however many ranks
-share them; that value does not count. Otherwise a rank takes its share of the cores of its host
-that are the job's.
+The user's OMP_NUM_THREADS takes precedence, but not a value set by PBS: that is the number of cores
+of a whole chunk, for any number of ranks. By default a rank uses its share of the job's cores of
+its host.
 """
 
 from __future__ import annotations
@@ -17,84 +17,84 @@ from hvdtrain.system.machine.limits import cpu_quota, physical_cores
 from hvdtrain.system.runtime.detect import LAUNCHERS, detect
 
 THREADS = "OMP_NUM_THREADS"
-SHARES = ("SLURM_CPUS_ON_NODE", "NCPUS")  # in which batch systems name the job's part of a host
+SHARES = ("SLURM_CPUS_ON_NODE", "NCPUS")  # the job's number of cores on this host
 BATCH = ("PBS_JOBID", *SHARES)
-# What tells processes of one job from those of another.
+# Variables that distinguish processes of different jobs.
 JOB_VARIABLES = ("PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def set_by_pbs(environ: Mapping[str, str]) -> bool:
-    """Return whether OMP_NUM_THREADS is the value that PBS has set, for all ranks together."""
+    """Return whether OMP_NUM_THREADS was set by PBS, for all ranks together."""
     value = environ.get(THREADS)
     return bool(value) and "PBS_JOBID" in environ and value == environ.get("NCPUS")
 
 
 def requested_threads(environ: Mapping[str, str]) -> str:
-    """Return OMP_NUM_THREADS as the user has set it; empty if it is unset, or PBS set it."""
+    """Return the user's OMP_NUM_THREADS; empty if unset or set by PBS."""
     return "" if set_by_pbs(environ) else environ.get(THREADS, "")
 
 
 def requested_number(environ: Mapping[str, str]) -> int:
-    """Return the user's number of threads; 0 if there is none, or it is no number."""
+    """Return the user's number of threads; 0 if unset or not a number."""
     value = requested_threads(environ)
     return int(value) if value.isdecimal() else 0
 
 
 def batch_share(environ: Mapping[str, str]) -> int:
-    """Return the cores or hardware threads of this host that the batch system gave; 0: unknown."""
-    given = next((environ[name] for name in SHARES if environ.get(name)), "")
-    return int(given) if given.isdecimal() else 0
+    """Return the cores or hardware threads of this host allocated to the job; 0: unknown."""
+    allocated = next((environ[name] for name in SHARES if environ.get(name)), "")
+    return int(allocated) if allocated.isdecimal() else 0
 
 
 def job_cores(cores: int, environ: Mapping[str, str]) -> int:
-    """Return how many cores of this host are the job's: others may compute on the rest."""
+    """Return the job's number of cores on this host; other jobs may use the rest."""
     return min(cores, batch_share(environ) or cores)
 
 
-# A rank's own choice
+# Choice of a rank
 
 
 @dataclass(frozen=True)
 class RankCores:
-    """What a rank knows of the cores that it may use."""
+    """The cores that a rank may use, as it sees them."""
 
     host: str
-    cpus: tuple[int, ...]  # that it may run on (affinity)
+    cpus: tuple[int, ...]  # affinity
     variables: Mapping[str, str]  # of ``BATCH``, and OMP_NUM_THREADS
 
     @staticmethod
     def here(host: str, environ: Mapping[str, str]) -> RankCores:
-        """Return what this process knows."""
+        """Return the values of this process."""
         known = {name: environ[name] for name in (THREADS, *BATCH) if name in environ}
         return RankCores(host, tuple(sorted(os.sched_getaffinity(0))), known)
 
 
 def agreed_threads(ranks: Sequence[RankCores], rank: int) -> int:
-    """Return the threads of ``rank``, given what all ranks know.
+    """Return the number of threads of ``rank``.
 
-    PBS's variables may not have reached every host: what a rank does not see counts as the first
-    rank that sees it does.
+    PBS's variables may be missing on some hosts: a missing variable has the value of the first rank
+    that has it.
     """
     mine = ranks[rank]
     seen: dict[str, str] = {}
-    for one in (mine, *ranks):
-        seen = {**one.variables, **seen}
+    for cores in (mine, *ranks):
+        seen = {**cores.variables, **seen}
     if THREADS not in mine.variables:
         seen.pop(THREADS, None)
-    local = [number for number, one in enumerate(ranks) if one.host == mine.host]
+    local = [number for number, cores in enumerate(ranks) if cores.host == mine.host]
     affinities = [frozenset(ranks[number].cpus) for number in local]
     return requested_number(seen) or share_of_job(affinities, local.index(rank), seen)
 
 
 def oversubscription(ranks: Sequence[RankCores], threads: Sequence[int]) -> str:
-    """Return the warning that ranks of a host have more threads than cores; empty if none does.
+    """Return a warning if the ranks of a host have more threads than cores; else empty.
 
     Args:
-        ranks: what each knows.
-        threads: of each.
+        ranks: cores by rank.
+        threads: number of threads by rank.
     """
-    for host in dict.fromkeys(one.host for one in ranks):
-        local = [number for number, one in enumerate(ranks) if one.host == host]
+    for host in dict.fromkeys(rank.host for rank in ranks):
+        local = [number for number, rank in enumerate(ranks) if rank.host == host]
         cores = len({cpu for number in local for cpu in ranks[number].cpus})
         total = sum(threads[number] for number in local)
         if total > max(cores, len(local)):
@@ -111,7 +111,7 @@ def local_threads(
     environ: Mapping[str, str] = os.environ,
     processes: Path = Path("/proc"),
 ) -> int:
-    """Return the threads of this rank as far as it can tell by itself; no collective.
+    """Return this rank's number of threads without communication between ranks.
 
     TensorFlow fixes its thread pool when the first operation runs, and Horovod's collectives are
     operations.
@@ -126,10 +126,10 @@ def local_cores(
     environ: Mapping[str, str] = os.environ,
     processes: Path = Path("/proc"),
 ) -> int:
-    """Return this rank's share of its host's cores; no collective.
+    """Return this rank's share of its host's cores without communication between ranks.
 
-    The cores of the other ranks of this host are read from ``/proc`` (Linux). If they cannot be
-    seen (a hidden ``/proc``), the other ranks are taken to share the cores of this one.
+    The cores of the other local ranks are read from ``/proc`` (Linux). If it is hidden, the other
+    ranks are assumed to share the cores of this one.
     """
     mine = frozenset(os.sched_getaffinity(0))
     cores = dict(_ranks_here(environ, processes)) if local_size > 1 else {}
@@ -142,34 +142,34 @@ def local_cores(
 def share_of_job(
     affinities: Sequence[frozenset[int]], local_rank: int, environ: Mapping[str, str]
 ) -> int:
-    """Return a rank's share of its host's cores that are the job's, and that its quota allows.
+    """Return a rank's share of the job's cores on its host, within its quota.
 
     Args:
         affinities: the cores that each local rank may use, by local rank.
-        local_rank: the rank whose share it is.
-        environ: for the batch system's part of the host.
+        local_rank: the rank.
+        environ: environment with the batch system's allocation.
     """
     share, cores = threads_per_rank(affinities, local_rank), len(frozenset.union(*affinities))
     limit = min(job_cores(cores, environ), cpu_quota(Path("/")) or cores)
-    # Ranks that are bound to no more than that may have unequal shares.
+    # Ranks that are bound to these cores may have unequal shares.
     return share if limit == cores else max(1, min(share, int(limit / len(affinities))))
 
 
 def threads_per_rank(affinities: Sequence[frozenset[int]], local_rank: int) -> int:
-    """Return the threads that let the ranks of one host use each of their cores once.
+    """Return the number of threads with which the ranks of a host use each core once.
 
-    A launcher may bind each rank to cores of its own, or leave all ranks on all cores; so a rank's
+    A launcher may bind each rank to separate cores, or leave all ranks on all cores; so a rank's
     share is its cores divided by the number of local ranks whose cores overlap with them.
     """
     mine = affinities[local_rank]
-    sharers = sum(1 for other in affinities if other & mine)
+    sharers = sum(1 for affinity in affinities if affinity & mine)
     return max(1, len(mine) // max(1, sharers))
 
 
 def _ranks_here(
     environ: Mapping[str, str], processes: Path
 ) -> Iterator[tuple[int, frozenset[int]]]:
-    """Yield local rank and cores of each process of this job on this host, children too."""
+    """Yield local rank and cores of each process of this job on this host, including children."""
     launch = detect(environ)
     names = [launcher.local_rank for launcher in LAUNCHERS if launcher.name == launch.launcher]
     job = {name: environ[name] for name in JOB_VARIABLES if name in environ}
@@ -178,50 +178,50 @@ def _ranks_here(
             continue
         try:
             pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            other = dict(pair.partition("=")[::2] for pair in pairs)
-            rank = other.get(names[0], "")
-            if rank.isdigit() and all(other.get(key) == value for key, value in job.items()):
+            variables = dict(pair.partition("=")[::2] for pair in pairs)
+            rank = variables.get(names[0], "")
+            if rank.isdigit() and all(variables.get(key) == value for key, value in job.items()):
                 yield int(rank), frozenset(os.sched_getaffinity(int(folder.name)))
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # it has exited, or belongs to another user
             continue
 
 
-# What a launcher sets
+# Choice of a launcher
 
 
 def launch_threads(
     ranks_per_host: int, cores: int, environ: Mapping[str, str], *, known: bool
 ) -> int | None:
-    """Return the OMP_NUM_THREADS that ranks need to get; None leaves them to the program.
+    """Return the OMP_NUM_THREADS to set for the ranks; None: leave it to the program.
 
-    A job that got a part of a host is not bound to it: its ranks would take all of the host. And
-    programs of other makers read the value of PBS.
+    A job with a part of a host is not bound to it, so its ranks would use the whole host; and other
+    programs read the value of PBS.
 
     Args:
-        ranks_per_host: ranks that share a host.
-        cores: of the host.
+        ranks_per_host: number of ranks per host.
+        cores: number of cores of the host.
         environ: the user's environment.
         known: whether the hosts are this job's, so that their cores are known.
     """
-    own = job_cores(cores, environ)
-    partial = own < cores or set_by_pbs(environ)
+    allocated = job_cores(cores, environ)
+    partial = allocated < cores or set_by_pbs(environ)
     if partial and known and not requested_threads(environ):
-        return max(1, own // ranks_per_host)
+        return max(1, allocated // ranks_per_host)
     return None
 
 
 def fair_threads(
     ranks_per_host: int, cores: int, gpus: int, environ: Mapping[str, str]
 ) -> int | None:
-    """Return the threads per rank with which ``ranks_per_host`` ranks would just fill a host.
+    """Return the threads per rank with which ``ranks_per_host`` ranks use all cores of a host.
 
-    None if the user has set OMP_NUM_THREADS, or GPUs compute: then the cores that a rank is bound
-    to decide how many threads help it.
+    None if the user has set OMP_NUM_THREADS, or the host has GPUs: then the number depends on the
+    cores to which a rank is bound.
 
     Args:
-        ranks_per_host: ranks to share the host out among, even if fewer run.
-        cores: of the host.
-        gpus: of the host.
+        ranks_per_host: number of ranks that share the cores, even if fewer run.
+        cores: number of cores of the host.
+        gpus: number of GPUs of the host.
         environ: the user's environment.
     """
     if requested_threads(environ) or gpus:
@@ -230,21 +230,22 @@ def fair_threads(
 
 
 def equal_threads(ranks_per_host: int, environ: Mapping[str, str]) -> int | None:
-    """Return the threads per rank at every size of a study; None if it is not to set them."""
+    """Return the threads per rank for all sizes of a study; None: leave them unset."""
     cores = job_cores(physical_cores(), environ)
     fair = fair_threads(ranks_per_host, cores, count_gpus(environ), environ)
     return requested_number(environ) or fair
 
 
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return what a launcher changes in the environment of its ranks; None: it is unset.
+    """Return changes to the environment of the ranks, by variable; None: unset it.
 
     Args:
-        threads: of each rank; None leaves them to the program.
+        threads: threads per rank; None: leave them to the program.
         environ: the user's environment.
     """
     if threads is None:
         return {THREADS: None} if set_by_pbs(environ) else {}
-    own = {THREADS: str(threads)}
-    # Beside an equal NCPUS the ranks would take it for PBS's own.
-    return {**own, "NCPUS": None} if set_by_pbs({**environ, **own}) else {**own}
+    changes: dict[str, str | None] = {THREADS: str(threads)}
+    # With an equal NCPUS the ranks would take it for a value set by PBS.
+    by_pbs = set_by_pbs({**environ, THREADS: str(threads)})
+    return {**changes, "NCPUS": None} if by_pbs else changes

@@ -1,4 +1,4 @@
-"""What is there to build Horovod with: frameworks, MPI, compiler, make, headers, CUDA and NCCL."""
+"""Requirements of a Horovod build: frameworks, MPI, compiler, make, headers, CUDA and NCCL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.system.runtime.command import Command, run
 
 SYSTEM_CUDA = Path("/usr/local/cuda")
-CUDA_HOMES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")  # variables, most particular first
+CUDA_HOMES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")  # variables, most specific first
 SYSTEM_LIBRARIES = tuple(
     f"/usr/{name}" for name in ("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "lib64", "lib")
 )
@@ -33,16 +33,16 @@ SYSTEM_LIBRARIES = tuple(
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI library, by its compiler wrapper."""
+    """An MPI library, identified by its compiler wrapper."""
 
-    mpicxx: Path  # the C++ wrapper; ``mpicc`` and ``mpirun`` are taken from beside it
-    identity: str  # library and version, such as ``Open MPI 5.0.11``
-    libraries: tuple[Path, ...]  # directories that it links from
-    mpirun: Path | None  # the launcher beside the wrapper
+    mpicxx: Path  # the C++ wrapper; ``mpicc`` and ``mpirun`` are in its directory
+    identity: str  # library and version, e.g. ``Open MPI 5.0.11``
+    libraries: tuple[Path, ...]  # library directories of its link line
+    mpirun: Path | None  # the launcher in the wrapper's directory
 
     @property
     def is_open_mpi(self) -> bool:
-        """Whether the launcher takes Open MPI's options."""
+        """Whether the launcher has Open MPI's options."""
         return self.identity.startswith("Open MPI")
 
 
@@ -50,18 +50,18 @@ class Mpi:
 class Compiler:
     """A C++ compiler."""
 
-    argv: tuple[str, ...]  # how it is called
+    argv: tuple[str, ...]  # command line
     identity: str  # first line of its ``--version``
-    major: int  # first number of its version; 0 when it does not say
+    major: int  # major version; 0: unknown
 
 
 @dataclass(frozen=True)
 class Cuda:
-    """A CUDA toolkit that can compile."""
+    """A CUDA toolkit with compiler and headers."""
 
-    home: Path  # its root: ``bin/nvcc`` and ``include/cuda_runtime.h`` are under it
-    version: str  # its release, such as 13.0
-    arches: tuple[int, ...] = ()  # compute capabilities that it compiles for, rising
+    home: Path  # root directory, with ``bin/nvcc`` and ``include/cuda_runtime.h``
+    version: str  # e.g. 13.0
+    arches: tuple[int, ...] = ()  # supported compute capabilities, ascending
 
     @property
     def major(self) -> str:
@@ -70,7 +70,7 @@ class Cuda:
 
     @property
     def is_package(self) -> bool:
-        """Whether it is PyPI's, whose libraries lack the name that a linker looks for."""
+        """Whether it is from PyPI, whose libraries lack the unversioned name for the linker."""
         libraries = self.home / "lib"
         return any(libraries.glob("libcudart.so.*")) and not (libraries / "libcudart.so").exists()
 
@@ -80,20 +80,20 @@ class Nccl:
     """NVIDIA's collective communication library."""
 
     include: Path  # directory of nccl.h
-    library: Path  # the shared library itself, under whichever name it has
-    version: str  # from nccl.h, such as 2.28.3
+    library: Path  # path of the shared library
+    version: str  # from nccl.h, e.g. 2.28.3
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """All that a build of Horovod depends on, as found. None stands for: not there."""
+    """Everything that a build of Horovod depends on; None: not found."""
 
-    python: Path  # the interpreter that Horovod is built for and installed into
-    python_tag: str  # ABI and platform, such as ``cpython-311-x86_64-linux-gnu``
-    prefix: Path  # root of the environment
-    site_packages: Path  # where compiled packages are installed
-    headers: Path  # where Python.h should be
-    has_headers: bool  # whether it is there
+    python: Path  # the target interpreter
+    python_tag: str  # ABI and platform, e.g. ``cpython-311-x86_64-linux-gnu``
+    prefix: Path  # root of the Python environment
+    site_packages: Path  # directory of compiled packages
+    headers: Path  # expected directory of Python.h
+    has_headers: bool  # whether Python.h exists
     has_pip: bool  # whether this interpreter has pip
     make: Path | None  # GNU make
     compiler: Compiler | None  # the C++ compiler
@@ -102,12 +102,14 @@ class Toolchain:
     tensorflow: TensorFlow | None  # TensorFlow
     cuda: Cuda | None  # the CUDA toolkit with its compiler
     nccl: Nccl | None  # NVIDIA's collective library
-    cpu_flags: tuple[str, ...]  # which of Horovod's vector instructions this processor has
-    gpu_arches: tuple[int, ...] = ()  # compute capabilities of the GPUs that are here, rising
+    cpu_flags: tuple[
+        str, ...
+    ]  # compiler flags of this processor's vector instructions, as used by Horovod
+    gpu_arches: tuple[int, ...] = ()  # compute capabilities of the local GPUs, ascending
 
     @property
     def foreign_nccl(self) -> Path | None:
-        """Return the folder of the NCCL that a framework outside this environment has brought."""
+        """Return the directory of NCCL if it belongs to a framework outside this environment."""
         folder = self.nccl.library.parent if self.nccl else Path()
         is_package = folder.parts[-3:] == ("nvidia", "nccl", "lib")
         return folder if is_package and not folder.is_relative_to(self.prefix) else None
@@ -115,18 +117,18 @@ class Toolchain:
     def installed_frameworks(self) -> tuple[str, ...]:
         """Return the names of the frameworks that are installed."""
         pairs = (("pytorch", self.torch), ("tensorflow", self.tensorflow))
-        return tuple(name for name, found in pairs if found)
+        return tuple(name for name, framework in pairs if framework)
 
 
 def find(environ: Mapping[str, str]) -> Toolchain:
-    """Look at this environment and this machine; changes nothing."""
+    """Inspect this environment and this machine, without changes."""
     site_packages = Path(sysconfig.get_path("platlib"))
     headers = Path(sysconfig.get_path("include"))
     torch, tensorflow = find_torch(), find_tensorflow()
     wanted = (torch and torch.cuda) or (tensorflow and tensorflow.cuda) or ""
-    # A virtual environment may take the framework, and what that brings, from the system's Python.
-    roots = [one.root.parent for one in (torch, tensorflow) if one]
-    packages = next((place for place in roots if (place / "nvidia").is_dir()), site_packages)
+    # A virtual environment may use the system's framework and the packages installed with it.
+    roots = [framework.root.parent for framework in (torch, tensorflow) if framework]
+    packages = next((root for root in roots if (root / "nvidia").is_dir()), site_packages)
     cuda = find_cuda(environ, site_packages, wanted) or find_cuda(environ, packages, wanted)
     make = shutil.which("make", path=environ.get("PATH"))
     return Toolchain(
@@ -150,7 +152,7 @@ def find(environ: Mapping[str, str]) -> Toolchain:
 
 
 def find_gpu_arches(driver: gpus.Driver | None) -> tuple[int, ...]:
-    """Return the compute capabilities of the GPUs that ``driver`` tells of, such as (80, 90)."""
+    """Return the compute capabilities of the driver's GPUs, e.g. (80, 90)."""
     return tuple(sorted({gpu.capability for gpu in driver.gpus})) if driver else ()
 
 
@@ -170,16 +172,16 @@ def find_compiler(environ: Mapping[str, str]) -> Compiler | None:
 
 
 def major_version(identity: str) -> int:
-    """Return 12 for ``g++ (Debian 12.2.0-14) 12.2.0``: the last dotted number is the version."""
+    """Return the major version: 12 for ``g++ (Debian 12.2.0-14) 12.2.0``, from the last number."""
     numbers = re.findall(r"(?<![\w.-])(\d+)\.\d+", identity)
     return int(numbers[-1]) if numbers else 0
 
 
 def find_mpi(environ: Mapping[str, str], scripts: Path) -> Mpi | None:
-    """Find MPI by ``mpicxx``: first on PATH, then beside the interpreter.
+    """Find MPI by ``mpicxx``: on PATH, then in the interpreter's directory.
 
-    PATH comes first because that is where the user's ``mpirun`` comes from: with a cluster's MPI
-    module loaded it must be that library that Horovod is built for.
+    PATH comes first because it determines the user's ``mpirun``: with a cluster's MPI module loaded
+    Horovod must be built for that library.
     """
     search = os.pathsep.join([environ.get("PATH", ""), str(scripts)])
     for name in ("mpicxx", "mpic++", "mpiicpc"):
@@ -190,7 +192,7 @@ def find_mpi(environ: Mapping[str, str], scripts: Path) -> Mpi | None:
 
 
 def _describe_mpi(mpicxx: Path) -> Mpi:
-    """Ask the wrapper ``mpicxx`` which library it stands for."""
+    """Query the wrapper ``mpicxx`` for its library."""
     texts = [
         run(Command((str(mpicxx), flag)), timeout=30).output
         for flag in ("-showme:version", "-v", "-show")
@@ -201,7 +203,7 @@ def _describe_mpi(mpicxx: Path) -> Mpi:
 
 
 def mpi_identity(text: str) -> str:
-    """Return library and version from what an MPI library or its wrapper says of itself."""
+    """Return name and version from the version text of an MPI library or wrapper."""
     for name, pattern in (
         ("Open MPI", r"Open MPI v?([\w.]+)"),
         ("Intel MPI", r"Intel\(R\) MPI Library ([\w.]+)"),
@@ -209,9 +211,9 @@ def mpi_identity(text: str) -> str:
         ("Cray MPICH", r"CRAY MPICH version\s*:?\s*([\w.]+)"),
         ("MPICH", r"MPICH version\s*:?\s*([\w.]+)"),
     ):
-        found = re.search(pattern, text, re.IGNORECASE)
-        if found:
-            return f"{name} {found[1]}"
+        match = re.search(pattern, text, re.IGNORECASE)
+        if match:
+            return f"{name} {match[1]}"
     return "unknown MPI"
 
 
@@ -225,10 +227,9 @@ def mpi_libraries(show: str) -> tuple[Path, ...]:
 
 
 def find_cpu_flags(cpuinfo: Path) -> tuple[str, ...]:
-    """Return the compiler flags for those of F16C, AVX and FMA that the processor has.
+    """Return the compiler flags for the processor's F16C, AVX and FMA.
 
-    Horovod would ask the compiler the same; here the answer also tells two kinds of node apart
-    that share one cache.
+    Horovod's build tests the same; here they also distinguish node types that share a cache.
     """
     present = cpu_flags(cpuinfo) if platform.machine() in ("x86_64", "AMD64") else set()
     return tuple(f"-m{name}" for name in ("f16c", "avx", "fma") if name in present)
@@ -237,50 +238,50 @@ def find_cpu_flags(cpuinfo: Path) -> tuple[str, ...]:
 def find_cuda(
     environ: Mapping[str, str], site_packages: Path, wanted: str = "", system: Path = SYSTEM_CUDA
 ) -> Cuda | None:
-    """Return the toolkit to compile with: what the user names, else the first of the right version.
+    """Return the toolkit to compile with: the user's, else the first with the wanted version.
 
     Args:
-        environ: for CUDA_HOME and PATH.
-        site_packages: where PyPI's packages of CUDA 13 and later put one.
-        wanted: the CUDA version of the frameworks, such as 13.0; empty: any.
-        system: where it is by custom.
+        environ: environment with CUDA_HOME and PATH.
+        site_packages: directory of PyPI's packages of CUDA 13 and later.
+        wanted: the CUDA version of the frameworks, e.g. 13.0; empty: any.
+        system: the customary location.
     """
     named = [environ[name] for name in CUDA_HOMES if environ.get(name)]
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))
-    places = [Path(home) for home in named] or [
+    homes = [Path(home) for home in named] or [
         *([Path(nvcc).resolve().parent.parent] if nvcc else []),
         system,
         *sorted(site_packages.glob("nvidia/cu[0-9]*"), reverse=True),
     ]
-    found = [cuda for home in places if (cuda := describe_cuda(home))]
+    toolkits = [cuda for home in homes if (cuda := describe_cuda(home))]
     major = wanted.partition(".")[0]
-    return next((cuda for cuda in found if cuda.major == major), found[0] if found else None)
+    return next((cuda for cuda in toolkits if cuda.major == major), next(iter(toolkits), None))
 
 
 def describe_cuda(home: Path) -> Cuda | None:
-    """Return the toolkit in ``home``; None where it lacks its compiler, or its headers."""
+    """Return the toolkit in ``home``; None if its compiler or headers are missing."""
     nvcc = home / "bin" / "nvcc"
     if not nvcc.is_file() or not (home / "include" / "cuda_runtime.h").is_file():
         return None
-    told = run(Command((str(nvcc), "--version")), timeout=30)
-    known = run(Command((str(nvcc), "--list-gpu-arch")), timeout=30)
-    if not told.ok:
+    version = run(Command((str(nvcc), "--version")), timeout=30)
+    listing = run(Command((str(nvcc), "--list-gpu-arch")), timeout=30)
+    if not version.ok:
         return None
-    arches = {int(number) for number in re.findall(r"compute_(\d+)\b", known.output)}
-    return Cuda(home, nvcc_release(told.output), tuple(sorted(arches)))
+    arches = {int(number) for number in re.findall(r"compute_(\d+)\b", listing.output)}
+    return Cuda(home, nvcc_release(version.output), tuple(sorted(arches)))
 
 
 def nvcc_release(text: str) -> str:
-    """Return 13.0 from nvcc's ``--version``."""
-    found = re.search(r"release (\d+\.\d+)", text)
-    return found[1] if found else "unknown"
+    """Return the release, e.g. 13.0, from the output of ``nvcc --version``."""
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match[1] if match else "unknown"
 
 
 def find_nccl(environ: Mapping[str, str], cuda: Cuda | None, site_packages: Path) -> Nccl | None:
-    """Return the first NCCL that has both header and library.
+    """Return the first NCCL with both header and library.
 
-    The package that PyTorch brings comes before the system's: one process can hold only one
-    ``libnccl.so.2``, and PyTorch has loaded its own when Horovod starts.
+    PyTorch's package comes before the system's: a process can load only one ``libnccl.so.2``, and
+    PyTorch's is loaded before Horovod starts.
     """
     pairs: list[tuple[Path, Path]] = []
     if environ.get("HOROVOD_NCCL_HOME"):
@@ -302,7 +303,7 @@ def find_nccl(environ: Mapping[str, str], cuda: Cuda | None, site_packages: Path
 
 
 def nccl_version(header: str) -> str:
-    """Return the version that the text of nccl.h defines."""
+    """Return the version defined in the text of nccl.h."""
     parts = [
         re.search(rf"^\s*#define\s+NCCL_{name}\s+(\d+)", header, re.MULTILINE)
         for name in ("MAJOR", "MINOR", "PATCH")

@@ -1,1 +1,1 @@
-"""What people and programs read: texts, tables, plots, results."""
+"""Output for users and programs: texts, tables, plots, results."""

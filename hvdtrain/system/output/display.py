@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of long operations: a bar on a terminal, else a line every 30 s."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.console import Console
 
 log = logging.getLogger(__name__)
 
-LINE_EVERY = 30.0  # seconds between two lines of progress where there is no terminal
+LINE_EVERY = 30.0  # seconds between progress lines without a terminal
 
 
 class Display(contextlib.ExitStack):
-    """Show the progress of one piece of work on standard error, while it is open."""
+    """Context that shows the progress of an operation on standard error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class Display(contextlib.ExitStack):
             self._task = self._bar.add_task("", total=None)
 
     def stage(self, text: str) -> None:
-        """Begin a stage."""
+        """Begin the stage described by ``text``."""
         if self._bar:
             self._draw(text, None)
         else:
             self._line(text)
 
     def show(self, text: str, share: float | None = None) -> None:
-        """Show how far the stage is: ``share`` of it, 0 to 1; None: not known."""
+        """Show the completed ``share`` of the stage, 0 to 1; None: unknown."""
         if self._bar:
             self._draw(text, share)
         elif time.monotonic() - self._last_line >= LINE_EVERY:
@@ -47,7 +47,7 @@ class Display(contextlib.ExitStack):
 
     def _draw(self, text: str, share: float | None) -> None:
         assert self._bar is not None
-        if share is None:  # which ``update`` would take for "as it was"
+        if share is None:  # ``update`` would keep the previous total
             self._bar.tasks[0].total = None
         self._bar.update(
             self._task, description=text, total=None if share is None else 1.0, completed=share or 0

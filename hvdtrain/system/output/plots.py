@@ -1,10 +1,10 @@
-"""One quiet style for every plot of the project, and saving as PDF and PNG.
+"""Plot style of the project, and saving as PDF and PNG.
 
-Series that are plotted with ``series`` differ in colour, line and marker, so a plot can also be
-read in grey and by the colour-blind. ``homework/plot_accuracy.py`` holds the same settings, as it
-has to be complete in one file; a test keeps the two equal.
+Series plotted with ``series`` differ in colour, line and marker, so that a plot is readable in grey
+and by the colour-blind. ``homework/plot_accuracy.py`` has the same settings, as it is
+self-contained; a test keeps the two equal.
 
-matplotlib is imported on use: ``hvdtrain VERB --help`` has to answer at once.
+matplotlib is imported on use, to keep ``hvdtrain VERB --help`` fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdtrain.system.files import replacing
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#000000", "#CC79A7", "#D55E00", "#56B4E9")
 LINES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "x", "P")
-GREY = "#666666"  # for what is no measurement: ideal lines, notes
+GREY = "#666666"  # for anything but measurements: ideal lines, notes
 
 SETTINGS: dict[str, Any] = {
     "figure.figsize": (6.4, 4.0),  # inches
@@ -39,12 +39,12 @@ SETTINGS: dict[str, Any] = {
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
     "legend.frameon": False,
-    "pdf.fonttype": 42,  # whole TrueType fonts in the file: editable, and journals take it
+    "pdf.fonttype": 42,  # embedded TrueType fonts: editable, and accepted by journals
 }
 
 
 def style() -> None:
-    """Draw without a screen, and in the style of the project, from here on in this process."""
+    """Set the plot style and the non-interactive back end for this process."""
     import matplotlib
     from cycler import cycler
 
@@ -53,20 +53,19 @@ def style() -> None:
 
 
 def series(number: int) -> dict[str, Any]:
-    """Return how the series of this number, from 0, is drawn: arguments for ``axes.plot``."""
-    place = number % len(COLOURS)
-    return {"color": COLOURS[place], "linestyle": LINES[place], "marker": MARKERS[place]}
+    """Return the arguments of ``axes.plot`` for a series, numbered from 0."""
+    index = number % len(COLOURS)
+    return {"color": COLOURS[index], "linestyle": LINES[index], "marker": MARKERS[index]}
 
 
 def save(figure: Any, stem: Path) -> list[Path]:
     """Write ``figure`` as ``stem``.pdf and ``stem``.png, and close it.
 
-    The same figure gives the same bytes: the files carry no date.
+    The same figure gives the same bytes: the files have no date.
 
     Args:
         figure: a matplotlib figure.
-        stem: the path, whose ending .pdf or .png is taken off; its folder is made where it is
-            missing.
+        stem: the path; a suffix .pdf or .png is removed, a missing directory created.
 
     Returns:
         The paths of the PDF and of the PNG.
@@ -85,7 +84,7 @@ def save(figure: Any, stem: Path) -> list[Path]:
 
 
 def inline(figure: Any) -> str:
-    """Return ``figure`` as a data URI, which stands in a page itself, and close it."""
+    """Return ``figure`` as a data URI to embed in an HTML page, and close it."""
     import matplotlib.pyplot as plt
 
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What a verb of the command line hands back: a text for people and the same facts for programs."""
+"""Result of a verb: a text for users and the same data for programs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvdtrain.errors import EXIT_OK
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of one verb."""
+    """Result of a verb."""
 
-    text: str  # for people, on standard output unless ``--json`` was given
-    data: Mapping[str, Any] = field(default_factory=dict)  # what ``--json`` prints
+    text: str  # printed on standard output without ``--json``
+    data: Mapping[str, Any] = field(default_factory=dict)  # printed with ``--json``
     exit_code: int = EXIT_OK  # exit code of the process

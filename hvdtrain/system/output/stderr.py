@@ -1,4 +1,4 @@
-"""What libraries write to standard error past Python, held back and sorted."""
+"""Filter of the output that libraries write directly to standard error."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import Any
 
 @contextmanager
 def without(drop: Callable[[bytes], Any]) -> Iterator[None]:
-    """Hold back what this process writes to standard error, then let out what is wanted of it.
+    """Hold back this process's standard error, and write it at the end without unwanted lines.
 
-    All of it, where an error is raised meanwhile. Nothing is held back where standard error is
-    closed.
+    All lines are written if an error is raised. Does nothing if standard error is closed.
 
     Args:
-        drop: tells of a line, its end included, whether nobody asked for it.
+        drop: returns whether to drop a line, which includes its line end.
     """
     try:
         original = os.dup(2)
@@ -28,13 +27,13 @@ def without(drop: Callable[[bytes], Any]) -> Iterator[None]:
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
-        lets_out = True
+        keep_all = True
         try:
             yield
-            lets_out = False
+            keep_all = False
         finally:
             sys.stderr.flush()
             os.dup2(original, 2)
             held.seek(0)
             with os.fdopen(original, "wb") as out:  # sys.stderr may be a notebook's
-                out.writelines(line for line in held if lets_out or not drop(line))
+                out.writelines(line for line in held if keep_all or not drop(line))

@@ -1,7 +1,7 @@
-"""Tables and paragraphs that fit the terminal: the one module that knows how wide it is.
+"""Tables and paragraphs that fit the width of the terminal.
 
-A table that is too wide is cut into blocks of columns, one below the other, each of which begins
-with the names of the rows: no figure is cut, and none is left out.
+A table that is too wide is split into blocks of columns, one below the other, each beginning with
+the row names: no value is cut or omitted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hvdtrain.system.runtime import terminal
 if TYPE_CHECKING:
     import rich.table
 
-FILE = 100  # columns where the output is no terminal
-SUMMARY = 80  # of the table of a training, at most: it may be read from the log of a job
-INDENT = 2  # columns before a table
-GAPS = 3, 2  # columns between two of a table, and where room is short
-BESIDE = 30  # columns that a text needs beside its name; with fewer it begins below it
-BELOW = 4  # columns before it then
+FILE = 100  # width without a terminal
+SUMMARY = 80  # maximum width of the table of a training, as it may be read in a job's log
+INDENT = 2  # indentation of a table
+GAPS = 3, 2  # spaces between columns: normally, and if space is short
+BESIDE = 30  # minimum width of a text next to its name; otherwise it is put below
+BELOW = 4  # its indentation then
 
 Column = Sequence[str]
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -30,12 +30,12 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 def width() -> int:
-    """Return how many columns a line may take: those of the terminal, 100 where there is none."""
+    """Return the maximum width of a line: of the terminal, or 100 without one."""
     return terminal.columns() or FILE
 
 
 def known(columns: dict[str, list[str]]) -> Table:
-    """Return the table without the columns that hold nothing but ``-``."""
+    """Return the table without columns whose cells are all ``-``."""
     kept = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
     return list(kept), list(zip(*kept.values(), strict=True))
 
@@ -46,14 +46,14 @@ def table(
     names: int = 1,
     joined: Collection[str] = (),
 ) -> str:
-    """Return columns under their header, in blocks where they are wider than the output.
+    """Return the text of a table, split into blocks of columns if it is too wide.
 
     Args:
-        header: of the columns.
-        rows: their cells.
-        names: how many columns name a row: they are to the left and begin each block, the others
-            are to the right.
-        joined: headings of columns that stay beside the one before them.
+        header: headings of the columns.
+        rows: cells by row.
+        names: number of columns that name a row; they are left-aligned and begin each block, the
+            other columns are right-aligned.
+        joined: headings of columns that are never separated from the preceding one.
     """
     columns: list[Column] = list(zip(header, *rows, strict=True))
     if _fits(whole := _block(columns, names, GAPS[0])):
@@ -63,14 +63,14 @@ def table(
     together = [groups[0]]
     for name, group in zip(header[names + 1 :], groups[1:], strict=True):
         together[-1:] = [together[-1] + group] if name in joined else [together[-1], group]
-    if all(_fits(_block([*first, *some], names, GAPS[1])) for some in together):
+    if all(_fits(_block([*first, *group], names, GAPS[1])) for group in together):
         groups = together
     blocks: list[list[Column]] = []
-    for some in groups:
-        if blocks and _fits(_block([*blocks[-1], *some], names, GAPS[1])):
-            blocks[-1] += some
+    for group in groups:
+        if blocks and _fits(_block([*blocks[-1], *group], names, GAPS[1])):
+            blocks[-1] += group
         else:
-            blocks.append([*first, *some])
+            blocks.append([*first, *group])
     return "\n\n".join(_block(block, names, GAPS[1]) for block in blocks)
 
 
@@ -79,10 +79,10 @@ def _fits(text: str) -> bool:
 
 
 def _folded(columns: Sequence[Column], names: int) -> list[Column]:
-    """Return columns each of which has room beside the names; cells are folded between words."""
+    """Return columns that each fit next to the names; cells are wrapped between words."""
     room = width() - INDENT - names * GAPS[1]
     sizes = [max(map(len, column)) for column in columns]
-    spare = room - min(max(sizes[names:]), room // 2)  # for the names together
+    spare = room - min(max(sizes[names:]), room // 2)  # for all name columns
     widths = sizes[:names]
     while sum(widths) > max(spare, names):
         widths[widths.index(max(widths))] -= 1
@@ -94,7 +94,7 @@ def _folded(columns: Sequence[Column], names: int) -> list[Column]:
 
 
 def _block(columns: Sequence[Column], names: int, gap: int) -> str:
-    """Return columns side by side; a cell may have several lines."""
+    """Return the text of a block of columns; a cell may have several lines."""
     cells = [[cell.splitlines() or [""] for cell in column] for column in columns]
     sizes = [max(len(line) for cell in column for line in cell) for column in cells]
     sides = "<" * names + ">" * (len(columns) - names)
@@ -107,14 +107,13 @@ def _block(columns: Sequence[Column], names: int, gap: int) -> str:
 
 
 def wrapped(text: str, room: int, *, hang: str = "", cut: bool | None = None) -> list[str]:
-    """Return the lines of ``text``, broken between words.
+    """Return the lines of ``text``, wrapped between words.
 
     Args:
         text: one or more lines.
-        room: columns of a line.
-        hang: what each further line begins with.
-        cut: whether to break a word that is longer than a line. By default where a terminal would
-            break it anyway: in a file a path stays whole.
+        room: width of a line.
+        hang: prefix of continuation lines.
+        cut: whether to break words longer than a line; default: on a terminal, not in a file.
     """
     cut = terminal.columns() is not None if cut is None else cut
     lines = []
@@ -124,26 +123,26 @@ def wrapped(text: str, room: int, *, hang: str = "", cut: bool | None = None) ->
             max(len(hang) + 1, room),
             subsequent_indent=hang,
             break_long_words=cut,
-            break_on_hyphens=False,  # of options
+            break_on_hyphens=False,  # in options
         ) or [""]
     return lines or [""]
 
 
 def paragraph(text: str, hang: str = "") -> str:
-    """Return ``text`` as wide as the output; each further line begins with ``hang``."""
+    """Return ``text`` wrapped to the output's width; continuation lines begin with ``hang``."""
     return "\n".join(wrapped(text, width(), hang=hang))
 
 
 def message(text: str, hang: str = "") -> str:
-    """Return a message as ``paragraph`` does, but in a file as one line, to be searched for."""
+    """Return ``paragraph(text, hang)`` on a terminal; in a file one line, to be searchable."""
     return text if terminal.columns() is None else paragraph(text, hang)
 
 
 def entry(name: str, text: str) -> str:
-    """Return ``text`` beside its name, or below it where there is little room.
+    """Return ``text`` next to its name, or below it if space is short.
 
     Args:
-        name: with the blanks before the text; all blank, it goes on with the entry above.
+        name: name, padded with the spaces before the text; all spaces: continues the entry above.
         text: one or more lines.
     """
     room, margin = width(), len(name)
@@ -155,24 +154,24 @@ def entry(name: str, text: str) -> str:
 
 
 def coloured(pieces: Sequence[tuple[str, str]]) -> str:
-    """Return texts, each given with its style, one after the other; plain where nobody watches."""
+    """Return the pieces (text, style) joined, with colours on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
-    watched = terminal.columns() is not None
+    is_terminal = terminal.columns() is not None
     console = Console(
         file=io.StringIO(),
-        force_terminal=watched,
+        force_terminal=is_terminal,
         highlight=False,
-        no_color=None if watched else True,
+        no_color=None if is_terminal else True,
     )
-    with console.capture() as shown:
+    with console.capture() as captured:
         console.print(Text.assemble(*pieces), soft_wrap=True, end="")
-    return "\n".join(line.rstrip() for line in shown.get().splitlines())
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def summary_table(title: str, rows: Sequence[tuple[str, str]]) -> rich.table.Table:
-    """Return the table of a training: a label and a value per row."""
+    """Return the summary table of a training: a label and a value per row."""
     from rich.table import Table as Box
 
     box = Box(title=title, show_header=False, title_justify="left")

@@ -1,4 +1,4 @@
-"""Numbers and names as a person reads them."""
+"""Numbers and names formatted for users."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NAME = 44  # characters of a tensor's name
-RANKS = 8  # numbers in a list
-FEW = 4  # of neighbours that are named one by one
+RANKS = 8  # maximum length of a list of ranks
+FEW = 4  # consecutive ranks that are listed one by one
 
 PACKAGE = Path(__file__).parents[2]
-# Beside lib/python3.11/site-packages; a clone may have fewer folders above it.
+# Relative to lib/python3.11/site-packages; a clone may have fewer parent directories.
 INSTALLED = Path(os.path.normpath(PACKAGE.parent / "../../../share/doc/hvdtrain"))
 
 
 def page(name: str) -> str:
-    """Return where the page ``name`` of the documentation is: in a clone, else as installed."""
+    """Return the path of the documentation page ``name``: in a clone, or as installed."""
     file = f"{name}.md"
     return f"docs/{file}" if (PACKAGE.parent / "docs" / file).is_file() else str(INSTALLED / file)
 
 
 def duration(seconds: float) -> str:
-    """Return such as ``50.1 ms``: at most three significant digits."""
+    """Return a duration with three significant digits, e.g. ``50.1 ms``."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
         if abs(seconds) >= 0.9995 * factor:
             value = seconds / factor
@@ -31,7 +31,7 @@ def duration(seconds: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """Return a time that is only estimated, such as ``about 9 min``."""
+    """Return an estimated duration, e.g. ``about 9 min``."""
     value, unit = seconds, "s"
     for factor, larger in ((60.0, "min"), (60.0, "h"), (24.0, "days"), (365.25, "years")):
         if value < 2 * factor:
@@ -41,7 +41,7 @@ def about(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return such as ``24.4 MiB``."""
+    """Return a size in bytes with its unit, e.g. ``24.4 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1023.95 or unit == "GiB":
             break
@@ -50,23 +50,23 @@ def size(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return such as ``94 %``; below 10 % with one digit more."""
+    """Return a percentage, e.g. ``94 %``; below 10 % with one decimal."""
     return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
 
 
 def number(value: float, like: float | None = None) -> str:
-    """Return a throughput with the decimals that count, or with those of the mean ``like``."""
+    """Return a throughput with the decimals appropriate for it, or for the mean ``like``."""
     size = abs(value if like is None else like)
     return f"{value:,.{0 if size >= 10_000 else 1 if size >= 1000 else 2}f}"
 
 
 def plural(count: int, noun: str) -> str:
-    """Return such as ``1 rank``, ``1,024 ranks``; ``noun`` is one whose plural ends in s."""
+    """Return a count with its noun, e.g. ``1 rank``, ``1,024 ranks``; plural in s only."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def rank_list(ranks: Iterable[int], most: int = RANKS) -> str:
-    """Return ``rank 2``, ``ranks 1, 3`` or ``ranks 0 to 7``; of more than ``most`` the first."""
+    """Return ``rank 2``, ``ranks 1, 3`` or ``ranks 0 to 7``; at most ``most`` ranks are listed."""
     ranks = sorted(ranks)
     shown = ", ".join(map(str, ranks[:most])) + (" ..." if len(ranks) > most else "")
     if len(ranks) > FEW and ranks[-1] - ranks[0] == len(ranks) - 1:
@@ -75,12 +75,12 @@ def rank_list(ranks: Iterable[int], most: int = RANKS) -> str:
 
 
 def printable(name: object) -> str:
-    """Return a name without characters that move a terminal's cursor or cannot be encoded."""
+    """Return a name with unprintable characters replaced by ``?``."""
     return "".join(c if c.isprintable() else "?" for c in str(name))
 
 
 def short(name: str, length: int = NAME) -> str:
-    """Return ``printable(name)``, a long one without its middle."""
+    """Return ``printable(name)``, shortened in the middle to ``length`` characters."""
     name = printable(name)
     half = (length - 3) // 2
     return name if len(name) <= length else f"{name[: length - 3 - half]}...{name[-half:]}"

@@ -1,1 +1,1 @@
-"""This process in its job: who started it, how it ends, what it runs."""
+"""Processes of a job: launcher detection, exit, failure detection, subprocesses."""

@@ -1,4 +1,4 @@
-"""Running other programs: a command is a value, and one function runs it."""
+"""Run other programs: ``Command`` describes a program, ``run`` and ``start`` execute it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from typing import Any, NoReturn, Self
 
 log = logging.getLogger(__name__)
 
-# Seconds that a program has to end after SIGTERM before it is killed. mpirun needs about 2 of them
-# to end its ranks; without that time they would be left behind.
+# Seconds between SIGTERM and SIGKILL. mpirun needs about 2 to end its ranks; otherwise they would
+# be left running.
 GRACE = 10.0
-NOT_FOUND = 127  # what a shell answers for a program that does not exist
-TIMED_OUT = 124  # what timeout(1) answers
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-LAST_WORDS = 2.0  # seconds in which the output of a program that was killed may still come
-LOOK = 1.0  # seconds after which a signal is heard at the latest
+NOT_FOUND = 127  # exit code of a shell for a missing program
+TIMED_OUT = 124  # exit code of timeout(1)
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+LAST_WORDS = 2.0  # seconds to wait for the remaining output of a killed program
+LOOK = 1.0  # maximum seconds until a signal is handled
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class Command:
     """A program to run."""
 
     argv: tuple[str, ...]  # the program and its arguments
-    env: Mapping[str, str | None] = field(default_factory=dict)  # what differs; None: unset
-    cwd: Path | None = None  # directory to run in; None is the current one
+    env: Mapping[str, str | None] = field(default_factory=dict)  # changes; None: unset
+    cwd: Path | None = None  # working directory; None: the current one
 
     def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the whole environment that the program gets."""
+        """Return the complete environment of the program."""
         merged = {**inherited, **{k: v for k, v in self.env.items() if v is not None}}
         return {k: v for k, v in merged.items() if self.env.get(k, v) is not None}
 
     def show(self) -> str:
-        """Return one line that does the same when pasted into a shell."""
+        """Return an equivalent shell command in one line."""
         words = []
         if self.env or self.cwd:
             words = ["env"]
@@ -57,25 +57,25 @@ class Command:
 
 @dataclass(frozen=True)
 class Result:
-    """How a program ended."""
+    """Exit code and output of a program."""
 
-    command: Command  # what was run
-    exit_code: int  # 127 where the program does not exist, 124 where its time ran out
+    command: Command  # the command
+    exit_code: int  # 127 if the program does not exist, 124 after a timeout
     output: str  # standard output and standard error together, in the order written
 
     @property
     def ok(self) -> bool:
-        """Whether it ended with exit code 0."""
+        """Whether the exit code is 0."""
         return self.exit_code == 0
 
 
 def run(
     command: Command, on_line: Callable[[str], None] | None = None, timeout: float | None = None
 ) -> Result:
-    """Run ``command`` to its end; ``on_line`` sees each line as it is written.
+    """Run ``command`` to its end; ``on_line`` is called with each line as it is written.
 
-    The program leads a process group of its own, and the whole group is ended when the time runs
-    out or when this process is interrupted: a compiler must not live on after Ctrl-C.
+    The program leads a new process group, which is ended after the timeout or if this process is
+    interrupted: a compiler must not keep running after Ctrl-C.
     """
     with HeldSignals() as held:
         try:
@@ -99,41 +99,41 @@ def run(
     return Result(command, TIMED_OUT if late else code, "".join(lines))
 
 
-def _open(command: Command, **how: Any) -> subprocess.Popen[Any]:
-    """Start ``command``; nothing that it starts can read what is meant for this process."""
+def _open(command: Command, **options: Any) -> subprocess.Popen[Any]:
+    """Start ``command``, by default without access to this process's standard input."""
     return subprocess.Popen(
         command.argv,
         env=command.environ(os.environ),
         cwd=command.cwd,
-        **{"stdin": subprocess.DEVNULL, **how},
+        **{"stdin": subprocess.DEVNULL, **options},
     )
 
 
 class HeldSignals:
-    """Let Ctrl-C and SIGTERM wait for the end of the block, or for ``release``.
+    """Defer Ctrl-C and SIGTERM to the end of the block, or to ``release``.
 
-    ``run`` needs it until a program is started, and known to whoever has to end it. Only those
-    signals wait that a function of this process handles, and only in the main thread: there alone
-    does a handler run, between any two steps of Popen.
+    ``run`` needs it while a program is started but not yet known to the code that must end it. Only
+    signals with a Python handler are deferred, and only in the main thread, where handlers run,
+    between any two steps of Popen.
     """
 
     def __enter__(self) -> Self:
-        self._came: list[int] = []
+        self._deferred: list[int] = []
         self._handlers: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if callable(signal.getsignal(number)):
                     self._handlers[number] = signal.signal(
-                        number, lambda which, _frame: self._came.append(which)
+                        number, lambda received, _frame: self._deferred.append(received)
                     )
         return self
 
     def release(self) -> None:
-        """Let the signals through, those too that have come meanwhile."""
+        """Restore the handlers and raise the deferred signals."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
-        came, self._came = self._came, []
-        for number in came:
+        deferred, self._deferred = self._deferred, []
+        for number in deferred:
             signal.raise_signal(number)
 
     def __exit__(self, *_: object) -> None:
@@ -149,25 +149,25 @@ def start(
     blocked: frozenset[signal.Signals] = frozenset(),
     dies_with_parent: signal.Signals | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` in a process group of its own, in this session; nothing is waited for.
+    """Start ``command`` in a new process group of this session, without waiting.
 
-    Its standard input is empty: a program that reads along would swallow the rest of a job script
-    that is itself read from standard input.
+    Its standard input is empty by default: otherwise it would consume a job script that is read
+    from standard input.
 
     Args:
-        command: what to start.
-        fed: hand its standard input over, which is else empty.
-        piped: hand its output over; else it writes where this process writes, a terminal included.
-        errors_piped: hand standard error over, whatever becomes of its output.
-        blocked: signals that the program is not to hear, unless it unblocks them.
-        dies_with_parent: the signal that it is sent when the calling thread ends, by KILL too.
+        command: the command.
+        fed: connect its standard input to a pipe.
+        piped: connect its output to a pipe; else it inherits this process's, e.g. a terminal.
+        errors_piped: connect its standard error to a pipe.
+        blocked: signals to block in the program.
+        dies_with_parent: signal to send to it when the calling thread ends, also if killed.
 
     Raises:
         OSError: it cannot be started.
     """
     output = subprocess.PIPE if piped else None
     errors = subprocess.PIPE if errors_piped else output
-    # What is blocked here stays so in the new process.
+    # The new process inherits the signal mask.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         source = subprocess.PIPE if fed else subprocess.DEVNULL
@@ -184,22 +184,19 @@ def start(
 
 
 def _death_signal(number: signal.Signals) -> Callable[[], None]:
-    """Return what a new process calls to be sent ``number`` when its parent ends (prctl(2))."""
+    """Return a function for the new process that requests ``number`` on its parent's death."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def request() -> None:
         prctl(PR_SET_PDEATHSIG, int(number))
-        if os.getppid() != parent:  # it has ended meanwhile
+        if os.getppid() != parent:  # it has already ended
             os.kill(os.getpid(), number)
 
     return request
 
 
 def leave_behind(command: Command) -> None:
-    """Start ``command`` without waiting for it: it outlives this process, and says nothing.
-
-    It leads a session of its own, so that what ends this process and its group leaves it alone.
-    """
+    """Start ``command`` in a new session, without output, so that it outlives this process."""
     with contextlib.suppress(OSError):
         nowhere = subprocess.DEVNULL
         _open(command, stdout=nowhere, stderr=nowhere, start_new_session=True)
@@ -207,9 +204,9 @@ def leave_behind(command: Command) -> None:
 
 @contextlib.contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM (a batch system's, or ``kill``) clean up as Ctrl-C does: by KeyboardInterrupt.
+    """Raise KeyboardInterrupt on SIGTERM, as on Ctrl-C, which also ends programs of ``run``.
 
-    What ``run`` has started is ended then too. Call it in the main thread.
+    Must be called in the main thread.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -225,19 +222,18 @@ def termination_as_interrupt() -> Iterator[None]:
 def _read(
     process: subprocess.Popen[str], on_line: Callable[[str], None] | None, timeout: float | None
 ) -> tuple[list[str], bool]:
-    """Collect the output of ``process`` until it is closed; tell whether it ran out of time.
+    """Return the lines of ``process`` until its output is closed, and whether it timed out.
 
-    Another thread reads: a signal that comes just before a read is heard after it, which may be
-    much later.
+    Another thread reads, as Python would handle a signal only after a blocking read.
     """
     arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=_hand_on, args=(process, arrived), daemon=True).start()
+    threading.Thread(target=_forward_lines, args=(process, arrived), daemon=True).start()
     end = float("inf") if timeout is None else time.monotonic() + timeout
     lines: list[str] = []
     late = False
     while True:
         if time.monotonic() >= end:
-            if late:  # what has left the session holds the output open
+            if late:  # a process in another session keeps the output open
                 return lines, late
             _end_group(process)
             late, end = True, time.monotonic() + LAST_WORDS
@@ -250,7 +246,7 @@ def _read(
                 on_line(line.rstrip("\n"))
 
 
-def _hand_on(process: subprocess.Popen[str], arrived: queue.SimpleQueue[str | None]) -> None:
+def _forward_lines(process: subprocess.Popen[str], arrived: queue.SimpleQueue[str | None]) -> None:
     assert process.stdout is not None
     try:
         with process.stdout:
@@ -261,15 +257,15 @@ def _hand_on(process: subprocess.Popen[str], arrived: queue.SimpleQueue[str | No
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """End ``process`` and all that it started: politely first, then for certain."""
+    """End ``process`` and its descendants with SIGTERM, then SIGKILL."""
     for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
-        # SIGKILL follows also where the leader has ended: a child of it may not have listened.
+        # SIGKILL is sent even if the leader has ended: a child may ignore SIGTERM.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
     for folder in Path("/proc").glob("[0-9]*"):
-        # As mpirun's ssh, which leads a group of its own and is deaf to TERM.
+        # E.g. mpirun's ssh, which has its own process group and ignores SIGTERM.
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(int(folder.name)) == process.pid:
                 os.kill(int(folder.name), signal.SIGKILL)

@@ -1,7 +1,4 @@
-"""Who started me: rank and size as the launcher's environment tells them, before any MPI call.
-
-The variables are a table of data. Nothing here starts MPI, so a login node may ask too.
-"""
+"""Detect launcher, rank and size from environment variables, without initializing MPI."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from hvdtrain.errors import UsageError
 
 @dataclass(frozen=True)
 class Launcher:
-    """One launcher and the variables in which it tells a process its rank.
+    """A launcher and the environment variables that it sets for a rank.
 
     Sources: the manual pages of mpirun (Open MPI), mpiexec.hydra (MPICH, Intel MPI), PALS mpiexec,
     srun, jsrun and torchrun; Horovod's gloo_run.py.
@@ -27,9 +24,9 @@ class Launcher:
 
 
 TORCHRUN = "torchrun"
-SPAWN = "--spawn"  # of a trainer
-HOROVODRUN = "horovodrun"  # over Gloo, as `hvdtrain launch --elastic` starts ranks too
-BY_HAND = "RANK and WORLD_SIZE"  # what job scripts and Kubernetes set where torchrun is not used
+SPAWN = "--spawn"  # option of a trainer
+HOROVODRUN = "horovodrun"  # over Gloo; also `hvdtrain launch --elastic`
+BY_HAND = "RANK and WORLD_SIZE"  # set by job scripts and Kubernetes without torchrun
 
 LAUNCHERS = (
     Launcher(SPAWN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -47,7 +44,7 @@ LAUNCHERS = (
     Launcher(
         "mpiexec (Cray PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
     ),
-    # PALS_SIZE is what `hvdtrain launch` sets. PALS itself does not; beside it Cray's PMI does.
+    # PALS_SIZE is set by `hvdtrain launch`, not by PALS; with PALS, Cray's PMI sets PMI_SIZE.
     Launcher(
         "mpiexec (Cray PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
     ),
@@ -57,12 +54,12 @@ LAUNCHERS = (
     ),
     Launcher(BY_HAND, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
-# Inside an allocation Slurm sets SLURM_* for the batch script too, so srun comes last, and only
-# the variables of a *step* count; a mpirun in the same job sets its own, more particular ones.
+# Slurm sets SLURM_* for the batch script too, so only variables of a *step* count, and srun comes
+# after mpirun, whose variables are more specific.
 
-TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # RANK and WORLD_SIZE alone are too common to mean torchrun
+TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # RANK and WORLD_SIZE alone do not imply torchrun
 SPAWNED_BY = "HVDTRAIN_SPAWNED_BY"  # the process id of the parent
-# A launcher's variables count only beside this one.
+# Variable without which the other variables of a launcher are ignored.
 MARKS = {
     SPAWN: SPAWNED_BY,
     TORCHRUN: TORCHRUN_MARK,
@@ -71,15 +68,15 @@ MARKS = {
     BY_HAND: "MASTER_ADDR",
 }
 
-RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # how often torchrun may start the ranks anew
-SLOT = "HVDTRAIN_SLOT"  # what the driver of `hvdtrain launch --elastic` calls this process
+RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # maximum number of restarts by torchrun
+SLOT = "HVDTRAIN_SLOT"  # slot of this process in `hvdtrain launch --elastic`
 
-JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")  # in which a batch job has its number
+JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")  # job id in batch systems
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """What the launcher says of this process; ``size`` 1 and ``launcher`` None when alone."""
+    """Rank and size of this process; without a launcher ``size`` is 1 and ``launcher`` None."""
 
     launcher: str | None
     rank: int
@@ -89,7 +86,7 @@ class LaunchInfo:
 
     @property
     def is_root(self) -> bool:
-        """Whether this is rank 0, which speaks for all."""
+        """Whether this is rank 0, which prints messages for all ranks."""
         return self.rank == 0
 
 
@@ -97,10 +94,10 @@ ALONE = LaunchInfo(launcher=None, rank=0, size=1, local_rank=0, local_size=1)
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo:
-    """Read the rank of this process from ``environ``; no collective, no side effect.
+    """Return rank and size of this process from ``environ``; no communication, no side effect.
 
-    A variable that is absent or no number makes the launcher count as absent. Local rank and size
-    fall back to rank and size (one host) where the launcher does not tell them.
+    A launcher is ignored if its rank or size is missing or not a number. Local rank and size
+    default to rank and size (one host).
     """
     for launcher in LAUNCHERS:
         if not environ.get(MARKS.get(launcher.name, launcher.rank)):
@@ -120,38 +117,38 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo:
     return ALONE
 
 
-def check_local_rank(given: int | None, environ: Mapping[str, str]) -> None:
-    """Compare ``--local-rank``, as torch.distributed.launch passes it, with what ``environ`` tells.
+def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None:
+    """Check that ``--local-rank``, as passed by torch.distributed.launch, agrees with ``environ``.
 
     Raises:
         UsageError: they differ.
     """
     launch = detect(environ)
-    names = [one.local_rank for one in LAUNCHERS if one.name == launch.launcher]
-    told = launch.launcher is None or any(_number(environ, name) is not None for name in names)
-    if given is None or given == launch.local_rank or not told:
+    names = [launcher.local_rank for launcher in LAUNCHERS if launcher.name == launch.launcher]
+    known = launch.launcher is None or any(_number(environ, name) is not None for name in names)
+    if local_rank is None or local_rank == launch.local_rank or not known:
         return
-    says = (
-        f"{launch.launcher} set {names[0]}={launch.local_rank}" if names else "no launcher is here"
+    expected = (
+        f"{launch.launcher} set {names[0]}={launch.local_rank}" if names else "there is no launcher"
     )
     raise UsageError(
-        f"--local-rank {given}, but {says}: leave the option out, which torch.distributed.launch "
-        "passes by itself"
+        f"--local-rank {local_rank}, but {expected}: leave the option out; "
+        "torch.distributed.launch passes it automatically"
     )
 
 
 def is_restarted(environ: Mapping[str, str]) -> bool:
-    """Whether the ranks are started anew where one fails."""
+    """Return whether the launcher restarts the ranks if one fails."""
     by_torchrun = detect(environ).launcher == TORCHRUN and bool(_number(environ, RESTARTS))
     return by_torchrun or is_elastic(environ)
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Whether this process, where it loses another rank, is started anew (``elastic.py``)."""
+    """Return whether this process is restarted if another rank is lost (``elastic.py``)."""
     return detect(environ).launcher == HOROVODRUN and SLOT in environ
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
-    # SLURM_STEP_TASKS_PER_NODE reads like "4" or "4(x2)": the leading number is what counts.
+    # SLURM_STEP_TASKS_PER_NODE is e.g. "4" or "4(x2)": use the leading number.
     digits = environ.get(name, "").partition("(")[0].partition(",")[0]
     return int(digits) if digits.isdecimal() else None

@@ -1,10 +1,10 @@
-"""What a rank of ``hvdtrain launch --elastic`` asks the driver, which gives out the ranks.
+"""Requests of a rank of ``hvdtrain launch --elastic`` to the driver, which assigns ranks.
 
 The driver keeps a worker process per slot (``commands/launch/worker.py``), which starts the rank.
-When a rank is lost, or slots come or go, each other rank ends with ``EXIT_ANEW``; its worker asks
-for a new rank and starts it anew, from the newest checkpoint. So nothing of the old world is left
-in a rank, no thread, no connection, no state of a library; and where Horovod itself ends the
-process, as it does when it cannot connect, that is no other case.
+If a rank is lost, or slots are added or removed, the other ranks end with ``EXIT_ANEW``; each
+worker requests a new rank and restarts it from the newest checkpoint. So no thread, connection or
+library state of the old world remains in a rank; and a process that Horovod itself ends, because it
+cannot connect, is handled in the same way.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from collections.abc import Callable, Mapping
 from hvdtrain.system.runtime.detect import SLOT
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"  # of the driver
-EXIT_ANEW = 76  # of a rank: start it again
-EVERY = 1.0  # seconds between two looks for other slots, as often as the driver itself looks
+EXIT_ANEW = 76  # of a rank that is to be restarted
+EVERY = 1.0  # seconds between queries for other slots, the driver's own interval
 
-# Questions: which rank this slot has, which counts as "I am ready" and is answered when all slots
-# have asked or ended; whether other slots are to be used; whether another rank is lost.
+# Requests: the rank of this slot, which also reports readiness and is answered when all slots have
+# sent it or ended; whether the slots are to change; whether another rank is lost.
 RANK_AND_SIZE, CHANGED, LOST = "rank_and_size", "hosts_changed", "lost"
 YES, NO = "1", "0"
 
 
 def ask(question: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the driver's answer to a rank's ``question``.
+    """Return the driver's answer to a request of this rank.
 
     Raises:
-        OSError: it is not there.
+        OSError: the driver cannot be reached.
     """
-    line = http.client.HTTPConnection(environ[ADDRESS], int(environ[PORT]))
+    connection = http.client.HTTPConnection(environ[ADDRESS], int(environ[PORT]))
     try:
-        line.request("GET", f"/{question}/{environ[SLOT]}")
-        return line.getresponse().read().decode()
+        connection.request("GET", f"/{question}/{environ[SLOT]}")
+        return connection.getresponse().read().decode()
     except http.client.HTTPException as error:
-        raise OSError(f"the driver ended while it was asked: {error!r}") from error
+        raise OSError(f"the driver ended during a request: {error!r}") from error
     finally:
-        line.close()
+        connection.close()
 
 
 def another_is_lost() -> bool:
-    """Return whether the driver knows of another rank that has failed in this world."""
+    """Return whether another rank of this world has failed, according to the driver."""
     with contextlib.suppress(OSError):
         return ask(LOST) == YES
     return False
 
 
 def watch_hosts(changed: Callable[[], None]) -> None:
-    """Call ``changed``, in a thread, once other slots are to be used than those of this world.
+    """Call ``changed`` in a thread once the slots of this world are to change.
 
-    Horovod's driver would tell rank 0 once, and if rank 0 is just starting, never again; so it is
-    asked. To be called on one rank.
+    The driver is polled, as Horovod's driver notifies rank 0 only once, even if rank 0 is just
+    starting. Call on one rank only.
     """
 
     def watch() -> None:

@@ -1,8 +1,8 @@
-"""How a process of a job ends: one line for the user, the right exit code, no rank left hanging.
+"""End of a process of a job: a one-line message, the correct exit code, no rank left hanging.
 
-mpirun kills all ranks as soon as one exits with a code other than 0, often before another has
-printed a word. So rank 0 speaks first and leaves; any other rank waits for the job to be
-ended by rank 0, and speaks only if it is still there: then the error was its own.
+mpirun kills all ranks as soon as one exits with a nonzero code, often before another has printed
+its message. So rank 0 prints first and exits; any other rank waits for rank 0 to end the job, and
+prints only if it is still running: then the error is its own.
 """
 
 from __future__ import annotations
@@ -36,47 +36,48 @@ from hvdtrain.system.runtime.detect import detect, is_elastic, is_restarted
 
 log = logging.getLogger(__name__)
 
-# Seconds that a rank other than 0 waits for rank 0 to speak: wrong use is most often the same on
-# all ranks; a failure is most often one rank's own, and the job must be over within 10 s.
+# Seconds that a rank other than 0 waits for rank 0: a usage error is usually the same on all ranks;
+# a failure is usually of one rank, and the job must end within 10 s.
 WAIT_USAGE = 5.0
 WAIT_FAILURE = 1.0
-WAIT_LOSS = 5.0  # for the failure detector to say which rank it is that a collective has lost
-LOOK, LOOKS = 0.3, 5  # seconds before each look for a lost rank, and how many where it is elastic
-WAIT_PREEMPTED = 5.0  # for rank 0 to sum up, after which all leave together
-MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))  # not on other hosts
+WAIT_LOSS = 5.0  # for the failure detector to report which rank a collective has lost
+LOOK, LOOKS = 0.3, 5  # seconds before each check for a lost rank; number of checks of elastic ranks
+WAIT_PREEMPTED = 5.0  # for rank 0 to write the summary, after which all ranks exit together
+MPIRUNS = tuple(
+    name for name in daemon.NAMES if not name.endswith("ted")
+)  # without the daemons on other hosts
 
 
 @dataclass
 class ProcessStatus:
-    """What this process has to say and to do when it ends; there is one, ``process_status``."""
+    """Messages and actions for the end of this process; the instance is ``process_status``."""
 
-    stage: str = ""  # what it is doing, such as ``step 17``; named where it fails
-    checkpoint: str = ""  # the newest one of this run, which the same command goes on from
-    interrupted: str = "interrupted"  # what is said after Ctrl-C
-    at_exit: list[Callable[[int], None]] = field(default_factory=list)  # given the exit code
-    disconnect: list[Callable[[], None]] = field(default_factory=list)  # ends the runtime in order
+    stage: str = ""  # current stage for error messages, e.g. ``step 17``
+    checkpoint: str = ""  # newest checkpoint of this run, from which it can resume
+    interrupted: str = "interrupted"  # message after Ctrl-C
+    at_exit: list[Callable[[int], None]] = field(default_factory=list)  # called with the exit code
+    disconnect: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # shut down the communication library
 
     def how_to_go_on(self) -> str:
-        """Say what to do after a failure that is not the training's own, or what is done."""
+        """Return how to resume after a failure that the training did not cause."""
         if is_restarted(os.environ):
-            where = self.checkpoint or "the start: nothing is saved yet"
-            return f"Ranks that are started anew go on from {where}"
+            origin = self.checkpoint or "the start: no checkpoint yet"
+            return f"Restarted ranks resume from {origin}"
         if self.checkpoint:
-            return f"Run the same command again: it goes on from {self.checkpoint}"
-        return (
-            "It left no checkpoint: run the same command again (--checkpoint-dir keeps what is "
-            "done)"
-        )
+            return f"Run the same command again: it resumes from {self.checkpoint}"
+        return "No checkpoint was saved: run the same command again (see --checkpoint-dir)"
 
 
 process_status = ProcessStatus()
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and end the process with what it returns, whatever happens in it.
+    """Call ``main`` and end the process with its exit code.
 
-    An ``HvdtrainError`` becomes one line on standard error and its exit code; anything else is a
-    defect or a broken machine: its traceback is shown, headed by rank and host, and the code is 1.
+    An ``HvdtrainError`` is printed as one line on standard error, with its exit code; any other
+    exception with its traceback after rank and host, and exit code 1.
     """
     try:
         code = main()
@@ -84,13 +85,13 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE if stop.code else 0
         if code and process_status.stage and detect(os.environ).size > 1:
             reason = "" if isinstance(stop.code, int) else f" ({stop.code})"
-            left = f"the program called sys.exit{reason}, exit code {code}"
-            fail(f"{left}. {process_status.how_to_go_on()}", code=code)
+            message = f"the program called sys.exit{reason}, exit code {code}"
+            fail(f"{message}. {process_status.how_to_go_on()}", code=code)
     except KeyboardInterrupt:
         fail(process_status.interrupted, code=EXIT_INTERRUPTED)
     except HvdtrainError as error:
         wait = WAIT_USAGE if isinstance(error, UsageError) else WAIT_FAILURE
-        # What rank 0 finds wrong in the command line or the data is most often so for all ranks.
+        # A usage error on rank 0, in command line or data, usually occurs on all ranks.
         common = is_agreed(error) or (isinstance(error, UsageError) and detect(os.environ).is_root)
         if is_agreed(error):
             _disconnect(WAIT_FAILURE)
@@ -99,7 +100,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         if is_elastic(os.environ):
             outlive_loss()
         elif (launch := detect(os.environ)).is_root and launch.size > 1:
-            time.sleep(LOOK)  # a collective fails of a lost rank: which one, its detector says
+            time.sleep(LOOK)  # if a rank is lost, the failure detector reports which one
         detail = "".join(traceback.format_exception(error))
         fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
     if code == EXIT_PREEMPTED:
@@ -108,10 +109,10 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 
 def outlive_loss() -> None:
-    """Start anew where another rank is lost, which an error of a collective comes of.
+    """Restart this rank if another rank is lost, after a collective has failed.
 
-    The failure detector does so meanwhile; while the ranks are still connecting there is none.
-    What all ranks fail of is no loss: each asks before the first of them has left.
+    The failure detector does the same, but it is not running while the ranks connect. An error on
+    all ranks is no loss: each rank checks before the first one has exited.
     """
     for _ in range(LOOKS):
         time.sleep(LOOK)
@@ -121,39 +122,39 @@ def outlive_loss() -> None:
 
 
 def end_after_loss() -> NoReturn:
-    """End this process because another rank is lost; it is started anew where that is the way."""
+    """End this process because another rank is lost; elastic ranks are restarted."""
     if is_elastic(os.environ):
         start_anew()
     leave(EXIT_FAILURE)
 
 
 def start_anew() -> NoReturn:
-    """End this rank to be started anew, from the newest checkpoint (``elastic.py``)."""
+    """End this rank so that it is restarted from the newest checkpoint (``elastic.py``)."""
     terminal.clear()
     leave(elastic.EXIT_ANEW)
 
 
 def agreed(error: HvdtrainError) -> HvdtrainError:
-    """Mark ``error`` as one that all ranks raise together, so that rank 0 alone speaks."""
+    """Mark ``error`` as raised by all ranks together, so that only rank 0 prints it."""
     error.__notes__ = [*getattr(error, "__notes__", []), _AGREED]
     return error
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Return whether all ranks raise this error together."""
+    """Return whether ``error`` is raised by all ranks together."""
     return _AGREED in getattr(error, "__notes__", [])
 
 
 _AGREED = "agreed by all ranks"
 
-_speaking = threading.Lock()  # never released: who has it ends the process
+_speaking = threading.Lock()  # never released: its holder ends the process
 
 
 def _disconnect(patience: float) -> None:
-    """End the runtime in good order before all ranks leave with a code other than 0 together.
+    """Shut down the communication library before all ranks exit with a nonzero code together.
 
-    Otherwise MPI on other hosts sees the first connection break, aborts, and mpirun's exit code is
-    that of the abort. A rank that does not come is waited for ``patience`` seconds.
+    Otherwise MPI on other hosts aborts when the first connection breaks, and mpirun returns the
+    exit code of the abort. Other ranks are waited for at most ``patience`` seconds.
     """
     for end in process_status.disconnect:
         thread = threading.Thread(target=end, name="disconnect", daemon=True)
@@ -162,7 +163,7 @@ def _disconnect(patience: float) -> None:
 
 
 def fail(message: str, *, code: int, wait: float = WAIT_FAILURE, agreed: bool = False) -> NoReturn:
-    """Say ``message`` and leave with ``code``; a rank other than 0 lets rank 0 go first."""
+    """Print ``message`` and exit with ``code``; a rank other than 0 waits for rank 0 first."""
     speak(message, wait=wait, agreed=agreed)
     leave(code)
 
@@ -170,15 +171,15 @@ def fail(message: str, *, code: int, wait: float = WAIT_FAILURE, agreed: bool = 
 def speak(
     message: str, *, wait: float = WAIT_FAILURE, agreed: bool = False, mpirun_ends: bool = False
 ) -> None:
-    """Say why this process fails; the caller ends it then. See ``fail``.
+    """Print why this process fails; the caller then ends it. See ``fail``.
 
-    Of several threads the first one speaks; the others wait here for the end.
+    Only the first thread prints; any other thread blocks here until the process ends.
 
     Args:
-        message: the line, or lines.
-        wait: seconds that a rank other than 0 lets rank 0 go first.
-        agreed: all ranks fail of the same, so rank 0 alone speaks.
-        mpirun_ends: mpirun is about to end all ranks, and no longer passes on what they say.
+        message: one or more lines.
+        wait: seconds that a rank other than 0 waits for rank 0.
+        agreed: all ranks have the same error, so that only rank 0 prints it.
+        mpirun_ends: mpirun is about to end all ranks, and no longer forwards their output.
     """
     be_the_first_to_speak()
     terminal.clear()
@@ -186,34 +187,34 @@ def speak(
     if not launch.is_root:
         time.sleep(wait)
     if launch.is_root or not agreed:
-        who = f"rank {launch.rank} on {socket.gethostname()}"
-        where = "" if agreed or launch.size == 1 else f"{who}{', ' + stage if stage else ''}: "
-        line = f"hvdtrain: {where}{message.rstrip()}\n"
-        with contextlib.suppress(OSError):  # mpirun, which reads what is said, may be gone
+        rank = f"rank {launch.rank} on {socket.gethostname()}"
+        prefix = "" if agreed or launch.size == 1 else f"{rank}{', ' + stage if stage else ''}: "
+        line = f"hvdtrain: {prefix}{message.rstrip()}\n"
+        with contextlib.suppress(OSError):  # mpirun, which reads the output, may have ended
             sys.stdout.flush()
             if not (mpirun_ends and _write_beside(_parent(MPIRUNS), line)):
                 sys.stderr.write(line)
 
 
 def be_the_first_to_speak() -> None:
-    """Return in the first thread that comes here; any other one waits for the end."""
+    """Return in the first thread that calls this; block any other one until the process ends."""
     if not _speaking.acquire(blocking=False):
         threading.Event().wait()
 
 
 def announce(text: str, *, mpirun_ends: bool) -> None:
-    """Write a line for the user, to be called on rank 0: why it stops in good order.
+    """Print on rank 0 why the job stops in an orderly way.
 
     Args:
         text: the line.
-        mpirun_ends: Open MPI's mpirun has been told to end, too, unless it does not hear TERM (see
-            ``launch.watch``). It then throws away what its ranks say, so the line goes to its own
-            standard error.
+        mpirun_ends: Open MPI's mpirun has received SIGTERM too, unless it is blocked (see
+            ``launch.watch``). It then discards the output of its ranks, so the line is written to
+            mpirun's standard error.
     """
     terminal.clear()
-    # mpirun passes on what comes on two streams in any order: a bar may still be there.
+    # mpirun forwards two streams in any order, so a progress bar may still be shown.
     line = f"{terminal.ERASE if terminal.columns() else ''}hvdtrain: {text}\n"
-    with contextlib.suppress(OSError, RuntimeError):  # a signal may have come within a flush
+    with contextlib.suppress(OSError, RuntimeError):  # a signal may have interrupted a flush
         sys.stdout.flush()
     if not (mpirun_ends and _write_beside(_impatient(MPIRUNS), line)):
         with contextlib.suppress(OSError):
@@ -221,11 +222,11 @@ def announce(text: str, *, mpirun_ends: bool) -> None:
 
 
 def _write_beside(process: Path | None, line: str) -> bool:
-    """Write to the standard error of ``process``, a folder of /proc; return whether it was done."""
+    """Write to the standard error of ``process``, a directory of /proc; return success."""
     if process is None:
         return False
     with contextlib.suppress(OSError):
-        # Where it is a file, to its end: it may have been written from its beginning.
+        # A file is appended to, as its offset may be elsewhere.
         handle = os.open(process / "fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
         with os.fdopen(handle, "wb", buffering=0) as file:
             file.write(line.encode())
@@ -234,7 +235,7 @@ def _write_beside(process: Path | None, line: str) -> bool:
 
 
 def _parent(names: Sequence[str]) -> Path | None:
-    """Find /proc of this process's parent, if it is one of ``names``."""
+    """Return the /proc directory of the parent process if its name is one of ``names``."""
     parent = Path(f"/proc/{os.getppid()}")
     with contextlib.suppress(OSError):
         if (parent / "comm").read_text().strip() in names:
@@ -243,47 +244,47 @@ def _parent(names: Sequence[str]) -> Path | None:
 
 
 def _impatient(names: Sequence[str]) -> Path | None:
-    """Find /proc of this process's parent, if it is one of ``names`` that kills soon after TERM."""
+    """Return ``_parent(names)`` unless it blocks SIGTERM; mpirun kills its ranks soon after it."""
     with contextlib.suppress(OSError):
         if parent := _parent(names):
             status = (parent / "status").read_text()
             blocked = re.search(r"^SigBlk:\s*(\w+)", status, re.MULTILINE)
-            deaf = blocked and int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1
-            return None if deaf else parent
+            is_blocked = blocked and int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1
+            return None if is_blocked else parent
     return None
 
 
 def is_ended_by_mpirun() -> bool:
-    """Return whether mpirun or its daemon started this process; they send TERM to end a rank."""
+    """Return whether mpirun or its daemon started this process; they end a rank by SIGTERM."""
     return _parent(daemon.NAMES) is not None
 
 
 @contextlib.contextmanager
 def outlived(action: Callable[[], object]) -> Iterator[None]:
-    """Have a copy of this process do ``action`` if mpirun kills it before the block has ended.
+    """Let a forked copy of this process do ``action`` if mpirun kills it within the block.
 
-    Open MPI's mpirun kills its ranks half a second after it got TERM itself, and a save may take
-    longer. The copy is made when the signal comes, in a process group of its own, which mpirun does
-    not know, and in the same session, where a batch system's KILL finds it. It has this thread
-    alone, so ``action`` must not compute with a framework or call MPI.
+    Open MPI's mpirun kills its ranks half a second after receiving SIGTERM, and a save may take
+    longer. The copy is forked when the signal arrives, in a new process group, unknown to mpirun,
+    but in the same session, so that a batch system can kill it. It has only this thread, so
+    ``action`` must not compute with a framework or call MPI.
     """
     if threading.current_thread() is not threading.main_thread() or not _impatient(daemon.NAMES):
         yield
         return
-    came, wake = os.pipe()
+    arrived, wake = os.pipe()
     os.set_blocking(wake, False)
-    done, finish = os.pipe()  # closed without a word when this process is killed
+    done, finish = os.pipe()  # closed without data if this process is killed
     copies: list[int] = []
 
     def wait() -> None:
-        while (number := os.read(came, 1)) and number[0] not in (signal.SIGTERM, signal.SIGINT):
+        while (number := os.read(arrived, 1)) and number[0] not in (signal.SIGTERM, signal.SIGINT):
             pass
         if number and (copy := os.fork()):
             copies.append(copy)
         elif number:
             _act_after(done, finish, action)
 
-    # It is told at once, also while the main thread waits for the disk.
+    # The thread is woken at once, even while the main thread waits for the disk.
     former = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     thread = threading.Thread(target=wait, name="outlived", daemon=True)
     thread.start()
@@ -294,14 +295,14 @@ def outlived(action: Callable[[], object]) -> Iterator[None]:
         os.close(wake)
         thread.join()
         os.write(finish, b".")
-        for handle in (came, done, finish):
+        for handle in (arrived, done, finish):
             os.close(handle)
         for copy in copies:
             os.waitpid(copy, 0)
 
 
 def _act_after(done: int, finish: int, action: Callable[[], object]) -> NoReturn:
-    """Do ``action``, in the copy, when ``done`` is closed without a word; then end."""
+    """Do ``action``, in the copy, if ``done`` is closed without data; then exit."""
     try:
         os.setpgid(0, 0)
         os.close(finish)
@@ -315,10 +316,10 @@ def _act_after(done: int, finish: int, action: Callable[[], object]) -> NoReturn
 
 
 def end_with_parent(_: int = 0) -> None:
-    """End this worker process when the process that asked for it ends; to be called first in it.
+    """End this worker process when the process that created it ends; call it first in a worker.
 
-    A worker's parent in the system's eyes is the fork server, which itself waits for its workers;
-    if mpirun kills the training process, all of them would stay for ever.
+    The operating system's parent of a worker is the fork server, which waits for its workers; if
+    mpirun killed the training process, all of them would keep running.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -332,9 +333,9 @@ def end_with_parent(_: int = 0) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, without the finalizers of MPI, Horovod or worker pools.
+    """Exit at once; with a nonzero code without the finalizers of MPI, Horovod or worker pools.
 
-    After a failure those wait for ranks that will never come; ``os._exit`` cannot hang.
+    After a failure these wait for ranks that have ended; ``os._exit`` cannot hang.
     """
     for action in process_status.at_exit:
         action(code)

@@ -1,14 +1,13 @@
-"""Connections between the ranks, by which each learns within seconds that another has died.
+"""Connections between the ranks that detect a lost rank within seconds.
 
-MPI does not tell: a rank that waits for a host without power, or behind a cut link, waits until TCP
-gives up, a quarter of an hour and more; Open MPI's daemons look after eight minutes.
+MPI does not detect it: a rank that waits for a host without power, or behind a broken link, waits
+for TCP's timeout, 15 minutes or more; Open MPI's daemons notice after 8 minutes.
 
 The connections form a tree: rank 0 to the first rank of each other host, and the first rank of each
-host to the others on it. All that is sent on them is a rank's last message, and towards rank 0 the
-calls that a rank waits in (``waits``). Between hosts TCP keep-alive probes are answered by the
-kernels, so a process is not mistaken for a dead one while it computes, waits for a disk, or is
-suspended. Threads of their own sleep until a connection breaks, and then act by themselves: the
-main thread may be waiting in a collective.
+host to the others on it. They transmit only a rank's last message, and towards rank 0 the calls in
+which a rank waits (``waits``). Between hosts the kernels answer TCP keep-alive probes, so that a
+process is not considered dead while it computes, waits for a disk, or is suspended. Separate
+threads sleep until a connection breaks, as the main thread may be waiting in a collective.
 """
 
 from __future__ import annotations
@@ -38,27 +37,26 @@ from hvdtrain.system.runtime.mpirun_daemon import end_daemon
 
 log = logging.getLogger(__name__)
 
-# Seconds without an answer from another host after which it counts as lost. The job has to be over
-# 30 s after the loss; a switch that takes another path, or a virtual machine that moves, is silent
-# for some seconds too.
+# Seconds without an answer after which a host is considered lost. The job has to end within 30 s of
+# the loss; rerouting in a switch or migration of a virtual machine also takes some seconds.
 SILENCE = 15
-IDLE = 5  # seconds of silence after which the kernel sends the first probe
-PATIENCE = 5.0  # seconds for mpirun to end this process once a rank has told why it fails
-# Who loses rank 0 waits so many seconds times its own rank, at most LAST, before it says so: others
-# have lost it too, and where mpirun ends all ranks in order rank 0 is the first to go.
+IDLE = 5  # idle seconds before the kernel sends the first probe
+PATIENCE = 5.0  # seconds for mpirun to end this process after a rank has reported its failure
+# A rank that loses rank 0 waits STAGGER seconds times its rank, at most LAST, before it reports it:
+# others have lost it too, and rank 0 is the first to end when mpirun ends all ranks in order.
 STAGGER, LAST = 0.5, 6
-RETRY = 0.1  # seconds before the next connection is accepted, where one could not be
+RETRY = 0.1  # seconds before the next accept after a failed one
 
 BACKLOG = 4096  # pending connections: one per host, or one per rank of this host
 
-# A rank's last message: it ends in order; it fails, and has told why; it has lost another one, and
-# has told which. What a collective fails of by that no other rank need tell.
+# A rank's last message: it ends normally; it fails and has reported why; it has lost another rank
+# and has reported which. Other ranks need not report collectives that fail as a consequence.
 DONE, FAILED, LOST = b".", b"!", b"?"
-REPORT = b"w"  # before a report to rank 0, and its length
-LENGTH = 2  # bytes of it
+REPORT = b"w"  # followed by length and content of a report to rank 0
+LENGTH = 2  # bytes of the length
 
 Gather = Callable[[bytes], list[bytes]]
-HostId = tuple[str, str]  # the name of a host, and what tells it apart from another of that name
+HostId = tuple[str, str]  # name of a host, and a string that distinguishes hosts of the same name
 
 
 @dataclass(frozen=True)
@@ -66,21 +64,21 @@ class Connection:
     """An open connection to another rank."""
 
     socket: socket.socket
-    rank: int  # the rank at the other end
+    rank: int  # rank of the other side
 
 
 def start(
     rank: int, hosts: Sequence[HostId], addresses: Sequence[str], gather: Gather
 ) -> FailureDetector:
-    """Connect the ranks, and watch from now on; all ranks call it together.
+    """Connect the ranks and start watching; all ranks must call it together.
 
-    Where a rank or a host is lost, this process says so and leaves with code 1.
+    If a rank or host is lost, this process reports it and exits with code 1.
 
     Args:
-        rank: of this process.
-        hosts: the host of each rank, by rank.
-        addresses: of this host, as ``10.0.0.7/24``.
-        gather: the collective that gives the bytes of every rank, by rank.
+        rank: rank of this process.
+        hosts: hosts by rank.
+        addresses: addresses of this host, e.g. ``10.0.0.7/24``.
+        gather: collective that returns the bytes of all ranks, by rank.
     """
     detector = FailureDetector(rank, hosts, addresses)
     if rank == 0:
@@ -88,57 +86,57 @@ def start(
     if len(hosts) > 1:
         detector.connect(gather(detector.endpoint()))
         process_status.at_exit.append(detector.send_last)
-        # A script that does not end by ``exit.leave`` comes to here if it ends at all.
+        # For scripts that end without ``exit.leave``.
         atexit.register(detector.send_last, EXIT_OK)
-        # A forked worker that lived on would hold the connections of a dead rank.
+        # A forked worker would keep the connections of a dead rank open.
         os.register_at_fork(after_in_child=detector.close)
     return detector
 
 
 class FailureDetector:
-    """The connections of one rank.
+    """The connections of a rank.
 
     Args:
-        rank: of this process.
-        hosts: the host of each rank, by rank.
-        addresses: of this host, as ``10.0.0.7/24``.
+        rank: rank of this process.
+        hosts: hosts by rank.
+        addresses: addresses of this host, e.g. ``10.0.0.7/24``.
     """
 
     def __init__(self, rank: int, hosts: Sequence[HostId], addresses: Sequence[str]) -> None:
         self.rank, self.hosts, self.addresses = rank, hosts, addresses
         first = hosts.index(hosts[rank])  # the first rank of this host
-        self.parent = first if rank != first else 0  # in the tree; rank 0 is its root
+        self.parent = first if rank != first else 0  # in the tree with root 0
         self.connections: list[Connection] = []
-        self.on_report: Callable[[bytes], None] = lambda report: None  # what rank 0 does with one
+        self.on_report: Callable[[bytes], None] = lambda report: None  # called on rank 0
         self.last: bytes | None = None  # this rank's last message
-        self.secret = secrets.token_bytes(2 * handshake.KEY)  # rank 0's is everyone's
+        self.secret = secrets.token_bytes(2 * handshake.KEY)  # all ranks use rank 0's
         self.selector = selectors.DefaultSelector()
         self.listeners: dict[str, socket.socket] = {}
-        self.absent = 0  # ranks that have yet to connect
-        self.pending: list[Handshake] = []  # not confirmed yet
+        self.absent = 0  # number of ranks that have not connected yet
+        self.pending: list[Handshake] = []  # not yet confirmed
         if rank == self.parent and len(set(hosts)) > 1:
             self.listeners["tcp"] = socket.create_server(("", 0), backlog=BACKLOG)
             self.absent += len(set(hosts)) - 1
         if rank == first and hosts.count(hosts[rank]) > 1:
             local = self.listeners["unix"] = socket.socket(socket.AF_UNIX)
-            local.bind("")  # to a name without a file, which the kernel chooses
+            local.bind("")  # to an abstract name chosen by the kernel
             local.listen(BACKLOG)
             self.absent += hosts.count(hosts[rank]) - 1
 
     def endpoint(self) -> bytes:
-        """Return what the other ranks need to connect to this one, as JSON."""
+        """Return how other ranks can connect to this one, as JSON."""
         endpoint: dict[str, object] = {"secret": self.secret.hex()}
         if "tcp" in self.listeners:
             endpoint["port"] = self.listeners["tcp"].getsockname()[1]
-            # Loopback last: where two "hosts" are containers of one, it may be all that they share.
+            # Loopback last: two "hosts" may be containers that share only this.
             addresses = [*self.addresses, "127.0.0.1"]
-            endpoint["addresses"] = [one.partition("/")[0] for one in addresses]
+            endpoint["addresses"] = [address.partition("/")[0] for address in addresses]
         if "unix" in self.listeners:
             endpoint["name"] = self.listeners["unix"].getsockname().hex()
         return json.dumps(endpoint).encode()
 
     def connect(self, endpoints: Sequence[bytes]) -> None:
-        """Connect and watch, in threads of their own; ``endpoints`` are all ranks', by rank."""
+        """Connect and watch in separate threads; ``endpoints`` are those of all ranks, by rank."""
         root, parent = json.loads(endpoints[0]), json.loads(endpoints[self.parent])
         self.secret = bytes.fromhex(root["secret"])
         if self.rank != self.parent:
@@ -154,30 +152,31 @@ class FailureDetector:
             threading.Thread(target=self._serve, name="failure detectors", daemon=True).start()
 
     def send_last(self, code: int) -> None:
-        """Tell the others that this rank is about to end with ``code``."""
-        self._tell(DONE if code in (EXIT_OK, EXIT_PREEMPTED, EXIT_ANEW) else FAILED)
+        """Notify the other ranks that this rank is about to end with ``code``."""
+        self._notify(DONE if code in (EXIT_OK, EXIT_PREEMPTED, EXIT_ANEW) else FAILED)
 
-    def _tell(self, last: bytes) -> None:
+    def _notify(self, last: bytes) -> None:
         if self.last is None:
             self.last = last
             for connection in list(self.connections):
                 _send(connection, last)
 
     def report(self, report: bytes) -> None:
-        """Send ``report`` to rank 0, by the first rank of this host."""
-        for connection in [one for one in self.connections if one.rank == self.parent]:
-            _send(connection, REPORT + len(report).to_bytes(LENGTH, "big") + report)
+        """Send ``report`` to rank 0, via the first rank of this host."""
+        for connection in list(self.connections):
+            if connection.rank == self.parent:
+                _send(connection, REPORT + len(report).to_bytes(LENGTH, "big") + report)
 
     def close(self) -> None:
-        """Close this process's end of all connections."""
-        pending = [one.socket for one in self.pending]
-        open_ones = [connection.socket for connection in self.connections]
-        for one in (*self.listeners.values(), *pending, *open_ones):
-            one.close()
+        """Close this process's side of all connections."""
+        sockets = [begun.socket for begun in self.pending]
+        sockets += [connection.socket for connection in self.connections]
+        for opened in (*self.listeners.values(), *sockets):
+            opened.close()
         self.connections.clear()
 
     def _watch_parent(self, targets: Sequence[Address]) -> None:
-        """Connect to the parent at one of ``targets``, and read from it: a thread's work."""
+        """Connect to the parent at one of ``targets`` and read from it, in a thread."""
         connected = handshake.connect(targets, self.rank, self.secret)
         if connected:
             connection = self._register(connected, self.parent)
@@ -185,13 +184,16 @@ class FailureDetector:
                 pass
         elif self.last is None:
             log.warning(
-                "rank %d on %s cannot reach rank %d on %s by TCP: if a host is lost, it may take "
-                "long to be noticed",
-                *(self.rank, self._host(self.rank), self.parent, self._host(self.parent)),
+                "rank %d on %s cannot connect to rank %d on %s by TCP: the loss of a host may be "
+                "detected late",
+                self.rank,
+                self._host(self.rank),
+                self.parent,
+                self._host(self.parent),
             )
 
     def _serve(self) -> None:
-        """Accept all ranks side by side, and read from those connected: a thread's work."""
+        """Accept all ranks concurrently and read from the connected ones, in a thread."""
         for listener in self.listeners.values():
             self.selector.register(listener, selectors.EVENT_READ)
         while True:
@@ -203,7 +205,7 @@ class FailureDetector:
                     self._continue(key.data)
                 else:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
-            for late in [one for one in self.pending if one.is_late()]:
+            for late in [begun for begun in self.pending if begun.is_late()]:
                 self._remove(late)
                 late.socket.close()
 
@@ -211,8 +213,8 @@ class FailureDetector:
         try:
             accepted, _ = listener.accept()
             accepted.setblocking(False)
-        except OSError as error:  # over already, or no file descriptor left
-            log.debug("a connection that cannot be accepted: %s", error)
+        except OSError as error:  # closed already, or no file descriptor left
+            log.debug("connection not accepted: %s", error)
             time.sleep(RETRY)
         else:
             begun = Handshake(accepted, self.secret)
@@ -220,11 +222,11 @@ class FailureDetector:
             self.selector.register(accepted, selectors.EVENT_READ, begun)
 
     def _continue(self, begun: Handshake) -> None:
-        """Read what has come; keep the connection once it is confirmed."""
+        """Continue a handshake; register the connection when it is confirmed."""
         try:
             confirmed = begun.read()
         except OSError as error:
-            log.debug("a handshake that failed: %s", error)
+            log.debug("handshake failed: %s", error)
             self._remove(begun)
             begun.socket.close()
             return
@@ -240,7 +242,7 @@ class FailureDetector:
         self.selector.unregister(begun.socket)
 
     def _close_listeners(self) -> None:
-        """Listen no more once all ranks have connected that should."""
+        """Close the listeners when all expected ranks have connected."""
         self.absent -= 1
         if not self.absent:
             for listener in self.listeners.values():
@@ -248,17 +250,17 @@ class FailureDetector:
                 listener.close()
 
     def _register(self, confirmed: socket.socket, rank: int) -> Connection:
-        """Keep a connection whose handshake is complete: from now on its end is a death."""
+        """Register a confirmed connection: from now on its end means a lost rank."""
         if confirmed.family == socket.AF_INET:
             _keep_alive(confirmed, IDLE, SILENCE)
         connection = Connection(confirmed, rank)
         self.connections.append(connection)
-        if self.last is not None:  # the training was over before the handshake
+        if self.last is not None:  # the training ended before the handshake
             _send(connection, self.last)
         return connection
 
     def _read(self, connection: Connection) -> bool:
-        """Read a report or the last message, or why there is none; False after the end."""
+        """Handle a report, a last message, or a broken connection; return False at the end."""
         silent = False
         try:
             message = connection.socket.recv(1)
@@ -269,10 +271,10 @@ class FailureDetector:
                 return True
         except OSError as error:
             message, silent = b"", not isinstance(error, ConnectionResetError)
-        # It stays open: the other end may live on, and would take the closing for a death.
+        # The socket stays open: the other side may be alive, and closing would mean a lost rank.
         if message in (FAILED, LOST):
-            self._tell(message)
-            # What all fail of together ends them together meanwhile.
+            self._notify(message)
+            # An error of all ranks ends them together in the meantime.
             time.sleep(PATIENCE if message == FAILED else 0.0)
             end_after_loss()
         if message != DONE:
@@ -280,28 +282,28 @@ class FailureDetector:
         return False
 
     def _end(self, lost: int, *, silent: bool) -> NoReturn:
-        """Say that the rank ``lost`` is lost, or all its host where that is ``silent``; leave."""
+        """Report the loss of rank ``lost``, or of its host if ``silent``, and exit."""
         if silent:
-            what = (
+            loss = (
                 f"host {self._host(lost)} ({self._ranks(lost)}) has not answered for {SILENCE} s: "
-                f"it is down, or cut off from {self._host(self.rank)}"
+                f"it is down, or unreachable from {self._host(self.rank)}"
             )
         else:
-            what = (
-                f"rank {lost} on {self._host(lost)} has ended without a word: it crashed, or was "
-                "killed (out of memory?)"
+            loss = (
+                f"rank {lost} on {self._host(lost)} exited unexpectedly (crashed, or killed: out "
+                "of memory?)"
             )
-        said = f"{what}. {process_status.how_to_go_on()}"
+        message = f"{loss}. {process_status.how_to_go_on()}"
         if is_elastic(os.environ):
             gone = self._host(lost) if silent else None
             left = [r for r in range(len(self.hosts)) if r != lost and self._host(r) != gone]
-            if lost or self.rank == left[0]:  # one of those that have lost rank 0 is enough
-                speak(said, wait=0.0)
-            self._tell(LOST)
+            if lost or self.rank == left[0]:  # only one rank reports the loss of rank 0
+                speak(message, wait=0.0)
+            self._notify(LOST)
             end_after_loss()
         wait = 0.0 if lost else STAGGER * min(self.rank, LAST)
-        speak(said, wait=wait, mpirun_ends=not silent)
-        self._tell(LOST)
+        speak(message, wait=wait, mpirun_ends=not silent)
+        self._notify(LOST)
         if silent and end_daemon():
             time.sleep(PATIENCE)
         end_after_loss()
@@ -310,22 +312,20 @@ class FailureDetector:
         return self.hosts[rank][0]
 
     def _ranks(self, rank: int) -> str:
-        """Name all ranks on the host of ``rank``."""
-        here = [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
+        """Return the ranks on the host of ``rank`` as text."""
+        here = [local for local, host in enumerate(self.hosts) if host == self.hosts[rank]]
         if len(here) > 1 and here == list(range(here[0], here[-1] + 1)):
             return f"ranks {here[0]}-{here[-1]}"
         return f"rank{'s' if len(here) > 1 else ''} {','.join(map(str, here))}"
 
 
 def _keep_alive(connection: socket.socket, idle: int, silence: int) -> None:
-    """Let the kernel break ``connection`` when the other host has not answered for a time.
-
-    It asks the other kernel, so the process there need not do anything.
+    """Let the kernel break ``connection`` if the other host's kernel does not answer.
 
     Args:
-        connection: to another host.
-        idle: seconds of silence after which the first probe is sent, then one per second.
-        silence: seconds after which it breaks, also where data wait to be acknowledged.
+        connection: connection to another host.
+        idle: idle seconds before the first probe; then one per second.
+        silence: seconds without an answer after which it breaks, also with unacknowledged data.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
@@ -335,5 +335,5 @@ def _keep_alive(connection: socket.socket, idle: int, silence: int) -> None:
 
 
 def _send(connection: Connection, message: bytes) -> None:
-    with contextlib.suppress(OSError):  # the other end has gone already
+    with contextlib.suppress(OSError):  # the other side has ended
         connection.socket.send(message)

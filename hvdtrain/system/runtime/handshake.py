@@ -1,9 +1,9 @@
-"""How a connection between two ranks begins: each side proves that it is of this job.
+"""Handshake of a connection between two ranks: each side proves that it belongs to this job.
 
-It does so by a half of a common secret, and the connecting side confirms that it has read the
-answer. Before that its end is nobody's death: whoever has given up, or is no rank at all, just
-closes it. The accepting side waits for the confirmation as long as it takes, so that the other one
-can rely on the connection as soon as it has confirmed.
+Each side sends half of a shared secret, and the connecting side confirms that it has read the
+answer. Until then a closed connection does not mean a lost rank: the other side has given up, or is
+no rank. The accepting side waits for the confirmation without a limit, so that the connecting side
+can rely on the connection after its confirmation.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
 
-CONNECT = 3.0  # seconds for an address to answer; a host may have some that lead nowhere
+CONNECT = 3.0  # seconds for an address to answer; a host may have unreachable ones
 ANSWER = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
-HELLO = 10.0  # seconds for a connecting process to say which rank it is; it may be none
+HELLO = 10.0  # seconds for a connecting process to send its rank; it may be no rank
 KEY = 16  # bytes of each half of the secret: the connecting side's, and the accepting side's
 RANK = 4  # bytes of a rank
 CONFIRM = b"+"
@@ -34,14 +34,14 @@ class Handshake:
     socket: socket.socket  # non-blocking
     secret: bytes  # of the job, 2 x ``KEY`` bytes
     since: float = field(default_factory=time.monotonic)  # when it was accepted
-    rank: int | None = None  # the rank at the other end, once it has said so
+    rank: int | None = None  # rank of the other side, once received
     _received: bytes = b""
 
     def read(self) -> bool:
-        """Read what has come; return whether the connection is confirmed.
+        """Read available data; return whether the connection is confirmed.
 
         Raises:
-            OSError: the other side has closed it, or is no rank of this job.
+            OSError: the other side has closed it, or does not belong to this job.
         """
         wanted = KEY + RANK if self.rank is None else len(CONFIRM)
         try:
@@ -63,32 +63,32 @@ class Handshake:
         return False
 
     def is_late(self) -> bool:
-        """Return whether it should have said long ago which rank it is."""
+        """Return whether the other side has not sent its rank in time."""
         return self.rank is None and time.monotonic() - self.since > HELLO
 
 
 def connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.socket | None:
-    """Connect to the first of ``targets`` where a rank of this job answers; None: nobody did."""
+    """Connect to the first of ``targets`` where a rank of this job answers; None: none does."""
     for target in targets:
-        line = socket.socket(socket.AF_UNIX if isinstance(target, bytes) else socket.AF_INET)
+        connection = socket.socket(socket.AF_UNIX if isinstance(target, bytes) else socket.AF_INET)
         try:
-            line.settimeout(CONNECT)
-            line.connect(target)
-            line.settimeout(ANSWER)
-            line.sendall(secret[:KEY] + rank.to_bytes(RANK, "big"))
-            if hmac.compare_digest(receive(line, KEY), secret[KEY:]):
-                line.sendall(CONFIRM)
-                line.settimeout(None)
-                return line
+            connection.settimeout(CONNECT)
+            connection.connect(target)
+            connection.settimeout(ANSWER)
+            connection.sendall(secret[:KEY] + rank.to_bytes(RANK, "big"))
+            if hmac.compare_digest(receive(connection, KEY), secret[KEY:]):
+                connection.sendall(CONFIRM)
+                connection.settimeout(None)
+                return connection
         except OSError as error:
             log.debug("no connection by %s: %s", target, error)
-        line.close()
+        connection.close()
     return None
 
 
-def receive(line: socket.socket, length: int) -> bytes:
-    """Return exactly ``length`` bytes; fewer where the other end has closed."""
+def receive(connection: socket.socket, length: int) -> bytes:
+    """Return exactly ``length`` bytes; fewer if the other side has closed."""
     data = b""
-    while len(data) < length and (more := line.recv(length - len(data))):
+    while len(data) < length and (more := connection.recv(length - len(data))):
         data += more
     return data

@@ -1,10 +1,10 @@
-"""Open MPI's own process above a rank, ended where it would wait for a lost host for ever.
+"""End Open MPI's mpirun or daemon above a rank if it would wait for a lost host indefinitely.
 
-Once a rank has failed, mpirun orders its daemons to end and waits until all have done so. Where one
-is out of reach it never ends, and the job with it neither.
+After a failure mpirun orders its daemons to end and waits for all of them. If a daemon cannot be
+reached, mpirun never ends, nor does the job.
 
-This file is also the program that does it, since the rank is ended on the way: it imports nothing
-but the standard library at its head, so that it starts at once.
+This file is also the program that does so, as the rank itself is ended: it imports only the
+standard library at module level, to start fast.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import time
 from pathlib import Path
 
 NAMES = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")
-# Names of jobs whose daemons serve other jobs too (`prte` and `prun`) begin with this.
+# Prefix of namespaces whose daemons serve several jobs (`prte` and `prun`).
 SHARED = "prte-"
 
-FORWARD = 1.0  # seconds for it to pass on what the rank has said
-TIMES = 3  # the first SIGINT asks for an orderly end, the second warns, the third takes effect
+FORWARD = 1.0  # seconds for mpirun to forward the rank's output
+TIMES = 3  # number of SIGINTs: orderly end, warning, immediate end
 APART = 0.3  # seconds between them
 
 
 def end_daemon() -> bool:
-    """End the mpirun or the daemon that started this rank, ``FORWARD`` seconds from now.
+    """End the mpirun or the daemon that started this rank, in ``FORWARD`` seconds.
 
-    The ranks below it should not leave before: where mpirun runs on a third host it learns of the
-    loss only by this daemon, and only as long as it does not wait for an orderly end already.
+    Its ranks should not exit earlier: an mpirun on a third host learns of the loss only from this
+    daemon, and only while it does not wait for an orderly end yet.
 
     Returns:
-        Whether it will be ended; not where another launcher started this rank.
+        Whether it will be ended; False if another launcher started this rank.
     """
     import psutil
 
@@ -50,10 +50,10 @@ def end_daemon() -> bool:
 
 
 def main(process: int) -> None:
-    """End ``process``, and what it has started and would leave behind.
+    """End ``process`` and its children.
 
-    An ssh to a lost host never ends by itself, and holds mpirun's output open: whoever reads that
-    to its end, such as ``mpirun ... | tee log``, would wait as long.
+    An ssh to a lost host does not end by itself and keeps mpirun's output open, so that a reader,
+    as in ``mpirun ... | tee log``, would not end either.
     """
     time.sleep(FORWARD)
     started = _children(process)
@@ -63,18 +63,18 @@ def main(process: int) -> None:
             time.sleep(APART)
     for child in started:
         with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGKILL)  # the ssh of `hvdtrain launch` is deaf to TERM
+            os.kill(child, signal.SIGKILL)  # the ssh of `hvdtrain launch` ignores SIGTERM
 
 
 def _children(process: int) -> list[int]:
-    """Return ids of the processes that ``process`` has started and that live."""
-    found = []
+    """Return the ids of the live children of ``process``."""
+    children = []
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ends just now
+        with contextlib.suppress(OSError):  # it has just ended
             after_name = file.read_text().rpartition(")")[2].split()  # state, parent, ...
             if int(after_name[1]) == process:
-                found.append(int(file.parent.name))
-    return found
+                children.append(int(file.parent.name))
+    return children
 
 
 if __name__ == "__main__":

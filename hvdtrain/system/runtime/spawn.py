@@ -1,9 +1,9 @@
-"""``--spawn N``: the trainer starts its ranks itself, on this host, where there is no launcher.
+"""``--spawn N``: a trainer starts its ranks on this host, without a launcher.
 
-A rank is the same command line once more, with the variables that torchrun sets. It shares the
-parent's terminal and streams, and its process group, so Ctrl-C and Ctrl-Z reach all of them. The
-parent hands on the signals that reach it alone, ends the others where one rank has failed, and
-leaves with the code of the rank that failed first. A rank ends with its parent, however that ends.
+A rank runs the same command line with the variables that torchrun sets. It shares the parent's
+terminal, streams and process group, so that Ctrl-C and Ctrl-Z reach all of them. The parent
+forwards other signals, ends the other ranks if one fails, and exits with the code of the rank that
+failed first. A rank ends with its parent, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from hvdtrain.system.runtime.detect import (
 )
 from hvdtrain.system.runtime.processes import STOP_SIGNALS, Processes
 
-# A terminal gives Ctrl-C to the ranks too, where a second INT ends them; HUP they do not hear.
+# A terminal sends Ctrl-C to the ranks too, and a second INT ends them; they block HUP.
 HANDED_ON = {signal.SIGINT: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def spawned(size: int) -> LaunchInfo:
-    """Return what rank 0 of ``size`` spawned ranks is told."""
+    """Return the launch information of rank 0 of ``size`` spawned ranks."""
     return LaunchInfo(SPAWN, 0, size, 0, size)
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
-    """Raise ``UsageError`` where a launcher has started this process."""
+    """Raise ``UsageError`` if a launcher has started this process."""
     launch = detect(environ)
     if launch != ALONE:
         raise UsageError(
-            f"--spawn starts ranks where there is no launcher, and {launch.launcher} started this "
-            "process: leave the option out"
+            f"--spawn starts ranks without a launcher, but {launch.launcher} started this process: "
+            "leave the option out"
         )
 
 
@@ -54,11 +54,11 @@ def spawn(size: int, words: Sequence[str] | None = None) -> int:
     """Run this command line on ``size`` ranks of this host, and return the exit code.
 
     Args:
-        size: how many.
-        words: arguments of the interpreter; None: this process's own.
+        size: number of ranks.
+        words: arguments of the interpreter; None: those of this process.
     """
     with socket.socket() as held, Ranks() as ranks:
-        # Nobody else gets the port while it is held; rank 0 does, since it only says "reuse".
+        # The port stays reserved while the socket is open; rank 0 can bind it by SO_REUSEADDR.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         ranks.start(size, held.getsockname()[1], sys.orig_argv[1:] if words is None else words)
@@ -66,11 +66,11 @@ def spawn(size: int, words: Sequence[str] | None = None) -> int:
 
 
 class Ranks(Processes):
-    """The ranks that this process has started."""
+    """Ranks started by this process."""
 
     def start(self, size: int, port: int, words: Sequence[str]) -> None:
-        """Start ``size`` ranks, which meet at ``port``."""
-        # They hear a signal once they have their handlers (``join``); until then it waits.
+        """Start ``size`` ranks, with the rendezvous at ``port``."""
+        # Signals stay blocked in a rank until its handlers are installed (``join``).
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             for rank in range(size):
@@ -91,21 +91,21 @@ class Ranks(Processes):
 
 
 def _variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return what torchrun tells a rank, on one host."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, SPAWNED_BY: os.getpid()}
-    return {name: str(value) for name, value in {**place, **meeting}.items()}
+    """Return the variables that torchrun sets for a rank, on one host."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, SPAWNED_BY: os.getpid()}
+    return {name: str(value) for name, value in {**ranks, **rendezvous}.items()}
 
 
 def join(environ: Mapping[str, str] = os.environ) -> None:
-    """Let a rank that ``spawn`` or an agent of torchrun started end with its parent, and listen.
+    """Let a rank started by ``spawn`` or an agent end with its parent, and unblock its signals.
 
-    To be called once, when its handlers of signals are in place.
+    Call it once, after the signal handlers are installed.
     """
     launcher = detect(environ).launcher
-    if launcher in (SPAWN, TORCHRUN, HOROVODRUN):  # other launchers see to it themselves
+    if launcher in (SPAWN, TORCHRUN, HOROVODRUN):  # other launchers do so themselves
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if launcher == SPAWN:
-        if os.getppid() != int(environ[SPAWNED_BY]):  # it has ended already
+        if os.getppid() != int(environ[SPAWNED_BY]):  # the parent has already ended
             os._exit(EXIT_FAILURE)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, set(STOP_SIGNALS) - {signal.SIGHUP})

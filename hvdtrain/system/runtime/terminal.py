@@ -1,9 +1,8 @@
-"""The terminal at which a person watches: whether there is one, how wide, and a line that changes.
+"""The user's terminal: whether output is shown on one, its width, and a status line.
 
-Open MPI 5's mpirun passes the output of its ranks on by whole lines only, so each frame of a
-changing line ends with a newline. It leaves the cursor on an empty line *above* what it drew: a
-line that somebody else writes meanwhile (another rank, mpirun) comes to stand there, whole, and
-the next frame moves down by one.
+Open MPI 5's mpirun forwards the output of its ranks by whole lines only, so each frame of the
+status line ends with a newline. The cursor is left on an empty line *above* the frame: output of
+another process (another rank, mpirun) appears there, and the next frame moves down by one line.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from typing import NoReturn, TextIO
 from hvdtrain.errors import EXIT_INTERRUPTED
 from hvdtrain.system.runtime.detect import detect
 
-BEFORE_FRAME = "\r\x1b[2K\n\x1b[2K"  # an empty line, then where the frame is drawn
+BEFORE_FRAME = "\r\x1b[2K\n\x1b[2K"  # an empty line, then the line of the frame
 AFTER_FRAME = "\x1b[2A\n"
-ERASE = BEFORE_FRAME + AFTER_FRAME  # what was drawn
-FIRST = 0.3  # seconds before a status is shown; what takes no longer needs none
-EVERY = 1.0  # seconds between two frames of it
-SOONEST = 0.5  # the same where its text changes
+ERASE = BEFORE_FRAME + AFTER_FRAME  # an empty frame
+FIRST = 0.3  # seconds before a status is shown
+EVERY = 1.0  # seconds between frames
+SOONEST = 0.5  # the same if the text changes
 
 
 def columns() -> int | None:
-    """Return the columns of the terminal where a person sees standard output; None: nobody does.
+    """Return the width of the terminal that shows standard output; None: there is none.
 
-    mpirun gives its ranks a terminal of its own making wherever its own output goes; where this
-    process is its child, mpirun's output is the one that counts.
+    mpirun gives its ranks a pseudo-terminal even if its output is redirected; so for a child of
+    mpirun the output of mpirun is inspected.
     """
     if not sys.stdout.isatty():
         return None
@@ -47,7 +46,7 @@ def columns() -> int | None:
     except OSError:  # a remote daemon's child, or no /proc
         return None
     try:
-        # A terminal that nobody told its size says 0.
+        # The size is 0 if it was never set.
         return os.get_terminal_size(handle).columns or shutil.get_terminal_size().columns
     except OSError:  # a file or a pipe
         return None
@@ -57,22 +56,21 @@ def columns() -> int | None:
 
 @dataclass(frozen=True)
 class _Drawer:
-    """The process that draws."""
+    """The process that draws the status line."""
 
     process: int
-    pipe: int  # that it listens to
-    handle: int  # where it draws: 1 or 2
+    pipe: int  # from which it reads texts
+    handle: int  # standard output or standard error: 1 or 2
 
 
 _drawer: _Drawer | None = None
 
 
 def begin(program: str) -> None:
-    """Show what ``program`` is doing (``status``), and for how long already, until ``clear``.
+    """Show the status of ``program`` and the elapsed time until ``clear``, on rank 0.
 
-    Rank 0 does so, where a person watches. A process of its own draws, because this one may not get
-    to it: while it loads a library, no thread of Python's runs. It ends with this one. To be called
-    early, while there are no threads yet.
+    Does nothing without a terminal. A forked process draws, as no Python thread runs while this
+    process loads a library. Call it early, before any thread is started.
     """
     width, launch = columns(), detect(os.environ)
     if width is None or not launch.is_root:
@@ -84,10 +82,9 @@ def begin(program: str) -> None:
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[None]:
-    """Show what a command does, and for how long already, until the block has ended.
+    """Show the status of a command and the elapsed time on standard error during the block.
 
-    On standard error, since standard output is the command's result; nothing where that is no
-    terminal. Within another such block it is one of its ``status``es.
+    Does nothing without a terminal. A nested block sets the ``status`` of the outer one.
     """
     within, screen = _drawer is not None, _screen()
     if screen and not within:
@@ -101,9 +98,9 @@ def working(text: str) -> Iterator[None]:
 
 
 def _screen() -> tuple[int, int] | None:
-    """Return where a command draws, 1 or 2, and the columns there; None: nobody watches."""
+    """Return the stream for the status of a command, 1 or 2, and its width; None: no terminal."""
     launch = detect(os.environ)
-    if launch.launcher:  # which gives its ranks a terminal at standard output alone
+    if launch.launcher:  # a launcher gives its ranks a terminal at standard output only
         width = columns() if launch.is_root else None
         return None if width is None else (1, width)
     with contextlib.suppress(OSError):  # a file or a pipe
@@ -112,14 +109,14 @@ def _screen() -> tuple[int, int] | None:
 
 
 def status(text: str) -> None:
-    """Say what is being done now, if somebody is shown it."""
+    """Set the text of the status line, if it is shown."""
     if _drawer:
-        with contextlib.suppress(BrokenPipeError):  # somebody has ended it
+        with contextlib.suppress(BrokenPipeError):  # the drawing process was killed
             os.write(_drawer.pipe, " ".join(text.split()).encode(errors="replace") + b"\n")
 
 
 def clear() -> None:
-    """End what ``begin`` began: the line is gone when this returns."""
+    """End the status line of ``begin``; it is erased when this returns."""
     global _drawer
     if _drawer is None:
         return
@@ -130,10 +127,10 @@ def clear() -> None:
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """Writes the log of a command in place of what ``working`` has drawn."""
+    """Log handler that replaces the status line drawn by ``working``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; it may be longer than the screen is wide, so it needs the room."""
+        """Return the line, after erasing the status line, as it may be wider than the screen."""
         erased = ERASE if _drawer and _drawer.handle == 2 else ""
         return erased + super().format(record)
 
@@ -151,11 +148,11 @@ def _start(handle: int, width: int, title: str = "") -> None:
 
 
 def _draw(source: int, handle: int, width: int, title: str) -> NoReturn:
-    """Draw the last line that came from ``source``, and the seconds, until its other end closes."""
+    """Draw the last line from ``source`` and the elapsed seconds until the pipe is closed."""
     start, text, drawn = time.monotonic(), "", 0.0
-    with contextlib.suppress(OSError):  # the terminal is gone
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the rank, and not before
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not as its parent does
+    with contextlib.suppress(OSError):  # the terminal was closed
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the rank
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not its parent's handler
         while True:
             seconds = time.monotonic() - start
             wait = EVERY - seconds % EVERY if drawn else max(0.0, FIRST - seconds)
@@ -176,7 +173,7 @@ def _draw(source: int, handle: int, width: int, title: str) -> NoReturn:
 
 
 def main() -> int:
-    """Run ``TEXT COMMAND...`` of ``sys.argv`` and show the text meanwhile; return the exit code."""
+    """Run ``TEXT COMMAND...`` of ``sys.argv``, show TEXT meanwhile, return the exit code."""
     text, *words = sys.argv[1:]
     try:
         with working(text):

@@ -1,6 +1,6 @@
-"""Tuning at start-up: fixed by launcher, strategy and workload, never by a timing.
+"""Tuning at start-up, depending on launcher, strategy and workload but not on timings.
 
-Only what the user has not set is set. Figures: DESIGN of the project and ``benchmarks``.
+Values set by the user are kept. Measurements: ``benchmarks``.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Mapping
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 
 
-# Open MPI polls while it waits and takes the core from a thread that computes. Our ranks always
-# fill their cores (``threads_per_rank``), so it should yield.
+# Open MPI polls while it waits, on a core that a compute thread needs: the ranks use all cores
+# (``threads_per_rank``), so it must yield.
 MPI_VARIABLES = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:
-    """Set environment variables of this process that the user has not set."""
+    """Set environment variables of this process, except those set by the user."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Let glibc's malloc keep what is freed, instead of giving it back to the kernel.
+    """Let glibc's malloc keep freed memory instead of returning it to the kernel.
 
-    A training step frees and allocates the same large tensors again and again; each round trip
-    through mmap costs a page fault for every 4 KiB. Does nothing where the user has tuned malloc
-    (``MALLOC_*``, ``LD_PRELOAD``) or where the C library is another.
+    Training steps free and allocate the same large tensors repeatedly; each round trip through mmap
+    costs a page fault per 4 KiB. Does nothing if the user has tuned malloc (``MALLOC_*``,
+    ``LD_PRELOAD``) or the C library is not glibc.
 
     Returns:
         Whether it took effect.

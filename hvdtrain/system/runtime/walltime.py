@@ -1,7 +1,7 @@
-"""When does this job end? Asked once, at its start, so that a training can save in time.
+"""End time of the batch job, queried once at its start, so that a training can save in time.
 
-A job script of ours asks before it starts the ranks, by ``python -m`` and this module's name,
-and exports the answer, so that no rank has to start another program once MPI runs.
+Generated job scripts query it before they start the ranks, by ``python -m`` with this module, and
+export it, so that no rank has to start another program after MPI is initialized.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from hvdtrain.system.runtime.command import Command, run
 
 ENDS = "HVDTRAIN_WALLTIME_ENDS"
-"""Seconds since 1970 at which the job ends; empty: nobody knows, and nobody need ask again."""
+"""End time of the job in seconds since 1970; empty: unknown, do not query again."""
 
-PATIENCE = 10.0  # seconds that a batch system has to answer; a busy one must not stop a training
+PATIENCE = 10.0  # timeout of a query in seconds; a busy batch system must not delay a training
 
-RESERVE = 10.0  # seconds for the job's own last lines, and for a clock that is a little off
-FIRST_SAVE = 10.0  # seconds that a save is taken to need until one was timed
+RESERVE = 10.0  # seconds for the end of the job script, and for clock differences
+FIRST_SAVE = 10.0  # assumed seconds of a save until one is measured
 
 _CLOCK = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d{1,2}):(\d{2})")
 
 
 def parse_clock(text: str) -> int | None:
-    """Return seconds in ``M:SS``, ``H:MM:SS`` or ``D-HH:MM:SS``, which PBS and Slurm both write.
+    """Return the seconds of ``M:SS``, ``H:MM:SS`` or ``D-HH:MM:SS``, as written by PBS and Slurm.
 
-    A bare number is None: it is seconds to PBS and minutes to Slurm.
+    A plain number gives None: it means seconds in PBS and minutes in Slurm.
     """
     match = _CLOCK.fullmatch(text.strip())
     if match is None:
@@ -39,7 +39,7 @@ def parse_clock(text: str) -> int | None:
 
 
 def show_clock(seconds: int) -> str:
-    """Return ``seconds`` as HH:MM:SS, which PBS and Slurm both read."""
+    """Return ``seconds`` as HH:MM:SS, accepted by PBS and Slurm."""
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02d}:{minutes:02d}:{seconds:02d}"
@@ -47,48 +47,48 @@ def show_clock(seconds: int) -> str:
 
 @dataclass
 class Walltime:
-    """When the job of this process ends, and how long before that a training has to stop."""
+    """End time of the job, and the time that a training needs to stop before it."""
 
-    ends: float | None  # seconds since 1970; None: it has no end, or another rank watches it
-    longest_save: float = FIRST_SAVE  # seconds of the slowest save so far
+    ends: float | None  # seconds since 1970; None: unlimited, or watched by another rank
+    longest_save: float = FIRST_SAVE  # maximum seconds of a save so far
 
     def saved(self, seconds: float) -> None:
-        """Take note that a save took ``seconds``."""
+        """Record that a save took ``seconds``."""
         self.longest_save = max(self.longest_save, seconds)
 
     def is_near(self, longest_step: float) -> bool:
-        """Return whether there is time for little more than a step and a save, twice over."""
+        """Return whether less time is left than for two steps, two saves and the reserve."""
         if self.ends is None:
             return False
         return time.time() + 2 * (longest_step + self.longest_save) + RESERVE > self.ends
 
 
 def ends_at(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Tell when the job of this process ends, in seconds since 1970.
+    """Return the end time of this process's job, in seconds since 1970.
 
-    What the environment tells counts first; without it the batch system is asked, which takes up
-    to 10 s. To be called on one rank only.
+    It is read from the environment, else queried from the batch system, which takes up to 10 s.
+    Call it on one rank only.
 
     Returns:
-        None outside of a job, without a limit, or where the batch system does not answer.
+        None outside of a job, without a limit, or if the batch system does not answer.
     """
     if ENDS in environ:
         return _number(environ[ENDS])
     if (known := _number(environ.get("SLURM_JOB_END_TIME", ""))) is not None:
         return known
-    left = _ask(environ)
+    left = _query(environ)
     return None if left is None else time.time() + left
 
 
 def seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Tell how many seconds the job of this process may still run; see ``ends_at``."""
+    """Return the remaining seconds of this process's job; see ``ends_at``."""
     end = ends_at(environ)
     return None if end is None else end - time.time()
 
 
 def question(environ: Mapping[str, str]) -> Command | None:
-    """Return the command that asks the batch system about this job; None outside of a job."""
-    # A Slurm with PBS wrappers sets both; its qstat does not tell the time that is left.
+    """Return the command that queries the batch system for this job; None outside of a job."""
+    # Slurm with PBS wrappers sets both; its qstat does not report the remaining time.
     if job := environ.get("SLURM_JOB_ID"):
         return Command(("squeue", "-h", "-j", job, "-o", "%L"))
     if job := environ.get("PBS_JOBID"):
@@ -97,9 +97,9 @@ def question(environ: Mapping[str, str]) -> Command | None:
 
 
 def read_answer(text: str) -> int | None:
-    """Return seconds left, from the output of squeue or qstat; None without a limit.
+    """Return the remaining seconds from the output of squeue or qstat; None without a limit.
 
-    squeue says the time that is left, qstat the limit and the time used.
+    squeue reports the remaining time, qstat the limit and the used time.
     """
     if "=" not in text:
         return parse_clock(text)
@@ -109,7 +109,7 @@ def read_answer(text: str) -> int | None:
     return None if limit is None else limit - used
 
 
-def _ask(environ: Mapping[str, str]) -> int | None:
+def _query(environ: Mapping[str, str]) -> int | None:
     command = question(environ)
     if command is None:
         return None
@@ -125,15 +125,15 @@ def _number(text: str) -> float | None:
 
 
 def main(words: list[str]) -> int:
-    """Print when the job ends: ``python -m hvdtrain.system.runtime.walltime [H:MM:SS]``.
+    """Print the end time of the job: ``python -m hvdtrain.system.runtime.walltime [H:MM:SS]``.
 
-    The argument is what the job asked for; it counts from now where the batch system does not
-    answer. Without an answer and an argument the line is empty.
+    The argument is the requested walltime, counted from now if the batch system does not answer.
+    Without an answer and an argument the line is empty.
     """
     end = ends_at()
-    asked = parse_clock(words[0]) if words else None
-    if end is None and asked is not None:
-        end = time.time() + asked
+    requested = parse_clock(words[0]) if words else None
+    if end is None and requested is not None:
+        end = time.time() + requested
     sys.stdout.write("\n" if end is None else f"{end:.0f}\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""Collectives without a framework: on several ranks, which are threads here, and alone."""
+"""Collectives without a framework, on several ranks (threads) and on a single rank."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.system.runtime.exit import is_agreed
 
 
-def test_alone_gives_back_what_it_was_given() -> None:
-    alone = Alone()
+def test_a_single_rank_returns_its_data() -> None:
+    single = Alone()
     vector, data = np.array([1.5, 2.5]), np.array([1, 2], np.uint8)
-    assert (alone.rank, alone.size) == (0, 1)
-    assert alone.gather(b"mine") == [b"mine"]
-    assert alone.broadcast(data).tolist() == [1, 2]
-    assert alone.sum(vector).tolist() == [1.5, 2.5]
-    assert alone.broadcast_bytes(b"") == b""
-    assert alone.broadcast_bytes(b"mine") == b"mine"
-    assert alone.together(lambda: 5) == 5
-    assert alone.on_root(lambda: 5) == 5
+    assert (single.rank, single.size) == (0, 1)
+    assert single.gather(b"mine") == [b"mine"]
+    assert single.broadcast(data).tolist() == [1, 2]
+    assert single.sum(vector).tolist() == [1.5, 2.5]
+    assert single.broadcast_bytes(b"") == b""
+    assert single.broadcast_bytes(b"mine") == b"mine"
+    assert single.together(lambda: 5) == 5
+    assert single.on_root(lambda: 5) == 5
 
 
 @pytest.mark.parametrize("kind", [UsageError, CheckpointError])
-def test_alone_an_error_stays_what_it_is(kind: type[HvdtrainError]) -> None:
+def test_a_single_rank_raises_the_error_unchanged(kind: type[HvdtrainError]) -> None:
     def fail() -> None:
         raise kind("why")
 
@@ -49,7 +49,7 @@ def test_an_error_may_name_a_file_of_any_bytes(on_ranks: Any) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("length", [0, 1, 4, 5, 8, 21])
-def test_bytes_of_any_length_come_from_rank_zero(
+def test_bytes_of_any_length_are_broadcast_from_rank_zero(
     monkeypatch: pytest.MonkeyPatch, on_ranks: Any, size: int, length: int
 ) -> None:
     monkeypatch.setattr(module, "CHUNK", 4)
@@ -61,13 +61,13 @@ def test_bytes_of_any_length_come_from_rank_zero(
     assert on_ranks(size, send) == [data] * size
 
 
-def test_together_gives_each_rank_its_own_result(on_ranks: Any) -> None:
+def test_together_returns_the_result_of_each_rank(on_ranks: Any) -> None:
     assert on_ranks(3, lambda c: c.together(lambda: 10 * c.rank)) == [0, 10, 20]
 
 
 @pytest.mark.parametrize("kind", [UsageError, CheckpointError])
 @pytest.mark.parametrize("failing", [[0], [1], [2], [1, 2], [0, 1, 2]])
-def test_where_one_fails_all_raise_the_same(
+def test_if_one_fails_all_raise_the_same(
     on_ranks: Any, kind: type[HvdtrainError], failing: list[int]
 ) -> None:
     def act(communicator: Communicator) -> Any:
@@ -83,7 +83,7 @@ def test_where_one_fails_all_raise_the_same(
     assert len({str(outcome) for outcome in outcomes}) == 1
     assert all(is_agreed(outcome) for outcome in outcomes)
     assert str(outcomes[0]).endswith("the file is broken")
-    # Whose error it is, unless it is everybody's (or rank 0's, who speaks).
+    # The failing rank is named, unless rank 0 has failed too.
     if 0 not in failing:
         where = f"rank {failing[0]} on {socket.gethostname()}"
         assert str(outcomes[0]) == f"{where}: the file is broken"
@@ -92,10 +92,10 @@ def test_where_one_fails_all_raise_the_same(
 
 
 class _TaskError(UsageError):
-    """A kind that collectives do not know."""
+    """A type that is not in KINDS."""
 
 
-def test_a_kind_of_error_that_is_not_known_is_told_as_its_nearest_base(on_ranks: Any) -> None:
+def test_an_unknown_type_of_error_is_raised_as_its_nearest_base(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> Any:
         def action() -> None:
             if communicator.rank == 1:
@@ -108,7 +108,7 @@ def test_a_kind_of_error_that_is_not_known_is_told_as_its_nearest_base(on_ranks:
     assert {str(o) for o in outcomes} == {f"rank 1 on {socket.gethostname()}: no such box"}
 
 
-def test_where_all_fail_for_reasons_of_their_own_the_first_one_is_told(on_ranks: Any) -> None:
+def test_if_all_fail_for_different_reasons_the_first_is_raised(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> Any:
         def action() -> None:
             raise UsageError(f"no /data/{communicator.rank}")
@@ -119,8 +119,8 @@ def test_where_all_fail_for_reasons_of_their_own_the_first_one_is_told(on_ranks:
     assert [str(o) for o in outcomes] == [f"rank 0 on {socket.gethostname()}: no /data/0"] * 2
 
 
-def test_the_exit_code_survives(on_ranks: Any) -> None:
-    """An error that is no wrong use must not become one on its way to the other ranks."""
+def test_the_exit_code_is_preserved(on_ranks: Any) -> None:
+    """Other errors must not become usage errors on the other ranks."""
 
     def act(communicator: Communicator) -> Any:
         def action() -> None:
@@ -131,7 +131,7 @@ def test_the_exit_code_survives(on_ranks: Any) -> None:
     assert [outcome.exit_code for outcome in on_ranks(2, act)] == [1, 1]
 
 
-def test_words_of_any_language_survive(on_ranks: Any) -> None:
+def test_non_ascii_messages_are_preserved(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> Any:
         def action() -> None:
             if communicator.rank == 0:
@@ -164,7 +164,7 @@ def test_on_root_fails_everywhere(on_ranks: Any) -> None:
     assert all(str(outcome).endswith("full") for outcome in outcomes)
 
 
-def test_after_a_failure_the_ranks_are_still_in_step(on_ranks: Any) -> None:
+def test_after_a_failure_the_ranks_are_still_synchronized(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> Any:
         def action() -> None:
             if communicator.rank == 1:

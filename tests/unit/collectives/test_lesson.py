@@ -1,4 +1,4 @@
-"""The lesson without MPI: where numbers come from, the table, the page."""
+"""The lesson without MPI: origins of numbers, the table, the page."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 from hvdtrain.collectives.lesson import COLLECTIVES, Outcome, text
 from hvdtrain.collectives.page import lesson_section, picture, render
 
-BY_NAME = {one.name: one for one in COLLECTIVES}
+BY_NAME = {collective.name: collective for collective in COLLECTIVES}
 ALLTOALL = Outcome(BY_NAME["alltoall"], [[10, 11], [20, 21]], [[10, 20], [11, 21]])
 REDUCE = Outcome(BY_NAME["reduce"], [[10, 11], [20, 21]], [[30, 32], []])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 11])
-def test_every_number_tells_where_it_comes_from(size: int) -> None:
+def test_every_number_shows_its_origin(size: int) -> None:
     before = [BY_NAME["alltoall"].before(rank, size) for rank in range(size)]
     outcome = Outcome(BY_NAME["allreduce"], before, before)
     for rank, row in enumerate(before):
         assert [outcome.origins(value) for value in row] == [[(rank, p)] for p in range(size)]
     if size > 1:
-        for place in range(size):
-            total = sum(row[place] for row in before)
-            assert outcome.origins(total) == [(rank, place) for rank in range(size)]
+        for index in range(size):
+            total = sum(row[index] for row in before)
+            assert outcome.origins(total) == [(rank, index) for rank in range(size)]
 
 
 def test_the_table_has_a_line_per_rank() -> None:
@@ -35,12 +35,12 @@ def test_the_table_has_a_line_per_rank() -> None:
     ]
 
 
-def test_a_picture_has_a_line_from_each_rank_to_those_that_get_its_numbers() -> None:
+def test_a_diagram_has_lines_from_each_rank_to_the_receivers_of_its_numbers() -> None:
     drawn = picture(ALLTOALL)
     assert [cell["value"] for cell in drawn["cells"]] == [10, 11, 20, 21, 10, 20, 11, 21]
     assert len(drawn["lines"]) == 4
     rows = {y: rank for rank, y in drawn["rows"]}
-    assert [(rows[one["from"][1]], rows[one["to"][1]]) for one in drawn["lines"]] == [
+    assert [(rows[line["from"][1]], rows[line["to"][1]]) for line in drawn["lines"]] == [
         *((0, 0), (0, 1)),
         *((1, 0), (1, 1)),
     ]
@@ -53,11 +53,12 @@ def test_a_sum_has_lines_from_all_and_no_colour() -> None:
     assert len(drawn["lines"]) == 2
     assert [cell["hue"] for cell in drawn["cells"][4:]] == [None, None]
     width, height = drawn["size"]
-    ends = [(one["x"] + drawn["cell"][0], one["y"] + drawn["cell"][1]) for one in drawn["cells"]]
+    wide, high = drawn["cell"]
+    ends = [(cell["x"] + wide, cell["y"] + high) for cell in drawn["cells"]]
     assert all(x <= width and y <= height for x, y in ends)
 
 
-def test_the_page_fetches_nothing() -> None:
+def test_the_page_is_self_contained() -> None:
     page = render(2, [lesson_section([ALLTOALL, REDUCE])])
     assert page.count("<svg") == 2 and "2 ranks" in page
     assert re.findall(r"(?:src|href)=|url\(|@import|<script", page) == []

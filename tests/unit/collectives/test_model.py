@@ -57,13 +57,13 @@ def test_the_fit_finds_latency_and_bandwidth(truth: Link) -> None:
         for law in LAWS
         for size in SIZES
     ]
-    found = fit(measured)
-    assert found.latency == pytest.approx(truth.latency, rel=1e-6, abs=1e-12)
-    assert found.transfer == pytest.approx(truth.transfer, rel=1e-6, abs=1e-16)
+    link = fit(measured)
+    assert link.latency == pytest.approx(truth.latency, rel=1e-6, abs=1e-12)
+    assert link.transfer == pytest.approx(truth.transfer, rel=1e-6, abs=1e-16)
 
 
-def test_the_largest_message_alone_does_not_decide() -> None:
-    """It is 30 % off; the latency, a ten-thousandth of its time, is found all the same."""
+def test_the_largest_message_does_not_dominate_the_fit() -> None:
+    """Even if it is 30 % off, the latency, a ten-thousandth of its time, is fitted."""
     truth = Link(1e-5, 1e-9)
     measured = [Message(1, size, 1e-5 + 1e-9 * size) for size in SIZES[:-1]]
     measured.append(Message(1, SIZES[-1], 1.3 * (1e-5 + 1e-9 * SIZES[-1])))

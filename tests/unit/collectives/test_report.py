@@ -1,4 +1,4 @@
-"""The timings as tables and as a plot, from a report made by hand."""
+"""Tables and plot of timings, from a constructed report."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_a_table_per_collective_with_ratios_and_fits() -> None:
     ]
 
 
-def test_what_was_not_measured_is_told_with_its_reason() -> None:
-    told = ["torch.distributed, Gloo, scatter: it has none", "torch.distributed, NCCL: no GPU"]
-    assert left_out(REPORT) == told
-    assert time_text(REPORT).splitlines()[-2:] == told
+def test_failed_measurements_are_reported_with_their_reason() -> None:
+    lines = ["torch.distributed, Gloo, scatter: it has none", "torch.distributed, NCCL: no GPU"]
+    assert left_out(REPORT) == lines
+    assert time_text(REPORT).splitlines()[-2:] == lines
 
 
 def test_the_plot_has_a_panel_per_collective_and_a_series_per_library() -> None:
@@ -92,14 +92,14 @@ def test_the_plot_has_a_panel_per_collective_and_a_series_per_library() -> None:
     assert list(points.get_ydata()) == [2e-6, 4e-3]
 
 
-def test_a_library_without_a_collective_may_stand_first() -> None:
+def test_a_library_without_a_collective_may_come_first() -> None:
     backends = REPORT["backends"]
     turned = {**REPORT, "backends": {"gloo": backends["gloo"], "mpi4py": backends["mpi4py"]}}
     panels = [panel for panel in time_figure(turned).axes if panel.get_title()]
     assert [panel.get_title() for panel in panels] == ["allreduce", "scatter"]
 
 
-def test_nothing_measured_is_an_error_with_the_reasons() -> None:
+def test_no_measurement_is_an_error_with_the_reasons() -> None:
     check_measured(REPORT)
     nothing = {**REPORT, "backends": {"nccl": REPORT["backends"]["nccl"]}}
     with pytest.raises(HvdtrainError, match="NCCL: no GPU"):
@@ -111,6 +111,6 @@ def test_repeats_fill_the_budget(seconds: float, repeats: int) -> None:
     assert repeats_for(seconds, 0.3) == repeats
 
 
-def test_what_takes_long_is_repeated_less() -> None:
+def test_slow_operations_are_repeated_less() -> None:
     seconds = (0.0, 0.01, 0.2, 1.0, 2.0, 60.0)
-    assert [repeats_for(one, 0.3, longest=5.0) for one in seconds] == [200, 30, 5, 5, 2, 1]
+    assert [repeats_for(each, 0.3, longest=5.0) for each in seconds] == [200, 30, 5, 5, 2, 1]

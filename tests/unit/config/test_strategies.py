@@ -1,4 +1,4 @@
-"""The table of strategies: what the records name is there, and no other file compares a name."""
+"""The table of strategies: records name existing things, and no other file compares a name."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ RECORDS = pytest.mark.parametrize("record", STRATEGIES.values(), ids=list(STRATE
 @RECORDS
 def test_each_adapter_is_a_class_of_that_strategy(record: Strategy) -> None:
     assert record.adapters and set(record.adapters) <= set(PACKAGES)
-    for place in record.adapters.values():
-        module, _, name = place.partition(":")
+    for location in record.adapters.values():
+        module, _, name = location.partition(":")
         tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
-        (found,) = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name]
-        assert f"name = '{record.name}'" in [ast.unparse(line) for line in found.body]
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        assert f"name = '{record.name}'" in [ast.unparse(line) for line in classes[name].body]
 
 
 @RECORDS
-def test_what_a_record_says_fits_together(record: Strategy) -> None:
+def test_the_fields_of_a_record_are_consistent(record: Strategy) -> None:
     assert set(record.requires) | set(record.oldest) <= set(record.adapters)
     assert set(record.gradient_libraries) <= set(BACKENDS)
     assert bool(record.launchers) == bool(record.library)
@@ -45,5 +45,5 @@ def test_no_other_file_compares_the_name_of_a_strategy() -> None:
     for file in (file for room in rooms for file in (ROOT / "hvdtrain" / room).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Compare):
-                names = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+                names = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
                 assert not names & set(STRATEGIES), f"{file}:{node.lineno}"

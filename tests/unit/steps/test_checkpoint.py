@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, the newest intact one found, nothing executed, nothing lost."""
+"""Checkpoints: complete or absent, the newest intact one loaded, nothing executed or lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FILES = (MODEL_FILE, TRAINING_FILE, STATE_FILE)
 
 
 def arrays_of(step: int) -> Arrays:
-    """One array of each kind that models, optimizers and BatchNorm layers have."""
+    """Return an array of each kind in models, optimizers and BatchNorm layers."""
     rng = np.random.default_rng(step)
     return {
         "weight": rng.normal(size=(3, 4)).astype(np.float32),
@@ -55,16 +55,16 @@ def arrays_of(step: int) -> Arrays:
     }
 
 
-def made(step: int, accuracy: float | None = None, **state: Any) -> Checkpoint:
+def checkpoint_of(step: int, accuracy: float | None = None, **state: Any) -> Checkpoint:
     metrics = None if accuracy is None else {"loss": 1.0, "accuracy": accuracy}
     entries = {"step": step, "metrics": metrics, "origin": {"model": "small"}, **state}
     return Checkpoint(arrays_of(step), arrays_of(step + 1000), entries)
 
 
-def same(one: Tensors, other: Tensors) -> bool:
-    """Names, types, shapes and every bit."""
-    return one.keys() == other.keys() and all(
-        bits(value) == bits(other[name]) for name, value in one.items()
+def same(first: Tensors, second: Tensors) -> bool:
+    """Return whether names, types, shapes and all bits are equal."""
+    return first.keys() == second.keys() and all(
+        bits(value) == bits(second[name]) for name, value in first.items()
     )
 
 
@@ -73,12 +73,12 @@ def bits(value: Any) -> tuple[Any, ...]:
     return array.dtype, array.shape, array.tobytes()
 
 
-def is_intact(found: Checkpoint | None, step: int) -> bool:
+def is_intact(checkpoint: Checkpoint | None, step: int) -> bool:
     return (
-        found is not None
-        and found.state["step"] == step
-        and same(found.model, arrays_of(step))
-        and same(found.training, arrays_of(step + 1000))
+        checkpoint is not None
+        and checkpoint.state["step"] == step
+        and same(checkpoint.model, arrays_of(step))
+        and same(checkpoint.training, arrays_of(step + 1000))
     )
 
 
@@ -94,15 +94,15 @@ def sorted_names(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", list(arrays_of(1)))
-def test_each_kind_of_array_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
-    one = {name: arrays_of(1)[name]}
-    save(tmp_path, Checkpoint(one, {}, {"step": 1}), keep=1)
-    found = load_newest(tmp_path)
-    assert found is not None
-    back = np.asarray(found.model[name])
-    assert (back.dtype, back.shape) == (one[name].dtype, one[name].shape)
-    assert back.tobytes() == one[name].tobytes()
-    assert found.training == {}
+def test_each_kind_of_array_is_restored_bit_for_bit(tmp_path: Path, name: str) -> None:
+    arrays = {name: arrays_of(1)[name]}
+    save(tmp_path, Checkpoint(arrays, {}, {"step": 1}), keep=1)
+    checkpoint = load_newest(tmp_path)
+    assert checkpoint is not None
+    back = np.asarray(checkpoint.model[name])
+    assert (back.dtype, back.shape) == (arrays[name].dtype, arrays[name].shape)
+    assert back.tobytes() == arrays[name].tobytes()
+    assert checkpoint.training == {}
 
 
 DTYPES = st.sampled_from(["f2", "f4", "f8", "i8", "i4", "u1", "?"])
@@ -111,7 +111,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 @settings(max_examples=40)
 @given(st.dictionaries(st.text("abz./:_0", min_size=1), st.tuples(DTYPES, SHAPES), max_size=5))
-def test_names_types_and_shapes_come_back(
+def test_names_types_and_shapes_are_restored(
     tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, tuple[str, tuple[int, ...]]]
 ) -> None:
     directory = tmp_path_factory.mktemp("round")
@@ -123,13 +123,13 @@ def test_names_types_and_shapes_come_back(
         if kind != "?"
     }
     save(directory, Checkpoint({}, arrays, {"step": 1}), keep=1)
-    found = load_newest(directory)
-    assert found is not None
-    assert same(found.training, arrays)
-    assert found.model == {}
+    checkpoint = load_newest(directory)
+    assert checkpoint is not None
+    assert same(checkpoint.training, arrays)
+    assert checkpoint.model == {}
 
 
-def test_state_comes_back_with_floats_exact(tmp_path: Path) -> None:
+def test_state_is_restored_with_exact_floats(tmp_path: Path) -> None:
     state = {
         "step": 7,
         "position": {"epoch": 2, "consumed": 1280},
@@ -138,15 +138,15 @@ def test_state_comes_back_with_floats_exact(tmp_path: Path) -> None:
         "origin": {"seed": 2**63 - 1, "model": "späť"},
     }
     path = save(tmp_path, Checkpoint({}, {}, state), keep=1)
-    found = load_newest(tmp_path)
-    assert found is not None
-    assert {key: found.state[key] for key in state} == state
-    assert found.path == path
+    checkpoint = load_newest(tmp_path)
+    assert checkpoint is not None
+    assert {key: checkpoint.state[key] for key in state} == state
+    assert checkpoint.path == path
     assert path.parent == tmp_path
 
 
-def test_the_directory_is_made_with_its_parents(tmp_path: Path) -> None:
-    save(tmp_path / "a" / "b", made(3), keep=1)
+def test_the_directory_is_created_with_its_parents(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "b", checkpoint_of(3), keep=1)
     assert is_intact(load_newest(tmp_path / "a" / "b"), 3)
 
 
@@ -157,90 +157,88 @@ def test_no_checkpoint_is_none(tmp_path: Path, name: str) -> None:
     assert newest_name(tmp_path / name) is None
 
 
-def test_the_newest_is_the_one_with_most_steps(tmp_path: Path) -> None:
-    for step in (9, 10, 100, 99_999_999):  # 9 sorts after 10 as a word
-        save(tmp_path, made(step), keep=9)
+def test_the_newest_checkpoint_has_most_steps(tmp_path: Path) -> None:
+    for step in (9, 10, 100, 99_999_999):  # 9 sorts after 10 as text
+        save(tmp_path, checkpoint_of(step), keep=9)
     assert is_intact(load_newest(tmp_path), 99_999_999)
     assert steps_in(tmp_path) == [9, 10, 100, 99_999_999]
 
 
-# Which ones stay
+# Retention
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_stay(tmp_path: Path, keep: int) -> None:
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     for step in range(1, 7):
-        save(tmp_path, made(step), keep)
+        save(tmp_path, checkpoint_of(step), keep)
     assert steps_in(tmp_path) == list(range(7 - keep, 7))
 
 
-def test_the_best_stays_besides_the_newest(tmp_path: Path) -> None:
+def test_the_best_is_kept_in_addition_to_the_newest(tmp_path: Path) -> None:
     for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7), (4, None), (5, 0.8), (6, None)):
-        save(tmp_path, made(step, accuracy), keep=2)
+        save(tmp_path, checkpoint_of(step, accuracy), keep=2)
     assert steps_in(tmp_path) == [2, 5, 6]
 
 
-def test_a_better_one_takes_the_place_of_the_best(tmp_path: Path) -> None:
+def test_a_better_checkpoint_replaces_the_best(tmp_path: Path) -> None:
     for step, accuracy in ((1, 0.9), (2, 0.1), (3, 0.95), (4, 0.2), (5, 0.3)):
-        save(tmp_path, made(step, accuracy), keep=1)
+        save(tmp_path, checkpoint_of(step, accuracy), keep=1)
     assert steps_in(tmp_path) == [3, 5]
 
 
-def test_the_best_is_the_lowest_where_the_training_says_so(tmp_path: Path) -> None:
+def test_the_best_is_the_lowest_if_the_training_says_so(tmp_path: Path) -> None:
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, 0.2)):
-        checkpoint = made(step, metrics={"loss": loss}, best=("loss", False))
+        checkpoint = checkpoint_of(step, metrics={"loss": loss}, best=("loss", False))
         save(tmp_path, checkpoint, keep=1)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [
         f"step-{step:09d}" for step in (2, 4)
     ]
 
 
-def test_an_accuracy_of_nothing_is_a_score_too(tmp_path: Path) -> None:
+def test_an_accuracy_of_zero_is_a_score_too(tmp_path: Path) -> None:
     for step, accuracy in ((1, None), (2, 0.0), (3, None), (4, None)):
-        save(tmp_path, made(step, accuracy), keep=1)
+        save(tmp_path, checkpoint_of(step, accuracy), keep=1)
     assert steps_in(tmp_path) == [2, 4]
 
 
 def test_saving_a_step_twice_keeps_the_later_one(tmp_path: Path) -> None:
-    first = save(tmp_path, made(5, note="first"), keep=3)
+    first = save(tmp_path, checkpoint_of(5, note="first"), keep=3)
     for note in ("second", "third"):
-        later = save(tmp_path, made(5, accuracy=0.5, note=note), keep=3)
-        found = load_newest(tmp_path)
-        assert found is not None and found.path == later
-        assert found.state["note"] == note
+        later = save(tmp_path, checkpoint_of(5, accuracy=0.5, note=note), keep=3)
+        checkpoint = load_newest(tmp_path)
+        assert checkpoint is not None and checkpoint.path == later
+        assert checkpoint.state["note"] == note
     assert first != later
     assert len(sorted_names(tmp_path)) == 1
-    save(tmp_path, made(6), keep=3)
+    save(tmp_path, checkpoint_of(6), keep=3)
     assert is_intact(load_newest(tmp_path), 6)
 
 
-def test_two_saves_of_a_step_count_as_one_of_those_that_stay(tmp_path: Path) -> None:
+def test_two_saves_of_a_step_count_once(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        save(tmp_path, made(step), keep=2)
-        save(tmp_path, made(step, accuracy=step / 10), keep=2)
+        save(tmp_path, checkpoint_of(step), keep=2)
+        save(tmp_path, checkpoint_of(step, accuracy=step / 10), keep=2)
     assert steps_in(tmp_path) == [2, 3]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_what_was_just_saved_stays_though_a_damaged_later_one_is_there(
-    tmp_path: Path, keep: int
-) -> None:
-    """Fallen back from step 30 to step 20, the run goes on and saves step 25."""
-    save(tmp_path, made(20), keep=3)
-    broken = [save(tmp_path, made(step), keep=9) for step in (30, 40)]
+def test_a_new_checkpoint_is_kept_despite_a_damaged_later_one(tmp_path: Path, keep: int) -> None:
+    """A run that fell back from step 30 to step 20 continues and saves step 25."""
+    save(tmp_path, checkpoint_of(20), keep=3)
+    broken = [save(tmp_path, checkpoint_of(step), keep=9) for step in (30, 40)]
     for folder in broken:
         (folder / MODEL_FILE).write_bytes(b"")
     assert is_intact(load_newest(tmp_path), 20)
-    path = save(tmp_path, made(25), keep)
+    path = save(tmp_path, checkpoint_of(25), keep)
     assert path.is_dir()
     assert is_intact(load_newest(tmp_path), 25)
 
 
-def test_strangers_in_the_directory_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_in_the_directory_are_kept(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "model.pt").write_bytes(b"mine")
     for step in (1, 2, 3):
-        save(tmp_path, made(step), keep=1)
+        save(tmp_path, checkpoint_of(step), keep=1)
     assert is_intact(load_newest(tmp_path), 3)
     assert sorted_names(tmp_path) == ["model.pt", "notes.txt", "step-000000003"]
 
@@ -250,9 +248,9 @@ def test_strangers_in_the_directory_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """A directory with the checkpoints of the steps 1 and 2."""
+    """Return a directory with checkpoints of steps 1 and 2."""
     for step in (1, 2):
-        save(tmp_path, made(step), keep=3)
+        save(tmp_path, checkpoint_of(step), keep=3)
     return tmp_path
 
 
@@ -264,7 +262,7 @@ def assert_falls_back(directory: Path, damaged: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_is_passed_over(
+def test_a_truncated_file_is_skipped(
     two: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     newest = two / "step-000000002"
@@ -280,17 +278,13 @@ def test_a_truncated_file_is_passed_over(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_an_absent_file_is_passed_over(
-    two: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_file_is_skipped(two: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     (two / "step-000000002" / name).unlink()
     assert_falls_back(two, two / "step-000000002", caplog)
 
 
 @pytest.mark.parametrize("name", [MODEL_FILE, TRAINING_FILE])
-def test_a_flipped_byte_is_passed_over(
-    two: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_flipped_byte_is_skipped(two: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     newest = two / "step-000000002"
     whole = (newest / name).read_bytes()
     for offset in (0, 3, 8, 30, len(whole) // 2, len(whole) - 1):
@@ -303,28 +297,28 @@ def flipped(data: bytes, offset: int, mask: int) -> bytes:
 
 
 def test_no_flipped_bit_of_the_state_goes_unnoticed(two: Path) -> None:
-    """Of step, position or counters: training on from a wrong place would be silent."""
+    """Of step, position or counters: resuming from a wrong position would not be noticed."""
     newest = two / "step-000000002"
     whole = (newest / STATE_FILE).read_bytes()
     before = json.loads(whole)
     unnoticed = []
     for offset in range(len(whole)):
         (newest / STATE_FILE).write_bytes(flipped(whole, offset, 1))
-        found = load_newest(two)
-        assert found is not None
-        if found.state["step"] != 1 and found.state != before:
+        checkpoint = load_newest(two)
+        assert checkpoint is not None
+        if checkpoint.state["step"] != 1 and checkpoint.state != before:
             unnoticed.append(whole[max(0, offset - 12) : offset + 4])
     assert unnoticed == []
 
 
 @pytest.mark.parametrize("state", ["[]", "1", "null", '"step"', "{}", '{"format": 99}'])
-def test_a_state_that_is_no_state_is_passed_over(
+def test_an_invalid_state_is_skipped(
     two: Path, state: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (two / "step-000000002" / STATE_FILE).write_text(state)
     assert_falls_back(two, two / "step-000000002", caplog)
     assert is_intact(load_newest(two), 1)
-    save(two, made(3), keep=1)  # and pruning reads its metrics, or gives up on them
+    save(two, checkpoint_of(3), keep=1)  # pruning reads its metrics, if valid
     assert is_intact(load_newest(two), 3)
 
 
@@ -335,32 +329,32 @@ DEEP = "[" * 200_000
     "state", [DEEP, '{"a":' * 100_000, '{"format":1,"sha256":[1]}', '{"format":' + "9" * 5000 + "}"]
 )
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_state_made_to_break_its_reader_is_passed_over(
+def test_a_malicious_state_is_skipped(
     two: Path, state: str, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = two / f"step-00000000{number}"
     (broken / STATE_FILE).write_text(state)
     assert is_intact(load_newest(two), 3 - number)
-    assert caplog.text.count(broken.name) == (number == 2)  # looked at, and named once
-    save(two, made(3, accuracy=0.5), keep=1)  # pruning looks at all of them
+    assert caplog.text.count(broken.name) == (number == 2)  # read, and reported once
+    save(two, checkpoint_of(3, accuracy=0.5), keep=1)  # pruning reads all of them
     assert is_intact(load_newest(two), 3)
 
 
 @pytest.mark.parametrize(
     "score", ["high", [1], {"a": 1}, True, 10**400, float("inf"), float("nan")]
 )
-def test_an_accuracy_that_is_no_number_is_no_score(tmp_path: Path, score: Any) -> None:
+def test_an_accuracy_that_is_not_a_number_is_no_score(tmp_path: Path, score: Any) -> None:
     for step, accuracy in ((1, 0.1), (2, 0.9)):
-        save(tmp_path, made(step, accuracy), keep=9)
+        save(tmp_path, checkpoint_of(step, accuracy), keep=9)
     state = json.loads((tmp_path / "step-000000001" / STATE_FILE).read_bytes())
     state["metrics"]["accuracy"] = score
     (tmp_path / "step-000000001" / STATE_FILE).write_text(json.dumps(state))
-    save(tmp_path, made(3), keep=1)
+    save(tmp_path, checkpoint_of(3), keep=1)
     assert sorted_names(tmp_path) == ["step-000000002", "step-000000003"]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_no_regular_file_is_passed_over_and_not_waited_for(
+def test_a_pipe_or_device_is_skipped_and_not_read(
     two: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     newest = two / "step-000000002"
@@ -370,11 +364,11 @@ def test_what_is_no_regular_file_is_passed_over_and_not_waited_for(
     (newest / name).unlink()
     (newest / name).symlink_to("/dev/zero")
     assert_falls_back(two, newest, caplog)
-    save(two, made(3), keep=1)
+    save(two, checkpoint_of(3), keep=1)
     assert is_intact(load_newest(two), 3)
 
 
-def test_a_name_that_is_no_checkpoints_is_passed_over_and_named_once(
+def test_an_invalid_name_is_skipped_and_reported_once(
     two: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     strays = ["step-000000004+xx", "step-by-step.txt"]
@@ -382,12 +376,12 @@ def test_a_name_that_is_no_checkpoints_is_passed_over_and_named_once(
         (two / name).mkdir()
     assert is_intact(load_newest(two), 2)
     assert [caplog.text.count(name) for name in strays] == [1, 1]
-    save(two, made(4), keep=3)
+    save(two, checkpoint_of(4), keep=3)
     assert is_intact(load_newest(two), 4)
     assert set(strays) < set(sorted_names(two))
 
 
-def test_what_killed_saves_have_left_goes(two: Path, tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_removed(two: Path, tmp_path: Path) -> None:
     precious = tmp_path / "elsewhere" / "file"
     precious.parent.mkdir()
     precious.write_text("mine")
@@ -398,32 +392,32 @@ def test_what_killed_saves_have_left_goes(two: Path, tmp_path: Path) -> None:
     checkpoints.remove_partial(two)
     assert not list(two.glob(".*"))
     shutil.copytree(two / "step-000000002", two / ".partial-step-000000009")
-    save(two, made(3), keep=3)
+    save(two, checkpoint_of(3), keep=3)
     assert not list(two.glob(".*"))
     assert precious.read_text() == "mine"
 
 
-def test_a_partial_directory_of_a_crash_is_no_checkpoint(two: Path) -> None:
+def test_an_incomplete_directory_is_no_checkpoint(two: Path) -> None:
     shutil.copytree(two / "step-000000002", two / ".partial-step-000000003")
     assert is_intact(load_newest(two), 2)
     (two / ".partial-step-000000003" / "left over").write_text("by the crash")
-    save(two, made(3), keep=3)
+    save(two, checkpoint_of(3), keep=3)
     assert is_intact(load_newest(two), 3)
     assert sorted_names(two) == [f"step-00000000{step}" for step in (1, 2, 3)]
     assert sorted_names(two / "step-000000003") == sorted(FILES)
 
 
 class Killed(BaseException):
-    """The process ends here: no handler runs."""
+    """The process ends here, without any handler."""
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_killed_at_any_moment_of_a_save_one_intact_checkpoint_is_newest(
+def test_a_save_killed_at_any_moment_leaves_an_intact_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
     for moment in range(100):
         directory = tmp_path / str(moment)
-        save(directory, made(1), keep)
+        save(directory, checkpoint_of(1), keep)
         left = moment
         with monkeypatch.context() as patch:
 
@@ -446,20 +440,20 @@ def test_killed_at_any_moment_of_a_save_one_intact_checkpoint_is_newest(
             ):
                 patch.setattr(owner, name, dying(getattr(owner, name)))
             try:
-                save(directory, made(2), keep)
+                save(directory, checkpoint_of(2), keep)
             except Killed:
                 pass
             else:
                 break
-        found = load_newest(directory)
-        assert is_intact(found, 1) or is_intact(found, 2)
-        save(directory, made(2), keep)  # run again
+        checkpoint = load_newest(directory)
+        assert is_intact(checkpoint, 1) or is_intact(checkpoint, 2)
+        save(directory, checkpoint_of(2), keep)  # rerun
         assert is_intact(load_newest(directory), 2)
-    assert moment > 6  # it was killed at several moments, and once not at all
+    assert moment > 6  # killed at several moments, and once not at all
     assert is_intact(load_newest(directory), 2)
 
 
-def test_all_is_on_disk_before_the_name_appears(
+def test_everything_is_on_disk_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = []
@@ -475,14 +469,14 @@ def test_all_is_on_disk_before_the_name_appears(
 
     monkeypatch.setattr(os, "fsync", spy_fsync)
     monkeypatch.setattr(Path, "rename", spy_rename)
-    save(tmp_path, made(1), keep=1)
+    save(tmp_path, checkpoint_of(1), keep=1)
     before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
     assert {*FILES, ".partial-step-000000001"} <= set(before)
     assert before[-1] == ".partial-step-000000001"
     assert after == [tmp_path.name]
 
 
-def test_when_all_are_damaged_it_is_wrong_use_and_names_the_remedy(two: Path) -> None:
+def test_if_all_are_damaged_the_error_names_the_remedy(two: Path) -> None:
     for name in sorted_names(two):
         (two / name / TRAINING_FILE).write_bytes(b"x")
     with pytest.raises(UsageError, match="--resume never") as caught:
@@ -491,10 +485,10 @@ def test_when_all_are_damaged_it_is_wrong_use_and_names_the_remedy(two: Path) ->
     assert "\n" not in str(caught.value)
 
 
-# One checkpoint, by name
+# Loading a checkpoint by its path
 
 
-def test_one_by_its_folder_and_the_newest_of_a_directory(two: Path) -> None:
+def test_load_by_directory_of_a_checkpoint_or_of_several(two: Path) -> None:
     names = sorted_names(two)
     for number, name in enumerate(names, start=1):
         assert is_intact(checkpoints.load(two / name), number)
@@ -506,16 +500,16 @@ def test_one_by_its_folder_and_the_newest_of_a_directory(two: Path) -> None:
         checkpoints.load(two / names[1])
 
 
-def test_one_that_is_refused_or_not_there_is_wrong_use(two: Path, tmp_path: Path) -> None:
-    def refuse(found: Checkpoint) -> None:
+def test_a_refused_or_missing_checkpoint_is_a_usage_error(two: Path, tmp_path: Path) -> None:
+    def refuse(checkpoint: Checkpoint) -> None:
         raise ValueError("w is not finite")
 
     folder = two / sorted_names(two)[0]
     for path, words in (
         (folder, "is damaged (ValueError: w is not finite)"),
         (two, "none of its 2 checkpoints can be read"),
-        (folder / MODEL_FILE, "is no folder"),
-        (two / "absent", "is not there"),
+        (folder / MODEL_FILE, "is not a directory"),
+        (two / "absent", "does not exist"),
     ):
         with pytest.raises(UsageError) as caught:
             checkpoints.load(path, refuse)
@@ -526,7 +520,7 @@ def test_one_that_is_refused_or_not_there_is_wrong_use(two: Path, tmp_path: Path
         checkpoints.load(tmp_path / "empty")
 
 
-# Nothing is executed
+# No code is executed
 
 
 class Bomb:
@@ -547,11 +541,11 @@ def test_a_pickle_with_the_right_checksum_is_not_executed(
     assert_falls_back(two, newest, caplog)
     assert not fuse.exists()
     pickle.loads(data)
-    assert fuse.exists()  # it would have gone off
+    assert fuse.exists()  # loading the pickle would have executed it
 
 
 def replace_file(folder: Path, name: str, data: bytes) -> None:
-    """As an attacker does it: with the checksums put right."""
+    """Replace a file as an attacker would, with correct checksums."""
     (folder / name).write_bytes(data)
     state = json.loads((folder / STATE_FILE).read_bytes())
     state["sha256"][name] = hashlib.sha256(data).hexdigest()
@@ -575,7 +569,7 @@ import sys
 from pathlib import Path
 from hvdtrain.steps.checkpoint import load_newest
 directory = Path({str(two)!r})
-load_newest(directory)  # what it imports late is there now
+load_newest(directory)  # perform its late imports
 seen = []
 watched = ("exec", "compile", "import", "marshal.loads", "pickle.find_class", "os.system",
            "subprocess.Popen", "ctypes.dlopen")
@@ -589,17 +583,17 @@ print(seen)
     assert result.stdout.strip() == "[]"
 
 
-# A disk that is full
+# Full disk
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB of its own."""
+    """Yield a separate file system of 256 KiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    mount_point = tmp_path / "disk"
+    mount_point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount_point)]
     try:
         mounted = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except OSError as error:
@@ -607,20 +601,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"mount is refused here: {mounted.stderr.strip()}")
     try:
-        yield place
+        yield mount_point
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
+        subprocess.run(["umount", "-l", str(mount_point)], check=True, timeout=20)
 
 
 @pytest.mark.parametrize("where", ["model", "training", "state"])
 def test_a_full_disk_costs_only_the_new_checkpoint(small_disk: Path, where: str) -> None:
-    save(small_disk, made(1), keep=3)
+    save(small_disk, checkpoint_of(1), keep=3)
     large = {"large": np.zeros(80_000)}  # 640 kB
-    one = made(2)
+    small = checkpoint_of(2)
     checkpoint = Checkpoint(
-        {**one.model, **(large if where == "model" else {})},
-        {**one.training, **(large if where == "training" else {})},
-        {**one.state, **({"note": "x" * 640_000} if where == "state" else {})},
+        {**small.model, **(large if where == "model" else {})},
+        {**small.training, **(large if where == "training" else {})},
+        {**small.state, **({"note": "x" * 640_000} if where == "state" else {})},
     )
     with pytest.raises(CheckpointError, match="No space left") as caught:
         save(small_disk, checkpoint, keep=3)
@@ -630,11 +624,11 @@ def test_a_full_disk_costs_only_the_new_checkpoint(small_disk: Path, where: str)
     assert "\n" not in str(caught.value)
     assert sorted_names(small_disk) == ["step-000000001"]
     assert is_intact(load_newest(small_disk), 1)
-    save(small_disk, made(3), keep=3)  # the space is free again
+    save(small_disk, checkpoint_of(3), keep=3)  # the space is free again
     assert is_intact(load_newest(small_disk), 3)
 
 
-def test_a_disk_that_is_full_from_the_start_names_no_checkpoint(small_disk: Path) -> None:
+def test_the_error_of_a_first_save_names_no_checkpoint(small_disk: Path) -> None:
     with pytest.raises(CheckpointError, match="Free some space") as caught:
         save(small_disk, Checkpoint({"large": np.zeros(80_000)}, {}, {"step": 1}), keep=3)
     assert "intact" not in str(caught.value)
@@ -642,8 +636,8 @@ def test_a_disk_that_is_full_from_the_start_names_no_checkpoint(small_disk: Path
 
 
 def test_a_file_size_limit_costs_only_the_new_checkpoint(tmp_path: Path) -> None:
-    """What a quota does, and it needs no root: in a process of its own, which it would maim."""
-    save(tmp_path, made(1), keep=3)
+    """Like a quota, but without root; in a separate process, as the limit is permanent."""
+    save(tmp_path, checkpoint_of(1), keep=3)
     program = f"""
 import resource
 from pathlib import Path
@@ -666,20 +660,20 @@ except CheckpointError as error:
     assert is_intact(load_newest(tmp_path), 1)
 
 
-def test_a_file_in_place_of_the_directory_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="file"):
-        save(tmp_path / "file", made(1), keep=1)
+        save(tmp_path / "file", checkpoint_of(1), keep=1)
     assert (tmp_path / "file").read_text() == "in the way"
 
 
-# Whose checkpoint it is
+# Origin of a checkpoint
 
 
-def test_the_same_origin_is_welcome(two: Path) -> None:
-    found = load_newest(two)
-    assert found is not None
-    check_origin(found, {"model": "small"})
+def test_the_same_origin_is_accepted(two: Path) -> None:
+    checkpoint = load_newest(two)
+    assert checkpoint is not None
+    check_origin(checkpoint, {"model": "small"})
 
 
 @pytest.mark.parametrize(
@@ -690,23 +684,23 @@ def test_the_same_origin_is_welcome(two: Path) -> None:
         ({"model": "large", "seed": 0}, ["'small' there, 'large' here", "seed None there, 0 here"]),
     ],
 )
-def test_a_foreign_checkpoint_is_wrong_use_and_each_difference_is_named(
+def test_a_checkpoint_of_another_training_is_refused_with_each_difference(
     two: Path, origin: dict[str, Any], words: list[str]
 ) -> None:
-    found = load_newest(two)
-    assert found is not None
+    checkpoint = load_newest(two)
+    assert checkpoint is not None
     with pytest.raises(UsageError) as caught:
-        check_origin(found, origin)
+        check_origin(checkpoint, origin)
     for word in [*words, "--checkpoint-dir", "step-000000002"]:
         assert word in str(caught.value)
 
 
-def test_set_aside_moves_all_and_forgets_none(two: Path) -> None:
+def test_set_aside_moves_all_checkpoints(two: Path) -> None:
     assert set_aside(two) == two / "before-1"
     assert load_newest(two) is None
     assert is_intact(load_newest(two / "before-1"), 2)
     assert steps_in(two / "before-1") == [1, 2]
-    save(two, made(1), keep=1)
+    save(two, checkpoint_of(1), keep=1)
     assert is_intact(load_newest(two), 1)
     assert set_aside(two) == two / "before-2"
     assert steps_in(two / "before-1") == [1, 2]
@@ -714,7 +708,9 @@ def test_set_aside_moves_all_and_forgets_none(two: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
-def test_nothing_to_set_aside_makes_no_folder(tmp_path: Path, name: str) -> None:
+def test_set_aside_creates_no_directory_if_there_is_no_checkpoint(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "empty").mkdir()
     assert set_aside(tmp_path / name) is None
     assert not (tmp_path / "absent").exists()

@@ -1,4 +1,4 @@
-"""The lock of a checkpoint directory: who is alive keeps it, who is dead does not."""
+"""The lock of a checkpoint directory is held by live processes only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ time.sleep(600)
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock of the folder."""
+    """Yield another process that holds the lock of the directory."""
     environ = {**os.environ, "PBS_JOBID": "1234.pbs1"}
     line = [sys.executable, "-c", HOLD, str(tmp_path)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ)
@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_lock_is_taken_and_given_back(tmp_path: Path) -> None:
+def test_a_lock_is_taken_and_released(tmp_path: Path) -> None:
     for _ in range(2):
         lock = DirectoryLock(tmp_path)
         lock.take()
@@ -54,18 +54,18 @@ def test_a_lock_is_taken_and_given_back(tmp_path: Path) -> None:
         assert names(tmp_path) == []
 
 
-def test_the_other_training_is_named(
+def test_the_holding_training_is_named(
     tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.0)
-    other = f"job 1234.pbs1, process {holder.pid} of "
-    with pytest.raises(UsageError, match=f"--checkpoint-dir {tmp_path} is in use .*{other}"):
+    owner = f"job 1234.pbs1, process {holder.pid} of "
+    with pytest.raises(UsageError, match=f"--checkpoint-dir {tmp_path} is in use .*{owner}"):
         DirectoryLock(tmp_path).take()
     assert json.loads((tmp_path / NAME).read_text())["pid"] == holder.pid
 
 
 def test_a_killed_owner_loses_it_at_once(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    holder.kill()  # and not waited for: what is left of it is no owner
+    holder.kill()  # not waited for: a zombie is no owner
     lock = DirectoryLock(tmp_path)
     lock.take()
     lock.check()
@@ -73,14 +73,14 @@ def test_a_killed_owner_loses_it_at_once(tmp_path: Path, holder: subprocess.Pope
     lock.release()
 
 
-def elsewhere(folder: Path, **other: Any) -> Owner:
-    """Leave a lock there as an owner on another host has it."""
-    owner = replace(Owner.this_process(), host="node7", machine="another", job="", **other)
+def elsewhere(folder: Path, **changes: Any) -> Owner:
+    """Write a lock of an owner on another host."""
+    owner = replace(Owner.this_process(), host="node7", machine="another", job="", **changes)
     (folder / NAME).write_text(json.dumps(asdict(owner)))
     return owner
 
 
-def test_an_owner_on_another_host_lives_while_it_touches_the_lock(tmp_path: Path) -> None:
+def test_an_owner_on_another_host_is_alive_while_it_touches_the_lock(tmp_path: Path) -> None:
     far = DirectoryLock(tmp_path, elsewhere(tmp_path))
     taker = DirectoryLock(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -96,13 +96,13 @@ def test_an_owner_on_another_host_lives_while_it_touches_the_lock(tmp_path: Path
     taker.take()
     with pytest.raises(CheckpointError, match="was taken over"):
         far.check()
-    far.release()  # no longer its own
+    far.release()  # no longer held by it
     taker.check()
     taker.release()
     assert names(tmp_path) == []
 
 
-def test_an_owner_on_another_host_that_falls_silent_is_dead(
+def test_an_owner_on_another_host_without_touches_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SILENCE", 0.1)
@@ -113,7 +113,7 @@ def test_an_owner_on_another_host_that_falls_silent_is_dead(
 
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, "{}", '{"pid": "x"}', "pipe", "nowhere"])
-def test_a_lock_that_tells_no_owner_is_one_of_another_host(
+def test_a_lock_without_an_owner_is_treated_as_of_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     monkeypatch.setattr(module, "SILENCE", 0.1)
@@ -129,7 +129,7 @@ def test_a_lock_that_tells_no_owner_is_one_of_another_host(
     assert names(tmp_path) == []
 
 
-def test_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
+def test_a_removed_lock_is_created_again(tmp_path: Path) -> None:
     lock = DirectoryLock(tmp_path / "new")
     lock.directory.mkdir()
     lock.take()
@@ -140,15 +140,15 @@ def test_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_lock_that_was_taken_over_meanwhile_is_not_removed(tmp_path: Path) -> None:
-    """Two find the same dead owner; the slower one removes the lock of the quicker one."""
+def test_a_lock_taken_over_by_another_process_is_not_removed(tmp_path: Path) -> None:
+    """Two processes detect the same dead owner; the slower one must not remove the new lock."""
     quicker = elsewhere(tmp_path, token="quicker")
     DirectoryLock(tmp_path)._remove(replace(quicker, token="dead"))
     assert json.loads((tmp_path / NAME).read_text())["token"] == "quicker"
     assert names(tmp_path) == [NAME]
 
 
-def test_a_directory_that_vanished_is_made_again_and_reported_once(
+def test_a_removed_directory_is_created_again_and_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock = DirectoryLock(tmp_path / "ck")
@@ -160,6 +160,6 @@ def test_a_directory_that_vanished_is_made_again_and_reported_once(
     for _ in range(2):
         lock.check()
         assert names(tmp_path / "ck") == [NAME]
-    (said,) = caplog.messages
-    assert said.startswith(f"the checkpoint directory {tmp_path}/ck was removed meanwhile")
+    (message,) = caplog.messages
+    assert message.startswith(f"the checkpoint directory {tmp_path}/ck was removed")
     lock.release()

@@ -1,4 +1,4 @@
-"""What ranks tell of themselves must fit together: versions, devices, options, data."""
+"""Facts of all ranks must be consistent: versions, devices, options, data."""
 
 from __future__ import annotations
 
@@ -34,30 +34,29 @@ def test_the_same_software_passes() -> None:
     check_software([rank("a", torch="2.13"), rank("b", tensorflow="2.21")])  # nothing in common
 
 
-def test_every_difference_and_who_has_what() -> None:
-    everyone = [
+def test_every_difference_is_reported_with_its_ranks() -> None:
+    all_ranks = [
         rank("node1", hvdtrain="0.1.0", torch="2.13.0"),
         rank("node1", hvdtrain="0.1.0", torch="2.13.0"),
         rank("node2", hvdtrain="0.2.0", torch="2.12.1"),
         rank("node3", hvdtrain="0.1.0", torch="2.12.1"),
     ]
     with pytest.raises(UsageError) as caught:
-        check_software(everyone)
-    assert str(caught.value) == (
+        check_software(all_ranks)
+    assert (
         "the ranks do not run the same software: "
         "hvdtrain 0.1.0 on node1 (ranks 0-1) and node3 (rank 3), 0.2.0 on node2 (rank 2); "
-        "torch 2.13.0 on node1 (ranks 0-1), 2.12.1 on node2 (rank 2) and node3 (rank 3). Use one "
-        "environment on a file system that all hosts share, or install the same versions on each "
-        "host (HVDTRAIN_ALLOW=mixed-versions trains all the same)"
-    )
+        "torch 2.13.0 on node1 (ranks 0-1), 2.12.1 on node2 (rank 2) and node3 (rank 3). "
+    ) in str(caught.value)
+    assert "HVDTRAIN_ALLOW=mixed-versions" in str(caught.value)
 
 
-def test_facts_survive_the_way_to_the_other_ranks() -> None:
+def test_facts_are_encoded_and_decoded() -> None:
     facts = RankFacts("köln", "1f", {"torch": "2.13.0+cpu"}, ("shared-gpu", "mixed-versions"))
     assert RankFacts.decode(facts.encode()) == facts
 
 
-def test_a_rank_tells_what_is_loaded_and_not_what_is_installed(
+def test_facts_contain_loaded_and_not_installed_packages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("torch", "tensorflow", "keras", "horovod"):
@@ -83,7 +82,7 @@ def test_the_digest_changes_with_name_and_content_of_a_source_file(tmp_path: Pat
         for old in tmp_path.iterdir():
             old.unlink()
         (tmp_path / name).write_text(text)
-        (tmp_path / "notes.txt").write_text(str(len(name)))  # no source
+        (tmp_path / "notes.txt").write_text(str(len(name)))  # no source file
         return source_digest(tmp_path)
 
     first = digest("a.py", "x = 1")
@@ -94,27 +93,25 @@ def test_the_digest_changes_with_name_and_content_of_a_source_file(tmp_path: Pat
 GPU = Device("H200", "GPU-1", 1)
 
 
-def refusal(devices: list[Device], everyone: list[RankFacts]) -> str:
+def refusal(devices: list[Device], all_ranks: list[RankFacts]) -> str:
     with pytest.raises(UsageError) as caught:
-        check_devices(devices, everyone)
+        check_devices(devices, all_ranks)
     return str(caught.value)
 
 
 def test_two_ranks_on_one_gpu() -> None:
     two = [rank("node1"), rank("node1")]
-    assert refusal([GPU, GPU], two) == (
-        "ranks 0-1 on host node1 use the same GPU, H200 (GPU-1): they see 1 GPU. Start one rank "
-        "per GPU (hvdtrain launch --ppn, mpirun --map-by ppr:N:node), each of which sees all GPUs "
-        "of its host or one of its own. HVDTRAIN_ALLOW=shared-gpu lets them share it, "
-        "CUDA_VISIBLE_DEVICES= trains on the CPU"
-    )
+    message = refusal([GPU, GPU], two)
+    assert "ranks 0-1 on host node1 use the same GPU, H200 (GPU-1): they see 1 GPU" in message
+    for remedy in ("--ppn", "ppr:N:node", "HVDTRAIN_ALLOW=shared-gpu", "CUDA_VISIBLE_DEVICES="):
+        assert remedy in message
     assert "ranks 1,3 on host b" in refusal(
         [GPU, GPU, Device("H200", "GPU-2", 1), GPU], [rank("a"), *[rank("b")] * 3]
     )
 
 
 def test_gpus_of_one_identity_on_two_hosts_are_two() -> None:
-    # Where only the place among the visible ones is known, each host has a number 0.
+    # If only the index among the visible GPUs is known, each host has a number 0.
     check_devices([GPU, GPU], [rank("a"), rank("b")])
     check_devices([GPU, GPU], [rank("localhost", "boot 1"), rank("localhost", "boot 2")])
 
@@ -127,7 +124,7 @@ def test_all_on_the_cpu_or_all_on_gpus() -> None:
     assert message.startswith("b (ranks 1-2) see no GPU, the other ranks do: ")
 
 
-def test_what_ranks_tell_differently() -> None:
+def test_differences_between_ranks() -> None:
     same = {"--lr": "0.1", "--seed": "0"}
     hosts = ["node1", "node1", "node2"]
     assert not list(differences([same] * 3, hosts))
@@ -145,15 +142,15 @@ def test_places_name_few_hosts() -> None:
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_spans_hold_exactly_the_numbers(numbers: set[int]) -> None:
-    found: list[int] = []
+def test_spans_contain_exactly_the_numbers(numbers: set[int]) -> None:
+    expanded: list[int] = []
     for part in filter(None, spans(sorted(numbers)).split(",")):
         low, _, high = part.partition("-")
-        found += range(int(low), int(high or low) + 1)
-    assert found == sorted(numbers)
+        expanded += range(int(low), int(high or low) + 1)
+    assert expanded == sorted(numbers)
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))
-def test_spans_are_as_few_as_can_be(numbers: set[int]) -> None:
+def test_spans_are_as_few_as_possible(numbers: set[int]) -> None:
     gaps = sum(1 for number in numbers if number + 1 not in numbers)
     assert len(spans(sorted(numbers)).split(",")) == gaps

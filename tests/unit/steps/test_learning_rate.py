@@ -1,4 +1,4 @@
-"""The learning rate in closed form, at its corners and between them."""
+"""The learning rate in closed form, at its corner points and between them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_scaling_rules(size: int) -> None:
     assert scale_factor("none", size) == 1
 
 
-def test_an_unknown_scaling_is_named_with_the_valid_ones() -> None:
+def test_an_unknown_scaling_is_reported_with_the_valid_ones() -> None:
     with pytest.raises(UsageError, match=r"--lr-scaling cubic: .*linear, sqrt, none"):
         scale_factor("cubic", 2)
 
 
-def test_an_unknown_schedule_is_named_with_the_valid_ones() -> None:
+def test_an_unknown_schedule_is_reported_with_the_valid_ones() -> None:
     with pytest.raises(UsageError, match=r"--lr-schedule step: .*constant, linear, cosine"):
         LearningRate(0.1, schedule="step")
 
@@ -36,7 +36,7 @@ def test_multistep_needs_milestones() -> None:
         LearningRate(0.1, schedule="multistep")
 
 
-def test_without_warm_up_it_starts_at_its_height() -> None:
+def test_without_warm_up_it_starts_at_its_maximum() -> None:
     for schedule in SCHEDULES:
         rate = LearningRate(0.5, 4, epochs=10, schedule=schedule, milestones=(5,))
         assert rate(0) == 0.5 * 4
@@ -47,31 +47,35 @@ WARM_UP = {"epochs": 10, "warmup_epochs": 4}
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("factor", [2.0, 3.0, math.sqrt(2)])
-def test_warm_up_climbs_from_one_ranks_rate_to_the_scaled_one(schedule: str, factor: float) -> None:
+def test_warm_up_increases_from_the_rate_of_one_rank_to_the_scaled_rate(
+    schedule: str, factor: float
+) -> None:
     rate = LearningRate(0.3, factor, schedule=schedule, milestones=(7,), **WARM_UP)
     assert rate(0) == 0.3
     assert rate(1) == pytest.approx(0.3 * (1 + (factor - 1) / 4))
     assert rate(2) == pytest.approx(0.3 * (1 + factor) / 2)
-    assert rate(4) == pytest.approx(0.3 * factor)  # no schedule has begun to fall yet
+    assert rate(4) == pytest.approx(0.3 * factor)  # no schedule has started to decay
     assert rate(4 - 1e-12) == pytest.approx(rate(4), rel=1e-9)
 
 
-def test_warm_up_on_one_rank_climbs_from_nothing() -> None:
+def test_warm_up_on_one_rank_increases_from_zero() -> None:
     rate = LearningRate(0.3, 1, **WARM_UP)
-    assert [rate(place) for place in (0, 1, 2, 4, 9)] == pytest.approx([0, 0.075, 0.15, 0.3, 0.3])
+    assert [rate(position) for position in (0, 1, 2, 4, 9)] == pytest.approx(
+        [0, 0.075, 0.15, 0.3, 0.3]
+    )
 
 
 def test_constant() -> None:
     rate = LearningRate(0.1, 2, epochs=3)
-    assert {rate(place) for place in (0, 1.5, 3, 100)} == {0.2}
+    assert {rate(position) for position in (0, 1.5, 3, 100)} == {0.2}
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_linear_falls_evenly_to_nothing_at_the_last_epoch(warmup: int) -> None:
+def test_linear_decays_to_zero_at_the_last_epoch(warmup: int) -> None:
     rate = LearningRate(0.1, 3, epochs=10, warmup_epochs=warmup, schedule="linear")
     for tenth in range(11):
-        place = warmup + (10 - warmup) * tenth / 10
-        assert rate(place) == pytest.approx(0.3 * (10 - tenth) / 10, abs=1e-15)
+        position = warmup + (10 - warmup) * tenth / 10
+        assert rate(position) == pytest.approx(0.3 * (10 - tenth) / 10, abs=1e-15)
     assert rate(11) == 0  # never below
 
 
@@ -82,23 +86,23 @@ def test_cosine_at_thirds_and_halves(warmup: int) -> None:
     # cos of 0, 60, 90, 120 and 180 degrees
     for share, height in ((0, 1), (1 / 3, 3 / 4), (1 / 2, 1 / 2), (2 / 3, 1 / 4), (1, 0)):
         assert rate(warmup + share * span) == pytest.approx(0.3 * height, abs=1e-12)
-    assert rate(20) == pytest.approx(0, abs=1e-12)  # and does not rise again
+    assert rate(20) == pytest.approx(0, abs=1e-12)  # it does not increase again
 
 
-def test_multistep_falls_exactly_at_its_milestones() -> None:
+def test_multistep_decays_exactly_at_its_milestones() -> None:
     rate = LearningRate(1.0, 2, epochs=90, schedule="multistep", milestones=(30, 60, 80), decay=0.1)
     before = math.nextafter(30, 0)
-    assert [rate(place) for place in (0, before, 30, 59.99, 60, 79.9, 80, 89)] == pytest.approx(
-        [2, 2, 0.2, 0.2, 0.02, 0.02, 0.002, 0.002]
-    )
+    assert [
+        rate(position) for position in (0, before, 30, 59.99, 60, 79.9, 80, 89)
+    ] == pytest.approx([2, 2, 0.2, 0.2, 0.02, 0.02, 0.002, 0.002])
 
 
-def test_multistep_milestones_in_any_order_and_of_any_decay() -> None:
+def test_multistep_with_milestones_in_any_order_and_any_decay() -> None:
     rate = LearningRate(1.0, epochs=9, schedule="multistep", milestones=(6, 3), decay=0.5)
-    assert [rate(place) for place in (2, 3, 6)] == [1, 0.5, 0.25]
+    assert [rate(position) for position in (2, 3, 6)] == [1, 0.5, 0.25]
 
 
-def test_milestones_count_from_the_start_of_the_training_not_from_the_end_of_the_warm_up() -> None:
+def test_milestones_are_relative_to_the_start_of_the_training() -> None:
     rate = LearningRate(
         1.0, 2, epochs=10, warmup_epochs=2, schedule="multistep", milestones=(3,), decay=0.1
     )
@@ -112,10 +116,10 @@ def test_a_warm_up_as_long_as_the_training_or_longer(schedule: str, warmup: floa
     rate = LearningRate(
         1.0, 2, epochs=6, warmup_epochs=warmup, schedule=schedule, milestones=(5.5,)
     )
-    for place in (0, 2.5, 4.9):
-        assert rate(place) == pytest.approx(1 + place / warmup)
-    for place in (5.9, 6, 8):
-        assert 0 <= rate(place) <= 2
+    for position in (0, 2.5, 4.9):
+        assert rate(position) == pytest.approx(1 + position / warmup)
+    for position in (5.9, 6, 8):
+        assert 0 <= rate(position) <= 2
 
 
 SHAPES: list[dict[str, Any]] = [
@@ -127,24 +131,26 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@given(factor=st.floats(1, 1e4), base=st.floats(1e-6, 10), place=st.floats(0, 6))
-def test_never_negative_nor_above_its_height(
-    shape: dict[str, Any], factor: float, base: float, place: float
+@given(factor=st.floats(1, 1e4), base=st.floats(1e-6, 10), position=st.floats(0, 6))
+def test_never_negative_nor_above_its_maximum(
+    shape: dict[str, Any], factor: float, base: float, position: float
 ) -> None:
     rate = LearningRate(base, factor, epochs=5, warmup_epochs=0.5, **shape)
-    assert 0 <= rate(place) <= base * factor * (1 + 1e-12)
+    assert 0 <= rate(position) <= base * factor * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@given(sizes=st.tuples(st.integers(2, 64), st.integers(2, 64)), place=st.floats(0.5, 5))
-def test_after_the_warm_up_world_sizes_differ_by_their_factor_alone(
-    shape: dict[str, Any], sizes: tuple[int, int], place: float
+@given(sizes=st.tuples(st.integers(2, 64), st.integers(2, 64)), position=st.floats(0.5, 5))
+def test_after_warm_up_world_sizes_differ_by_their_factor_only(
+    shape: dict[str, Any], sizes: tuple[int, int], position: float
 ) -> None:
-    one, other = (
-        LearningRate(0.1, scale_factor("linear", size), epochs=5, warmup_epochs=0.5, **shape)(place)
+    first, second = (
+        LearningRate(0.1, scale_factor("linear", size), epochs=5, warmup_epochs=0.5, **shape)(
+            position
+        )
         for size in sizes
     )
-    assert one * sizes[1] == pytest.approx(other * sizes[0])
+    assert first * sizes[1] == pytest.approx(second * sizes[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -153,18 +159,18 @@ def test_the_same_sample_has_the_same_rate_at_any_batch_and_world_size(
 ) -> None:
     rate = LearningRate(0.1, scale_factor("none", 8), epochs=4, warmup_epochs=1, **shape)
 
-    def course(batch: int, size: int) -> dict[float, float]:
+    def rates(batch: int, size: int) -> dict[float, float]:
         shards = Shards(48, batch, rank=size - 1, size=size)
-        places = [
+        positions = [
             epoch + part.start.consumed / 48 for epoch in range(4) for part in shards.epoch(epoch)
         ]
-        return {place: rate(place) for place in places}
+        return {position: rate(position) for position in positions}
 
-    fine, coarse = course(4, 1), course(16, 3)
+    fine, coarse = rates(4, 1), rates(16, 3)
     assert len(fine) == 48 and len(coarse) == 12
-    assert coarse == {place: fine[place] for place in coarse}
+    assert coarse == {position: fine[position] for position in coarse}
 
 
-def test_the_names_of_the_contract() -> None:
+def test_the_names_of_scalings_and_schedules() -> None:
     assert set(SCALINGS) == {"linear", "sqrt", "none"}
     assert set(SCHEDULES) == {"constant", "linear", "cosine", "multistep"}

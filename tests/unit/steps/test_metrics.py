@@ -1,4 +1,4 @@
-"""Sums and counts, reduced and then divided, are the metric over all samples."""
+"""Sums and counts, reduced and then divided, give the metric over all samples."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def test_means_are_over_samples_not_over_ranks() -> None:
     assert unpack(total, ["loss"]) == ({"loss": 3.0}, 5)
 
 
-def test_names_keep_their_values_in_whatever_order_they_are_given() -> None:
-    one = pack({"loss": 1.0, "accuracy": 2.0, "top5": 4.0}, 1)
-    other = pack({"top5": 40.0, "accuracy": 20.0, "loss": 10.0}, 1)
+def test_names_keep_their_values_in_any_order() -> None:
+    first = pack({"loss": 1.0, "accuracy": 2.0, "top5": 4.0}, 1)
+    second = pack({"top5": 40.0, "accuracy": 20.0, "loss": 10.0}, 1)
     for names in (["loss", "top5", "accuracy"], ["accuracy", "loss", "top5"]):
-        means, count = unpack(one + other, names)
+        means, count = unpack(first + second, names)
         assert means == {"loss": 5.5, "accuracy": 11.0, "top5": 22.0}
         assert count == 2
 
@@ -33,7 +33,7 @@ def test_a_rank_without_samples_changes_nothing() -> None:
     assert unpack(pack({"loss": 6.0}, 3) + pack({"loss": 0.0}, 0), ["loss"]) == ({"loss": 2.0}, 3)
 
 
-def test_no_sample_at_all_gives_nan_and_count_zero() -> None:
+def test_no_samples_give_nan_and_count_zero() -> None:
     means, count = unpack(pack({"loss": 0.0}, 0), ["loss"])
     assert math.isnan(means["loss"])
     assert count == 0
@@ -57,7 +57,7 @@ def test_wrong_names_are_an_error() -> None:
 
 
 @given(st.lists(st.integers(-1000, 1000), min_size=1, max_size=80), st.integers(1, 9))
-def test_any_cut_of_the_samples_gives_the_metric_of_the_whole(values: list[int], size: int) -> None:
+def test_any_split_of_the_samples_gives_the_metric_of_all(values: list[int], size: int) -> None:
     total = np.zeros(3)
     for rank in range(size):
         low, high = bounds(len(values), rank, size)

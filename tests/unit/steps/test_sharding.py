@@ -1,4 +1,4 @@
-"""Every sample exactly once per epoch, whatever the sizes, the ranks and the interruptions."""
+"""Every sample exactly once per epoch, for any sizes, ranks and interruptions."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ EPOCH = st.integers(0, 10_000)
 def steps_of(
     samples: int, batch: int, seed: int, epoch: int, size: int, consumed: int = 0
 ) -> list[tuple[Part, ...]]:
-    """The parts of all ranks, step by step; fails where ranks take different numbers of steps."""
-    everyone = [Shards(samples, batch, seed, rank, size) for rank in range(size)]
-    return list(zip(*(one.epoch(epoch, consumed) for one in everyone), strict=True))
+    """Return the parts of all ranks by step; fail if ranks perform different numbers of steps."""
+    all_ranks = [Shards(samples, batch, seed, rank, size) for rank in range(size)]
+    return list(zip(*(shards.epoch(epoch, consumed) for shards in all_ranks), strict=True))
 
 
 def order_of(steps: list[tuple[Part, ...]]) -> list[int]:
@@ -56,7 +56,7 @@ def test_an_epoch_is_every_sample_exactly_once(
 
 
 @given(SAMPLES, BATCH, SEED, SIZE)
-def test_parts_differ_by_at_most_one_and_say_what_they_belong_to(
+def test_parts_differ_by_at_most_one_sample_and_have_their_positions(
     samples: int, batch: int, seed: int, size: int
 ) -> None:
     for number, parts in enumerate(steps_of(samples, batch, seed, 0, size)):
@@ -72,7 +72,7 @@ def test_parts_differ_by_at_most_one_and_say_what_they_belong_to(
 
 
 @given(SAMPLES, SEED, EPOCH, BATCH, SIZE, BATCH, SIZE)
-def test_the_order_depends_on_seed_and_epoch_alone(
+def test_the_order_depends_on_seed_and_epoch_only(
     samples: int, seed: int, epoch: int, batch: int, size: int, other_batch: int, other_size: int
 ) -> None:
     first = order_of(steps_of(samples, batch, seed, epoch, size))
@@ -80,11 +80,11 @@ def test_the_order_depends_on_seed_and_epoch_alone(
     assert first == permutation(samples, seed, epoch).tolist()
 
 
-# Seeds around 2**53 and 2**63 find a detour over a float or a signed number.
+# Seeds around 2**53 and 2**63 detect a conversion to float or to a signed integer.
 SEEDS = [0, 1, 2, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
 
 
-def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+def test_seeds_and_epochs_have_different_orders() -> None:
     orders = {tuple(permutation(50, seed, epoch)) for seed in SEEDS for epoch in range(10)}
     assert len(orders) == len(SEEDS) * 10  # two equal by chance: 1 in 50!
 
@@ -104,7 +104,7 @@ def test_the_order_is_the_same_in_another_process() -> None:
 
 
 def test_the_order_is_shuffled_evenly() -> None:
-    # Sample 0 stands in the first half in half of the epochs: 1000 +- 4.5 standard deviations.
+    # Sample 0 is in the first half in half of the epochs: 1000 +- 4.5 standard deviations.
     first_half = sum(int(np.flatnonzero(permutation(10, 3, e) == 0)[0] < 5) for e in range(2000))
     assert abs(first_half - 1000) < 4.5 * (2000 * 0.25) ** 0.5
 
@@ -113,14 +113,14 @@ LEG = st.tuples(SIZE, BATCH, st.integers(1, 7))  # world size, global batch, upd
 
 
 @given(st.integers(1, 60), SEED, st.lists(LEG, min_size=1, max_size=12))
-def test_stopped_and_resumed_on_other_ranks_it_is_still_each_sample_once(
+def test_each_sample_once_after_resuming_on_other_numbers_of_ranks(
     samples: int, seed: int, legs: list[tuple[int, int, int]]
 ) -> None:
     position = Position()
     seen: dict[int, list[int]] = {0: []}
     for size, batch, updates in legs:
         for _ in range(updates):
-            # A new process each time, which knows nothing but the position.
+            # A new process each time, with the position only.
             parts = steps_of(samples, batch, seed, position.epoch, size, position.consumed)[0]
             seen.setdefault(position.epoch, []).extend(order_of([parts]))
             (position,) = {part.end for part in parts}
@@ -131,7 +131,7 @@ def test_stopped_and_resumed_on_other_ranks_it_is_still_each_sample_once(
 
 
 @given(SAMPLES, BATCH, SEED, SIZE, st.data())
-def test_the_steps_after_a_resume_are_those_of_the_uncut_run(
+def test_the_steps_after_a_resume_equal_those_without_interruption(
     samples: int, batch: int, seed: int, size: int, data: st.DataObject
 ) -> None:
     whole = steps_of(samples, batch, seed, 5, size)
@@ -139,10 +139,10 @@ def test_the_steps_after_a_resume_are_those_of_the_uncut_run(
     rest = steps_of(samples, batch, seed, 5, size, whole[cut][0].start.consumed)
     assert len(rest) == len(whole) - cut
     for uncut, resumed in zip(whole[cut:], rest, strict=True):
-        for one, other in zip(uncut, resumed, strict=True):
-            assert one.indices.tolist() == other.indices.tolist()
-            assert (one.start, one.end) == (other.start, other.end)
-            assert one.global_count == other.global_count
+        for expected, part in zip(uncut, resumed, strict=True):
+            assert expected.indices.tolist() == part.indices.tolist()
+            assert (expected.start, expected.end) == (part.start, part.end)
+            assert expected.global_count == part.global_count
 
 
 @given(SAMPLES, BATCH, SIZE)
@@ -163,7 +163,7 @@ def test_weighted_means_of_the_parts_are_the_mean_of_the_global_batch(
     for number, parts in enumerate(steps_of(samples, batch, 4, 2, size)):
         weighted = Fraction(0)
         for part in parts:
-            if part.count:  # the mean over nothing is whatever it is, its weight is 0
+            if part.count:  # an empty part has weight 0
                 mean = Fraction(sum(values[i] for i in part.indices), part.count)
                 weighted += Fraction(part.count, part.global_count) * mean
             else:
@@ -172,7 +172,7 @@ def test_weighted_means_of_the_parts_are_the_mean_of_the_global_batch(
         assert weighted == Fraction(sum(values[i] for i in whole), len(whole))
 
 
-def test_a_rank_with_an_empty_part_still_takes_the_step() -> None:
+def test_a_rank_with_an_empty_part_still_performs_the_step() -> None:
     # 10 samples in batches of 4: the last batch has 2 samples for 3 ranks.
     *_, last = steps_of(10, 4, 0, 0, 3)
     assert [part.count for part in last] == [1, 1, 0]
@@ -181,7 +181,7 @@ def test_a_rank_with_an_empty_part_still_takes_the_step() -> None:
     assert last[2].end == Position(1, 0)
 
 
-def test_the_end_of_a_step_and_of_an_epoch_is_reported_and_no_failure_is() -> None:
+def test_on_end_is_called_after_a_step_or_epoch_but_not_after_a_failure() -> None:
     ended: list[str] = []
     shards = Shards(7, 3, on_end=lambda: ended.append("end"))
     for part in shards.epoch(0):
@@ -194,7 +194,7 @@ def test_the_end_of_a_step_and_of_an_epoch_is_reported_and_no_failure_is() -> No
 
 
 @given(st.integers(0, 1000), SIZE)
-def test_bounds_cut_a_range_into_even_parts(total: int, size: int) -> None:
+def test_bounds_split_a_range_evenly(total: int, size: int) -> None:
     cuts = [bounds(total, rank, size) for rank in range(size)]
     assert [low for low, _ in cuts] == [0, *(high for _, high in cuts[:-1])]
     assert cuts[-1][1] == total
@@ -218,51 +218,51 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next(
 
 
 @pytest.mark.parametrize(("samples", "batch", "word"), [(0, 1, "--data"), (5, 0, "global batch")])
-def test_nothing_to_train_on_is_wrong_use(samples: int, batch: int, word: str) -> None:
+def test_an_empty_training_set_is_a_usage_error(samples: int, batch: int, word: str) -> None:
     with pytest.raises(UsageError, match=word):
         Shards(samples, batch)
 
 
 @given(st.integers(0, 300), st.integers(1, 70), SIZE)
 def test_evaluation_counts_every_sample_exactly_once(samples: int, batch: int, size: int) -> None:
-    everyone = [list(evaluation_parts(samples, batch, rank, size)) for rank in range(size)]
-    flat = [int(i) for batches in everyone for indices in batches for i in indices]
+    all_ranks = [list(evaluation_parts(samples, batch, rank, size)) for rank in range(size)]
+    flat = [int(i) for batches in all_ranks for indices in batches for i in indices]
     assert flat == list(range(samples))
-    assert all(1 <= len(indices) <= batch for batches in everyone for indices in batches)
-    assert all(indices.dtype == np.int64 for batches in everyone for indices in batches)
-    shares = [sum(map(len, batches)) for batches in everyone]
+    assert all(1 <= len(indices) <= batch for batches in all_ranks for indices in batches)
+    assert all(indices.dtype == np.int64 for batches in all_ranks for indices in batches)
+    shares = [sum(map(len, batches)) for batches in all_ranks]
     assert max(shares) - min(shares) <= 1
 
 
 NUMBER = st.integers(0, 2**64 - 1)
 
 
-def test_neighbouring_places_have_seeds_of_their_own() -> None:
-    places = list(itertools.product(range(4), range(50), range(50)))
-    seeds = [seed_of(*place) for place in places]
-    assert len(set(seeds)) == len(places)
-    # Spread over the whole range: each bit is set in about half (5 standard deviations).
+def test_similar_keys_have_different_seeds() -> None:
+    keys = list(itertools.product(range(4), range(50), range(50)))
+    seeds = [seed_of(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    # Uniform: each bit is set in about half of them (5 standard deviations).
     for bit in range(63):
         share = sum(seed >> bit & 1 for seed in seeds)
         assert abs(share - len(seeds) / 2) < 5 * (len(seeds) / 4) ** 0.5
 
 
 @given(st.lists(NUMBER, min_size=1, max_size=4))
-def test_seeds_are_below_2_to_the_63(place: list[int]) -> None:
-    assert 0 <= seed_of(*place) < 2**63
-    assert seed_of(*place) == seed_of(*place)
+def test_seeds_are_below_2_to_the_63(key: list[int]) -> None:
+    assert 0 <= seed_of(*key) < 2**63
+    assert seed_of(*key) == seed_of(*key)
 
 
 @given(st.lists(NUMBER, min_size=1, max_size=3), st.lists(NUMBER, min_size=1, max_size=3))
-def test_other_places_have_other_seeds(one: list[int], other: list[int]) -> None:
-    assert (seed_of(*one) == seed_of(*other)) == (one == other)
+def test_different_keys_have_different_seeds(first: list[int], second: list[int]) -> None:
+    assert (seed_of(*first) == seed_of(*second)) == (first == second)
 
 
 def test_zeros_at_the_end_count() -> None:
     assert len({seed_of(1), seed_of(1, 0), seed_of(1, 0, 0), seed_of(0, 1)}) == 4
 
 
-def test_another_process_draws_the_same() -> None:
+def test_seeds_are_the_same_in_another_process() -> None:
     program = "from hvdtrain.steps.sharding import seed_of; print(seed_of(1, 2, 3))"
     for hash_seed in ("1", "2"):
         result = subprocess.run(

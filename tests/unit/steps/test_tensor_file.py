@@ -1,4 +1,4 @@
-"""Files of safetensors that are written a tensor at a time, and read by rows."""
+"""safetensors files, written tensor by tensor and read by rows."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ def written(path: Path, arrays: dict[str, np.ndarray]) -> str:
     return file.close()
 
 
-def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+def test_the_library_reads_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     digest = written(path, ARRAYS)
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest() == digest_of(path)
-    found = safetensors.numpy.load_file(path)
-    assert found.keys() == ARRAYS.keys()
+    loaded = safetensors.numpy.load_file(path)
+    assert loaded.keys() == ARRAYS.keys()
     for name, value in ARRAYS.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
-        assert found[name].tobytes() == value.tobytes()
+        assert (loaded[name].dtype, loaded[name].shape) == (value.dtype, value.shape)
+        assert loaded[name].tobytes() == value.tobytes()
 
 
 @given(rows=st.integers(0, 5), first=st.integers(0, 6), end=st.integers(0, 6))
-def test_some_rows_are_those_of_the_whole(
+def test_rows_equal_those_of_the_whole_tensor(
     rows: int, first: int, end: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     whole = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
     path = tmp_path_factory.mktemp("rows") / "a.safetensors"
     written(path, {"a": whole})
-    one = stored(path)["a"]
-    assert one.shape == whole.shape
-    assert np.array_equal(one[first:end], whole[first:end])
-    assert one[first:end].shape == whole[first:end].shape
-    assert np.array_equal(np.asarray(one), whole)
+    tensor = stored(path)["a"]
+    assert tensor.shape == whole.shape
+    assert np.array_equal(tensor[first:end], whole[first:end])
+    assert tensor[first:end].shape == whole[first:end].shape
+    assert np.array_equal(np.asarray(tensor), whole)
 
 
-def test_a_tensor_out_of_turn_is_an_error(tmp_path: Path) -> None:
+def test_a_tensor_out_of_order_is_an_error(tmp_path: Path) -> None:
     layouts = {name: Layout.of(ARRAYS[name]) for name in ("double", "half")}
     file = TensorFile(tmp_path / "a", layouts)
-    with pytest.raises(ValueError, match=r"half.* where double is due"):
+    with pytest.raises(ValueError, match=r"half.* double is due"):
         file.write("half", ARRAYS["half"])
     file = TensorFile(tmp_path / "b", layouts)
     with pytest.raises(ValueError, match="double"):
@@ -69,7 +69,7 @@ def test_a_tensor_out_of_turn_is_an_error(tmp_path: Path) -> None:
         file.close()
 
 
-def test_a_digest_of_more_than_is_read_at_once(tmp_path: Path) -> None:
+def test_a_digest_of_several_chunks(tmp_path: Path) -> None:
     data = bytes(range(256)) * (CHUNK // 256) + b"rest"
     (tmp_path / "large").write_bytes(data)
     assert digest_of(tmp_path / "large") == hashlib.sha256(data).hexdigest()

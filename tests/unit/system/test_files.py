@@ -1,4 +1,4 @@
-"""Files that the user names: each stays what it is, and is never half of something new."""
+"""Output files named by the user keep their type and are replaced only by complete files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hvdtrain.training.progress import Progress
 
 
 def write(path: Path, data: bytes) -> None:
-    """As the verbs write a page."""
+    """Write ``data`` as the verbs write a page."""
     with replacing(path, "--out") as file:
         file.write(data)
 
 
 def device(path: Path, minor: int) -> Path:
-    """Make a device as /dev/null (3) or /dev/full (7) is one."""
+    """Create a device like /dev/null (minor 3) or /dev/full (7)."""
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
     except PermissionError:
@@ -47,7 +47,7 @@ def test_a_file_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "out"
     write(path, b"old")
     with pytest.raises(KeyboardInterrupt), replacing(path) as file:
@@ -75,7 +75,7 @@ def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
     assert target.read_bytes() == b"new, more"
 
 
-def test_a_link_to_nowhere_and_one_to_itself_are_told(tmp_path: Path) -> None:
+def test_broken_and_circular_links_are_reported(tmp_path: Path) -> None:
     nowhere, itself = tmp_path / "nowhere", tmp_path / "itself"
     nowhere.symlink_to(tmp_path / "absent" / "file")
     itself.symlink_to(itself)
@@ -95,7 +95,7 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["null"]
 
 
-def test_a_full_device_is_told(tmp_path: Path) -> None:
+def test_a_full_device_is_reported(tmp_path: Path) -> None:
     full = device(tmp_path / "full", 7)
     with pytest.raises(HvdtrainError, match=f"--out {full} cannot be written: No space left"):
         write(full, b"too much")
@@ -108,12 +108,12 @@ def test_a_pipe_with_a_reader_is_written_to(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    check_writable(pipe, "--summary")  # opens nothing, or the reader would be at the end
+    check_writable(pipe, "--summary")  # must not open it, or the reader would see end of file
     show = None
     while show is None:
         try:
             show = Progress(Options(quiet=True, summary=pipe))
-        except UsageError:  # the reader has not come yet
+        except UsageError:  # the reader has not opened it yet
             continue
     show.end("", [], Summary(train_loss=0.5))
     reader.join(timeout=20)
@@ -121,19 +121,19 @@ def test_a_pipe_with_a_reader_is_written_to(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-def test_a_pipe_that_nobody_reads_is_told_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_without_a_reader_is_reported_and_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for option in ("summary", "metrics"):
-        with pytest.raises(UsageError, match=f"--{option} {pipe}.*nobody reads this pipe"):
+        with pytest.raises(UsageError, match=f"--{option} {pipe}.*no reader"):
             Progress(Options(quiet=True, **{option: pipe}))
-    with pytest.raises(UsageError, match="nobody reads this pipe"):
+    with pytest.raises(UsageError, match="no reader"):
         write(pipe, b"")
     with pytest.raises(OSError, match="no regular file"):
         read_regular(pipe)
 
 
-def test_standard_output_by_its_name_keeps_what_was_written(tmp_path: Path) -> None:
+def test_standard_output_by_its_name_keeps_its_content(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path; from hvdtrain.system.files import replacing\n"
         "print('before', flush=True)\n"
@@ -145,7 +145,7 @@ def test_standard_output_by_its_name_keeps_what_was_written(tmp_path: Path) -> N
     assert (tmp_path / "out").read_text() == "before\nwithin\nafter\n"
 
 
-def test_a_plot_goes_where_its_links_point(tmp_path: Path) -> None:
+def test_a_plot_follows_links(tmp_path: Path) -> None:
     import matplotlib.pyplot as plt
 
     elsewhere = tmp_path / "elsewhere"
@@ -156,7 +156,7 @@ def test_a_plot_goes_where_its_links_point(tmp_path: Path) -> None:
     assert elsewhere.read_bytes().startswith(b"%PDF-")
 
 
-def test_a_file_to_write_at_the_end_is_looked_at_first(tmp_path: Path) -> None:
+def test_an_output_file_is_checked_in_advance(tmp_path: Path) -> None:
     check_writable(None, "--summary")
     check_writable(tmp_path / "new" / "folder" / "s.json", "--summary")
     assert (tmp_path / "new" / "folder").is_dir()
@@ -169,7 +169,7 @@ def test_a_file_to_write_at_the_end_is_looked_at_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_permission_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UsageError, match="--summary"):
         check_writable(tmp_path / "s.json", "--summary")

@@ -1,4 +1,4 @@
-"""Files of settings: what they hold, line by line, and what is wrong in which line."""
+"""Files of settings: values with their lines, and errors with their lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (LAUGHS, "line 2: *a: write out what it stands for"),
+        (LAUGHS, "line 2: *a: "),
         ("epochs: " + "[" * 9000, "line 1: nested too deeply"),
         ("- " * 8000 + "x", "line 1: nested too deeply"),
         ("seed: " + "9" * 6000, "line 1: a value of 6,000 characters"),
@@ -38,18 +38,16 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: 1\nb: [1, @x]\n", "settings.yaml line 2: found character '@' that cannot start any"),
         ("a: ]\n", "settings.yaml line 1: "),
         ("a: 1\n\tb: 2\n", "settings.yaml line 2: "),
-        ("a: 1\nb: 2\na: 3\n", "settings.yaml line 3: a: line 1 has it already; leave one out"),
-        ("a-b: 1\na_b: 3\n", "settings.yaml line 2: a_b: line 1 has it already; leave one out"),
-        ("just words\n", "settings.yaml line 1: it must hold lines such as `seed: 1`"),
+        ("a: 1\nb: 2\na: 3\n", "settings.yaml line 3: a: line 1 "),
+        ("a-b: 1\na_b: 3\n", "settings.yaml line 2: a_b: line 1 "),
+        ("just words\n", "settings.yaml line 1: expected lines such as `seed: 1`"),
         ("a: 1\n--- \nb: 2\n", "but found another document"),
         ("a: \x07", "special characters are not allowed"),
-        ("!" * 9000, "it must hold lines such as"),
+        ("!" * 9000, "`seed: 1`"),
         ("a: " + "!" * 9000, "could not determine a constructor"),
     ],
 )
-def test_settings_are_read_in_no_time_or_refused_in_a_line(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_hostile_settings_are_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text(text)
     with pytest.raises(UsageError) as refused:
@@ -59,7 +57,7 @@ def test_settings_are_read_in_no_time_or_refused_in_a_line(
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
 
 
-def test_settings_are_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_and_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="no regular file"):
         read_settings(tmp_path / "pipe", "seed: 1")

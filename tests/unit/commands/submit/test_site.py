@@ -70,7 +70,7 @@ def test_the_location_of_a_site_file(tmp_path: Path) -> None:
         ("queues: [a]", "queues: must have a line per queue"),
         ("queues: {a: {cores: 3}}", "queues: a: {'cores': 3}: valid keys: nodes, walltime"),
         ("queues: {a: {nodes: few}}", "queues: a: nodes: 'few' is not a range such as 1-2"),
-        ("- a list", "it must hold lines such as `queue: debug`"),
+        ("- a list", "lines such as `queue: debug`"),
         ("a: b: c", "line 1: mapping values are not allowed here"),
         ("queue: x\nqueue: y", "line 2: queue: line 1 has it already; leave one out"),
     ],

@@ -1,4 +1,4 @@
-"""What is installed, seen without an import."""
+"""Installed packages are found without importing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.system.machine.frameworks import is_installed
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place on the path of modules, where anything imported would raise."""
+    """Return a directory on ``sys.path`` whose packages raise when imported."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -36,7 +36,7 @@ def test_an_extension_is_found_by_its_file_without_an_import(packages: Path) -> 
     assert not is_installed("hvd_fake.tensorflow.mpi_lib")
 
 
-def test_what_is_absent_is_not_installed() -> None:
+def test_a_missing_module_is_not_installed() -> None:
     assert not is_installed("hvd_absent")
     assert not is_installed("hvd_absent.torch.mpi_lib")
 

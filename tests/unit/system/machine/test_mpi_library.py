@@ -27,7 +27,7 @@ ROW = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 1234                       
         "libmpi_abi.so.1",
     ],
 )
-def test_libraries_under_all_their_names(name: str) -> None:
+def test_mpi_libraries_are_recognized_by_name(name: str) -> None:
     assert mapped(ROW.format(f"/opt/my mpi/lib/{name}")) == (f"/opt/my mpi/lib/{name}",)
 
 
@@ -44,19 +44,19 @@ def test_libraries_under_all_their_names(name: str) -> None:
         "libmpirtlib.so",
     ],
 )
-def test_what_only_belongs_to_a_library_does_not_count(name: str) -> None:
+def test_companion_libraries_are_not_counted(name: str) -> None:
     assert mapped(ROW.format(f"/opt/lib/{name}")) == ()
 
 
-def test_each_library_once_in_order() -> None:
+def test_libraries_are_listed_once_in_order() -> None:
     rows = [ROW.format(path) for path in ("/b/libmpi.so.40", "/a/libmpi.so.12", "/b/libmpi.so.40")]
     rows += ["7ffd0000-7ffd1000 rw-p 00000000 00:00 0                          [stack]", ""]
     rows += ["7f0000002000-7f0000003000 rw-p 00000000 00:00 0"]
     assert mapped("\n".join(rows)) == ("/a/libmpi.so.12", "/b/libmpi.so.40")
 
 
-def test_no_mpi_here() -> None:
-    assert mpi_library.loaded() == ()  # the unit tests load none
+def test_no_mpi_library_is_loaded() -> None:
+    assert mpi_library.loaded() == ()  # unit tests use no MPI
     assert mpi_library.identity("/nonexistent/libmpi.so") == "unknown MPI"
     assert mpi_library.identity("libc.so.6") == "unknown MPI"
 
@@ -71,20 +71,20 @@ def test_no_mpi_here() -> None:
         ("MVAPICH2 Version      :\t2.3.7", "MVAPICH 2.3.7"),
     ],
 )
-def test_what_libraries_say_of_themselves(text: str, expected: str) -> None:
+def test_identity_from_the_version_text(text: str, expected: str) -> None:
     assert mpi_identity(text) == expected
 
 
-@pytest.mark.parametrize("place", ["lib", "lib64", "lib/x86_64-linux-gnu", "lib/gcc/openmpi/lib"])
-def test_the_launcher_of_a_library(tmp_path: Path, place: str) -> None:
-    library = MpiLibrary(str(tmp_path / place / "libmpi.so.40"), "Open MPI 5")
+@pytest.mark.parametrize("folder", ["lib", "lib64", "lib/x86_64-linux-gnu", "lib/gcc/openmpi/lib"])
+def test_the_launcher_of_a_library(tmp_path: Path, folder: str) -> None:
+    library = MpiLibrary(str(tmp_path / folder / "libmpi.so.40"), "Open MPI 5")
     assert own_mpirun(library) in ("", "/usr/bin/mpirun", "/bin/mpirun")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpirun").touch()
     assert own_mpirun(library) == str(tmp_path / "bin" / "mpirun")
 
 
-# A driver of two GPUs in the interface of NVIDIA's cuda.h: there is none on a build machine.
+# A stub of NVIDIA's driver (cuda.h) with two GPUs.
 DRIVER = """
 #include <string.h>
 typedef struct { char bytes[16]; } CUuuid;
@@ -114,7 +114,7 @@ def build_driver(folder: Path, *flags: str) -> str:
 
 
 @pytest.mark.parametrize("function", ["cuDeviceGetUuid_v2", "cuDeviceGetUuid"])
-def test_the_gpus_that_a_driver_tells(tmp_path: Path, function: str) -> None:
+def test_the_gpus_of_a_driver(tmp_path: Path, function: str) -> None:
     driver = gpus.find_driver(build_driver(tmp_path, "-DSTATUS=0", f"-DUUID={function}"))
     assert driver is not None
     assert driver.cuda == "13.2"
@@ -127,13 +127,13 @@ def test_the_gpus_that_a_driver_tells(tmp_path: Path, function: str) -> None:
     assert find_gpu_arches(None) == ()
 
 
-def test_a_driver_that_finds_no_gpu(tmp_path: Path) -> None:
+def test_a_driver_without_a_usable_gpu(tmp_path: Path) -> None:
     library = build_driver(tmp_path, "-DSTATUS=100", "-DUUID=cuDeviceGetUuid")
     assert gpus.find_driver(library) is None
     assert gpus.find_driver("libnonexistent.so.1") is None
 
 
-def test_gpus_without_a_driver_are_told_apart_by_choice_and_place(
+def test_gpus_without_a_driver_are_identified_by_selection_and_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpus, "find_driver", lambda: None)

@@ -1,4 +1,4 @@
-"""Which address of the first host all others reach."""
+"""Addresses by which all hosts reach the first host."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DOCKER = "172.17.0.1/16"  # the same on each host that has it
         (([DOCKER], [DOCKER]), None),
     ],
 )
-def test_the_first_network_that_all_are_in(
+def test_the_first_network_shared_by_all_hosts(
     hosts: tuple[list[str], ...], expected: str | None
 ) -> None:
-    assert address_for_all({f"host{n}": ours for n, ours in enumerate(hosts)}) == expected
+    assert address_for_all({f"host{n}": local for n, local in enumerate(hosts)}) == expected
 
 
 def test_this_host() -> None:
     assert (address_towards("127.0.0.1"), interface_towards("127.0.0.1")) == ("127.0.0.1", "lo")
     assert addresses("lo") == ["127.0.0.1/8"]
-    assert not any(one.startswith("127.") for one in addresses())
+    assert not any(address.startswith("127.") for address in addresses())
     assert interface_towards("no-such-host.invalid") is None

@@ -1,4 +1,4 @@
-"""How many threads a rank has: the user's, PBS's, or its share of the cores."""
+"""Number of threads per rank: the user's, or the rank's share of the cores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ALL8 = frozenset(range(8))
         ([ALL8] * 2, [4, 4]),
         ([ALL8] * 3, [2, 2, 2]),
         ([ALL8] * 8, [1] * 8),
-        ([ALL8] * 20, [1] * 20),  # never none
+        ([ALL8] * 20, [1] * 20),  # at least one
         ([cores(0, 1), cores(2, 3)], [2, 2]),  # bound by the launcher
         ([cores(0, 1, 2), cores(3)], [3, 1]),
         ([cores(0, 1, 2, 3)] * 2 + [cores(4, 5, 6, 7)] * 2, [2, 2, 2, 2]),  # bound by socket
@@ -54,13 +54,13 @@ SETS = st.frozensets(st.integers(0, 7), min_size=1)
 
 
 @given(st.lists(SETS, min_size=1, max_size=10))
-def test_a_rank_has_a_thread_and_no_more_than_its_cores(affinities: list[frozenset[int]]) -> None:
+def test_a_rank_has_from_one_thread_to_one_per_core(affinities: list[frozenset[int]]) -> None:
     for rank, mine in enumerate(affinities):
         assert 1 <= threads_per_rank(affinities, rank) <= len(mine)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_ranks_bound_to_domains_of_cores_never_overfill_them(domains: list[int]) -> None:
+def test_ranks_bound_to_domains_do_not_oversubscribe_them(domains: list[int]) -> None:
     affinities = [frozenset(range(8 * domain, 8 * domain + 8)) for domain in domains]
     for domain in set(domains):
         threads = [
@@ -79,8 +79,8 @@ def test_threads_that_the_user_requests(value: str | None, threads: int) -> None
     assert requested_number({} if value is None else {"OMP_NUM_THREADS": value}) == threads
 
 
-def test_threads_before_any_collective(tmp_path: Path) -> None:
-    """The other ranks of the host are found in ``/proc``: here this process and its parent."""
+def test_threads_without_communication(tmp_path: Path) -> None:
+    """The local ranks are found in ``/proc``: here this process and its parent."""
     cores = len(os.sched_getaffinity(0))
     mine = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "job"}
     for rank, process in enumerate((os.getpid(), os.getppid())):
@@ -94,38 +94,40 @@ def test_threads_before_any_collective(tmp_path: Path) -> None:
 
 
 def in_pbs(ncpus: int, threads: int | None = None) -> dict[str, str]:
-    given = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return {"PBS_JOBID": "7.pbs1", "NCPUS": str(ncpus), **given}
+    requested = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {"PBS_JOBID": "7.pbs1", "NCPUS": str(ncpus), **requested}
 
 
 def test_the_value_of_pbs_is_for_all_ranks_together(tmp_path: Path) -> None:
     """As in `mpirun -n 2 python -m hvdtrain.mnist` in a job with ncpus=2: 1 thread, not 2."""
     rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     assert local_threads(0, 2, {**rank, **in_pbs(2, 2)}, tmp_path) == 1
-    assert local_threads(0, 2, {**rank, **in_pbs(2, 3)}, tmp_path) == 3  # the user's own
+    assert local_threads(0, 2, {**rank, **in_pbs(2, 3)}, tmp_path) == 3  # set by the user
     assert local_threads(0, 2, {**rank, "NCPUS": "2", "OMP_NUM_THREADS": "2"}, tmp_path) == 2
 
 
 @pytest.mark.parametrize(
     ("affinities", "environ", "threads"),
     [
-        ([ALL8] * 2, in_pbs(4), [2, 2]),  # a part of the host, that nothing fences off
+        ([ALL8] * 2, in_pbs(4), [2, 2]),  # a part of the host, without binding
         ([ALL8] * 2, {"SLURM_CPUS_ON_NODE": "2"}, [1, 1]),
         ([ALL8] * 4, in_pbs(2), [1] * 4),
         ([cores(0, 1, 2), cores(3)], in_pbs(4), [3, 1]),
         ([ALL8] * 2, in_pbs(64), [4, 4]),
     ],
 )
-def test_the_share_of_what_the_job_got(
+def test_the_share_of_an_allocation(
     affinities: list[frozenset[int]], environ: dict[str, str], threads: list[int]
 ) -> None:
     assert [share_of_job(affinities, rank, environ) for rank in range(len(threads))] == threads
 
 
 def ranks(first: dict[str, str], second: dict[str, str]) -> list[RankCores]:
-    """Two ranks on each of two hosts, free to run on 8 cores."""
+    """Return two ranks on each of two hosts with 8 cores."""
     hosts = {"node1": first, "node2": second}
-    return [RankCores(host, tuple(range(8)), own) for host, own in hosts.items() for _ in "ab"]
+    return [
+        RankCores(host, tuple(range(8)), values) for host, values in hosts.items() for _ in "ab"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def ranks(first: dict[str, str], second: dict[str, str]) -> list[RankCores]:
         ({}, {}, [4] * 4),
     ],
 )
-def test_what_a_host_does_not_see_counts_as_on_the_first_that_does(
+def test_a_variable_missing_on_a_host_has_the_value_of_the_first_rank_with_it(
     first: dict[str, str], second: dict[str, str], threads: list[int]
 ) -> None:
     known = ranks(first, second)
@@ -156,24 +158,23 @@ def test_more_threads_than_cores_are_reported() -> None:
     assert oversubscription(crowded, [1, 1, 1]) == ""  # more ranks than cores: one each
 
 
-def test_what_a_launcher_sets() -> None:
+def test_variables_set_by_a_launcher() -> None:
     assert thread_variables(None, {"OMP_NUM_THREADS": "2"}) == {}
     assert thread_variables(None, in_pbs(2, 2)) == {"OMP_NUM_THREADS": None}
     assert thread_variables(3, in_pbs(2, 2)) == {"OMP_NUM_THREADS": "3"}
-    # Two for each rank, by the user's --threads 2: not to be taken for the value of PBS.
-    own = thread_variables(2, in_pbs(2, 2))
-    left = {name: value for name, value in {**in_pbs(2, 2), **own}.items() if value}
-    assert requested_number(left) == 2
+    # Two per rank, by the user's --threads 2: must not be mistaken for the value of PBS.
+    changed = {**in_pbs(2, 2), **thread_variables(2, in_pbs(2, 2))}
+    assert requested_number({name: value for name, value in changed.items() if value}) == 2
 
 
-def test_the_share_of_the_batch_system() -> None:
+def test_the_allocation_of_the_batch_system() -> None:
     assert batch_share({}) == 0
     assert batch_share({"NCPUS": "4"}) == 4
     assert batch_share({"SLURM_CPUS_ON_NODE": "3", "NCPUS": "4"}) == 3
     assert batch_share({"NCPUS": "many"}) == 0
 
 
-def test_threads_that_just_fill_a_host() -> None:
+def test_threads_that_use_all_cores_of_a_host() -> None:
     assert [fair_threads(ranks_per_host, 8, 0, {}) for ranks_per_host in (1, 2, 3, 8, 64)] == [
         8,
         4,
@@ -185,7 +186,7 @@ def test_threads_that_just_fill_a_host() -> None:
     assert fair_threads(2, 8, 0, {"OMP_NUM_THREADS": "3"}) is None
     by_pbs = {"PBS_JOBID": "7.s", "OMP_NUM_THREADS": "8", "NCPUS": "8"}
     assert fair_threads(2, 8, 0, by_pbs) == 4
-    assert equal_threads(2, {"NCPUS": "1"}) == 1  # all of the host that the job got
+    assert equal_threads(2, {"NCPUS": "1"}) == 1  # the job's part of the host
     assert equal_threads(2, {"OMP_NUM_THREADS": "3"}) == 3
     assert equal_threads(2, {"OMP_NUM_THREADS": "4,2"}) is None
 

@@ -1,4 +1,4 @@
-"""What is found to build Horovod with."""
+"""Inspection of the requirements of a Horovod build."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def fake_program(path: Path, text: str) -> Path:
     return path
 
 
-def test_mpi_on_path_comes_before_the_one_beside_python(tmp_path: Path) -> None:
+def test_mpi_on_path_comes_before_mpi_of_the_environment(tmp_path: Path) -> None:
     ours = fake_program(tmp_path / "env" / "mpicxx", "mpicxx: Open MPI 5.0.11 -L/ours")
     theirs = fake_program(tmp_path / "module" / "mpicxx", "mpicxx: Open MPI 4.1.6 -L/theirs")
     fake_program(tmp_path / "module" / "mpirun", "")
-    found = toolchain.find_mpi({"PATH": str(theirs.parent)}, ours.parent)
-    assert found and found.mpicxx == theirs and found.identity == "Open MPI 4.1.6"
-    assert found.mpirun == theirs.parent / "mpirun"
-    found = toolchain.find_mpi({"PATH": "/nowhere"}, ours.parent)
-    assert found and found.mpicxx == ours and found.mpirun is None
+    mpi = toolchain.find_mpi({"PATH": str(theirs.parent)}, ours.parent)
+    assert mpi and mpi.mpicxx == theirs and mpi.identity == "Open MPI 4.1.6"
+    assert mpi.mpirun == theirs.parent / "mpirun"
+    mpi = toolchain.find_mpi({"PATH": "/nowhere"}, ours.parent)
+    assert mpi and mpi.mpicxx == ours and mpi.mpirun is None
     assert toolchain.find_mpi({"PATH": "/nowhere"}, tmp_path) is None
 
 
@@ -70,8 +70,8 @@ def test_major_version(text: str, expected: int) -> None:
 
 def test_cxx_names_the_compiler(tmp_path: Path) -> None:
     mine = fake_program(tmp_path / "gcc-15", "gcc-15 (GCC) 15.1.0")
-    found = toolchain.find_compiler({"CXX": f"{mine} -m64", "PATH": "/nowhere"})
-    assert found and found.argv == (str(mine), "-m64") and found.major == 15
+    compiler = toolchain.find_compiler({"CXX": f"{mine} -m64", "PATH": "/nowhere"})
+    assert compiler and compiler.argv == (str(mine), "-m64") and compiler.major == 15
     assert toolchain.find_compiler({"PATH": "/nowhere"}) is None
 
 
@@ -85,14 +85,14 @@ def test_cpu_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def toolkit(home: Path, release: str) -> None:
-    says = f"Cuda compilation tools, release {release}, V{release}.88\ncompute_80\ncompute_75"
-    fake_program(home / "bin" / "nvcc", says)
+    output = f"Cuda compilation tools, release {release}, V{release}.88\ncompute_80\ncompute_75"
+    fake_program(home / "bin" / "nvcc", output)
     (home / "include").mkdir()
     (home / "include" / "cuda_runtime.h").touch()
 
 
-def test_the_toolkit_of_the_version_that_is_wanted(tmp_path: Path) -> None:
-    system, site, own = tmp_path / "cuda", tmp_path / "site-packages", tmp_path / "own"
+def test_the_toolkit_of_the_wanted_version(tmp_path: Path) -> None:
+    system, site, user = tmp_path / "cuda", tmp_path / "site-packages", tmp_path / "user"
     nowhere = {"PATH": "/nowhere"}
     assert find_cuda(nowhere, site, "13.0", system) is None
     system.mkdir()
@@ -106,9 +106,9 @@ def test_the_toolkit_of_the_version_that_is_wanted(tmp_path: Path) -> None:
     toolkit(package, "13.1")
     assert find_cuda(nowhere, site, "13.0", system) == Cuda(package, "13.1", (75, 80))
     assert find_cuda(nowhere, site, "", system) == Cuda(system, "12.9", (75, 80))
-    toolkit(own, "12.8")
-    found = find_cuda({**nowhere, "CUDA_HOME": str(own)}, site, "13.0", system)
-    assert found == Cuda(own, "12.8", (75, 80))  # what the user names stays
+    toolkit(user, "12.8")
+    cuda = find_cuda({**nowhere, "CUDA_HOME": str(user)}, site, "13.0", system)
+    assert cuda == Cuda(user, "12.8", (75, 80))  # the user's choice takes precedence
     assert nvcc_release("nothing") == "unknown"
 
 
@@ -122,19 +122,19 @@ def nccl_package(site: Path) -> Path:
     return package
 
 
-def test_nccl_of_torch_is_found_by_its_only_name(tmp_path: Path) -> None:
+def test_nccl_of_torch_is_found_by_its_versioned_name(tmp_path: Path) -> None:
     package = nccl_package(tmp_path)
-    found = find_nccl({}, None, tmp_path)
-    assert found == Nccl(package / "include", package / "lib" / "libnccl.so.2", "2.28.3")
+    nccl = find_nccl({}, None, tmp_path)
+    assert nccl == Nccl(package / "include", package / "lib" / "libnccl.so.2", "2.28.3")
     assert nccl_version("") == "unknown"
 
 
-def test_nccl_beside_a_torch_of_the_systems_python(
+def test_nccl_of_a_torch_of_the_systems_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``python -m venv --system-site-packages``: what torch brings is not in our site-packages."""
+    """``python -m venv --system-site-packages``: torch's packages are not in our site-packages."""
     package = nccl_package(tmp_path)
     torch = Torch("2.11.0", "13.0", "", tmp_path / "torch")
     monkeypatch.setattr(toolchain, "find_torch", lambda: torch)
-    found = toolchain.find({"PATH": "/nowhere"}).nccl
-    assert found == Nccl(package / "include", package / "lib" / "libnccl.so.2", "2.28.3")
+    nccl = toolchain.find({"PATH": "/nowhere"}).nccl
+    assert nccl == Nccl(package / "include", package / "lib" / "libnccl.so.2", "2.28.3")

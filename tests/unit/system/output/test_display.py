@@ -1,4 +1,4 @@
-"""Progress of long work, on a terminal and without one."""
+"""Progress of long operations, on a terminal and without one."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ print("done")
 """
 
 
-def test_a_bar_that_is_gone_at_the_end() -> None:
+def test_the_bar_is_removed_at_the_end() -> None:
     seen = record([sys.executable, "-c", PROGRAM])
     assert seen.code == 0, seen.text
     assert "compile [1/2]" in seen.text
     assert "compile [2/2]" in seen.text
-    shown = re.sub(r"\x1b\[\?25[lh]", "", seen.text)  # hides the cursor, and shows it again
+    shown = re.sub(r"\x1b\[\?25[lh]", "", seen.text)  # codes that hide and show the cursor
     assert [line for line in screen(shown) if line.strip()] == ["done"]
 
 
-def test_lines_where_there_is_no_terminal() -> None:
+def test_lines_without_a_terminal() -> None:
     outcome = run([sys.executable, "-c", PROGRAM])
     assert outcome.out == "done\n"
     words = [line.split(" s  ")[1] for line in outcome.err.splitlines()]

@@ -1,4 +1,4 @@
-"""The plot style: equal in the homework, legible in grey, PDF and PNG of the same bytes."""
+"""The plot style: equal in the homework, legible in grey; PDF and PNG are reproducible."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_homework_has_the_same_style(homework: ModuleType) -> None:
         assert homework.series(number) == plots.series(number)
 
 
-def test_style_sets_what_it_says() -> None:
+def test_style_sets_its_settings() -> None:
     plots.style()
     for name, value in plots.SETTINGS.items():
         assert matplotlib.rcParams[name] == (list(value) if "figsize" in name else value)
@@ -48,19 +48,19 @@ def test_style_sets_what_it_says() -> None:
     assert matplotlib.get_backend().lower() == "agg"
 
 
-def test_every_series_has_its_own_line_and_marker() -> None:
+def test_every_series_has_a_distinct_line_and_marker() -> None:
     assert len(plots.COLOURS) == len(plots.LINES) == len(plots.MARKERS)
     for each in (plots.COLOURS, plots.LINES, plots.MARKERS):
         assert len(set(each)) == len(each)
 
 
-def test_neighbours_differ_in_grey_and_all_stand_out_from_paper() -> None:
+def test_neighbours_differ_in_grey_and_all_differ_from_paper() -> None:
     def luminance(colour: str) -> float:
         red, green, blue = to_rgb(colour)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
     grey = [luminance(colour) for colour in plots.COLOURS]
-    assert all(abs(one - other) > 0.1 for one, other in pairwise(grey)), grey
+    assert all(abs(first - second) > 0.1 for first, second in pairwise(grey)), grey
     assert max(grey) < 0.75
 
 
@@ -83,7 +83,7 @@ def test_save_writes_pdf_with_its_fonts_and_png(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["study", "study.png", "study.pdf"])
-def test_the_name_of_a_plot_may_have_its_ending(tmp_path: Path, name: str) -> None:
+def test_the_name_of_a_plot_may_have_a_suffix(tmp_path: Path, name: str) -> None:
     plots.style()
     figure, _ = plt.subplots()
     assert plots.save(figure, tmp_path / name) == [tmp_path / "study.pdf", tmp_path / "study.png"]

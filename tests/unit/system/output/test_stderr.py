@@ -1,4 +1,4 @@
-"""What is held back of standard error, and what comes out of it all the same."""
+"""Standard error without unwanted lines."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ print("done")
 
 
 @pytest.mark.parametrize(
-    ("before", "within", "code", "told"),
+    ("before", "within", "code", "lines"),
     [
         ("", "", 0, ["kept", "after"]),
         ("", "sys.exit(3)", 3, ["banner of C++", "kept", "banner of Python"]),
         ("", "os.write(2, b'no end')", 0, ["kept", "no endafter"]),
         ("sys.stderr = open(os.devnull, 'w'); os.close(2); os.write = lambda *_: 0", "", 0, []),
     ],
-    ids=["sorted", "an error lets all out", "a line without end", "closed"],
+    ids=["filtered", "an error shows all", "a line without end", "closed"],
 )
-def test_what_nobody_asked_for_is_held_back(
-    before: str, within: str, code: int, told: list[str]
-) -> None:
+def test_unwanted_lines_are_dropped(before: str, within: str, code: int, lines: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(before=before, within=within)],
         capture_output=True,
@@ -40,5 +38,5 @@ def test_what_nobody_asked_for_is_held_back(
         check=False,
         timeout=30,
     )
-    assert (done.returncode, done.stderr.splitlines()) == (code, told)
+    assert (done.returncode, done.stderr.splitlines()) == (code, lines)
     assert done.stdout == ("" if code else "done\n")

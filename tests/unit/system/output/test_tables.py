@@ -1,4 +1,4 @@
-"""Tables and paragraphs at any width: nothing is cut, and nothing is left out."""
+"""Tables and paragraphs at any width: nothing is cut or omitted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_tables_keep_their_columns() -> None:
     ]
 
 
-def test_where_room_is_short_columns_move_closer_and_then_below(
+def test_a_table_that_is_too_wide_is_split_into_blocks(
     terminal_of: Callable[[int], None],
 ) -> None:
     terminal_of(40)
@@ -50,7 +50,7 @@ def test_where_room_is_short_columns_move_closer_and_then_below(
     ]
 
 
-def test_a_cell_without_room_is_folded_between_words(terminal_of: Callable[[int], None]) -> None:
+def test_a_wide_cell_is_wrapped_between_words(terminal_of: Callable[[int], None]) -> None:
     terminal_of(20)
     assert table(["", "n"], [["a name of four words", "10 11 12 13 14"]]).splitlines() == [
         "                  n",
@@ -60,7 +60,7 @@ def test_a_cell_without_room_is_folded_between_words(terminal_of: Callable[[int]
     ]
 
 
-def test_an_entry_begins_below_its_name_where_there_is_little_room(
+def test_a_text_is_put_below_its_name_if_space_is_short(
     terminal_of: Callable[[int], None],
 ) -> None:
     text = "a text of several words that is too long"
@@ -69,10 +69,10 @@ def test_an_entry_begins_below_its_name_where_there_is_little_room(
     assert entry("ok, with a name  ", text).splitlines() == [
         *("ok, with a name", "    a text of several words that is too", "    long"),
     ]
-    assert entry(" " * 17, "-> more") == "    -> more"  # goes on with it
+    assert entry(" " * 17, "-> more") == "    -> more"  # continues the entry
 
 
-def test_in_a_file_no_word_is_broken(terminal_of: Callable[[int], None]) -> None:
+def test_words_are_not_broken_in_a_file(terminal_of: Callable[[int], None]) -> None:
     path = "/a/path" * 20
     assert paragraph(f"written: {path}") == f"written:\n{path}"
     terminal_of(100)

@@ -1,4 +1,4 @@
-"""Numbers, counts and names as a person reads them."""
+"""Numbers, counts and names formatted for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that are started: interrupted at any moment, nothing of them is left."""
+"""Programs run by ``command``: nothing is left of them after an interrupt at any moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvdtrain.system.runtime.command import (
 )
 from tests.conftest import unmeasured
 
-# A program that is ended while it starts another, which would go on for a minute.
+# A program that is interrupted while it starts another one, which takes a minute.
 STARTS = """
 import sys
 from hvdtrain.system.runtime.command import Command, run, termination_as_interrupt
@@ -34,8 +34,8 @@ with termination_as_interrupt():
 
 
 def sleeping(seconds: str) -> list[int]:
-    found = psutil.process_iter(["cmdline"])
-    return [one.pid for one in found if one.info["cmdline"] == ["sleep", seconds]]
+    processes = psutil.process_iter(["cmdline"])
+    return [process.pid for process in processes if process.info["cmdline"] == ["sleep", seconds]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -58,17 +58,17 @@ def test_a_signal_while_a_program_is_started_ends_both(number: signal.Signals) -
         assert not sleeping(seconds)
 
 
-def test_a_signal_that_came_in_between_is_heard_once_it_can_be_ended(
+def test_a_signal_during_the_start_is_deferred_until_the_program_can_be_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the worst moment: the program runs, and its caller has not been told."""
+    """The program runs, but Popen has not returned yet."""
     started: list[subprocess.Popen[str]] = []
     sleep = ("sleep", "60")
 
     class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
         def __init__(self, *words: object, **options: object) -> None:
             super().__init__(*words, **options)  # type: ignore[call-overload]
-            if words[0] == sleep:  # Popen is everybody's, a thread's of an earlier test too
+            if words[0] == sleep:  # a thread of an earlier test may use Popen too
                 started.append(self)
                 signal.raise_signal(signal.SIGINT)
 
@@ -79,12 +79,12 @@ def test_a_signal_that_came_in_between_is_heard_once_it_can_be_ended(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_its_time_runs_out() -> None:
+def test_a_timeout() -> None:
     outcome = running.run(Command(("sh", "-c", "echo late; sleep 60")), timeout=0.5)
     assert (outcome.exit_code, outcome.output) == (TIMED_OUT, "late\n")
 
 
-def test_what_must_not_be_interrupted_ends_before_a_signal_is_heard() -> None:
+def test_signals_are_deferred_to_the_end_of_the_block() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), termination_as_interrupt():
         with HeldSignals():
@@ -94,7 +94,7 @@ def test_what_must_not_be_interrupted_ends_before_a_signal_is_heard() -> None:
     assert done == ["whole\n"]
 
 
-def test_shown_command_does_the_same(tmp_path: Path) -> None:
+def test_the_shown_command_is_equivalent(tmp_path: Path) -> None:
     program = "import os; print(os.environ.get('A'), os.environ.get('B'), os.getcwd())"
     command = Command((sys.executable, "-c", program), {"A": "x y", "B": None}, tmp_path)
     expected = f"x y None {tmp_path}\n"
@@ -110,28 +110,28 @@ def test_shown_command_does_the_same(tmp_path: Path) -> None:
     assert shown.stdout == expected
 
 
-def test_run_tells_exit_code_and_lines() -> None:
+def test_run_returns_exit_code_and_lines() -> None:
     lines: list[str] = []
     result = run(Command(("sh", "-c", "echo one; echo two >&2; exit 3")), lines.append)
     assert (result.exit_code, lines, result.ok) == (3, ["one", "two"], False)
     assert run(Command(("/no/such/program",))).exit_code == NOT_FOUND
 
 
-def test_time_out_ends_what_has_a_group_of_its_own_and_waits_for_no_other(tmp_path: Path) -> None:
-    """As mpirun's ssh to another host, deaf to TERM, which holds the output open."""
+def test_a_timeout_ends_other_process_groups_but_not_other_sessions(tmp_path: Path) -> None:
+    """Like mpirun's ssh to another host, which ignores SIGTERM and keeps the output open."""
     note = tmp_path / "pids"
     deaf = "import signal, os; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.{}; "
     deaf += "open({!r}, 'a').write(f'{{os.getpid()}}\\n'); signal.pause()"
-    own = [deaf.format(call, str(note)) for call in ("setpgid(0, 0)", "setsid()")]
-    words = " ".join(f'{sys.executable} -c "{program}" &' for program in own)
+    programs = [deaf.format(call, str(note)) for call in ("setpgid(0, 0)", "setsid()")]
+    words = " ".join(f'{sys.executable} -c "{program}" &' for program in programs)
     assert run(Command(("sh", "-c", f"{words} wait")), timeout=1.5).exit_code == TIMED_OUT
     living = [pid for pid in map(int, note.read_text().split()) if is_alive(pid)]
     for pid in living:
         os.kill(pid, signal.SIGKILL)
-    assert len(living) == 1  # that with a session of its own
+    assert len(living) == 1  # the one in another session
 
 
-def test_time_out_ends_the_children_too(tmp_path: Path) -> None:
+def test_a_timeout_ends_the_children_too(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     start = time.monotonic()
     script = f"sleep 60 & echo $! > {note}; wait"
@@ -139,14 +139,14 @@ def test_time_out_ends_the_children_too(tmp_path: Path) -> None:
     assert result.exit_code == TIMED_OUT
     assert time.monotonic() - start < 15
     child = int(note.read_text())
-    deadline = time.monotonic() + 10  # the kernel takes a moment to end what was killed
+    deadline = time.monotonic() + 10  # the kernel takes a moment to end a killed process
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(child)
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process runs; one that only waits to be collected does not."""
+    """Return whether a process runs and is no zombie."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

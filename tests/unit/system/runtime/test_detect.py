@@ -1,4 +1,4 @@
-"""Who started me: each launcher's variables, which one wins, and what does not count."""
+"""Launcher detection: variables of each launcher, precedence, and ignored values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ KUBERNETES = {
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "4",
 }
-# What Slurm tells a batch script, where no step has been started yet ...
+# Variables that Slurm sets for a batch script, outside of a step ...
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "77",
     "SLURM_JOBID": "77",
@@ -62,7 +62,7 @@ BATCH_SCRIPT = {
     "SLURM_NODEID": "0",
     "SLURM_TASKS_PER_NODE": "4(x2)",
 }
-# ... and what srun adds.
+# ... and those of srun.
 SRUN = {
     **BATCH_SCRIPT,
     "SLURM_STEP_ID": "0",
@@ -88,56 +88,56 @@ def test_each_launcher(name: str) -> None:
     assert detect(TABLE[name]) == LaunchInfo(name, rank=5, size=8, local_rank=1, local_size=4)
 
 
-def test_the_table_here_is_the_whole_table() -> None:
+def test_every_launcher_is_tested() -> None:
     assert set(TABLE) == {launcher.name for launcher in LAUNCHERS}
 
 
-def test_no_launcher_is_alone() -> None:
+def test_without_a_launcher_the_world_is_one_rank() -> None:
     assert detect({}) == ALONE
     assert detect({"PATH": "/bin", "HOME": "/root"}) == LaunchInfo(None, 0, 1, 0, 1)
 
 
-def test_a_batch_script_is_no_rank() -> None:
+def test_a_batch_script_is_not_a_rank() -> None:
     assert detect(BATCH_SCRIPT) == ALONE
 
 
-def test_a_step_is_known_by_its_id() -> None:
-    # Its other variables may be left over: sbatch hands on the environment that it was called in.
+def test_a_step_is_recognized_by_its_id() -> None:
+    # The other variables may be inherited: sbatch exports the environment of its caller.
     left_over = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
     assert detect(left_over) == ALONE
 
 
-def test_mpirun_in_a_slurm_job_counts_not_slurm() -> None:
+def test_mpirun_takes_precedence_over_slurm() -> None:
     assert detect({**BATCH_SCRIPT, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
     assert detect({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **OPEN_MPI}).size == 8
 
 
-def test_mpiexec_in_a_slurm_step_counts_not_slurm() -> None:
-    # Hydra starts its proxies by srun: each has a step of its own around it.
+def test_mpiexec_takes_precedence_over_a_slurm_step() -> None:
+    # Hydra starts its proxies by srun, each in a separate step.
     step = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    place = detect({**step, **HYDRA})
-    assert (place.launcher, place.rank, place.size) == ("mpiexec (Hydra)", 5, 8)
+    launch = detect({**step, **HYDRA})
+    assert (launch.launcher, launch.rank, launch.size) == ("mpiexec (Hydra)", 5, 8)
 
 
 def test_pals_sets_the_variables_of_pmi_too() -> None:
     assert detect({**HYDRA, **PALS}).launcher == "mpiexec (Cray PALS)"
 
 
-def test_pals_tells_no_size_but_pmi_does() -> None:
-    # As on Polaris; PALS_SIZE is what `hvdtrain launch` adds, for the sites where nobody tells.
+def test_the_size_under_pals_is_set_by_pmi() -> None:
+    # As on Polaris; PALS_SIZE is set by `hvdtrain launch`, for sites without PMI_SIZE.
     environ = {name: value for name, value in PALS.items() if name != "PALS_SIZE"}
     pmi = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1"}
     assert detect({**environ, **pmi}) == LaunchInfo("mpiexec (Cray PALS)", 5, 8, 1, 4)
 
 
-def test_torchrun_counts_only_with_its_mark() -> None:
-    # RANK and WORLD_SIZE are set in many a shell for other reasons.
+def test_torchrun_is_recognized_by_its_mark_only() -> None:
+    # RANK and WORLD_SIZE may be set in a shell for other reasons.
     without = {key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}
     assert detect(without) == ALONE
     assert detect({**without, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
 
 
-def test_what_announces_a_world_without_a_launcher_counts_last() -> None:
+def test_variables_set_by_hand_come_last() -> None:
     assert detect({**KUBERNETES, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
     assert detect({**KUBERNETES, **SRUN}).launcher == "srun"
     assert detect({**KUBERNETES, "MASTER_ADDR": ""}) == ALONE
@@ -150,8 +150,8 @@ def test_torchrun_below_mpirun_or_srun_is_torchrun() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_half_a_launcher_is_none(name: str) -> None:
-    launcher = next(one for one in LAUNCHERS if one.name == name)
+def test_a_launcher_without_rank_or_size_is_ignored(name: str) -> None:
+    launcher = next(entry for entry in LAUNCHERS if entry.name == name)
     for missing in (launcher.rank, launcher.size):
         environ = {key: value for key, value in TABLE[name].items() if key != missing}
         assert detect(environ) == ALONE
@@ -159,16 +159,16 @@ def test_half_a_launcher_is_none(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("garbage", ["", "x", "-1", "1.5", "0x2", " ", "²", "1e1", "None", "(2)"])
-def test_garbage_counts_as_absent(name: str, garbage: str) -> None:
-    launcher = next(one for one in LAUNCHERS if one.name == name)
+def test_invalid_values_are_ignored(name: str, garbage: str) -> None:
+    launcher = next(entry for entry in LAUNCHERS if entry.name == name)
     for variable in (launcher.rank, launcher.size):
         assert detect({**TABLE[name], variable: garbage}) == ALONE
 
 
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("value", [None, "", "many"])
-def test_without_local_numbers_it_is_one_host(name: str, value: str | None) -> None:
-    launcher = next(one for one in LAUNCHERS if one.name == name)
+def test_without_local_numbers_one_host_is_assumed(name: str, value: str | None) -> None:
+    launcher = next(entry for entry in LAUNCHERS if entry.name == name)
     environ = dict(TABLE[name])
     for variable in (launcher.local_rank, launcher.local_size):
         if value is None:
@@ -179,53 +179,53 @@ def test_without_local_numbers_it_is_one_host(name: str, value: str | None) -> N
 
 
 @given(st.sampled_from(sorted(TABLE)), st.text(max_size=6), st.data())
-def test_no_value_makes_it_fail(name: str, value: str, data: st.DataObject) -> None:
+def test_no_value_raises(name: str, value: str, data: st.DataObject) -> None:
     variable = data.draw(st.sampled_from(sorted(TABLE[name])))
-    place = detect({**TABLE[name], variable: value})
-    # What --spawn sets is, without its mark, what is set by hand.
-    assert place.launcher in (name, None, *([BY_HAND] if name == SPAWN else []))
+    launch = detect({**TABLE[name], variable: value})
+    # Without its mark, --spawn's variables are those set by hand.
+    assert launch.launcher in (name, None, *([BY_HAND] if name == SPAWN else []))
 
 
 @pytest.mark.parametrize(
     ("tasks", "local_size"), [("4", 4), ("4(x2)", 4), ("2(x3),1", 2), ("3,2", 3), ("16(x128)", 16)]
 )
-def test_how_slurm_writes_tasks_per_node(tasks: str, local_size: int) -> None:
+def test_tasks_per_node_of_slurm(tasks: str, local_size: int) -> None:
     assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks}).local_size == local_size
 
 
-def test_detect_reads_only_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detect_reads_only_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in OPEN_MPI.items():
         monkeypatch.setenv(key, value)
     assert detect({}) == ALONE
 
 
 @pytest.mark.parametrize(
-    ("given", "environ", "words"),
+    ("local_rank", "environ", "words"),
     [
         (0, TORCHRUN, ["--local-rank 0, but torchrun set LOCAL_RANK=1", "leave the option out"]),
         (0, KUBERNETES, ["--local-rank 0, but RANK and WORLD_SIZE set LOCAL_RANK=1"]),
         (2, OPEN_MPI, ["mpirun (Open MPI) set OMPI_COMM_WORLD_LOCAL_RANK=1"]),
-        (1, {}, ["--local-rank 1, but no launcher is here"]),
+        (1, {}, ["--local-rank 1, but there is no launcher"]),
     ],
 )
-def test_another_local_rank_than_the_launchers_is_told(
-    given: int, environ: dict[str, str], words: list[str]
+def test_a_local_rank_that_differs_from_the_launchers_is_reported(
+    local_rank: int, environ: dict[str, str], words: list[str]
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        check_local_rank(given, environ)
+        check_local_rank(local_rank, environ)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_local_rank_that_the_launcher_sets_too_or_leaves_open() -> None:
+def test_a_local_rank_that_agrees_or_is_not_set_by_the_launcher() -> None:
     for environ in (TORCHRUN, KUBERNETES, OPEN_MPI, SRUN):
         check_local_rank(1, environ)
         check_local_rank(None, environ)
     check_local_rank(0, {})
-    open_ones = {key: value for key, value in KUBERNETES.items() if not key.startswith("LOCAL")}
-    check_local_rank(3, open_ones)  # detect() can only guess
+    unset = {key: value for key, value in KUBERNETES.items() if not key.startswith("LOCAL")}
+    check_local_rank(3, unset)  # the local rank is unknown
 
 
-def test_only_the_elastic_launch_starts_horovods_ranks_anew() -> None:
+def test_only_the_elastic_launch_restarts_ranks_of_horovod() -> None:
     elastic = {**HOROVOD, "HVDTRAIN_SLOT": "node1+0:0"}
     assert is_elastic(elastic)
     assert is_restarted(elastic)
@@ -234,7 +234,7 @@ def test_only_the_elastic_launch_starts_horovods_ranks_anew() -> None:
     assert not is_restarted(HOROVOD)
 
 
-def test_torchrun_says_whether_it_starts_ranks_anew() -> None:
+def test_torchrun_restarts_ranks_if_max_restarts_is_positive() -> None:
     assert is_restarted({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"})
     for environ in (TORCHRUN, {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"}, {}):
         assert not is_restarted(environ)

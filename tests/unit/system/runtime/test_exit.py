@@ -1,4 +1,4 @@
-"""How a process ends: the exit code, who speaks, and who lets rank 0 go first. Real processes."""
+"""End of a process: exit code, message, and order of the ranks. Real processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import sys, time
 from hvdtrain.errors import *
 from hvdtrain.system.runtime.exit import *
 """
-TOLD = """\
+SLEEP = """\
 time.sleep = lambda seconds: print("slept", seconds)
 """
 
@@ -43,8 +43,8 @@ def environment(rank: int | None, size: int) -> dict[str, str]:
     return {**kept, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size)}
 
 
-def end_of(body: str, rank: int | None = None, size: int = 2, head: str = HEAD + TOLD) -> End:
-    """Run a program whose ``main`` has ``body``, as a rank or alone."""
+def end_of(body: str, rank: int | None = None, size: int = 2, head: str = HEAD + SLEEP) -> End:
+    """Run a program whose ``main`` has ``body``, as a rank or without a launcher."""
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     program = f"{head}\ndef main():\n{indented}\nrun_and_exit(main)\nprint('still there')\n"
     started = time.monotonic()
@@ -60,7 +60,7 @@ def end_of(body: str, rank: int | None = None, size: int = 2, head: str = HEAD +
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75])
-def test_the_code_of_main_is_the_code_of_the_process_and_nothing_is_said(code: int) -> None:
+def test_the_code_of_main_is_the_exit_code_without_a_message(code: int) -> None:
     end = end_of(f"print('result')\nreturn {code}")
     assert (end.code, end.out, end.err) == (code, "result\n", "")
 
@@ -69,7 +69,7 @@ def test_the_code_of_main_is_the_code_of_the_process_and_nothing_is_said(code: i
     ("statement", "code"),
     [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("sys.exit()", 0), ("raise SystemExit", 0)],
 )
-def test_exit_is_an_exit(statement: str, code: int) -> None:
+def test_sys_exit_sets_the_exit_code(statement: str, code: int) -> None:
     end = end_of(statement)
     assert (end.code, end.err) == (code, "")
 
@@ -85,13 +85,13 @@ def test_an_exit_of_one_rank_within_a_step_is_reported(
     assert end.code == code
     assert end.err.startswith(
         f"hvdtrain: rank 1 on {socket.gethostname()}, step 4: the program called "
-        f"sys.exit{reason}, exit code {code}. It left no checkpoint"
+        f"sys.exit{reason}, exit code {code}. No checkpoint"
         if reason is not None
         else ""
     )
 
 
-def test_exit_with_words_is_a_failure() -> None:
+def test_exit_with_a_text_is_a_failure() -> None:
     assert end_of("sys.exit('words')").code == 1
 
 
@@ -99,22 +99,22 @@ DISCONNECT = "process_status.disconnect.append(lambda: print('disconnected'))\n"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_before_an_error_of_all_ranks_the_runtime_ends_in_good_order(rank: int) -> None:
+def test_an_error_of_all_ranks_shuts_down_the_library_first(rank: int) -> None:
     end = end_of(f"{DISCONNECT}raise agreed(UsageError('bad'))", rank)
     assert (end.code, end.out.splitlines()[0]) == (2, "disconnected")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_have_saved_end_the_runtime_before_the_first_one_leaves(rank: int) -> None:
+def test_preempted_ranks_shut_down_the_library_before_they_exit(rank: int) -> None:
     end = end_of(f"{DISCONNECT}return 75", rank)
     assert (end.code, end.out) == (75, "disconnected\n")
 
 
-def test_after_an_error_of_one_rank_nobody_else_would_come() -> None:
+def test_an_error_of_one_rank_does_not_shut_down_the_library() -> None:
     assert "disconnected" not in end_of(f"{DISCONNECT}raise UsageError('bad')", 0).out
 
 
-def test_a_runtime_that_does_not_end_is_left_behind() -> None:
+def test_a_shutdown_that_hangs_is_abandoned() -> None:
     head = HEAD + "import threading\n"
     body = (
         "process_status.disconnect.append(threading.Event().wait)\nraise agreed(UsageError('bad'))"
@@ -127,7 +127,7 @@ def test_a_runtime_that_does_not_end_is_left_behind() -> None:
     ("kind", "code"),
     [("UsageError", 2), ("CheckpointError", 1), ("TrainingError", 1), ("HvdtrainError", 1)],
 )
-def test_alone_an_error_is_one_line_and_its_code(kind: str, code: int) -> None:
+def test_a_single_process_prints_one_line_and_exits_with_the_code(kind: str, code: int) -> None:
     end = end_of(f"raise {kind}('--lr is wrong: give another')")
     assert end.code == code
     assert end.err == "hvdtrain: error: --lr is wrong: give another\n"
@@ -136,13 +136,13 @@ def test_alone_an_error_is_one_line_and_its_code(kind: str, code: int) -> None:
 
 @pytest.mark.parametrize("agreed", [True, False])
 @pytest.mark.parametrize("kind", ["UsageError", "CheckpointError"])
-def test_rank_zero_speaks_at_once(kind: str, agreed: bool) -> None:
+def test_rank_zero_prints_at_once(kind: str, agreed: bool) -> None:
     error = f"agreed({kind}('why'))" if agreed else f"{kind}('why')"
     end = end_of(f"raise {error}", rank=0)
     assert "slept" not in end.out
     assert len(end.err.splitlines()) == 1
     assert end.err.endswith("error: why\n")
-    # Wrong use that rank 0 sees is most often so for all; any other error is a rank's own.
+    # A usage error on rank 0 usually occurs on all ranks; any other error on one rank.
     assert ("rank 0 on" in end.err) == (kind != "UsageError" and not agreed)
 
 
@@ -150,7 +150,7 @@ def test_rank_zero_speaks_at_once(kind: str, agreed: bool) -> None:
     ("kind", "code", "wait"),
     [("UsageError", 2, WAIT_USAGE), ("CheckpointError", 1, WAIT_FAILURE)],
 )
-def test_another_rank_is_silent_where_all_agree(kind: str, code: int, wait: float) -> None:
+def test_another_rank_is_silent_if_all_agree(kind: str, code: int, wait: float) -> None:
     end = end_of(f"raise agreed({kind}('why'))", rank=1)
     assert (end.code, end.err, end.out) == (code, "", f"slept {wait}\n")
 
@@ -159,7 +159,7 @@ def test_another_rank_is_silent_where_all_agree(kind: str, code: int, wait: floa
     ("kind", "code", "wait"),
     [("UsageError", 2, WAIT_USAGE), ("TrainingError", 1, WAIT_FAILURE)],
 )
-def test_another_rank_speaks_of_an_error_of_its_own_after_the_wait(
+def test_another_rank_reports_its_own_error_after_the_wait(
     kind: str, code: int, wait: float
 ) -> None:
     end = end_of(f"process_status.stage = 'step 17'\nraise {kind}('why')", rank=1)
@@ -167,7 +167,7 @@ def test_another_rank_speaks_of_an_error_of_its_own_after_the_wait(
     assert end.err == f"hvdtrain: rank 1 on {socket.gethostname()}, step 17: error: why\n"
 
 
-def test_the_waits_are_within_the_contract() -> None:
+def test_the_waits_are_within_the_limit() -> None:
     assert 0 < WAIT_FAILURE < WAIT_USAGE <= 5
 
 
@@ -191,8 +191,8 @@ raise RuntimeError("Connection closed by peer")
 """
 
 
-def test_of_a_lost_rank_its_detector_speaks_and_not_the_collective_that_fails() -> None:
-    """Also where the collective is the first of the two to hear of it."""
+def test_a_lost_rank_is_reported_by_the_detector_and_not_by_the_failed_collective() -> None:
+    """Even if the collective fails before the detector notices."""
     end = end_of(LOSS, rank=0, head=HEAD)
     assert (end.code, end.err.count("hvdtrain: ")) == (1, 1)
     assert "rank 3 is lost" in end.err
@@ -200,7 +200,7 @@ def test_of_a_lost_rank_its_detector_speaks_and_not_the_collective_that_fails() 
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
-def test_a_traceback_for_the_unexpected_only(rank: int | None) -> None:
+def test_a_traceback_for_unexpected_errors_only(rank: int | None) -> None:
     end = end_of("return 1 // 0", rank=rank)
     assert end.code == 1
     assert "Traceback" in end.err
@@ -213,12 +213,12 @@ def test_a_traceback_for_the_unexpected_only(rank: int | None) -> None:
         assert end.out == f"slept {WAIT_FAILURE if rank else LOOK}\n"
 
 
-def test_what_was_printed_before_is_not_lost() -> None:
+def test_earlier_output_is_not_lost() -> None:
     end = end_of("sys.stdout.write('half a line')\nraise UsageError('why')")
     assert end.out == "half a line"
 
 
-def test_a_thread_that_never_ends_does_not_hold_up_a_failure() -> None:
+def test_a_thread_that_never_ends_does_not_delay_a_failure() -> None:
     body = (
         "import threading\n"
         "threading.Thread(target=lambda: time.monotonic() and threading.Event().wait()).start()\n"
@@ -228,7 +228,7 @@ def test_a_thread_that_never_ends_does_not_hold_up_a_failure() -> None:
 
 
 def test_finalizers_do_not_run_after_a_failure() -> None:
-    # MPI_Finalize would wait for ranks that never come.
+    # MPI_Finalize would wait for ranks that have ended.
     end = end_of("import atexit\natexit.register(print, 'finalizer')\nraise UsageError('why')")
     assert "finalizer" not in end.out
 
@@ -240,7 +240,7 @@ def test_finalizers_run_after_success() -> None:
 
 def test_an_interrupt_is_130_without_a_traceback() -> None:
     body = "    print('ready', flush=True)\n    time.sleep(60)\n"
-    # A shell starts what it puts into the background with SIGINT ignored, a test runner too.
+    # A shell starts background processes with SIGINT ignored, as may a test runner.
     reset = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     program = f"{HEAD}\n{reset}\ndef main():\n{body}\nrun_and_exit(main)\n"
     with subprocess.Popen(
@@ -296,26 +296,26 @@ if __name__ == "__main__":
     if sys.argv[1] == "kill":
         os.killpg(0, signal.SIGKILL)
     if sys.argv[1] == "leave":
-        os._exit(1)  # as a rank does after TERM: nothing of multiprocessing is cleared away
+        os._exit(1)  # as a rank does after SIGTERM: multiprocessing does not clean up
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "return", "leave"])
-def test_nothing_is_left_behind_however_it_ends(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["kill", "return", "leave"])
+def test_nothing_is_left_behind_however_it_ends(ending: str, tmp_path: Path) -> None:
     (tmp_path / "reader.py").write_text(READER)
-    scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, as sockets need
+    scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, as needed for sockets
     try:
-        told = subprocess.run(
-            [sys.executable, tmp_path / "reader.py", how],
+        result = subprocess.run(
+            [sys.executable, tmp_path / "reader.py", ending],
             env={**os.environ, "TMPDIR": str(scratch)},
             start_new_session=True,
             capture_output=True,
             text=True,
             timeout=120,
         )
-        folder, semaphores = told.stdout.split()
+        folder, semaphores = result.stdout.split()
         assert Path(folder).parent == scratch and int(semaphores) >= 2
-        assert not told.stderr
+        assert not result.stderr
         deadline = time.monotonic() + 20
         semaphore = f"sem.{Path(folder).name}-*"
         while left := [*scratch.iterdir(), *Path("/dev/shm").glob(semaphore)]:

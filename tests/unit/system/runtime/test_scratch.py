@@ -1,4 +1,4 @@
-"""What killed jobs have left is cleared at the next start, and nothing that is in use."""
+"""Leftovers of killed jobs are removed at the next start, but empty that is in use."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ SEES_ALL = str(Path("/proc/self/ns/pid").readlink()) == FIRST_NAMESPACE
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A folder for temporary files, with a short name, as sockets need."""
+    """Yield a directory for temporary files with a short name, as needed for sockets."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     yield folder
-    shutil.rmtree(folder, ignore_errors=True)  # the shell of a rank may be at it, too
+    shutil.rmtree(folder, ignore_errors=True)  # the shell of a rank may remove it, too
 
 
-def test_the_folder_of_a_killed_rank_goes_and_that_of_a_live_one_stays(temporary: Path) -> None:
+def test_the_directory_of_a_killed_rank_is_removed_and_that_of_a_live_one_kept(
+    temporary: Path,
+) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK],
@@ -51,15 +53,15 @@ def test_the_folder_of_a_killed_rank_goes_and_that_of_a_live_one_stays(temporary
         folder, shell = rank.stdout.readline().split()
         folders.append(Path(folder))
         if rank is ranks[0]:
-            os.kill(int(shell), signal.SIGKILL)  # as one that a batch system ends with all else
+            os.kill(int(shell), signal.SIGKILL)  # as when a batch system kills all processes
             rank.kill()
             rank.wait()
-    foreign = temporary / "hvdtrain-abcdefgh"  # nobody knows whose
+    foreign = temporary / "hvdtrain-abcdefgh"  # of an unknown owner
     foreign.mkdir()
-    nothing = temporary / "shm"
-    clear_leftovers(temporary, nothing)
+    empty = temporary / "shm"
+    clear_leftovers(temporary, empty)
     assert {*temporary.iterdir()} == {*folders, foreign}  # they are new
-    clear_leftovers(temporary, nothing, new=0)
+    clear_leftovers(temporary, empty, new=0)
     assert {*temporary.iterdir()} == {folders[1], foreign}
     assert (folders[1] / LOCK).exists()
     ranks[1].kill()
@@ -67,7 +69,7 @@ def test_the_folder_of_a_killed_rank_goes_and_that_of_a_live_one_stays(temporary
         rank.communicate()
 
 
-def test_what_open_mpi_has_left_goes_and_what_is_in_use_stays(tmp_path: Path) -> None:
+def test_leftovers_of_open_mpi_are_removed_unless_in_use(tmp_path: Path) -> None:
     host = socket.gethostname()
     temporary, shared = tmp_path / "tmp", tmp_path / "shm"
     dead = subprocess.Popen(["true"])
@@ -86,7 +88,7 @@ def test_what_open_mpi_has_left_goes_and_what_is_in_use_stays(tmp_path: Path) ->
         return file
 
     gone = [session(dead.pid, "prterun"), segment(f"{host}.{os.getuid()}.1a2b0001")]
-    # PIDs that no process can have stand for those of other hosts and of daemons that are no more.
+    # Impossible PIDs represent daemons of other hosts and daemons that have ended.
     used = [session(2**22 + 1, "prterun"), segment(f"{host}.{os.getuid()}.1a2b0002")]
     kept = [
         session(os.getpid(), "prterun"),
@@ -100,8 +102,8 @@ def test_what_open_mpi_has_left_goes_and_what_is_in_use_stays(tmp_path: Path) ->
     clear_leftovers(temporary, shared, new=0)
     assert [file.exists() for file in gone] == [not SEES_ALL] * 2
     assert all(file.exists() for file in [*used, *kept])
-    for one in maps:
-        one.close()
+    for mapping in maps:
+        mapping.close()
     clear_leftovers(temporary, shared, new=0)
     assert [file.exists() for file in used] == [not SEES_ALL] * 2
     assert all(file.exists() for file in kept)

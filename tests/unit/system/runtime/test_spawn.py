@@ -1,4 +1,4 @@
-"""Ranks that a process starts itself: what they are told, and whose exit code counts."""
+"""Ranks started by ``--spawn``: their environment, signals and exit code."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ rank = int(os.environ["RANK"])
 
 @pytest.fixture(autouse=True)
 def of_unmeasured_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signals end these ranks wherever they are: see ``unmeasured`` in tests/conftest.py."""
-    for name in [one for one in os.environ if one.startswith("COVERAGE_")]:
+    """Run ranks without coverage, as in ``unmeasured`` in tests/conftest.py."""
+    for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
         monkeypatch.delenv(name)
 
 
@@ -34,14 +34,14 @@ def run(size: int, program: str) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_the_ranks_are_told(size: int, tmp_path: Path) -> None:
+def test_the_environment_of_the_ranks(size: int, tmp_path: Path) -> None:
     file = f"pathlib.Path({str(tmp_path)!r}, str(rank))"
     assert run(size, f"{file}.write_text(json.dumps(dict(os.environ)))") == 0
-    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(size)]
-    assert [detect(one) for one in told] == [
+    environs = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(size)]
+    assert [detect(environ) for environ in environs] == [
         LaunchInfo(SPAWN, rank, size, rank, size) for rank in range(size)
     ]
-    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in told}) == 1
+    assert len({(environ["MASTER_ADDR"], environ["MASTER_PORT"]) for environ in environs}) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(rank) for rank in range(size)]
 
 
@@ -50,21 +50,23 @@ def test_the_first_rank_to_fail_ends_the_others(first: int) -> None:
     assert run(3, f"sys.exit(7) if rank == {first} else time.sleep(300)") == 7
 
 
-def test_a_rank_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     program = "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(300)"
     assert run(2, program) == 128 + signal.SIGKILL
     assert capfd.readouterr().err == "hvdtrain: rank 1 was ended by SIGKILL\n"
 
 
-def test_its_code_counts_though_another_was_gone_before(capfd: pytest.CaptureFixture[str]) -> None:
-    """As when a rank sees that one is lost whose memory the kernel has not yet freed."""
+def test_a_killed_rank_takes_precedence_over_one_that_ended_before(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A rank detects the loss of one whose memory the kernel has not yet freed."""
     later = "time.sleep(0.3), os.kill(os.getpid(), 9)"
     assert run(2, f"({later}) if rank == 0 else sys.exit(1)") == 128 + signal.SIGKILL
     assert capfd.readouterr().err == "hvdtrain: rank 0 was ended by SIGKILL\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_is_handed_on(number: signal.Signals) -> None:
+def test_a_signal_is_forwarded(number: signal.Signals) -> None:
     before = signal.signal(number, signal.SIG_DFL)  # under nohup HUP is ignored
     try:
         ask = f"os.kill(os.getppid(), {int(number)}) if rank == 0 else None"
@@ -74,14 +76,14 @@ def test_a_signal_is_handed_on(number: signal.Signals) -> None:
         signal.signal(number, before)
 
 
-def test_after_a_second_interrupt_who_does_not_listen_is_ended() -> None:
+def test_a_second_interrupt_kills_ranks_that_ignore_the_first() -> None:
     deaf = "signal.signal(signal.SIGUSR1, signal.SIG_IGN)"
     ask = "[(os.kill(os.getppid(), 2), time.sleep(0.2)) for _ in range(2)]"
     assert run(1, f"{deaf}; {ask}; time.sleep(300)") == 128 + signal.SIGINT
 
 
-def test_a_rank_outlives_no_parent() -> None:
-    """The parent that it was started by has ended already: another one has taken its place."""
+def test_a_rank_without_its_parent_ends() -> None:
+    """Its parent has already ended, so that it has another parent process."""
     parent = str(os.getpid() + 1)
     child = os.fork()
     if not child:
@@ -90,14 +92,14 @@ def test_a_rank_outlives_no_parent() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
-def test_who_is_no_spawned_rank_stays_as_it_is() -> None:
+def test_join_does_nothing_in_other_processes() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     join({})
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
-def test_a_launcher_beside_it_is_told() -> None:
+def test_spawn_under_a_launcher_is_reported() -> None:
     check_alone({})
     assert detect({}) == ALONE
-    with pytest.raises(UsageError, match=r"no launcher, and mpirun \(Open MPI\) started this"):
+    with pytest.raises(UsageError, match=r"--spawn .* mpirun \(Open MPI\)"):
         check_alone({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})

@@ -1,4 +1,4 @@
-"""What a command shows while it works: in a terminal, and in a file nothing of it."""
+"""Status line of a command: on a terminal only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from tests.conftest import ROOT, run
 from tests.terminal import Recording, record, screen
 
-# As long as a library is loaded, no thread of Python runs: nor does it in this sleep.
+# This sleep blocks all Python threads, as loading a library does.
 PROGRAM = """
 import ctypes, logging, sys
 from hvdtrain.system.runtime import terminal
@@ -27,36 +27,36 @@ SECONDS = re.compile(r" \.\.\. (\d+) s")
 
 
 def frames(seen: Recording) -> set[str]:
-    """The numbers of seconds that a person read."""
+    """Return the numbers of seconds shown."""
     return set(SECONDS.findall(seen.text))
 
 
-def test_a_command_shows_for_how_long_it_works() -> None:
+def test_a_command_shows_the_elapsed_time() -> None:
     seen = record([sys.executable, "-c", PROGRAM], columns=80)
     assert seen.code == 0, seen.text
     assert len(frames(seen)) >= 5, seen.text  # of seven
     assert "within ... " in seen.text
     drawn = re.findall(r"\x1b\[2K([^\x1b]+)\x1b\[2A", seen.text)
     assert all(len(frame) <= 80 and frame.endswith(" s") for frame in drawn), drawn
-    said, result = (row for row in screen(seen.text) if row)
-    assert said.startswith("a line that is longer") and said.endswith("word ")
+    message, result = (row for row in screen(seen.text) if row)
+    assert message.startswith("a line that is longer") and message.endswith("word ")
     assert result == "the result"
 
 
-def test_nothing_of_it_is_written_to_a_file() -> None:
+def test_the_status_is_not_written_to_a_file() -> None:
     outcome = run([sys.executable, "-c", PROGRAM.replace("sleep(", "abs(")])
     assert outcome.out == "the result\n"
     assert "\x1b" not in outcome.err and len(outcome.err.splitlines()) == 1
 
 
-def test_a_program_is_run_behind_a_text() -> None:
+def test_a_program_runs_with_a_status_line() -> None:
     words = ["-m", "hvdtrain.system.runtime.terminal", "pip installs", "sh", "-c"]
     seen = record([sys.executable, *words, "echo a word; sleep 3; exit 3"])
     assert (seen.code, [row for row in screen(seen.text) if row]) == (3, ["a word"])
     assert len(frames(seen)) >= 3, seen.text
 
 
-def test_make_setup_reports_what_comes_and_moves_while_pip_is_silent() -> None:
+def test_make_setup_announces_its_steps_and_shows_progress() -> None:
     line = ["make", "--dry-run", "--always-make", "setup"]
     recipe = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     steps = recipe.replace("\\\n", "").splitlines()

@@ -1,4 +1,4 @@
-"""Tuning at start-up: what is set, and that what the user has set stays."""
+"""Tuning at start-up, which keeps the user's settings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from hvdtrain.system.runtime.tuning import keep_freed_memory, set_defaults
 
 
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_TEST_SET", "mine")
     monkeypatch.setenv("HVDTRAIN_TEST_EMPTY", "")
-    monkeypatch.setenv("HVDTRAIN_TEST_UNSET", "")  # so that it is taken away at the end
+    monkeypatch.setenv("HVDTRAIN_TEST_UNSET", "")  # so that it is removed at the end
     monkeypatch.delenv("HVDTRAIN_TEST_UNSET")
     names = ("HVDTRAIN_TEST_SET", "HVDTRAIN_TEST_EMPTY", "HVDTRAIN_TEST_UNSET")
     set_defaults(dict.fromkeys(names, "ours"))
@@ -22,13 +22,13 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "MALLOC_CONF", "LD_PRELOAD"])
-def test_a_malloc_that_the_user_has_tuned_is_left_alone(name: str) -> None:
+def test_a_malloc_tuned_by_the_user_is_not_changed(name: str) -> None:
     assert keep_freed_memory({name: "1"}) is False
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_freed_memory_is_kept() -> None:
-    """In a process of its own: freeing 64 MB gives nothing back to the kernel."""
+    """In a separate process: freeing 64 MB returns nothing to the kernel."""
     program = """
 import ctypes
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who waits for whom: what the ranks' reports of long waits mean."""
+"""Long waits of ranks in collective calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ HOSTS = ["a", "a", "b"]
 
 
 class EndedError(Exception):
-    """The job would be over now."""
+    """The job would be ended."""
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Waits]:
-    """Three ranks whose reports reach rank 0 at once, where no wait is too short to be told."""
+    """Return three ranks whose reports reach rank 0 at once, however short the wait."""
 
     def fail(message: str, **_: Any) -> None:
         raise EndedError(message)
@@ -31,8 +31,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Waits]:
 
 
 def test_different_calls_of_one_number_end_the_job(ranks: list[Waits]) -> None:
-    for one in ranks:
-        with one.during("average_metrics"):
+    for rank in ranks:
+        with rank.during("average_metrics"):
             pass
     with ranks[0].during("save_checkpoint"), ranks[2].during("average_metrics"):
         ranks[0].look()
@@ -43,14 +43,14 @@ def test_different_calls_of_one_number_end_the_job(ranks: list[Waits]) -> None:
             ranks[0].look()
 
 
-def test_calls_within_a_call_do_not_count(ranks: list[Waits]) -> None:
+def test_nested_calls_are_not_counted(ranks: list[Waits]) -> None:
     with ranks[0].during("resume"), ranks[0].during("broadcast_state"):
         assert ranks[0].number == 1
     with ranks[0].during("average_metrics"):
         assert ranks[0].number == 2
 
 
-def test_what_is_due_comes_before_the_next_call_and_counts_as_it_does_elsewhere(
+def test_a_pending_call_is_made_and_counted_before_the_next_call(
     ranks: list[Waits],
 ) -> None:
     def due() -> None:
@@ -65,23 +65,23 @@ def test_what_is_due_comes_before_the_next_call_and_counts_as_it_does_elsewhere(
             assert ranks[rank].number == 2
 
 
-def test_a_wait_that_rank_zero_has_left_behind_is_over(ranks: list[Waits]) -> None:
+def test_a_call_completed_by_rank_zero_is_over(ranks: list[Waits]) -> None:
     with ranks[1].during("save_checkpoint"):
         ranks[1].look()
     with ranks[0].during("save_checkpoint"):
         pass
     with ranks[0].during("average_metrics"), ranks[2].during("average_metrics"):
-        ranks[2].look()  # its first call: it has not come to this one
+        ranks[2].look()  # its first call, not this one
         ranks[0].look()
 
 
-def test_who_does_not_come_is_named_once(
+def test_a_late_rank_is_reported_once(
     ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ranks[0].during("save_checkpoint"), ranks[1].during("save_checkpoint"):
         ranks[1].look()
         ranks[0].look()
-        assert not caplog.records  # there is time yet
+        assert not caplog.records  # before the end of PATIENCE
         monkeypatch.setattr(waits, "PATIENCE", 0.0)
         with caplog.at_level(logging.WARNING):
             ranks[0].look()
@@ -90,7 +90,7 @@ def test_who_does_not_come_is_named_once(
     assert "in save_checkpoint: ranks 0 on a, 1 on a waiting for rank 2 on b" in record.getMessage()
 
 
-def test_rank_zero_itself_may_be_the_late_one(
+def test_rank_zero_itself_may_be_late(
     ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waits, "PATIENCE", 0.0)
@@ -101,11 +101,11 @@ def test_rank_zero_itself_may_be_the_late_one(
     assert "ranks 1 on a, 2 on b waiting for rank 0 on a" in caplog.text
 
 
-def test_sums_that_a_compiled_step_makes_are_calls_too(
+def test_sums_of_a_compiled_step_are_counted(
     ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waits, "PATIENCE", 0.0)
-    counted = [TracedCalls(5, 4), TracedCalls(5, 4), TracedCalls(4, 4)]  # rank 2 hangs before
+    counted = [TracedCalls(5, 4), TracedCalls(5, 4), TracedCalls(4, 4)]  # rank 2 hangs before it
     for rank, calls in zip(ranks, counted, strict=True):
         with rank.during("broadcast_state"):
             pass
@@ -118,7 +118,7 @@ def test_sums_that_a_compiled_step_makes_are_calls_too(
     )
 
 
-def test_a_counted_call_comes_after_the_traced_ones_before_it(ranks: list[Waits]) -> None:
+def test_a_counted_call_is_numbered_after_earlier_traced_calls(ranks: list[Waits]) -> None:
     for rank in ranks:
         rank.traced.append(lambda: TracedCalls(7, 7))
     with ranks[0].during("save_checkpoint"), ranks[1].during("average_metrics"):

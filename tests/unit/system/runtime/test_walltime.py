@@ -1,4 +1,4 @@
-"""When a job ends: from the environment, from the answers of squeue and qstat."""
+"""End time of a job, from the environment or from squeue and qstat."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_clocks(text: str, seconds: int | None) -> None:
 
 
 @given(st.integers(0, 10**7))
-def test_what_is_shown_reads_the_same(seconds: int) -> None:
+def test_clocks_are_read_as_shown(seconds: int) -> None:
     assert parse_clock(show_clock(seconds)) == seconds
 
 
-def test_the_environment_counts_first() -> None:
+def test_the_environment_takes_precedence() -> None:
     assert ends_at({"HVDTRAIN_WALLTIME_ENDS": "1700000000"}) == 1.7e9
     both = {"HVDTRAIN_WALLTIME_ENDS": "1700000000", "SLURM_JOB_END_TIME": "1"}
     assert ends_at(both) == 1.7e9
@@ -62,18 +62,18 @@ def test_the_environment_counts_first() -> None:
     assert left < 0
 
 
-def test_an_empty_variable_says_that_nobody_knows(tmp_path: Path) -> None:
-    # No program of this name is looked for: the batch system has been asked already.
+def test_an_empty_variable_prevents_a_query(tmp_path: Path) -> None:
+    # The batch system has been queried already.
     assert ends_at({"HVDTRAIN_WALLTIME_ENDS": "", "SLURM_JOB_ID": "1"}) is None
 
 
-def test_who_is_asked() -> None:
-    asked = question({"SLURM_JOB_ID": "7", "PBS_JOBID": "7"})
-    assert asked is not None
-    assert asked.argv == ("squeue", "-h", "-j", "7", "-o", "%L")
-    asked = question({"PBS_JOBID": "7[1].server"})
-    assert asked is not None
-    assert asked.argv == ("qstat", "-f", "7[1].server")
+def test_the_query_of_each_batch_system() -> None:
+    command = question({"SLURM_JOB_ID": "7", "PBS_JOBID": "7"})
+    assert command is not None
+    assert command.argv == ("squeue", "-h", "-j", "7", "-o", "%L")
+    command = question({"PBS_JOBID": "7[1].server"})
+    assert command is not None
+    assert command.argv == ("qstat", "-f", "7[1].server")
     assert question({}) is None
 
 
@@ -98,8 +98,8 @@ def test_answers(text: str, seconds: int | None) -> None:
     assert read_answer(text) == seconds
 
 
-def ask(tmp_path: Path, answer: str, code: int, *words: str) -> str:
-    """What ``python -m hvdtrain.system.runtime.walltime`` prints where squeue answers so."""
+def print_end(tmp_path: Path, answer: str, code: int, *words: str) -> str:
+    """Return the output of ``python -m hvdtrain.system.runtime.walltime`` for squeue's answer."""
     squeue = tmp_path / "squeue"
     squeue.write_text(f"#!/bin/sh\necho '{answer}'\nexit {code}\n")
     squeue.chmod(0o755)
@@ -114,20 +114,20 @@ def ask(tmp_path: Path, answer: str, code: int, *words: str) -> str:
     return result.stdout
 
 
-def test_what_a_job_script_is_told(tmp_path: Path) -> None:
+def test_the_end_time_for_a_job_script(tmp_path: Path) -> None:
     before = time.time()
-    told = float(ask(tmp_path, "1:00:00", 0, "2:00:00"))
-    assert before + 3599 < told < time.time() + 3601
+    end = float(print_end(tmp_path, "1:00:00", 0, "2:00:00"))
+    assert before + 3599 < end < time.time() + 3601
 
 
 def test_without_an_answer_the_walltime_counts_from_now(tmp_path: Path) -> None:
     before = time.time()
-    told = float(ask(tmp_path, "slurm_load_jobs error", 1, "2:00:00"))
-    assert before + 7199 < told < time.time() + 7201
-    assert ask(tmp_path, "UNLIMITED", 0) == "\n"
+    end = float(print_end(tmp_path, "slurm_load_jobs error", 1, "2:00:00"))
+    assert before + 7199 < end < time.time() + 7201
+    assert print_end(tmp_path, "UNLIMITED", 0) == "\n"
 
 
-def test_without_a_walltime_nothing_ends() -> None:
+def test_without_a_walltime_the_end_is_never_near() -> None:
     assert not Walltime(ends=None).is_near(longest_step=1e9)
 
 
