@@ -205,7 +205,7 @@ def test_a_verb_that_is_not_built_yet(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.setattr(cli, "VERBS", (cli.Verb("later", "comes later"),))
-    assert "later is not built yet" in refused("later", "--anything")
+    assert "later is not implemented" in refused("later", "--anything")
 
 
 def test_no_verb_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

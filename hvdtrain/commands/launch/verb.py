@@ -190,5 +190,5 @@ def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
         with (ElasticAgents if request.fewest else Agents)(signals.came) as running:
             running.start(agents)
             code = running.wait()
-    stop = signal.Signals(running.asked[0]).name if running.asked else ""
+    stop = signal.Signals(running.received[0]).name if running.received else ""
     return Report("", exit_code=code_after_stop(code, stop, request.words))

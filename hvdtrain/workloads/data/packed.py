@@ -286,8 +286,8 @@ def _check_bounds(contents: Contents) -> None:
     sizes = np.array([shard.size for shard in contents.shards], np.int64)
     spans = [(split.shard, split.offset, split.size) for split in contents.splits.values()]
     for name, split in contents.splits.items():
-        lengths = {*map(len, (split.shard, split.offset, split.size))}
-        lengths.add(np.count_nonzero(split.names == 0))
+        lengths = {len(split.shard), len(split.offset), len(split.size)}
+        lengths.add(int(np.count_nonzero(split.names == 0)))
         if len(lengths) > 1 or len(split.labels) not in (0, len(split)):
             raise ValueError(f"{name} has arrays of other lengths")
         if len(split.labels) and not 0 <= split.labels.min() <= split.labels.max() < len(

@@ -112,7 +112,7 @@ def test_help_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         read(load(tmp_path, OPTIONS), "--help")
     shown = capsys.readouterr().out
     assert "my_task.py [options]" in shown
-    assert "of what is kept (0.1)" in shown
+    assert "of what is kept (default: 0.1)" in shown
 
 
 def test_worker_processes_can_import_it(tmp_path: Path) -> None:

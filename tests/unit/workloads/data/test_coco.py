@@ -344,7 +344,7 @@ def test_settings_in_files_are_spelled_so_too(tmp_path: Path) -> None:
         *("--batch-size=8", "--precision=auto"),
     )
     model.write_text(f"data-config: {data}\n")
-    with pytest.raises(UsageError, match="cannot name another one"):
+    with pytest.raises(UsageError, match="must not be nested"):
         read(files[0])
 
 
