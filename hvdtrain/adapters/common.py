@@ -261,7 +261,7 @@ class CommonAdapter(StateAdapter):
         process_status.disconnect.append(self.communicator.close)
         preflight.check_world(launch, self.communicator.size, self.runtime)
         self.ranks = preflight.exchange(self.communicator)
-        rank, hosts = self.communicator.rank, [facts.place for facts in self.ranks]
+        rank, hosts = self.communicator.rank, [facts.host_id for facts in self.ranks]
         self.world = World(
             rank=rank,
             size=self.communicator.size,

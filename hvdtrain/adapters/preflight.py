@@ -51,7 +51,7 @@ def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
         libraries = mpi_library.loaded()
         evidence = Evidence(
             mpi="; ".join(map(str, libraries)),
-            own_mpirun=mpi_library.own_mpirun(libraries[0]) if libraries else "",
+            matching_mpirun=mpi_library.matching_mpirun(libraries[0]) if libraries else "",
             started_by=mpi_library.started_by(),
         )
     try:

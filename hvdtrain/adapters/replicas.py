@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.checkpoint_files import Checkpoint
-from hvdtrain.steps.integrity import places
+from hvdtrain.steps.integrity import rank_names
 from hvdtrain.system.runtime.exit import agreed
 
 
@@ -63,7 +63,7 @@ def compare(
         where = dict(zip(ranks, hosts, strict=True))
         raise agreed(
             HvdtrainError(
-                f"{when}the model of {places([ranks[rank] for rank in different], where)} differs "
+                f"{when}the model of {rank_names([ranks[rank] for rank in different], where)} differs "
                 f"from {others}, first in {first}: {reason}"
             )
         )

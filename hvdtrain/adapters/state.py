@@ -20,7 +20,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
-from hvdtrain.system.runtime.exit import outlived, process_status
+from hvdtrain.system.runtime.exit import process_status, surviving_kill
 from hvdtrain.system.runtime.waits import Waits, together
 
 DIFFERENT = (
@@ -144,7 +144,7 @@ class StateAdapter(Adapter):
             model,
             self.replicated(model, optimizer),
             "the ranks have made different updates, or the memory of a host is faulty. "
-            f"{process_status.how_to_go_on()}; exclude a host that is named twice",
+            f"{process_status.resume_hint()}; exclude a host that is named twice",
             when="" if step is None else f"after step {step} ",
         )
 
@@ -210,7 +210,7 @@ class StateAdapter(Adapter):
 
         def write() -> Path:
             self._refuse_nan(model, checkpoint)
-            with outlived(save):
+            with surviving_kill(save):
                 path = save()
                 # Recorded at once: if a rank is lost now, the error message names this path.
                 process_status.checkpoint = str(path)

@@ -155,7 +155,7 @@ def split(joined: bytes, lengths: Sequence[int]) -> list[bytes]:
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-class Alone(Communicator):
+class SingleRank(Communicator):
     """A single process, without any library."""
 
     rank = 0

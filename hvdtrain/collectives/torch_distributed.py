@@ -131,9 +131,9 @@ class TorchDistributed(Members):
         # Python is already finalizing (before 3.13), that aborts the process.
         atexit.register(time.sleep, GIVES_BACK)
 
-    def split(self, groups: Sequence[Sequence[int]]) -> Some:
+    def split(self, groups: Sequence[Sequence[int]]) -> Subgroup:
         """Return this rank's group among ``groups``; all ranks must pass the same groups."""
-        created = [Some(ranks) for ranks in groups]
+        created = [Subgroup(ranks) for ranks in groups]
         return next(group for group in created if self.rank in group.ranks)
 
     @override
@@ -181,7 +181,7 @@ class TorchDistributed(Members):
         dist.destroy_process_group()
 
 
-class Some(Members):
+class Subgroup(Members):
     """A subgroup of ranks; all ranks must create it together."""
 
     def __init__(self, ranks: Sequence[int]) -> None:

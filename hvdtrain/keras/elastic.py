@@ -30,7 +30,7 @@ from hvdtrain.keras.elastic_callbacks import (
 from hvdtrain.keras.model import adapter_of, note_samples, rate_of
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.detect import is_elastic
-from hvdtrain.system.runtime.exit import announce, leave, process_status, start_anew
+from hvdtrain.system.runtime.exit import announce, leave, process_status, restart_ranks
 from hvdtrain.system.runtime.walltime import Walltime, ends_at
 
 __all__ = [
@@ -241,7 +241,7 @@ class TensorFlowKerasState:
             text = f"{reason}: committed {process_status.checkpoint}: {hint}"
             announce(text, mpirun_ends=False)
         if restart:
-            start_anew()
+            restart_ranks()
         elif reason:
             leave(EXIT_PREEMPTED)
 

@@ -22,7 +22,7 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.runtime.detect import detect, is_elastic
-from hvdtrain.system.runtime.exit import outlive_loss
+from hvdtrain.system.runtime.exit import restart_after_rank_loss
 
 _adapters: dict[int, CommonAdapter] = {}  # by process set; 0: all ranks, created by ``init``
 _known: dict[int, Any] = {}  # process sets, except for the global one
@@ -86,7 +86,7 @@ def outliving_loss() -> Iterator[None]:
         raise
     except Exception:
         if is_elastic(os.environ):
-            outlive_loss()
+            restart_after_rank_loss()
         raise
 
 
@@ -216,7 +216,7 @@ def _part_of(whole: CommonAdapter, process_set: Any) -> CommonAdapter:
         whole.world,
         rank=part.communicator.rank,
         size=part.communicator.size,
-        hosts=len({facts.place for facts in part.ranks}),
+        hosts=len({facts.host_id for facts in part.ranks}),
     )
     part.device, part.has_gpu, part.threads = whole.device, whole.has_gpu, whole.threads
     return part

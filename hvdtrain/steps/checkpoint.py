@@ -203,7 +203,7 @@ def load_newest(
     return None
 
 
-def glance(path: Path) -> Checkpoint | None:
+def read_newest_state(path: Path) -> Checkpoint | None:
     """Return the checkpoint at ``path``, or the newest one in it, without reading its tensors.
 
     Returns None if there is none, or its state file is damaged.

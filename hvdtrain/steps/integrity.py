@@ -40,7 +40,7 @@ class RankFacts:
     allow: tuple[str, ...] = ()  # differences accepted by the user; rank 0's are used
 
     @property
-    def place(self) -> tuple[str, str]:
+    def host_id(self) -> tuple[str, str]:
         """Return the identity of the host, unique among hosts of the same name."""
         return self.host, self.machine
 
@@ -120,7 +120,7 @@ def differences(
             if name in values:
                 owners.setdefault(values[name], []).append(rank)
         if len(owners) > 1:
-            parts = [f"{value} on {places(ranks, hosts)}" for value, ranks in owners.items()]
+            parts = [f"{value} on {rank_names(ranks, hosts)}" for value, ranks in owners.items()]
             yield name, ", ".join(parts)
 
 
@@ -147,14 +147,14 @@ def check_devices(devices: Sequence[Device], all_ranks: Sequence[RankFacts]) -> 
     if without and len(without) < len(devices):
         hosts = [facts.host for facts in all_ranks]
         raise UsageError(
-            f"{places(without, hosts)} see{'s' if len(without) == 1 else ''} no GPU, the other "
+            f"{rank_names(without, hosts)} see{'s' if len(without) == 1 else ''} no GPU, the other "
             "ranks do: give each rank a GPU (the batch system's GPU option, "
             "CUDA_VISIBLE_DEVICES), or train on the CPU everywhere (CUDA_VISIBLE_DEVICES=)"
         )
     users: dict[tuple[tuple[str, str], str], list[int]] = {}
     for rank, device in enumerate(devices):
         if device.identity:
-            users.setdefault((all_ranks[rank].place, device.identity), []).append(rank)
+            users.setdefault((all_ranks[rank].host_id, device.identity), []).append(rank)
     for ((host, _), identity), ranks in users.items():
         if len(ranks) > 1:
             device = devices[ranks[0]]
@@ -168,7 +168,7 @@ def check_devices(devices: Sequence[Device], all_ranks: Sequence[RankFacts]) -> 
             )
 
 
-def places(ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> str:
+def rank_names(ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> str:
     """Return hosts and ranks as text, e.g. ``node1 (ranks 0-3) and node2 (rank 4)``."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:

@@ -62,7 +62,7 @@ class Evidence:
     """A process's MPI library and launcher, for the message if they do not match."""
 
     mpi: str = ""  # in this process, e.g. ``Open MPI 5.0.11, /opt/lib/libmpi.so.40``
-    own_mpirun: str = ""  # the launcher installed with that library
+    matching_mpirun: str = ""  # the launcher installed with that library
     started_by: str = ""  # the program that started this process
 
 
@@ -109,7 +109,7 @@ def check_launch(
 
 
 def _remedy(launch: LaunchInfo, runtime_size: int, evidence: Evidence) -> str:
-    mpirun = evidence.own_mpirun or "the mpirun of this environment"
+    mpirun = evidence.matching_mpirun or "the mpirun of this environment"
     if launch.size < runtime_size:
         return "Preserve OMPI_*, PMI*, PALS_* and SLURM_*, or let mpirun start Python directly"
     if launch.launcher == "srun" or "slurmstepd" in evidence.started_by:  # also --mpi=pmi2

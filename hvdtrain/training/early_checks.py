@@ -63,6 +63,6 @@ def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> N
         path, source = options.checkpoint or path, "checkpoint"
     elif options.resume == "never":
         return
-    checkpoint = checkpoints.glance(path) if path else None
+    checkpoint = checkpoints.read_newest_state(path) if path else None
     if checkpoint:
         checkpoints.check_origin(checkpoint, origin, source)

@@ -304,7 +304,7 @@ class Run:
             self.clock.extend()
         self.pending.clear()
         if self.adapter.meter:
-            self.adapter.meter.look()
+            self.adapter.meter.sample()
         if unmade:
             self.on_nan.go_back(self.now, [part for part, _ in unmade])
             raise _RepeatError

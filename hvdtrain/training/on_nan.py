@@ -8,7 +8,7 @@ from typing import Any
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.errors import TrainingError
-from hvdtrain.steps.integrity import places
+from hvdtrain.steps.integrity import rank_names
 from hvdtrain.steps.sharding import Part, Position
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
@@ -107,7 +107,7 @@ class OnNan:
         causes = self._adapter.communicator.gather(trouble.local.encode())
         hosts = [facts.host for facts in self._adapter.ranks]
         ranks = [rank for rank, cause in enumerate(causes) if cause]
-        owners = ", ".join(f"{places([r], hosts)}: {causes[r].decode()}" for r in ranks[:4])
+        owners = ", ".join(f"{rank_names([r], hosts)}: {causes[r].decode()}" for r in ranks[:4])
         return (
             f"the gradients of step {now.step + 1} (epoch {part.start.epoch + 1}) are not "
             f"finite, {trouble.parameter} first ({owners or 'rank unknown'})"

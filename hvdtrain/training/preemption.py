@@ -22,11 +22,11 @@ from hvdtrain.system.runtime.detect import TORCHRUN, detect, is_elastic, is_rest
 from hvdtrain.system.runtime.exit import (
     WAIT_FAILURE,
     announce,
-    be_the_first_to_speak,
+    claim_error_output,
     is_ended_by_mpirun,
     leave,
     process_status,
-    start_anew,
+    restart_ranks,
 )
 from hvdtrain.system.runtime.walltime import Walltime, ends_at
 
@@ -107,7 +107,7 @@ def _leave_without_checkpoint(number: int, _: FrameType | None) -> None:
     """
     if detect(os.environ).is_root:
         time.sleep(LOST)
-        be_the_first_to_speak()
+        claim_error_output()
         announce(f"{signal.Signals(number).name}: stopped; {NOTHING_SAVED}", mpirun_ends=True)
         leave(128 + number)
     timer = threading.Timer(WAIT_FAILURE, leave, [128 + number])
@@ -169,7 +169,7 @@ class Preemption:
             text = f"{self._reason}: {done}: {resume_hint(restart=restart)}"
             announce(text, mpirun_ends=self._reason in ENDING)
         if restart:
-            start_anew()
+            restart_ranks()
 
     def _only_hosts_changed(self) -> bool:
         """Return whether no rank stops for another reason; all ranks must call it."""

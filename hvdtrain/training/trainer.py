@@ -23,7 +23,7 @@ from hvdtrain.system.files import check_writable
 from hvdtrain.system.machine.threads import local_cores
 from hvdtrain.system.runtime import spawn, terminal
 from hvdtrain.system.runtime.detect import SPAWN, check_local_rank, detect, is_restarted
-from hvdtrain.system.runtime.scratch import leave_nothing_behind
+from hvdtrain.system.runtime.scratch import use_scratch_directory
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.training import timeline_window
 from hvdtrain.training.agreement import check_data, check_options
@@ -95,7 +95,7 @@ def _spawn(options: Options, size: int) -> int:
     Raises:
         UsageError: this process was started by a launcher, or the strategy needs one.
     """
-    spawn.check_alone(os.environ)
+    spawn.check_no_launcher(os.environ)
     choose_strategy(options.strategy, options.framework, spawn.spawned(size), STRATEGIES)
     terminal.clear()
     return spawn.spawn(size)
@@ -153,7 +153,7 @@ def _prepare(options: Options) -> CommonAdapter:
     if options.compile:  # in the usual place for temporary files, for the next run
         kernels = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
-    leave_nothing_behind()  # before a framework reads the directory of temporary files
+    use_scratch_directory()  # before a framework reads the directory of temporary files
     terminal.status(f"importing {options.framework} and its libraries")
     with _hidden("matplotlib", "sklearn"):  # Keras imports them if installed, in 1.5 s
         adapter = select_adapter(options.framework, options.strategy, levers=options.levers)

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 
-HANDED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 line = socket.socket(socket.AF_UNIX)
 line.connect(sys.argv[1])
@@ -19,7 +19,7 @@ order = {
 data = json.dumps(order).encode()
 socket.send_fds(line, [len(data).to_bytes(4, "big")], [0, 1, 2])
 line.sendall(data)
-for number in HANDED_ON:
+for number in FORWARDED:
     signal.signal(number, lambda number, _: line.sendall(bytes([number])))
 for stream in (0, 1, 2):  # so that whoever reads them sees when the rank itself closes them
     os.close(stream)

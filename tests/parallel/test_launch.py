@@ -63,7 +63,7 @@ import os, pathlib, signal, sys, tempfile, time
 from hvdtrain.system.runtime import scratch
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
-scratch.leave_nothing_behind()
+scratch.use_scratch_directory()
 mark = pathlib.Path(sys.argv[1]) / os.environ["OMPI_COMM_WORLD_RANK"]
 mark.write_text(tempfile.gettempdir())
 time.sleep(300)

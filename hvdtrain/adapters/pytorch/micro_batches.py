@@ -24,7 +24,7 @@ from hvdtrain.adapters.pytorch.common import Wrapper
 from hvdtrain.adapters.pytorch.ddp import weigh
 from hvdtrain.adapters.pytorch.sharded import ShardedAdapter
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.collectives.torch_distributed import Some
+from hvdtrain.collectives.torch_distributed import Subgroup
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import bounds
 from hvdtrain.system.runtime.waits import SUM
@@ -87,7 +87,7 @@ class Pipeline(Wrapper):
         owners: dict[str, int],
         adapter: ShardedAdapter,
         *,
-        copy: Some,
+        copy: Subgroup,
         peers: Communicator,
         micro_batches: int,
     ) -> None:

@@ -31,8 +31,8 @@ from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, local_piece
 from hvdtrain.adapters.pytorch.stages import check_number, costs_of, layers_of, owners_of
 from hvdtrain.adapters.replicas import compare
 from hvdtrain.adapters.state import check_names
-from hvdtrain.collectives.base import Alone, Communicator
-from hvdtrain.collectives.torch_distributed import Some, TorchDistributed
+from hvdtrain.collectives.base import Communicator, SingleRank
+from hvdtrain.collectives.torch_distributed import Subgroup, TorchDistributed
 from hvdtrain.config.levers import check_stages
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
@@ -50,7 +50,7 @@ class PipelineAdapter(ShardedAdapter):
     name = "pipeline"
     evaluates_together = True
     communicator: TorchDistributed
-    copy: Some  # the ranks that together hold one model, by stage
+    copy: Subgroup  # the ranks that together hold one model, by stage
     peers: Communicator  # the ranks of the same stage
 
     @override
@@ -68,7 +68,7 @@ class PipelineAdapter(ShardedAdapter):
         )
         several = self.world.data_size > 1
         same = [all_ranks[stage::stages] for stage in range(stages)]
-        self.peers = self.communicator.split(same) if several else Alone()
+        self.peers = self.communicator.split(same) if several else SingleRank()
         return self.world
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from hvdtrain.adapters.pytorch.common import PyTorchAdapter
-from hvdtrain.collectives.base import Alone, Communicator
+from hvdtrain.collectives.base import Communicator, SingleRank
 
 
 class SingleAdapter(PyTorchAdapter):
@@ -16,4 +16,4 @@ class SingleAdapter(PyTorchAdapter):
 
     @override
     def connect(self) -> Communicator:
-        return Alone()
+        return SingleRank()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
-from hvdtrain.collectives.base import Alone, Communicator
+from hvdtrain.collectives.base import Communicator, SingleRank
 
 
 class SingleAdapter(TensorFlowAdapter):
@@ -17,4 +17,4 @@ class SingleAdapter(TensorFlowAdapter):
     @override
     def connect(self) -> Communicator:
         self.claim_device(0, 1)
-        return Alone()
+        return SingleRank()

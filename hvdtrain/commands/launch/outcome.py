@@ -91,4 +91,4 @@ def _resume_hint(checkpoints: Path | None) -> str:
 
         if newest := newest_name(checkpoints):
             status.checkpoint = str(checkpoints / newest)
-    return status.how_to_go_on()
+    return status.resume_hint()

@@ -40,7 +40,7 @@ REASON = re.compile(
 LONGEST_BLOCK = 4096  # bytes of a block
 
 
-def take_out_endings(text: bytes) -> tuple[bytes, bytes]:
+def split_endings(text: bytes) -> tuple[bytes, bytes]:
     """Split ``text`` into all other text, and mpirun's blocks about exit codes of ranks."""
     endings = []
 

@@ -128,7 +128,7 @@ class Agents(Processes):
         return f"the agent on {self._hosts[index] or socket.gethostname()}"
 
     @override
-    def hand_on(self, number: signal.Signals) -> None:
+    def forward(self, number: signal.Signals) -> None:
         for process in self.running:
             with contextlib.suppress(OSError):  # it has ended
                 os.write(_input(process).fileno(), b"\n")

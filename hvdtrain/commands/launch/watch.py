@@ -33,7 +33,7 @@ from hvdtrain.commands.launch.rank_output import (
     RankOutput,
     cut_block,
     holds_output,
-    take_out_endings,
+    split_endings,
 )
 from hvdtrain.commands.launch.stop import StopSignals, code_after_stop, report
 from hvdtrain.errors import HvdtrainError
@@ -210,7 +210,7 @@ class WatchedLauncher:
                 text, block = cut_block(block + data)
             else:
                 break
-            text, endings = take_out_endings(text)
+            text, endings = split_endings(text)
             self.endings += endings
             if self.stop:  # the ranks report the forwarded signal, not the one that the user sent
                 text = text.replace(FORWARDED, b"hvdtrain: %b: " % self.stop.encode())

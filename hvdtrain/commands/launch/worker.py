@@ -52,10 +52,10 @@ def main(words: Sequence[str]) -> int:
     while True:
         restart.clear()
         code = exit_code(start(Command(tuple(words), environ)).wait())
-        if not (code == elastic.EXIT_ANEW or restart.is_set() or _is_caused_by_a_loss(code)):
+        if not (code == elastic.EXIT_RESTART or restart.is_set() or _is_caused_by_a_loss(code)):
             return code
         try:
-            values = elastic.ask(elastic.RANK_AND_SIZE).split(",")
+            values = elastic.query_driver(elastic.RANK_AND_SIZE).split(",")
         except OSError as error:
             say(f"{socket.gethostname()}: no answer from the elastic driver: {error}")
             return code
@@ -72,7 +72,7 @@ def variables(values: Sequence[str]) -> dict[str, str]:
 def _is_caused_by_a_loss(code: int) -> bool:
     end = time.monotonic() + PATIENCE
     while code in ABORTED and time.monotonic() < end:
-        if elastic.another_is_lost():
+        if elastic.is_rank_lost():
             return True
         time.sleep(PATIENCE / 10)
     return False

@@ -40,7 +40,7 @@ class GpuMeter:
             self._busy.clear()
             return None
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Sample the utilization; takes about a millisecond."""
         if rates := self._query("nvmlDeviceGetUtilizationRates"):
             self._busy.append(rates.gpu / 100)

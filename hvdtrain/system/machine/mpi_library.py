@@ -89,7 +89,7 @@ def _program(process: psutil.Process) -> str:
         return ""
 
 
-def own_mpirun(library: MpiLibrary) -> str:
+def matching_mpirun(library: MpiLibrary) -> str:
     """Return the ``mpirun`` installed with ``library``; empty if not found.
 
     It is in ``bin`` of a prefix whose ``lib``, ``lib64``, ``lib/x86_64-linux-gnu/openmpi/lib`` etc.

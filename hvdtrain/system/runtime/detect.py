@@ -90,7 +90,7 @@ class LaunchInfo:
         return self.rank == 0
 
 
-ALONE = LaunchInfo(launcher=None, rank=0, size=1, local_rank=0, local_size=1)
+SINGLE_RANK = LaunchInfo(launcher=None, rank=0, size=1, local_rank=0, local_size=1)
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo:
@@ -114,7 +114,7 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo:
             local_rank=rank if local_rank is None else local_rank,
             local_size=size if local_size is None else local_size,
         )
-    return ALONE
+    return SINGLE_RANK
 
 
 def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Requests of a rank of ``hvdtrain launch --elastic`` to the driver, which assigns ranks.
 
 The driver keeps a worker process per slot (``commands/launch/worker.py``), which starts the rank.
-If a rank is lost, or slots are added or removed, the other ranks end with ``EXIT_ANEW``; each
+If a rank is lost, or slots are added or removed, the other ranks end with ``EXIT_RESTART``; each
 worker requests a new rank and restarts it from the newest checkpoint. So no thread, connection or
 library state of the old world remains in a rank; and a process that Horovod itself ends, because it
 cannot connect, is handled in the same way.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from hvdtrain.system.runtime.detect import SLOT
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"  # of the driver
-EXIT_ANEW = 76  # of a rank that is to be restarted
+EXIT_RESTART = 76  # of a rank that is to be restarted
 EVERY = 1.0  # seconds between queries for other slots, the driver's own interval
 
 # Requests: the rank of this slot, which also reports readiness and is answered when all slots have
@@ -28,7 +28,7 @@ RANK_AND_SIZE, CHANGED, LOST = "rank_and_size", "hosts_changed", "lost"
 YES, NO = "1", "0"
 
 
-def ask(question: str, environ: Mapping[str, str] = os.environ) -> str:
+def query_driver(question: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the driver's answer to a request of this rank.
 
     Raises:
@@ -44,10 +44,10 @@ def ask(question: str, environ: Mapping[str, str] = os.environ) -> str:
         connection.close()
 
 
-def another_is_lost() -> bool:
+def is_rank_lost() -> bool:
     """Return whether another rank of this world has failed, according to the driver."""
     with contextlib.suppress(OSError):
-        return ask(LOST) == YES
+        return query_driver(LOST) == YES
     return False
 
 
@@ -62,7 +62,7 @@ def watch_hosts(changed: Callable[[], None]) -> None:
         while True:
             time.sleep(EVERY)
             with contextlib.suppress(OSError):
-                if ask(CHANGED) == YES:
+                if query_driver(CHANGED) == YES:
                     return changed()
 
     threading.Thread(target=watch, name="hosts", daemon=True).start()

@@ -60,7 +60,7 @@ class ProcessStatus:
         default_factory=list
     )  # shut down the communication library
 
-    def how_to_go_on(self) -> str:
+    def resume_hint(self) -> str:
         """Return how to resume after a failure that the training did not cause."""
         if is_restarted(os.environ):
             origin = self.checkpoint or "the start: no checkpoint yet"
@@ -86,7 +86,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         if code and process_status.stage and detect(os.environ).size > 1:
             reason = "" if isinstance(stop.code, int) else f" ({stop.code})"
             message = f"the program called sys.exit{reason}, exit code {code}"
-            fail(f"{message}. {process_status.how_to_go_on()}", code=code)
+            fail(f"{message}. {process_status.resume_hint()}", code=code)
     except KeyboardInterrupt:
         fail(process_status.interrupted, code=EXIT_INTERRUPTED)
     except HvdtrainError as error:
@@ -98,7 +98,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=common)
     except Exception as error:
         if is_elastic(os.environ):
-            outlive_loss()
+            restart_after_rank_loss()
         elif (launch := detect(os.environ)).is_root and launch.size > 1:
             time.sleep(LOOK)  # if a rank is lost, the failure detector reports which one
         detail = "".join(traceback.format_exception(error))
@@ -108,7 +108,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     leave(code)
 
 
-def outlive_loss() -> None:
+def restart_after_rank_loss() -> None:
     """Restart this rank if another rank is lost, after a collective has failed.
 
     The failure detector does the same, but it is not running while the ranks connect. An error on
@@ -116,22 +116,22 @@ def outlive_loss() -> None:
     """
     for _ in range(LOOKS):
         time.sleep(LOOK)
-        if elastic.another_is_lost():
-            start_anew()
+        if elastic.is_rank_lost():
+            restart_ranks()
     time.sleep(WAIT_LOSS - LOOKS * LOOK)
 
 
 def end_after_loss() -> NoReturn:
     """End this process because another rank is lost; elastic ranks are restarted."""
     if is_elastic(os.environ):
-        start_anew()
+        restart_ranks()
     leave(EXIT_FAILURE)
 
 
-def start_anew() -> NoReturn:
+def restart_ranks() -> NoReturn:
     """End this rank so that it is restarted from the newest checkpoint (``elastic.py``)."""
     terminal.clear()
-    leave(elastic.EXIT_ANEW)
+    leave(elastic.EXIT_RESTART)
 
 
 def agreed(error: HvdtrainError) -> HvdtrainError:
@@ -181,7 +181,7 @@ def speak(
         agreed: all ranks have the same error, so that only rank 0 prints it.
         mpirun_ends: mpirun is about to end all ranks, and no longer forwards their output.
     """
-    be_the_first_to_speak()
+    claim_error_output()
     terminal.clear()
     launch, stage = detect(os.environ), process_status.stage
     if not launch.is_root:
@@ -196,7 +196,7 @@ def speak(
                 sys.stderr.write(line)
 
 
-def be_the_first_to_speak() -> None:
+def claim_error_output() -> None:
     """Return in the first thread that calls this; block any other one until the process ends."""
     if not _speaking.acquire(blocking=False):
         threading.Event().wait()
@@ -260,7 +260,7 @@ def is_ended_by_mpirun() -> bool:
 
 
 @contextlib.contextmanager
-def outlived(action: Callable[[], object]) -> Iterator[None]:
+def surviving_kill(action: Callable[[], object]) -> Iterator[None]:
     """Let a forked copy of this process do ``action`` if mpirun kills it within the block.
 
     Open MPI's mpirun kills its ranks half a second after receiving SIGTERM, and a save may take
@@ -286,7 +286,7 @@ def outlived(action: Callable[[], object]) -> Iterator[None]:
 
     # The thread is woken at once, even while the main thread waits for the disk.
     former = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    thread = threading.Thread(target=wait, name="outlived", daemon=True)
+    thread = threading.Thread(target=wait, name="surviving_kill", daemon=True)
     thread.start()
     try:
         yield

@@ -29,7 +29,7 @@ from typing import NoReturn
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED
 from hvdtrain.system.runtime import handshake
 from hvdtrain.system.runtime.detect import is_elastic
-from hvdtrain.system.runtime.elastic import EXIT_ANEW
+from hvdtrain.system.runtime.elastic import EXIT_RESTART
 from hvdtrain.system.runtime.end_mark import leave_mark
 from hvdtrain.system.runtime.exit import end_after_loss, process_status, speak
 from hvdtrain.system.runtime.handshake import Address, Handshake, receive
@@ -153,7 +153,7 @@ class FailureDetector:
 
     def send_last(self, code: int) -> None:
         """Notify the other ranks that this rank is about to end with ``code``."""
-        self._notify(DONE if code in (EXIT_OK, EXIT_PREEMPTED, EXIT_ANEW) else FAILED)
+        self._notify(DONE if code in (EXIT_OK, EXIT_PREEMPTED, EXIT_RESTART) else FAILED)
 
     def _notify(self, last: bytes) -> None:
         if self.last is None:
@@ -293,7 +293,7 @@ class FailureDetector:
                 f"rank {lost} on {self._host(lost)} exited unexpectedly (crashed, or killed: out "
                 "of memory?)"
             )
-        message = f"{loss}. {process_status.how_to_go_on()}"
+        message = f"{loss}. {process_status.resume_hint()}"
         if is_elastic(os.environ):
             gone = self._host(lost) if silent else None
             left = [r for r in range(len(self.hosts)) if r != lost and self._host(r) != gone]

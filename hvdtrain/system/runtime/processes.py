@@ -54,7 +54,7 @@ class Processes:
         """Return the name of process ``index`` for messages."""
         return f"rank {index}"
 
-    def hand_on(self, number: signal.Signals) -> None:
+    def forward(self, number: signal.Signals) -> None:
         """Forward signal ``number`` to all processes."""
         for process in self.running:
             process.send_signal(number)
@@ -73,7 +73,7 @@ class Processes:
         while not self._have_ended():
             for number in self.received[forwarded:]:
                 forwarded += 1
-                self.hand_on(signal.Signals(number))
+                self.forward(signal.Signals(number))
                 if self.received.count(signal.SIGINT) > 1:  # a second Ctrl-C ends them at once
                     self._end_within(AFTER_ROOT)
             if time.monotonic() > self._deadline:

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from hvdtrain.errors import EXIT_FAILURE, UsageError
 from hvdtrain.system.runtime.detect import (
-    ALONE,
     HOROVODRUN,
+    SINGLE_RANK,
     SPAWN,
     SPAWNED_BY,
     TORCHRUN,
@@ -31,7 +31,7 @@ from hvdtrain.system.runtime.detect import (
 from hvdtrain.system.runtime.processes import STOP_SIGNALS, Processes
 
 # A terminal sends Ctrl-C to the ranks too, and a second INT ends them; they block HUP.
-HANDED_ON = {signal.SIGINT: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
+FORWARDED = {signal.SIGINT: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -40,10 +40,10 @@ def spawned(size: int) -> LaunchInfo:
     return LaunchInfo(SPAWN, 0, size, 0, size)
 
 
-def check_alone(environ: Mapping[str, str]) -> None:
+def check_no_launcher(environ: Mapping[str, str]) -> None:
     """Raise ``UsageError`` if a launcher has started this process."""
     launch = detect(environ)
-    if launch != ALONE:
+    if launch != SINGLE_RANK:
         raise UsageError(
             f"--spawn starts ranks without a launcher, but {launch.launcher} started this process: "
             "leave the option out"
@@ -86,8 +86,8 @@ class Ranks(Processes):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @override
-    def hand_on(self, number: signal.Signals) -> None:
-        super().hand_on(HANDED_ON.get(number, number))
+    def forward(self, number: signal.Signals) -> None:
+        super().forward(FORWARDED.get(number, number))
 
 
 def _variables(rank: int, size: int, port: int) -> dict[str, str]:

@@ -119,9 +119,9 @@ class Waits:
     def _watch(self) -> None:
         while True:
             time.sleep(LOOK)
-            self.look()
+            self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Report a long wait to rank 0; on rank 0 warn about late ranks, or end the job."""
         counts = self._counts()
         current = self._current(counts)

@@ -92,7 +92,7 @@ class _Images:
             # The augmentation depends only on (seed, epoch, sample), not on the worker.
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
         name = self.images.files.name(index)
-        with told(name):
+        with decoding_errors(name):
             file = self.images.files.open(index)
             image = Image.open(file)
         image.filename = name  # for ``decoded``
@@ -114,7 +114,7 @@ def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
     Raises:
         UsageError: naming the broken file.
     """
-    with told(getattr(image, "filename", "an image")):
+    with decoding_errors(getattr(image, "filename", "an image")):
         width, height = image.size
         most = max(factor for factor in (1, 2, 4, 8) if factor <= max(spare, 1))
         reduced = image.draft("RGB", (width // most, height // most)) if most > 1 else None
@@ -124,7 +124,7 @@ def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
 
 
 @contextlib.contextmanager
-def told(name: str) -> Iterator[None]:
+def decoding_errors(name: str) -> Iterator[None]:
     """Convert decoding errors within the block to one that names the file."""
     try:
         with warnings.catch_warnings():

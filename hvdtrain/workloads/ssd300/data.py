@@ -20,7 +20,7 @@ from hvdtrain.steps.sharding import seed_of
 from hvdtrain.workloads.data.coco import Coco
 from hvdtrain.workloads.data.dataset import Batch
 from hvdtrain.workloads.data.files import FolderFiles, Names
-from hvdtrain.workloads.data.torch_loader import decoded, told
+from hvdtrain.workloads.data.torch_loader import decoded, decoding_errors
 from hvdtrain.workloads.resnet.pytorch import torchvision
 from hvdtrain.workloads.ssd300.boxes import SIDE, iou
 
@@ -102,10 +102,10 @@ def opened(coco: Coco, index: int) -> Iterator[Image.Image]:
         UsageError: the image is broken.
     """
     name = coco.files.name(index)
-    with told(name):
+    with decoding_errors(name):
         file = coco.files.open(index)
     with file:
-        with told(name):
+        with decoding_errors(name):
             image = Image.open(file)
         image.filename = name  # for ``decoded``
         yield image

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.adapters import buffers
-from hvdtrain.collectives.base import Alone, Communicator
+from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.steps.checkpoint_files import Arrays
 
 SEEN = [3, 0, 1]  # samples of the ranks; one has seen none
@@ -65,7 +65,7 @@ def test_before_the_first_sample_each_keeps_its_own(on_ranks: Any) -> None:
 
 def test_averaging_does_not_touch_what_it_was_given() -> None:
     local = local_of(1)
-    buffers.average(Alone(), local, 7)
+    buffers.average(SingleRank(), local, 7)
     assert all(np.array_equal(local[name], local_of(1)[name]) for name in local)
 
 
@@ -91,7 +91,7 @@ def test_each_rank_finds_its_own_row_again(on_ranks: Any, size: int) -> None:
 
 
 def test_on_another_world_size_no_row_is_anybodys() -> None:
-    gathered = buffers.gather(Alone(), local_of(0), 3)
+    gathered = buffers.gather(SingleRank(), local_of(0), 3)
     assert buffers.rank_row(gathered, 0, 2) is None
     assert buffers.rank_row({}, 0, 1) is None
     assert buffers.take_out({"momentum": np.ones(1)})[1] == {}

@@ -22,7 +22,7 @@ from hvdtrain.adapters.common import (
     buckets,
 )
 from hvdtrain.adapters.preflight import exchange
-from hvdtrain.collectives.base import Alone, Communicator
+from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import integrity
@@ -432,7 +432,7 @@ def test_sums_of_several_optimizers_are_combined() -> None:
     class Several(ArrayAdapter):
         gradient_sums = ()  # type: ignore[assignment]
 
-    adapter = Several(Alone())
+    adapter = Several(SingleRank())
     assert (adapter.blocked_seconds, adapter.gradient_messages) == (0.0, None)
     adapter.world = World(0, 2, 0, 2, "h", 1)
     assert adapter.blocked_seconds is None

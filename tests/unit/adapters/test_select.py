@@ -10,7 +10,7 @@ from hvdtrain.adapters import select
 from hvdtrain.adapters.select import check_version, choose_strategy
 from hvdtrain.config.strategies import STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
-from hvdtrain.system.runtime.detect import ALONE, LaunchInfo
+from hvdtrain.system.runtime.detect import SINGLE_RANK, LaunchInfo
 
 ONE_RANK = LaunchInfo("mpirun (Open MPI)", 0, 1, 0, 1)
 TWO_RANKS = LaunchInfo("mpirun (Open MPI)", 1, 2, 1, 2)
@@ -26,13 +26,13 @@ def choose(requested: str | None, launch: LaunchInfo, *, horovod: bool = True) -
     return choose_strategy(requested, "pytorch", launch, installed).name
 
 
-@pytest.mark.parametrize("launch", [ALONE, ONE_RANK, TWO_RANKS])
+@pytest.mark.parametrize("launch", [SINGLE_RANK, ONE_RANK, TWO_RANKS])
 @pytest.mark.parametrize("requested", [None, "horovod"])
 def test_horovod_if_it_is_installed(requested: str | None, launch: LaunchInfo) -> None:
     assert choose(requested, launch) == "horovod"
 
 
-@pytest.mark.parametrize("launch", [ALONE, ONE_RANK])
+@pytest.mark.parametrize("launch", [SINGLE_RANK, ONE_RANK])
 def test_one_process_without_horovod_is_single_with_a_warning(
     launch: LaunchInfo, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -44,7 +44,7 @@ def test_one_process_without_horovod_is_single_with_a_warning(
 
 
 @pytest.mark.parametrize("horovod", [True, False])
-@pytest.mark.parametrize("launch", [ALONE, ONE_RANK])
+@pytest.mark.parametrize("launch", [SINGLE_RANK, ONE_RANK])
 def test_single_if_requested(
     horovod: bool, launch: LaunchInfo, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -57,14 +57,14 @@ def test_single_if_requested(
     [
         (None, TWO_RANKS, False, ["not installed", "hvdtrain install-horovod"]),
         ("horovod", TWO_RANKS, False, ["not installed", "hvdtrain install-horovod"]),
-        ("horovod", ALONE, False, ["not installed", "hvdtrain install-horovod"]),
+        ("horovod", SINGLE_RANK, False, ["not installed", "hvdtrain install-horovod"]),
         ("single", TWO_RANKS, True, ["--strategy single", "mpirun (Open MPI) started 2"]),
         (None, TORCHRUN, True, ["not by torchrun: use mpirun, or --strategy ddp"]),
         ("horovod", TORCHRUN, True, ["not by torchrun: use mpirun, or --strategy ddp"]),
         ("horovod", TORCHRUN, False, ["not by torchrun: use mpirun, or --strategy ddp"]),
         (None, SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
         ("mpi", SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
-        ("magic", ALONE, True, ["--strategy magic: choose", ", ".join(STRATEGIES)]),
+        ("magic", SINGLE_RANK, True, ["--strategy magic: choose", ", ".join(STRATEGIES)]),
     ],
 )
 def test_impossible_strategies_are_refused(
@@ -76,7 +76,7 @@ def test_impossible_strategies_are_refused(
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("launch", [ALONE, ONE_RANK, TWO_RANKS, TORCHRUN, SPAWNED])
+@pytest.mark.parametrize("launch", [SINGLE_RANK, ONE_RANK, TWO_RANKS, TORCHRUN, SPAWNED])
 def test_ddp_under_any_launcher_for_pytorch(launch: LaunchInfo) -> None:
     assert choose("ddp", launch) == "ddp"
     with pytest.raises(UsageError, match="--strategy ddp is for pytorch, not for --framework ten"):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from hvdtrain.collectives import base as module
-from hvdtrain.collectives.base import Alone, Communicator
+from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.system.runtime.exit import is_agreed
 
 
 def test_a_single_rank_returns_its_data() -> None:
-    single = Alone()
+    single = SingleRank()
     vector, data = np.array([1.5, 2.5]), np.array([1, 2], np.uint8)
     assert (single.rank, single.size) == (0, 1)
     assert single.gather(b"mine") == [b"mine"]
@@ -32,7 +32,7 @@ def test_a_single_rank_raises_the_error_unchanged(kind: type[HvdtrainError]) -> 
     def fail() -> None:
         raise kind("why")
 
-    for collective in (Alone().together, Alone().on_root):
+    for collective in (SingleRank().together, SingleRank().on_root):
         with pytest.raises(kind) as caught:
             collective(fail)
         assert str(caught.value) == "why"

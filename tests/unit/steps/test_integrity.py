@@ -18,8 +18,8 @@ from hvdtrain.steps.integrity import (
     check_devices,
     check_software,
     differences,
-    places,
     rank_facts,
+    rank_names,
     source_digest,
     spans,
 )
@@ -136,9 +136,9 @@ def test_differences_between_ranks() -> None:
 
 def test_places_name_few_hosts() -> None:
     hosts = [f"n{number}" for number in range(9)]
-    assert places([0], hosts) == "n0 (rank 0)"
-    assert places([0, 1], hosts) == "n0 (rank 0) and n1 (rank 1)"
-    assert places(range(9), hosts).endswith("n3 (rank 3) and 5 more hosts")
+    assert rank_names([0], hosts) == "n0 (rank 0)"
+    assert rank_names([0, 1], hosts) == "n0 (rank 0) and n1 (rank 1)"
+    assert rank_names(range(9), hosts).endswith("n3 (rank 3) and 5 more hosts")
 
 
 @given(st.sets(st.integers(0, 60)))

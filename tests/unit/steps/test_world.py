@@ -10,7 +10,7 @@ from hvdtrain.steps.world import (
     World,
     check_launch,
 )
-from hvdtrain.system.runtime.detect import ALONE, BY_HAND, LaunchInfo
+from hvdtrain.system.runtime.detect import BY_HAND, SINGLE_RANK, LaunchInfo
 
 
 def launched(size: int) -> LaunchInfo:
@@ -20,12 +20,12 @@ def launched(size: int) -> LaunchInfo:
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_agreement_is_silent(size: int) -> None:
     check_launch(launched(size), size, "Horovod")
-    check_launch(ALONE, 1, "Horovod")
+    check_launch(SINGLE_RANK, 1, "Horovod")
 
 
 OTHER = Evidence(
     mpi="Open MPI 5.0.11, /env/lib/libmpi.so.40",
-    own_mpirun="/env/bin/mpirun",
+    matching_mpirun="/env/bin/mpirun",
     started_by="/opt/mpich/bin/hydra_pmi_proxy",
 )
 
@@ -72,7 +72,7 @@ def test_a_world_announced_by_variables_only() -> None:
 @pytest.mark.parametrize(
     ("launch", "seen", "words"),
     [
-        (ALONE, 4, "the command line started 1 process, but Horovod sees a world of 4"),
+        (SINGLE_RANK, 4, "the command line started 1 process, but Horovod sees a world of 4"),
         (launched(2), 4, "mpirun (Open MPI) started 2 processes, but Horovod sees a world of 4"),
     ],
 )

@@ -12,9 +12,9 @@ import pytest
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint import glance, save
+from hvdtrain.steps.checkpoint import read_newest_state, save
 from hvdtrain.steps.checkpoint_files import STATE_FILE, Checkpoint
-from hvdtrain.system.runtime.detect import ALONE
+from hvdtrain.system.runtime.detect import SINGLE_RANK
 from hvdtrain.training.early_checks import check_early
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
@@ -22,7 +22,7 @@ from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
 
 def look(size: int = 1, **options: Any) -> None:
     kind = options.pop("workload", MNIST)
-    launch = replace(ALONE, launcher="mpirun (Open MPI)" if size > 1 else None, size=size)
+    launch = replace(SINGLE_RANK, launcher="mpirun (Open MPI)" if size > 1 else None, size=size)
     check_early(kind, kind.options(**options), launch, {})
 
 
@@ -88,12 +88,12 @@ def test_a_checkpoint_that_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_a_glance_is_at_the_newest(tmp_path: Path) -> None:
-    assert glance(tmp_path) is None
-    assert glance(tmp_path / "nowhere") is None
+    assert read_newest_state(tmp_path) is None
+    assert read_newest_state(tmp_path / "nowhere") is None
     checkpoint(tmp_path, 3)
     newest = checkpoint(tmp_path, 12)
     for path in (tmp_path, newest):
-        seen = glance(path)
+        seen = read_newest_state(path)
         assert seen and seen.path == newest and seen.state["step"] == 12
 
 

@@ -152,7 +152,7 @@ def test_values_of_nvml_for_gpus(
         monkeypatch.setitem(sys.modules, "pynvml", NvidiaLibrary())
         adapter = Ranked(communicator, threads=0)
         adapter.meter = GpuMeter(gpus[communicator.rank])
-        adapter.meter.look()
+        adapter.meter.sample()
         clock = Clock(seconds=[1.0, 1.0], images=[8, 16])
         return used(adapter, clock)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hvdtrain.collectives.base import Alone, Communicator
+from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.training import throughput
 from hvdtrain.training.throughput import Clock, StepTimes, split
 from tests.unit.conftest import OnRanks
@@ -228,7 +228,7 @@ def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
 
 
 def test_without_a_step_there_is_nothing_to_take_apart() -> None:
-    assert Clock().step_split(Alone()) is None
+    assert Clock().step_split(SingleRank()) is None
 
 
 def test_the_last_steps_of_a_long_training_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +237,6 @@ def test_the_last_steps_of_a_long_training_are_gathered(monkeypatch: pytest.Monk
     for seconds in (9.0, 9.0, 1.0, 2.0, 3.0):
         times.data.append(seconds)
         times.blocked.append(0.0)
-    mean = times.gather(Alone(), [10.0] * 5, [True] * 5)
+    mean = times.gather(SingleRank(), [10.0] * 5, [True] * 5)
     assert mean is not None
     assert (mean.steps, mean.data) == (3, 2.0)

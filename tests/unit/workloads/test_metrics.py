@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import r2_score, roc_auc_score
 
-from hvdtrain.collectives.base import Alone, Communicator
+from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.steps.sharding import bounds
 from hvdtrain.workloads.data.dataset import Batch
 from hvdtrain.workloads.metrics import Accuracy, Metric, WholeSet
@@ -61,4 +61,4 @@ def test_as_a_person_reads_it() -> None:
 def test_lower_may_be_better() -> None:
     error = WholeSet("error", lambda y, output: 0.5, higher_is_better=False)
     assert not error.higher_is_better
-    assert measured(error, Alone()) == {"error": 0.5}
+    assert measured(error, SingleRank()) == {"error": 0.5}

@@ -162,12 +162,12 @@ class _Stages:
         import torch
         from PIL import Image
 
-        from hvdtrain.workloads.data.torch_loader import told
+        from hvdtrain.workloads.data.torch_loader import decoding_errors
         from hvdtrain.workloads.resnet.pytorch import random_crop
 
         torch.set_num_threads(1)
         self.images, self.torch = images, torch
-        self._open, self._crop, self._named_errors = Image.open, random_crop, told
+        self._open, self._crop, self._named_errors = Image.open, random_crop, decoding_errors
         self._batch = np.zeros((BATCH, SIDE, SIDE, 3), np.uint8)
         self.reset()
 

@@ -13,9 +13,15 @@ from hvdtrain.commands.doctor.checks.files import SKEW
 from hvdtrain.commands.doctor.checks.hosts import is_this_host
 from hvdtrain.commands.doctor.checks.machine import resource_findings
 from hvdtrain.commands.doctor.findings import ERROR, OK, WARNING, Finding
-from hvdtrain.commands.launch.rank_output import take_out_endings
+from hvdtrain.commands.launch.rank_output import split_endings
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_software, places
+from hvdtrain.steps.integrity import (
+    Device,
+    RankFacts,
+    check_devices,
+    check_software,
+    rank_names,
+)
 from hvdtrain.system.machine.limits import Resources
 from hvdtrain.system.machine.threads import threads_per_rank
 from hvdtrain.system.output.tables import message, table
@@ -57,7 +63,7 @@ def read_reports(output: str) -> list[dict[str, Any]]:
 
 def failed_start(result: Result) -> Finding:
     """Return the finding on ranks that were started and did not report."""
-    text, _ = take_out_endings(result.output.encode())  # mpirun's messages, which name no cause
+    text, _ = split_endings(result.output.encode())  # mpirun's messages, which name no cause
     shown = ("".join(filter(str.isprintable, line)) for line in text.decode().splitlines())
     lines = [line.strip() for line in shown if line.strip("- ")]
     messages = [line for line in lines if line.startswith("hvdtrain: ")]
@@ -90,7 +96,7 @@ def rank_findings(
         return
     ranks: list[Rank] = sorted(reports[0]["ranks"], key=lambda rank: rank["rank"])
     hosts = [rank["host"] for rank in ranks]
-    yield Finding("ranks", OK, f"{len(ranks)}: {places(range(len(ranks)), hosts)}")
+    yield Finding("ranks", OK, f"{len(ranks)}: {rank_names(range(len(ranks)), hosts)}")
     yield _software(ranks)
     yield from _gpus(ranks)
     yield _cores(ranks)
@@ -119,9 +125,9 @@ def _gpus(ranks: Sequence[Rank]) -> Iterator[Finding]:
     """Judge the assignment of GPUs: as in the adapters, by local rank."""
     if not any(rank["gpus"] for rank in ranks):
         return
-    devices, count = [], dict.fromkeys((_facts(rank).place for rank in ranks), 0)
+    devices, count = [], dict.fromkeys((_facts(rank).host_id for rank in ranks), 0)
     for rank in ranks:
-        host, visible = _facts(rank).place, rank["gpus"]
+        host, visible = _facts(rank).host_id, rank["gpus"]
         identity = visible[count[host] % len(visible)] if visible else ""
         devices.append(Device("a GPU", identity, len(visible)))
         count[host] += 1
@@ -154,7 +160,7 @@ def _directory(ranks: Sequence[Rank]) -> Finding:
     check = "directory on the ranks"
     blind = [rank["rank"] for rank in ranks if not rank["sees_directory"]]
     if blind:
-        affected = places(blind, [rank["host"] for rank in ranks])
+        affected = rank_names(blind, [rank["host"] for rank in ranks])
         return Finding(
             check,
             WARNING,

@@ -22,7 +22,7 @@ from hvdtrain.commands.launch.rank_output import (
     RankOutput,
     cut_block,
     holds_output,
-    take_out_endings,
+    split_endings,
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
@@ -135,8 +135,8 @@ OTHER = DASHES + b"There are not enough slots available in the system\n" + DASHE
 @pytest.mark.parametrize("block", [FIVE, FOUR, SIGNAL])
 def test_mpiruns_messages_about_exit_codes_are_removed(block: bytes) -> None:
     text = b"hvdtrain: saved\n" + OTHER + block + b"the end\n"
-    assert take_out_endings(text) == (b"hvdtrain: saved\n" + OTHER + b"the end\n", block)
-    assert take_out_endings(OTHER) == (OTHER, b"")
+    assert split_endings(text) == (b"hvdtrain: saved\n" + OTHER + b"the end\n", block)
+    assert split_endings(OTHER) == (OTHER, b"")
 
 
 @given(st.integers(0, len(FOUR) + 10), st.integers(0, len(FOUR) + 10))
@@ -146,7 +146,7 @@ def test_a_block_that_arrives_in_pieces(cut1: int, cut2: int) -> None:
     shown, removed, block = b"", b"", b""
     for piece in (stream[:first], stream[first:second], stream[second:]):
         complete, block = cut_block(block + piece)
-        text, endings = take_out_endings(complete)
+        text, endings = split_endings(complete)
         shown, removed = shown + text, removed + endings
     assert (shown + block, removed) == (b"a rank\nend", FOUR)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.system.machine import gpus, mpi_library
-from hvdtrain.system.machine.mpi_library import MpiLibrary, mapped, own_mpirun
+from hvdtrain.system.machine.mpi_library import MpiLibrary, mapped, matching_mpirun
 from hvdtrain.system.machine.toolchain import find_gpu_arches, mpi_identity
 
 ROW = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 1234                       {}"
@@ -78,10 +78,10 @@ def test_identity_from_the_version_text(text: str, expected: str) -> None:
 @pytest.mark.parametrize("folder", ["lib", "lib64", "lib/x86_64-linux-gnu", "lib/gcc/openmpi/lib"])
 def test_the_launcher_of_a_library(tmp_path: Path, folder: str) -> None:
     library = MpiLibrary(str(tmp_path / folder / "libmpi.so.40"), "Open MPI 5")
-    assert own_mpirun(library) in ("", "/usr/bin/mpirun", "/bin/mpirun")
+    assert matching_mpirun(library) in ("", "/usr/bin/mpirun", "/bin/mpirun")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpirun").touch()
-    assert own_mpirun(library) == str(tmp_path / "bin" / "mpirun")
+    assert matching_mpirun(library) == str(tmp_path / "bin" / "mpirun")
 
 
 # A stub of NVIDIA's driver (cuda.h) with two GPUs.

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import (
-    ALONE,
     BY_HAND,
     HOROVODRUN,
     LAUNCHERS,
+    SINGLE_RANK,
     SPAWN,
     LaunchInfo,
     check_local_rank,
@@ -93,18 +93,18 @@ def test_every_launcher_is_tested() -> None:
 
 
 def test_without_a_launcher_the_world_is_one_rank() -> None:
-    assert detect({}) == ALONE
+    assert detect({}) == SINGLE_RANK
     assert detect({"PATH": "/bin", "HOME": "/root"}) == LaunchInfo(None, 0, 1, 0, 1)
 
 
 def test_a_batch_script_is_not_a_rank() -> None:
-    assert detect(BATCH_SCRIPT) == ALONE
+    assert detect(BATCH_SCRIPT) == SINGLE_RANK
 
 
 def test_a_step_is_recognized_by_its_id() -> None:
     # The other variables may be inherited: sbatch exports the environment of its caller.
     left_over = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
-    assert detect(left_over) == ALONE
+    assert detect(left_over) == SINGLE_RANK
 
 
 def test_mpirun_takes_precedence_over_slurm() -> None:
@@ -133,14 +133,14 @@ def test_the_size_under_pals_is_set_by_pmi() -> None:
 def test_torchrun_is_recognized_by_its_mark_only() -> None:
     # RANK and WORLD_SIZE may be set in a shell for other reasons.
     without = {key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}
-    assert detect(without) == ALONE
+    assert detect(without) == SINGLE_RANK
     assert detect({**without, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
 
 
 def test_variables_set_by_hand_come_last() -> None:
     assert detect({**KUBERNETES, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
     assert detect({**KUBERNETES, **SRUN}).launcher == "srun"
-    assert detect({**KUBERNETES, "MASTER_ADDR": ""}) == ALONE
+    assert detect({**KUBERNETES, "MASTER_ADDR": ""}) == SINGLE_RANK
 
 
 def test_torchrun_below_mpirun_or_srun_is_torchrun() -> None:
@@ -154,7 +154,7 @@ def test_a_launcher_without_rank_or_size_is_ignored(name: str) -> None:
     launcher = next(entry for entry in LAUNCHERS if entry.name == name)
     for missing in (launcher.rank, launcher.size):
         environ = {key: value for key, value in TABLE[name].items() if key != missing}
-        assert detect(environ) == ALONE
+        assert detect(environ) == SINGLE_RANK
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -162,7 +162,7 @@ def test_a_launcher_without_rank_or_size_is_ignored(name: str) -> None:
 def test_invalid_values_are_ignored(name: str, garbage: str) -> None:
     launcher = next(entry for entry in LAUNCHERS if entry.name == name)
     for variable in (launcher.rank, launcher.size):
-        assert detect({**TABLE[name], variable: garbage}) == ALONE
+        assert detect({**TABLE[name], variable: garbage}) == SINGLE_RANK
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -196,7 +196,7 @@ def test_tasks_per_node_of_slurm(tasks: str, local_size: int) -> None:
 def test_detect_reads_only_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in OPEN_MPI.items():
         monkeypatch.setenv(key, value)
-    assert detect({}) == ALONE
+    assert detect({}) == SINGLE_RANK
 
 
 @pytest.mark.parametrize(

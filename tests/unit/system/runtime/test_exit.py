@@ -276,7 +276,7 @@ def test_the_mark_keeps_other_notes() -> None:
 READER = """
 import glob, multiprocessing, os, signal, sys, tempfile
 from hvdtrain.system.runtime.exit import end_with_parent
-from hvdtrain.system.runtime.scratch import leave_nothing_behind
+from hvdtrain.system.runtime.scratch import use_scratch_directory
 
 def work(queue):
     tempfile.mkstemp()
@@ -285,7 +285,7 @@ def work(queue):
     signal.pause()
 
 if __name__ == "__main__":
-    leave_nothing_behind()
+    use_scratch_directory()
     context = multiprocessing.get_context("forkserver")
     queue = context.Queue()
     context.Process(target=work, args=(queue,), daemon=True).start()

@@ -20,7 +20,7 @@ from hvdtrain.system.runtime.scratch import FIRST_NAMESPACE, LOCK, clear_leftove
 RANK = """
 import signal, tempfile
 from hvdtrain.system.runtime import scratch
-scratch.leave_nothing_behind()
+scratch.use_scratch_directory()
 print(tempfile.gettempdir(), scratch._clearing[0].pid, flush=True)
 signal.pause()
 """

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import EXIT_PREEMPTED, UsageError
-from hvdtrain.system.runtime.detect import ALONE, SPAWN, LaunchInfo, detect
-from hvdtrain.system.runtime.spawn import check_alone, join, spawn
+from hvdtrain.system.runtime.detect import SINGLE_RANK, SPAWN, LaunchInfo, detect
+from hvdtrain.system.runtime.spawn import check_no_launcher, join, spawn
 
 RANK = """
 import json, os, pathlib, signal, sys, time
@@ -99,7 +99,7 @@ def test_join_does_nothing_in_other_processes() -> None:
 
 
 def test_spawn_under_a_launcher_is_reported() -> None:
-    check_alone({})
-    assert detect({}) == ALONE
+    check_no_launcher({})
+    assert detect({}) == SINGLE_RANK
     with pytest.raises(UsageError, match=r"--spawn .* mpirun \(Open MPI\)"):
-        check_alone({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
+        check_no_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})

@@ -35,12 +35,12 @@ def test_different_calls_of_one_number_end_the_job(ranks: list[Waits]) -> None:
         with rank.during("average_metrics"):
             pass
     with ranks[0].during("save_checkpoint"), ranks[2].during("average_metrics"):
-        ranks[0].look()
-        ranks[2].look()
+        ranks[0].check()
+        ranks[2].check()
         with pytest.raises(
             EndedError, match="rank 0 on a in save_checkpoint, rank 2 on b in average"
         ):
-            ranks[0].look()
+            ranks[0].check()
 
 
 def test_nested_calls_are_not_counted(ranks: list[Waits]) -> None:
@@ -67,25 +67,25 @@ def test_a_pending_call_is_made_and_counted_before_the_next_call(
 
 def test_a_call_completed_by_rank_zero_is_over(ranks: list[Waits]) -> None:
     with ranks[1].during("save_checkpoint"):
-        ranks[1].look()
+        ranks[1].check()
     with ranks[0].during("save_checkpoint"):
         pass
     with ranks[0].during("average_metrics"), ranks[2].during("average_metrics"):
-        ranks[2].look()  # its first call, not this one
-        ranks[0].look()
+        ranks[2].check()  # its first call, not this one
+        ranks[0].check()
 
 
 def test_a_late_rank_is_reported_once(
     ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ranks[0].during("save_checkpoint"), ranks[1].during("save_checkpoint"):
-        ranks[1].look()
-        ranks[0].look()
+        ranks[1].check()
+        ranks[0].check()
         assert not caplog.records  # before the end of PATIENCE
         monkeypatch.setattr(waits, "PATIENCE", 0.0)
         with caplog.at_level(logging.WARNING):
-            ranks[0].look()
-            ranks[0].look()
+            ranks[0].check()
+            ranks[0].check()
     (record,) = caplog.records
     assert "in save_checkpoint: ranks 0 on a, 1 on a waiting for rank 2 on b" in record.getMessage()
 
@@ -95,9 +95,9 @@ def test_rank_zero_itself_may_be_late(
 ) -> None:
     monkeypatch.setattr(waits, "PATIENCE", 0.0)
     with ranks[1].during("average_metrics"), ranks[2].during("average_metrics"):
-        ranks[1].look()
-        ranks[2].look()
-        ranks[0].look()
+        ranks[1].check()
+        ranks[2].check()
+        ranks[0].check()
     assert "ranks 1 on a, 2 on b waiting for rank 0 on a" in caplog.text
 
 
@@ -111,7 +111,7 @@ def test_sums_of_a_compiled_step_are_counted(
             pass
         rank.traced.append(lambda calls=calls: calls)
     for rank in (ranks[1], ranks[2], ranks[0], ranks[0]):
-        rank.look()
+        rank.check()
     (record,) = caplog.records
     assert "the sum of the gradients: ranks 0 on a, 1 on a waiting for rank 2 on b" in (
         record.getMessage()
@@ -122,6 +122,6 @@ def test_a_counted_call_is_numbered_after_earlier_traced_calls(ranks: list[Waits
     for rank in ranks:
         rank.traced.append(lambda: TracedCalls(7, 7))
     with ranks[0].during("save_checkpoint"), ranks[1].during("average_metrics"):
-        ranks[1].look()
+        ranks[1].check()
         with pytest.raises(EndedError, match="rank 0 on a in save_checkpoint, rank 1 on a in"):
-            ranks[0].look()
+            ranks[0].check()
