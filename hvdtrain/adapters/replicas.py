@@ -60,11 +60,12 @@ def compare(
         first = next(name for name in {**good, **bad} if good.get(name) != bad.get(name))
         ranks = ranks or range(communicator.size)
         others = "the other ranks'" if 0 in different else f"rank {ranks[0]}'s"
-        where = dict(zip(ranks, hosts, strict=True))
+        where = rank_names(
+            [ranks[rank] for rank in different], dict(zip(ranks, hosts, strict=True))
+        )
         raise agreed(
             HvdtrainError(
-                f"{when}the model of {rank_names([ranks[rank] for rank in different], where)} differs "
-                f"from {others}, first in {first}: {reason}"
+                f"{when}the model of {where} differs from {others}, first in {first}: {reason}"
             )
         )
     return whole.hex()

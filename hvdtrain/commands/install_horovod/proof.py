@@ -13,6 +13,7 @@ from hvdtrain.commands.install_horovod import proof_program
 from hvdtrain.commands.install_horovod.build import decisive_line
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.machine.toolchain import Mpi
+from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ def prove(commands: Sequence[tuple[str, Command]], log_file: Path) -> dict[str, 
     answers = {}
     for framework, command in commands:
         start = time.monotonic()
-        result = run(command, timeout=TIMEOUT)
+        with terminal.working(f"testing Horovod for {framework}: allreduce on {RANKS} ranks"):
+            result = run(command, timeout=TIMEOUT)
         with log_file.open("a") as stream:
             stream.write(f"$ {command.show()}\n{result.output}")
         answer = read_proof(result.output)
