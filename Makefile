@@ -85,6 +85,7 @@ check: $(CHECK_STAMP)  ## lint, imports, unit tests: no framework, no Horovod; m
 	ruff format --check .
 	codespell
 	lint-imports --no-logo --no-cache
+	python .ci/house.py
 	$(PYTEST) tests/unit --numprocesses 2
 
 test: setup  ## check, types, each framework in one process, one run on real ranks per contract

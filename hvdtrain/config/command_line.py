@@ -56,7 +56,7 @@ class Parser(CommandParser):
 def build_parser(
     workload: str, description: str, epilog: str, kind: type[Options] = Options
 ) -> Parser:
-    """Return the parser of a trainer, with an option per field of ``kind``."""
+    """Return the parser of a trainer, with an option per field of ``kind``, in its groups."""
     parser = Parser(workload, description, epilog, usage="%(prog)s [options]")
     parser.add_argument(
         "--config",
@@ -64,11 +64,17 @@ def build_parser(
         action="append",
         help="YAML file of options; later files and the command line take precedence",
     )
+    titles = {**kind.GROUPS}
+    if task_options := declared(kind)[len(declared(Options)) :]:  # those of a subclass follow
+        titles[task_options[0].name] = "task options"
+    group = parser.add_argument_group()
     for field in declared(kind):
+        if field.name in titles:
+            group = parser.add_argument_group(titles[field.name])
         dashed = "--" + field.name.replace("_", "-")
         text, read = field.metadata["help"], field.metadata["kind"]
         if read is bool:
-            parser.add_argument(dashed, action="store_true", default=None, help=text)
+            group.add_argument(dashed, action="store_true", default=None, help=text)
             continue
         if field.default not in (None, ""):
             text += f" (default: {field.default})"
@@ -77,7 +83,7 @@ def build_parser(
         if choices:
             settings = {"choices": [read(choice) for choice in choices]}
         metavar = "|".join(choices) or METAVARS.get(read, "N")
-        parser.add_argument(dashed, type=read, metavar=metavar, help=text, **settings)
+        group.add_argument(dashed, type=read, metavar=metavar, help=text, **settings)
     return parser
 
 

@@ -136,19 +136,26 @@ class Options:
     ALIASES: ClassVar[Mapping[str, str]] = {}
     """Aliases: ``--option`` or ``--option value``, and the words that replace it."""
 
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "framework": "common options",
+        "stage": "data",
+        "global_batch_size": "optimization",
+        "deterministic": "numerics and compilation",
+        "spawn": "distribution",
+        "evaluate_epochs": "evaluation",
+        "checkpoint_every": "checkpoints",
+        "metrics": "output",
+    }
+    """Groups of the help: the first option of each, and its title."""
+
     framework: str = option("pytorch", "deep-learning framework", choices=("pytorch", "tensorflow"))
     strategy: str | None = option(
         None,
-        "how gradients are synchronized across ranks (default: horovod if installed, else single)",
+        "how gradients are synchronized across ranks (default: horovod; for one process without it "
+        "single)",
         choices=tuple(STRATEGIES),
     )
     data: Path | None = option(None, "directory of the dataset (see below)", Path)
-    stage: Path | None = option(
-        None,
-        "node-local directory to which each host copies the packed dataset (hvdtrain pack) before "
-        "training; '$TMPDIR' is expanded on each host",
-        local_folder,
-    )
     model: str = option("", "model to train (see below)")
     epochs: int | None = option(
         None, "number of epochs; length of the learning-rate schedule", positive
@@ -157,13 +164,38 @@ class Options:
         None, "total number of updates after which to stop, counting those before a resume", count
     )
     batch_size: int | None = option(None, "number of samples per rank and step", batch)
+    lr: float | None = option(None, "learning rate for one rank", non_negative)
+    optimizer: str = option("sgd", "optimizer", choices=("sgd", "adam", "adamw"))
+    precision: str = option(
+        "auto",
+        "numeric precision of the forward pass",
+        choices=("auto", "fp64", "fp32", "bf16", "fp16"),
+    )
+    checkpoint_dir: Path | None = option(
+        None, "directory to save checkpoints in and resume from", Path
+    )
+    summary: Path | None = option(None, "JSON file for the result", Path)
+    stage: Path | None = option(
+        None,
+        "node-local directory to which each host copies the packed dataset (hvdtrain pack) before "
+        "training; '$TMPDIR' is expanded on each host",
+        local_folder,
+    )
+    workers: int | None = option(
+        None,
+        "number of data-loading processes per rank; 0: load in the rank itself (default: 1; on a "
+        "GPU the rank's cores minus one, at most 8)",
+        count,
+    )
+    seed: int = option(
+        0, "random seed for initialization, data order, dropout and augmentation", random_seed
+    )
     global_batch_size: int | None = option(
         None, "number of samples per step over all ranks, instead of --batch-size", batch
     )
     accumulate_steps: int = option(
         1, "number of forward and backward passes per update, each over --batch-size samples", batch
     )
-    lr: float | None = option(None, "learning rate for one rank", non_negative)
     lr_scaling: str | None = option(
         None,
         "scaling of the learning rate with the number of ranks (default: linear; with "
@@ -187,6 +219,29 @@ class Options:
     weight_decay: float | None = option(None, "weight decay (L2 penalty)", non_negative)
     clip_norm: float = option(
         0.0, "maximum L2 norm of the gradients of an update; 0: no clipping", non_negative
+    )
+    sync_batchnorm: bool = option(False, "compute BatchNorm over the global batch", bool)
+    on_nan: str = option(
+        "stop",
+        "action if gradients are not finite: stop, skip the update (at most 10 in a row), or roll "
+        "back to the newest checkpoint and skip that global batch (at most 3 times)",
+        choices=("stop", "skip", "rollback"),
+    )
+    deterministic: bool = option(
+        False, "make runs bit-equal to each other, with any number of ranks", bool
+    )
+    tf32: bool = option(
+        False, "use TF32 (10-bit mantissa) for fp32 matrix products on a GPU: faster", bool
+    )
+    compile: bool = option(False, "compile the model with torch.compile", bool)
+    spawn: int | None = option(
+        None,
+        "number of ranks to start on this host, without a launcher (--strategy ddp, zero, fsdp, "
+        "pipeline)",
+        positive,
+    )
+    local_rank: int | None = option(
+        None, "local rank as passed by torch.distributed.launch; must equal LOCAL_RANK", count
     )
     compression: str = option(
         NONE, "numeric type in which gradients are sent and summed", choices=COMPRESSIONS
@@ -212,40 +267,11 @@ class Options:
         "number of micro-batches per batch (default: 4 per stage; --strategy pipeline)",
         positive,
     )
-    optimizer: str = option("sgd", "optimizer", choices=("sgd", "adam", "adamw"))
-    precision: str = option(
-        "auto",
-        "numeric precision of the forward pass",
-        choices=("auto", "fp64", "fp32", "bf16", "fp16"),
-    )
-    tf32: bool = option(
-        False, "use TF32 (10-bit mantissa) for fp32 matrix products on a GPU: faster", bool
-    )
-    compile: bool = option(False, "compile the model with torch.compile", bool)
-    sync_batchnorm: bool = option(False, "compute BatchNorm over the global batch", bool)
-    on_nan: str = option(
-        "stop",
-        "action if gradients are not finite: stop, skip the update (at most 10 in a row), or roll "
-        "back to the newest checkpoint and skip that global batch (at most 3 times)",
-        choices=("stop", "skip", "rollback"),
-    )
     check_replicas: int = option(
         1000,
         "number of updates between checks that parameters and optimizer state are equal on all "
         "ranks; 0: check only when saving",
         count,
-    )
-    workers: int | None = option(
-        None,
-        "number of data-loading processes per rank; 0: load in the rank itself (default: 1; on a "
-        "GPU the rank's cores minus one, at most 8)",
-        count,
-    )
-    seed: int = option(
-        0, "random seed for initialization, data order, dropout and augmentation", random_seed
-    )
-    deterministic: bool = option(
-        False, "make runs bit-equal to each other, with any number of ranks", bool
     )
     evaluate_epochs: tuple[int, ...] | None = option(
         None,
@@ -253,14 +279,21 @@ class Options:
         "every epoch)",
         counts,
     )
+    evaluate_only: bool = option(False, "evaluate a checkpoint without training", bool)
+    checkpoint: Path | None = option(
+        None,
+        "checkpoint to evaluate, or a directory of checkpoints (default: the newest in "
+        "--checkpoint-dir)",
+        Path,
+    )
+    predict: Path | None = option(
+        None, "CSV file for one prediction per sample; implies --evaluate-only", Path
+    )
     benchmark: str = option(
         "",
         "measure throughput only: training (100 updates unless --num-steps is set, no evaluation) "
         "or inference (an evaluation; needs no checkpoint)",
         choices=("training", "inference"),
-    )
-    checkpoint_dir: Path | None = option(
-        None, "directory to save checkpoints in and resume from", Path
     )
     checkpoint_every: int | None = option(
         None, "number of updates between checkpoints, in addition to one per epoch", positive
@@ -271,17 +304,6 @@ class Options:
         "resume from --checkpoint-dir: if it has a checkpoint, never, or fail without one",
         choices=("auto", "never", "must"),
     )
-    evaluate_only: bool = option(False, "evaluate a checkpoint without training", bool)
-    predict: Path | None = option(
-        None, "CSV file for one prediction per sample; implies --evaluate-only", Path
-    )
-    checkpoint: Path | None = option(
-        None,
-        "checkpoint to evaluate, or a directory of checkpoints (default: the newest in "
-        "--checkpoint-dir)",
-        Path,
-    )
-    summary: Path | None = option(None, "JSON file for the result", Path)
     metrics: Path | None = option(
         None, "JSON Lines file for loss, learning rate and throughput", Path
     )
@@ -294,15 +316,6 @@ class Options:
     )
     timeline_steps: tuple[int, int | None] | None = option(
         None, "window of --timeline: from after update A to update B (default: all)", steps
-    )
-    spawn: int | None = option(
-        None,
-        "number of ranks to start on this host, without a launcher (--strategy ddp, zero, fsdp, "
-        "pipeline)",
-        positive,
-    )
-    local_rank: int | None = option(
-        None, "local rank as passed by torch.distributed.launch; must equal LOCAL_RANK", count
     )
     quiet: bool = option(False, "print errors only", bool)
     device: Any = "cpu"

@@ -42,9 +42,11 @@ class ImageOptions(Options):
 
     EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
 
-    synthetic: bool = option(False, "random images made once, for measuring speed", bool)
-    image_size: int = option(224, "side of the square images, pixels", positive)
-    skip_broken: bool = option(False, "leave out and count images that cannot be decoded", bool)
+    synthetic: bool = option(
+        False, "measure throughput on random images (default without --data)", bool
+    )
+    image_size: int = option(224, "height and width of the images in pixels", positive)
+    skip_broken: bool = option(False, "skip and count images that cannot be decoded", bool)
 
 
 @dataclass(frozen=True)

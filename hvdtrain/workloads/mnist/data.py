@@ -40,7 +40,9 @@ U8 = NDArray[np.uint8]
 class MnistOptions(Options):
     """Options of the training on digits."""
 
-    dropout: float | None = option(None, "one fraction for all dropouts, 0: none", fraction)
+    dropout: float | None = option(
+        None, "dropout probability of all dropout layers; 0: no dropout", fraction
+    )
 
 
 @dataclass(frozen=True)

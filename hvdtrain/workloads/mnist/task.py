@@ -16,19 +16,19 @@ DIGITS_DROPOUT = 0.1
 EPILOG = f"""\
 models:
   tutorial   two convolutions (32, 64) and a dense layer of 128; 1.2 million parameters
-  small      the net of Horovod's MNIST example; 22 thousand parameters
+  small      the network of Horovod's MNIST example; 22 thousand parameters
 
 data:
-  --data DIR holds the four IDX files of MNIST (or Fashion-MNIST), gzipped or not, flat or under
-  MNIST/raw, or is what `hvdtrain pack` has made of them. Without it: the 1,797 handwritten digits
-  that scikit-learn brings along.
+  --data DIR contains the four IDX files of MNIST (or Fashion-MNIST), gzipped or not, in DIR or
+  DIR/MNIST/raw, or the output of `hvdtrain pack`. Without --data: the 1,797 handwritten digits of
+  scikit-learn.
 
 defaults:
   batch 64 per rank; learning rate per rank {LR}; momentum 0.9
-  and weight decay 1e-4; 6 epochs with half an epoch of warm-up, then a straight line to 0.
-  On the embedded digits, which are few: batch 16; learning rate
-  {DIGITS_LR}; dropout {DIGITS_DROPOUT}; 14 epochs with 3 of
-  warm-up; in each epoch every image is turned, slanted, scaled and shifted at random
+  and weight decay 1e-4; 6 epochs: half an epoch of warm-up, then linear decay to 0.
+  For the small set of embedded digits: batch 16; learning rate
+  {DIGITS_LR}; dropout {DIGITS_DROPOUT}; 14 epochs, 3 of
+  warm-up; random rotation, shear, scale and shift of every image in each epoch
 
 examples:
   python -m hvdtrain.mnist

@@ -17,13 +17,13 @@ models:
   resnet18 resnet34 resnet50 (default) resnet101 resnet152
 
 data:
-  --data DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (PNG too; grey and CMYK images too), or
-  is what `hvdtrain pack` has made of it. Without it: random images made once, 100 updates unless
-  told otherwise, no evaluation.
+  --data DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg (also PNG; also grey and CMYK images),
+  or the output of `hvdtrain pack`. Without --data: a benchmark on random images, 100 updates
+  unless --num-steps is set, no evaluation.
 
 defaults:
   batch 32 per rank; learning rate per rank {LR}; weight decay
-  1e-4; 90 epochs with 5 of warm-up, then a cosine to 0; bf16 where the processor or GPU has it
+  1e-4; 90 epochs: 5 of warm-up, then cosine decay to 0; bf16 if the processor or GPU supports it
 
 examples:
   mpirun -n 2 python -m hvdtrain.resnet --batch-size 8

@@ -43,19 +43,20 @@ ALIASES = {
 
 EPILOG = """\
 models:
-  the backbone: resnet18 resnet34 resnet50 (default) resnet101 resnet152; --backbone-path FILE has
-  its weights, such as a checkpoint's model.safetensors of hvdtrain.resnet; nothing is downloaded
+  backbone: resnet18 resnet34 resnet50 (default) resnet101 resnet152; --backbone-path FILE contains
+  its weights, e.g. model.safetensors of a checkpoint of hvdtrain.resnet; nothing is downloaded
 
 data:
-  --data DIR is in COCO's layout: train2017/*.jpg, val2017/*.jpg, annotations/instances_*2017.json.
-  Without it: coloured boxes drawn on noise, 100 updates unless told otherwise.
+  --data DIR has COCO's layout: train2017/*.jpg, val2017/*.jpg, annotations/instances_*2017.json.
+  Without --data: a benchmark on random images with coloured boxes, 100 updates unless --num-steps
+  is set.
 
 defaults:
-  batch 64 per rank; learning rate {rates}, for a global
-  batch of 32 and in proportion to it (unless --lr-scaling says otherwise); an epoch of warm-up, a
-  tenth of it after 43 and 54 of 65 epochs; momentum 0.9, weight decay 5e-4
+  batch 64 per rank; learning rate {rates} at a global
+  batch of 32, scaled linearly (see --lr-scaling); one epoch of warm-up, decay by 10 after 43 and 54
+  of 65 epochs; momentum 0.9, weight decay 5e-4
 
-also taken, as articles on SSD spell it:
+aliases, as in publications on SSD:
 {aliases}
 
 examples:
@@ -73,14 +74,16 @@ class DetectorOptions(Options):
     EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
     ALIASES: ClassVar = ALIASES
 
-    synthetic: bool = option(False, "coloured boxes drawn on noise, as without --data", bool)
-    skip_broken: bool = option(
-        False, "leave out and count images that are not there or cannot be decoded", bool
+    synthetic: bool = option(
+        False, "measure throughput on random images (default without --data)", bool
     )
-    backbone_path: Path | None = option(None, "weights of the backbone to begin with", Path)
+    skip_broken: bool = option(
+        False, "skip and count images that are missing or cannot be decoded", bool
+    )
+    backbone_path: Path | None = option(None, "file with the initial weights of the backbone", Path)
     pictures: Path | None = option(
         None,
-        "at each evaluation, write the first 12 images with the boxes found to this folder",
+        "directory for 12 images with the detected boxes, written at each evaluation",
         Path,
     )
 
