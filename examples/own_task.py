@@ -29,7 +29,7 @@ def squared_error(output, y):
 
 
 def task(options):
-    """Return model, data, loss and metrics; every rank calls it, and none needs to know of it."""
+    """Return model, data, loss and metrics; all ranks call it, with equal results."""
     x, y = load_diabetes(return_X_y=True)
     x, y = x / x.std(0), (y - y.mean()) / y.std()
     torch.manual_seed(options.seed)

@@ -42,10 +42,11 @@ class Adapter(ABC):
         """Step 2: assign a separate device to each local rank; on a CPU, its share of the cores.
 
         Returns:
-            A description of the device, e.g. ``cuda:0`` or ``cpu, 4 threads``.
+            A description of the device, e.g. ``cuda:0 (NVIDIA H100)`` or ``cpu, 4 threads``.
 
         Raises:
-            UsageError: on every rank, if any host has fewer devices than local ranks.
+            UsageError: on every rank, if a host with GPUs has fewer than local ranks (unless
+                sharing is allowed), or if only some ranks see a GPU.
         """
 
     @abstractmethod
@@ -80,7 +81,8 @@ class Adapter(ABC):
 
         Args:
             base: the learning rate for one rank.
-            scaling: ``linear``, ``sqrt`` or ``none``: its growth with the world size.
+            scaling: ``linear``, ``sqrt`` or ``none``: its growth with the number of data-parallel
+                parts of a batch, the world size unless a strategy splits the model.
             schedule: ``epochs``, ``warmup_epochs``, ``schedule``, ``milestones``, ``decay`` of
                 ``LearningRate``.
         """
@@ -126,16 +128,20 @@ class Adapter(ABC):
         state: dict[str, Any],
         keep: int = 3,
     ) -> Path:
-        """Step 7: write a checkpoint atomically, on rank 0.
+        """Step 7: write a checkpoint atomically; all ranks call it.
+
+        Rank 0 writes; with ``zero``, ``fsdp`` and ``pipeline`` each rank writes its part.
 
         Args:
             directory: directory of the checkpoints; with several hosts, on a shared file system.
+            model: model whose parameters and buffers are saved.
+            optimizer: optimizer whose state is saved.
             state: JSON values to restore; ``step`` is required: a count that grows from save to
                 save (updates or epochs), largest in the newest checkpoint.
             keep: number of recent checkpoints to keep, in addition to the best.
 
         Raises:
-            CheckpointError: on every rank, if rank 0 could not write.
+            CheckpointError: on every rank, if any rank could not write.
         """
 
     @abstractmethod

@@ -163,7 +163,7 @@ class Options:
     num_steps: int | None = option(
         None, "total number of updates after which to stop, counting those before a resume", count
     )
-    batch_size: int | None = option(None, "number of samples per rank and step", batch)
+    batch_size: int | None = option(None, "number of samples per rank and forward pass", batch)
     lr: float | None = option(None, "learning rate for one rank", non_negative)
     optimizer: str = option("sgd", "optimizer", choices=("sgd", "adam", "adamw"))
     precision: str = option(
@@ -228,7 +228,7 @@ class Options:
         choices=("stop", "skip", "rollback"),
     )
     deterministic: bool = option(
-        False, "make runs bit-equal to each other, with any number of ranks", bool
+        False, "make runs on the same number of ranks bit-equal to each other", bool
     )
     tf32: bool = option(
         False, "use TF32 (10-bit mantissa) for fp32 matrix products on a GPU: faster", bool
@@ -301,7 +301,7 @@ class Options:
     keep: int = option(3, "number of recent checkpoints to keep, in addition to the best", positive)
     resume: str = option(
         "auto",
-        "resume from --checkpoint-dir: if it has a checkpoint, never, or fail without one",
+        "resume from --checkpoint-dir; auto: if it has a checkpoint, must: fail without one",
         choices=("auto", "never", "must"),
     )
     metrics: Path | None = option(

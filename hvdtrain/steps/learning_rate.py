@@ -37,7 +37,7 @@ class LearningRate:
 
     Attributes:
         base: learning rate for one rank.
-        factor: scaling with the world size (``scale_factor``).
+        factor: scaling with the number of data ranks (``scale_factor``).
         epochs: length of the training in epochs; ``linear`` and ``cosine`` reach 0 there.
         warmup_epochs: number of epochs of linear warm-up from ``base`` to ``base * factor``; with
             factor 1 from 0, as otherwise warm-up on one rank would have no effect.

@@ -86,7 +86,7 @@ class Shards:
     """A rank's view of the training set.
 
     All ranks must create it with the same arguments except ``rank``; then the parts of a step are
-    disjoint, and their union is the global batch.
+    disjoint, and their union is the global batch. Ranks that share a model share a data rank.
 
     The gradients of a rank are weighted by its ``current`` part. Iterating over ``epoch`` sets it;
     if batches are read ahead, e.g. by worker processes, use ``batches`` or ``step``.
@@ -96,8 +96,8 @@ class Shards:
         global_batch: number of samples per step over all ranks; the last step of an epoch may have
             fewer.
         seed: random seed of the order.
-        rank: rank of this process.
-        size: world size.
+        rank: data rank of this process.
+        size: number of data ranks.
         on_begin: called with the shards and a part when that part becomes the current one.
         on_end: called at the end of a ``step`` or an ``epoch``.
         current: part on which the next gradients are computed; None before the first one and after

@@ -121,7 +121,7 @@ class Run:
         self.show.begin(lines, self.total_steps, self.now.step)
 
     def run(self) -> int:
-        """Train until the end, ``--num-steps`` or a signal; save, evaluate, write the summary.
+        """Train until the end, ``--num-steps`` or a stop; save, evaluate, write the summary.
 
         Returns:
             The exit code.
@@ -208,7 +208,7 @@ class Run:
     def _check_replicas(self) -> None:
         """Compare the ranks' models according to ``--check-replicas``; all ranks call it.
 
-        The check is before the update, which with some strategies would overwrite a difference.
+        It is called before the next update, which with some strategies overwrites a difference.
         """
         every = self.options.check_replicas
         if every and (self.now.step + 1) % every == 0 and self.adapter.world.size > 1:
@@ -343,7 +343,7 @@ class Run:
         return selected is None or epochs in selected or epochs >= self.plan.epochs
 
     def _evaluate(self) -> bool:
-        """Evaluate on the whole test set, each sample once; False if a signal interrupted it."""
+        """Evaluate on the whole test set, each sample once; False if a stop interrupted it."""
         if self.task.test is None or self.now.metrics is not None or self.options.benchmark:
             return True
 

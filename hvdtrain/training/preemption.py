@@ -1,7 +1,7 @@
-"""Requests to stop a training: it saves after the current step and exits with code 75.
+"""Requests to stop a training: it saves within a few steps and exits with code 75.
 
-A request is a signal, or the approaching end of the job's walltime: PBS leaves only 10 s between
-TERM and KILL, and Open MPI's mpirun half a second (version 5) or two (version 4).
+A request is a signal, a change of hosts or the approaching end of the job's walltime: PBS leaves
+only 10 s between TERM and KILL, and Open MPI's mpirun half a second (version 5) or two (version 4).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvdtrain.system.runtime.exit import (
 )
 from hvdtrain.system.runtime.walltime import Walltime, ends_at
 
-ENDING = ("SIGTERM", "SIGINT")  # by which mpirun ends its ranks; it forwards the others
+ENDING = ("SIGTERM", "SIGINT")  # mpirun ends its ranks on these and forwards the others
 AGAIN = "run the same command again to continue"
 NOTHING_SAVED = "nothing was saved (no --checkpoint-dir)"
 ANOTHER = "another rank was asked to stop"  # and this one was not
@@ -67,7 +67,7 @@ def resume_hint(*, restart: bool) -> str:
 def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
     """Exit on a signal that comes before ``on_stop_signal``, with 75 if there is a checkpoint.
 
-    No training progress is lost, and completing the start may take too long. Without checkpoints a
+    There is nothing to save yet, and completing the start may take too long. Without checkpoints a
     signal ends this process as usual, at any time; rank 0 reports it if mpirun would end the ranks
     without a message.
 

@@ -141,7 +141,7 @@ def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) 
         os.kill(agent, signal.SIGKILL)
         outcome = wait_until_over(two, process, "an agent killed")
     assert outcome.code not in (0, 75), outcome.err
-    assert [f"on {two.name(2)} has ended without a word" in line for line in outcome.said] == [True]
+    assert [f"on {two.name(2)} exited unexpectedly" in line for line in outcome.said] == [True]
 
 
 def _by_torchrun(two: TwoHosts, words: Sequence[str], variables: Mapping[str, str]) -> None:

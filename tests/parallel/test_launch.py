@@ -183,7 +183,7 @@ def test_term_saves_and_leaves_nothing(moment: str, tmp_path: Path, started: Sta
     assert Path(result["checkpoint"]).is_dir()
     assert re.findall("^hvdtrain: SIG.*: (stopped .*)", output, re.MULTILINE) == [
         f"stopped after step {step}, saved {result['checkpoint']}: run the same command again to "
-        "go on"
+        "continue"
     ]
     assert "non-zero" not in output
     assert_gone(processes)

@@ -31,6 +31,9 @@ from hvdtrain import cli, completion
 from hvdtrain.commands.runs import records
 from hvdtrain.config.parser import CommandParser
 from hvdtrain.steps.summary import Summary
+from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
+from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET
+from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
 from tests.studies import TUTORIAL, run
 from tests.timelines import straggling
 from tests.unit.commands.compare.test_table import THREE, write
@@ -49,6 +52,8 @@ def parsers() -> dict[str, CommandParser]:
         if verb.module
     }
     programs = {f"python -m {name}": parser for name, parser in completion._programs()}
+    for workload in (MNIST, RESNET, SSD300):  # completion needs no epilog
+        programs[f"python -m hvdtrain.{workload.name}"].epilog = workload.epilog
     return {"hvdtrain": cli.overview(), **verbs, **programs}
 
 

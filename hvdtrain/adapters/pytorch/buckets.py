@@ -30,7 +30,7 @@ from hvdtrain.config.levers import BUCKET_BYTES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.waits import SUM
 
-ALIGNMENT = 16  # elements: each gradient begins on a cache line
+ALIGNMENT = 16  # elements: a cache line of 64 bytes in fp32
 
 
 class Sums(ABC):

@@ -46,7 +46,7 @@ END_SIGNALS = dict.fromkeys(OPEN_MPI, ((signal.SIGINT, 10.0),))
 DEFAULT_SIGNALS = ((signal.SIGTERM, 5.0), (signal.SIGINT, 0.5), (signal.SIGINT, 5.0))
 FORWARDED = b"hvdtrain: SIGUSR1: "
 CHUNK = 65_536  # bytes
-AT_ONCE = 2.0  # seconds for the ranks to stop before the wait is reported
+REPORT_AFTER = 2.0  # seconds for the ranks to stop before the wait is reported
 POLL = 0.2  # seconds between two checks of the time and of signals
 MOMENT = 0.2  # seconds for mpirun to write the rest of a block between two rules
 GRACE = 30.0  # seconds after TERM or HUP, the longest that batch systems wait before they kill
@@ -164,7 +164,7 @@ class WatchedLauncher:
             if not self.stop:
                 self.stop = signal.Signals(number).name
                 self._stop_at = time.monotonic()
-                self._report_at = self._stop_at + AT_ONCE
+                self._report_at = self._stop_at + REPORT_AFTER
                 if self.process.returncode is None:
                     # Intel MPI forwards TERM, set by ``argv.INTEL``.
                     intel = self.dialect == "intel"

@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 WAIT_USAGE = 5.0
 WAIT_FAILURE = 1.0
 WAIT_LOSS = 5.0  # for the failure detector to report which rank a collective has lost
-LOOK, LOOKS = 0.3, 5  # seconds before each check for a lost rank; number of checks of elastic ranks
+LOSS_POLL = 0.3  # seconds before each check for a lost rank
+LOSS_POLLS = 5  # number of checks by an elastic rank
 WAIT_PREEMPTED = 5.0  # for rank 0 to write the summary, after which all ranks exit together
-MPIRUNS = tuple(
-    name for name in daemon.NAMES if not name.endswith("ted")
-)  # without the daemons on other hosts
+# Without prted and orted, its daemons on other hosts.
+MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))
 
 
 @dataclass
@@ -56,9 +56,8 @@ class ProcessStatus:
     checkpoint: str = ""  # newest checkpoint of this run, from which it can resume
     interrupted: str = "interrupted"  # message after Ctrl-C
     at_exit: list[Callable[[int], None]] = field(default_factory=list)  # called with the exit code
-    disconnect: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # shut down the communication library
+    # Shut down the communication library:
+    disconnect: list[Callable[[], None]] = field(default_factory=list)
 
     def resume_hint(self) -> str:
         """Return how to resume after a failure that the training did not cause."""
@@ -87,6 +86,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
             reason = "" if isinstance(stop.code, int) else f" ({stop.code})"
             message = f"the program called sys.exit{reason}, exit code {code}"
             fail(f"{message}. {process_status.resume_hint()}", code=code)
+        if isinstance(stop.code, str):  # as Python does
+            sys.stderr.write(f"{stop.code}\n")
     except KeyboardInterrupt:
         fail(process_status.interrupted, code=EXIT_INTERRUPTED)
     except HvdtrainError as error:
@@ -100,7 +101,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         if is_elastic(os.environ):
             restart_after_rank_loss()
         elif (launch := detect(os.environ)).is_root and launch.size > 1:
-            time.sleep(LOOK)  # if a rank is lost, the failure detector reports which one
+            time.sleep(LOSS_POLL)  # if a rank is lost, the failure detector reports which one
         detail = "".join(traceback.format_exception(error))
         fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
     if code == EXIT_PREEMPTED:
@@ -114,11 +115,11 @@ def restart_after_rank_loss() -> None:
     The failure detector does the same, but it is not running while the ranks connect. An error on
     all ranks is no loss: each rank checks before the first one has exited.
     """
-    for _ in range(LOOKS):
-        time.sleep(LOOK)
+    for _ in range(LOSS_POLLS):
+        time.sleep(LOSS_POLL)
         if elastic.is_rank_lost():
             restart_ranks()
-    time.sleep(WAIT_LOSS - LOOKS * LOOK)
+    time.sleep(WAIT_LOSS - LOSS_POLLS * LOSS_POLL)
 
 
 def end_after_loss() -> NoReturn:

@@ -304,7 +304,7 @@ def read_ahead() -> None:
     net = Net()
     net, kept = hvd.distribute_optimizer(net, sgd(net))
     shards = hvd.shard_data(SAMPLES, global_batch=BATCH)
-    expect_error(loss_of(net, x, y).backward, "which part", "shards.step(part)")
+    expect_error(loss_of(net, x, y).backward, "current part", "shards.step(part)")
     with_too_few = shards.batches(0, [1])
     expect_error(lambda: list(with_too_few), "ended after 1", "batch_sampler")
     assert isinstance(kept, torch.optim.SGD)

@@ -118,7 +118,7 @@ def _scaled(records: Records, single_rank: RankRecord, evidence: str) -> Row | N
     size = len(records)
     rates, base = records[0]["rates"], single_rank["rates"]
     # One rank makes ``growth`` updates for each of theirs. A schedule may use the epoch at the
-    # begin or at the end of an update.
+    # beginning or at the end of an update.
     growth, updates = _growth(records, single_rank) or 1.0, range(len(rates))
     early = _ratios(rates, base, [round(i * growth) for i in updates])
     late = _ratios(rates, base, [round((i + 1) * growth) - 1 for i in updates])
@@ -128,7 +128,8 @@ def _scaled(records: Records, single_rank: RankRecord, evidence: str) -> Row | N
         follows = any(
             ratios and all(_close(ratio, factor) for ratio in ratios) for ratios in (early, late)
         )
-        if follows if rises else _close(peak, factor):
+        matches = follows if rises else _close(peak, factor)
+        if matches:
             return row(4, True, f"{evidence}: {name} rule, x {factor:.3g}", ratio=factor)
     if peak > size and not rises:
         return row(4, False, f"{evidence}: x {peak:.3g}, more than the linear rule's {size}")
@@ -268,7 +269,9 @@ def _combination(applied: Vector, local: Vector, evidence: str, *, part: float |
     weights, _, rank, _ = np.linalg.lstsq(local.T, applied, rcond=1e-6)
     residual = float(np.linalg.norm(applied - weights @ local)) / scale
     if rank < size or residual > REDUCED:
-        return row(5, True, f"{evidence}; not a weighted mean of the local gradients (clipped?)")
+        return row(
+            5, True, f"{evidence}; no unique weights of the local gradients (clipped by value?)"
+        )
     unused = [r for r in range(size) if abs(weights[r]) < IDLE * np.max(np.abs(weights))]
     factors = ", ".join(f"{weight:.3g}" for weight in weights[:8])
     if unused:

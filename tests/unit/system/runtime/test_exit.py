@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.runtime.exit import LOOK, WAIT_FAILURE, WAIT_USAGE, agreed, is_agreed
+from hvdtrain.system.runtime.exit import LOSS_POLL, WAIT_FAILURE, WAIT_USAGE, agreed, is_agreed
 
 HEAD = """\
 import sys, time
@@ -92,7 +92,8 @@ def test_an_exit_of_one_rank_within_a_step_is_reported(
 
 
 def test_exit_with_a_text_is_a_failure() -> None:
-    assert end_of("sys.exit('words')").code == 1
+    end = end_of("sys.exit('no data')")
+    assert (end.code, end.err) == (1, "no data\n")
 
 
 DISCONNECT = "process_status.disconnect.append(lambda: print('disconnected'))\n"
@@ -210,7 +211,7 @@ def test_a_traceback_for_unexpected_errors_only(rank: int | None) -> None:
         assert "rank" not in end.err.splitlines()[0]
     else:
         assert f"rank {rank} on {socket.gethostname()}: failed" in end.err.splitlines()[0]
-        assert end.out == f"slept {WAIT_FAILURE if rank else LOOK}\n"
+        assert end.out == f"slept {WAIT_FAILURE if rank else LOSS_POLL}\n"
 
 
 def test_earlier_output_is_not_lost() -> None:
