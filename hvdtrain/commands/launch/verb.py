@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_elastic_options(parser)
     parser.add_argument(
-        "--threads", type=int, metavar="T", help="OMP_NUM_THREADS of each rank (default: unset)"
+        "--threads",
+        type=int,
+        metavar="T",
+        help="OMP_NUM_THREADS of each rank (default: its share of the job's cores, else unset)",
     )
     parser.add_argument(
         "--room-for",
