@@ -117,7 +117,8 @@ DIST_TOOLS := build==1.6.1 twine==7.0.0 setuptools
 dist:  ## build sdist and wheel in dist/, check them, and use the wheel in a new environment
 	rm -rf dist .venv-dist
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/$(PIP) --constraint constraints.txt $(DIST_TOOLS)
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint constraints.txt $(DIST_TOOLS)
 	.venv-dist/bin/python -m build --no-isolation --outdir dist
 	.venv-dist/bin/python -m twine check --strict dist/*
 	PYTHON=$(PYTHON) .ci/try-wheel dist/*.whl constraints.txt
