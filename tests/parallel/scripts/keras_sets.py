@@ -154,7 +154,7 @@ if len(MINE.ranks) > 1:
     )
 expect_error(lambda: hvd.shard((X, Y), global_batch=8), "process_set=", "hvd.global_process_set")
 expect_error(lambda: hvd.DistributedOptimizer(sgd(), process_set=OTHER), "process_set.included()")
-expect_error(lambda: hvd.DistributedOptimizer(sgd(), process_set=twice[0]), "is not known")
+expect_error(lambda: hvd.DistributedOptimizer(sgd(), process_set=twice[0]), "is unknown")
 Path(DONE, f"{hvd.rank()}-of-{hvd.size()}").touch()
 if NUMBER == 0:  # a rank that fails waits for nobody, while another one waits for it
     while len(list(DONE.glob("*-of-*"))) < hvd.size():
