@@ -1,7 +1,7 @@
 """Result of a training, written to ``--summary`` and read by the commands.
 
-A field is None if it is unknown: no evaluation, or a file of another version. The keys are
-documented in docs/training.md.
+A field is None if it is unknown: no evaluation, or a file of another version. docs/training.md
+explains how seconds and samples are counted.
 """
 
 from __future__ import annotations
@@ -77,27 +77,36 @@ class Summary:
     strategy: str | None = None
     model: str | None = None
     world_size: int | None = None
+    """Number of ranks."""
     devices: int | None = None
     """Over all ranks; more than the ranks only with ``data-parallel``."""
     hosts: int | None = None
+    """Number of hosts."""
     precision: str | None = None
+    """Of the forward pass."""
     compression: str | None = None
+    """Type in which gradients were sent."""
     reduction: str | None = None
     global_batch_size: int | None = None
+    """Samples per update; None if nothing was trained."""
     epochs_completed: int | None = None
     steps_completed: int | None = None
     samples_trained: int | None = None
+    """Over all ranks."""
     training_samples: int | None = None
     """Of an epoch."""
     unit: str | None = None
     """Plural noun of the samples, e.g. ``images``."""
     train_loss: float | None = None
+    """Mean over the samples of the last epoch, or of its part that was trained."""
     eval_loss: float | None = None
+    """Mean over the samples of the last evaluation."""
     eval_accuracy: float | None = None
     """A fraction."""
     eval_metrics: Mapping[str, float | None] | None = None
     """Metrics of the task except the loss, by name."""
     eval_samples: int | None = None
+    """Number of samples of the last evaluation, each counted once."""
     images_per_second_mean: float | None = None
     """Over all ranks, after the first min(5, steps // 5) steps."""
     images_per_second_std: float | None = None
@@ -106,25 +115,33 @@ class Summary:
     """Of those steps."""
     seconds_total: float | None = None
     seconds_to_first_step: float | None = None
+    """Until the first update was done."""
     step_split: StepSplit | None = None
+    """Parts of the mean step."""
     bubble: Bubble | None = None
     """Of a pipeline."""
     gradient_messages: GradientMessages | None = None
+    """Messages and bytes in which the gradients of a step are reduced."""
     peak_memory_bytes: int | None = None
     """Maximum over the ranks: on the GPU, else resident."""
     utilisation_mean: float | None = None
     """Of the cores of a rank, or of its GPU, a fraction; over the ranks."""
     utilisation_lowest: float | None = None
+    """Minimum over the ranks."""
     joules_per_image: float | None = None
     """Energy of all GPUs since step 2; None if unknown."""
     parameter_norm: float | None = None
+    """L2 norm over all trainable parameters, in float64."""
     steps_skipped: int | None = None
     """Updates skipped by ``--on-nan skip``; None if there were none."""
     rollbacks: int | None = None
     """Of ``--on-nan rollback``; None if there were none."""
     stopped: Stopped | None = None
+    """``finished``, ``steps``, ``preempted`` or ``diverged``."""
     checkpoint: str | None = None
+    """Path of the newest one, or of the one that was evaluated."""
     timeline: str | None = None
+    """Path, if one was recorded."""
     options: Mapping[str, Any] | None = None
     """Options that differ from their default."""
     environment: Mapping[str, Any] | None = None
