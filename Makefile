@@ -48,7 +48,8 @@ define environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "$(PYTHON) is older than 3.11: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
 	@[ "$$($(@D)/bin/python -VV 2>&1)" = "$$($(PYTHON) -VV 2>&1)" ] \
-	    || $(PYTHON) -m venv --clear $(@D)
+	    || $(PYTHON) -m hvdtrain.system.runtime.terminal "a new environment in $(@D)" \
+	    $(PYTHON) -m venv --clear $(@D)
 endef
 
 $(STAMP):

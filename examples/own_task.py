@@ -9,9 +9,9 @@ import torch
 from sklearn.datasets import load_diabetes
 from sklearn.metrics import r2_score
 
-from hvdtrain.workloads.columns import Columns
-from hvdtrain.workloads.metrics import WholeSet
-from hvdtrain.workloads.torch_task import InMemory, TorchTask
+from hvdtrain.tasks.columns import Columns
+from hvdtrain.tasks.metrics import WholeSet
+from hvdtrain.tasks.pytorch import InMemory, TorchTask
 
 TEST = 89  # samples, the last ones
 

@@ -11,9 +11,9 @@ from keras import layers
 from sklearn.datasets import load_diabetes
 from sklearn.metrics import r2_score
 
-from hvdtrain.workloads.columns import Columns
-from hvdtrain.workloads.metrics import WholeSet
-from hvdtrain.workloads.tf_task import InMemory, TFTask, weight_dtype
+from hvdtrain.tasks.columns import Columns
+from hvdtrain.tasks.metrics import WholeSet
+from hvdtrain.tasks.tensorflow import InMemory, TFTask, weight_dtype
 
 TEST = 89  # samples, the last ones
 

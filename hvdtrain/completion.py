@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import shtab
 
 from hvdtrain import pi, train
-from hvdtrain.collectives import __main__ as collectives
+from hvdtrain.commands.collectives import program as collectives
 from hvdtrain.config.command_line import build_parser
 from hvdtrain.config.parser import CommandParser
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST

@@ -14,8 +14,8 @@ from pathlib import Path
 from hvdtrain.config.command_line import build_parser
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.runtime.exit import run_and_exit
+from hvdtrain.tasks import own
 from hvdtrain.training import trainer
-from hvdtrain.workloads import own
 
 DESCRIPTION = "Train the task defined in a Python file."
 EPILOG = f"""\

@@ -18,11 +18,11 @@ from arguments import DEVIATION, MEAN
 from PIL import Image
 
 from hvdtrain.steps.sharding import Shards
+from hvdtrain.tasks.pytorch import network_input
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.torch_loader import Folder
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision
-from hvdtrain.workloads.torch_task import network_input
 
 BATCH, SIZE, SECONDS = 16, 224, 6.0
 which, data = sys.argv[1], Path(sys.argv[2])

@@ -47,7 +47,7 @@ class Strategy:
     short_steps: Mapping[str, str] = field(default_factory=dict)
     """Additional ones if a step takes only a few milliseconds."""
     gradient_libraries: tuple[str, ...] = ()
-    """Back ends that may sum the gradients, best first: names of ``collectives/bench.py``."""
+    """Back ends that may sum the gradients, best first: names of ``collectives/timing.py``."""
     compressions: tuple[str, ...] = ()
     """Supported values of ``--compression``."""
     levers: tuple[str, ...] = ()

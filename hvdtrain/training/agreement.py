@@ -15,7 +15,7 @@ from hvdtrain.config.options import Options, declared
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import differences
 from hvdtrain.system.runtime.exit import agreed
-from hvdtrain.workloads.task import Task
+from hvdtrain.tasks.task import Task
 
 SHOWN = 12  # digits of a digest
 # Options that only rank 0 uses, or that do not affect results.

@@ -17,7 +17,7 @@ from hvdtrain.steps.sharding import Position
 from hvdtrain.steps.summary import Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
-from hvdtrain.workloads.task import Task
+from hvdtrain.tasks.task import Task
 
 
 @dataclass

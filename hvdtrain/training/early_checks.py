@@ -16,8 +16,8 @@ from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.detect import LaunchInfo
+from hvdtrain.tasks.task import Workload
 from hvdtrain.training.plan import TrainingPlan, make_plan
-from hvdtrain.workloads.task import Workload
 
 
 def check_early(

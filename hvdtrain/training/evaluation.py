@@ -13,10 +13,10 @@ from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.sharding import bounds, evaluation_parts
 from hvdtrain.steps.world import World
-from hvdtrain.workloads.columns import Columns
-from hvdtrain.workloads.data.dataset import Batch
-from hvdtrain.workloads.metrics import Array, Consumer
-from hvdtrain.workloads.task import Task
+from hvdtrain.tasks.columns import Columns
+from hvdtrain.tasks.dataset import Batch
+from hvdtrain.tasks.metrics import Array, Consumer
+from hvdtrain.tasks.task import Task
 
 EVALUATION_BATCH = 4  # times a rank's training batch: no memory is needed for gradients
 PIECE = 2**20  # bytes of other ranks' lines that a rank holds at a time

@@ -11,12 +11,12 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.steps.summary import Stopped
 from hvdtrain.system.runtime.exit import agreed, process_status
+from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training.evaluation import Lines, evaluate
 from hvdtrain.training.plan import TrainingPlan
 from hvdtrain.training.progress import Progress, Silent
 from hvdtrain.training.summary import described, evaluated, evaluation_rows, headline, measured
 from hvdtrain.training.throughput import Clock
-from hvdtrain.workloads.task import Task, Workload
 
 
 class EvaluationRun:

@@ -16,6 +16,8 @@ from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import is_agreed, process_status
+from hvdtrain.tasks.dataset import Batch
+from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
@@ -33,8 +35,6 @@ from hvdtrain.training.summary import (
 )
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
-from hvdtrain.workloads.data.dataset import Batch
-from hvdtrain.workloads.task import Task, Workload
 
 LINES_PER_EPOCH = 20  # log intervals
 

@@ -11,8 +11,8 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.steps.integrity import rank_names
 from hvdtrain.steps.sharding import Part, Position
 from hvdtrain.system.runtime.exit import agreed
+from hvdtrain.tasks.task import NotFinite, Task
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
-from hvdtrain.workloads.task import NotFinite, Task
 
 MOST_SKIPPED = 10  # consecutive updates that --on-nan skip skips
 MOST_ROLLBACKS = 3

@@ -13,7 +13,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.system.output.text import plural
-from hvdtrain.workloads.task import Workload
+from hvdtrain.tasks.task import Workload
 
 BENCHMARK_STEPS = 100
 

@@ -22,9 +22,9 @@ from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.output.text import percent, plural
 from hvdtrain.system.runtime.detect import detect
+from hvdtrain.tasks.metrics import Metric
+from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training.throughput import Clock
-from hvdtrain.workloads.metrics import Metric
-from hvdtrain.workloads.task import Task, Workload
 
 STOPPED = {
     Stopped.PREEMPTED: "preempted and saved: run the same command again to continue",

@@ -25,6 +25,7 @@ from hvdtrain.system.runtime import spawn, terminal
 from hvdtrain.system.runtime.detect import SPAWN, check_local_rank, detect, is_restarted
 from hvdtrain.system.runtime.scratch import use_scratch_directory
 from hvdtrain.system.runtime.tuning import keep_freed_memory
+from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training import timeline_window
 from hvdtrain.training.agreement import check_data, check_options
 from hvdtrain.training.early_checks import check_early
@@ -43,7 +44,6 @@ from hvdtrain.training.plan import (
 from hvdtrain.training.preemption import leave_on_signal
 from hvdtrain.training.progress import Progress, Silent
 from hvdtrain.training.staging import stage
-from hvdtrain.workloads.task import Task, Workload
 
 
 def main(workload: Workload, arguments: Sequence[str]) -> int:

@@ -1,1 +1,1 @@
-"""The tasks for one process: model, data and loss, without ranks."""
+"""The problems: data, network and loss, without ranks."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.adapters.common import balanced_cuts
+from hvdtrain.adapters.partition import balanced_cuts
 from hvdtrain.errors import UsageError
 
 torch = pytest.importorskip("torch")

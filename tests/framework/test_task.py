@@ -14,8 +14,8 @@ from hvdtrain.config.options import Options
 def test_updates_are_seeded_as_by_torch_and_queue_nothing() -> None:
     """torch.manual_seed notes seed and stack for each kind of device that is not in use."""
     torch = pytest.importorskip("torch")
-    from hvdtrain.workloads.data.dataset import Batch
-    from hvdtrain.workloads.torch_task import InMemory, TorchTask
+    from hvdtrain.tasks.dataset import Batch
+    from hvdtrain.tasks.pytorch import InMemory, TorchTask
 
     options = replace(Options(), precision="fp32", device="cpu", weight_decay=0.0)
     x, y = np.zeros((8, 4), np.float32), np.zeros(8, np.int64)
@@ -40,19 +40,19 @@ def parameters_after_a_step(framework: str, clip_norm: float) -> np.ndarray[Any,
     task: Any
     if framework == "pytorch":
         torch = pytest.importorskip("torch")
-        from hvdtrain.workloads import torch_task
+        from hvdtrain.tasks import pytorch
 
         model = torch.nn.Linear(2, 2)
         torch.nn.init.zeros_(model.weight)
         torch.nn.init.zeros_(model.bias)
-        task = torch_task.TorchTask(model, options, torch_task.InMemory(x, y, "cpu"), None)
+        task = pytorch.TorchTask(model, options, pytorch.InMemory(x, y, "cpu"), None)
     else:
         keras = pytest.importorskip("keras")
-        from hvdtrain.workloads import tf_task
+        from hvdtrain.tasks import tensorflow
 
         layer = keras.layers.Dense(2, kernel_initializer="zeros", dtype="float64")
         model = keras.Sequential([keras.Input((2,), dtype="float64"), layer])
-        task = tf_task.TFTask(model, options, tf_task.InMemory(x, y, "/CPU:0"), None)
+        task = tensorflow.TFTask(model, options, tensorflow.InMemory(x, y, "/CPU:0"), None)
     task.update(task.train.fetch(np.arange(2)), learning_rate=1.0, seed=0)
     if framework == "pytorch":
         values = [value.detach().numpy().T for value in model.parameters()]
@@ -77,8 +77,8 @@ def test_gradients_are_clipped_by_their_norm_over_all_parameters(framework: str)
 def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, bad: int) -> None:
     """Everything is as before the first bad batch, running statistics and momentum too."""
     torch = pytest.importorskip("torch")
-    from hvdtrain.workloads.data.dataset import Batch
-    from hvdtrain.workloads.torch_task import InMemory, TorchTask, make_optimizer
+    from hvdtrain.tasks.dataset import Batch
+    from hvdtrain.tasks.pytorch import InMemory, TorchTask, make_optimizer
 
     recipe = {"precision": "fp64", "device": "cpu", "weight_decay": 0.1, "clip_norm": 0.5}
     options = replace(Options(), **recipe, optimizer=optimizer)

@@ -33,7 +33,6 @@ from hvdtrain.config.strategies import STRATEGIES
 from tests.conftest import BIN, ROOT, Outcome, end_session, environment, run
 
 START = 120.0  # seconds to load a framework
-FRAMEWORKS = {"pytorch": "torch_task", "tensorflow": "tf_task"}
 RANK = Path(__file__).with_name("rank.py")
 
 
@@ -110,8 +109,8 @@ def load(framework: str) -> None:
         for strategy in STRATEGIES.values():
             if framework in strategy.adapters:
                 importlib.import_module(strategy.adapters[framework].partition(":")[0])
-    for module in (FRAMEWORKS[framework], f"mnist.{framework}", f"resnet.{framework}"):
-        importlib.import_module(f"hvdtrain.workloads.{module}")
+    for module in ("tasks", "workloads.mnist", "workloads.resnet"):
+        importlib.import_module(f"hvdtrain.{module}.{framework}")
     if framework == "pytorch":
         importlib.import_module("torch._dynamo")  # a second; the first optimizer imports it
     with contextlib.suppress(ImportError):

@@ -116,8 +116,8 @@ def test_an_update_that_is_not_finite_is_left_out_in_all_stages(
 
 TASK = """
 import torch
-from hvdtrain.workloads.data.dataset import Batch, Indexed
-from hvdtrain.workloads.torch_task import InMemory, TorchTask
+from hvdtrain.tasks.dataset import Batch, Indexed
+from hvdtrain.tasks.pytorch import InMemory, TorchTask
 
 
 class Own(torch.nn.Linear):

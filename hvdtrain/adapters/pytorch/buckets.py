@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from hvdtrain.adapters.common import buckets
+from hvdtrain.adapters.partition import buckets
 from hvdtrain.config.levers import BUCKET_BYTES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.waits import SUM

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from hvdtrain.adapters.common import balanced_owners
+from hvdtrain.adapters.partition import balanced_owners
 from hvdtrain.adapters.pytorch.common import (
     array_of,
     load_optimizer,

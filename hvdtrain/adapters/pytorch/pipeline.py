@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from hvdtrain.adapters.common import balanced_cuts
+from hvdtrain.adapters.partition import balanced_cuts
 from hvdtrain.adapters.pytorch.common import (
     array_of,
     load_optimizer,

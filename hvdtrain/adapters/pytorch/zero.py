@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from hvdtrain.adapters.common import balanced_owners, buckets
+from hvdtrain.adapters.partition import balanced_owners, buckets
 from hvdtrain.adapters.pytorch.common import load_optimizer, optimizer_tensors, tensor_of
 from hvdtrain.adapters.pytorch.ddp import Replica
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, local_piece

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.adapters.common import buckets
+from hvdtrain.adapters.partition import buckets
 from hvdtrain.config.levers import BUCKET_BYTES
 from hvdtrain.system.runtime.waits import TracedCalls
 

@@ -24,7 +24,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output.text import plural
-from hvdtrain.workloads.own import RECIPE
+from hvdtrain.tasks.own import RECIPE
 
 ALL = "all"
 AUTO = "auto"  # --precision: chosen by workload and device

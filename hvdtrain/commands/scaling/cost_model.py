@@ -6,7 +6,7 @@
 
 The gradients are summed in n messages with M bytes in total. With the latency a of a message and
 the time b per byte, ``latency`` is a * n and ``transfer`` is b * M. Hops and volume are those of a
-ring or a tree; see ``collectives/model.py`` for the formulas and their source.
+ring or a tree; see ``collectives/cost.py`` for the formulas and their source.
 
 The gradients of the last layers are summed while those of the first are computed, so a fraction of
 the reduction, ``overlap``, is hidden, but at most the time of the backward pass: two thirds of the
@@ -24,7 +24,7 @@ from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from hvdtrain.collectives.model import RING, TREE, Law
+from hvdtrain.collectives.cost import RING, TREE, Law
 
 LAWS = (RING, TREE)
 BACKWARD = 2 / 3  # of the compute time

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from hvdtrain.collectives.model import Law
+from hvdtrain.collectives.cost import Law
 from hvdtrain.commands.scaling.cost_model import LAWS, Candidate, Costs, Fit, Traffic
 from hvdtrain.commands.scaling.results import Estimate
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, STRATEGIES
@@ -236,7 +236,7 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reducti
     """Read tables of allreduce times: the rows of the library that ``strategy`` trains with.
 
     A file has the output of ``hvdtrain doctor -n N --json``, or of
-    ``python -m hvdtrain.collectives --time --json`` (``collectives/bench.py``):
+    ``python -m hvdtrain.collectives --time --json`` (``commands/collectives/timing.py``):
     {"ranks": N, "backends": {NAME: {"state": "ok", "rows": [{"bytes", "seconds"}]}}}.
 
     Raises:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from hvdtrain.commands.verify.harness import WIDTHS, Array, FrameworkProbe, Processor, weights
 from hvdtrain.config.options import Options
 from hvdtrain.system.machine import accelerator
-from hvdtrain.workloads.torch_task import InMemory, TorchTask
+from hvdtrain.tasks.pytorch import InMemory, TorchTask
 
 
 class PlainFramework(FrameworkProbe):

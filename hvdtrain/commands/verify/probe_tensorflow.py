@@ -12,7 +12,7 @@ from typing_extensions import override
 from hvdtrain.commands.verify.harness import Array, FrameworkProbe, Processor, weights
 from hvdtrain.config.options import Options
 from hvdtrain.system.machine.gpus import tensorflow_processor
-from hvdtrain.workloads.tf_task import InMemory, TFTask
+from hvdtrain.tasks.tensorflow import InMemory, TFTask
 
 
 class PlainFramework(FrameworkProbe):

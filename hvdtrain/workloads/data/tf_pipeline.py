@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, seed_of
-from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed
+from hvdtrain.tasks.dataset import Batch, Dataset, Indexed
 from hvdtrain.workloads.data.image_folder import (
     SYNTHETIC_CLASSES,
     SYNTHETIC_POOL,

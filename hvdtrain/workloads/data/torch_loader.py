@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, seed_of
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.exit import end_with_parent
-from hvdtrain.workloads.data.dataset import Batch, Dataset, Indexed
+from hvdtrain.tasks.dataset import Batch, Dataset, Indexed
 from hvdtrain.workloads.data.image_folder import (
     SYNTHETIC_CLASSES,
     SYNTHETIC_POOL,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.config.options import Options, fraction, option
 from hvdtrain.errors import UsageError
-from hvdtrain.workloads.data.dataset import Augment
+from hvdtrain.tasks.dataset import Augment
 from hvdtrain.workloads.data.packed import MNIST, Pack, is_packed, wrong_kind
 from hvdtrain.workloads.mnist.random_affine import RandomAffine
 

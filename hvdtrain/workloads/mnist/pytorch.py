@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hvdtrain.tasks.pytorch import InMemory, TorchTask
 from hvdtrain.workloads.mnist.data import CLASSES, MnistOptions, Samples
-from hvdtrain.workloads.torch_task import InMemory, TorchTask
 
 
 def network(model: str, dropout: float | None = None) -> nn.Module:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 
+from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.mnist import data
 from hvdtrain.workloads.mnist.data import MnistOptions
-from hvdtrain.workloads.task import LearningRates, Recipe, Task, Workload
 
 LR = LearningRates(sgd=0.03, adam=0.001, adamw=0.001)
 DIGITS_LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import keras
 from keras import layers
 
+from hvdtrain.tasks.tensorflow import InMemory, TFTask, weight_dtype
 from hvdtrain.workloads.mnist.data import CLASSES, SIDE, MnistOptions, Samples
-from hvdtrain.workloads.tf_task import InMemory, TFTask, weight_dtype
 
 
 def network(model: str, dropout: float | None = None, dtype: str = "float32") -> keras.Model:

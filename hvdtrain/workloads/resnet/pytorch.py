@@ -12,11 +12,11 @@ from PIL import Image
 
 import hvdtrain.workloads.torchvision_mend  # noqa: F401
 from hvdtrain.errors import UsageError
-from hvdtrain.workloads.data.dataset import Dataset
+from hvdtrain.tasks.dataset import Dataset
+from hvdtrain.tasks.pytorch import TorchTask
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.torch_loader import Synthetic, decoded
 from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE
-from hvdtrain.workloads.torch_task import TorchTask
 
 
 def random_crop(image: Image.Image, size: int) -> Image.Image:

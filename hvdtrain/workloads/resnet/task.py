@@ -6,9 +6,9 @@ import importlib
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.text import plural
+from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.image_folder import SYNTHETIC_CLASSES, ImageOptions
-from hvdtrain.workloads.task import LearningRates, Recipe, Task, Workload
 
 LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005)
 

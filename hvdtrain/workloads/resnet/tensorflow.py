@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 from keras import initializers, layers
 
-from hvdtrain.workloads.data.dataset import Dataset
+from hvdtrain.tasks.dataset import Dataset
+from hvdtrain.tasks.tensorflow import TFTask, weight_dtype
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.tf_pipeline import Synthetic
 from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE
-from hvdtrain.workloads.tf_task import TFTask, weight_dtype
 
 
 def random_crop(encoded: Any, seed: Any, size: int) -> Any:

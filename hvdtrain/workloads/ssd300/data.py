@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import seed_of
+from hvdtrain.tasks.dataset import Batch
 from hvdtrain.workloads.data.coco import Coco
-from hvdtrain.workloads.data.dataset import Batch
 from hvdtrain.workloads.data.files import FolderFiles, Names
 from hvdtrain.workloads.data.torch_loader import decoded, decoding_errors
 from hvdtrain.workloads.resnet.pytorch import torchvision

@@ -18,10 +18,10 @@ from typing_extensions import override
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import replacing
-from hvdtrain.workloads.columns import Columns
+from hvdtrain.tasks.columns import Columns
+from hvdtrain.tasks.dataset import Batch
+from hvdtrain.tasks.metrics import Array, Metric
 from hvdtrain.workloads.data.coco import Coco
-from hvdtrain.workloads.data.dataset import Batch
-from hvdtrain.workloads.metrics import Array, Metric
 from hvdtrain.workloads.ssd300.boxes import DETECTIONS, default_boxes, detect
 
 FIELDS = 7  # of a detection: image id, left, top, width, height, score, category id

@@ -17,6 +17,7 @@ from torch import nn
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import is_regular
+from hvdtrain.tasks.pytorch import TorchTask
 from hvdtrain.workloads.data.coco import Coco
 from hvdtrain.workloads.data.torch_loader import ReadAhead
 from hvdtrain.workloads.resnet.pytorch import BatchNorm2d, torchvision
@@ -25,7 +26,6 @@ from hvdtrain.workloads.ssd300.boxes import RATIOS, MultiboxLoss, default_boxes
 from hvdtrain.workloads.ssd300.data import Drawn, Reader
 from hvdtrain.workloads.ssd300.metric import MeanAveragePrecision, columns, pycocotools
 from hvdtrain.workloads.ssd300.task import DetectorOptions
-from hvdtrain.workloads.torch_task import TorchTask
 
 LAYERS = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3")  # of torchvision's
 WITHIN = (256, 256, 128, 128, 128)  # channels between the feature maps

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from hvdtrain.config.options import Options, option
 from hvdtrain.errors import UsageError
+from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import coco
 from hvdtrain.workloads.data.image_folder import broken_files
-from hvdtrain.workloads.task import LearningRates, Recipe, Task, Workload
 
 LR = LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4)
 

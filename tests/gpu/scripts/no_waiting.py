@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvdtrain.system.machine import accelerator
-from hvdtrain.workloads.torch_task import TorchTask
+from hvdtrain.tasks.pytorch import TorchTask
 
 BEFORE, LAST = 22, 36
 update = TorchTask.update

@@ -8,8 +8,8 @@ from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 set_defaults(MPI_VARIABLES)
 
-from hvdtrain.collectives import algorithms, open_mpi  # noqa: E402
 from hvdtrain.collectives.mpi4py import Mpi4py  # noqa: E402
+from hvdtrain.commands.collectives import algorithms, open_mpi  # noqa: E402
 
 ranks = Mpi4py()
 everyone = ranks.world

@@ -5,9 +5,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hvdtrain.collectives import bench
 from hvdtrain.collectives.mpi4py import Mpi4py
 from hvdtrain.collectives.torch_distributed import TorchDistributed
+from hvdtrain.commands.collectives import timing
 
 BREAKS = 6  # calls: the sum that is checked, two to warm up, one to estimate, and repeats
 
@@ -23,7 +23,7 @@ class Breaking(TorchDistributed):
 
 
 mpi = Mpi4py()
-bench.start = lambda *_: Breaking(gpu=False, timeout=timedelta(seconds=5))
-found = bench.measure(mpi, "gloo", ["allreduce"], [4], 0.1)
-after = bench._first(mpi, "")  # the ranks are still together
+timing.start = lambda *_: Breaking(gpu=False, timeout=timedelta(seconds=5))
+found = timing.measure(mpi, "gloo", ["allreduce"], [4], 0.1)
+after = timing._first(mpi, "")  # the ranks are still together
 mpi.on_root(lambda: print(json.dumps([found, after])))

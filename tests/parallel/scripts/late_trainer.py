@@ -13,7 +13,7 @@ from typing import Any
 from hvdtrain import mnist
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
-from hvdtrain.workloads.task import Task
+from hvdtrain.tasks.task import Task
 
 late, milliseconds = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 build = mnist.WORKLOAD.build

@@ -25,10 +25,9 @@ from hvdtrain.steps.checkpoint_files import MODEL_FILE
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.detect import detect
 
-TASK = {"pytorch": "torch_task", "tensorflow": "tf_task"}
 framework, result, selection = sys.argv[1:]
 module = importlib.import_module(f"hvdtrain.adapters.{framework}.horovod")
-tasks = importlib.import_module(f"hvdtrain.workloads.{TASK[framework]}")
+tasks = importlib.import_module(f"hvdtrain.tasks.{framework}")
 Horovod = module.HorovodAdapter
 Task = tasks.TorchTask if framework == "pytorch" else tasks.TFTask
 

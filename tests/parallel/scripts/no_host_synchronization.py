@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain import mnist
 from hvdtrain.system.runtime.exit import run_and_exit
+from hvdtrain.tasks.pytorch import TorchTask, make_optimizer
 from hvdtrain.training.loop import Run
-from hvdtrain.workloads.torch_task import TorchTask, make_optimizer
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
 

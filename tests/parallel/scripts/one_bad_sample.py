@@ -17,16 +17,15 @@ import numpy as np
 from hvdtrain import mnist
 from hvdtrain.steps.sharding import Part, permutation
 from hvdtrain.system.runtime.exit import run_and_exit
-from hvdtrain.workloads.data.dataset import Batch
+from hvdtrain.tasks.dataset import Batch
 
 SAMPLES = 1500
-TASK = {"pytorch": "torch_task", "tensorflow": "tf_task"}
 first, _, end = os.environ.get("BAD", "-1").partition(":")
 BAD = permutation(SAMPLES, 0, 0)[int(first) : int(end) if end else int(first) + 1 or None]
 
 if __name__ == "__main__":
     framework = "tensorflow" if "--framework=tensorflow" in sys.argv else "pytorch"
-    tasks = importlib.import_module(f"hvdtrain.workloads.{TASK[framework]}")
+    tasks = importlib.import_module(f"hvdtrain.tasks.{framework}")
     training = tasks.InMemory.training
     tensor = tasks.tf.constant if framework == "tensorflow" else tasks.torch.from_numpy
 

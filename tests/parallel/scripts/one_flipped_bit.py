@@ -12,14 +12,13 @@ import numpy as np
 from hvdtrain import mnist
 from hvdtrain.system.runtime.exit import run_and_exit
 
-TASK = {"pytorch": ("torch_task", "TorchTask"), "tensorflow": ("tf_task", "TFTask")}
+TASK = {"pytorch": "TorchTask", "tensorflow": "TFTask"}
 BIT = 1 << 20  # of the mantissa, so that nothing else happens
 updates = 0
 
 if __name__ == "__main__":
     framework = "tensorflow" if "--framework=tensorflow" in sys.argv else "pytorch"
-    module, name = TASK[framework]
-    kind = getattr(importlib.import_module(f"hvdtrain.workloads.{module}"), name)
+    kind = getattr(importlib.import_module(f"hvdtrain.tasks.{framework}"), TASK[framework])
     make_update = kind.update
 
     def update(task: Any, *arguments: Any, **more: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import threading
@@ -11,16 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hvdtrain.adapters.common import (
-    BUCKET_BYTES,
-    CommonAdapter,
-    balanced_cuts,
-    balanced_owners,
-    buckets,
-)
+from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.preflight import exchange
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
@@ -414,14 +405,6 @@ def test_threads_are_the_share_of_the_cores(
     assert on_ranks(3, lambda c: ArrayAdapter(c).cpu_threads()) == [4, 4, 4]
 
 
-def test_buckets_go_from_the_back_and_hold_one_kind() -> None:
-    whole = BUCKET_BYTES
-    assert buckets([]) == []
-    assert buckets([("f", 4), ("f", 8), ("f", 2)]) == [[2, 1, 0]]
-    assert buckets([("f", 4), ("f", whole), ("f", 4)]) == [[2, 1], [0]]
-    assert buckets([("f", 4), ("d", 4), ("f", 4)]) == [[2], [1], [0]]
-
-
 def test_sums_of_several_optimizers_are_combined() -> None:
     class Sums:
         def __init__(
@@ -443,41 +426,3 @@ def test_sums_of_several_optimizers_are_combined() -> None:
     adapter.gradient_sums = (Sums(None, None, False), Sums(0.25, second, False))  # type: ignore[assignment]
     assert (adapter.blocked_seconds, adapter.stop_agreed) == (None, False)
     assert adapter.gradient_messages == second
-
-
-def test_each_rank_gets_about_as_much() -> None:
-    assert balanced_owners([], 3) == []
-    assert balanced_owners([5, 3, 2], 1) == [0, 0, 0]
-    assert balanced_owners([1, 8, 4, 3], 2) == [1, 0, 1, 1]
-    assert balanced_owners([7], 2) == [0]
-
-
-@given(st.lists(st.integers(0, 10**6), max_size=30), st.integers(1, 8))
-def test_no_rank_gets_much_more_than_its_share(sizes: list[int], number: int) -> None:
-    owners = balanced_owners(sizes, number)
-    totals = [sum(s for s, o in zip(sizes, owners, strict=True) if o == k) for k in range(number)]
-    assert sum(totals) == sum(sizes)
-    # The rank with most had no more than the mean before it got its last one.
-    assert max(totals) <= sum(sizes) / number + max(sizes, default=0)
-
-
-def test_stages_are_cut_behind_layers_without_cost() -> None:
-    assert balanced_cuts([5], 1) == [range(1)]
-    assert balanced_cuts([0, 0, 0], 3) == [range(1), range(1, 2), range(2, 3)]
-    assert balanced_cuts([1, 9, 0, 0, 4, 0], 2) == [range(4), range(4, 6)]
-    assert balanced_cuts([1, 9, 0, 0, 4, 0], 3) == [range(1), range(1, 4), range(4, 6)]
-
-
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=8), st.data())
-def test_no_other_cut_has_a_cheaper_most_costly_stage(costs: list[int], data: Any) -> None:
-    number = data.draw(st.integers(1, len(costs)))
-    stages = balanced_cuts(costs, number)
-    assert len(stages) == number and all(stages)
-    assert [index for stage in stages for index in stage] == list(range(len(costs)))
-
-    def most(cuts: tuple[int, ...]) -> int:
-        ends = itertools.pairwise([0, *cuts, len(costs)])
-        return max(sum(costs[low:high]) for low, high in ends)
-
-    every = itertools.combinations(range(1, len(costs)), number - 1)
-    assert most(tuple(stage[0] for stage in stages[1:])) == min(map(most, every))

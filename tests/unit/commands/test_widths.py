@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from homework import grade
-from hvdtrain.collectives import lesson, report, study_report
-from hvdtrain.collectives.model import bandwidths
+from hvdtrain.collectives.cost import bandwidths
+from hvdtrain.commands.collectives import lesson, report, study_report
 from hvdtrain.commands.compare.report import text as comparison_text
 from hvdtrain.commands.compare.table import Row as Compared
 from hvdtrain.commands.doctor import diagnosis

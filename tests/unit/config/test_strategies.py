@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from hvdtrain.collectives.bench import BACKENDS
+from hvdtrain.commands.collectives.timing import BACKENDS
 from hvdtrain.config.strategies import PACKAGES, STRATEGIES, Strategy
 from tests.conftest import ROOT
 
@@ -40,8 +40,8 @@ def test_several_ranks_yield_and_do_not_fuse() -> None:
 
 
 def test_no_other_file_compares_the_name_of_a_strategy() -> None:
-    # In verify/script and doctor "horovod" is the library, in collectives/bench.py a back end.
-    rooms = ("adapters", "training", "steps", "system", "workloads", "commands/scaling")
+    # In verify/script and doctor "horovod" is the library, in commands/collectives a back end.
+    rooms = ("adapters", "training", "steps", "system", "tasks", "workloads", "commands/scaling")
     for file in (file for room in rooms for file in (ROOT / "hvdtrain" / room).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Compare):

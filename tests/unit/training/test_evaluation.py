@@ -10,10 +10,10 @@ import pytest
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.sharding import evaluation_parts
 from hvdtrain.steps.world import World
+from hvdtrain.tasks.columns import Columns
+from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training import evaluation
 from hvdtrain.training.evaluation import Lines
-from hvdtrain.workloads.columns import Columns
-from hvdtrain.workloads.data.dataset import Batch
 
 SQUARES = Columns(("number", "square"), lambda y, output: (y, output))
 

@@ -12,6 +12,7 @@ import pytest
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
+from hvdtrain.tasks.task import LearningRates, Recipe, Workload
 from hvdtrain.training.plan import (
     TrainingPlan,
     check_tf32,
@@ -22,7 +23,6 @@ from hvdtrain.training.plan import (
     notes,
     processor_has_bf16,
 )
-from hvdtrain.workloads.task import LearningRates, Recipe, Workload
 
 RECIPE = Recipe(
     batch_size=32,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import train
-from hvdtrain.workloads import own
+from hvdtrain.tasks import own
+from hvdtrain.tasks.task import LearningRates, Recipe, Workload
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
-from hvdtrain.workloads.task import LearningRates, Recipe, Workload
 
 
 def recipe(workload: Workload, **options: object) -> Recipe:

@@ -215,7 +215,7 @@ class _Stages:
 
     def batch_seconds(self) -> dict[str, float]:
         """Return the seconds per image of operations on a whole batch, by stage."""
-        from hvdtrain.workloads.torch_task import network_input
+        from hvdtrain.tasks.pytorch import network_input
 
         pixels = self.torch.from_numpy(self._batch).permute(0, 3, 1, 2)
         scale = (self.torch.full((3, 1, 1), 0.02), self.torch.full((3, 1, 1), -2.0))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdtrain.collectives.model import bandwidths
+from hvdtrain.collectives.cost import bandwidths
 from hvdtrain.commands.doctor.checks.ranks import (
     allreduce_findings,
     allreduce_text,

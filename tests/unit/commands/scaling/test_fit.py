@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.collectives.model import RING, TREE, Law
+from hvdtrain.collectives.cost import RING, TREE, Law
 from hvdtrain.commands.scaling.cost_model import (
     LAWS,
     Costs,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.collectives.model import power_below
+from hvdtrain.collectives.cost import power_below
 from hvdtrain.steps.sharding import bounds
 
 Data = NDArray[Any]

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.config.options import Options, number
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.workloads.task import LearningRates, Recipe, Task, Workload
+from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 
 LONGEST = 500  # characters of an error message
 RECIPE = Recipe(

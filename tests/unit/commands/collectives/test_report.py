@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.collectives.bench import repeats_for
-from hvdtrain.collectives.report import (
+from hvdtrain.commands.collectives.report import (
     check_measured,
     left_out,
     time_figure,
     time_tables,
     time_text,
 )
+from hvdtrain.commands.collectives.timing import repeats_for
 from hvdtrain.errors import HvdtrainError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN
-from hvdtrain.collectives.model import RABENSEIFNER, RECURSIVE_DOUBLING, RING, Link
-from hvdtrain.collectives.report import size_axis
+from hvdtrain.collectives.cost import RABENSEIFNER, RECURSIVE_DOUBLING, RING, Link
+from hvdtrain.commands.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN
+from hvdtrain.commands.collectives.report import size_axis
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.tables import Table, message, table
 from hvdtrain.system.output.text import duration, plural, size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN
-from hvdtrain.collectives.study_report import figure, headline, tables, text, verdict
+from hvdtrain.commands.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN
+from hvdtrain.commands.collectives.study_report import figure, headline, tables, text, verdict
 
 GRADIENT = 10**8
 VARIABLES = {"OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.workloads.columns import CLASSES, Columns
+from hvdtrain.tasks.columns import CLASSES, Columns
 
 
 def test_a_class_and_its_probability() -> None:

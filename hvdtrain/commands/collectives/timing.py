@@ -35,7 +35,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.collectives.model import Message, bandwidths, fit
+from hvdtrain.collectives.cost import Message, bandwidths, fit
 
 Result = TypeVar("Result")
 
@@ -210,7 +210,7 @@ def _line(error: Exception) -> str:
 def _check_sum(backend: Communicator) -> None:
     """Raise if rank + 1, summed over n ranks, is not n (n + 1) / 2."""
     expected = backend.size * (backend.size + 1) / 2
-    total = backend.sum_tensor(backend.tensor(1000, backend.rank + 1.0), "bench.check")
+    total = backend.sum_tensor(backend.tensor(1000, backend.rank + 1.0), "timing.check")
     got = sorted(set(total.tolist()))
     if got != [expected]:
         raise RuntimeError(f"the sum is {got[:3]}, not {expected}")

@@ -11,9 +11,9 @@ from typing import Any
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.workloads.columns import CLASSES, Columns
-from hvdtrain.workloads.data.dataset import Batch, Dataset
-from hvdtrain.workloads.metrics import Consumer, Metric
+from hvdtrain.tasks.columns import CLASSES, Columns
+from hvdtrain.tasks.dataset import Batch, Dataset
+from hvdtrain.tasks.metrics import Consumer, Metric
 
 
 @dataclass(frozen=True)

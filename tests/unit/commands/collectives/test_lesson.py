@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from hvdtrain.collectives.lesson import COLLECTIVES, Outcome, text
-from hvdtrain.collectives.page import lesson_section, picture, render
+from hvdtrain.commands.collectives.lesson import COLLECTIVES, Outcome, text
+from hvdtrain.commands.collectives.page import lesson_section, picture, render
 
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}
 ALLTOALL = Outcome(BY_NAME["alltoall"], [[10, 11], [20, 21]], [[10, 20], [11, 21]])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hvdtrain.collectives.model import (
+from hvdtrain.collectives.cost import (
     RABENSEIFNER,
     RECURSIVE_DOUBLING,
     RING,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.collectives.bench import BACKENDS
+from hvdtrain.commands.collectives.timing import BACKENDS
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.tables import Table, message, table
@@ -17,7 +17,7 @@ NAMES = {
     "gloo": "torch.distributed, Gloo",
     "nccl": "torch.distributed, NCCL",
 }
-Report = Mapping[str, Any]  # see ``bench``
+Report = Mapping[str, Any]  # see ``timing``
 PANEL = 3.4, 2.9  # inches
 COLUMNS = 3  # panels side by side
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hvdtrain.collectives.model import RABENSEIFNER, RECURSIVE_DOUBLING, RING, Law
+from hvdtrain.collectives.cost import RABENSEIFNER, RECURSIVE_DOUBLING, RING, Law
 from hvdtrain.errors import HvdtrainError
 
 IN_PLACE = MPI.IN_PLACE

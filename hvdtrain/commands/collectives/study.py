@@ -36,10 +36,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hvdtrain.collectives import algorithms, open_mpi
-from hvdtrain.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN
-from hvdtrain.collectives.bench import ELEMENT, repeats_for
-from hvdtrain.collectives.model import (
+from hvdtrain.collectives.cost import (
     RABENSEIFNER,
     RECURSIVE_DOUBLING,
     RING,
@@ -49,6 +46,9 @@ from hvdtrain.collectives.model import (
     fit,
 )
 from hvdtrain.collectives.mpi4py import wait_for_all
+from hvdtrain.commands.collectives import algorithms, open_mpi
+from hvdtrain.commands.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN
+from hvdtrain.commands.collectives.timing import ELEMENT, repeats_for
 from hvdtrain.errors import HvdtrainError
 
 SIZES = (

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 from hvdtrain import __version__
-from hvdtrain.collectives.lesson import Cells, Collective, Outcome
+from hvdtrain.commands.collectives.lesson import Cells, Collective, Outcome
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.tables import Table
@@ -61,7 +61,9 @@ def write(target: Path, ranks: int, sections: Sequence[Section]) -> None:
 def render(ranks: int, sections: Sequence[Section]) -> str:
     """Return the text of the page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string((files("hvdtrain.collectives") / "page.html").read_text())
+    template = environment.from_string(
+        (files("hvdtrain.commands.collectives") / "page.html").read_text()
+    )
     return template.render(
         ranks=plural(ranks, "rank"),
         sections=[(part, plots.inline(part.figure) if part.figure else "") for part in sections],

@@ -16,8 +16,8 @@ import pytest
 from hvdtrain.config.command_line import parse
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.workloads import own
-from hvdtrain.workloads.task import Workload
+from hvdtrain.tasks import own
+from hvdtrain.tasks.task import Workload
 
 TASK = """
 def task(options):

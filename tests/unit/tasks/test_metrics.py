@@ -11,8 +11,8 @@ from sklearn.metrics import r2_score, roc_auc_score
 
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.steps.sharding import bounds
-from hvdtrain.workloads.data.dataset import Batch
-from hvdtrain.workloads.metrics import Accuracy, Metric, WholeSet
+from hvdtrain.tasks.dataset import Batch
+from hvdtrain.tasks.metrics import Accuracy, Metric, WholeSet
 from tests.unit.conftest import OnRanks
 
 SAMPLES = 7  # of two and three ranks, one has more

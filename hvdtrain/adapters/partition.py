@@ -1,0 +1,73 @@
+"""Partitions of gradients, layers and tensors: pure functions of their sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hvdtrain.config.levers import BUCKET_BYTES
+
+
+def buckets(gradients: Sequence[tuple[object, int]], full: int = BUCKET_BYTES) -> list[list[int]]:
+    """Group ``gradients``, as (kind, bytes), into buckets of one kind; return their indices.
+
+    A bucket of ``full`` bytes or more takes no further gradient. The buckets run from the last
+    gradient to the first, the order in which the backward pass produces them.
+    """
+    groups: list[list[int]] = []
+    size, kind = 0, None
+    for index, (current, nbytes) in reversed(list(enumerate(gradients))):
+        if not groups or size >= full or current != kind:
+            groups.append([])
+            size, kind = 0, current
+        groups[-1].append(index)
+        size += nbytes
+    return groups
+
+
+def balanced_cuts(costs: Sequence[int], number: int) -> list[range]:
+    """Cut a sequence of layers into ``number`` stages, minimizing the cost of the costliest stage.
+
+    Of equally good cuts the last is taken: behind layers without cost, e.g. a pooling layer, whose
+    output is smaller to send.
+
+    Args:
+        costs: cost of each layer.
+        number: number of stages, at most one per layer.
+
+    Returns:
+        The indices of the layers of each stage, at least one each.
+    """
+    ends = [*itertools.accumulate(costs, initial=0)]
+    # Least cost of the costliest stage, and the cuts for it, by the number of layers covered.
+    best: list[tuple[int, list[int]]] = [(end, [0]) for end in ends]
+    for stage in range(1, number):
+        before = best
+        best = [
+            min(
+                (
+                    (max(before[cut][0], ends[end] - ends[cut]), -cut, [*before[cut][1], cut])
+                    for cut in range(stage, end)
+                ),
+                default=(0, 0, []),
+            )[::2]
+            for end in range(len(ends))
+        ]
+    cuts = [*best[-1][1], len(costs)]
+    return [range(*pair) for pair in itertools.pairwise(cuts)]
+
+
+def balanced_owners(sizes: Sequence[int], number: int) -> list[int]:
+    """Assign each of ``sizes`` to one of ``number`` ranks, so that their totals are balanced.
+
+    Largest first, each to the rank with the smallest total so far (Graham, "Bounds on
+    Multiprocessing Timing Anomalies", 1969: at most 4/3 of the optimum).
+
+    Returns:
+        The rank of each size.
+    """
+    totals, owners = [0] * number, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = min(range(number), key=totals.__getitem__)
+        totals[owners[index]] += sizes[index]
+    return owners

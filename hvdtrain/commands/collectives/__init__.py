@@ -1,0 +1,1 @@
+"""``python -m hvdtrain.collectives``: demonstrate, time and study collectives."""

@@ -1,0 +1,368 @@
+"""A task in PyTorch: the training step and the evaluation, for any network and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch.nn.utils import clip_grad_norm_
+from typing_extensions import override
+
+from hvdtrain.config.options import Options
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import Indices, Part, bounds
+from hvdtrain.system.machine import accelerator
+from hvdtrain.tasks.columns import CLASSES, Columns
+from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
+from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
+from hvdtrain.tasks.task import NotFinite, Task
+
+Losses = Callable[[torch.Tensor, Any], torch.Tensor]
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class InMemory(Indexed):
+    """A dataset in the memory of the device: a batch is gathered from one tensor.
+
+    ``augment`` returns the images of a training step; default: those in memory.
+    """
+
+    def __init__(
+        self,
+        images: NDArray[Any],
+        labels: NDArray[Any],
+        device: Any,
+        augment: Augment | None = None,
+    ) -> None:
+        self.images = torch.from_numpy(np.array(images)).to(device)
+        self.labels = torch.from_numpy(np.array(labels)).to(device)
+        self.samples = len(labels)
+        self.digest = digest_of(labels, images)
+        self.augment = augment
+
+    @override
+    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        for part, batch in super().training(parts):
+            if self.augment:
+                images = torch.from_numpy(self.augment(part))
+                batch = Batch(accelerator.send(images, self.labels.device), batch.y)
+            yield part, batch
+
+    @override
+    def fetch(self, indices: Indices) -> Batch:
+        index = accelerator.send(torch.from_numpy(indices), self.labels.device)
+        return Batch(self.images[index], self.labels[index])
+
+
+def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each sample of a classifier, shape (n,), from logits and classes."""
+    return F.cross_entropy(output, y, reduction="none")
+
+
+class TorchTask(Task):
+    """Any network, trained on the mean of a loss; by default a classifier.
+
+    Args:
+        model: network for float samples, e.g. images of shape (n, channels, height, width).
+        options: options of the trainer, with every default filled in.
+        train: samples to train on.
+        test: samples to evaluate on.
+        scale: factor and offset from stored pixels to the network's input; numbers, or tensors of
+            shape (channels, 1, 1).
+        losses: function of the network's output and ``y`` that returns the loss of each sample,
+            shape (n,).
+        metrics: metrics of an evaluation; the first determines the best checkpoint.
+        columns: columns of the file of ``--predict``; default: class and probability.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        train: Dataset,
+        test: Dataset | None,
+        scale: tuple[Any, Any] = (1.0, 0.0),
+        *,
+        losses: Losses = cross_entropy,
+        metrics: Sequence[Metric] = (Accuracy(),),
+        columns: Columns = CLASSES,
+    ) -> None:
+        self.options, self.losses, self.metrics = options, losses, metrics
+        self.columns = columns
+        self.device = torch.device(options.device)
+        self.dtype = torch.float64 if options.precision == "fp64" else torch.float32
+        self.model = model.to(self.device, self.dtype)
+        if _prefers_channels_last(*(p.shape for p in model.parameters() if p.ndim == 4)):
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        on_gpu = self.device.type != accelerator.CPU
+        self.optimizer = make_optimizer(self.model, options, fused=on_gpu)
+        self.train, self.test = train, test
+        self.scale = tuple(
+            torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale
+        )
+        self.low_precision = LOW_PRECISION.get(options.precision)
+        scaled = options.precision == "fp16" and on_gpu
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
+        self._copy = accelerator.Copies(self.device)
+        self._guard: Guard | None = None
+
+    def _input(self, pixels: torch.Tensor) -> torch.Tensor:
+        return network_input(self._copy(pixels), self.dtype, self.scale)
+
+    @override
+    def update(self, batch: Batch, *, learning_rate: float, seed: int) -> torch.Tensor:
+        self._seed(seed)
+        batch = Batch(self._copy(batch.x), self._copy(batch.y))
+        if self._guard is None:
+            self._guard = Guard(self.model, self.optimizer)
+        if self.deferred:
+            self._guard.begin()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), dtype=self.dtype, device=self.device)
+        *pieces, last = self._pieces(batch)
+        for piece in pieces:
+            with self.no_sync():
+                loss += self._backward(piece, batch.count)
+        if last.count or self.needs_empty_forward:
+            loss += self._backward(last, batch.count)
+        self._step(batch, loss, seed)
+        return loss
+
+    @override
+    def compile(self) -> None:
+        try:  # check, with a small function, whether there is a compiler
+            torch.compile(torch.square)(torch.ones(2, device=self.device))
+        except Exception as error:  # of many kinds
+            message = str(error).strip().partition("\n")[0]
+            raise UsageError(f"--compile: torch.compile does not work here: {message}") from error
+        # Not by model.compile(), which does not compile a Sequential, code of PyTorch itself. And a
+        # compiled convolution fails in the backward pass of an empty batch.
+        plain, compiled = self.model.forward, torch.compile(self.model.forward)
+        self.model.forward = lambda x: (compiled if len(x) else plain)(x)
+
+    @property
+    @override
+    def deferred(self) -> bool:
+        return self.may_defer and not self.scaler.is_enabled() and is_fused(self.optimizer)
+
+    def _step(self, batch: Batch, loss: torch.Tensor, seed: int) -> None:
+        """Make the optimizer's step, unless the gradients of ``batch`` are not finite."""
+        self.not_finite = None
+        if self.deferred and self._guard:
+            self._guard.end(self._sums())
+        elif not self.scaler.is_enabled() and (bad := self._not_finite()):
+            self.not_finite = NotFinite(bad, self._local_cause(batch, loss, seed))
+            return
+        if self.options.clip_norm:
+            self.scaler.unscale_(self.optimizer)
+            # A model of which this process has only a part clips by the global norm.
+            clip = getattr(self.model, "clip_grad_norm_", None)
+            if clip:
+                clip(self.options.clip_norm)
+            else:
+                clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    @override
+    def updates_left_out(self) -> int:
+        return self._guard.left_out() if self._guard else 0
+
+    def _pieces(self, batch: Batch) -> list[Batch]:
+        """Split ``batch`` into the pieces of the passes: at most ``--accumulate-steps``."""
+        number = self.options.accumulate_steps
+        if not self.needs_empty_forward:
+            number = max(1, min(number, batch.count))
+        cuts = (bounds(batch.count, index, number) for index in range(number))
+        return [batch[slice(*cut)] for cut in cuts] if number > 1 else [batch]
+
+    def _backward(self, piece: Batch, count: int) -> torch.Tensor:
+        """Add the gradients of ``piece`` of a batch of ``count``; return its share of the loss."""
+        loss = self._loss(piece, count)
+        # A loss that is not finite makes the gradients so, which inform all ranks.
+        self.scaler.scale(loss * (1 + 0 * loss.detach())).backward()
+        return loss.detach()
+
+    def _seed(self, seed: int) -> None:
+        # torch.manual_seed would also record the seed, with the text of the stack, for each unused
+        # kind of device: a millisecond per step, of 35 on MNIST.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != accelerator.CPU:
+            accelerator.seed(seed)  # of all devices of this process
+
+    def _loss(self, batch: Batch, count: int) -> torch.Tensor:
+        """Return the sum of the losses of ``batch`` over ``count``, the samples of an update."""
+        self.model.train()
+        with torch.autocast(
+            self.device.type, self.low_precision, enabled=self.low_precision is not None
+        ):
+            output = self.model(self._input(batch.x))
+        # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
+        return self._each(output.to(self.dtype), batch.y).sum() / max(1, count)
+
+    def _each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = self.losses(output, y)
+        if losses.shape != (len(y),):
+            raise UsageError(
+                f"the losses of {len(y)} samples have the shape {tuple(losses.shape)}: a task "
+                "must return one per sample"
+            )
+        return losses
+
+    @torch.no_grad()
+    def _sums(self) -> torch.Tensor:
+        """Return the sum of each gradient, in the order of the parameters; 0: no gradient.
+
+        A sum is not finite if a term is not, or if it overflows, so one pass detects both.
+        """
+        none = self.scale[0].new_zeros(())
+        local = [none if p.grad is None else _local(p.grad).sum() for p in self.model.parameters()]
+        sums: torch.Tensor = self.sum_shards(torch.stack(local))
+        return sums
+
+    def _not_finite(self) -> str:
+        """Return the name of the first parameter whose gradient is not finite; empty: none."""
+        finite = self._sums().isfinite().tolist()
+        named = [name for name, _ in self.model.named_parameters()]
+        return "" if all(finite) else named[finite.index(False)]
+
+    def _local_cause(self, batch: Batch, loss: torch.Tensor, seed: int) -> str:
+        """Return the cause on this rank, from its recomputed local gradients."""
+        if not loss.isfinite():
+            return f"its loss is {float(loss)}"
+        if not batch.count or self.needs_empty_forward:  # its layers would wait for other ranks
+            return ""
+        self._seed(seed)
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        loss = self._loss(batch, batch.count)
+        gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+        for (name, _), gradient in zip(named, gradients, strict=True):
+            if gradient is not None and not gradient.isfinite().all():
+                return f"its gradient of {name}"
+        return ""
+
+    @torch.no_grad()
+    @override
+    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
+        self.model.eval()
+        y = self._copy(batch.y)
+        output = self.model(self._input(batch.x)).to(torch.float64)
+        for metric in metrics:
+            metric.update(Batch(batch.x, y.cpu().numpy()), output.cpu().numpy())
+        return float(self._each(output, y).sum())
+
+    @torch.no_grad()
+    @override
+    def parameter_norm(self) -> float:
+        trained = [_local(p) for p in self.model.parameters() if p.requires_grad]
+        squares = torch.stack([p.double().square().sum() for p in trained])
+        return float(self.sum_shards(squares).sum().sqrt())
+
+    @override
+    def loss_values(self, losses: list[Any]) -> list[float]:
+        return torch.stack(losses).tolist() if losses else []
+
+
+def network_input(
+    pixels: torch.Tensor, dtype: torch.dtype, scale: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Return stored pixels times the factor plus the offset of ``scale``, in the model's layout.
+
+    Two passes suffice: there are many pixels, and the training process does this work.
+    """
+    channels_last = pixels.ndim == 4 and _prefers_channels_last(pixels.shape)
+    layout = torch.channels_last if channels_last else torch.preserve_format
+    x = pixels.to(dtype, copy=True, memory_format=layout)
+    return torch.addcmul(scale[1], x, scale[0], out=x)
+
+
+def _prefers_channels_last(first: torch.Size | None = None, *_: torch.Size) -> bool:
+    """Return whether channels_last is faster: if the first convolution has several channels.
+
+    ``first`` is the shape of its input or its weight. Dropout masks depend on the layout, so all
+    strategies must use the same one.
+    """
+    return first is not None and first[1] > 1
+
+
+def _local(value: Any) -> Any:
+    """Return the local part of a tensor that may be sharded (a ``DTensor``)."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+class Guard:
+    """Skips updates whose gradients are not finite, without synchronizing with the device.
+
+    A fused optimizer makes no update if its ``found_inf`` is 1 (for ``GradScaler``). Here it stays
+    1 after the first skipped update, until ``left_out`` is called.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._left_out: Any = 0  # a number on the device, since the first update
+        self._before: list[list[torch.Tensor]] = []  # running statistics, before each update
+        self._updates = 0
+        if is_fused(optimizer):
+            optimizer.register_step_pre_hook(_begin_momentum)  # after those of a strategy
+
+    def begin(self) -> None:
+        """Begin an update: save the running statistics, which its forward pass changes."""
+        if self._updates == len(self._before):
+            self._before.append([torch.empty_like(buffer) for buffer in self._model.buffers()])
+        _copy(self._before[self._updates], list(self._model.buffers()))
+        self._updates += 1
+
+    def end(self, sums: torch.Tensor) -> None:
+        """Set the optimizer's ``found_inf`` by the ``sums`` of the gradients."""
+        bad = (~sums.isfinite()).any().float()
+        before = getattr(self._optimizer, "found_inf", None)
+        self._optimizer.found_inf = bad if before is None else torch.maximum(before, bad)
+        self._left_out = self._left_out + self._optimizer.found_inf
+
+    def left_out(self) -> int:
+        """Return the number of skipped last updates; restore the statistics that they changed."""
+        number, updates = int(self._left_out), self._updates
+        if number:
+            _copy(list(self._model.buffers()), self._before[updates - number])
+        self._left_out, self._updates, self._optimizer.found_inf = 0, 0, None
+        return number
+
+
+@torch.no_grad()
+def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy tensors, with one kernel per type."""
+    for kind in {tensor.dtype for tensor in tensors}:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == kind]
+        torch._foreach_copy_([to[i] for i in indices], [tensors[i] for i in indices])
+
+
+def _begin_momentum(optimizer: Any, *_: Any) -> None:
+    """Initialize momentum with zeros; a fused SGD whose first update is skipped would not."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            if parameter.grad is not None and "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether one kernel makes the update, and skips it if ``found_inf`` is set."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def make_optimizer(
+    model: torch.nn.Module, options: Options, *, fused: bool = False
+) -> torch.optim.Optimizer:
+    """Return the optimizer that ``options`` name; its learning rate is set before each step."""
+    common: Any = {"lr": 1.0, "weight_decay": options.weight_decay or 0.0, "fused": fused}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=options.momentum, **common)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.optimizer]
+    return kind(parameters, **common)

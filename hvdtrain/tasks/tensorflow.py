@@ -1,0 +1,326 @@
+"""A task in TensorFlow: the training step and the evaluation, for any Keras model and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from hvdtrain.config.options import Options
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import Indices, Part
+from hvdtrain.tasks.columns import CLASSES, Columns
+from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
+from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
+from hvdtrain.tasks.task import NotFinite, Task
+
+Losses = Callable[[Any, Any], Any]
+
+LOW_PRECISION = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+
+
+class InMemory(Indexed):
+    """A dataset in the memory of the device: a batch is gathered from one tensor.
+
+    ``augment`` returns the images of a training step; default: those in memory.
+    """
+
+    def __init__(
+        self,
+        images: NDArray[Any],
+        labels: NDArray[Any],
+        device: Any,
+        augment: Augment | None = None,
+    ) -> None:
+        with tf.device(device):
+            self.images = tf.constant(images)
+            self.labels = tf.constant(labels)
+        self.samples = len(labels)
+        self.digest = digest_of(labels, images)
+        self.augment = augment
+
+    @override
+    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        for part, batch in super().training(parts):
+            if self.augment:
+                batch = Batch(tf.constant(self.augment(part)), batch.y)
+            yield part, batch
+
+    @override
+    def fetch(self, indices: Indices) -> Batch:
+        return Batch(tf.gather(self.images, indices), tf.gather(self.labels, indices))
+
+
+def cross_entropy(output: Any, y: Any) -> Any:
+    """Return the loss of each sample of a classifier, shape (n,), from logits and classes."""
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(y, output)
+
+
+class TFTask(Task):
+    """Any Keras model, trained on the mean of a loss; by default a classifier.
+
+    The step is traced once, for batches of any size: values that change from step to step are
+    arguments.
+
+    Args:
+        model: built Keras model for float samples, e.g. images of shape (n, height, width,
+            channels); its weights are of ``weight_dtype(options)``.
+        options: options of the trainer, with every default filled in.
+        train: samples to train on.
+        test: samples to evaluate on.
+        scale: factor and offset from stored pixels to the network's input; numbers, or one per
+            channel.
+        losses: function of the model's output and ``y`` that returns the loss of each sample,
+            shape (n,); traced.
+        metrics: metrics of an evaluation; the first determines the best checkpoint.
+        columns: columns of the file of ``--predict``; default: class and probability.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        options: Options,
+        train: Dataset,
+        test: Dataset | None,
+        scale: tuple[Any, Any] = (1.0, 0.0),
+        *,
+        losses: Losses = cross_entropy,
+        metrics: Sequence[Metric] = (Accuracy(),),
+        columns: Columns = CLASSES,
+    ) -> None:
+        self.options, self.losses, self.metrics = options, losses, metrics
+        self.columns = columns
+        self.model = model
+        self.dtype = tf.as_dtype(weight_dtype(options))
+        self.optimizer = make_optimizer(options)
+        self.optimizer.build(model.trainable_variables)
+        self.train, self.test = train, test
+        self.scale = tuple(tf.constant(value, self.dtype) for value in scale)
+        layers = model._flatten_layers(include_self=False)
+        self._seeds = [
+            layer.seed_generator.state for layer in layers if hasattr(layer, "seed_generator")
+        ]
+        self._empty_step = _traced(self._traced_empty_step, 2 * [tf.TensorSpec((), tf.float64)])
+        self._step: Any = None
+        self._evaluate: Any = None
+
+    def _input(self, pixels: Any) -> Any:
+        return tf.cast(pixels, self.dtype) * self.scale[0] + self.scale[1]
+
+    @override
+    def update(self, batch: Batch, *, learning_rate: float, seed: int) -> Any:
+        rate = np.float64(learning_rate)
+        if self._step is None:
+            arguments = [tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int64)]
+            self._step = _traced(self._traced_step, [*_any_number(batch), *arguments])
+        if batch.count or self.needs_empty_forward:
+            loss, bad, local = self._step(batch.x, batch.y, rate, np.int64(seed))
+        else:
+            loss, bad, local = self._empty_step(rate, np.float64(0))
+        self.not_finite = None
+        if bad >= 0:
+            name = self.model.trainable_variables[bad].path
+            self.not_finite = NotFinite(name, self._local_cause(loss, local))
+        return loss
+
+    def _local_cause(self, loss: Any, local: Any) -> str:
+        if not np.isfinite(loss):
+            return f"its loss is {float(loss)}"
+        return f"its gradient of {self.model.trainable_variables[local].path}" if local >= 0 else ""
+
+    def _traced_step(self, pixels: Any, labels: Any, learning_rate: Any, seed: Any) -> Any:
+        for index, state in enumerate(self._seeds):
+            state.assign(tf.cast(tf.stack([seed, index]), state.dtype))
+        variables = self.model.trainable_variables
+        loss, gradients = self._accumulated(pixels, labels)
+        return loss, *self._apply(gradients, variables, learning_rate)
+
+    def _accumulated(self, pixels: Any, labels: Any) -> tuple[Any, list[Any]]:
+        """Return mean loss and gradients of a batch, in ``--accumulate-steps`` passes."""
+        count, number = tf.shape(labels)[0], self.options.accumulate_steps
+        if number == 1:
+            return self._backward(pixels, labels, count)
+
+        def add(index: Any, loss: Any, sums: list[Any]) -> Any:
+            cut = slice(index * count // number, (index + 1) * count // number)
+            chunk_loss, gradients = self._backward(pixels[cut], labels[cut], count)
+            return (
+                index + 1,
+                loss + chunk_loss,
+                [a + b for a, b in zip(sums, gradients, strict=True)],
+            )
+
+        zeros = [tf.zeros_like(variable.value) for variable in self.model.trainable_variables]
+        begin = (0, tf.zeros((), self.dtype), zeros)
+        # Sequentially, so that memory is needed for only one piece.
+        _, loss, gradients = tf.while_loop(
+            lambda index, *_: index < number, add, begin, parallel_iterations=1
+        )
+        return loss, gradients
+
+    def _backward(self, pixels: Any, labels: Any, count: Any) -> tuple[Any, list[Any]]:
+        """Return loss and gradients of a piece, as its share in the mean over ``count`` samples."""
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            with self._lowered():
+                output = self.model(self._input(pixels), training=True)
+            losses = self._each(tf.cast(output, self.dtype), labels)
+            # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
+            loss = tf.reduce_sum(losses) / tf.cast(tf.maximum(count, 1), self.dtype)
+            # A loss that is not finite makes the gradients so, which inform all ranks.
+            factor = tf.where(tf.math.is_finite(loss), 1.0, np.nan)
+            scaled = self.optimizer.scale_loss(loss * tf.cast(factor, loss.dtype))
+        gradients = tape.gradient(scaled, [variable.value for variable in variables])
+        return loss, gradients
+
+    def _traced_empty_step(self, learning_rate: Any, zero: Any) -> Any:
+        variables = self.model.trainable_variables
+        # Not constants: constant folding would store all of them in the graph.
+        zeros = [tf.fill(value.shape, tf.cast(zero, value.dtype)) for value in variables]
+        return tf.zeros((), self.dtype), *self._apply(zeros, variables, learning_rate)
+
+    def _apply(self, gradients: list[Any], variables: list[Any], learning_rate: Any) -> Any:
+        """Update; return the first gradient that is not finite, global and local; -1: none."""
+        rate = self.optimizer.learning_rate
+        rate.assign(tf.cast(learning_rate, rate.dtype))
+        self.optimizer.apply(gradients, variables)
+        none = tf.constant(-1, tf.int64)
+        bad = getattr(self.optimizer, "bad", none)
+        return bad, tf.cond(bad < 0, lambda: none, lambda: _not_finite(gradients))
+
+    @contextmanager
+    def _lowered(self) -> Iterator[None]:
+        """Make layers compute in the low precision of the options within the block.
+
+        Only the trace of the training step uses it, so an evaluation is not affected.
+        """
+        low = LOW_PRECISION.get(self.options.precision)
+        layers = list(self.model._flatten_layers())
+        before = [layer.dtype_policy for layer in layers]
+        try:
+            for layer in layers if low else []:
+                layer.dtype_policy = low
+            yield
+        finally:
+            for layer, policy in zip(layers, before, strict=True):
+                layer.dtype_policy = policy
+
+    @override
+    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
+        if self._evaluate is None:
+            self._evaluate = _traced(self._traced_evaluate, _any_number(batch))
+        loss, output = self._evaluate(batch.x, batch.y)
+        for metric in metrics:
+            metric.update(Batch(batch.x, batch.y.numpy()), output.numpy())
+        return float(loss)
+
+    def _traced_evaluate(self, pixels: Any, labels: Any) -> tuple[Any, Any]:
+        output = tf.cast(self.model(self._input(pixels), training=False), tf.float64)
+        return tf.reduce_sum(self._each(output, labels)), output
+
+    def _each(self, output: Any, labels: Any) -> Any:
+        losses = self.losses(output, labels)
+        if losses.shape.rank != 1:
+            raise UsageError(
+                f"the losses have the shape {losses.shape}: a task must return one per sample"
+            )
+        return losses
+
+    @override
+    def parameter_norm(self) -> float:
+        squares = [
+            np.square(value.numpy().astype(np.float64)).sum()
+            for value in self.model.trainable_variables
+        ]
+        return float(np.sqrt(np.sum(squares)))
+
+    @override
+    def loss_values(self, losses: list[Any]) -> list[float]:
+        return [float(loss) for loss in losses]
+
+
+def _not_finite(gradients: Sequence[Any]) -> Any:
+    """Return the index of the first gradient that is not finite, int64; -1: none."""
+    # In one pass: a sum with such a term is not finite, nor is one that overflows.
+    finite = tf.stack([tf.math.is_finite(tf.reduce_sum(gradient)) for gradient in gradients])
+    first = tf.argmin(tf.cast(finite, tf.int8))
+    return tf.where(tf.reduce_all(finite), tf.constant(-1, tf.int64), first)
+
+
+def _any_number(batch: Batch) -> list[tf.TensorSpec]:
+    """Return the shapes of batches like ``batch`` with any number of samples."""
+    return [tf.TensorSpec((None, *part.shape[1:]), part.dtype) for part in (batch.x, batch.y)]
+
+
+def _traced(function: Callable[..., Any], arguments: list[tf.TensorSpec]) -> Any:
+    # There is no control flow to translate, and without autograph tracing is quicker.
+    return tf.function(function, arguments, autograph=False)
+
+
+def weight_dtype(options: Options) -> str:
+    """Return the type of the weights, independent of that of the forward pass."""
+    return "float64" if options.precision == "fp64" else "float32"
+
+
+class _Guarded:
+    """Skips updates with gradients that are not finite; clips the others, adds the L2 penalty.
+
+    Keras's ``weight_decay`` is decoupled from the gradients in every optimizer; PyTorch's SGD and
+    Adam add it.
+    """
+
+    penalty = 0.0
+    clip_norm = 0.0
+    bad: Any  # in the current trace: the index of a gradient that is not finite, or -1
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Update the variables; gradients are those of the global batch here."""
+        variables, apply = list(trainable_variables), super().apply  # type: ignore[misc]
+        self.bad = _not_finite(list(grads))
+        if self.clip_norm:  # before the penalty, as in PyTorch
+            grads, _ = tf.clip_by_global_norm(grads, self.clip_norm)
+        if self.penalty:
+            grads = [
+                gradient + tf.cast(self.penalty, gradient.dtype) * variable.value
+                for gradient, variable in zip(grads, variables, strict=True)
+            ]
+
+        def update() -> Any:
+            apply(grads, variables)
+            return tf.constant(True)
+
+        tf.cond(self.bad < 0, update, lambda: tf.constant(False))
+
+
+class SGD(_Guarded, keras.optimizers.SGD):
+    """Keras' SGD with an L2 penalty."""
+
+
+class Adam(_Guarded, keras.optimizers.Adam):
+    """Keras' Adam with an L2 penalty."""
+
+
+class AdamW(_Guarded, keras.optimizers.AdamW):
+    """Keras' AdamW."""
+
+
+def make_optimizer(options: Options) -> keras.optimizers.Optimizer:
+    """Return the optimizer that ``options`` name; its learning rate is set before each step."""
+    optimizer: keras.optimizers.Optimizer
+    decay = options.weight_decay or 0.0
+    if options.optimizer == "adamw":
+        optimizer = AdamW(1.0, epsilon=1e-8, weight_decay=decay)
+    else:
+        sgd = options.optimizer == "sgd"
+        optimizer = SGD(1.0, momentum=options.momentum) if sgd else Adam(1.0, epsilon=1e-8)
+        optimizer.penalty = decay
+    optimizer.clip_norm = options.clip_norm
+    if options.precision == "fp16":
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
