@@ -5,15 +5,16 @@ needs no framework and does not initialize MPI.
 """
 
 import importlib
+import warnings
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "Adapter": "adapters.base",
     "CheckpointError": "errors",
+    "CommOptions": "config.comm_options",
     "HvdtrainError": "errors",
     "LearningRate": "steps.learning_rate",
-    "Levers": "config.levers",
     "Part": "steps.sharding",
     "Position": "steps.sharding",
     "Shards": "steps.sharding",
@@ -26,6 +27,11 @@ __all__ = sorted(["__version__", *_MODULES])
 
 
 def __getattr__(name: str) -> object:
+    if name == "Levers":  # until version 0.2
+        warnings.warn(
+            "hvdtrain.Levers is deprecated: use CommOptions", DeprecationWarning, stacklevel=2
+        )
+        name = "CommOptions"
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,6 +1,6 @@
 from hvdtrain.adapters.base import Adapter as Adapter
 from hvdtrain.adapters.select import adapter as adapter
-from hvdtrain.config.levers import Levers as Levers
+from hvdtrain.config.comm_options import CommOptions as CommOptions
 from hvdtrain.errors import CheckpointError as CheckpointError
 from hvdtrain.errors import HvdtrainError as HvdtrainError
 from hvdtrain.errors import TrainingError as TrainingError

@@ -23,7 +23,7 @@ if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
 import numpy as np
 
 from hvdtrain.config.command_line import Parser
-from hvdtrain.config.options import count, positive
+from hvdtrain.config.values import count, positive
 from hvdtrain.steps.sharding import bounds
 from hvdtrain.system.machine.mpi_library import not_loaded
 from hvdtrain.system.output.text import about, percent, plural

@@ -17,7 +17,7 @@ from typing_extensions import override
 from hvdtrain.adapters import preflight
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.config.levers import Levers, check_adasum
+from hvdtrain.config.comm_options import CommOptions, check_adasum
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import metrics
@@ -61,7 +61,7 @@ class CommonAdapter(StateAdapter):
 
     name: str  # of the strategy, as in --strategy
     runtime: str
-    levers = Levers()
+    comm_options = CommOptions()
     device: Any = "cpu"
     has_gpu = False
     meter: GpuMeter | None = None  # of this rank's GPU, since `pin_device`
@@ -189,7 +189,7 @@ class CommonAdapter(StateAdapter):
         launch = detect(os.environ)
         strategy = STRATEGIES[self.name]
         if launch.size > 1:
-            set_defaults(self.levers.environment(strategy, short_steps=short_steps))
+            set_defaults(self.comm_options.environment(strategy, short_steps=short_steps))
         preflight.check_libraries()
         self.communicator = self.connect()
         process_status.disconnect.append(self.communicator.close)
@@ -204,7 +204,7 @@ class CommonAdapter(StateAdapter):
             host=self.ranks[rank].host,
             hosts=len(set(hosts)),
         )
-        if self.levers.autotune:
+        if self.comm_options.autotune:
             warning = "--autotune: Horovod decides by timings, so runs are not bit-reproducible"
             self.communicator.on_root(lambda: log.warning(warning))
         if self._detector is None:
@@ -317,7 +317,7 @@ class CommonAdapter(StateAdapter):
                 "model, optimizer = hvd.distribute_optimizer(model, optimizer)"
             )
         try:
-            check_adasum(self.levers, self.world.size, gpu=self.has_gpu)
+            check_adasum(self.comm_options, self.world.size, gpu=self.has_gpu)
         except UsageError as error:
             raise agreed(error) from None  # raised alike on every rank
         self.check_trained(model, optimizer)

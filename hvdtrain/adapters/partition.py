@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from hvdtrain.config.levers import BUCKET_BYTES
+from hvdtrain.config.comm_options import BUCKET_BYTES
 
 
 def buckets(gradients: Sequence[tuple[object, int]], full: int = BUCKET_BYTES) -> list[list[int]]:

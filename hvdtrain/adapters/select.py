@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import warnings
 from collections.abc import Collection, Mapping
 
 from packaging.version import Version
 
 from hvdtrain.adapters.common import CommonAdapter
-from hvdtrain.config.levers import Levers, check_levers
+from hvdtrain.config.comm_options import CommOptions, check_comm_options
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import is_installed
@@ -18,7 +19,7 @@ from hvdtrain.system.runtime.detect import LaunchInfo, detect
 
 log = logging.getLogger(__name__)
 
-DEFAULT_LEVERS = Levers()
+DEFAULTS = CommOptions()
 
 
 def adapter(
@@ -26,7 +27,8 @@ def adapter(
     strategy: str | None = None,
     environ: Mapping[str, str] = os.environ,
     *,
-    levers: Levers = DEFAULT_LEVERS,
+    comm_options: CommOptions = DEFAULTS,
+    levers: CommOptions | None = None,
 ) -> CommonAdapter:
     """Return the adapter, which implements the eight steps.
 
@@ -35,11 +37,17 @@ def adapter(
         strategy: a name of ``config/strategies.py``; None: ``horovod`` if it is installed,
             otherwise ``single`` for one process.
         environ: the environment from which the launcher is detected.
-        levers: communication options, e.g. ``Levers(compression="fp16")``.
+        comm_options: communication options, e.g. ``CommOptions(compression="fp16")``.
+        levers: former name of ``comm_options``, until version 0.2.
 
     Raises:
         UsageError: a package is not installed, or strategy, launcher and options do not fit.
     """
+    if levers is not None:
+        warnings.warn(
+            "adapter(levers=) is deprecated: use comm_options=", DeprecationWarning, stacklevel=2
+        )
+        comm_options = levers
     if framework not in PACKAGES:
         meant = {"torch": "pytorch", "tf": "tensorflow", "keras": "tensorflow"}.get(framework)
         hint = f" (did you mean {meant}?)" if meant else ""
@@ -57,9 +65,9 @@ def adapter(
     record = choose_strategy(strategy, framework, detect(environ), installed)
     if framework in record.oldest:  # only then: TensorFlow's package has several names
         check_version(record, framework, importlib.metadata.version(PACKAGES[framework]))
-    check_levers(levers, record, framework, environ)
+    check_comm_options(comm_options, record, framework, environ)
     selected = _load(record, framework)
-    selected.levers = levers
+    selected.comm_options = comm_options
     return selected
 
 

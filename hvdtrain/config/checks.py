@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.config.levers import ADASUM
+from hvdtrain.config.comm_options import ADASUM
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 

@@ -12,28 +12,12 @@ from typing import Any
 from typing_extensions import override
 
 from hvdtrain.config.checks import check
-from hvdtrain.config.options import (
-    Options,
-    counts,
-    declared,
-    local_folder,
-    numbers,
-    steps,
-)
+from hvdtrain.config.declare import add_options
+from hvdtrain.config.options import Options
 from hvdtrain.config.parser import CommandParser, not_among
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings
-
-LISTS = (counts, numbers)  # types of options that accept several words
-METAVARS: dict[Any, str] = {
-    Path: "PATH",
-    local_folder: "PATH",
-    str: "NAME",
-    counts: "N,N",
-    numbers: "N,N",
-    steps: "A:B",
-}
 
 
 class Parser(CommandParser):
@@ -64,26 +48,7 @@ def build_parser(
         action="append",
         help="YAML file of options; later files and the command line take precedence",
     )
-    titles = {**kind.GROUPS}
-    if task_options := declared(kind)[len(declared(Options)) :]:  # those of a subclass follow
-        titles[task_options[0].name] = "task options"
-    group = parser.add_argument_group()
-    for field in declared(kind):
-        if field.name in titles:
-            group = parser.add_argument_group(titles[field.name])
-        dashed = "--" + field.name.replace("_", "-")
-        text, read = field.metadata["help"], field.metadata["kind"]
-        if read is bool:
-            group.add_argument(dashed, action="store_true", default=None, help=text)
-            continue
-        if field.default not in (None, ""):
-            text += f" (default: {field.default})"
-        choices = field.metadata["choices"]
-        settings: dict[str, Any] = {"nargs": "+"} if read in LISTS else {}
-        if choices:
-            settings = {"choices": [read(choice) for choice in choices]}
-        metavar = "|".join(choices) or METAVARS.get(read, "N")
-        group.add_argument(dashed, type=read, metavar=metavar, help=text, **settings)
+    add_options(parser, kind, titles=kind.GROUPS)
     return parser
 
 

@@ -3,125 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hvdtrain.config.levers import AVERAGE, COMPRESSIONS, NONE, REDUCTIONS, Levers
+from hvdtrain.config.comm_options import CommOptions
+from hvdtrain.config.declare import option
 from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.config.values import (
+    batch,
+    count,
+    counts,
+    fraction,
+    local_folder,
+    non_negative,
+    numbers,
+    positive,
+    random_seed,
+    span,
+)
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
 
-
-def number(value: str | float) -> float:
-    """Read a number."""
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is not a number") from None
-
-
-MOST_DIGITS = 30  # of a count
-MOST_IN_BATCH = 2**31 - 1
-
-
-def count(value: str | int | float) -> int:
-    """Read a whole number of 0 or more; ``5e9`` is accepted."""
-    return _whole(value, 0)
-
-
-def positive(value: str | int | float) -> int:
-    """Read a whole number of 1 or more."""
-    return _whole(value, 1)
-
-
-def _whole(value: str | int | float, least: int) -> int:
-    if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
-        whole = int(value)  # exact, unlike a float
-    else:
-        real = number(value)
-        if real >= 10**MOST_DIGITS:
-            raise ValueError(f"{value} is larger than any count")
-        whole = int(real) if real.is_integer() else -1
-    if whole < least:
-        raise ValueError(f"{value} is not a whole number of {least} or more")
-    return whole
-
-
-def batch(value: str | int | float) -> int:
-    """Read the number of samples or passes in a batch."""
-    if positive(value) > MOST_IN_BATCH:
-        raise ValueError(f"{value} is more than {MOST_IN_BATCH:,}")
-    return positive(value)
-
-
-def random_seed(value: str | int | float) -> int:
-    """Read a 64-bit random seed."""
-    if count(value) >= 2**64:
-        raise ValueError(f"{value} is not a seed: must be a whole number below 2^64")
-    return count(value)
-
-
-def fraction(value: str | float) -> float:
-    """Read a number from 0 up to, not including, 1."""
-    if not 0 <= number(value) < 1:
-        raise ValueError(f"{value} is not a fraction from 0 up to 1")
-    return float(value)
-
-
-def non_negative(value: str | float) -> float:
-    """Read a finite number of 0 or more."""
-    if not 0 <= number(value) < float("inf"):
-        raise ValueError(f"{value} is not a number of 0 or more")
-    return float(value)
-
-
-def numbers(value: str | Sequence[float]) -> tuple[float, ...]:
-    """Read numbers separated by commas."""
-    parts = value.split(",") if isinstance(value, str) else value
-    return tuple(non_negative(part) for part in parts)
-
-
-def counts(value: str | Sequence[int]) -> tuple[int, ...]:
-    """Read whole numbers separated by commas."""
-    parts = value.split(",") if isinstance(value, str) else value
-    return tuple(positive(part) for part in parts)
-
-
-def steps(value: str) -> tuple[int, int | None]:
-    """Read ``A:B``: two whole numbers, A < B; either may be omitted."""
-    first, colon, end = value.partition(":")
-    try:
-        span = count(first or 0), count(end) if end else None
-    except ValueError:
-        colon, span = "", (0, 0)
-    if not colon or (span[1] is not None and span[1] <= span[0]):
-        raise ValueError(f"{value} is not A:B, such as 10:20 (in a YAML file: in quotes)")
-    return span
-
-
-def local_folder(value: str | Path) -> Path:
-    """Read a directory of this host, and expand ``$NAME`` from the environment."""
-    path = os.path.expandvars(os.fspath(value))
-    if unset := re.search(r"\$\{?\w+", path):
-        raise ValueError(f"{value}: {unset[0]} is not set on this host")
-    if not path:
-        raise ValueError("empty path")
-    return Path(path)
-
-
-def option(
-    default: Any, text: str, kind: Callable[[Any], Any] = str, choices: Sequence[str] = ()
-) -> Any:
-    """Return a field with its help text, the function that reads it, and the valid names."""
-    metadata = {"help": text, "kind": kind, "choices": tuple(choices)}
-    return dataclasses.field(default=default, metadata=metadata)
+TASK_OPTIONS = "task options"  # title of the options that a workload adds
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CommOptions):
     """Options of a training; None: the default depends on the workload or the machine.
 
     A workload adds its options in a subclass; so does a file for ``hvdtrain.train``.
@@ -136,19 +44,24 @@ class Options:
     ALIASES: ClassVar[Mapping[str, str]] = {}
     """Aliases: ``--option`` or ``--option value``, and the words that replace it."""
 
-    GROUPS: ClassVar[Mapping[str, str]] = {
-        "framework": "common options",
-        "stage": "data",
-        "global_batch_size": "optimization",
-        "deterministic": "numerics and compilation",
-        "spawn": "distribution",
-        "evaluate_epochs": "evaluation",
-        "checkpoint_every": "checkpoints",
-        "metrics": "output",
-    }
-    """Groups of the help: the first option of each, and its title."""
+    GROUPS: ClassVar[Sequence[str]] = (
+        "common options",
+        "data",
+        "optimization",
+        "numerics and compilation",
+        "distribution",
+        "evaluation",
+        "checkpoints",
+        "output",
+    )
+    """Titles of the groups of the help, in order."""
 
-    framework: str = option("pytorch", "deep-learning framework", choices=("pytorch", "tensorflow"))
+    framework: str = option(
+        "pytorch",
+        "deep-learning framework",
+        choices=("pytorch", "tensorflow"),
+        group="common options",
+    )
     strategy: str | None = option(
         None,
         "how gradients are synchronized across ranks (default: horovod; for one process without it "
@@ -180,6 +93,7 @@ class Options:
         "node-local directory to which each host copies the packed dataset (hvdtrain pack) before "
         "training; '$TMPDIR' is expanded on each host",
         local_folder,
+        group="data",
     )
     workers: int | None = option(
         None,
@@ -191,7 +105,10 @@ class Options:
         0, "random seed for initialization, data order, dropout and augmentation", random_seed
     )
     global_batch_size: int | None = option(
-        None, "number of samples per step over all ranks, instead of --batch-size", batch
+        None,
+        "number of samples per step over all ranks, instead of --batch-size",
+        batch,
+        group="optimization",
     )
     accumulate_steps: int = option(
         1, "number of forward and backward passes per update, each over --batch-size samples", batch
@@ -228,7 +145,10 @@ class Options:
         choices=("stop", "skip", "rollback"),
     )
     deterministic: bool = option(
-        False, "make runs on the same number of ranks bit-equal to each other", bool
+        False,
+        "make runs on the same number of ranks bit-equal to each other",
+        bool,
+        group="numerics and compilation",
     )
     tf32: bool = option(
         False, "use TF32 (10-bit mantissa) for fp32 matrix products on a GPU: faster", bool
@@ -239,45 +159,24 @@ class Options:
         "number of ranks to start on this host, without a launcher (--strategy ddp, zero, fsdp, "
         "pipeline)",
         positive,
+        group="distribution",
     )
     local_rank: int | None = option(
         None, "local rank as passed by torch.distributed.launch; must equal LOCAL_RANK", count
-    )
-    compression: str = option(
-        NONE, "numeric type in which gradients are sent and summed", choices=COMPRESSIONS
-    )
-    reduction: str = option(
-        AVERAGE, "gradient reduction: average, or Horovod's Adasum", choices=REDUCTIONS
-    )
-    fusion_threshold_mb: float | None = option(
-        None, "size of a gradient bucket in MiB; 0: no fusion (default: 25)", non_negative
-    )
-    cycle_time_ms: float | None = option(None, "Horovod's cycle time in milliseconds", non_negative)
-    hierarchical_allreduce: bool = option(
-        False, "sum within each host first, then across hosts (Horovod with NCCL)", bool
-    )
-    autotune: bool = option(
-        False, "let Horovod tune fusion threshold and cycle time; results are not bit-equal", bool
-    )
-    stages: int | None = option(
-        None, "number of pipeline stages (default: all ranks; --strategy pipeline)", positive
-    )
-    micro_batches: int | None = option(
-        None,
-        "number of micro-batches per batch (default: 4 per stage; --strategy pipeline)",
-        positive,
     )
     check_replicas: int = option(
         1000,
         "number of updates between checks that parameters and optimizer state are equal on all "
         "ranks; 0: check only when saving",
         count,
+        group="distribution",
     )
     evaluate_epochs: tuple[int, ...] | None = option(
         None,
         "epochs after which to evaluate, e.g. 20,30,40; the last is always evaluated (default: "
         "every epoch)",
         counts,
+        group="evaluation",
     )
     evaluate_only: bool = option(False, "evaluate a checkpoint without training", bool)
     checkpoint: Path | None = option(
@@ -296,7 +195,10 @@ class Options:
         choices=("training", "inference"),
     )
     checkpoint_every: int | None = option(
-        None, "number of updates between checkpoints, in addition to one per epoch", positive
+        None,
+        "number of updates between checkpoints, in addition to one per epoch",
+        positive,
+        group="checkpoints",
     )
     keep: int = option(3, "number of recent checkpoints to keep, in addition to the best", positive)
     resume: str = option(
@@ -305,7 +207,7 @@ class Options:
         choices=("auto", "never", "must"),
     )
     metrics: Path | None = option(
-        None, "JSON Lines file for loss, learning rate and throughput", Path
+        None, "JSON Lines file for loss, learning rate and throughput", Path, group="output"
     )
     log_every: int | None = option(
         None, "number of updates between lines of --metrics (default: 20 lines per epoch)", positive
@@ -315,7 +217,7 @@ class Options:
         None, "file for Horovod's timeline (see hvdtrain timeline)", Path
     )
     timeline_steps: tuple[int, int | None] | None = option(
-        None, "window of --timeline: from after update A to update B (default: all)", steps
+        None, "window of --timeline: from after update A to update B (default: all)", span
     )
     quiet: bool = option(False, "print errors only", bool)
     device: Any = "cpu"
@@ -327,14 +229,9 @@ class Options:
         return self.evaluate_only or self.predict is not None or self.benchmark == "inference"
 
     @property
-    def levers(self) -> Levers:
+    def comm_options(self) -> CommOptions:
         """Communication options; an evaluation sends no gradients, so those keep their default."""
         if self.evaluates_only:
-            return Levers(stages=self.stages, micro_batches=self.micro_batches)
-        names = [field.name for field in dataclasses.fields(Levers)]
-        return Levers(**{name: getattr(self, name) for name in names})
-
-
-def declared(kind: type[Options]) -> list[dataclasses.Field[Any]]:
-    """Return the fields that are options."""
-    return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
+            return CommOptions(stages=self.stages, micro_batches=self.micro_batches)
+        names = [field.name for field in dataclasses.fields(CommOptions)]
+        return CommOptions(**{name: getattr(self, name) for name in names})

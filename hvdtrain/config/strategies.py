@@ -50,8 +50,8 @@ class Strategy:
     """Back ends that may sum the gradients, best first: names of ``collectives/timing.py``."""
     compressions: tuple[str, ...] = ()
     """Supported values of ``--compression``."""
-    levers: tuple[str, ...] = ()
-    """Other supported communication options: attributes of ``Levers`` (``config/levers.py``)."""
+    comm_options: tuple[str, ...] = ()
+    """Other supported communication options: attributes of ``CommOptions``."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variable of its library, by communication option."""
     splits_model: bool = False
@@ -69,7 +69,7 @@ DDP = Strategy(
     environment=MPI_VARIABLES,
     gradient_libraries=("nccl", "gloo"),
     compressions=("fp16", "bf16"),
-    levers=("fusion_threshold_mb",),
+    comm_options=("fusion_threshold_mb",),
 )
 STRATEGIES = {
     strategy.name: strategy
@@ -100,7 +100,7 @@ STRATEGIES = {
             short_steps={"HOROVOD_CYCLE_TIME": "0.1"},
             gradient_libraries=("horovod",),
             compressions=("fp16",),  # Horovod 0.28.1 has no bfloat16, nor over NCCL
-            levers=("reduction", *HOROVOD_VARIABLES),
+            comm_options=("reduction", *HOROVOD_VARIABLES),
             variables=HOROVOD_VARIABLES,
             has_timeline=True,
         ),
@@ -117,14 +117,14 @@ STRATEGIES = {
             adapters={"pytorch": "hvdtrain.adapters.pytorch.fsdp:FsdpAdapter"},
             oldest={"pytorch": "2.9"},
             traffic=3.0,  # allgather before forward and backward pass, reduce-scatter of gradients
-            levers=(),
+            comm_options=(),
         ),
         replace(
             DDP,
             name="pipeline",
             adapters={"pytorch": "hvdtrain.adapters.pytorch.pipeline:PipelineAdapter"},
             compressions=(),
-            levers=("stages", "micro_batches"),
+            comm_options=("stages", "micro_batches"),
             splits_model=True,
         ),
         Strategy(
@@ -140,7 +140,7 @@ STRATEGIES = {
             environment=MPI_VARIABLES,
             gradient_libraries=("mpi4py",),
             compressions=("fp16", "bf16"),
-            levers=("fusion_threshold_mb",),
+            comm_options=("fusion_threshold_mb",),
         ),
         Strategy(
             "data-parallel",

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.config.options import Options, number
+from hvdtrain.config.declare import option
+from hvdtrain.config.options import TASK_OPTIONS, Options
+from hvdtrain.config.values import number
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 
@@ -151,6 +153,7 @@ def joined(fields_class: Any, source: str) -> type[Options]:
         if field.default is dataclasses.MISSING:
             raise UsageError(f"{where} has no default, or one that is no single value")
         metadata = field.metadata if "help" in field.metadata else _by_type(field, source, where)
+        metadata = {**metadata, "group": TASK_OPTIONS}
         copied = dataclasses.field(default=field.default, metadata=metadata)
         fields.append((field.name, field.type, copied))
     whole = dataclasses.make_dataclass("Options", fields, bases=(Options,), frozen=True)
@@ -166,4 +169,5 @@ def _by_type(field: dataclasses.Field[Any], source: str, where: str) -> Mapping[
         raise UsageError(
             f"{where}: an option is a bool that is False, or an int, float, str or Path"
         )
-    return {"help": f"of {source}", "kind": kind, "choices": ()}
+    metadata: Mapping[str, Any] = option(field.default, f"of {source}", kind).metadata
+    return metadata

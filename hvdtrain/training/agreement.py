@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping
 
 from hvdtrain.adapters.common import CommonAdapter
-from hvdtrain.config.options import Options, declared
+from hvdtrain.config.declare import declared
+from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import differences
 from hvdtrain.system.runtime.exit import agreed

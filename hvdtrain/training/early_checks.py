@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hvdtrain.adapters.select import check_fit
-from hvdtrain.config.levers import check_adasum, check_levers, check_stages
+from hvdtrain.config.comm_options import check_adasum, check_comm_options, check_stages
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.steps import checkpoint as checkpoints
@@ -41,10 +41,10 @@ def check_early(
     if options.strategy:
         record = STRATEGIES[options.strategy]
         check_fit(record, options.framework, launch)
-        check_levers(options.levers, record, options.framework, environ)
+        check_comm_options(options.comm_options, record, options.framework, environ)
         if record.splits_model:
-            check_stages(options.levers, launch.size)
-    check_adasum(options.levers, launch.size, gpu=False)
+            check_stages(options.comm_options, launch.size)
+    check_adasum(options.comm_options, launch.size, gpu=False)
     _check_origin(workload, options, plan)
 
 

@@ -70,8 +70,8 @@ def described(
         "devices": world.devices,
         "hosts": world.hosts,
         "precision": task.options.precision,
-        "compression": adapter.levers.compression,
-        "reduction": adapter.levers.reduction,
+        "compression": adapter.comm_options.compression,
+        "reduction": adapter.comm_options.reduction,
         "options": non_default_options(options),
         "environment": environment(world),
     }

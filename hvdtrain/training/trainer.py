@@ -156,7 +156,9 @@ def _prepare(options: Options) -> CommonAdapter:
     use_scratch_directory()  # before a framework reads the directory of temporary files
     terminal.status(f"importing {options.framework} and its libraries")
     with _hidden("matplotlib", "sklearn"):  # Keras imports them if installed, in 1.5 s
-        adapter = select_adapter(options.framework, options.strategy, levers=options.levers)
+        adapter = select_adapter(
+            options.framework, options.strategy, comm_options=options.comm_options
+        )
     timeline_window.prepare(options, adapter.name)
     terminal.status(f"starting {adapter.name}, waiting for all ranks")
     return adapter

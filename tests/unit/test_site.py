@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from hvdtrain.config.options import Options, declared
+from hvdtrain.config.declare import declared
+from hvdtrain.config.options import Options
 from hvdtrain.steps.summary import Summary
 from tests.conftest import ROOT
 

@@ -32,10 +32,10 @@ class BucketedAdapter(PyTorchAdapter):
     def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         name = f"gradients.{self._distributions}" if self._distributions else "gradients"
         self._distributions += 1
-        sums, kind = self.open_sums(), TYPES.get(self.levers.compression)
+        sums, kind = self.open_sums(), TYPES.get(self.comm_options.compression)
         sums = Compressed(sums, kind) if kind else sums
-        full = self.levers.bucket_bytes
-        weight = self.levers.weight
+        full = self.comm_options.bucket_bytes
+        weight = self.comm_options.weight
         buckets = Buckets(name, optimizer, sums, lambda: weight(self.part_weight), full)
         buckets.stop_wanted = lambda: self.stop_wanted
         buckets.waiting = self.waits.during

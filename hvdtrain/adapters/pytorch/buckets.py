@@ -26,7 +26,7 @@ import torch
 from torch.utils import _pytree
 
 from hvdtrain.adapters.partition import buckets
-from hvdtrain.config.levers import BUCKET_BYTES
+from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.waits import SUM
 

@@ -65,7 +65,7 @@ class DdpAdapter(PyTorchAdapter):
 
     @override
     def compile(self, task: Any) -> None:
-        wanted = self.levers.fusion_threshold_mb
+        wanted = self.comm_options.fusion_threshold_mb
         if wanted is not None and wanted < FIRST_BUCKET_MB:
             # It splits a graph at each full bucket, and supports none smaller than DDP's first.
             # Without it all gradients of a graph arrive at its end, in the same buckets.
@@ -120,7 +120,7 @@ class Replica(DistributedDataParallel):
                 # buckets do not change after the first pass, so a resumed run is bit-reproducible.
                 find_unused_parameters=True,
                 gradient_as_bucket_view=True,
-                bucket_cap_mb=adapter.levers.fusion_threshold_mb,  # None: DDP's default
+                bucket_cap_mb=adapter.comm_options.fusion_threshold_mb,  # None: DDP's default
             )
         # Convolutions produce such gradients; each is copied into its bucket.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
@@ -145,7 +145,7 @@ class Replica(DistributedDataParallel):
         except UsageError as error:  # raised within the hook, it would lose its type
             self._trouble, weight = error, 0.0
         weigh(gradients, weight)
-        kind = TYPES.get(self.adapter.levers.compression, gradients.dtype)
+        kind = TYPES.get(self.adapter.comm_options.compression, gradients.dtype)
         if not self._sums:
             self.adapter.note_pass()
             stop = torch.full((1,), self.adapter.stop_wanted, dtype=kind, device=gradients.device)

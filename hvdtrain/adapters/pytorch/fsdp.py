@@ -222,7 +222,7 @@ class Communication:
         """Sum the weighted gradients of a unit; each rank receives its rows."""
         self.adapter.note_pass()
         weigh(whole, self.adapter.part_weight)
-        kind = TYPES.get(self.adapter.levers.compression, whole.dtype)
+        kind = TYPES.get(self.adapter.comm_options.compression, whole.dtype)
         sent, received = whole.to(kind), part.to(kind)  # no copies if they are of that type
         self._counted["count"] += 1
         self._counted["bytes"] += sent.numel() * sent.element_size()

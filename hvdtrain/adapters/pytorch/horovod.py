@@ -12,7 +12,7 @@ from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
 from hvdtrain.adapters.pytorch.buckets import Sums
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_torch import HorovodTorch, summable
-from hvdtrain.config.levers import ADASUM, check_nccl
+from hvdtrain.config.comm_options import ADASUM, check_nccl
 from hvdtrain.system.machine import accelerator
 
 FLAGS = 3  # elements after the gradient in a bucket of one parameter: see Bucket
@@ -26,12 +26,12 @@ class HorovodAdapter(BucketedAdapter):
 
     @override
     def connect(self) -> Communicator:
-        check_nccl(self.levers, used=bool(hvd.nccl_built()) and accelerator.count() > 0)
+        check_nccl(self.comm_options, used=bool(hvd.nccl_built()) and accelerator.count() > 0)
         return HorovodTorch()
 
     @override
     def open_sums(self) -> Sums:
-        return AdasumSums() if self.levers.reduction == ADASUM else HorovodSums()
+        return AdasumSums() if self.comm_options.reduction == ADASUM else HorovodSums()
 
     @override
     def start_timeline(self, file: str) -> None:

@@ -45,7 +45,7 @@ class MpiAdapter(BucketedAdapter):
 
     @override
     def open_sums(self) -> Sums:
-        return MpiSums(self.communicator, TYPES.get(self.levers.compression))
+        return MpiSums(self.communicator, TYPES.get(self.comm_options.compression))
 
     @override
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:

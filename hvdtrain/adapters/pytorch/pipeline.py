@@ -33,7 +33,7 @@ from hvdtrain.adapters.replicas import compare
 from hvdtrain.adapters.state import check_names
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.collectives.torch_distributed import Subgroup, TorchDistributed
-from hvdtrain.config.levers import check_stages
+from hvdtrain.config.comm_options import check_stages
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.steps.summary import Bubble, StepSplit
@@ -57,10 +57,10 @@ class PipelineAdapter(ShardedAdapter):
     def initialize(self, *, short_steps: bool = False) -> World:
         world = super().initialize(short_steps=short_steps)
         try:
-            check_stages(self.levers, world.size)
+            check_stages(self.comm_options, world.size)
         except UsageError as error:
             raise agreed(error) from None  # raised alike on every rank
-        stages = self.levers.stages or world.size
+        stages = self.comm_options.stages or world.size
         self.world = replace(world, stages=stages)
         all_ranks = range(world.size)
         self.copy = self.communicator.split(
@@ -74,7 +74,7 @@ class PipelineAdapter(ShardedAdapter):
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches per batch, at most one per sample."""
-        return self.levers.micro_batches or FEW * self.world.stages
+        return self.comm_options.micro_batches or FEW * self.world.stages
 
     @property
     @override

@@ -13,7 +13,7 @@ from hvdtrain.adapters.common import GradientSums
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
 from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute
-from hvdtrain.config.levers import ADASUM
+from hvdtrain.config.comm_options import ADASUM
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM
 
@@ -38,15 +38,15 @@ class BucketedAdapter(TensorFlowAdapter):
         number = len(self._buckets)
         name = f"gradients.{number}" if number else "gradients"
         with tf.device("/CPU:0"):
-            kind = TYPES.get(self.levers.compression)
-            buckets = Buckets(name, self.sum_tensor, kind, self.levers.bucket_bytes)
-        if self.levers.reduction == ADASUM:
+            kind = TYPES.get(self.comm_options.compression)
+            buckets = Buckets(name, self.sum_tensor, kind, self.comm_options.bucket_bytes)
+        if self.comm_options.reduction == ADASUM:
             buckets.combine = self.combine
         self._buckets.append(buckets)
         self.waits.traced.append(buckets.traced_calls)
         self._assigned = None
         if self._shards is None:  # without shards all ranks weigh the same
-            buckets.weight.assign(self.levers.weight(self.part_weight))
+            buckets.weight.assign(self.comm_options.weight(self.part_weight))
         distribute(optimizer, PartSum(self, buckets))
         return model, optimizer
 
@@ -59,7 +59,7 @@ class BucketedAdapter(TensorFlowAdapter):
         if sums > self._sums and shards.current:
             shards.use()  # a traced function has used it
         self._sums = sums
-        values = (self.levers.weight(part.weight), self.stop_wanted)
+        values = (self.comm_options.weight(part.weight), self.stop_wanted)
         if values != self._assigned:  # most parts of an epoch have the same weight
             self._assigned = values
             for buckets in self._buckets:

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.adapters.partition import buckets
-from hvdtrain.config.levers import BUCKET_BYTES
+from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.system.runtime.waits import TracedCalls
 
 Reduce = Callable[[Any, str], Any]

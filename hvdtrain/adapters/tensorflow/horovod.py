@@ -12,7 +12,7 @@ from typing_extensions import override
 from hvdtrain.adapters.tensorflow.bucketed import BucketedAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_tf import HorovodTensorFlow
-from hvdtrain.config.levers import check_nccl
+from hvdtrain.config.comm_options import check_nccl
 from hvdtrain.system.machine import gpus
 
 
@@ -25,7 +25,9 @@ class HorovodAdapter(BucketedAdapter):
 
     @override
     def connect(self) -> Communicator:
-        check_nccl(self.levers, used=bool(hvd.nccl_built()) and gpus.count_gpus(os.environ) > 0)
+        check_nccl(
+            self.comm_options, used=bool(hvd.nccl_built()) and gpus.count_gpus(os.environ) > 0
+        )
         communicator = HorovodTensorFlow(process_sets=self.process_sets)
         self.claim_device(hvd.local_rank(), hvd.local_size())
         return communicator

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.command_line import Parser
-from hvdtrain.config.options import number, positive
 from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.config.values import number, positive
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.machine.mpi_library import not_loaded

@@ -17,7 +17,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.config.options import Options, option, positive
+from hvdtrain.config.declare import option
+from hvdtrain.config.options import TASK_OPTIONS, Options
+from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.exit import end_with_parent
 from hvdtrain.workloads.data.files import (
@@ -43,7 +45,10 @@ class ImageOptions(Options):
     EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
 
     synthetic: bool = option(
-        False, "measure throughput on random images (default without --data)", bool
+        False,
+        "measure throughput on random images (default without --data)",
+        bool,
+        group=TASK_OPTIONS,
     )
     image_size: int = option(224, "height and width of the images in pixels", positive)
     skip_broken: bool = option(False, "skip and count images that cannot be decoded", bool)

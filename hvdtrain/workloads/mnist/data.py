@@ -19,7 +19,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.config.options import Options, fraction, option
+from hvdtrain.config.declare import option
+from hvdtrain.config.options import TASK_OPTIONS, Options
+from hvdtrain.config.values import fraction
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.dataset import Augment
 from hvdtrain.workloads.data.packed import MNIST, Pack, is_packed, wrong_kind
@@ -41,7 +43,10 @@ class MnistOptions(Options):
     """Options of the training on digits."""
 
     dropout: float | None = option(
-        None, "dropout probability of all dropout layers; 0: no dropout", fraction
+        None,
+        "dropout probability of all dropout layers; 0: no dropout",
+        fraction,
+        group=TASK_OPTIONS,
     )
 
 

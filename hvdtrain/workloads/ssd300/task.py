@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from hvdtrain.config.options import Options, option
+from hvdtrain.config.declare import option
+from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import coco
@@ -75,7 +76,10 @@ class DetectorOptions(Options):
     ALIASES: ClassVar = ALIASES
 
     synthetic: bool = option(
-        False, "measure throughput on random images (default without --data)", bool
+        False,
+        "measure throughput on random images (default without --data)",
+        bool,
+        group=TASK_OPTIONS,
     )
     skip_broken: bool = option(
         False, "skip and count images that are missing or cannot be decoded", bool

@@ -1,4 +1,4 @@
-"""Run on every rank by test_levers.py: Adasum of the ranks' gradients, against its closed form.
+"""Run on every rank by test_comm_options.py: Adasum of the ranks' gradients, against its closed form.
 
 The gradient of each parameter is the mean of some columns of ``x`` over the samples of a part. At
 the tail all parts but one are empty.
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.adapters.select import adapter
-from hvdtrain.config.levers import Levers
+from hvdtrain.config.comm_options import CommOptions
 from hvdtrain.steps.sharding import Shards
 
 SAMPLES, BATCH, COLUMNS = 5, 4, (7, 30)  # of two parameters
 
 framework, folder = sys.argv[1:]
-hvd: Any = adapter(framework, "horovod", levers=Levers(reduction="adasum"))
+hvd: Any = adapter(framework, "horovod", comm_options=CommOptions(reduction="adasum"))
 world = hvd.initialize()
 hvd.pin_device()
 Array = np.ndarray[Any, Any]

@@ -1,4 +1,4 @@
-"""Run on every rank by test_levers.py: gradients that are sent in 16 bits, against closed forms.
+"""Run on every rank by test_comm_options.py: gradients that are sent in 16 bits, against closed forms.
 
 The gradient of each parameter is the mean of a column of ``x`` over the samples of a part. Five
 samples in global batches of four leave uneven parts, and at the tail empty ones.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.adapters.select import adapter
-from hvdtrain.config.levers import NONE, Levers
+from hvdtrain.config.comm_options import NONE, CommOptions
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.steps.sharding import Shards
 
@@ -163,7 +163,7 @@ def gradients_tensorflow(x: Array, shards: Shards) -> tuple[list[Array], str]:
 
 def check_messages() -> None:
     """Compare the bytes that the library was handed, and those that are told."""
-    size = 8 if hvd.levers.compression == NONE else 2
+    size = 8 if hvd.comm_options.compression == NONE else 2
     assert all(size * COLUMNS <= nbytes < size * ELEMENTS for _, nbytes in sent)
     told = hvd.gradient_sums[-1].messages
     assert size * COLUMNS <= told["bytes"] / told["count"] < size * ELEMENTS
@@ -175,7 +175,7 @@ def digest(values: Array) -> str:
 
 def gradients(x: Array, compression: str) -> tuple[list[Array], list[Array], list[Array]]:
     """Train an epoch; return gradients, the true ones, and the sums of all ranks' sizes."""
-    hvd.levers = Levers(compression=compression)
+    hvd.comm_options = CommOptions(compression=compression)
     shards = hvd.shard_data(SAMPLES, global_batch=BATCH, seed=3)
     sent.clear()
     make = gradients_pytorch if framework == "pytorch" else gradients_tensorflow

@@ -16,16 +16,10 @@ from hypothesis import strategies as st
 
 from hvdtrain.config.checks import check
 from hvdtrain.config.command_line import parse
-from hvdtrain.config.options import (
-    Options,
-    count,
-    declared,
-    fraction,
-    non_negative,
-    numbers,
-    positive,
-)
+from hvdtrain.config.declare import declared
+from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.config.values import count, fraction, non_negative, numbers, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.mnist.data import MnistOptions

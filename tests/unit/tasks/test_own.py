@@ -49,7 +49,8 @@ OPTIONS = """
     from __future__ import annotations
     from dataclasses import dataclass
     from pathlib import Path
-    from hvdtrain.config.options import fraction, option
+    from hvdtrain.config.declare import option
+    from hvdtrain.config.values import fraction
 
     @dataclass
     class Options:

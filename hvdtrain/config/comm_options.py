@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hvdtrain.config.declare import option
 from hvdtrain.config.strategies import STRATEGIES, Strategy
+from hvdtrain.config.values import non_negative, positive
 from hvdtrain.errors import UsageError
 
 NONE = "none"
@@ -27,25 +29,36 @@ CONTRADICTIONS = (
 
 
 @dataclass(frozen=True)
-class Levers:
+class CommOptions:
     """Communication options; each attribute is the command-line option of that name."""
 
-    compression: str = NONE
-    """Numeric type in which gradients are sent and summed; ``none``: unchanged."""
-    reduction: str = AVERAGE
-    """Mean over the samples of the global batch, or Adasum of the ranks' local means."""
-    fusion_threshold_mb: float | None = None
-    """Size of a gradient bucket in MiB; 0: no fusion."""
-    cycle_time_ms: float | None = None
-    """Horovod's cycle time in milliseconds."""
-    hierarchical_allreduce: bool = False
-    """Sum within each host first, then across hosts."""
-    autotune: bool = False
-    """Let Horovod tune fusion threshold and cycle time."""
-    stages: int | None = None
-    """Number of pipeline stages; None: all ranks."""
-    micro_batches: int | None = None
-    """Number of micro-batches per batch; None: four per stage."""
+    compression: str = option(
+        NONE,
+        "numeric type in which gradients are sent and summed",
+        choices=COMPRESSIONS,
+        group="distribution",
+    )
+    reduction: str = option(
+        AVERAGE, "gradient reduction: average, or Horovod's Adasum", choices=REDUCTIONS
+    )
+    fusion_threshold_mb: float | None = option(
+        None, "size of a gradient bucket in MiB; 0: no fusion (default: 25)", non_negative
+    )
+    cycle_time_ms: float | None = option(None, "Horovod's cycle time in milliseconds", non_negative)
+    hierarchical_allreduce: bool = option(
+        False, "sum within each host first, then across hosts (Horovod with NCCL)", bool
+    )
+    autotune: bool = option(
+        False, "let Horovod tune fusion threshold and cycle time; results are not bit-equal", bool
+    )
+    stages: int | None = option(
+        None, "number of pipeline stages (default: all ranks; --strategy pipeline)", positive
+    )
+    micro_batches: int | None = option(
+        None,
+        "number of micro-batches per batch (default: 4 per stage; --strategy pipeline)",
+        positive,
+    )
 
     @property
     def bucket_bytes(self) -> int:
@@ -64,7 +77,7 @@ class Levers:
         """Options that differ from their default, by name."""
         return {
             field.name: value
-            for field in fields(self)
+            for field in fields(CommOptions)
             if (value := getattr(self, field.name)) != field.default
         }
 
@@ -93,8 +106,8 @@ class Levers:
         return {**defaults, **self.variables(record)}
 
 
-def check_levers(
-    options: Levers, record: Strategy, framework: str, environ: Mapping[str, str]
+def check_comm_options(
+    options: CommOptions, record: Strategy, framework: str, environ: Mapping[str, str]
 ) -> None:
     """Raise if the strategy lacks an option, or options contradict each other or the environment.
 
@@ -103,8 +116,10 @@ def check_levers(
     """
     _check_compression(options.compression, record, framework)
     for name in options.changed:
-        if name != "compression" and name not in record.levers:
-            others = [strategy for strategy in _strategies(framework) if name in strategy.levers]
+        if name != "compression" and name not in record.comm_options:
+            others = [
+                strategy for strategy in _strategies(framework) if name in strategy.comm_options
+            ]
             raise _not_for(_option(name), record, others)
     if options.reduction not in REDUCTIONS:
         raise UsageError(f"--reduction {options.reduction}: choose one of {', '.join(REDUCTIONS)}")
@@ -121,7 +136,7 @@ def check_levers(
             )
 
 
-def check_stages(options: Levers, size: int) -> None:
+def check_stages(options: CommOptions, size: int) -> None:
     """Raise if the number of ranks is not a multiple of the number of stages.
 
     Raises:
@@ -135,7 +150,7 @@ def check_stages(options: Levers, size: int) -> None:
         )
 
 
-def check_nccl(options: Levers, *, used: bool) -> None:
+def check_nccl(options: CommOptions, *, used: bool) -> None:
     """Raise if an option needs NCCL and NCCL is not ``used``.
 
     Raises:
@@ -148,7 +163,7 @@ def check_nccl(options: Levers, *, used: bool) -> None:
         )
 
 
-def check_adasum(options: Levers, size: int, *, gpu: bool) -> None:
+def check_adasum(options: CommOptions, size: int, *, gpu: bool) -> None:
     """Raise if Adasum does not support the number of ranks or the device.
 
     Raises:
