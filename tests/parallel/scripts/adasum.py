@@ -1,4 +1,4 @@
-"""Run on every rank by test_comm_options.py: Adasum of the ranks' gradients, against its closed form.
+"""On every rank, for test_comm_options.py: Adasum of the ranks' gradients, against its closed form.
 
 The gradient of each parameter is the mean of some columns of ``x`` over the samples of a part. At
 the tail all parts but one are empty.
