@@ -1,4 +1,4 @@
-"""On every rank, for test_comm_options.py: gradients that are sent in 16 bits, against closed forms.
+"""On every rank, for test_comm_options.py: 16-bit gradients, against closed forms.
 
 The gradient of each parameter is the mean of a column of ``x`` over the samples of a part. Five
 samples in global batches of four leave uneven parts, and at the tail empty ones.
