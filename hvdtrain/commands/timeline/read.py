@@ -214,7 +214,7 @@ def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event],
     piece = buffer[:cut].lstrip(b" \t\r\n,[").rstrip(b" \t\r\n,]")
     try:
         events = msgspec.json.decode(b"[" + piece + b"]")
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         events = None
     if events and set(map(type, events)) == {dict} and "ph" in events[0]:
         return events, buffer[cut:]
