@@ -11,10 +11,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from hvdtrain.config.checks import check
-from hvdtrain.config.declare import add_options
-from hvdtrain.config.options import Options
-from hvdtrain.config.parser import CommandParser, not_among
+from hvdtrain.config.declare import CommandParser, add_options, not_among
+from hvdtrain.config.options import Options, check
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings

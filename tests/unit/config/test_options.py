@@ -14,10 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hvdtrain.config.checks import check
 from hvdtrain.config.command_line import parse
 from hvdtrain.config.declare import declared
-from hvdtrain.config.options import Options
+from hvdtrain.config.options import Options, check
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import count, fraction, non_negative, numbers, positive
 from hvdtrain.errors import UsageError
