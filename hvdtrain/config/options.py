@@ -1,4 +1,4 @@
-"""The options of the trainers: one frozen dataclass, which ``command_line`` reads, and its checks."""
+"""The options of the trainers: one frozen dataclass, and checks of its values."""
 
 from __future__ import annotations
 
