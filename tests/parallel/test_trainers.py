@@ -208,13 +208,3 @@ def test_alone_without_horovod_says_so(tmp_path: Path) -> None:
     together = run([str(BIN / "mpirun"), "-n", "2", *line], PYTHONPATH=path)
     assert together.code == 2
     assert len(together.said) == 1 and "hvdtrain install-horovod" in together.said[0]
-
-
-def test_worlds_of_size_one_are_found() -> None:
-    """Processes that a launcher counts as two, and that Horovod finds alone, must not train."""
-    place = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    line = [sys.executable, "-m", "hvdtrain.mnist", "--num-steps=1"]
-    here = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    outcome = run(line, **place, **here)
-    assert outcome.code == 2
-    assert "sees a world of 1" in outcome.said[0]

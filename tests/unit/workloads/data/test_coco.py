@@ -323,8 +323,11 @@ def test_an_alias_equals_its_option(alias: str) -> None:
     assert read(*f"{alias} {value}".split(), *rest) == option
     name, _, last = f"{alias} {value}".strip().rpartition(" ")
     assert not name or read(f"{name}={last}", *rest) == option
-    underscored = f"--{alias[2:].replace('-', '_')}" if alias.startswith("--") else alias
-    assert read(*f"{underscored} {value}".split(), *rest) == option
+    first, *words = f"{alias} {value}".split()
+    assert (
+        read(f"--{first[2:].replace('-', '_')}" if first[1] == "-" else first, *words, *rest)
+        == option
+    )
     line = f"  {alias:27} {ALIASES[alias] or '(nothing: it is so anyway)'}"
     assert line in WORKLOAD.epilog.splitlines()
 
