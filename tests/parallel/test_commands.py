@@ -47,7 +47,7 @@ SHORTER = (
     (re.compile(r"hvdtrain\.mnist\b.*"), r"\g<0> --num-steps 2 --summary run-7/summary.json"),
     (re.compile(r"hvdtrain\.resnet\b.*"), r"\g<0> --model resnet18 --image-size 32 --batch-size 1"),
     # So many steps are looked at.
-    (re.compile(r"(scaling|--timeline) .*hvdtrain\.resnet\b.*"), r"\g<0> --num-steps 4"),
+    (re.compile(r".*(scaling .*\.resnet|--timeline-steps)\b.*"), r"\g<0> --num-steps 4"),
     (re.compile(r".*hvdtrain\.resnet\b(?!.*--num-steps 4).*"), r"\g<0> --num-steps 1"),
     (re.compile(r"--(time|study)\b"), r"\g<0> --sizes 4 --seconds 0.001"),
     (re.compile(r"--study\b"), r"\g<0> --gradient-mb 0.1"),
