@@ -461,9 +461,7 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
 def test_perfect_detections_have_a_precision_of_one() -> None:
     pytest.importorskip("pycocotools")
     _, val = data.drawn(0)
-    result = [
-        [entry["image_id"], *entry["bbox"], 0.9, entry["category_id"]] for entry in val.annotations
-    ]
+    result = [[entry.image_id, *entry.bbox, 0.9, entry.category_id] for entry in val.annotations]
     got = metric.precision(val, np.array(result, np.float64))
     assert set(got) == {"map", "map50", "ap50/red", "ap50/green", "ap50/blue"}
     assert list(got.values()) == pytest.approx([1.0] * 5)

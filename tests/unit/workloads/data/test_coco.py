@@ -16,7 +16,7 @@ from hvdtrain.config.command_line import parse
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 from hvdtrain.training.plan import TrainingPlan, make_plan
-from hvdtrain.workloads.data.coco import Coco, load
+from hvdtrain.workloads.data.coco import Annotation, Coco, load
 from hvdtrain.workloads.ssd300.task import ALIASES, WORKLOAD, DetectorOptions
 
 Content = dict[str, Any]
@@ -104,8 +104,7 @@ def test_crowds_are_no_boxes_but_stay_for_the_evaluation(tmp_path: Path) -> None
     )
     assert rows(coco) == [[([1, 2, 4, 6], 7)] * 2, []]
     assert coco.annotations == [
-        annotation(10, 1, 2, 3, 4, area=area, iscrowd=crowd)
-        for area, crowd in ((12, 1), (9.5, 0), (12, 0))
+        Annotation(10, 7, (1, 2, 3, 4), area, crowd) for area, crowd in ((12, 1), (9.5, 0), (12, 0))
     ]
     assert coco.notes == ()
 
@@ -127,7 +126,7 @@ def test_boxes_are_clipped_and_those_without_area_reported(tmp_path: Path) -> No
         ([38.5, 10, 40, 10.25], 7),
     ]
     assert coco.notes == ("train2017: skipped 4 annotations outside its image or without area",)
-    assert coco.annotations[0]["bbox"] == [-5, -5, 10, 10]
+    assert coco.annotations[0].bbox == (-5, -5, 10, 10)
 
 
 def test_annotations_of_unlisted_images_are_reported(tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_images_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "train2017" / "10.jpg").unlink()
     left = load(tmp_path, skip_broken=True)[0]
     assert rows(left) == [[([5, 6, 12, 14], 90)]]
-    assert [entry["image_id"] for entry in left.annotations] == [20]
+    assert [entry.image_id for entry in left.annotations] == [20]
     assert left.first.tolist() == [0, 1]
     assert left.notes == ("skipped 2 images not to be found, 10.jpg for one",)
     (tmp_path / "train2017" / "20.jpg").unlink()
@@ -205,11 +204,11 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"bbox": [1, 2, 3]}, "a bbox of image id 10 is not four numbers"),
-        ({"bbox": [1, 2, 3, "x"]}, "could not convert"),
-        ({"bbox": None}, "not iterable"),
+        ({"bbox": [1, 2, 3]}, "$.annotations[0].bbox"),
+        ({"bbox": [1, 2, 3, "x"]}, "$.annotations[0].bbox[3]"),
+        ({"bbox": None}, "$.annotations[0].bbox"),
         ({"category_id": 8}, "image id 10 has a category id that is not listed"),
-        ({"area": []}, "float"),
+        ({"area": []}, "$.annotations[0].area"),
     ],
 )
 @pytest.mark.parametrize("crowd", [0, 1])
@@ -272,7 +271,7 @@ def test_any_document_is_loaded_or_refused_in_one_line(
             assert len(coco.ids) == len(coco.sizes) == len(coco.files) == len(coco.first) - 1
             assert coco.first[-1] == len(coco.boxes) == len(coco.labels)
             assert all(
-                isinstance(each["area"], float) and each["category_id"] in coco.categories
+                isinstance(each.area, float) and each.category_id in coco.categories
                 for each in coco.annotations
             )
 
