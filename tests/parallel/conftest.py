@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -96,6 +97,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "parallel" in item.path.parts or "perf" in item.path.parts:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def empty_library(path: Path) -> None:
+    """Write a shared library of this name with nothing in it: symbols are missing."""
+    compiler = shutil.which("cc") or pytest.skip("no C compiler: apt-get install gcc")
+    flags = ["-shared", "-x", "c", f"-Wl,-soname,{path.name}", "/dev/null", "-o", str(path)]
+    subprocess.run([compiler, *flags], check=True, timeout=60)
 
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -20,7 +20,7 @@ from hvdtrain.commands.launch.hosts import Allocation
 from hvdtrain.commands.launch.layout import lay_out
 from hvdtrain.commands.launch.mpirun import Mpi
 from hvdtrain.steps import checkpoint
-from tests.conftest import BIN, ROOT, Outcome, environment, on_demand, ranks, run
+from tests.conftest import BIN, ROOT, Outcome, environment, on_demand, run
 from tests.parallel.conftest import Start, assert_gone, family, until
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
@@ -136,14 +136,6 @@ def test_mpirun_accepts_the_binding_on_larger_machines(packages: int, each: int)
         bound = re.findall(r"bound to (package\[\d\])", outcome.out + outcome.err)
         width = next((word for word in words if word.startswith("slot:PE=")), None)
         assert len(bound) == (number if width else 0), outcome.out + outcome.err
-
-
-def test_pi_is_the_same_as_under_mpirun() -> None:
-    words = ("-m", "hvdtrain.pi", "--json", "--samples=1e6", "--seed=5")
-    by_launch = launch("-n", "3", "--", sys.executable, *words)
-    assert by_launch.code == 0, by_launch.err
-    assert json.loads(by_launch.out)["ranks"] == 3
-    assert json.loads(by_launch.out)["pi"] == json.loads(ranks(3, *words).out)["pi"]
 
 
 def test_silence_ends_the_job() -> None:

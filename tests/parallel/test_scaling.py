@@ -125,7 +125,6 @@ def test_each_rank_had_the_same_threads(study: tuple[Path, Outcome]) -> None:
     ("command", "message"),
     [
         ([*TRAIN, "--lr", "1"], "runs of another command"),
-        (["python", "-m", "hvdtrain.resnet"], "runs of another command"),
         ([*TRAIN, "--timeline", "t.json"], "--timeline in the command"),
     ],
 )
