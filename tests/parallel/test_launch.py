@@ -20,7 +20,7 @@ from hvdtrain.commands.launch.hosts import Allocation
 from hvdtrain.commands.launch.layout import lay_out
 from hvdtrain.commands.launch.mpirun import Mpi
 from hvdtrain.steps import checkpoint
-from tests.conftest import BIN, ROOT, Outcome, environment, on_demand, run
+from tests.conftest import BIN, Outcome, on_demand, run
 from tests.parallel.conftest import Start, assert_gone, family, until
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
@@ -230,18 +230,11 @@ def has_torch(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_save_that_mpirun_interrupts_is_finished(tmp_path: Path) -> None:
+def test_a_save_that_mpirun_interrupts_is_finished(tmp_path: Path, started: Start) -> None:
     saved, mark = tmp_path / "checkpoints", tmp_path / "mark"
     mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
     program = ["-c", SLOW, str(mark), "save", *ENDLESS, f"--checkpoint-dir={saved}"]
-    process = subprocess.Popen(
-        [*mpirun, *program],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = started(*mpirun, *program)
     until(lambda: list(saved.glob("step-*")), process)
     mark.unlink(missing_ok=True)
     until(mark.exists, process)
