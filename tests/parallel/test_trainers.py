@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import BIN, LONG, ROOT, run
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, SOME, assert_bit_equal, train
+from tests.parallel.conftest import FRAMEWORKS, SOME, Start, assert_bit_equal, train, until
 
 KEYS = """
     workload framework strategy model world_size devices hosts precision compression
