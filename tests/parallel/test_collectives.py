@@ -27,7 +27,7 @@ def test_each_collective_of_each_library(library: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_lesson(size: int, tmp_path: Path) -> None:
     page = tmp_path / "lesson.html"
-    outcome = ranks(size, "-m", "hvdtrain.collectives", "--json", "--html", str(page))
+    outcome = resident.ranks(size, "-m", "hvdtrain.collectives", "--json", "--html", str(page))
     assert outcome.code == 0, outcome.err
     every = range(size)
     numbers = [[10 * (rank + 1) + place for place in every] for rank in every]
