@@ -5,8 +5,8 @@ metadata are on a single long line, tensor names are not escaped, and a run that
 the array unterminated. So a file may end at any byte or in a comma, and contain several arrays or
 blocks of zeros; everything readable is read. Memory is bounded by the chunk size.
 
-msgspec parses a whole chunk of events at once, which is fast. Only a damaged chunk is searched event
-by event.
+msgspec parses a whole chunk of events at once, which is fast. Only a damaged chunk is searched
+event by event.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event],
     piece = buffer[:cut].lstrip(b" \t\r\n,[").rstrip(b" \t\r\n,]")
     try:
         events = msgspec.json.decode(b"[" + piece + b"]")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         events = None
     if events and set(map(type, events)) == {dict} and "ph" in events[0]:
         return events, buffer[cut:]
