@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hvdtrain.commands.verify.rows import NOT_SEEN, OK, Row
 from hvdtrain.commands.verify.script.start import watch
-from hvdtrain.config.parser import CommandParser
+from hvdtrain.config.declare import CommandParser
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.output.tables import entry, message
 from hvdtrain.system.runtime.command import termination_as_interrupt

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.config.parser import CommandParser, nearest
+from hvdtrain.config.declare import CommandParser, nearest
 from hvdtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, HvdtrainError, UsageError
 from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.runtime import terminal

@@ -12,7 +12,7 @@ import shtab
 from hvdtrain import pi, train
 from hvdtrain.commands.collectives import program as collectives
 from hvdtrain.config.command_line import build_parser
-from hvdtrain.config.parser import CommandParser
+from hvdtrain.config.declare import CommandParser
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300

@@ -11,10 +11,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from hvdtrain.config.checks import check
-from hvdtrain.config.declare import add_options
-from hvdtrain.config.options import Options
-from hvdtrain.config.parser import CommandParser, not_among
+from hvdtrain.config.declare import CommandParser, add_options, not_among
+from hvdtrain.config.options import Options, check
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings
@@ -89,23 +87,19 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
     """
     words, result = collections.deque(arguments), []
     while words:
-        word = words.popleft()
-        name, equals, value = word.partition("=")
+        name, equals, value = words.popleft().partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
-            word = name + equals + value
-        if name in aliases:
-            new = aliases[name].split()
-            result += [*new[:-1], *(last + equals + value for last in new[-1:])]
-            continue
         values = {key.split()[1]: new for key, new in aliases.items() if key.startswith(f"{name} ")}
-        if not values:
-            result.append(word)
-            continue
-        value = value if equals or not words else words.popleft()
-        if value not in values:
-            raise UsageError(f"{name}: {not_among(value, values)}")
-        result += values[value].split()
+        if name in aliases:
+            result += [*aliases[name].split(), value] if equals else aliases[name].split()
+        elif values:
+            value = value if equals or not words else words.popleft()
+            if value not in values:
+                raise UsageError(f"{name}: {not_among(value, values)}")
+            result += values[value].split()
+        else:
+            result.append(name + equals + value)
     return result
 
 

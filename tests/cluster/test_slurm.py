@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from hvdtrain.commands.submit import chain
 from tests.cluster.slurm import Cluster
-from tests.conftest import BIN, ROOT, Outcome, on_demand
+from tests.conftest import BIN, LONG, ROOT, Outcome, on_demand
 from tests.unit.commands.submit.pbs_reader import Node, read_script
 
 PATIENCE = 240.0  # seconds for a job to end
@@ -107,6 +107,7 @@ def test_a_sweep_of_mnist(user: User) -> None:
         assert user.summary(f"results/mnist_scaling/{size}.json")["world_size"] == size
 
 
+@on_demand  # as test_a_timeline
 def test_resnet_on_one_node(user: User) -> None:
     user.runs("qsub", "-v", f"{SMALL},STEPS=1", "jobs/resnet_1node.pbs")
     summary = user.summary("results/resnet/summary.json")
@@ -201,24 +202,25 @@ def newest_checkpoint(directory: Path) -> dict[str, bytes]:
 def test_a_chain_of_interrupted_jobs_equals_an_uninterrupted_job(
     user: User, tmp_path: Path
 ) -> None:
-    """Slurm counts in minutes, and the first job sleeps for all but the time of a save.
+    """The first job is stopped at its first step: it has half a minute, the time of two saves.
 
-    So it is stopped at its first step, and the next one has half a minute: for all other steps if
-    the machine is not busy.
+    Slurm counts in minutes: with HVDTRAIN_LONG=1 the job sleeps for the other half, otherwise it
+    takes an earlier end from its environment. The next one asks Slurm, and has half a minute for
+    all other steps.
     """
     uncut = User(user.cluster, tmp_path / "uncut")
     uncut.directory.mkdir()
-    # It trains while the first job of the chain sleeps.
     number = uncut.submits("--walltime", "0:10:00", "--", *TRAINING).out.strip()
-    sleep = "[ -e slept ] || { touch slept; sleep 30; }"
+    early = "sleep 30" if LONG else "export SLURM_JOB_END_TIME=$(($(date +%s) + 30))"
+    first = f"[ -e begun ] || {{ touch begun; {early}; }}"
     words = ("--walltime", "0:01:00", "--follow", "--chain", "--chain-limit", "12")
-    outcome = user.submits(*words, "--setup", sleep, "--", *TRAINING)
+    outcome = user.submits(*words, "--setup", first, "--", *TRAINING)
     events = chain.read(user.directory / "hvdtrain-jobs" / "mnist-1.chain")
     codes = [event["code"] for event in events if event["event"] == "end"]
     assert codes == [75] * (len(codes) - 1) + [0]
     assert len(codes) >= 2, outcome.out
-    first, *_, last = chain.links(events)
-    assert user.job(first)["ExitCode"] == "75:0"
+    begun, *_, last = chain.links(events)
+    assert user.job(begun)["ExitCode"] == "75:0"
     assert user.job(last)["JobState"] == "CANCELLED"  # by the job that finished
     assert "resumed from checkpoints/step-" in outcome.out
 

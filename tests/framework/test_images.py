@@ -77,23 +77,17 @@ def test_a_jpeg_is_decoded_smaller(photograph: Path, spare: float, factor: int) 
     assert np.abs(np.asarray(image).astype(int) - np.asarray(means)).mean() < 4
 
 
-@pytest.mark.parametrize(("form", "mode"), [("PNG", "RGB"), ("PNG", "P"), ("JPEG", "CMYK")])
+@pytest.mark.parametrize(
+    ("form", "mode"), [("PNG", "RGB"), ("PNG", "P"), ("JPEG", "CMYK"), ("JPEG", "L")]
+)
 def test_all_modes_become_rgb(form: str, mode: str, photograph: Path) -> None:
     file = io.BytesIO()
     with Image.open(photograph) as image:
         image.convert(mode).save(file, form)
     image, smaller = decoded(Image.open(file), 4.0)
     assert (image.mode, smaller) == ("RGB", 4 if form == "JPEG" else 1)
-
-
-def test_a_grey_jpeg_becomes_rgb(photograph: Path) -> None:
-    file = io.BytesIO()
-    with Image.open(photograph) as image:
-        image.convert("L").save(file, "JPEG")
-    image, smaller = decoded(Image.open(file), 4.0)
     red, green, blue = image.split()
-    assert smaller == 4
-    assert red.tobytes() == green.tobytes() == blue.tobytes()
+    assert mode != "L" or red.tobytes() == green.tobytes() == blue.tobytes()
 
 
 def test_a_truncated_one_is_named(photograph: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -38,12 +39,19 @@ WHOLE = tuple(
     way for way in WAYS if not strategies.STRATEGIES[str(way.id).partition("-")[2]].splits_model
 )
 SOME = FRAMEWORKS if LONG else FRAMEWORKS[:1]  # where one tells enough in CI
+# Strategies by numbers of ranks; on a single one they all do what the first does.
+SIZES = [
+    (name, number)
+    for name in STRATEGIES
+    for number in (1, 2, 3)
+    if LONG or number > 1 or name == STRATEGIES[0]
+]
 
 
 # What `make test` takes of this folder: for each contract the test that tells most for its time.
 CONTRACTS = (
     "test_adapter.py::test_steps",
-    "test_adapter.py::test_loops_of_users_equal_one_process_and_misuse_is_told[2-horovod]",
+    "test_adapter.py::test_loops_of_users_equal_one_process_and_misuse_is_told[horovod-2]",
     "test_bad_input.py::test_a_crash_on_one_rank_ends_the_job",
     "test_bad_input.py::test_a_damaged_checkpoint_is_passed_over",
     "test_collectives.py::test_the_study",
@@ -60,6 +68,7 @@ CONTRACTS = (
     "test_pi.py::test_seed_and_ranks_give_the_digits",
     "test_resident.py::test_a_trainer_writes_what_it_writes_in_fresh_processes[pytorch-horovod]",
     "test_terminal.py::test_progress_is_shown_while_ranks_start_and_train[mpirun]",
+    "test_timeline.py::test_a_file_cut_at_random_bytes_is_analysed_up_to_the_cut",
     "test_timeline.py::test_the_late_rank_and_its_50_ms_are_reported",
     "test_trainers.py::test_a_signal_saves_and_the_same_command_goes_on[pytorch]",
     "test_trainers.py::test_resnet_on_real_images",
@@ -88,6 +97,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "parallel" in item.path.parts or "perf" in item.path.parts:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def empty_library(path: Path) -> None:
+    """Write a shared library of this name with nothing in it: symbols are missing."""
+    compiler = shutil.which("cc") or pytest.skip("no C compiler: apt-get install gcc")
+    flags = ["-shared", "-x", "c", f"-Wl,-soname,{path.name}", "/dev/null", "-o", str(path)]
+    subprocess.run([compiler, *flags], check=True, timeout=60)
+
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def run_script(
+    number: int, script: str, *words: str, folder: Path, framework: str = "pytorch", code: int = 0
+) -> Outcome:
+    """Run one of ``scripts/`` on resident ranks, each of which marks in ``folder`` its end."""
+    outcome = resident.ranks(number, str(SCRIPTS / script), *words, framework=framework)
+    assert (outcome.code == 0) == (code == 0), outcome.err[-3000:]
+    done = sorted(path.name for path in folder.glob("*-of-*"))
+    assert done == [f"{rank}-of-{number}" for rank in range(number)], outcome.err[-3000:]
+    return outcome
 
 
 Start = Callable[..., subprocess.Popen[str]]

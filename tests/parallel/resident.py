@@ -81,15 +81,20 @@ def address(framework: str) -> str:
     return server.address
 
 
-def ranks(number: int, *words: str, framework: str = "", **more: Any) -> Outcome:
-    """Run ``python WORDS`` as ``tests.conftest.ranks`` does, forked where a framework is loaded.
+def command(*words: str, framework: str = "") -> list[str]:
+    """Return the command by which a rank becomes ``python WORDS``, forked from a resident process.
 
     ``words`` are ``-m MODULE ...`` or a script's; the framework is read off them by default.
     """
     named = {"tensorflow", "--framework=tensorflow"} & set(words)
     framework = framework or ("tensorflow" if named else "pytorch")
+    return [sys.executable, "-SE", str(RANK), address(framework), *words]
+
+
+def ranks(number: int, *words: str, framework: str = "", **more: Any) -> Outcome:
+    """Run ``python WORDS`` as ``tests.conftest.ranks`` does, by ``command``."""
     mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number)]
-    return run([*mpirun, sys.executable, "-SE", str(RANK), address(framework), *words], **more)
+    return run([*mpirun, *command(*words, framework=framework)], **more)
 
 
 def end_all() -> None:

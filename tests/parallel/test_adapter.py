@@ -8,36 +8,27 @@ from pathlib import Path
 import pytest
 
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, STRATEGIES
-
-STEPS = Path(__file__).parent / "scripts" / "steps.py"
-OWN_LOOP = Path(__file__).parent / "scripts" / "own_loop.py"
+from tests.parallel.conftest import FRAMEWORKS, SCRIPTS, SIZES, STRATEGIES, run_script
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_steps(framework: str, number: int, tmp_path: Path) -> None:
-    outcome = resident.ranks(number, str(STEPS), framework, str(tmp_path), framework=framework)
-    assert outcome.code == 0, outcome.err[-3000:]
-    done = sorted(path.name for path in tmp_path.iterdir())
-    assert done == [f"{rank}-of-{number}" for rank in range(number)]
+    words = (framework, str(tmp_path))
+    run_script(number, "steps.py", *words, folder=tmp_path, framework=framework)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize(("strategy", "number"), SIZES)
 def test_loops_of_users_equal_one_process_and_misuse_is_told(
     strategy: str, number: int, tmp_path: Path
 ) -> None:
     """Clip, accumulate, scale the loss, several passes and optimizers, loaders that read ahead."""
-    outcome = resident.ranks(number, str(OWN_LOOP), strategy, str(tmp_path))
-    assert outcome.code == 0, outcome.err[-3000:]
-    done = sorted(path.name for path in tmp_path.glob("*-of-*"))
-    assert done == [f"{rank}-of-{number}" for rank in range(number)]
+    run_script(number, "own_loop.py", strategy, str(tmp_path), folder=tmp_path)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_call_under_a_test_of_the_rank_ends_at_once(strategy: str, tmp_path: Path) -> None:
-    outcome = resident.ranks(3, str(OWN_LOOP), strategy, str(tmp_path), "alone")
+    outcome = resident.ranks(3, str(SCRIPTS / "own_loop.py"), strategy, str(tmp_path), "alone")
     assert outcome.code == 1
     assert "the ranks wait in different calls: rank 0 on" in outcome.err
     # One that is in the other call is enough to tell.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import shutil
 import signal
@@ -17,9 +18,9 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.conftest import LONG, Outcome, ranks, run
+from tests.conftest import LONG, Outcome, Ranks, ranks, run
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, STRATEGIES, train
+from tests.parallel.conftest import FRAMEWORKS, SCRIPTS, STRATEGIES, train
 
 
 def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
@@ -88,14 +89,6 @@ def pictures(tmp_path: Path) -> Path:
 SHORT = ("--model=resnet18", "--image-size=32", "--epochs=1", "--batch-size=2")
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
-def test_grey_and_cmyk_images_are_taken(framework: str, pictures: Path, tmp_path: Path) -> None:
-    options = (f"--framework={framework}", f"--data={pictures}", *SHORT, "--workers=0")
-    done = train(2, tmp_path, "resnet", *options)
-    assert done.summary["samples_trained"] == 16
-    assert done.summary["eval_samples"] == 16
-
-
 def assert_no_process_left(mark: str) -> None:
     """No process of the run is left: its workers carry its environment."""
     deadline = time.monotonic() + 10
@@ -111,8 +104,10 @@ def environment_of(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
-def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_broken_jpeg_is_named_and_grey_and_cmyk_ones_are_taken(
+    framework: str, pictures: Path, tmp_path: Path
+) -> None:
     broken = pictures / "train" / "dog" / "5.jpg"
     os.truncate(broken, 200)
     line = ("-m", "hvdtrain.resnet", f"--framework={framework}", f"--data={pictures}", *SHORT)
@@ -126,10 +121,12 @@ def test_a_broken_jpeg_is_named(framework: str, pictures: Path, tmp_path: Path) 
     shutil.rmtree(scratch)
     assert not left
     assert set(Path("/dev/shm").glob("sem.*")) <= before
-    shown = resident.ranks(2, *line, "--skip-broken", "--workers=0")
+    summary = tmp_path / "summary.json"
+    shown = resident.ranks(2, *line, "--skip-broken", "--workers=0", f"--summary={summary}")
     assert shown.code == 0, shown.err
     assert "skipped 1 broken image" in shown.out
-    assert "15 images" in shown.out
+    done = json.loads(summary.read_text())
+    assert (done["samples_trained"], done["eval_samples"]) == (15, 16)
 
 
 def test_an_empty_class_folder(pictures: Path) -> None:
@@ -148,78 +145,24 @@ def test_a_full_shared_memory(pictures: Path) -> None:
     assert_one_line(outcome, 2, "/dev/shm on", "--workers 0")
 
 
-def test_a_loss_that_is_nan_on_one_rank(tmp_path: Path) -> None:
-    """One rank's network is broken on purpose; the job ends within 10 s and names it."""
-    script = tmp_path / "nan.py"
-    script.write_text(
-        "import os, sys, torch\n"
-        "from hvdtrain import mnist\n"
-        "from hvdtrain.system.runtime.exit import run_and_exit\n"
-        "from hvdtrain.tasks.pytorch import TorchTask\n"
-        "whole, steps = TorchTask._input, []\n"
-        "def broken(task, pixels):\n"
-        "    steps.append(1)\n"
-        "    bad = os.environ['OMPI_COMM_WORLD_RANK'] == '1' and len(steps) == 4\n"
-        "    return whole(task, pixels) * (float('nan') if bad else 1.0)\n"
-        "TorchTask._input = broken\n"
-        "sys.argv += ['--quiet']\n"
-        "run_and_exit(mnist.main)\n"
-    )
-    outcome = resident.ranks(2, str(script))
-    assert_one_line(outcome, 1, "rank 1", "step 4", "nan")
+FAULTY = str(SCRIPTS / "faulty_trainer.py")
 
 
-def test_a_rank_that_hangs_within_a_compiled_step_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "hang.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "import tensorflow as tf\n"
-        "from hvdtrain import mnist\n"
-        "from hvdtrain.system.runtime import waits\n"
-        "from hvdtrain.system.runtime.exit import run_and_exit\n"
-        "from hvdtrain.tasks.tensorflow import TFTask\n"
-        "waits.PATIENCE, whole, calls = 1.0, TFTask._input, []\n"
-        "def sleep(pixels):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 3 and os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
-        "        time.sleep(4)\n"
-        "    return pixels\n"
-        "def slow(task, pixels):\n"
-        "    given = whole(task, pixels)\n"
-        "    return tf.ensure_shape(tf.numpy_function(sleep, [given], given.dtype), given.shape)\n"
-        "TFTask._input = slow\n"
-        "sys.argv += ['--framework=tensorflow', '--num-steps=4']\n"
-        "run_and_exit(mnist.main)\n"
-    )
-    outcome = resident.ranks(2, str(script), framework="tensorflow")
+def test_a_loss_that_is_nan_on_one_rank() -> None:
+    """The job ends within 10 s and names the rank."""
+    assert_one_line(resident.ranks(2, FAULTY, "nan", "--quiet"), 1, "rank 1", "step 4", "nan")
+
+
+def test_a_rank_that_hangs_within_a_compiled_step_is_named() -> None:
+    outcome = resident.ranks(2, FAULTY, "hang", "--framework=tensorflow", "--num-steps=4")
     assert outcome.code == 0, outcome.err
     host = socket.gethostname()
     waiting = f"the sum of the gradients: rank 0 on {host} waiting for rank 1 on {host}, which may"
     assert [line for line in outcome.said if waiting in line], outcome.err
 
 
-CRASH = """
-import os, signal, sys, time
-from hvdtrain import mnist
-from hvdtrain.system.runtime.exit import run_and_exit
-from hvdtrain.training.loop import Run
-update = Run._update
-def crash(run, part, batch):
-    update(run, part, batch)
-    if run.now.step == 3 and run.adapter.world.rank == 1:
-        print("crashing", time.time(), file=sys.stderr, flush=True)
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "vanishes":
-            os._exit(7)
-        if how == "exits":
-            sys.exit(3)
-        raise MemoryError("no memory left")
-Run._update = crash
-strategy, how, *options = sys.argv[1:]
-sys.argv[1:] = ["--quiet", f"--strategy={strategy}", *options]
-run_and_exit(mnist.main)
-"""
+def crash(number: int, how: str, *options: str, start: Ranks = resident.ranks) -> Outcome:
+    return start(number, FAULTY, f"crash:{how}", "--quiet", *options)
 
 
 def seconds_to_the_end(outcome: Outcome) -> float:
@@ -229,9 +172,8 @@ def seconds_to_the_end(outcome: Outcome) -> float:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_crash_on_one_rank_ends_the_job(strategy: str, tmp_path: Path) -> None:
-    (script := tmp_path / "crash.py").write_text(CRASH)
-    outcome = resident.ranks(2, str(script), strategy, "raises")
+def test_a_crash_on_one_rank_ends_the_job(strategy: str) -> None:
+    outcome = crash(2, "raises", f"--strategy={strategy}")
     assert seconds_to_the_end(outcome) < 10  # the contract: the whole job within 10 s
     assert outcome.code == 1
     assert "rank 1" in outcome.said[0] and "step 3" in outcome.said[0]
@@ -239,9 +181,8 @@ def test_a_crash_on_one_rank_ends_the_job(strategy: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES if LONG else ["fsdp"])
-def test_a_rank_that_is_killed_ends_the_job(strategy: str, tmp_path: Path) -> None:
-    (script := tmp_path / "crash.py").write_text(CRASH)
-    outcome = ranks(3, str(script), strategy, "killed")
+def test_a_rank_that_is_killed_ends_the_job(strategy: str) -> None:
+    outcome = crash(3, "killed", f"--strategy={strategy}", start=ranks)
     assert seconds_to_the_end(outcome) < 10
     assert outcome.code == 128 + signal.SIGKILL
 
@@ -254,13 +195,10 @@ def test_a_rank_that_is_killed_ends_the_job(strategy: str, tmp_path: Path) -> No
         ("vanishes", 7, " exited unexpectedly (crashed, or killed"),
     ],
 )
-def test_a_rank_that_leaves_is_named(
-    how: str, code: int, words: str, framework: str, tmp_path: Path
-) -> None:
-    (script := tmp_path / "crash.py").write_text(CRASH)
+def test_a_rank_that_leaves_is_named(how: str, code: int, words: str, framework: str) -> None:
     # By mpirun itself, which throws away what its ranks say once one of them has left.
     start = ranks if how == "vanishes" else resident.ranks
-    outcome = start(3, str(script), "horovod", how, f"--framework={framework}")
+    outcome = crash(3, how, f"--framework={framework}", start=start)
     assert outcome.code == code
     assert any(f"rank 1 on {socket.gethostname()}{words}" in line for line in outcome.said), (
         outcome.err

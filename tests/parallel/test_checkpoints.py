@@ -10,32 +10,24 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.conftest import LONG
 from tests.parallel import resident
-from tests.parallel.conftest import STRATEGIES, train
+from tests.parallel.conftest import SIZES, STRATEGIES, train
 
 MOVES = str(Path(__file__).parent / "scripts" / "moves.py")
-# Alone, they all do what one of them does.
-MADE = [
-    (name, number)
-    for name in STRATEGIES
-    for number in (1, 2, 3)
-    if LONG or number > 1 or name == STRATEGIES[0]
-]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A checkpoint of each strategy on each number of ranks, of the same training."""
     folders = []
-    for name, number in MADE:
+    for name, number in SIZES:
         folders.append(tmp_path_factory.mktemp(f"{name}-{number}-"))
         outcome = resident.ranks(number, MOVES, name, "save", str(folders[-1]))
         assert outcome.code == 0, outcome.err[-3000:]
     return folders
 
 
-@pytest.mark.parametrize(("strategy", "number"), MADE)
+@pytest.mark.parametrize(("strategy", "number"), SIZES)
 def test_any_goes_on_from_any(strategy: str, number: int, saved: list[Path]) -> None:
     outcome = resident.ranks(number, MOVES, strategy, "load", *map(str, saved))
     assert outcome.code == 0, outcome.err[-3000:]

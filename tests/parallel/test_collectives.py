@@ -11,23 +11,23 @@ import pytest
 
 from tests.conftest import environment, ranks
 from tests.parallel import resident
+from tests.parallel.conftest import SCRIPTS, run_script
 
-SCRIPT = Path(__file__).parent / "scripts" / "collectives.py"
+SCRIPT = str(SCRIPTS / "collectives.py")
 LIBRARIES = ("mpi4py", "horovod_torch", "horovod_tf", "torch_distributed")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_each_collective_of_each_library(library: str, tmp_path: Path) -> None:
     framework = "tensorflow" if library == "horovod_tf" else "pytorch"
-    outcome = resident.ranks(3, str(SCRIPT), library, str(tmp_path), framework=framework)
-    assert outcome.code == 0, outcome.err[-3000:]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{r}-of-3" for r in range(3)]
+    words = ("each", library, str(tmp_path))
+    run_script(3, "collectives.py", *words, folder=tmp_path, framework=framework)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_lesson(size: int, tmp_path: Path) -> None:
     page = tmp_path / "lesson.html"
-    outcome = ranks(size, "-m", "hvdtrain.collectives", "--json", "--html", str(page))
+    outcome = resident.ranks(size, "-m", "hvdtrain.collectives", "--json", "--html", str(page))
     assert outcome.code == 0, outcome.err
     every = range(size)
     numbers = [[10 * (rank + 1) + place for place in every] for rank in every]
@@ -71,7 +71,7 @@ def test_times_of_each_library() -> None:
 
 
 def test_a_library_that_fails_in_the_middle_is_a_row() -> None:
-    outcome = ranks(2, str(SCRIPT.with_name("breaking_gloo.py")))
+    outcome = ranks(2, SCRIPT, "breaking")
     assert outcome.code == 0, outcome.err[-3000:]
     found, after = json.loads(outcome.out)
     assert (found["state"], after) == ("error", "")
@@ -79,7 +79,7 @@ def test_a_library_that_fails_in_the_middle_is_a_row() -> None:
 
 
 def test_allreduce_algorithms_at_1_to_5_ranks() -> None:
-    outcome = ranks(5, str(SCRIPT.with_name("algorithms.py")))
+    outcome = ranks(5, SCRIPT, "algorithms")
     assert outcome.code == 0, outcome.err[-3000:]
     assert sorted(outcome.out.splitlines()) == [f"rank {rank} is right" for rank in range(5)]
 
@@ -91,7 +91,7 @@ def test_horovod_and_mpi_do_as_the_variables_of_the_study_tell(number: int, tota
         "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
         "OMPI_MCA_coll_tuned_allreduce_algorithm": str(number),
     }
-    outcome = resident.ranks(4, str(SCRIPT.with_name("told.py")), **told)
+    outcome = resident.ranks(4, SCRIPT, "order", **told)
     assert outcome.code == 0, outcome.err[-3000:]
     assert outcome.out.splitlines() == [str([[total], [total]])]
 
@@ -129,21 +129,17 @@ def test_the_study(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["--frobnicate"],
-            "--frobnicate: no such option; see ",
-        ),
-        (["--library=gloo"], "--library: no such option; did you mean --libraries?"),
-        (["--sizes=4"], "--sizes needs --time or --study"),
-        (["--time", "--sizes=2"], "--sizes: 2 bytes: must be at least 4"),
-        (["--time", "--gradient-mb=5"], "--gradient-mb needs --study"),
-        (["--study", "--ranks=4"], "--ranks 4: the job has 2; mpirun -n 4"),
-        (["--time", "--libraries=smoke"], "--libraries smoke: choose of mpi4py, "),
-        (["--html", "/dev/null/page.html"], "--html /dev/null/page.html: "),
+        ("--library=gloo", "--library: no such option; did you mean --libraries?"),
+        ("--sizes=4", "--sizes needs --time or --study"),
+        ("--time --sizes=2", "--sizes: 2 bytes: must be at least 4"),
+        ("--time --gradient-mb=5", "--gradient-mb needs --study"),
+        ("--study --ranks=4", "--ranks 4: the job has 2; mpirun -n 4"),
+        ("--time --libraries=smoke", "--libraries smoke: choose of mpi4py, "),
+        ("--html /dev/null/page.html", "--html /dev/null/page.html: "),
     ],
 )
-def test_wrong_use(words: list[str], said: str) -> None:
-    outcome = ranks(2, "-m", "hvdtrain.collectives", *words)
+def test_wrong_use(words: str, said: str) -> None:
+    outcome = resident.ranks(2, "-m", "hvdtrain.collectives", *words.split())
     assert outcome.code == 2
     assert len(outcome.said) == 1 and said in outcome.said[0]
 

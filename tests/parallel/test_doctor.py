@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import BIN, ROOT, Outcome, environment, run
+from tests.parallel.conftest import empty_library
 from tests.parallel.test_bad_input import assert_no_process_left
 
 HVDTRAIN = (sys.executable, "-m", "hvdtrain.cli")
@@ -80,15 +80,6 @@ def test_the_table_in_a_file_and_no_ranks_without_n(tmp_path: Path) -> None:
     assert "\x1b" not in outcome.out
 
 
-def test_a_dry_run_prints_the_commands() -> None:
-    outcome = doctor("-n", "2", "--dry-run")
-    assert outcome.code == 0, outcome.err
-    programs = [line.partition(" -m ")[2] for line in outcome.out.splitlines()]
-    assert programs[0] == "hvdtrain.commands.doctor.rank_report"
-    assert programs[1].startswith("hvdtrain.collectives --time --collectives=allreduce ")
-    assert all("-n 2" in line for line in outcome.out.splitlines())
-
-
 def test_another_mpirun_first_on_the_path(mpich: Path) -> None:
     path = os.pathsep.join([str(mpich / "bin"), str(BIN), os.environ["PATH"]])
     outcome = doctor("-n", "2", "--json", PATH=path)
@@ -152,12 +143,7 @@ def test_a_full_disk(full_disk: Path) -> None:
 
 def test_a_library_of_horovod_that_does_not_load(tmp_path: Path) -> None:
     """A symbol is missing, as after another torch was installed."""
-    compiler: Any = next((c for c in ("/usr/bin/cc", "/usr/bin/gcc") if Path(c).exists()), None)
-    if compiler is None:
-        pytest.skip("no C compiler: apt-get install gcc")
-    library = tmp_path / "libmpi.so.40"  # of the right name, with nothing in it
-    flags = ["-shared", "-x", "c", "-Wl,-soname,libmpi.so.40", "/dev/null", "-o", str(library)]
-    subprocess.run([compiler, *flags], check=True, timeout=60)
+    empty_library(tmp_path / "libmpi.so.40")
     outcome = doctor("--json", LD_LIBRARY_PATH=str(tmp_path))
     assert outcome.code == 1
     finding = findings(outcome)["Horovod, PyTorch"]

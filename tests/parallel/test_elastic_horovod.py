@@ -10,14 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
 
 from hvdtrain.commands.launch.elastic_driver import assign_ranks, choose_slots
 from tests.conftest import BIN, LONG, begin, end_session, on_demand, run
-from tests.parallel.conftest import show_seconds_lost, until
+from tests.parallel import resident
+from tests.parallel.conftest import SCRIPTS, show_seconds_lost, until
 
 LAUNCH = [str(BIN / "hvdtrain"), "launch", "--elastic"]
 TRAIN = ["--", sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--epochs=400"]
@@ -26,23 +27,23 @@ EVERY = 5  # steps between two checkpoints
 
 
 class Job:
-    """A training under --elastic, its ranks, and what it leaves behind."""
+    """A program under --elastic, its ranks, and its checkpoints in ``saved``.
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.saved, self.file = folder / "checkpoints", folder / "summary.json"
-        files = [f"--checkpoint-dir={self.saved}", f"--summary={self.file}"]
-        files += [f"--checkpoint-every={EVERY}", f"--global-batch-size={BATCH}"]
-        self.process = begin([*LAUNCH, *options, *files], start_new_session=True)
+    Args:
+        saved: directory of the checkpoints.
+        program: a word that only the ranks' command lines have.
+        words: options of launch, and the command.
+    """
 
-    def __enter__(self) -> Job:
+    def __init__(self, saved: Path, program: str, *words: str) -> None:
+        self.saved, self.program = saved, program
+        self.process = begin([*LAUNCH, *words], start_new_session=True)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         end_session(self.process.pid)
-
-    def has_saved(self) -> None:
-        """Wait for the first checkpoint."""
-        until(lambda: list(self.saved.glob("step-*")), self.process)
 
     def ranks(self) -> dict[str, psutil.Process]:
         """The processes that train, by rank."""
@@ -50,7 +51,7 @@ class Job:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it ends just now
                 words = process.cmdline()
-                if "hvdtrain.mnist" in words and "hvdtrain.commands.launch.worker" not in words:
+                if self.program in words and "hvdtrain.commands.launch.worker" not in words:
                     found[process.environ().get("HOROVOD_RANK", "")] = process
         found.pop("", None)  # the launcher's, before it becomes the discovery script
         return found
@@ -63,16 +64,31 @@ class Job:
         return 0
 
     def newest(self) -> int:
-        """The step of the newest checkpoint."""
-        return max(int(re.findall(r"\d+", one.name)[0]) for one in self.saved.glob("step-*"))
+        """The number of the newest checkpoint; 0: there is none."""
+        names = [one.name for one in self.saved.glob("step-*")]
+        return max((int(re.findall(r"\d+", name)[0]) for name in names), default=0)
+
+    def saves_again(self, least: int = 0) -> None:
+        """Wait for a checkpoint after those that there are, of at least this number."""
+        before = self.newest()
+        until(lambda: self.newest() > before and self.newest() >= least, self.process)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; return the exit code and all that was said. Nobody is left."""
         said, _ = self.process.communicate(timeout=150)
-        mine = f"--summary={self.file}"
         lines = [one.info["cmdline"] or () for one in psutil.process_iter(["cmdline"])]
-        assert not [line for line in lines if mine in line]
+        assert not [line for line in lines if str(self.saved) in " ".join(line)]
         return self.process.returncode, said
+
+
+class Training(Job):
+    """A training of MNIST."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        saved, self.file = folder / "checkpoints", folder / "summary.json"
+        files = [f"--checkpoint-dir={saved}", f"--summary={self.file}"]
+        files += [f"--checkpoint-every={EVERY}", f"--global-batch-size={BATCH}"]
+        super().__init__(saved, "hvdtrain.mnist", *options, *files)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -81,13 +97,22 @@ class Job:
         return found
 
 
+def discovery(folder: Path) -> tuple[Path, str]:
+    """A file of hosts, of which there is one slot at first, and the option that names it."""
+    there, script = folder / "hosts", folder / "discover.sh"
+    script.write_text(f"#!/bin/sh\ncat {there}\n")
+    script.chmod(0o755)
+    there.write_text("localhost:1\n")
+    return there, f"--discovery={script}"
+
+
 @pytest.mark.parametrize("number", range(10 if LONG else 1))
 def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     size, chance = (2 + number % 2) if LONG else 2, random.Random(number)
     framework = f"--framework={'tensorflow' if number % 5 == 4 else 'pytorch'}"
     line = [f"--min={size}", f"--max={size}", *TRAIN, f"--num-steps={STEPS}", framework]
-    with Job(tmp_path, *line) as job:
-        job.has_saved()
+    with Training(tmp_path, *line) as job:
+        job.saves_again()
         time.sleep(LONG * chance.random() / 2)
         job.ranks()[str(chance.randrange(size))].kill()
         show_seconds_lost(f"Horovod, {framework[12:]}, a rank killed", job.saved, job.process)
@@ -105,7 +130,7 @@ def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
 @on_demand
 def test_a_rank_that_is_killed_while_all_connect(tmp_path: Path) -> None:
     """The others wait for it within Horovod, where they hear nothing; their workers start them."""
-    with Job(tmp_path, "--min=2", "--max=2", *TRAIN, f"--num-steps={STEPS}") as job:
+    with Training(tmp_path, "--min=2", "--max=2", *TRAIN, f"--num-steps={STEPS}") as job:
         until(lambda: job.world_size() == 2, job.process)
         time.sleep(1)
         job.ranks()["1"].kill()
@@ -116,22 +141,17 @@ def test_a_rank_that_is_killed_while_all_connect(tmp_path: Path) -> None:
 
 
 def test_a_slot_that_joins_and_a_stop(tmp_path: Path) -> None:
-    there, script = tmp_path / "hosts", tmp_path / "discover.sh"
-    script.write_text(f"#!/bin/sh\ncat {there}\n")
-    script.chmod(0o755)
-    there.write_text("localhost:1\n")
-    with Job(tmp_path, "--min=1", "--max=3", f"--discovery={script}", *TRAIN) as job:
-        job.has_saved()
+    there, option = discovery(tmp_path)
+    with Training(tmp_path, "--min=1", "--max=3", option, *TRAIN) as job:
+        job.saves_again()
         assert job.world_size() == 1
         there.write_text("localhost:1\n127.0.0.1:1\n")
         until(lambda: job.world_size() == 2, job.process)
-        before = job.newest()
-        until(lambda: job.newest() > before, job.process)
+        job.saves_again()
         if LONG:
             there.write_text("127.0.0.1:1\n")
             until(lambda: job.world_size() == 1, job.process)
-            before = job.newest()
-            until(lambda: job.newest() > before, job.process)
+            job.saves_again()
         job.process.terminate()
         code, said = job.end()
     assert code == 75, said
@@ -204,3 +224,77 @@ def test_ranks_are_assigned_host_by_host() -> None:
     assert [(slot.rank, slot.local_rank, slot.local_size) for slot in slots] == [
         (rank, 0, 1) for rank in range(3)
     ]
+
+
+# hvd.elastic of hvdtrain.keras
+
+KERAS = str(SCRIPTS / "keras_elastic.py")
+
+
+def keras_job(folder: Path, *options: str, slots: tuple[str, ...]) -> Job:
+    """The script of Keras, which commits to a directory."""
+    saved = folder / "commits"
+    words = [sys.executable, KERAS, f"--directory={saved}", f"--done={folder / 'done'}"]
+    return Job(saved, KERAS, *slots, "--", *words, *options)
+
+
+def begun(said: str) -> list[tuple[int, int, int]]:
+    """Epoch, batch and number of ranks of each start, as rank 0 and the others tell them."""
+    found = re.findall(r"begin at epoch (\d+), batch (\d+), (\d+) ranks", said)
+    return list(dict.fromkeys((int(a), int(b), int(c)) for a, b, c in found))
+
+
+@pytest.mark.parametrize("number", range(6 if LONG else 1))
+def test_a_rank_of_keras_that_is_killed(number: int, tmp_path: Path) -> None:
+    """Each batch is trained on once after the last commit: the script compares the weights."""
+    size, chance = 2 + number % 2, random.Random(number)
+    options = [f"--epochs={4 if LONG else 2}", "--pause=0.1", f"--every={1 + number % 3}"]
+    options += ["--relative"] * (number % 2)
+    slots = (f"--min={size}", f"--max={size}")
+    with keras_job(tmp_path, *options, slots=slots) as job:
+        job.saves_again(3)
+        time.sleep(LONG * chance.random())
+        job.ranks()[str(chance.randrange(size))].kill()
+        code, said = job.end()
+    assert code == 0, said
+    assert "was ended by SIGKILL" in said
+    assert begun(said)[0] == (0, 0, size)
+    assert len(begun(said)) == 2, said
+    assert (tmp_path / "done").exists()
+
+
+@on_demand
+def test_a_slot_that_joins_keras_and_a_stop(tmp_path: Path) -> None:
+    """Two ranks go on within the epoch of one, and nothing is lost; so does the same command."""
+    there, option = discovery(tmp_path)
+    slots = ("--min=1", "--max=3", option)
+    with keras_job(tmp_path, "--pause=0.3", "--every=1", slots=slots) as job:
+        job.saves_again(3)
+        there.write_text("localhost:1\n127.0.0.1:1\n")
+        until(lambda: job.world_size() == 2, job.process)
+        job.saves_again()
+        job.process.terminate()
+        code, said = job.end()
+    assert code == 75, said
+    assert "the hosts have changed: committed" in said
+    assert not (tmp_path / "done").exists()
+    with keras_job(tmp_path, "--every=1", slots=("--min=3", "--max=3")) as job:
+        code, said = job.end()
+    assert code == 0, said
+    assert begun(said)[0][2] == 3
+    assert (tmp_path / "done").exists()
+
+
+def test_keras_without_an_elastic_job_is_a_plain_training(tmp_path: Path) -> None:
+    """No file is written, nor a directory needed."""
+    outcome = resident.ranks(2, KERAS, f"--done={tmp_path / 'done'}", framework="tensorflow")
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["done"]
+
+
+@on_demand
+def test_keras_without_a_directory_is_refused_in_one_line(tmp_path: Path) -> None:
+    words = ["--min=2", "--max=2", "--", sys.executable, KERAS, f"--done={tmp_path / 'done'}"]
+    outcome = run([*LAUNCH, *words])
+    assert outcome.code != 0
+    assert 'UsageError: KerasState: specify directory="checkpoints"' in outcome.err

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,16 @@ def framework_of(name: str) -> str:
 
 
 def script(number: int, name: str, *options: str, fresh: bool = False) -> Outcome:
-    """Run a script of the homework on ``number`` ranks; 0: without mpirun.
+    """Run a script of the homework on ``number`` ranks; 0: a sequential one.
 
     What it computes is the same on resident ranks; ``fresh``: with a start of its own, as a class
     does it (which the tests of the pages' commands do, too).
     """
     path = str(HOMEWORK / name)
-    if number:
-        start, more = (ranks, {}) if fresh else (resident.ranks, {"framework": framework_of(name)})
-        return start(number, path, *options, **more, **YIELD)
-    return run([sys.executable, path, *options])
+    if not fresh:
+        framework = framework_of(name)
+        return resident.ranks(number or 1, path, *options, framework=framework, **YIELD)
+    return ranks(number, path, *options) if number else run([sys.executable, path, *options])
 
 
 def rows(path: Path) -> Rows:
@@ -76,94 +78,83 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_idx(tmp_path_factory.mktemp("small"), TRAINED, VALIDATED)
 
 
-def weights(folder: Path) -> list[np.ndarray[Any, Any]]:
-    """The weights in a checkpoint of either framework, in order."""
-    if (folder / "model.pt").exists():
+def weights(file: Path) -> list[np.ndarray[Any, Any]]:
+    """The arrays in a checkpoint of either framework, in order."""
+    if file.suffix == ".pt":
         import torch
 
-        return [value.numpy() for value in torch.load(folder / "model.pt").values()]
+        return [value.numpy() for value in torch.load(file).values()]
     import h5py
 
     found: list[np.ndarray[Any, Any]] = []
-    with h5py.File(folder / "model.weights.h5") as file:
-        file["layers"].visititems(
+    with h5py.File(file) as opened:
+        opened["layers"].visititems(
             lambda _, item: found.append(item[()]) if isinstance(item, h5py.Dataset) else None
         )
     return found
 
 
-@pytest.fixture(scope="module", params=["pytorch", "tensorflow2"])
-def ladder(
-    request: pytest.FixtureRequest, small: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, Path]:
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow2"])
+def test_ranks_compute_what_the_sequential_script_does(
+    framework: str, small: Path, tmp_path: Path
+) -> None:
     """The same training sequential (0), and on ranks with the same global batch.
 
     It is exact with float64 and no dropout. Each rank starts with weights of its own, so without
     the broadcast no two runs would agree. Two ranks scale a half of the learning rate; three are
     given the whole, with a warm-up so long that it never grows.
     """
-    folder = tmp_path_factory.mktemp(request.param)
-    common = ["--epochs=2", "--dtype=float64", "--no_dropout", f"--data={small}"]
     options = {
         0: ["--batch-size=96", "--lr=0.03"],
         1: ["--batch-size=96", "--lr=0.03"],
         2: ["--batch_size=48", "--lr=0.015"],
         3: ["--batch_size=32", "--lr=0.03", "--warmup_epochs=1e12"],
     }
-    if request.param != "pytorch" and not LONG:
+    if framework != "pytorch" and not LONG:
         del options[1], options[2]
-    places = {}
     for number, own in options.items():
-        places[number] = folder / str(number)
-        name = f"{request.param}_mnist{'_hvd' if number else ''}.py"
-        outcome = script(number, name, *common, *own, f"--out={places[number]}")
+        name = f"{framework}_mnist{'_hvd' if number else ''}.py"
+        common = ["--epochs=2", "--dtype=float64", "--no_dropout", f"--data={small}"]
+        outcome = script(number, name, *common, *own, f"--out={tmp_path / str(number)}")
         assert outcome.code == 0, outcome.err[-3000:]
         assert len(re.findall(r"^epoch \d: loss", outcome.out, re.M)) == 2  # from one rank only
-    return places
 
-
-def test_ranks_compute_what_the_sequential_script_does(ladder: dict[int, Path]) -> None:
-    sequential = rows(ladder[0] / "metrics_1.csv")
+    sequential = rows(tmp_path / "0" / "metrics_1.csv")
     assert [row["epoch"] for row in sequential] == [1, 2]
     assert sequential[1]["train_loss"] < sequential[0]["train_loss"]
     for row in sequential:  # each image was counted once
-        assert row["train_accuracy"] * TRAINED == pytest.approx(
-            round(row["train_accuracy"] * TRAINED), abs=1e-6
-        )
-    for number in set(ladder) - {0}:
-        assert [path.name for path in ladder[number].glob("*.csv")] == [f"metrics_{number}.csv"]
-        many = rows(ladder[number] / f"metrics_{number}.csv")
+        right = row["train_accuracy"] * TRAINED
+        assert right == pytest.approx(round(right), abs=1e-6)
+    saved = "model.pt" if framework == "pytorch" else "model.weights.h5"
+    expected_weights = weights(tmp_path / "0" / saved)
+    assert sum(value.size for value in expected_weights) == 1_199_882
+    for number in set(options) - {0}:
+        folder = tmp_path / str(number)
+        assert [path.name for path in folder.glob("*.csv")] == [f"metrics_{number}.csv"]
+        assert not list(folder.glob("*tmp*"))
+        many = rows(folder / f"metrics_{number}.csv")
         for name in COLUMNS:
             expected = [row[name] for row in sequential]
             assert [row[name] for row in many] == pytest.approx(expected, rel=1e-9), (number, name)
-
-
-def test_ranks_end_with_the_weights_of_the_sequential_script(ladder: dict[int, Path]) -> None:
-    sequential = weights(ladder[0])
-    assert sum(value.size for value in sequential) == 1_199_882
-    for number in set(ladder) - {0}:
-        for one, other in zip(sequential, weights(ladder[number]), strict=True):
+        for one, other in zip(expected_weights, weights(folder / saved), strict=True):
             assert np.linalg.norm(one - other) <= 1e-9 * np.linalg.norm(one)
-        assert not list(ladder[number].glob("*tmp*"))
 
 
-def test_the_plots_of_a_ladder(ladder: dict[int, Path], tmp_path: Path) -> None:
-    trained = sorted(set(ladder) - {0})
-    for kind, numbers in (("plain", trained), ("warm", [n for n in trained if n > 1])):
-        (tmp_path / kind).mkdir()
-        for number in numbers:
-            name = f"metrics_{number}.csv"
-            (tmp_path / kind / name).write_bytes((ladder[number] / name).read_bytes())
-    (tmp_path / "plain" / "note.txt").write_text("two cores, " * 30)
-    folders = [str(tmp_path / "plain"), f"--warmup={tmp_path / 'warm'}"]
-    outcome = script(0, "plot_accuracy.py", *folders)
+def test_the_plots_of_a_ladder(tmp_path: Path) -> None:
+    plain, warm = tmp_path / "plain", tmp_path / "warm"
+    plain.mkdir()
+    for number in (1, 2):
+        shutil.copy(HOMEWORK / "results" / "pytorch" / f"metrics_{number}.csv", plain)
+    shutil.copytree(HOMEWORK / "results" / "pytorch-warmup", warm)
+    (plain / "note.txt").write_text("two cores, " * 30)
+    outcome = script(0, "plot_accuracy.py", str(plain), f"--warmup={warm}", fresh=True)
     assert outcome.code == 0, outcome.err
-    for stem in (*(f"accuracy_{number}" for number in trained), "accuracy_summary"):
-        pdf = (tmp_path / "plain" / f"{stem}.pdf").read_bytes()
+    for stem in ("accuracy_1", "accuracy_2", "accuracy_summary"):
+        pdf = (plain / f"{stem}.pdf").read_bytes()
         assert pdf.startswith(b"%PDF-") and b"/FontFile2" in pdf and len(pdf) > 5000
-        pixels = images.imread(tmp_path / "plain" / f"{stem}.png")[..., :3]
+        pixels = images.imread(plain / f"{stem}.png")[..., :3]
         assert 0.01 < (pixels < 0.9).any(-1).mean() < 0.3  # lines and letters on white
-    assert script(0, "plot_accuracy.py", str(tmp_path)).code == 2
+    assert script(0, "plot_accuracy.py", str(tmp_path), fresh=True).code == 2
 
 
 def test_it_learns_with_dropout_and_warmup_on_the_embedded_digits(tmp_path: Path) -> None:
@@ -226,23 +217,22 @@ BATCHNORM = 8_512  # channels that are normalised: each has a running mean and a
 
 
 def test_resnet34_on_made_up_images(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    options = ["--image-size=32", "--batch-size=2", "--num-steps=3", f"--out={tmp_path}"]
-    assert len(speeds(script(1, "train_resnet34_hvd.py", *options), 1)) == 3
-    script(1, "train_resnet34.py", *options[:-1], f"--out={tmp_path / 'sequential'}")
-    weights = []
-    for folder in (tmp_path, tmp_path / "sequential"):
-        arrays: list[Any] = []
-        with h5py.File(folder / "resnet34-1.weights.h5") as file:
-            file["layers"].visititems(
-                lambda _, item, to=arrays: (
-                    to.append(item[()]) if isinstance(item, h5py.Dataset) else None
-                )
-            )
-        weights.append(np.concatenate([array.ravel() for array in arrays]))
-    assert len(weights[0]) == RESNET34 + 2 * BATCHNORM
-    # The same steps in one process; in fp32, with threads that add up in another order.
-    np.testing.assert_allclose(weights[0], weights[1], atol=1e-3)
+    """The same steps in one process; in fp32, with threads that add up in another order."""
+    options = ("--image-size=32", "--batch-size=2", "--num-steps=3")
+    resident.address("tensorflow")  # started once, not by each thread
+    with ThreadPoolExecutor() as threads:  # most of it is tracing, on one core each
+        first, second = (
+            threads.submit(script, number, name, *options, f"--out={tmp_path / str(number)}")
+            for number, name in ((1, "train_resnet34_hvd.py"), (0, "train_resnet34.py"))
+        )
+    assert len(speeds(first.result(), 1)) == 3
+    assert second.result().code == 0, second.result().err
+    hvd, sequential = (
+        np.concatenate([array.ravel() for array in weights(path)])
+        for path in (tmp_path / name / "resnet34-1.weights.h5" for name in "10")
+    )
+    assert len(hvd) == RESNET34 + 2 * BATCHNORM
+    np.testing.assert_allclose(hvd, sequential, atol=1e-3)
 
 
 def test_resnet34_on_a_folder_of_images(tmp_path: Path) -> None:

@@ -10,29 +10,23 @@ import pytest
 
 from tests.conftest import LONG, ROOT
 from tests.parallel import resident
+from tests.parallel.conftest import run_script
 
-FIT = Path(__file__).parent / "scripts" / "keras_fit.py"
 # Ways to train (functions of the script): all of them over two ranks, those that depend on the
 # number of ranks over three, too.
-SOME = {1: "plain,rates", 2: "all", 3: "plain,datasets,resumed"}
+WAYS = {1: "plain,rates", 2: "all", 3: "plain,datasets,resumed"}
 
 
-@pytest.mark.parametrize("number", SOME)
+@pytest.mark.parametrize("number", WAYS)
 def test_fit_is_that_of_one_process(number: int, tmp_path: Path) -> None:
     """Uneven tails, clipping, accumulation, several steps a call, callbacks, resume, and misuse."""
-    ways = "all" if LONG else SOME[number]
-    outcome = resident.ranks(number, str(FIT), str(tmp_path), ways, framework="tensorflow")
-    assert outcome.code == 0, outcome.err[-3000:]
-    done = sorted(path.name for path in tmp_path.glob("*-of-*"))
-    assert done == [f"{rank}-of-{number}" for rank in range(number)]
+    words = (str(tmp_path), "all" if LONG else WAYS[number])
+    run_script(number, "keras_fit.py", *words, folder=tmp_path, framework="tensorflow")
 
 
 def test_horovods_own_wrapper_trains_two_models(tmp_path: Path) -> None:
     """With ``horovod.tensorflow.keras`` the weights go apart: why this package is there."""
-    outcome = resident.ranks(
-        2, str(FIT.with_name("keras_horovod.py")), str(tmp_path), framework="tensorflow"
-    )
-    assert outcome.code == 0, outcome.err[-3000:]
+    run_script(2, "keras_horovod.py", str(tmp_path), folder=tmp_path, framework="tensorflow")
     weights = [(tmp_path / f"{rank}-of-2").read_text() for rank in range(2)]
     assert weights[0] != weights[1]
 
@@ -56,10 +50,5 @@ def test_the_homework_with_fit(tmp_path: Path) -> None:
 def test_process_sets_train_a_model_each(sets: list[list[int]], when: str, tmp_path: Path) -> None:
     """Each as one process on the data of the set; one rank fails at the end, and so the job."""
     number = sum(map(len, sets))
-    script = str(FIT.with_name("keras_sets.py"))
-    outcome = resident.ranks(
-        number, script, str(tmp_path), json.dumps(sets), when, framework="tensorflow"
-    )
-    done = sorted(path.name for path in tmp_path.glob("*-of-*"))
-    assert done == [f"{rank}-of-{number}" for rank in range(number)], outcome.err[-3000:]
-    assert outcome.code != 0
+    words = (str(tmp_path), json.dumps(sets), when)
+    run_script(number, "keras_sets.py", *words, folder=tmp_path, framework="tensorflow", code=1)

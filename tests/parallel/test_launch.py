@@ -20,7 +20,7 @@ from hvdtrain.commands.launch.hosts import Allocation
 from hvdtrain.commands.launch.layout import lay_out
 from hvdtrain.commands.launch.mpirun import Mpi
 from hvdtrain.steps import checkpoint
-from tests.conftest import BIN, ROOT, Outcome, environment, on_demand, ranks, run
+from tests.conftest import BIN, Outcome, on_demand, run
 from tests.parallel.conftest import Start, assert_gone, family, until
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
@@ -138,14 +138,6 @@ def test_mpirun_accepts_the_binding_on_larger_machines(packages: int, each: int)
         assert len(bound) == (number if width else 0), outcome.out + outcome.err
 
 
-def test_pi_is_the_same_as_under_mpirun() -> None:
-    words = ("-m", "hvdtrain.pi", "--json", "--samples=1e6", "--seed=5")
-    by_launch = launch("-n", "3", "--", sys.executable, *words)
-    assert by_launch.code == 0, by_launch.err
-    assert json.loads(by_launch.out)["ranks"] == 3
-    assert json.loads(by_launch.out)["pi"] == json.loads(ranks(3, *words).out)["pi"]
-
-
 def test_silence_ends_the_job() -> None:
     outcome = launch("-n", "2", "--timeout", "4", "--", sys.executable, "-c", HANG)
     assert outcome.code == 124
@@ -238,18 +230,11 @@ def has_torch(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_save_that_mpirun_interrupts_is_finished(tmp_path: Path) -> None:
+def test_a_save_that_mpirun_interrupts_is_finished(tmp_path: Path, started: Start) -> None:
     saved, mark = tmp_path / "checkpoints", tmp_path / "mark"
     mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
     program = ["-c", SLOW, str(mark), "save", *ENDLESS, f"--checkpoint-dir={saved}"]
-    process = subprocess.Popen(
-        [*mpirun, *program],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = started(*mpirun, *program)
     until(lambda: list(saved.glob("step-*")), process)
     mark.unlink(missing_ok=True)
     until(mark.exists, process)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONG
+from tests.conftest import LONG, on_demand
 from tests.parallel import resident
 from tests.parallel.conftest import assert_bit_equal, assert_close, train
 from tests.parallel.test_equality import EXACT, RESNET, SMALL
@@ -76,6 +76,7 @@ def test_a_resumed_training_of_two_groups_is_bit_equal(tmp_path: Path) -> None:
     assert_bit_equal(uncut, resumed)
 
 
+@on_demand
 def test_half_precision_trains(tmp_path: Path) -> None:
     """What stages hand over under autocast is of 16 bits."""
     options = (PIPELINE, "--model=small", "--epochs=2", "--precision=bf16")
@@ -114,42 +115,17 @@ def test_an_update_that_is_not_finite_is_left_out_in_all_stages(
     assert_close(alone, other, 1e-9)
 
 
-TASK = """
-import torch
-from hvdtrain.tasks.dataset import Batch, Indexed
-from hvdtrain.tasks.pytorch import InMemory, TorchTask
-
-
-class Own(torch.nn.Linear):
-    pass
-
-
-def task(options):
-    x = torch.rand(20, 4).numpy()
-    data = InMemory(x, (x.sum(1) > 2).astype("int64"), options.device)
-    return TorchTask(Own(4, 2), options, data, data)
-"""
-
-
 @pytest.mark.parametrize(
     ("number", "words", "said"),
     [
         (3, ("--stages=2",), "--stages 2: 3 ranks cannot be divided into groups of 2: start"),
         (2, ("--compile",), "--compile is not for --strategy pipeline; use ddp"),
         (2, ("--sync-batchnorm",), "--sync-batchnorm is not for --strategy pipeline: BatchNorm"),
-        (2, ("--compression=bf16",), "--compression bf16 is not for --strategy pipeline: leave"),
-        (2, ("--strategy=ddp", "--stages=2"), "--stages is not for --strategy ddp: leave it out"),
-        (2, ("own.py",), "those of Own are unknown: use a torch.nn.Sequential, or"),
     ],
 )
-def test_what_cannot_be_had_is_told(
-    number: int, words: tuple[str, ...], said: str, tmp_path: Path
-) -> None:
-    own = tmp_path / "own.py"
-    own.write_text(TASK)
-    program = ("train", str(own)) if words == ("own.py",) else ("mnist", "--model=small")
-    rest = () if words == ("own.py",) else words
-    outcome = resident.ranks(number, "-m", f"hvdtrain.{program[0]}", program[1], PIPELINE, *rest)
+def test_what_cannot_be_had_is_told(number: int, words: tuple[str, ...], said: str) -> None:
+    program = ("-m", "hvdtrain.mnist", "--model=small", PIPELINE)
+    outcome = resident.ranks(number, *program, *words)
     assert outcome.code == 2, outcome.err[-3000:]
-    assert len(outcome.said) == 1 and "Traceback" not in outcome.err
-    assert said in outcome.said[0]
+    (message,) = outcome.said
+    assert said in message and "Traceback" not in outcome.err

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import BIN, LONG, ROOT, environment, ranks, run
+from tests.conftest import BIN, LONG, ROOT, run
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, SOME, Training, assert_bit_equal, train
+from tests.parallel.conftest import FRAMEWORKS, SOME, Start, assert_bit_equal, train, until
 
 KEYS = """
     workload framework strategy model world_size devices hosts precision compression
@@ -123,60 +120,44 @@ def test_when_to_evaluate_and_what_a_benchmark_leaves_out(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("framework", SOME)
-def test_a_signal_saves_and_the_same_command_goes_on(framework: str, tmp_path: Path) -> None:
+def test_a_signal_saves_and_the_same_command_goes_on(
+    framework: str, tmp_path: Path, started: Start
+) -> None:
     options = (f"--framework={framework}", "--model=small", "--epochs=20")
     uncut = train(2, tmp_path / "uncut", "mnist", *options)
     cut = tmp_path / "cut"
-    line = [
-        *(str(BIN / "mpirun"), "-n", "2", sys.executable, "-m", "hvdtrain.mnist", *options),
-        *("--quiet", f"--summary={cut / 'summary.json'}"),
-        *(f"--checkpoint-dir={cut / 'checkpoints'}", f"--metrics={cut / 'metrics.jsonl'}"),
-    ]
-    process = subprocess.Popen(
-        line,
-        env=environment(),
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        # Before the first step nothing is there to save, and a signal just ends the ranks.
-        while not list(cut.glob("checkpoints/step-*")) and process.poll() is None:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=120)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    files = (f"--summary={cut / 'summary.json'}", f"--checkpoint-dir={cut / 'checkpoints'}")
+    mpirun = (str(BIN / "mpirun"), "-n", "2", sys.executable, "-m", "hvdtrain.mnist")
+    process = started(*mpirun, *options, "--quiet", *files)
+    # Before the first step nothing is there to save, and a signal just ends the ranks.
+    until(lambda: list(cut.glob("checkpoints/step-*")), process)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     summary = json.loads((cut / "summary.json").read_text())
     assert summary["stopped"] == "preempted"
     assert 0 < summary["steps_completed"] < uncut.summary["steps_completed"]
     done = f"stopped after step {summary['steps_completed']}, saved {summary['checkpoint']}"
     assert f"hvdtrain: SIGTERM: {done}: run the same command again to continue\n" in said
-    assert run(line).code == 0
-    assert_bit_equal(uncut, Training(uncut.outcome, cut))
+    assert_bit_equal(uncut, train(2, cut, "mnist", *options))
 
 
 def test_a_signal_to_one_process_alone_gives_75_and_nobody_uses_its_directory(
-    tmp_path: Path,
+    tmp_path: Path, started: Start
 ) -> None:
     (tmp_path / ".partial-step-000000007").mkdir()  # of a save that was killed
     line = ["-m", "hvdtrain.mnist", "--model=small", "--quiet", "--epochs=400"]
     line.append(f"--checkpoint-dir={tmp_path}")
-    process = subprocess.Popen([sys.executable, *line], env=environment(), cwd=ROOT)
-    try:
-        while not list(tmp_path.glob("step-*")) and process.poll() is None:
-            time.sleep(0.05)
-        second = ranks(2, *line)
-    finally:
-        process.terminate()
-    assert process.wait(timeout=120) == 75
+    process = started(sys.executable, *line)
+    until(lambda: list(tmp_path.glob("step-*")), process)
+    second = resident.ranks(2, *line)
+    process.terminate()
+    process.communicate(timeout=120)
+    assert process.returncode == 75
     assert second.code == 2, second.err
-    assert len(second.said) == 1
-    assert f"--checkpoint-dir {tmp_path} is in use" in second.said[0]
-    assert f"process {process.pid} of " in second.said[0]
+    (message,) = second.said
+    assert f"--checkpoint-dir {tmp_path} is in use" in message
+    assert f"process {process.pid} of " in message
     assert not list(tmp_path.glob(".*"))
 
 
@@ -209,13 +190,3 @@ def test_alone_without_horovod_says_so(tmp_path: Path) -> None:
     together = run([str(BIN / "mpirun"), "-n", "2", *line], PYTHONPATH=path)
     assert together.code == 2
     assert len(together.said) == 1 and "hvdtrain install-horovod" in together.said[0]
-
-
-def test_worlds_of_size_one_are_found() -> None:
-    """Processes that a launcher counts as two, and that Horovod finds alone, must not train."""
-    place = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    line = [sys.executable, "-m", "hvdtrain.mnist", "--num-steps=1"]
-    here = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    outcome = run(line, **place, **here)
-    assert outcome.code == 2
-    assert "sees a world of 1" in outcome.said[0]

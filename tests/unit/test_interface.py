@@ -29,7 +29,7 @@ from PIL import Image
 
 from hvdtrain import cli, completion
 from hvdtrain.commands.runs import records
-from hvdtrain.config.parser import CommandParser
+from hvdtrain.config.declare import CommandParser
 from hvdtrain.steps.summary import Summary
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,17 @@ SPLITS = ("train2017", "val2017")
 
 
 @dataclass(frozen=True)
+class Annotation:
+    """A box of an image, with the keys that pycocotools needs; the box as in the file."""
+
+    image_id: int
+    category_id: int
+    bbox: tuple[float, float, float, float]
+    area: float
+    iscrowd: int
+
+
+@dataclass(frozen=True)
 class Coco:
     """The images of a split, in the order of their ids.
 
@@ -38,8 +48,7 @@ class Coco:
         labels: indices in ``categories``, int64, shape (m,).
         first: index of the first box of each image, and the number of boxes, int64, shape (n + 1,).
         categories: ids of the categories, increasing; ``names`` in the same order.
-        annotations: annotations of these images, including crowds, with the keys that pycocotools
-            needs; boxes as in the file.
+        annotations: annotations of these images, including crowds.
         notes: lines for the user on skipped images and annotations.
     """
 
@@ -51,7 +60,7 @@ class Coco:
     first: NDArray[np.int64]
     categories: list[int]
     names: list[str]
-    annotations: list[dict[str, Any]]
+    annotations: list[Annotation]
     notes: tuple[str, ...] = ()
 
     @property
@@ -107,11 +116,9 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
             "images are drawn"
         )
     try:
-        names, columns = _parse(
-            msgspec.json.decode(read_file(directory, _annotations(split))), split
-        )
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        reason = printable(f"there is no {error}" if isinstance(error, KeyError) else error)
+        names, columns = _parse(read_file(directory, _annotations(split)), split)
+    except (ValueError, OverflowError) as error:
+        reason = printable(error)
         raise UsageError(f"{file} is not in COCO's form ({reason}): copy it again") from error
     if not names:
         raise UsageError(f"{file} lists no image: use --data with images")
@@ -137,77 +144,85 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
     )
 
 
-def _parse(content: Any, split: str) -> tuple[list[str], dict[str, Any]]:
+class _Category(msgspec.Struct):
+    id: int
+    name: str | int | float
+
+
+class _Image(msgspec.Struct):
+    id: int
+    file_name: str
+    width: int
+    height: int
+
+
+class _Annotation(msgspec.Struct):
+    """The used keys of an annotation: polygons would take gigabytes."""
+
+    image_id: int
+    category_id: int
+    bbox: tuple[float, float, float, float]
+    area: float | None = None
+    iscrowd: bool | int | None = None
+
+
+class _File(msgspec.Struct):
+    images: list[_Image]
+    categories: list[_Category]
+    annotations: list[_Annotation]
+
+
+def _parse(content: bytes, split: str) -> tuple[list[str], dict[str, Any]]:
     """Return the names of the images, and the other fields of ``Coco``, of an annotation file.
 
     Raises:
-        ValueError, KeyError, TypeError: the file has another format.
+        ValueError, OverflowError: the file has another format.
     """
-    if not isinstance(content, dict):
-        raise TypeError("no JSON object")
-    categories = sorted((int(entry["id"]), str(entry["name"])) for entry in content["categories"])
-    images = sorted(content["images"], key=lambda image: int(image["id"]))
-    ids = [int(image["id"]) for image in images]
-    known = [identity for identity, _ in categories]
+    file = msgspec.json.decode(content, type=_File, strict=False)
+    categories = sorted(file.categories, key=lambda category: category.id)
+    images = sorted(file.images, key=lambda image: image.id)
+    ids, known = [image.id for image in images], [category.id for category in categories]
     for kind, numbers in (("image", ids), ("category", known)):
         if twice := [number for number, after in itertools.pairwise(numbers) if number == after]:
             raise ValueError(f"two of the {kind} id {twice[0]}")
     index_of, label = ({number: at for at, number in enumerate(row)} for row in (ids, known))
-    of_image: list[list[dict[str, Any]]] = [[] for _ in ids]
+    of_image: list[list[Annotation]] = [[] for _ in ids]
     unlisted = 0
-    for entry in content["annotations"]:
-        if (at := index_of.get(entry["image_id"])) is None:
+    for entry in file.annotations:
+        if (at := index_of.get(entry.image_id)) is None:
             unlisted += 1
-        else:
-            of_image[at].append(_annotation(entry, ids[at], label))
-    shapes = [(image["width"], image["height"]) for image in images]
-    sizes = np.array(shapes, np.int64).reshape(-1, 2)
+            continue
+        if entry.category_id not in label:
+            raise ValueError(f"image id {entry.image_id} has a category id that is not listed")
+        area = entry.bbox[2] * entry.bbox[3] if entry.area is None else entry.area
+        crowd = int(entry.iscrowd or 0)
+        of_image[at].append(Annotation(entry.image_id, entry.category_id, entry.bbox, area, crowd))
+    sizes = np.array([(image.width, image.height) for image in images], np.int64).reshape(-1, 2)
     boxes, labels, counts, odd = [], [], [], 0
     for size, entries in zip(sizes, of_image, strict=True):
-        whole = [entry for entry in entries if not entry["iscrowd"]]
-        clipped, has_area = _clip([entry["bbox"] for entry in whole], size)
+        whole = [entry for entry in entries if not entry.iscrowd]
+        clipped, has_area = _clip([entry.bbox for entry in whole], size)
         boxes.append(clipped[has_area])
         labels += [
-            label[entry["category_id"]] for entry, keep in zip(whole, has_area, strict=True) if keep
+            label[entry.category_id] for entry, keep in zip(whole, has_area, strict=True) if keep
         ]
         counts.append(int(has_area.sum()))
         odd += len(whole) - counts[-1]
     left_out = {"outside its image or without area": odd, "of an image not listed": unlisted}
-    return [str(image["file_name"]) for image in images], {
+    return [image.file_name for image in images], {
         "ids": np.array(ids, np.int64),
         "sizes": sizes,
         "boxes": np.concatenate([np.zeros((0, 4)), *boxes]),
         "labels": np.array(labels, np.int64),
         "first": np.cumsum([0, *counts]),
         "categories": known,
-        "names": [name for _, name in categories],
+        "names": [str(category.name) for category in categories],
         "annotations": [entry for entries in of_image for entry in entries],
         "notes": tuple(
             f"{split}: skipped {plural(number, 'annotation')} {reason}"
             for reason, number in left_out.items()
             if number
         ),
-    }
-
-
-def _annotation(annotation: dict[str, Any], image: int, label: dict[int, int]) -> dict[str, Any]:
-    """Return the used keys of an annotation: polygons would take gigabytes.
-
-    Raises:
-        ValueError, KeyError, TypeError: the annotation has another format.
-    """
-    box = [float(edge) for edge in annotation["bbox"]]
-    if len(box) != 4 or not all(map(math.isfinite, box)):
-        raise ValueError(f"a bbox of image id {image} is not four numbers")
-    if annotation["category_id"] not in label:
-        raise ValueError(f"image id {image} has a category id that is not listed")
-    area = annotation.get("area")
-    return {
-        "image_id": image,
-        "category_id": int(annotation["category_id"]),
-        "bbox": box,
-        "area": box[2] * box[3] if area is None else float(area),
-        "iscrowd": int(annotation.get("iscrowd") or 0),
     }
 
 
@@ -236,6 +251,6 @@ def without(coco: Coco, indices: Sequence[int], reason: str) -> Coco:
         boxes=coco.boxes[stays],
         labels=coco.labels[stays],
         first=np.cumsum([0, *counts[kept]]),
-        annotations=[entry for entry in coco.annotations if entry["image_id"] in ids],
+        annotations=[entry for entry in coco.annotations if entry.image_id in ids],
         notes=(*coco.notes, note),
     )

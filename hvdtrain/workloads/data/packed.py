@@ -256,10 +256,10 @@ def _load(folder: Path) -> tuple[Contents, tuple[str, dict[str, NDArray[Any]]]]:
             "data with this one, or use the one that packed it"
         )
     try:
-        arrays = {
-            name: np.frombuffer(data, TYPES[entry["dtype"]], *_extent(entry, 8 + length))
-            for name, entry in header.items()
-        }
+        arrays = {}
+        for name, entry in header.items():
+            start = 8 + length + entry["data_offsets"][0]
+            arrays[name] = np.frombuffer(data, TYPES[entry["dtype"]], entry["shape"][0], start)
         fields = Split.__dataclass_fields__
         names, digest = values.pop("splits"), values.pop("arrays")
         splits = {name: Split(*(arrays[f"{name}.{field}"] for field in fields)) for name in names}
@@ -270,11 +270,6 @@ def _load(folder: Path) -> tuple[Contents, tuple[str, dict[str, NDArray[Any]]]]:
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     return contents, (digest, arrays)
-
-
-def _extent(entry: dict[str, Any], start: int) -> tuple[int, int]:
-    """Return the length of an array, and its offset in the file."""
-    return entry["shape"][0], start + entry["data_offsets"][0]
 
 
 def _check_bounds(contents: Contents) -> None:

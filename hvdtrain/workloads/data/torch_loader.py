@@ -19,6 +19,7 @@ from hvdtrain.steps.sharding import Indices, Part, seed_of
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.exit import end_with_parent
 from hvdtrain.tasks.dataset import Batch, Dataset, Indexed
+from hvdtrain.workloads.data.files import Files
 from hvdtrain.workloads.data.image_folder import (
     SYNTHETIC_CLASSES,
     SYNTHETIC_POOL,
@@ -91,13 +92,25 @@ class _Images:
         if epoch is not None:
             # The augmentation depends only on (seed, epoch, sample), not on the worker.
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
-        name = self.images.files.name(index)
+        with opened(self.images.files, index) as image:
+            return np.asarray(self.crop(image, self.size))
+
+
+@contextlib.contextmanager
+def opened(files: Files, index: int) -> Iterator[Image.Image]:
+    """Open the image at ``index``, and read only its header.
+
+    Raises:
+        UsageError: naming the broken file.
+    """
+    name = files.name(index)
+    with decoding_errors(name):
+        file = files.open(index)
+    with file:
         with decoding_errors(name):
-            file = self.images.files.open(index)
             image = Image.open(file)
         image.filename = name  # for ``decoded``
-        with file:
-            return np.asarray(self.crop(image, self.size))
+        yield image
 
 
 def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:

@@ -71,9 +71,13 @@ def task(options: ImageOptions, train: Dataset, test: Dataset | None, classes: i
     model.in_a_row = functools.partial(in_a_row, model)
     if isinstance(train, Synthetic):
         return TorchTask(model, options, train, test)
-    deviation = torch.tensor(DEVIATION).view(3, 1, 1)
-    mean = torch.tensor(MEAN).view(3, 1, 1)
-    return TorchTask(model, options, train, test, scale=(1 / (255 * deviation), -mean / deviation))
+    return TorchTask(model, options, train, test, scale=normalization())
+
+
+def normalization() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return factor and offset that normalize pixels, shape (3, 1, 1)."""
+    deviation, mean = (torch.tensor(values).view(3, 1, 1) for values in (DEVIATION, MEAN))
+    return 1 / (255 * deviation), -mean / deviation
 
 
 def in_a_row(model: torch.nn.Module) -> list[torch.nn.Module]:

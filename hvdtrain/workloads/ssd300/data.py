@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from typing_extensions import override
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import seed_of
 from hvdtrain.tasks.dataset import Batch
-from hvdtrain.workloads.data.coco import Coco
+from hvdtrain.workloads.data.coco import Annotation, Coco
 from hvdtrain.workloads.data.files import FolderFiles, Names
-from hvdtrain.workloads.data.torch_loader import decoded, decoding_errors
+from hvdtrain.workloads.data.torch_loader import decoded, opened
 from hvdtrain.workloads.resnet.pytorch import torchvision
 from hvdtrain.workloads.ssd300.boxes import SIDE, iou
 
@@ -71,7 +71,7 @@ class Reader:
         boxes, labels = self.coco.of(index)
         size = self.coco.sizes[index]
         boxes = boxes / np.tile(size, 2)
-        with self._open(index) as image:
+        with self.open(index) as image:
             if image.size != tuple(size):
                 raise UsageError(
                     f"{self.coco.files.name(index)} has {image.size[0]} x {image.size[1]} pixels, "
@@ -90,25 +90,9 @@ class Reader:
         jitter = torchvision().transforms.ColorJitter(0.125, 0.5, 0.5, 0.05)
         return jitter(pixels), boxes, labels
 
-    def _open(self, index: int) -> AbstractContextManager[Image.Image]:
-        return opened(self.coco, index)
-
-
-@contextlib.contextmanager
-def opened(coco: Coco, index: int) -> Iterator[Image.Image]:
-    """Open the image at ``index``, and read only its header.
-
-    Raises:
-        UsageError: the image is broken.
-    """
-    name = coco.files.name(index)
-    with decoding_errors(name):
-        file = coco.files.open(index)
-    with file:
-        with decoding_errors(name):
-            image = Image.open(file)
-        image.filename = name  # for ``decoded``
-        yield image
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+        """Open the image at ``index``, and read only its header."""
+        return opened(self.coco.files, index)
 
 
 def _resized(image: Image.Image, crop: Sequence[float]) -> Image.Image:
@@ -169,7 +153,7 @@ class Drawn(Reader):
     """Draws its images, each a function of the seed and its id."""
 
     @override
-    def _open(self, index: int) -> AbstractContextManager[Image.Image]:
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
         noise = np.random.default_rng([self.seed, int(self.coco.ids[index])])
         pixels = noise.integers(0, 160, (SIDE, SIDE, 3), np.uint8)
         for box, label in zip(*self.coco.of(index), strict=True):
@@ -203,13 +187,7 @@ def drawn(seed: int) -> tuple[Coco, Coco]:
                 list(range(1, len(COLOURS) + 1)),
                 list(COLOURS),
                 [
-                    {
-                        "image_id": int(image),
-                        "category_id": int(label) + 1,
-                        "bbox": [*at, *side],
-                        "area": side[0] * side[1],
-                        "iscrowd": 0,
-                    }
+                    Annotation(int(image), int(label) + 1, (*at, *side), side[0] * side[1], 0)
                     for image, label, at, side in zip(
                         owner, labels, corner.tolist(), sides.tolist(), strict=True
                     )

@@ -75,7 +75,7 @@ class MeanAveragePrecision(Metric):
 
     def _draw(self, folder: Path, index: int, detected: Array) -> None:
         """Write a picture of the image with its true boxes and the best detections."""
-        with self.reader._open(index) as image:
+        with self.reader.open(index) as image:
             picture = image.convert("RGB")
         draw = ImageDraw.Draw(picture)
         names = dict(zip(self.coco.categories, self.coco.names, strict=True))
@@ -132,7 +132,8 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
             "categories": [{"id": category} for category in coco.categories],
             # An annotation of id 0 would count as none (pycocotools 2.0.11).
             "annotations": [
-                {**entry, "id": number} for number, entry in enumerate(coco.annotations, 1)
+                {**vars(entry), "bbox": list(entry.bbox), "id": number}
+                for number, entry in enumerate(coco.annotations, 1)
             ],
         }
         true.createIndex()

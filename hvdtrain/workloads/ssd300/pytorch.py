@@ -20,8 +20,7 @@ from hvdtrain.system.files import is_regular
 from hvdtrain.tasks.pytorch import TorchTask
 from hvdtrain.workloads.data.coco import Coco
 from hvdtrain.workloads.data.torch_loader import ReadAhead
-from hvdtrain.workloads.resnet.pytorch import BatchNorm2d, torchvision
-from hvdtrain.workloads.resnet.task import DEVIATION, MEAN
+from hvdtrain.workloads.resnet.pytorch import BatchNorm2d, normalization, torchvision
 from hvdtrain.workloads.ssd300.boxes import RATIOS, MultiboxLoss, default_boxes
 from hvdtrain.workloads.ssd300.data import Drawn, Reader
 from hvdtrain.workloads.ssd300.metric import MeanAveragePrecision, columns, pycocotools
@@ -139,7 +138,6 @@ def task(options: DetectorOptions, train: Coco, test: Coco | None) -> TorchTask:
     if options.backbone_path:
         load_backbone(model, options.backbone_path)
     reader = Reader if options.data else Drawn
-    deviation, mean = (torch.tensor(values).view(3, 1, 1) for values in (DEVIATION, MEAN))
     evaluated = test or train
     for_test = reader(evaluated, options.seed)
     return TorchTask(
@@ -147,7 +145,7 @@ def task(options: DetectorOptions, train: Coco, test: Coco | None) -> TorchTask:
         options,
         ReadAhead(reader(train, options.seed), options),
         ReadAhead(for_test, options) if test else None,
-        scale=(1 / (255 * deviation), -mean / deviation),
+        scale=normalization(),
         losses=MultiboxLoss(default_boxes()),
         metrics=(MeanAveragePrecision(evaluated, options.pictures, for_test),),
         columns=columns(evaluated),

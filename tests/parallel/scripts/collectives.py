@@ -1,8 +1,11 @@
-"""Run on every rank by test_collectives.py: each collective of a library against closed forms."""
+"""Run on every rank by test_collectives.py: ``collectives.py CHECK WORDS...``, a function below."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,75 +14,139 @@ import numpy as np
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
+from tests.parallel.expect import expect_error
+
+set_defaults(MPI_VARIABLES)
 
 MOST = {"broadcast", "allreduce", "allgather", "reduce-scatter", "alltoall"}
 ALL = {*MOST, "scatter", "gather", "reduce", "send and receive"}
-HAS = {
-    "mpi4py": ALL,
-    "torch_distributed": ALL,
-    "horovod_torch": MOST,
-    "horovod_tf": {"allreduce"},
+LIBRARIES = {  # class, and the collectives that it has
+    "mpi4py": ("Mpi4py", ALL),
+    "torch_distributed": ("TorchDistributed", ALL),
+    "horovod_torch": ("HorovodTorch", MOST),
+    "horovod_tf": ("HorovodTensorFlow", {"allreduce"}),
 }
+PARTS = np.array([1, 1e8, 1, -1e8], np.float32)  # 1e8 swallows a 1: the order of a sum shows
 
 
 def start(name: str) -> Communicator:
-    set_defaults(MPI_VARIABLES)
-    if name == "mpi4py":
-        from hvdtrain.collectives.mpi4py import Mpi4py
-
-        return Mpi4py()
-    if name == "horovod_torch":
-        from hvdtrain.collectives.horovod_torch import HorovodTorch
-
-        return HorovodTorch()
-    if name == "horovod_tf":
-        from hvdtrain.collectives.horovod_tf import HorovodTensorFlow
-
-        return HorovodTensorFlow()
-    from hvdtrain.collectives.torch_distributed import TorchDistributed
-
-    return TorchDistributed(gpu=False)
+    kind = getattr(importlib.import_module(f"hvdtrain.collectives.{name}"), LIBRARIES[name][0])
+    made: Communicator = kind(gpu=False) if name == "torch_distributed" else kind()
+    return made
 
 
 def numbers(tensor: Any) -> list[float]:
     return [float(value) for value in np.asarray(tensor)]
 
 
-library, folder = sys.argv[1], Path(sys.argv[2])
-ranks = start(library)
-rank, size = ranks.rank, ranks.size
-pieces = [b"x" * (3 * number) for number in range(size)]
-assert ranks.gather(pieces[rank]) == pieces
-assert ranks.gather(b"") == [b""] * size
-mine = np.full(5, rank + 7, np.uint8)
-assert ranks.broadcast(mine).tolist() == [7] * 5
-assert mine.tolist() == [rank + 7] * 5, "the rank's own data are overwritten"
-values = np.array([rank + 0.5, -1.0])
-assert ranks.sum(values).tolist() == [size * size / 2, -size]
-assert values.tolist() == [rank + 0.5, -1.0], "the rank's own values are overwritten"
-total = ranks.sum_tensor(ranks.tensor(4, rank + 1.0), "numbers")
-ranks.synchronize()
-assert numbers(total) == [size * (size + 1) / 2] * 4
-for count in (1, 5, 6):
-    for _ in range(2):
-        for operation in ranks.operations(count).values():
-            operation()
-ranks.synchronize()
-assert HAS[library] == set(ranks.operations(4))
-assert ranks.broadcast_bytes(b"of rank 0" if rank == 0 else b"else") == b"of rank 0"
+def each(library: str, folder: str) -> None:
+    """Check each collective of a library against closed forms."""
+    ranks = start(library)
+    rank, size = ranks.rank, ranks.size
+    pieces = [b"x" * (3 * number) for number in range(size)]
+    assert ranks.gather(pieces[rank]) == pieces
+    assert ranks.gather(b"") == [b""] * size
+    mine = np.full(5, rank + 7, np.uint8)
+    assert ranks.broadcast(mine).tolist() == [7] * 5
+    assert mine.tolist() == [rank + 7] * 5, "the rank's own data are overwritten"
+    values = np.array([rank + 0.5, -1.0])
+    assert ranks.sum(values).tolist() == [size * size / 2, -size]
+    assert values.tolist() == [rank + 0.5, -1.0], "the rank's own values are overwritten"
+    total = ranks.sum_tensor(ranks.tensor(4, rank + 1.0), "numbers")
+    ranks.synchronize()
+    assert numbers(total) == [size * (size + 1) / 2] * 4
+    for count in (1, 5, 6):
+        for _ in range(2):
+            for operation in ranks.operations(count).values():
+                operation()
+    ranks.synchronize()
+    assert LIBRARIES[library][1] == set(ranks.operations(4))
+    assert ranks.broadcast_bytes(b"of rank 0" if rank == 0 else b"else") == b"of rank 0"
+
+    def fail() -> None:
+        if rank == size - 1:
+            raise CheckpointError("no space")
+
+    expect_error(lambda: ranks.together(fail), "no space", kind=CheckpointError)
+    Path(folder, f"{rank}-of-{size}").touch()
+    ranks.gather(b"")
+    ranks.close()
 
 
-def fail() -> None:
-    if rank == size - 1:
-        raise CheckpointError("no space")
+def breaking() -> None:
+    """Measure Gloo on two ranks, of which one loses its connections in the middle."""
+    import torch.distributed as dist
+
+    from hvdtrain.collectives.torch_distributed import TorchDistributed
+    from hvdtrain.commands.collectives import timing
+
+    calls = 6  # the sum that is checked, two to warm up, one to estimate, and repeats
+
+    class Breaking(TorchDistributed):
+        left = calls
+
+        def sum_tensor(self, tensor: Any, name: str) -> Any:
+            self.left -= 1
+            if self.left == 0 and self.rank == 1:
+                dist.destroy_process_group()
+            return super().sum_tensor(tensor, name)
+
+    mpi: Any = start("mpi4py")
+    timing.start = lambda *_: Breaking(gpu=False, timeout=timedelta(seconds=5))
+    found = timing.measure(mpi, "gloo", ["allreduce"], [4], 0.1)
+    after = timing._first(mpi, "")  # the ranks are still together
+    mpi.on_root(lambda: print(json.dumps([found, after])))
 
 
-try:
-    ranks.together(fail)
-except CheckpointError as error:
-    assert "no space" in str(error)
-else:
-    raise AssertionError("the failure of one rank has not reached this one")
-(folder / f"{rank}-of-{size}").touch()
-ranks.gather(b"")
-ranks.close()
+def order() -> None:
+    """Sum on 4 ranks by Horovod and by MPI, in the order that MPI was told."""
+    found = []
+    for name in ("mpi4py", "horovod_torch"):
+        ranks = start(name)
+        total = ranks.sum_tensor(ranks.tensor(64, float(PARTS[ranks.rank])), "parts")
+        found.append(sorted(set(numbers(total))))
+    ranks.on_root(lambda: print(found))
+
+
+def algorithms() -> None:
+    """Check the allreduce algorithms on 1 to 5 ranks against closed forms."""
+    from hvdtrain.commands.collectives import algorithms, open_mpi
+
+    def check(world: Any, run: Any) -> None:
+        size, rank = world.size, world.rank
+        for length in (0, 1, 2, 3, 4, 5, 7, 16, 1001):
+            data = np.arange(length, dtype=np.float64) * (rank + 1) + rank
+            run(world, data)
+            expected = np.arange(length) * (size * (size + 1) / 2) + size * (size - 1) / 2
+            assert data.tolist() == expected.tolist(), (length, data, expected)
+        # Rounded sums: not exact, but the same bits on all ranks.
+        noise = np.random.default_rng(rank).standard_normal(1001).astype(np.float32)
+        run(world, noise)
+        assert len(set(world.allgather(noise.tobytes()))) == 1
+
+    ranks: Any = start("mpi4py")
+    for size in range(1, ranks.size + 1):
+        world = ranks.world.Split(int(ranks.rank < size), ranks.rank)
+        if ranks.rank >= size:
+            continue
+        for run in (algorithms.ring, algorithms.recursive_doubling, algorithms.rabenseifner):
+            check(world, run)
+        for host in (0, world.rank, world.rank // 2, world.rank % 2, int(world.rank > 0)):
+            check(world, algorithms.Hierarchical(world, host))
+    # What Open MPI is told to do shows in the order of summation.
+    four = ranks.world.Split(int(ranks.rank < 4), ranks.rank)
+    if ranks.rank < 4:
+        sums = {}
+        for number in open_mpi.ALGORITHMS:
+            data = np.full(64, PARTS[four.rank], np.float32)
+            open_mpi.choose(four, number).Allreduce(open_mpi.IN_PLACE, data)
+            sums[number] = set(data.tolist())
+        a, b, c, d = PARTS
+        assert sums[1] == {float(((d + c) + b) + a)} == {1.0}, sums
+        assert sums[3] == {float((a + b) + (c + d))} == {0.0}, sums
+        assert len(sums[4]) > 1, "in a ring each part begins at another rank"
+    print(f"rank {ranks.rank} is right")
+
+
+CHECKS = (each, breaking, order, algorithms)
+{check.__name__: check for check in CHECKS}[sys.argv[1]](*sys.argv[2:])

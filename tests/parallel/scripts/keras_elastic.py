@@ -1,4 +1,4 @@
-"""Started by test_elastic_keras.py under ``hvdtrain launch --elastic``, mpirun, or alone.
+"""Started by test_elastic_horovod.py under ``hvdtrain launch --elastic``, mpirun, or alone.
 
 However many ranks are lost, and whatever the number of ranks, the weights at the end are those of
 one process that has trained on each batch once (fp64, to 1e-9). ``--relative`` counts the epochs as

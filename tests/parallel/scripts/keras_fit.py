@@ -115,6 +115,9 @@ def same_everywhere(model: keras.Model, *, same: bool = True) -> None:
 
 def plain() -> None:
     both()
+
+
+def built_late() -> None:
     both(lambda: keras.optimizers.Adam(0.01))
     both(model=lambda seed: net(seed, begin=False))  # built by its first step
     both(model=lambda seed: net(seed, begin=False), run_eagerly=True)
@@ -451,7 +454,18 @@ def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
         assert state._agreed_reason() == "the walltime is near"
 
 
-WAYS = [plain, datasets, settings, callbacks, overflow, statistics, own_loop, local_layers, guard]
+WAYS = [
+    plain,
+    built_late,
+    datasets,
+    settings,
+    callbacks,
+    overflow,
+    statistics,
+    own_loop,
+    local_layers,
+    guard,
+]
 WAYS += [rates, saved, resumed, elastic]
 for way in WAYS:
     if {way.__name__, "all"} & WANTED:

@@ -8,6 +8,7 @@ What one process computes by hand, without hvdtrain, is what each of them must h
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def train(net: Any, optimizer: Any, shards: Shards, first: int, end: int) -> Non
             optimizer.step()
 
 
+@functools.cache
 def expected(steps: int) -> torch.nn.Module:
     net, optimizer = network()
     train(net, optimizer, Shards(SAMPLES, BATCH), 0, steps)

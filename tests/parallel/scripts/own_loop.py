@@ -108,6 +108,12 @@ def loss_of(net: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return cross_entropy(net(inputs), labels)
 
 
+def backward(net: Any, inputs: torch.Tensor, labels: torch.Tensor, passes: int = 1) -> None:
+    """Make a backward pass, one of ``passes``; without samples only where others wait for it."""
+    if len(labels) or hvd.needs_empty_forward:
+        (loss_of(net, inputs, labels) / passes).backward()
+
+
 def clip(net: Any) -> None:
     """Clip, by the way that a model has of which this rank holds a stage alone."""
     own = getattr(net, "clip_grad_norm_", None)
@@ -125,15 +131,13 @@ def clipped_without_empty_passes(
     net: Any, optimizer: Any, inputs: Any, labels: Any, number: int
 ) -> None:
     optimizer.zero_grad()
-    if len(labels) or hvd.needs_empty_forward:
-        loss_of(net, inputs, labels).backward()
+    backward(net, inputs, labels)
     clip(net)
     optimizer.step()
 
 
 def zeroed_at_the_end(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
-    if len(labels) or hvd.needs_empty_forward:
-        loss_of(net, inputs, labels).backward()
+    backward(net, inputs, labels)
     for parameter in net.parameters():
         if parameter.grad is not None:
             parameter.grad.clamp_(-0.01, 0.01)
@@ -143,8 +147,7 @@ def zeroed_at_the_end(net: Any, optimizer: Any, inputs: Any, labels: Any, number
 
 def accumulated(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
     """Update after every second part; the tail of an epoch goes into the next update."""
-    if len(labels) or hvd.needs_empty_forward:
-        (loss_of(net, inputs, labels) / 2).backward()
+    backward(net, inputs, labels, passes=2)
     if number % 2:
         clip(net)
         optimizer.step()
@@ -153,8 +156,7 @@ def accumulated(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int)
 
 def tail_dropped(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
     """Update after three parts; the gradients of the fourth, the tail, are thrown away."""
-    if len(labels) or hvd.needs_empty_forward:
-        (loss_of(net, inputs, labels) / 3).backward()
+    backward(net, inputs, labels, passes=3)
     hvd.average_metrics(len(labels), loss=0.0)  # a call of all ranks before the gradients are used
     if number == 2:
         clip(net)
@@ -167,8 +169,7 @@ def tail_dropped_later(net: Any, optimizer: Any, inputs: Any, labels: Any, numbe
     """As ``tail_dropped``, but it is the next epoch that begins anew."""
     if number == 0:
         net.zero_grad()
-    if len(labels) or hvd.needs_empty_forward:
-        (loss_of(net, inputs, labels) / 3).backward()
+    backward(net, inputs, labels, passes=3)
     if number == 2:
         clip(net)
         optimizer.step()
@@ -177,8 +178,7 @@ def tail_dropped_later(net: Any, optimizer: Any, inputs: Any, labels: Any, numbe
 
 def zeroed_by_the_model(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
     net.zero_grad()
-    if len(labels) or hvd.needs_empty_forward:
-        loss_of(net, inputs, labels).backward()
+    backward(net, inputs, labels)
     clip(net)
     optimizer.step()
 

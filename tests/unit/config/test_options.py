@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.config.checks import check
 from hvdtrain.config.command_line import parse
 from hvdtrain.config.declare import declared
 from hvdtrain.config.options import Options
@@ -42,110 +40,39 @@ def refusal(*arguments: str, kind: type[Options] = Every) -> str:
     return str(caught.value)
 
 
-# Option, its value on the command line (None: a switch), the parsed value.
-BUILT: list[tuple[str, str | None, Any]] = [
-    ("framework", "pytorch", "pytorch"),
+# Of each kind: option, its value on the command line (None: a switch), the parsed value.
+KINDS: list[tuple[str, str | None, Any]] = [
     ("framework", "tensorflow", "tensorflow"),
-    *(
-        ("strategy", name, name)
-        for name in ("horovod", "ddp", "zero", "fsdp", "pipeline", "data-parallel", "single")
-    ),
+    *(("strategy", name, name) for name in STRATEGIES),
     ("data", "/some/my_data", Path("/some/my_data")),
     ("synthetic", None, True),
     ("model", "small", "small"),
-    ("image-size", "128", 128),
-    ("epochs", "3", 3),
     ("num-steps", "5e9", 5_000_000_000),
     ("num-steps", "0", 0),
     ("batch-size", "1e3", 1000),
-    ("global-batch-size", "96", 96),
-    ("lr", "0.1", 0.1),
     ("lr", "5e-2", 0.05),
-    ("lr", "0", 0.0),
-    *(("lr-scaling", name, name) for name in ("linear", "sqrt", "none")),
-    ("warmup-epochs", "0.5", 0.5),
-    ("warmup-steps", "300", 300),
-    *(("lr-schedule", name, name) for name in ("constant", "linear", "cosine", "multistep")),
-    ("lr-milestones", "30,60,80", (30.0, 60.0, 80.0)),
     ("lr-milestones", "0.5", (0.5,)),
-    ("lr-decay", "0.2", 0.2),
     ("momentum", "0", 0.0),
-    ("accumulate-steps", "4", 4),
-    ("clip-norm", "0.5", 0.5),
-    *(("compression", name, name) for name in ("none", "fp16", "bf16")),
-    *(("reduction", name, name) for name in ("average", "adasum")),
-    ("fusion-threshold-mb", "0.5", 0.5),
-    ("fusion-threshold-mb", "0", 0.0),
-    ("cycle-time-ms", "2.5", 2.5),
-    ("hierarchical-allreduce", None, True),
-    ("autotune", None, True),
-    ("stages", "2", 2),
-    ("micro-batches", "8", 8),
-    ("weight-decay", "1e-4", 1e-4),
-    *(("optimizer", name, name) for name in ("sgd", "adam", "adamw")),
-    *(("precision", name, name) for name in ("auto", "fp64", "fp32", "bf16", "fp16")),
-    ("dropout", "0", 0.0),
-    ("dropout", "0.25", 0.25),
-    ("sync-batchnorm", None, True),
-    ("tf32", None, True),
-    ("compile", None, True),
-    *(("on-nan", name, name) for name in ("stop", "skip")),
-    ("workers", "0", 0),
-    ("workers", "4", 4),
-    ("skip-broken", None, True),
-    ("seed", "7", 7),
     ("seed", "18446744073709551615", 2**64 - 1),
-    ("deterministic", None, True),
-    ("check-replicas", "20", 20),
-    ("check-replicas", "0", 0),
-    ("checkpoint-dir", "/some/where", Path("/some/where")),
-    ("keep", "5", 5),
-    ("resume", "auto", "auto"),
-    ("resume", "never", "never"),
-    ("summary", "s.json", Path("s.json")),
-    ("metrics", "m.jsonl", Path("m.jsonl")),
-    ("tensorboard", "board", Path("board")),
-    ("timeline", "t.json", Path("t.json")),
-    ("spawn", "2", 2),
-    ("local-rank", "1", 1),
-    ("log-every", "20", 20),
     ("evaluate-epochs", "21,31,37", (21, 31, 37)),
-    ("benchmark", "training", "training"),
-    ("benchmark", "inference", "inference"),
-    ("quiet", None, True),
 ]
+SPELLED = ("num-steps", "lr-milestones", "data", "synthetic", "evaluate-epochs")
 
 
 def field_of(option: str) -> str:
     return option.replace("-", "_")
 
 
-@pytest.mark.parametrize(("option", "value", "result"), BUILT)
-@pytest.mark.parametrize("spelling", ["dashes", "underscores", "equals", "underscores and equals"])
-def test_every_option_in_every_spelling(
-    option: str, value: str | None, result: Any, spelling: str
+@pytest.mark.parametrize(("option", "value", "result"), KINDS)
+def test_an_option_of_each_kind_in_every_spelling(
+    option: str, value: str | None, result: Any
 ) -> None:
-    name = "--" + (field_of(option) if "underscores" in spelling else option)
-    if value is None:
-        line = [name]
-    elif "equals" in spelling:
-        line = [f"{name}={value}"]
-    else:
-        line = [name, value]
-    options = read(*line)
-    assert getattr(options, field_of(option)) == result
-    assert type(getattr(options, field_of(option))) is type(result)
-    untouched = dataclasses.replace(options, **{field_of(option): default(option)})
-    assert untouched == Every()
-
-
-def default(option: str) -> Any:
-    return getattr(Every(), field_of(option))
-
-
-def test_options_that_need_another() -> None:
-    options = read("--checkpoint-every", "10", "--checkpoint_dir=c", "--resume", "must")
-    assert (options.checkpoint_every, options.resume) == (10, "must")
+    for name in {option, field_of(option)} if option in SPELLED else {option}:
+        lines = [[f"--{name}"]]
+        if value is not None:
+            lines = [[f"--{name}", value], [f"--{name}={value}"]]
+        for line in lines:
+            assert read(*line) == dataclasses.replace(Every(), **{field_of(option): result})
 
 
 def test_an_evaluation() -> None:
@@ -169,16 +96,6 @@ def test_a_window_of_steps(value: str, span: tuple[int, int | None]) -> None:
     assert read("--timeline=t.json", "--timeline-steps", value).timeline_steps == span
 
 
-@pytest.mark.parametrize("value", ["9:3", "3:3", "3", "a:b", "-1:4", "1:2:3", "1.5:2", ""])
-def test_no_window_of_steps(value: str) -> None:
-    message = refusal("--timeline=t.json", f"--timeline-steps={value}")
-    assert f"--timeline-steps: {value} is not A:B, such as 10:20" in message
-
-
-def test_a_window_without_a_file() -> None:
-    assert "--timeline-steps needs --timeline FILE" in refusal("--timeline-steps=3:9")
-
-
 def test_a_variable_in_stage_is_this_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRATCH", "/local/job 7")
     assert read("--data=d", "--stage=/tmp").stage == Path("/tmp")
@@ -189,116 +106,27 @@ def test_a_variable_in_stage_is_this_hosts(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--stage needs --data" in refusal("--stage=/tmp")
 
 
-def test_every_option_is_tested() -> None:
-    named = {option for option, *_ in BUILT} | {"checkpoint-every", "stage", "timeline-steps"}
-    named |= {"evaluate-only", "predict", "checkpoint"}
-    assert named == {field.name.replace("_", "-") for field in declared(Every)}
+# Of each kind: an option and wrong values of it.
+WRONG = {
+    "--epochs": ("0", "1.5", "many", "-1", "nan", "inf", ""),
+    "--num-steps": ("-1", "1e999"),
+    "--batch_size": ("0", "1e10"),
+    "--lr": ("-0.1", "nan", "inf", "fast"),
+    "--lr-milestones": ("30,x", "", "30,,60"),
+    "--evaluate-epochs": ("0", "21,"),
+    "--momentum": ("1", "nan", "-0.1"),
+    "--seed": ("-1", "99999999999999999999", "x"),
+    "--accumulate-steps": ("1e29",),
+    "--framework": ("jax", ""),
+    "--timeline-steps": ("9:3", "3:3", "3", "a:b", "-1:4", "1:2:3", "1.5:2", ""),
+}
 
 
-def test_defaults() -> None:
-    options = read()
-    assert options.framework == "pytorch"
-    assert options.strategy is None
-    assert options.precision == "auto"
-    assert options.resume == "auto"
-    assert options.seed == 0
-    assert not (options.synthetic or options.quiet or options.sync_batchnorm)
-
-
-def test_the_strategies_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        read("--help")
-    shown = capsys.readouterr().out
-    assert f"--strategy {'|'.join(STRATEGIES)}" in shown
-    assert "did you mean --stages?" in refusal("--stges", "2")
-
-
-WRONG = [
-    ("--epochs", "0"),
-    ("--epochs", "1.5"),
-    ("--epochs", "many"),
-    ("--epochs", "-1"),
-    ("--epochs", "nan"),
-    ("--epochs", "inf"),
-    ("--epochs", ""),
-    ("--num-steps", "-1"),
-    ("--num-steps", "1e999"),
-    ("--batch-size", "0"),
-    ("--batch_size", "0"),
-    ("--global-batch-size", "0"),
-    ("--lr", "-0.1"),
-    ("--lr", "nan"),
-    ("--lr", "inf"),
-    ("--lr", "fast"),
-    ("--lr-scaling", "cubic"),
-    ("--lr-schedule", "step"),
-    ("--lr-milestones", "30,x"),
-    ("--lr-milestones", ""),
-    ("--lr-milestones", "30,,60"),
-    ("--lr-decay", "-1"),
-    ("--warmup-epochs", "-1"),
-    ("--warmup-steps", "1.5"),
-    ("--evaluate-epochs", "0"),
-    ("--evaluate-epochs", "21,"),
-    ("--log-every", "0"),
-    ("--benchmark", "both"),
-    ("--accumulate-steps", "0"),
-    ("--clip-norm", "-1"),
-    ("--fusion-threshold-mb", "-1"),
-    ("--fusion-threshold-mb", "inf"),
-    ("--cycle-time-ms", "fast"),
-    ("--compression", "fp8"),
-    ("--momentum", "1"),
-    ("--momentum", "nan"),
-    ("--dropout", "1"),
-    ("--dropout", "-0.1"),
-    ("--weight-decay", "-1e-4"),
-    ("--optimizer", "lion"),
-    ("--framework", "jax"),
-    ("--framework", ""),
-    ("--strategy", "magic"),
-    ("--precision", "fp8"),
-    ("--resume", "maybe"),
-    ("--keep", "0"),
-    ("--seed", "-1"),
-    ("--seed", "99999999999999999999"),
-    ("--batch-size", "1e10"),
-    ("--global-batch-size", "2147483648"),
-    ("--accumulate-steps", "1e29"),
-    ("--seed", "x"),
-    ("--workers", "-1"),
-    ("--image-size", "0"),
-    ("--checkpoint-every", "0"),
-    ("--check-replicas", "-1"),
-    ("--check-replicas", "often"),
-]
-
-
-@pytest.mark.parametrize(("option", "value"), WRONG)
-def test_a_wrong_value_is_one_line_that_names_the_option(option: str, value: str) -> None:
-    for line in ([option, value], [f"{option}={value}"]):
-        message = refusal(*line)
-        assert message.startswith(option.replace("_", "-") + ": ")
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "valid"),
-    [
-        ("--framework", "jax", "pytorch, tensorflow"),
-        ("--strategy", "magic", ", ".join(STRATEGIES)),
-        ("--optimizer", "lion", "sgd, adam, adamw"),
-        ("--lr-scaling", "cubic", "linear, sqrt, none"),
-        ("--lr-schedule", "step", "constant, linear, cosine, multistep"),
-        ("--precision", "fp8", "auto, fp64, fp32, bf16, fp16"),
-        ("--resume", "maybe", "auto, never, must"),
-    ],
-)
-def test_an_unknown_name_is_reported_with_the_valid_ones(
-    option: str, value: str, valid: str
-) -> None:
-    message = refusal(option, value)
-    assert repr(value) in message
-    assert valid in message
+@pytest.mark.parametrize("option", WRONG)
+def test_a_wrong_value_is_one_line_that_names_the_option(option: str) -> None:
+    for value in WRONG[option]:
+        for line in ([option, value], [f"{option}={value}"]):
+            assert refusal(*line).startswith(option.replace("_", "-") + ": ")
 
 
 @pytest.mark.parametrize(
@@ -311,6 +139,9 @@ def test_an_unknown_name_is_reported_with_the_valid_ones(
         (["--lr"], ["--lr"]),
         (["--epochs", "--quiet"], ["--epochs"]),
         (["--quiet=5"], ["--quiet"]),
+        (["--stges", "2"], ["did you mean --stages?"]),
+        (["--strategy=magic"], ["'magic'", ", ".join(STRATEGIES)]),
+        (["--lr-schedule=step"], ["'step'", "constant, linear, cosine, multistep"]),
     ],
 )
 def test_a_wrong_command_line_is_reported(line: list[str], words: list[str]) -> None:
@@ -337,6 +168,7 @@ def test_a_wrong_command_line_is_reported(line: list[str], words: list[str]) -> 
         (["--benchmark=training", "--evaluate-only"], ["--benchmark training", "--evaluate-only"]),
         (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),
+        (["--timeline-steps=3:9"], ["--timeline-steps needs --timeline FILE"]),
         (["--sync-batchnorm", "--accumulate-steps=2"], ["--sync-batchnorm", "give one"]),
         (["--reduction=adasum", "--sync-batchnorm"], ["--reduction", "--sync-batchnorm"]),
         (["--compile", "--framework=tensorflow"], ["--compile", "--framework tensorflow"]),
@@ -361,10 +193,6 @@ def test_a_workload_refuses_the_options_of_another() -> None:
     assert read("--data=d", "--dropout=0.5", kind=MnistOptions).dropout == 0.5
 
 
-def test_the_last_of_two_wins() -> None:
-    assert read("--epochs", "3", "--epochs", "4").epochs == 4
-
-
 @pytest.mark.parametrize("option", ["lr-milestones", "evaluate-epochs"])
 def test_a_list_in_several_words_is_the_list_with_commas(option: str) -> None:
     name = f"--{option}"
@@ -377,60 +205,6 @@ def test_inference_is_measured_with_and_without_weights() -> None:
     assert read("--benchmark=inference").evaluates_only
     assert read("--benchmark=inference", "--checkpoint=c").checkpoint == Path("c")
     assert not read("--benchmark=training").evaluates_only
-
-
-# Aliases
-
-
-@dataclass(frozen=True)
-class Respelled(Options):
-    """Options with aliases."""
-
-    ALIASES: ClassVar = {
-        "--bs": "--batch-size",
-        "-e": "--epochs",
-        "--multistep": "--lr-schedule multistep --lr-milestones",
-        "--amp": "--precision auto",
-        "--multi-gpu": "",
-        "--mode training": "",
-        "--mode evaluation": "--evaluate-only",
-    }
-
-
-@pytest.mark.parametrize(
-    ("line", "same"),
-    [
-        ("--bs 4", "--batch-size 4"),
-        ("--bs=4 --quiet", "--batch-size=4 --quiet"),
-        ("-e 3", "--epochs 3"),
-        ("--multistep 43 54", "--lr-schedule multistep --lr-milestones 43,54"),
-        ("--multistep=43,54", "--lr-schedule multistep --lr-milestones 43,54"),
-        ("--amp --multi_gpu", "--precision auto"),
-        ("--mode training --seed 3", "--seed 3"),
-        ("--mode evaluation --checkpoint c", "--evaluate-only --checkpoint c"),
-        ("--mode=evaluation --checkpoint=c", "--evaluate-only --checkpoint c"),
-    ],
-)
-def test_an_alias_means_its_replacement(line: str, same: str) -> None:
-    assert read(*line.split(), kind=Respelled) == read(*same.split(), kind=Respelled)
-
-
-def test_aliases_in_a_file(tmp_path: Path) -> None:
-    text = "bs: 4\nmultistep: [43, 54]\nmulti-gpu: true\namp: false\nmode: training\n"
-    same = read("--batch-size=4", "--lr-schedule=multistep", "--lr-milestones=43,54", kind=Options)
-    assert dataclasses.asdict(read(config(tmp_path, text), kind=Respelled)) == dataclasses.asdict(
-        same
-    )
-
-
-@pytest.mark.parametrize("line", [["--mode", "walk"], ["--mode=walk"], ["--mode"]])
-def test_a_wrong_value_of_an_alias_is_reported_with_the_valid_ones(line: list[str]) -> None:
-    assert "--mode: " in refusal(*line, kind=Respelled)
-    assert "training, evaluation" in refusal(*line, kind=Respelled)
-
-
-def test_an_alias_belongs_to_its_workload() -> None:
-    assert "--bs: no such option" in refusal("--bs=4")
 
 
 # --config
@@ -465,7 +239,7 @@ def test_a_file_of_options(tmp_path: Path) -> None:
 
 def test_the_command_line_takes_precedence_over_the_file(tmp_path: Path) -> None:
     file = config(tmp_path, "epochs: 3\nseed: 5\n")
-    for line in ([file, "--epochs", "7"], ["--epochs=7", file]):
+    for line in ([file, "--epochs", "7"], ["--epochs=3", "--epochs=7", file]):
         options = read(*line)
         assert (options.epochs, options.seed) == (7, 5)
 
@@ -482,11 +256,7 @@ def test_the_last_of_several_files_takes_precedence(tmp_path: Path) -> None:
 
 def test_a_default_value_on_the_command_line_takes_precedence_too(tmp_path: Path) -> None:
     assert read(config(tmp_path, "framework: tensorflow\n"), "--framework=pytorch") == Every()
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
-def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
-    assert read(config(tmp_path, text)) == Every()
+    assert read(config(tmp_path, "# nothing\n")) == Every()
 
 
 @pytest.mark.parametrize(
@@ -503,13 +273,8 @@ def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
         ),
         ("batchsize: false\n", "line 1: batchsize: no such option"),
         ("batchsize: null\n", "line 1: batchsize: no such option"),
-        ("stages: 0\n", "line 1: stages: 0 is not a whole number of 1 or more"),
         ("quiet: 5\n", "line 1: quiet: 5 is not true or false"),
         ("epochs: true\n", "line 1: epochs: 'true' is not a number"),
-        ("- epochs\n", "line 1: "),
-        ("just words\n", "line 1: "),
-        ("epochs: [1\n", "line 1: '[' is not closed"),
-        ("\tepochs: 1\n", "line 1: found character '\\t' that cannot start any token"),
         ("config: other.yaml\n", "line 1: config: "),
         ("lr: 1\nepochs: 2\nlr: 3\n", "line 3: lr: line 1"),
         ("batch-size: 1\nbatch_size: 2\n", "line 2: batch_size: line 1"),
@@ -521,20 +286,9 @@ def test_an_error_in_the_file_is_reported_with_its_line(
     assert refusal(config(tmp_path, text)).startswith(f"{tmp_path / 'run.yaml'} {word}")
 
 
-def test_an_alias_and_its_replacement_are_one_option(tmp_path: Path) -> None:
-    file = config(tmp_path, "bs: 4\nseed: 3\nbatch-size: 8\n")
-    assert "line 3: batch-size: line 1 " in refusal(file, kind=Respelled)
-
-
-def test_a_binary_file_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_bytes(b"\xff\xfe\x00epochs: 3")
-    assert "run.yaml" in refusal("--config", str(path))
-
-
-def test_a_pipe_is_reported_and_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    assert "regular file" in refusal("--config", str(tmp_path / "pipe"))
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    """Others that cannot be read: tests/unit/system/test_settings.py."""
+    assert str(tmp_path / "absent.yaml") in refusal("--config", str(tmp_path / "absent.yaml"))
 
 
 @pytest.mark.parametrize("digits", [2999, 6000])
@@ -542,11 +296,6 @@ def test_a_number_of_thousands_of_digits_is_reported_in_a_line(tmp_path: Path, d
     number = "9" * digits
     for line in ([config(tmp_path, f"epochs: {number}\n")], ["--epochs", number]):
         assert len(refusal(*line)) < 500
-
-
-@pytest.mark.parametrize("name", ["absent.yaml", "."])
-def test_a_missing_file_is_reported(tmp_path: Path, name: str) -> None:
-    assert str(tmp_path / name) in refusal("--config", str(tmp_path / name))
 
 
 # Readers of single values
@@ -564,6 +313,7 @@ def test_counts_in_powers_of_ten(power: int, digits: int) -> None:
     assert positive(f"{digits}E+{power}") == digits * 10**power
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=8))
 def test_readers_return_a_value_or_raise_value_error(text: str) -> None:
     for reader in (count, positive, fraction, non_negative, numbers):
@@ -575,22 +325,7 @@ def test_readers_return_a_value_or_raise_value_error(text: str) -> None:
 
 
 def test_edges_of_the_readers() -> None:
-    assert fraction("0") == 0
-    assert fraction("0.999") == 0.999
-    assert numbers([1, 2]) == (1.0, 2.0)
-    for reader, value in ((fraction, "1"), (positive, "0"), (count, "0.5"), (count, "inf")):
-        with pytest.raises(ValueError):
-            reader(value)
-
-
-def test_options_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        read().epochs = 3  # type: ignore[misc]
-
-
-def test_check_returns_its_argument() -> None:
-    options = Options(batch_size=3)
-    assert check(options) is options
+    assert (fraction("0"), fraction("0.999"), numbers([1, 2])) == (0, 0.999, (1.0, 2.0))
 
 
 # Imports of --help
@@ -622,7 +357,7 @@ def test_help_imports_no_framework_and_has_examples(module: str) -> None:
             assert f"--{field.name.replace('_', '-')}" in result.stdout
 
 
-@pytest.mark.parametrize("module", ["mnist", "resnet"])
+@pytest.mark.parametrize("module", ["mnist"])
 def test_wrong_use_of_the_command_is_exit_code_2_and_one_line(module: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", f"hvdtrain.{module}", "--batch_size", "0"],

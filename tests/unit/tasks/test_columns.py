@@ -24,6 +24,7 @@ def test_the_probability_is_the_softmax() -> None:
     exponentials = np.exp(outputs)
     expected = (exponentials / exponentials.sum(1, keepdims=True)).max(1)
     assert [float(line.split(",")[3]) for line in lines] == pytest.approx(expected, rel=1e-8)
+    assert CLASSES.lines(3, np.zeros(0, np.int64), np.zeros((0, 4))) == ""
 
 
 def test_columns_of_any_kind() -> None:
@@ -31,10 +32,6 @@ def test_columns_of_any_kind() -> None:
     lines = columns.lines(0, np.zeros(2), np.array([2 / 3, -1e-7]))
     assert columns.header == "sample,name,value\n"
     assert lines == '0,a,0.666666667\n1,"b ""c"", d",-1.00000000e-07\n'
-
-
-def test_a_batch_without_samples_has_no_line() -> None:
-    assert CLASSES.lines(3, np.zeros(0, np.int64), np.zeros((0, 10))) == ""
 
 
 @pytest.mark.parametrize(

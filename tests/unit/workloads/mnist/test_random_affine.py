@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.steps.sharding import Shards
-from hvdtrain.workloads.mnist.data import Samples
-from hvdtrain.workloads.mnist.random_affine import U8, RandomAffine, warped
+from hvdtrain.workloads.mnist.data import U8, RandomAffine, Samples, warped
 
 CHANGE = RandomAffine(rotation=0.3, shear=0.3, scale=0.2, shift=3.0)
 NONE = RandomAffine(rotation=0.0, shear=0.0, scale=0.0, shift=0.0)
