@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ from hvdtrain.system.machine.limits import find_resources
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import Command, run
+from hvdtrain.system.runtime.command import Command, Result, run
 from hvdtrain.workloads.data.image_folder import ImageFolder
 
 log = logging.getLogger(__name__)
@@ -54,13 +56,24 @@ PROGRAMS = (
 TIMEOUTS = (120.0, 300.0)  # seconds, of each program
 
 
-def commands(request: Request, environ: Mapping[str, str]) -> list[Command]:
+def commands(
+    request: Request, environ: Mapping[str, str], files: Sequence[Path] = ()
+) -> list[Command]:
     """Return the commands that run each of ``PROGRAMS`` on the requested ranks.
+
+    Args:
+        request: the ranks.
+        environ: the environment.
+        files: the file with rank 0's output of each program (``to_file``); none: it is forwarded.
 
     Raises:
         UsageError: no MPI, or more ranks than slots.
     """
-    programs = [[sys.executable, "-m", *program] for program in PROGRAMS]
+    prefixes = [("hvdtrain.commands.doctor.to_file", str(file)) for file in files]
+    programs = [
+        [sys.executable, "-m", *prefix, *program]
+        for prefix, program in zip_longest(prefixes, PROGRAMS, fillvalue=())
+    ]
     return [prepare(replace(request, words=program), environ).command for program in programs]
 
 
@@ -188,24 +201,33 @@ def check_ranks(
     Returns:
         The findings, the report of the ranks, and that of allreduce; None if there is none.
     """
-    try:
-        reporting, timing = commands(request, environ)
-    except HvdtrainError as error:
-        return [Finding("ranks", ERROR, str(error))], None, None
-    log.info("starting: %s", reporting.show())
-    started = plural(request.ranks, "rank")
-    with terminal.working(f"checking {started}; timing allreduce follows"):
-        result = run(reporting, timeout=TIMEOUTS[0])
-    reports = [report for report in ranks.read_reports(result.output) if "announced" in report]
-    if not result.ok or not reports:
-        return [ranks.failed_start(result)], None, None
-    findings = list(ranks.rank_findings(request.ranks, reports, hosts.local_names()))
-    if any(finding.state == ERROR for finding in findings):
-        return findings, reports[0], None
-    log.info("timing allreduce: %s", timing.show())
-    with terminal.working(f"timing allreduce on {started}, with each back end"):
-        result = run(timing, timeout=TIMEOUTS[1])
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as folder:
+        files = [Path(folder, name) for name in ("ranks", "allreduce")]
+        try:
+            reporting, timing = commands(request, environ, files)
+        except HvdtrainError as error:
+            return [Finding("ranks", ERROR, str(error))], None, None
+        log.info("starting: %s", reporting.show())
+        started = plural(request.ranks, "rank")
+        with terminal.working(f"checking {started}; timing allreduce follows"):
+            result = _run(reporting, TIMEOUTS[0], files[0])
+        reports = [report for report in ranks.read_reports(result.output) if "announced" in report]
+        if not result.ok or not reports:
+            return [ranks.failed_start(result)], None, None
+        findings = list(ranks.rank_findings(request.ranks, reports, hosts.local_names()))
+        if any(finding.state == ERROR for finding in findings):
+            return findings, reports[0], None
+        log.info("timing allreduce: %s", timing.show())
+        with terminal.working(f"timing allreduce on {started}, with each back end"):
+            result = _run(timing, TIMEOUTS[1], files[1])
     times = [report for report in ranks.read_reports(result.output) if "backends" in report]
     if not result.ok or not times:
         return [*findings, ranks.failed_start(result)], reports[0], None
     return [*findings, *ranks.allreduce_findings(times[0])], reports[0], times[0]
+
+
+def _run(command: Command, timeout: float, file: Path) -> Result:
+    """Return the result of ``command``, including the output of rank 0 in ``file``."""
+    result = run(command, timeout=timeout)
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    return replace(result, output=text + result.output)
