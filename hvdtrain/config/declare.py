@@ -41,6 +41,7 @@ def option(
     group: str = "",
     metavar: str = "",
     repeated: bool = False,
+    flag: str = "",
 ) -> Any:
     """Return a field that is an option.
 
@@ -52,6 +53,7 @@ def option(
         group: title of its group in the help; empty: that of the field before it.
         metavar: its value in the help; empty: by ``kind``.
         repeated: whether it may be given several times, each value one item of a tuple.
+        flag: its name on the command line, e.g. ``-n``; empty: that of the field.
     """
     metadata = {
         "help": text,
@@ -60,6 +62,7 @@ def option(
         "group": group,
         "metavar": metavar,
         "repeated": repeated,
+        "flag": flag,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -70,7 +73,11 @@ def declared(kind: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def add_options(
-    parser: argparse.ArgumentParser, kind: type[Any], titles: Sequence[str] = ()
+    parser: argparse.ArgumentParser,
+    kind: type[Any],
+    titles: Sequence[str] = (),
+    *,
+    defaults: bool = False,
 ) -> None:
     """Declare an option per field of ``kind``; those that are not given are None.
 
@@ -78,15 +85,20 @@ def add_options(
         parser: where they are declared.
         kind: the dataclass.
         titles: groups that come first in the help, in this order; others follow by field.
+        defaults: whether options that are not given have their default instead of None.
     """
     groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
+    groups[""] = parser
     title = ""
     for field in declared(kind):
         title = field.metadata["group"] or title
         if title not in groups:
-            groups[title] = parser.add_argument_group(title or None)
+            groups[title] = parser.add_argument_group(title)
         groups[title].add_argument(
-            "--" + field.name.replace("_", "-"), default=None, **_settings(field)
+            field.metadata["flag"] or "--" + field.name.replace("_", "-"),
+            dest=field.name,
+            default=field.default if defaults else None,
+            **_settings(field),
         )
 
 

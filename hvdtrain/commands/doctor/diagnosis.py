@@ -34,12 +34,12 @@ from hvdtrain.commands.doctor.findings import (
     findings_text,
     summary,
 )
-from hvdtrain.commands.install_horovod.installed import mend_file
-from hvdtrain.commands.install_horovod.wheel_cache import cache_root
+from hvdtrain.commands.install_horovod import toolchain
+from hvdtrain.commands.install_horovod.wheel_cache import cache_root, mend_file
 from hvdtrain.commands.launch.mpirun import find_mpi
 from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.machine import gpus, toolchain
+from hvdtrain.system.machine import gpus
 from hvdtrain.system.machine.limits import find_resources
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import plural

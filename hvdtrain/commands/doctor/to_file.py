@@ -19,7 +19,7 @@ from hvdtrain.system.runtime.detect import detect
 def main(file: Path, program: str, words: list[str]) -> None:
     """Run the module ``program`` with the arguments ``words``."""
     if detect(os.environ).is_root and file.parent.is_dir():
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 1)
     sys.argv[1:] = words
     runpy.run_module(program, run_name="__main__", alter_sys=True)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.system.machine.toolchain import Toolchain
+from hvdtrain.commands.install_horovod.toolchain import Toolchain
 from hvdtrain.system.runtime.command import Command
 
 HOROVOD_VERSION = "0.28.1"

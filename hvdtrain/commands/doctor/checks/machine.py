@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from hvdtrain.commands.install_horovod.toolchain import Toolchain
 from hvdtrain.system.machine.gpus import Driver
 from hvdtrain.system.machine.limits import GIB, Resources
 from hvdtrain.system.machine.threads import THREADS, requested_threads, set_by_pbs
-from hvdtrain.system.machine.toolchain import Toolchain
 from hvdtrain.system.output.text import plural, size
 
 MEMORY_PER_RANK = 2 * GIB  # a framework takes 0.5 to 1 GiB before the first sample

@@ -12,12 +12,11 @@ from typing import Any
 import hvdtrain
 from hvdtrain.commands.doctor.checks.loading import Loaded, extension
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
-from hvdtrain.commands.install_horovod.installed import find_installed, wheel_hash
 from hvdtrain.commands.install_horovod.plan import nccl_problems
-from hvdtrain.commands.install_horovod.wheel_cache import read_json
+from hvdtrain.commands.install_horovod.toolchain import Toolchain
+from hvdtrain.commands.install_horovod.wheel_cache import find_installed, read_json, wheel_hash
 from hvdtrain.config.strategies import HOROVOD
 from hvdtrain.system.machine.frameworks import versions
-from hvdtrain.system.machine.toolchain import Toolchain
 
 REBUILD = "hvdtrain install-horovod --rebuild"
 PACKAGES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}

@@ -16,10 +16,10 @@ from hvdtrain.commands.install_horovod.recipe import (
     compiler_wrapper,
     relative_rpaths,
 )
+from hvdtrain.commands.install_horovod.toolchain import Cuda, Mpi, Nccl, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import identity
-from hvdtrain.system.machine.toolchain import Cuda, Mpi, Nccl, Toolchain
 from hvdtrain.system.runtime.command import Command
-from tests.unit.commands.install_horovod.machines import BOTH, NCCL, SHOP, on_gpu
+from tests.unit.commands.install_horovod.conftest import BOTH, NCCL, SHOP, on_gpu
 
 
 def test_build_environment_on_cpu(toolchain: Toolchain) -> None:
