@@ -41,7 +41,6 @@ def option(
     group: str = "",
     metavar: str = "",
     repeated: bool = False,
-    flag: str = "",
 ) -> Any:
     """Return a field that is an option.
 
@@ -53,7 +52,6 @@ def option(
         group: title of its group in the help; empty: that of the field before it.
         metavar: its value in the help; empty: by ``kind``.
         repeated: whether it may be given several times, each value one item of a tuple.
-        flag: its name on the command line, e.g. ``-n``; empty: that of the field.
     """
     metadata = {
         "help": text,
@@ -62,7 +60,6 @@ def option(
         "group": group,
         "metavar": metavar,
         "repeated": repeated,
-        "flag": flag,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -95,8 +92,7 @@ def add_options(
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         groups[title].add_argument(
-            field.metadata["flag"] or "--" + field.name.replace("_", "-"),
-            dest=field.name,
+            "--" + field.name.replace("_", "-"),
             default=field.default if defaults else None,
             **_settings(field),
         )

@@ -167,7 +167,7 @@ def test_tab_in_a_terminal(completion: Path, tmp_path: Path) -> None:
         (["install-horovod", "--frameworks", "mxnet"], "choose from pytorch, tensorflow"),
         (["install-horovod", "--gpu", "ncl"], "--gpu: 'ncl': choose one of auto, nccl, none (did"),
         (["install-horovod", "--jobs", "many"], "--jobs: 'many' is not a number"),
-        (["doctor", "-n", "2.5"], "-n: '2.5' is not a whole number"),
+        (["doctor", "-n", "2.5"], "-n: 2.5 is not a whole number"),
         (["doctor", "here"], "'here' is not expected here; see hvdtrain doctor --help"),
         (["verify", "--framework", "jax"], "--framework: 'jax': choose one of pytorch, tensorflow"),
         (["verify", "--timeout", "soon"], "--timeout: 'soon' is not a number"),

@@ -11,10 +11,9 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.commands.doctor.checks import (
     data,
@@ -30,15 +29,16 @@ from hvdtrain.commands.doctor.findings import (
     ERROR,
     WARNING,
     Finding,
-    exit_code,
+    count,
     findings_text,
     summary,
 )
+from hvdtrain.commands.doctor.rank_report import WorldReport
 from hvdtrain.commands.install_horovod import toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import cache_root, mend_file
-from hvdtrain.commands.launch.mpirun import find_mpi
 from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.config.strategies import HOROVOD
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError
 from hvdtrain.system.machine import gpus
 from hvdtrain.system.machine.limits import find_resources
 from hvdtrain.system.output.result import Report
@@ -79,8 +79,8 @@ def commands(
 
 def report(
     findings: Sequence[Finding],
-    rank_report: dict[str, Any] | None,
-    times: dict[str, Any] | None,
+    world: WorldReport | None,
+    times: ranks.Times | None,
     measured: data.Measured | None,
 ) -> Report:
     """Return the tables of findings, allreduce times and data, and the same as JSON data."""
@@ -90,17 +90,17 @@ def report(
     if measured and measured.seconds:
         parts.append(data.data_text(measured))
     parts.append(summary(findings))
-    code = exit_code(findings)
+    errors = count(findings, ERROR)
     result = {
-        "ok": code == 0,
-        "errors": sum(1 for finding in findings if finding.state == ERROR),
-        "warnings": sum(1 for finding in findings if finding.state == WARNING),
-        "findings": [finding.as_dict() for finding in findings],
-        "ranks": rank_report,
-        "allreduce": times,
+        "ok": not errors,
+        "errors": errors,
+        "warnings": count(findings, WARNING),
+        "findings": [asdict(finding) for finding in findings],
+        "ranks": asdict(world) if world else None,
+        "allreduce": asdict(times) if times else None,
         "data": measured.as_dict() if measured else None,
     }
-    return Report("\n\n".join(parts), result, code)
+    return Report("\n\n".join(parts), result, EXIT_FAILURE if errors else EXIT_OK)
 
 
 def check_host(environ: Mapping[str, str], request: Request | None = None) -> Iterator[Finding]:
@@ -116,7 +116,7 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     batch, local_names = hosts.find_batch(environ), hosts.local_names()
     if request and (request.hosts or request.hostfile):
         batch = replace(batch, allocation=choose_hosts(request.hosts, request.hostfile, environ))
-    libraries = software.present_extensions()
+    libraries = [framework for framework in HOROVOD.requires if loading.extension(framework)]
     with ThreadPoolExecutor() as pool:
         loads = pool.map(loading.try_loading, (loading.MPI4PY, loading.TORCHVISION, *libraries))
         tools = toolchain.find(environ)
@@ -133,7 +133,7 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     yield from software.gpu_tensor_findings(
         horovod, tools, has_nccl=loading.has_nccl(), gpus=len(driver.gpus) if driver else 0
     )
-    yield from mpi.mpi_findings(_mpi_facts(environ, mpi4py, loaded))
+    yield from mpi.mpi_findings(mpi.find_mpis(environ, mpi4py, loaded))
     yield from machine.tool_findings(tools)
     yield machine.gpu_finding(driver, tools)
     local_ranks = request.ranks if request else 1
@@ -150,18 +150,6 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     yield from files.directory_findings(directories, len(batch.allocation.hosts))
 
 
-def _mpi_facts(
-    environ: Mapping[str, str], mpi4py: loading.Loaded, horovod: Mapping[str, loading.Loaded]
-) -> mpi.MpiFacts:
-    mpirun = Path(sys.executable).parent / "mpirun"
-    launcher, problem = None, ""
-    try:
-        launcher = find_mpi(environ)
-    except HvdtrainError as error:
-        problem = str(error)
-    return mpi.MpiFacts(launcher, problem, str(mpirun) if mpirun.is_file() else "", mpi4py, horovod)
-
-
 def _other_hosts(batch: hosts.BatchSystem, local_names: Collection[str]) -> Finding:
     """Probe the other hosts of the job, if this host belongs to it."""
     names = [host.name for host in batch.allocation.hosts]
@@ -174,15 +162,9 @@ def _other_hosts(batch: hosts.BatchSystem, local_names: Collection[str]) -> Find
 def check_data(
     directory: Path, images: ImageFolder | Finding, ranks: int | None
 ) -> tuple[list[Finding], data.Measured | None]:
-    """Measure how fast the data is read on this host.
+    """Measure how fast the images of ``directory`` are read on this host, and judge it.
 
-    Args:
-        directory: the dataset.
-        images: the result of ``data.find``.
-        ranks: number of planned ranks; None: one. On a host with GPUs: one rank per GPU.
-
-    Returns:
-        The findings, and the measurements; None if there are none.
+    A rank of the planned ``ranks`` has its share of the cores; on a host with GPUs, one of a GPU.
     """
     measured = images if isinstance(images, Finding) else data.measure(directory, images)
     if isinstance(measured, Finding):
@@ -195,7 +177,7 @@ def check_data(
 
 def check_ranks(
     request: Request, environ: Mapping[str, str]
-) -> tuple[list[Finding], dict[str, Any] | None, dict[str, Any] | None]:
+) -> tuple[list[Finding], WorldReport | None, ranks.Times | None]:
     """Start the requested ranks twice: to check them, and to time allreduce.
 
     Returns:
@@ -211,7 +193,7 @@ def check_ranks(
         started = plural(request.ranks, "rank")
         with terminal.working(f"checking {started}; timing allreduce follows"):
             result = _run(reporting, TIMEOUTS[0], files[0])
-        reports = [report for report in ranks.read_reports(result.output) if "announced" in report]
+        reports = ranks.read_reports(result.output, WorldReport)
         if not result.ok or not reports:
             return [ranks.failed_start(result)], None, None
         findings = list(ranks.rank_findings(request.ranks, reports, hosts.local_names()))
@@ -220,7 +202,7 @@ def check_ranks(
         log.info("timing allreduce: %s", timing.show())
         with terminal.working(f"timing allreduce on {started}, with each back end"):
             result = _run(timing, TIMEOUTS[1], files[1])
-    times = [report for report in ranks.read_reports(result.output) if "backends" in report]
+    times = ranks.read_reports(result.output, ranks.Times)
     if not result.ok or not times:
         return [*findings, ranks.failed_start(result)], reports[0], None
     return [*findings, *ranks.allreduce_findings(times[0])], reports[0], times[0]

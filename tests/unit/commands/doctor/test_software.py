@@ -233,7 +233,7 @@ def test_a_library_that_crashes_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", "0"], "-n 0: must be"),
+        (["-n", "0"], "-n: 0 is not a whole number of 1 or more"),
         (["--ppn", "2"], "need -n N"),
         (["--hosts", "a:2", "--json"], "need -n N"),
     ],
