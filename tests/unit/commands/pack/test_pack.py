@@ -19,6 +19,7 @@ from PIL import Image
 
 from hvdtrain import cli
 from hvdtrain.commands.pack.packing import Packing
+from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.workloads.data.files import PackedFiles, open_split, read_file
 from hvdtrain.workloads.data.image_folder import ImageFolder, load, without_broken
@@ -56,8 +57,7 @@ def folder(tmp_path: Path) -> Path:
 def packed(
     folder: Path, out: Path, *, size: int = 2**14, workers: int = 2, resize: int = 0
 ) -> Pack:
-    packing = Packing(folder, out, shard_size=size, workers=workers, resize=resize)
-    return packing.run()[0]
+    return Packing(folder, out, PackOptions(size, workers, resize)).run()[0]
 
 
 def bytes_of(out: Path) -> dict[str, bytes]:
@@ -170,7 +170,8 @@ def slowly(*args):
         time.sleep(60)
     return header(*args)
 packing._header = slowly
-packing.Packing(Path(sys.argv[1]), Path(sys.argv[2]), shard_size=2**14, workers=2).run()
+options = packing.PackOptions(2**14, 2)
+packing.Packing(Path(sys.argv[1]), Path(sys.argv[2]), options).run()
 """
 
 
