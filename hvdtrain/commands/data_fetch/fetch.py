@@ -7,7 +7,6 @@ FILE.unpacked, whose files and folders are finally moved into the folder.
 
 from __future__ import annotations
 
-import functools
 import gzip
 import hashlib
 import http.client
@@ -286,5 +285,4 @@ def _size(path: Path) -> int:
 
 def _md5(path: Path) -> str:
     with path.open("rb") as stream:
-        kind = functools.partial(hashlib.md5, usedforsecurity=False)
-        return hashlib.file_digest(stream, kind).hexdigest()
+        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
