@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import zip_longest
@@ -41,6 +41,7 @@ from hvdtrain.config.strategies import HOROVOD
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError
 from hvdtrain.system.machine import gpus
 from hvdtrain.system.machine.limits import find_resources
+from hvdtrain.system.machine.network import has_fabric
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
@@ -139,24 +140,13 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     local_ranks = request.ranks if request else 1
     if batch.allocation.hosts:
         local_ranks = hosts.local_slots(batch.allocation, local_names)
-    yield from machine.resource_findings(
-        find_resources(), local_ranks, environ, machine.has_fabric()
-    )
+    yield from machine.resource_findings(find_resources(), local_ranks, environ, has_fabric())
     known = machine.known_variables(tools.site_packages / "horovod")
     yield machine.horovod_variables(environ, known)
     yield from hosts.batch_findings(batch, local_names)
-    yield _other_hosts(batch, local_names)
+    yield hosts.other_hosts(batch.allocation, local_names)
     directories = list(files.find_directories(environ, Path.cwd()))
     yield from files.directory_findings(directories, len(batch.allocation.hosts))
-
-
-def _other_hosts(batch: hosts.BatchSystem, local_names: Collection[str]) -> Finding:
-    """Probe the other hosts of the job, if this host belongs to it."""
-    names = [host.name for host in batch.allocation.hosts]
-    others = [name for name in names if not hosts.is_this_host(name, local_names)]
-    if len(others) == len(names):
-        others = []
-    return hosts.answer_finding(hosts.probe_hosts(others), batch.allocation.source)
 
 
 def check_data(

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain.commands.doctor.checks.machine import has_fabric
 from hvdtrain.steps.integrity import BOOT_ID, source_digest
 from hvdtrain.system.machine import gpus, mpi_library
 from hvdtrain.system.machine.frameworks import find_tensorflow, find_torch, versions
 from hvdtrain.system.machine.limits import Resources, find_resources
+from hvdtrain.system.machine.network import has_fabric
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults

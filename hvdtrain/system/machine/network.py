@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from ipaddress import IPv4Interface
+from pathlib import Path
 
 import psutil
 
@@ -26,6 +27,12 @@ def addresses(interface: str | None = None) -> list[str]:
         if address.family == socket.AF_INET
     ]
     return [str(address) for address in interfaces if interface or not address.is_loopback]
+
+
+def has_fabric() -> bool:
+    """Return whether this host has an InfiniBand or Omni-Path adapter, which registers memory."""
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def address_for_all(hosts: Mapping[str, Sequence[str]]) -> str | None:

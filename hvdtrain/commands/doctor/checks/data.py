@@ -251,9 +251,9 @@ def data_findings(measured: Measured, *, cores: int, gpu: bool) -> Iterator[Find
     mean = f"{measured.width:.0f} x {measured.height:.0f} pixels, {size(measured.size)}"
     yield Finding("data", OK, f"{count}; mean of {measured.sampled}: {mean}")
     evidence, remedy = f"none of {plural(measured.sampled, 'image')}", ""
-    if broken := measured.broken:
-        share = percent(len(broken) / measured.sampled)
-        evidence = f"{len(broken)} of {measured.sampled} ({share}): {printable(broken[0])}"
+    if measured.broken:
+        bad, first = len(measured.broken), printable(measured.broken[0])
+        evidence = f"{bad} of {measured.sampled} ({percent(bad / measured.sampled)}): {first}"
         remedy = (
             "repair or remove them, or train with --skip-broken: otherwise the run fails on them"
         )

@@ -96,6 +96,14 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_HOSTS]) + more
 
 
+def other_hosts(allocation: Allocation, local: Collection[str]) -> Finding:
+    """Probe the other hosts of the job, if this host belongs to it."""
+    names = [host.name for host in allocation.hosts]
+    others = [name for name in names if not is_this_host(name, local)]
+    answers = probe_hosts(others) if len(others) < len(names) else {}
+    return answer_finding(answers, allocation.source)
+
+
 def probe_hosts(names: Sequence[str], port: int = SSH) -> dict[str, str]:
     """Resolve each host and connect to its ssh port, without logging in."""
     with ThreadPoolExecutor(AT_ONCE) as pool:

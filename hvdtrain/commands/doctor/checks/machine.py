@@ -123,12 +123,6 @@ def threads_finding(cores: float, ranks: int, environ: Mapping[str, str]) -> Fin
     return Finding(check, OK, f"{requested} threads per rank")
 
 
-def has_fabric() -> bool:
-    """Return whether this host has an InfiniBand or Omni-Path adapter, which registers memory."""
-    folder = Path("/sys/class/infiniband")
-    return folder.is_dir() and any(folder.iterdir())
-
-
 def horovod_variables(environ: Mapping[str, str], known: Sequence[str]) -> Finding:
     """Judge the HOROVOD_... variables that are set.
 

@@ -132,7 +132,7 @@ def _software(facts: Sequence[RankFacts]) -> Finding:
 
 def _gpus(ranks: Sequence[RankReport], facts: Sequence[RankFacts]) -> Finding:
     """Judge the assignment of GPUs: as in the adapters, by local rank."""
-    devices, count = [], Counter[str]()
+    devices, count = [], Counter[tuple[str, str]]()
     for rank, host in zip(ranks, (fact.host_id for fact in facts), strict=True):
         identity = rank.gpus[count[host] % len(rank.gpus)] if rank.gpus else ""
         devices.append(Device("a GPU", identity, len(rank.gpus)))
