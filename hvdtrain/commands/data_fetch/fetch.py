@@ -48,12 +48,9 @@ class ConnectionLostError(Exception):
 
 
 class Fetch:
-    """The download of a dataset into a folder.
+    """The download of a dataset into ``folder``, created if necessary.
 
-    Args:
-        data_set: the dataset.
-        folder: target directory; created if necessary.
-        mirror: base address of the files, instead of their public addresses.
+    ``mirror``: base address of the files, instead of their public addresses.
     """
 
     def __init__(self, data_set: DataSet, folder: Path, mirror: str = "") -> None:
@@ -143,9 +140,8 @@ class Fetch:
     def _check(self) -> None:
         """Check for conflicting files and free space, before anything is downloaded."""
         for remote in self.missing():
-            if not self._is_unpacked(remote):
-                for name in remote.holds:
-                    self._check_free(name)
+            for name in () if self._is_unpacked(remote) else remote.holds:
+                self._check_free(name)
         free = shutil.disk_usage(self.folder).free
         if free < self.room():
             raise UsageError(

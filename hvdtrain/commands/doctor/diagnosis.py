@@ -62,10 +62,7 @@ def commands(
 ) -> list[Command]:
     """Return the commands that run each of ``PROGRAMS`` on the requested ranks.
 
-    Args:
-        request: the ranks.
-        environ: the environment.
-        files: the file with rank 0's output of each program (``to_file``); none: it is forwarded.
+    The output of rank 0 is written to ``files`` (``to_file``); without them it is forwarded.
 
     Raises:
         UsageError: no MPI, or more ranks than slots.
@@ -107,9 +104,7 @@ def report(
 def check_host(environ: Mapping[str, str], request: Request | None = None) -> Iterator[Finding]:
     """Yield the findings of all checks that start no ranks.
 
-    Args:
-        environ: the environment.
-        request: planned ranks; None: one per slot of the job on this host.
+    Without planned ranks, one per slot of the job on this host is assumed.
 
     Raises:
         UsageError: the requested hosts are malformed.
@@ -168,11 +163,7 @@ def check_data(
 def check_ranks(
     request: Request, environ: Mapping[str, str]
 ) -> tuple[list[Finding], WorldReport | None, ranks.Times | None]:
-    """Start the requested ranks twice: to check them, and to time allreduce.
-
-    Returns:
-        The findings, the report of the ranks, and that of allreduce; None if there is none.
-    """
+    """Start the requested ranks twice, to check them and to time allreduce; return both reports."""
     with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as folder:
         files = [Path(folder, name) for name in ("ranks", "allreduce")]
         try:

@@ -99,8 +99,7 @@ class Build:
         steps = [("build tools", recipe.tools_command(python, workshop))]
         archive = self.cache.archive
         if not has_archive:
-            fetched = workshop.scratch
-            steps.append(("download", recipe.download_command(python, workshop, fetched, changes)))
+            steps.append(("download", recipe.download_command(python, workshop, changes)))
         steps.append(("compile", recipe.wheel_command(python, workshop, archive, changes)))
         return steps
 
@@ -197,29 +196,18 @@ def _line_sink(stream: TextIO, display: Display) -> Callable[[str], None]:
 
     def write_line(line: str) -> None:
         stream.write(line + "\n")
-        progress = read_progress(line)
-        if progress:
+        if progress := read_progress(line):
             stream.flush()
-            share = None if progress.percent is None else progress.percent / 100
-            display.show(progress.stage, share)
+            display.show(*progress)
 
     return write_line
 
 
-@dataclass(frozen=True)
-class BuildProgress:
-    """The progress of a build according to a line of its log."""
-
-    stage: str  # one of unpack, configure, compile, pack
-    percent: int | None = None  # of the compilation; None outside it
-
-
-def read_progress(line: str) -> BuildProgress | None:
-    """Return the progress according to ``line``; None if it has none."""
+def read_progress(line: str) -> tuple[str, float | None] | None:
+    """Return the stage of a line of the log, and the compiled share; None: no progress."""
     for pattern, stage in _STAGES:
-        match = pattern.search(line)
-        if match:
-            return BuildProgress(stage, int(match[1]) if match.groups() else None)
+        if match := pattern.search(line):
+            return stage, int(match[1]) / 100 if match.groups() else None
     return None
 
 

@@ -214,11 +214,7 @@ def find_cuda(
 ) -> Cuda | None:
     """Return the toolkit to compile with: the user's, else the first with the wanted version.
 
-    Args:
-        environ: environment with CUDA_HOME and PATH.
-        site_packages: directory of PyPI's packages of CUDA 13 and later.
-        wanted: the CUDA version of the frameworks, e.g. 13.0; empty: any.
-        system: the customary location.
+    ``site_packages`` has PyPI's packages of CUDA 13 and later.
     """
     named = [environ[name] for name in CUDA_HOMES if environ.get(name)]
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))

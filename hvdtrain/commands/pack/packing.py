@@ -76,13 +76,7 @@ class _StoppedError(Exception):
 
 
 class Packing:
-    """The packing of ``folder`` into shards in ``out``.
-
-    Args:
-        folder: the dataset.
-        out: output directory.
-        options: ``shard_size``, ``workers`` and ``resize``.
-    """
+    """The packing of the dataset in ``folder`` into shards in ``out``."""
 
     def __init__(self, folder: Path, out: Path, options: PackOptions) -> None:
         self.folder, self.out, self.options = folder, out, options
@@ -93,8 +87,7 @@ class Packing:
     def run(self) -> tuple[Pack, bool]:
         """Write the missing shards; one process at a time, others wait.
 
-        Returns:
-            The packed data, and whether they were complete before.
+        Return the packed data, and whether they were complete before.
 
         Raises:
             UsageError: a folder is unsuitable, or an image to resize is broken.

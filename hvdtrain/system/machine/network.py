@@ -13,11 +13,7 @@ DISCARD = 9  # port of the discard service
 
 
 def addresses(interface: str | None = None) -> list[str]:
-    """Return the IPv4 addresses of this host, e.g. ``10.0.0.7/24``, without loopback.
-
-    Args:
-        interface: name of the interface; None: all that are up.
-    """
+    """Return the IPv4 addresses of an interface, e.g. ``10.0.0.7/24``; of all without loopback."""
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
     interfaces = [
         IPv4Interface(f"{address.address}/{address.netmask or 32}")  # some tunnels have none
@@ -39,9 +35,6 @@ def address_for_all(hosts: Mapping[str, Sequence[str]]) -> str | None:
     """Return the first host's address in its first network that all hosts share.
 
     None if there is no such network, e.g. with a router between hosts.
-
-    Args:
-        hosts: ``addresses`` by host.
     """
     lists = [[IPv4Interface(address) for address in local] for local in hosts.values()]
     for mine in lists[0]:

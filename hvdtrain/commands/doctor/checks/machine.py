@@ -63,11 +63,7 @@ def resource_findings(
 ) -> Iterator[Finding]:
     """Judge cores, memory and limits for ``ranks`` ranks on this host.
 
-    Args:
-        resources: available to this process.
-        ranks: number of ranks that share them.
-        environ: for OMP_NUM_THREADS.
-        fabric: whether this host has an InfiniBand or Omni-Path adapter, which registers memory.
+    ``fabric``: whether it has an InfiniBand or Omni-Path adapter, which registers memory.
     """
     cores, memory = resources.usable_cores, resources.memory
     quota = f", {resources.quota:g} of them by the control group's quota" if resources.quota else ""
@@ -124,12 +120,7 @@ def threads_finding(cores: float, ranks: int, environ: Mapping[str, str]) -> Fin
 
 
 def horovod_variables(environ: Mapping[str, str], known: Sequence[str]) -> Finding:
-    """Judge the HOROVOD_... variables that are set.
-
-    Args:
-        environ: the environment.
-        known: variables of the installed Horovod; empty if none is installed.
-    """
+    """Judge the HOROVOD_... variables that are set; ``known``: those of the installed Horovod."""
     settings = {
         name: value
         for name, value in sorted(environ.items())

@@ -89,12 +89,9 @@ def failed_start(result: Result) -> Finding:
 def rank_findings(
     started: int, reports: Sequence[WorldReport], local_names: Collection[str]
 ) -> Iterator[Finding]:
-    """Judge the reports of the ranks.
+    """Judge the reports of the ``started`` ranks: one report if they formed one world.
 
-    Args:
-        started: number of ranks that were started.
-        reports: one report if the ranks formed one world.
-        local_names: names of this host, whose limits were already checked.
+    The limits of this host, known by ``local_names``, were already checked.
     """
     if len(reports) > 1 or reports[0].size != started:
         sizes = ", ".join(str(report.size) for report in reports)

@@ -10,7 +10,6 @@ import pytest
 
 from hvdtrain.commands.install_horovod import build, wheel_cache
 from hvdtrain.commands.install_horovod.build import (
-    BuildProgress,
     decisive_line,
     proof_command,
     prove,
@@ -100,8 +99,8 @@ def test_remedy(line: str, word: str) -> None:
 
 def test_progress() -> None:
     line = "  [ 53%] Building CXX object horovod/torch/x.o"
-    assert read_progress(line) == BuildProgress("compile", 53)
-    assert read_progress("  Running CMake in build/temp:") == BuildProgress("configure")
+    assert read_progress(line) == ("compile", 0.53)
+    assert read_progress("  Running CMake in build/temp:") == ("configure", None)
     assert read_progress("  a.cc:1: warning") is None
 
 

@@ -155,7 +155,7 @@ def test_the_archive_is_pinned_by_version_and_hash() -> None:
         "horovod==0.28.1 --hash=sha256:"
         "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0\n"
     )
-    command = recipe.download_command(Path("/py"), SHOP, Path("/d"), {})
+    command = recipe.download_command(Path("/py"), SHOP, {})
     assert "--require-hashes" in command.argv
     assert "--no-deps" in command.argv
 
