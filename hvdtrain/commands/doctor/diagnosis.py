@@ -25,14 +25,7 @@ from hvdtrain.commands.doctor.checks import (
     ranks,
     software,
 )
-from hvdtrain.commands.doctor.findings import (
-    ERROR,
-    WARNING,
-    Finding,
-    count,
-    findings_text,
-    summary,
-)
+from hvdtrain.commands.doctor.findings import ERROR, WARNING, Finding, count, findings_text, summary
 from hvdtrain.commands.doctor.rank_report import WorldReport
 from hvdtrain.commands.install_horovod import toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import cache_root, mend_file

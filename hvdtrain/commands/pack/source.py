@@ -54,9 +54,7 @@ class PackOptions:
         metavar="SIZE",
     )
     workers: int | None = option(
-        None,
-        f"number of parallel workers (default: one per core, at most {MAX_WORKERS})",
-        positive,
+        None, f"number of parallel workers (default: one per core, at most {MAX_WORKERS})", positive
     )
     resize: int = option(
         0,

@@ -63,6 +63,5 @@ def interface_towards(host: str) -> str | None:
     mine = address_towards(host)
     interfaces = psutil.net_if_addrs().items()
     return next(
-        (name for name, local in interfaces if mine in {address.address for address in local}),
-        None,
+        (name for name, local in interfaces if mine in {address.address for address in local}), None
     )

@@ -20,13 +20,7 @@ from hvdtrain.commands.doctor.findings import ERROR, OK, WARNING, Finding, warni
 from hvdtrain.commands.doctor.rank_report import RankReport, WorldReport
 from hvdtrain.commands.launch.rank_output import split_endings
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.integrity import (
-    Device,
-    RankFacts,
-    check_devices,
-    check_software,
-    rank_names,
-)
+from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_software, rank_names
 from hvdtrain.system.machine.threads import THREADS, threads_per_rank
 from hvdtrain.system.output.tables import message, table
 from hvdtrain.system.output.text import plural, size

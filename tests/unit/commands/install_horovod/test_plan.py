@@ -57,10 +57,7 @@ def test_a_requested_framework_that_is_not_installed_is_reported(toolchain: Tool
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"frameworks": "mxnet"},
-        *({"cuda_arch": word} for word in ("sm_90", "9", "9.0a", "80;90")),
-    ],
+    [{"frameworks": "mxnet"}, *({"cuda_arch": word} for word in ("sm_90", "9", "9.0a", "80;90"))],
 )
 def test_invalid_values_are_rejected(toolchain: Toolchain, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

@@ -11,11 +11,7 @@ import pytest
 
 from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.build import complete_toolkit
-from hvdtrain.commands.install_horovod.recipe import (
-    BuildTarget,
-    compiler_wrapper,
-    relative_rpaths,
-)
+from hvdtrain.commands.install_horovod.recipe import BuildTarget, compiler_wrapper, relative_rpaths
 from hvdtrain.commands.install_horovod.toolchain import Cuda, Mpi, Nccl, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import identity
 from hvdtrain.system.runtime.command import Command

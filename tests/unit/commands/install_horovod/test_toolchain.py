@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands.install_horovod import toolchain
-from hvdtrain.commands.install_horovod.toolchain import (
-    Cuda,
-    Nccl,
-    find_cuda,
-    find_nccl,
-)
+from hvdtrain.commands.install_horovod.toolchain import Cuda, Nccl, find_cuda, find_nccl
 from hvdtrain.system.machine.frameworks import Torch
 
 

@@ -15,13 +15,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands.install_horovod import wheel_cache
-from hvdtrain.commands.install_horovod.recipe import (
-    BuildTarget,
-)
-from hvdtrain.commands.install_horovod.toolchain import (
-    Cuda,
-    Toolchain,
-)
+from hvdtrain.commands.install_horovod.recipe import BuildTarget
+from hvdtrain.commands.install_horovod.toolchain import Cuda, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import (
     WheelCache,
     cache_key,

@@ -177,12 +177,7 @@ packing.Packing(Path(sys.argv[1]), Path(sys.argv[2]), options).run()
 
 @pytest.mark.parametrize(
     ("headers", "number"),
-    [
-        (1, signal.SIGKILL),
-        (33, signal.SIGKILL),
-        (95, signal.SIGKILL),
-        (40, signal.SIGINT),
-    ],
+    [(1, signal.SIGKILL), (33, signal.SIGKILL), (95, signal.SIGKILL), (40, signal.SIGINT)],
 )
 def test_an_ended_run_is_continued(
     folder: Path, tmp_path: Path, headers: int, number: signal.Signals

@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.system.machine import gpus, mpi_library
-from hvdtrain.system.machine.mpi_library import (
-    MpiLibrary,
-    mapped,
-    matching_mpirun,
-    mpi_identity,
-)
+from hvdtrain.system.machine.mpi_library import MpiLibrary, mapped, matching_mpirun, mpi_identity
 
 ROW = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 1234                       {}"
 
@@ -145,8 +140,5 @@ def test_gpus_without_a_driver_are_identified_by_selection_and_index(
 ) -> None:
     monkeypatch.setattr(gpus, "find_driver", lambda: None)
     chosen = gpus.identities(2, {"CUDA_VISIBLE_DEVICES": "2,3"})
-    assert chosen == [
-        "CUDA_VISIBLE_DEVICES=2,3, number 0",
-        "CUDA_VISIBLE_DEVICES=2,3, number 1",
-    ]
+    assert chosen == ["CUDA_VISIBLE_DEVICES=2,3, number 0", "CUDA_VISIBLE_DEVICES=2,3, number 1"]
     assert gpus.identities(1, {}) == ["all GPUs, number 0"]
