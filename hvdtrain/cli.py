@@ -48,7 +48,6 @@ EXAMPLE = """example:
   hvdtrain launch -n 2 -- python -m hvdtrain.mnist
 
 Options of a verb: `hvdtrain help VERB`; of a program: `python -m PROGRAM --help`."""
-SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +98,7 @@ def overview() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     parser.add_argument(
         "--completion",
-        choices=SHELLS,
+        choices=("bash", "zsh", "tcsh"),
         metavar="SHELL",
         help='print shell completion: eval "$(hvdtrain --completion bash)"',
     )

@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import http.client
 import json
-import os
 import shutil
 import struct
 import tarfile
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.files import lock
+from hvdtrain.system.files import check_folder, lock, resumable
 from hvdtrain.system.output.display import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
@@ -91,11 +90,8 @@ class Fetch:
             HvdtrainError: the server does not respond, or has other files than expected; a disk is
                 full. Received data are kept, and the next run continues.
         """
-        parents = (self.folder, *self.folder.absolute().parents)
-        parent = next(path for path in parents if path.exists())
-        if not (parent.is_dir() and os.access(parent, os.W_OK)):
-            raise UsageError(f"--to {self.folder}: {parent} is not a writable directory")
-        try:
+        check_folder(self.folder, f"--to {self.folder}")
+        with resumable(self.folder):
             self._work.mkdir(parents=True, exist_ok=True)
             with lock(self._work.parent / "lock", "fetches into this folder"), Display() as display:
                 for remote in self.data_set.remotes:
@@ -107,11 +103,6 @@ class Fetch:
                         self._unpack(remote, display)
                     self._install(remote)
                     self._clear(remote, everything=True)
-        except OSError as error:
-            raise HvdtrainError(
-                f"{error.filename or self.folder}: {error.strerror or error}: resolve this and run "
-                "it again to continue"
-            ) from error
 
     def _path(self, remote: Remote, stage: str = "") -> Path:
         return self._work / (f"{remote.name}.{stage}" if stage else remote.name)

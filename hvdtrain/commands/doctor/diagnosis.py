@@ -33,6 +33,7 @@ from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
 from hvdtrain.config.strategies import HOROVOD
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError
 from hvdtrain.system.machine import gpus
+from hvdtrain.system.machine.frameworks import versions
 from hvdtrain.system.machine.limits import find_resources
 from hvdtrain.system.machine.network import has_fabric
 from hvdtrain.system.output.result import Report
@@ -113,7 +114,7 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     loaded = dict(zip(libraries, extensions, strict=True))
     yield software.python_finding()
     yield from software.framework_findings(tools)
-    if version := software.torchvision_version(tools):
+    if tools.torch and (version := versions("torchvision").get("torchvision")):
         mended = mend_file(tools.site_packages).is_file()
         yield software.torchvision_finding(version, torchvision, mended=mended)
     wheels = cache_root(environ) / "wheels"

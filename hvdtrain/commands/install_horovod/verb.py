@@ -145,7 +145,9 @@ class Session:
             if cached and self._is_installed(cached):
                 log.info("already installed and proven here: %s", cached.path)
                 mend_torchvision(self.toolchain.site_packages)
-                return self._report(cached, "nothing", read_json(self._proof_file(cached)), start)
+                return self._report(
+                    cached, "nothing", read_json(cached.proof_file(self.toolchain.prefix)), start
+                )
             log_file = self.cache.log_file(build.key)
             log_file.parent.mkdir(parents=True, exist_ok=True)
             log.info("log: %s", log_file)
@@ -153,14 +155,11 @@ class Session:
             results = self._prove_and_install(wheel, log_file)
         return self._report(wheel, "built" if built else "taken from the cache", results, start)
 
-    def _proof_file(self, wheel: CachedWheel) -> Path:
-        return wheel.proof_file(self.toolchain.prefix)
-
     def _is_installed(self, wheel: CachedWheel) -> bool:
         """Return whether ``wheel`` is completely installed here, and proven to work."""
         installed = find_installed(self.toolchain.site_packages)
         same = wheel_hash(installed) == wheel.sha256 and is_complete(installed)
-        return same and self._proof_file(wheel).is_file()
+        return same and wheel.proof_file(self.toolchain.prefix).is_file()
 
     def _build(self, build: Build, log_file: Path) -> tuple[CachedWheel, bool]:
         """Build the wheel, unless another session built it while this one waited for the lock."""
@@ -179,7 +178,7 @@ class Session:
             with HeldSignals():  # an interrupted pip would leave neither the old nor the new
                 self._pip(wheel)
                 mend_torchvision(self.toolchain.site_packages)
-                write_atomically(self._proof_file(wheel), json.dumps(results))
+                write_atomically(wheel.proof_file(self.toolchain.prefix), json.dumps(results))
         return results
 
     def _prove(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from hvdtrain.commands.pack.source import (
     shard_plans,
 )
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.files import lock
+from hvdtrain.system.files import check_folder, lock, resumable
 from hvdtrain.system.output.display import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
@@ -103,15 +103,10 @@ class Packing:
                     f"--resize needs an image folder: {self.folder} is {source.kind}, whose boxes "
                     "or arrays would not match"
                 )
-            try:
+            with resumable(self.out):
                 self._work.mkdir(parents=True, exist_ok=True)
                 with lock(self._work / "lock", "packs into this directory"):
                     return self._pack(source, pool, display)
-            except OSError as error:
-                raise HvdtrainError(
-                    f"{error.filename or self.out}: {error.strerror or error}: resolve this and "
-                    "run it again to continue"
-                ) from error
 
     def _check_folders(self) -> None:
         folder, out = self.folder.resolve(), self.out.resolve()
@@ -119,10 +114,7 @@ class Packing:
             raise UsageError(
                 f"{self.out}: DIR and OUT must not contain each other: specify another OUT"
             )
-        parents = (self.out, *self.out.absolute().parents)
-        parent = next(path for path in parents if path.exists())
-        if not (parent.is_dir() and os.access(parent, os.W_OK)):
-            raise UsageError(f"{self.out}: {parent} is not a writable directory")
+        check_folder(self.out, str(self.out))
         is_pack = any((self.out / name).exists() for name in (INDEX, WORK))
         if self.out.exists() and not is_pack and any(self.out.iterdir()):
             raise UsageError(f"{self.out} has other files: specify an empty or a new directory")

@@ -82,15 +82,15 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
     # Version 2 distinguishes the instances of a partitioned GPU; drivers before 11.4 lack it.
     get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     get_uuid(identity, device)
-    major, minor = (_attribute(cuda, device, number) for number in CAPABILITY)
-    spelled = f"GPU-{uuid.UUID(bytes=identity.raw)}"
-    return Gpu(name.value.decode(errors="replace"), spelled, memory.value, 10 * major + minor)
-
-
-def _attribute(cuda: ctypes.CDLL, device: ctypes.c_int, number: int) -> int:
-    value = ctypes.c_int()
-    cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
-    return value.value
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    for value, number in zip((major, minor), CAPABILITY, strict=True):
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+    return Gpu(
+        name=name.value.decode(errors="replace"),
+        uuid=f"GPU-{uuid.UUID(bytes=identity.raw)}",
+        memory=memory.value,
+        capability=10 * major.value + minor.value,
+    )
 
 
 def identities(count: int, environ: Mapping[str, str]) -> list[str]:

@@ -16,7 +16,6 @@ from hvdtrain.commands.install_horovod.plan import nccl_problems
 from hvdtrain.commands.install_horovod.toolchain import Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import find_installed, read_json, wheel_hash
 from hvdtrain.config.strategies import HOROVOD
-from hvdtrain.system.machine.frameworks import versions
 
 REBUILD = "hvdtrain install-horovod --rebuild"
 PACKAGES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
@@ -43,11 +42,6 @@ def framework_findings(toolchain: Toolchain) -> Iterator[Finding]:
             yield Finding(name, OK, f"{framework.version}, built {built}")
         else:
             yield Finding(name, ABSENT if some else ERROR, "not installed", remedy)
-
-
-def torchvision_version(toolchain: Toolchain) -> str:
-    """Return the version of torchvision; empty if PyTorch or torchvision is not installed."""
-    return versions("torchvision").get("torchvision", "") if toolchain.torch else ""
 
 
 def torchvision_finding(version: str, loaded: Loaded, *, mended: bool) -> Finding:
