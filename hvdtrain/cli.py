@@ -12,10 +12,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.config.declare import CommandParser, nearest
@@ -23,82 +21,21 @@ from hvdtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, HvdtrainError
 from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.runtime import terminal
 
-
-@dataclass(frozen=True)
-class Verb:
-    """A subcommand."""
-
-    name: str
-    """Name on the command line."""
-    summary: str
-    """One-line description for the help."""
-    module: str | None = None
-    """Module with ``add_arguments(parser)`` and ``run_verb(arguments) -> Report``; None: not
-    implemented yet, and hidden."""
-    draws: bool = False
-    """Whether it needs the packages of the extra ``studies``."""
-
-
-VERBS = (
-    Verb(
-        "install-horovod",
-        "build, test and install Horovod for the installed frameworks",
-        "hvdtrain.commands.install_horovod.verb",
-    ),
-    Verb(
-        "doctor",
-        "diagnose the environment: MPI, GPUs, limits, Horovod",
-        "hvdtrain.commands.doctor.verb",
-    ),
-    Verb(
-        "verify",
-        "check on real ranks that each of the eight steps takes effect",
-        "hvdtrain.commands.verify.verb",
-    ),
-    Verb(
-        "data-fetch",
-        "download a public dataset, on a node with network access",
-        "hvdtrain.commands.data_fetch.verb",
-    ),
-    Verb(
-        "pack",
-        "pack a dataset of small files into tar shards",
-        "hvdtrain.commands.pack.verb",
-    ),
-    Verb(
-        "launch",
-        "launch a training with the right launcher and options",
-        "hvdtrain.commands.launch.verb",
-    ),
-    Verb(
-        "submit",
-        "write a job script and submit it to PBS or Slurm",
-        "hvdtrain.commands.submit.verb",
-    ),
-    Verb(
-        "scaling",
-        "measure how a training scales with the number of ranks",
-        "hvdtrain.commands.scaling.verb",
-        draws=True,
-    ),
-    Verb(
-        "compare",
-        "compare strategies, frameworks and precisions by measurement",
-        "hvdtrain.commands.compare.verb",
-        draws=True,
-    ),
-    Verb(
-        "timeline",
-        "analyse a Horovod timeline: time per operation, late ranks",
-        "hvdtrain.commands.timeline.verb",
-    ),
-    Verb(
-        "report",
-        "write one HTML page about a run or a study",
-        "hvdtrain.commands.report.verb",
-        draws=True,
-    ),
-)
+# Name and summary of each verb, in the order of the help.
+VERBS = {
+    "install-horovod": "build, test and install Horovod for the installed frameworks",
+    "doctor": "diagnose the environment: MPI, GPUs, limits, Horovod",
+    "verify": "check on real ranks that each of the eight steps takes effect",
+    "data-fetch": "download a public dataset, on a node with network access",
+    "pack": "pack a dataset of small files into tar shards",
+    "launch": "launch a training with the right launcher and options",
+    "submit": "write a job script and submit it to PBS or Slurm",
+    "scaling": "measure how a training scales with the number of ranks",
+    "compare": "compare strategies, frameworks and precisions by measurement",
+    "timeline": "analyse a Horovod timeline: time per operation, late ranks",
+    "report": "write one HTML page about a run or a study",
+}
+DRAWING = ("scaling", "compare", "report")  # verbs that need hvdtrain[studies]
 PROGRAMS = """programs, launched by `hvdtrain launch -n N -- python -m PROGRAM`:
   hvdtrain.mnist        train on handwritten digits
   hvdtrain.resnet       train a ResNet on images
@@ -111,7 +48,6 @@ EXAMPLE = """example:
   hvdtrain launch -n 2 -- python -m hvdtrain.mnist
 
 Options of a verb: `hvdtrain help VERB`; of a program: `python -m PROGRAM --help`."""
-SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,30 +64,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UsageError as error:
             return _complain(str(error))
         return _completion(shell) if shell else _complain(f"{words[0]}: missing verb after it")
-    verb = next((verb for verb in VERBS if verb.name == words[0]), None)
-    if verb is None:
-        return _complain(f"unknown verb {words[0]!r}: {_hint(words[0])}")
-    if verb.module is None:
-        return _complain(f"{verb.name} is not implemented in hvdtrain {__version__}")
-    module = importlib.import_module(verb.module)
-    return _run(verb, module, words[1:])
+    if words[0] not in VERBS:
+        near = nearest(words[0], VERBS)
+        hint = f"did you mean {near}?" if near else f"choose one of {', '.join(VERBS)}"
+        return _complain(f"unknown verb {words[0]!r}: {hint}")
+    return _run(words[0], words[1:])
 
 
-def _implemented() -> list[Verb]:
-    return [verb for verb in VERBS if verb.module]
+def module_of(verb: str) -> ModuleType:
+    """Import the module of ``verb``, with ``add_arguments(parser)`` and ``run_verb(arguments)``."""
+    return importlib.import_module(f"hvdtrain.commands.{verb.replace('-', '_')}.verb")
 
 
-def _hint(word: str) -> str:
-    """Return a hint for ``word``, which is not a verb."""
-    names = [verb.name for verb in _implemented()]
-    near = nearest(word, names)
-    return f"did you mean {near}?" if near else f"choose one of {', '.join(names)}"
+def parser_of(verb: str, create: Callable[..., CommandParser] = CommandParser) -> CommandParser:
+    """Return the parser of ``verb``, created by ``create``."""
+    parser = create(prog=f"hvdtrain {verb}", description=VERBS[verb])
+    module_of(verb).add_arguments(parser)
+    return parser
 
 
 def overview() -> CommandParser:
     """Return the parser of ``hvdtrain`` without a verb; its help lists the verbs."""
-    width = max(len(verb.name) for verb in VERBS)
-    rows = [f"  {verb.name:<{width}}  {verb.summary}" for verb in _implemented()]
+    width = max(map(len, VERBS))
+    rows = [f"  {name:<{width}}  {summary}" for name, summary in VERBS.items()]
     parser = CommandParser(
         prog="hvdtrain",
         usage="hvdtrain VERB [options]",
@@ -163,17 +98,10 @@ def overview() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     parser.add_argument(
         "--completion",
-        choices=SHELLS,
+        choices=("bash", "zsh", "tcsh"),
         metavar="SHELL",
         help='print shell completion: eval "$(hvdtrain --completion bash)"',
     )
-    return parser
-
-
-def _declare(verb: Verb, module: ModuleType, create: Callable[..., CommandParser]) -> CommandParser:
-    """Return the parser of ``verb``, created by ``create``, with the options of ``module``."""
-    parser = create(prog=f"hvdtrain {verb.name}", description=verb.summary)
-    module.add_arguments(parser)
     return parser
 
 
@@ -185,17 +113,16 @@ def _completion(shell: str) -> int:
         return _complain("--completion needs shtab: pip install shtab")
     parser = overview()
     verbs = parser.add_subparsers()
-    for verb in _implemented():
-        module = importlib.import_module(str(verb.module))
-        _declare(verb, module, partial(verbs.add_parser, verb.name, help=verb.summary))
+    for name, summary in VERBS.items():
+        parser_of(name, partial(verbs.add_parser, name, help=summary))
     print(completion(shell, parser))
     return EXIT_OK
 
 
-def _run(verb: Verb, module: ModuleType, words: Sequence[str]) -> int:
+def _run(verb: str, words: Sequence[str]) -> int:
     """Parse the options of a verb, run it, and print its report."""
     try:
-        arguments = _declare(verb, module, CommandParser).read(words)
+        arguments = parser_of(verb).read(words)
     except UsageError as error:
         return _complain(str(error))
     as_json = getattr(arguments, "json", False)
@@ -205,28 +132,24 @@ def _run(verb: Verb, module: ModuleType, words: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("hvdtrain").setLevel(logging.INFO)
     try:
-        if verb.draws:
-            check_installed(f"hvdtrain {verb.name}")
-        report = module.run_verb(arguments)
+        if verb in DRAWING:
+            check_installed(f"hvdtrain {verb}")
+        report = module_of(verb).run_verb(arguments)
     except HvdtrainError as error:
         if as_json:
-            _print_json({"ok": False, "error": str(error)})
+            print(json.dumps({"ok": False, "error": str(error)}, indent=1, sort_keys=True))
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
     try:
         if as_json:
-            _print_json(report.data)
+            print(json.dumps(report.data, indent=1, sort_keys=True))
         elif report.text:
             print(report.text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, e.g. head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(report.exit_code)
-
-
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=1, sort_keys=True))
 
 
 def _complain(message: str, code: int = EXIT_USAGE) -> int:

@@ -40,12 +40,7 @@ complete -o bashdefault -o default -F _hvdtrain hvdtrain"""
 
 
 def completion(shell: str, verbs: CommandParser) -> str:
-    """Return the completion script for ``shell``.
-
-    Args:
-        shell: a shell supported by shtab.
-        verbs: the parser of ``hvdtrain`` with a subparser per verb.
-    """
+    """Return the completion script for ``shell``; ``verbs`` has a subparser per verb."""
     text = shtab.complete(verbs, shell)
     if shell != "bash":
         return text

@@ -23,6 +23,7 @@ if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
 import numpy as np
 
 from hvdtrain.config.command_line import Parser
+from hvdtrain.config.declare import add_options, from_namespace, option
 from hvdtrain.config.values import count, positive
 from hvdtrain.steps.sharding import bounds
 from hvdtrain.system.machine.mpi_library import not_loaded
@@ -47,15 +48,10 @@ examples:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Result on all ranks.
+    """Result on all ranks."""
 
-    Attributes:
-        hits: number of points inside the quarter circle, over all ranks.
-        samples: number of points, over all ranks.
-    """
-
-    hits: int
-    samples: int
+    hits: int  # number of points inside the quarter circle, over all ranks
+    samples: int  # number of points, over all ranks
 
     @property
     def pi(self) -> float:
@@ -122,13 +118,9 @@ class _Progress:
 
 
 def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False) -> Estimate:
-    """Estimate pi on all ranks together; every rank returns the same result.
+    """Estimate pi on all ranks of an mpi4py communicator together; all return the same result.
 
-    Args:
-        communicator: an mpi4py communicator; all its ranks must call this.
-        samples: number of points over all ranks.
-        seed: random seed; with the number of ranks it determines every digit.
-        naive: use the scalar loop.
+    The seed and the number of ranks determine every digit.
     """
     rank, size = communicator.Get_rank(), communicator.Get_size()
     low, high = bounds(samples, rank, size)
@@ -148,26 +140,30 @@ def points(value: str) -> int:
     return number
 
 
+@dataclass(frozen=True)
+class PiOptions:
+    """The options of the program."""
+
+    samples: int = option(
+        10**9, "number of points over all ranks (default: 1e9)", points, metavar="SAMPLES"
+    )
+    seed: int = option(0, "random seed", count, metavar="SEED")
+    naive: bool = option(False, "use a scalar loop, for comparison", bool)
+    json: bool = option(False, "print the result as JSON", bool)
+
+
 def build_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         "pi", "Estimate pi with random points, on all ranks of an MPI job.", EXAMPLE, usage=None
     )
-    parser.add_argument(
-        "--samples",
-        type=points,
-        default=10**9,
-        help="number of points over all ranks (default: 1e9)",
-    )
-    parser.add_argument("--seed", type=count, default=0, help="random seed (default: 0)")
-    parser.add_argument("--naive", action="store_true", help="use a scalar loop, for comparison")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_options(parser, PiOptions, defaults=True)
     return parser
 
 
 def main() -> int:
     """Estimate pi, print it on rank 0, and return the exit code."""
-    options = build_parser().read(sys.argv[1:])
+    options = from_namespace(PiOptions, build_parser().read(sys.argv[1:]))
     set_defaults(MPI_VARIABLES)
     try:
         from mpi4py import MPI

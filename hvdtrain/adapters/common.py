@@ -27,7 +27,7 @@ from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.steps.summary import Bubble, StepSplit
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine import gpus, network
-from hvdtrain.system.machine.gpu_meter import GpuMeter
+from hvdtrain.system.machine.gpus import GpuMeter
 from hvdtrain.system.machine.limits import peak_resident_bytes
 from hvdtrain.system.machine.threads import RankCores, agreed_threads, oversubscription
 from hvdtrain.system.output.text import rank_list

@@ -77,7 +77,11 @@ def declared(kind: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def add_options(
-    parser: argparse.ArgumentParser, kind: type[Any], titles: Sequence[str] = ()
+    parser: argparse.ArgumentParser,
+    kind: type[Any],
+    titles: Sequence[str] = (),
+    *,
+    defaults: bool = False,
 ) -> None:
     """Declare an option per field of ``kind``; those that are not given are None.
 
@@ -85,15 +89,19 @@ def add_options(
         parser: where they are declared.
         kind: the dataclass.
         titles: groups that come first in the help, in this order; others follow by field.
+        defaults: whether options that are not given have their default instead of None.
     """
     groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
+    groups[""] = parser
     title = ""
     for field in declared(kind):
         title = field.metadata["group"] or title
         if title not in groups:
-            groups[title] = parser.add_argument_group(title or None)
+            groups[title] = parser.add_argument_group(title)
         groups[title].add_argument(
-            "--" + field.name.replace("_", "-"), default=None, **_settings(field)
+            "--" + field.name.replace("_", "-"),
+            default=field.default if defaults else None,
+            **_settings(field),
         )
 
 

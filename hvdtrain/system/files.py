@@ -46,6 +46,29 @@ def check_writable(path: Path | None, option: str) -> None:
         raise UsageError(f"{name}: cannot be written")
 
 
+def check_folder(path: Path, name: str) -> None:
+    """Check that the directory ``path`` is writable, or can be created.
+
+    Raises:
+        UsageError: beginning with ``name``.
+    """
+    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise UsageError(f"{name}: {parent} is not a writable directory")
+
+
+@contextlib.contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Convert an ``OSError`` in work in ``folder``, which the next run continues."""
+    try:
+        yield
+    except OSError as error:
+        raise HvdtrainError(
+            f"{error.filename or folder}: {error.strerror or error}: resolve this and run it again "
+            "to continue"
+        ) from error
+
+
 def is_regular(path: Path) -> bool:
     """Return whether ``path``, links followed, is a regular file: no directory, device or pipe.
 

@@ -39,11 +39,7 @@ def read_settings(path: Path, example: str) -> list[Setting]:
     """Read a file of settings.
 
     Any file is read in less than a second and with little memory; so aliases are refused, as a few
-    lines of them can expand to gigabytes.
-
-    Args:
-        path: the file.
-        example: an example of a line, for the messages.
+    lines of them can expand to gigabytes. ``example``: of a line, for the messages.
 
     Raises:
         UsageError: the file cannot be read, is no mapping, or has a duplicate key; with the line.

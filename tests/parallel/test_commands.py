@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from hvdtrain.commands.pack.packing import Packing
+from hvdtrain.commands.pack.source import PackOptions
 from tests.commands import Shown, shown
 from tests.conftest import BIN, LONG, ROOT, run
 from tests.parallel import resident
@@ -84,7 +85,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (home / "imagenet" / place).parent.mkdir(parents=True)
         pixels = noise.integers(0, 256, (40, 40, 3), np.uint8)
         Image.fromarray(pixels).save(home / "imagenet" / place)
-    Packing(home / "imagenet", home / "imagenet-packed", shard_size=2**28, workers=1).run()
+    Packing(home / "imagenet", home / "imagenet-packed", PackOptions(2**28, workers=1)).run()
     for script in (ROOT / "homework").glob("*.*"):
         shutil.copy(script, home)
     shutil.copytree(ROOT / "homework/results/pytorch-warmup", home / "warm")

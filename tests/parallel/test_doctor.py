@@ -53,6 +53,19 @@ def test_an_intact_environment_and_the_speed_of_its_ranks() -> None:
         assert rows[-1]["seconds"] > rows[0]["seconds"]
 
 
+def test_the_reports_do_not_pass_through_mpirun(tmp_path: Path) -> None:
+    """Open MPI 5 on a busy host loses the end of what a rank has written just before it ends."""
+    cutting = tmp_path / "mpirun"
+    keep = "{ head -c 300; cat > /dev/null; }"  # the pipe stays open: mpirun must not break
+    cutting.write_text(f'#!/bin/sh\n{BIN}/mpirun "$@" | {keep}\n')
+    cutting.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(BIN), os.environ["PATH"]])
+    outcome = doctor("-n", "2", "--json", PATH=path)
+    checks, report = findings(outcome), json.loads(outcome.out)
+    assert (outcome.code, checks["ranks"]["state"], checks["allreduce"]["state"]) == (0, "ok", "ok")
+    assert len(report["ranks"]["ranks"]) == report["allreduce"]["ranks"] == 2
+
+
 def test_sigterm_ends_the_ranks_too() -> None:
     process = subprocess.Popen(
         [*HVDTRAIN, "doctor", "-n", "2"],

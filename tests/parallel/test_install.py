@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.commands.install_horovod.plan import make_plan
+from hvdtrain.commands.install_horovod.plan import InstallOptions, make_plan
+from hvdtrain.commands.install_horovod.toolchain import find
 from hvdtrain.commands.install_horovod.verb import Session
 from hvdtrain.commands.install_horovod.wheel_cache import WheelCache, cache_root
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.machine.toolchain import find
 from tests.conftest import environment
 
 OUTER = Path(sysconfig.get_path("platlib"))
@@ -44,7 +44,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
         prefix=tmp_path / "env",
         site_packages=site,
     )
-    plan = make_plan(toolchain, "pytorch")
+    plan = make_plan(toolchain, InstallOptions(frameworks="pytorch"))
     assert plan.problems == ()
     return Session(toolchain, plan, WheelCache(tmp_path / "cache"), dict(os.environ))
 
@@ -124,7 +124,9 @@ def test_a_wheel_that_works_takes_the_place_of_the_old_one(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = find(os.environ)
-    real = Session(here, make_plan(here), WheelCache(cache_root(os.environ)), os.environ)
+    real = Session(
+        here, make_plan(here, InstallOptions()), WheelCache(cache_root(os.environ)), os.environ
+    )
     wheel = real.cache.find(real.build.key)
     if wheel is None:
         pytest.skip("the cache has no wheel for this environment: hvdtrain install-horovod")

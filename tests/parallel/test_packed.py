@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands.pack.packing import Packing
+from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.workloads.data.packed import INDEX
 from tests.conftest import LONG, on_demand, run
 from tests.parallel import resident
@@ -21,7 +22,7 @@ SHORT = ("--model=resnet18", "--image-size=48", "--batch-size=3", "--epochs=2", 
 def packed(few_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the images of ``few_images`` in small shards."""
     out = tmp_path_factory.mktemp("packed") / "out"
-    Packing(few_images, out, shard_size=2**16, workers=2).run()
+    Packing(few_images, out, PackOptions(2**16, workers=2)).run()
     return out
 
 
@@ -123,7 +124,7 @@ def test_damaged_data_is_reported_once(packed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @on_demand
 def test_mnist(framework: str, mnist: Path, tmp_path: Path) -> None:
-    Packing(mnist, tmp_path / "packed", shard_size=2**22, workers=1).run()
+    Packing(mnist, tmp_path / "packed", PackOptions(2**22, workers=1)).run()
     line = (f"--framework={framework}", "--model=small", "--num-steps=20")
     plain = train(2, tmp_path / "plain", "mnist", *line, f"--data={mnist}")
     packed = train(2, tmp_path / "packed-run", "mnist", *line, f"--data={tmp_path / 'packed'}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import importlib
 import io
 import json
 import os
@@ -44,13 +43,7 @@ WIDTH = 80
 
 def parsers() -> dict[str, CommandParser]:
     """Return the parser of each verb and program, by command."""
-    verbs = {
-        f"hvdtrain {verb.name}": cli._declare(
-            verb, importlib.import_module(str(verb.module)), CommandParser
-        )
-        for verb in cli.VERBS
-        if verb.module
-    }
+    verbs = {f"hvdtrain {verb}": cli.parser_of(verb) for verb in cli.VERBS}
     programs = {f"python -m {name}": parser for name, parser in completion._programs()}
     for workload in (MNIST, RESNET, SSD300):  # completion needs no epilog
         programs[f"python -m hvdtrain.{workload.name}"].epilog = workload.epilog

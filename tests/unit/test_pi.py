@@ -143,14 +143,10 @@ def hits_of(samples: int, seed: int, size: int, naive: bool = False) -> list[int
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_same_seed_and_ranks_give_the_same_digits(size: int) -> None:
+def test_seed_and_ranks_determine_the_digits(size: int) -> None:
     assert hits_of(100_001, 7, size) == hits_of(100_001, 7, size)
     assert hits_of(100_001, 7, size) != hits_of(100_001, 8, size)
-
-
-def test_another_number_of_ranks_gives_other_digits() -> None:
-    totals = {sum(hits_of(3_000_000, 7, size)) for size in (1, 2, 3, 4)}
-    assert len(totals) == 4
+    assert sum(hits_of(3_000_000, 7, size)) != sum(hits_of(3_000_000, 7, size + 1))
 
 
 def test_each_rank_has_an_independent_stream() -> None:
@@ -174,14 +170,13 @@ def test_the_sum_is_over_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("counter", [count_hits, count_hits_naive])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_pi_is_within_its_error(
-    counter: Callable[[int, np.random.SeedSequence], int],
+    counter: Callable[[int, np.random.SeedSequence], int], seed: int
 ) -> None:
-    samples = 400_000
-    for seed in (1, 2):
-        result = Estimate(counter(samples, np.random.SeedSequence(seed)), samples)
-        assert abs(result.pi - math.pi) < 4.5 * result.error
-        assert result.pi != math.pi
+    result = Estimate(counter(400_000, np.random.SeedSequence(seed)), 400_000)
+    assert abs(result.pi - math.pi) < 4.5 * result.error
+    assert result.pi != math.pi
 
 
 def test_the_standard_error_of_a_fair_coin() -> None:
@@ -203,19 +198,22 @@ def test_the_error_is_the_deviation_of_repeated_runs() -> None:
     assert np.std(values) == pytest.approx(expected, rel=0.15)
 
 
-def test_the_command_line() -> None:
-    options = build_parser().read(["--samples", "5e9", "--seed", "7"])
-    assert (options.samples, options.seed, options.naive) == (5_000_000_000, 7, False)
-    assert build_parser().read(["--naive", "--samples=10"]).naive
-
-
 @pytest.mark.parametrize(
-    "line", [["--samples", "0"], ["--samples", "x"], ["--samples", "inf"], ["--sample", "5"], ["9"]]
+    ("line", "word"),
+    [
+        (["--samples", "0"], "--samples"),
+        (["--samples", "x"], "--samples"),
+        (["--samples", "inf"], "--samples"),
+        (["--samples", "1e20"], "--samples: 1e20 is larger than 2^63 - 1"),
+        (["--sample", "5"], "--sample"),
+        (["9"], "9"),
+    ],
 )
-def test_a_wrong_command_line_is_reported(line: list[str]) -> None:
+def test_a_wrong_command_line_is_reported(line: list[str], word: str) -> None:
+    assert build_parser().read([f"--samples={2**63 - 1}"]).samples == 2**63 - 1
     with pytest.raises(UsageError) as caught:
         build_parser().read(line)
-    assert line[0].partition("=")[0] in str(caught.value)
+    assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -228,12 +226,6 @@ def test_the_report() -> None:
     assert values["samples_per_second"] == 2_000_000
     assert values["ranks"] == 2
     assert "on 1 rank in" in report(Estimate(3, 3), 1.0, 1, as_json=False)
-
-
-def test_more_points_than_an_int64_counts_are_refused() -> None:
-    assert build_parser().read([f"--samples={2**63 - 1}"]).samples == 2**63 - 1
-    with pytest.raises(UsageError, match=r"--samples: 1e20 is larger than 2\^63 - 1"):
-        build_parser().read(["--samples", "1e20"])
 
 
 def test_a_terminal_shows_progress() -> None:

@@ -46,9 +46,8 @@ def test_every_command_of_the_pages_parses(command: Shown) -> None:
     words = shlex.split(command.text.partition(" > ")[0], comments=True)
     if "hvdtrain" in words:
         name, *rest = words[words.index("hvdtrain") + 1 :]
-        verb = next(verb for verb in cli.VERBS if verb.name == name)
         parser = argparse.ArgumentParser(allow_abbrev=False)
-        importlib.import_module(str(verb.module)).add_arguments(parser)
+        cli.module_of(name).add_arguments(parser)
         parser.parse_args(rest)
     for module in {"hvdtrain.mnist", "hvdtrain.resnet"} & set(words):
         rest = words[words.index(module) + 1 :]

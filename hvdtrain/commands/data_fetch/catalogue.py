@@ -20,19 +20,12 @@ Files = Iterator[tuple[str, IO[bytes]]]
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to download.
+    """A file to download."""
 
-    Attributes:
-        url: its public address.
-        size: in bytes.
-        holds: files or folders of the dataset's folder that it contains.
-        md5: as published, in hexadecimal; empty: none, the archive's checksums are used.
-    """
-
-    url: str
-    size: int
-    holds: tuple[str, ...]
-    md5: str = ""
+    url: str  # its public address
+    size: int  # bytes
+    holds: tuple[str, ...]  # files or folders of the dataset's folder that it contains
+    md5: str = ""  # as published; empty: none, the archive's checksums are used
 
     @property
     def name(self) -> str:
@@ -42,23 +35,14 @@ class Remote:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A dataset in the layout of its trainer.
+    """A dataset in the layout of its trainer."""
 
-    Attributes:
-        name: as on the command line.
-        description: for the help.
-        trainer: as in ``python -m hvdtrain.TRAINER``, with its options; empty: none.
-        remotes: its files, in the order of downloading.
-        files: yields the contents of a downloaded file.
-        growth: its size on a disk, relative to that of its archives.
-    """
-
-    name: str
-    description: str
-    trainer: str
-    remotes: tuple[Remote, ...]
-    files: Callable[[Path], Files]
-    growth: float = 1.1
+    name: str  # as on the command line
+    description: str  # for the help
+    trainer: str  # as in ``python -m hvdtrain.TRAINER``, with its options; empty: none
+    remotes: tuple[Remote, ...]  # its files, in the order of downloading
+    files: Callable[[Path], Files]  # yields the contents of a downloaded file
+    growth: float = 1.1  # its size on a disk, relative to that of its archives
 
     @property
     def size(self) -> int:

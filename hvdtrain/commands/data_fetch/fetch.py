@@ -7,12 +7,10 @@ FILE.unpacked, whose files and folders are finally moved into the folder.
 
 from __future__ import annotations
 
-import functools
 import gzip
 import hashlib
 import http.client
 import json
-import os
 import shutil
 import struct
 import tarfile
@@ -26,7 +24,7 @@ from pathlib import Path
 
 from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.files import lock
+from hvdtrain.system.files import check_folder, lock, resumable
 from hvdtrain.system.output.display import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
@@ -49,12 +47,9 @@ class ConnectionLostError(Exception):
 
 
 class Fetch:
-    """The download of a dataset into a folder.
+    """The download of a dataset into ``folder``, created if necessary.
 
-    Args:
-        data_set: the dataset.
-        folder: target directory; created if necessary.
-        mirror: base address of the files, instead of their public addresses.
+    ``mirror``: base address of the files, instead of their public addresses.
     """
 
     def __init__(self, data_set: DataSet, folder: Path, mirror: str = "") -> None:
@@ -95,11 +90,8 @@ class Fetch:
             HvdtrainError: the server does not respond, or has other files than expected; a disk is
                 full. Received data are kept, and the next run continues.
         """
-        parents = (self.folder, *self.folder.absolute().parents)
-        parent = next(path for path in parents if path.exists())
-        if not (parent.is_dir() and os.access(parent, os.W_OK)):
-            raise UsageError(f"--to {self.folder}: {parent} is not a writable directory")
-        try:
+        check_folder(self.folder, f"--to {self.folder}")
+        with resumable(self.folder):
             self._work.mkdir(parents=True, exist_ok=True)
             with lock(self._work.parent / "lock", "fetches into this folder"), Display() as display:
                 for remote in self.data_set.remotes:
@@ -111,11 +103,6 @@ class Fetch:
                         self._unpack(remote, display)
                     self._install(remote)
                     self._clear(remote, everything=True)
-        except OSError as error:
-            raise HvdtrainError(
-                f"{error.filename or self.folder}: {error.strerror or error}: resolve this and run "
-                "it again to continue"
-            ) from error
 
     def _path(self, remote: Remote, stage: str = "") -> Path:
         return self._work / (f"{remote.name}.{stage}" if stage else remote.name)
@@ -144,9 +131,8 @@ class Fetch:
     def _check(self) -> None:
         """Check for conflicting files and free space, before anything is downloaded."""
         for remote in self.missing():
-            if not self._is_unpacked(remote):
-                for name in remote.holds:
-                    self._check_free(name)
+            for name in () if self._is_unpacked(remote) else remote.holds:
+                self._check_free(name)
         free = shutil.disk_usage(self.folder).free
         if free < self.room():
             raise UsageError(
@@ -286,5 +272,4 @@ def _size(path: Path) -> int:
 
 def _md5(path: Path) -> str:
     with path.open("rb") as stream:
-        kind = functools.partial(hashlib.md5, usedforsecurity=False)
-        return hashlib.file_digest(stream, kind).hexdigest()
+        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.commands.doctor.checks import (
     data,
@@ -24,25 +25,21 @@ from hvdtrain.commands.doctor.checks import (
     ranks,
     software,
 )
-from hvdtrain.commands.doctor.findings import (
-    ERROR,
-    WARNING,
-    Finding,
-    exit_code,
-    findings_text,
-    summary,
-)
-from hvdtrain.commands.install_horovod.installed import mend_file
-from hvdtrain.commands.install_horovod.wheel_cache import cache_root
-from hvdtrain.commands.launch.mpirun import find_mpi
+from hvdtrain.commands.doctor.findings import ERROR, WARNING, Finding, count, findings_text, summary
+from hvdtrain.commands.doctor.rank_report import WorldReport
+from hvdtrain.commands.install_horovod import toolchain
+from hvdtrain.commands.install_horovod.wheel_cache import cache_root, mend_file
 from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
-from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.machine import gpus, toolchain
+from hvdtrain.config.strategies import HOROVOD
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError
+from hvdtrain.system.machine import gpus
+from hvdtrain.system.machine.frameworks import versions
 from hvdtrain.system.machine.limits import find_resources
+from hvdtrain.system.machine.network import has_fabric
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import Command, run
+from hvdtrain.system.runtime.command import Command, Result, run
 from hvdtrain.workloads.data.image_folder import ImageFolder
 
 log = logging.getLogger(__name__)
@@ -54,20 +51,28 @@ PROGRAMS = (
 TIMEOUTS = (120.0, 300.0)  # seconds, of each program
 
 
-def commands(request: Request, environ: Mapping[str, str]) -> list[Command]:
+def commands(
+    request: Request, environ: Mapping[str, str], files: Sequence[Path] = ()
+) -> list[Command]:
     """Return the commands that run each of ``PROGRAMS`` on the requested ranks.
+
+    The output of rank 0 is written to ``files`` (``to_file``); without them it is forwarded.
 
     Raises:
         UsageError: no MPI, or more ranks than slots.
     """
-    programs = [[sys.executable, "-m", *program] for program in PROGRAMS]
+    prefixes = [("hvdtrain.commands.doctor.to_file", str(file)) for file in files]
+    programs = [
+        [sys.executable, "-m", *prefix, *program]
+        for prefix, program in zip_longest(prefixes, PROGRAMS, fillvalue=())
+    ]
     return [prepare(replace(request, words=program), environ).command for program in programs]
 
 
 def report(
     findings: Sequence[Finding],
-    rank_report: dict[str, Any] | None,
-    times: dict[str, Any] | None,
+    world: WorldReport | None,
+    times: ranks.Times | None,
     measured: data.Measured | None,
 ) -> Report:
     """Return the tables of findings, allreduce times and data, and the same as JSON data."""
@@ -77,25 +82,23 @@ def report(
     if measured and measured.seconds:
         parts.append(data.data_text(measured))
     parts.append(summary(findings))
-    code = exit_code(findings)
+    errors = count(findings, ERROR)
     result = {
-        "ok": code == 0,
-        "errors": sum(1 for finding in findings if finding.state == ERROR),
-        "warnings": sum(1 for finding in findings if finding.state == WARNING),
-        "findings": [finding.as_dict() for finding in findings],
-        "ranks": rank_report,
-        "allreduce": times,
+        "ok": not errors,
+        "errors": errors,
+        "warnings": count(findings, WARNING),
+        "findings": [asdict(finding) for finding in findings],
+        "ranks": asdict(world) if world else None,
+        "allreduce": asdict(times) if times else None,
         "data": measured.as_dict() if measured else None,
     }
-    return Report("\n\n".join(parts), result, code)
+    return Report("\n\n".join(parts), result, EXIT_FAILURE if errors else EXIT_OK)
 
 
 def check_host(environ: Mapping[str, str], request: Request | None = None) -> Iterator[Finding]:
     """Yield the findings of all checks that start no ranks.
 
-    Args:
-        environ: the environment.
-        request: planned ranks; None: one per slot of the job on this host.
+    Without planned ranks, one per slot of the job on this host is assumed.
 
     Raises:
         UsageError: the requested hosts are malformed.
@@ -103,7 +106,7 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     batch, local_names = hosts.find_batch(environ), hosts.local_names()
     if request and (request.hosts or request.hostfile):
         batch = replace(batch, allocation=choose_hosts(request.hosts, request.hostfile, environ))
-    libraries = software.present_extensions()
+    libraries = [framework for framework in HOROVOD.requires if loading.extension(framework)]
     with ThreadPoolExecutor() as pool:
         loads = pool.map(loading.try_loading, (loading.MPI4PY, loading.TORCHVISION, *libraries))
         tools = toolchain.find(environ)
@@ -111,7 +114,7 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     loaded = dict(zip(libraries, extensions, strict=True))
     yield software.python_finding()
     yield from software.framework_findings(tools)
-    if version := software.torchvision_version(tools):
+    if tools.torch and (version := versions("torchvision").get("torchvision")):
         mended = mend_file(tools.site_packages).is_file()
         yield software.torchvision_finding(version, torchvision, mended=mended)
     wheels = cache_root(environ) / "wheels"
@@ -120,56 +123,27 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     yield from software.gpu_tensor_findings(
         horovod, tools, has_nccl=loading.has_nccl(), gpus=len(driver.gpus) if driver else 0
     )
-    yield from mpi.mpi_findings(_mpi_facts(environ, mpi4py, loaded))
+    yield from mpi.mpi_findings(mpi.find_mpis(environ, mpi4py, loaded))
     yield from machine.tool_findings(tools)
     yield machine.gpu_finding(driver, tools)
     local_ranks = request.ranks if request else 1
     if batch.allocation.hosts:
         local_ranks = hosts.local_slots(batch.allocation, local_names)
-    yield from machine.resource_findings(
-        find_resources(), local_ranks, environ, machine.has_fabric()
-    )
+    yield from machine.resource_findings(find_resources(), local_ranks, environ, has_fabric())
     known = machine.known_variables(tools.site_packages / "horovod")
     yield machine.horovod_variables(environ, known)
     yield from hosts.batch_findings(batch, local_names)
-    yield _other_hosts(batch, local_names)
+    yield hosts.other_hosts(batch.allocation, local_names)
     directories = list(files.find_directories(environ, Path.cwd()))
     yield from files.directory_findings(directories, len(batch.allocation.hosts))
-
-
-def _mpi_facts(
-    environ: Mapping[str, str], mpi4py: loading.Loaded, horovod: Mapping[str, loading.Loaded]
-) -> mpi.MpiFacts:
-    mpirun = Path(sys.executable).parent / "mpirun"
-    launcher, problem = None, ""
-    try:
-        launcher = find_mpi(environ)
-    except HvdtrainError as error:
-        problem = str(error)
-    return mpi.MpiFacts(launcher, problem, str(mpirun) if mpirun.is_file() else "", mpi4py, horovod)
-
-
-def _other_hosts(batch: hosts.BatchSystem, local_names: Collection[str]) -> Finding:
-    """Probe the other hosts of the job, if this host belongs to it."""
-    names = [host.name for host in batch.allocation.hosts]
-    others = [name for name in names if not hosts.is_this_host(name, local_names)]
-    if len(others) == len(names):
-        others = []
-    return hosts.answer_finding(hosts.probe_hosts(others), batch.allocation.source)
 
 
 def check_data(
     directory: Path, images: ImageFolder | Finding, ranks: int | None
 ) -> tuple[list[Finding], data.Measured | None]:
-    """Measure how fast the data is read on this host.
+    """Measure how fast the images of ``directory`` are read on this host, and judge it.
 
-    Args:
-        directory: the dataset.
-        images: the result of ``data.find``.
-        ranks: number of planned ranks; None: one. On a host with GPUs: one rank per GPU.
-
-    Returns:
-        The findings, and the measurements; None if there are none.
+    A rank of the planned ``ranks`` has its share of the cores; on a host with GPUs, one of a GPU.
     """
     measured = images if isinstance(images, Finding) else data.measure(directory, images)
     if isinstance(measured, Finding):
@@ -182,30 +156,35 @@ def check_data(
 
 def check_ranks(
     request: Request, environ: Mapping[str, str]
-) -> tuple[list[Finding], dict[str, Any] | None, dict[str, Any] | None]:
-    """Start the requested ranks twice: to check them, and to time allreduce.
-
-    Returns:
-        The findings, the report of the ranks, and that of allreduce; None if there is none.
-    """
-    try:
-        reporting, timing = commands(request, environ)
-    except HvdtrainError as error:
-        return [Finding("ranks", ERROR, str(error))], None, None
-    log.info("starting: %s", reporting.show())
-    started = plural(request.ranks, "rank")
-    with terminal.working(f"checking {started}; timing allreduce follows"):
-        result = run(reporting, timeout=TIMEOUTS[0])
-    reports = [report for report in ranks.read_reports(result.output) if "announced" in report]
-    if not result.ok or not reports:
-        return [ranks.failed_start(result)], None, None
-    findings = list(ranks.rank_findings(request.ranks, reports, hosts.local_names()))
-    if any(finding.state == ERROR for finding in findings):
-        return findings, reports[0], None
-    log.info("timing allreduce: %s", timing.show())
-    with terminal.working(f"timing allreduce on {started}, with each back end"):
-        result = run(timing, timeout=TIMEOUTS[1])
-    times = [report for report in ranks.read_reports(result.output) if "backends" in report]
+) -> tuple[list[Finding], WorldReport | None, ranks.Times | None]:
+    """Start the requested ranks twice, to check them and to time allreduce; return both reports."""
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as folder:
+        files = [Path(folder, name) for name in ("ranks", "allreduce")]
+        try:
+            reporting, timing = commands(request, environ, files)
+        except HvdtrainError as error:
+            return [Finding("ranks", ERROR, str(error))], None, None
+        log.info("starting: %s", reporting.show())
+        started = plural(request.ranks, "rank")
+        with terminal.working(f"checking {started}; timing allreduce follows"):
+            result = _run(reporting, TIMEOUTS[0], files[0])
+        reports = ranks.read_reports(result.output, WorldReport)
+        if not result.ok or not reports:
+            return [ranks.failed_start(result)], None, None
+        findings = list(ranks.rank_findings(request.ranks, reports, hosts.local_names()))
+        if any(finding.state == ERROR for finding in findings):
+            return findings, reports[0], None
+        log.info("timing allreduce: %s", timing.show())
+        with terminal.working(f"timing allreduce on {started}, with each back end"):
+            result = _run(timing, TIMEOUTS[1], files[1])
+    times = ranks.read_reports(result.output, ranks.Times)
     if not result.ok or not times:
         return [*findings, ranks.failed_start(result)], reports[0], None
     return [*findings, *ranks.allreduce_findings(times[0])], reports[0], times[0]
+
+
+def _run(command: Command, timeout: float, file: Path) -> Result:
+    """Return the result of ``command``, including the output of rank 0 in ``file``."""
+    result = run(command, timeout=timeout)
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    return replace(result, output=text + result.output)

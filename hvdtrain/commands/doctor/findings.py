@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
 from hvdtrain.system.output.tables import coloured, entry
 from hvdtrain.system.output.text import plural
 
@@ -27,24 +26,21 @@ class Finding:
     evidence: str  # facts on which the state is based
     remedy: str = ""  # what to do; empty if nothing
 
-    def as_dict(self) -> dict[str, str]:
-        """Return the finding for ``--json``."""
-        return asdict(self)
+
+def warning_if(remedy: str, check: str, evidence: str) -> Finding:
+    """Return a warning with its remedy; without a remedy the check is passed."""
+    return Finding(check, WARNING if remedy else OK, evidence, remedy)
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 1 if there is an error, otherwise 0."""
-    return EXIT_FAILURE if any(finding.state == ERROR for finding in findings) else EXIT_OK
+def count(findings: Sequence[Finding], state: str) -> int:
+    """Return the number of findings with this state."""
+    return sum(1 for finding in findings if finding.state == state)
 
 
 def summary(findings: Sequence[Finding]) -> str:
     """Return the numbers of errors and warnings, in words."""
-    counts = {
-        state: sum(1 for finding in findings if finding.state == state)
-        for state in (ERROR, WARNING)
-    }
-    parts = [plural(n, state) for state, n in counts.items() if n]
-    return ", ".join(parts) or "no problems found"
+    counts = ((count(findings, state), state) for state in (ERROR, WARNING))
+    return ", ".join(plural(n, state) for n, state in counts if n) or "no problems found"
 
 
 def findings_text(findings: Sequence[Finding], styles: Mapping[str, str] = STYLES) -> str:

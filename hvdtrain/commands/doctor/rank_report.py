@@ -1,8 +1,6 @@
 """Program that reports the environment of each rank, started by ``hvdtrain doctor -n N``.
 
-Rank 0 prints one JSON object: ``size`` (of MPI's world), ``announced`` (by the
-launcher), and ``ranks``, one object each: ``rank host machine resources affinity gpus software mpi
-fabric threads sees_directory clock_ahead``. Bytes and seconds.
+Rank 0 prints a ``WorldReport`` as one JSON object.
 """
 
 from __future__ import annotations
@@ -15,21 +13,48 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain.commands.doctor.checks.machine import has_fabric
 from hvdtrain.steps.integrity import BOOT_ID, source_digest
 from hvdtrain.system.machine import gpus, mpi_library
 from hvdtrain.system.machine.frameworks import find_tensorflow, find_torch, versions
-from hvdtrain.system.machine.limits import find_resources
+from hvdtrain.system.machine.limits import Resources, find_resources
+from hvdtrain.system.machine.network import has_fabric
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 ROUNDS = 20  # exchanges with each host to compare clocks; the fastest counts
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The environment of a rank."""
+
+    rank: int
+    host: str
+    machine: str  # identity of the running system; empty if unknown
+    resources: Resources
+    affinity: list[int]
+    gpus: list[str]  # identities of the visible GPUs
+    software: dict[str, str]  # version by name
+    mpi: list[str]  # the MPI libraries that mpi4py has loaded
+    fabric: bool  # whether the host has an InfiniBand or Omni-Path adapter
+    threads: str  # OMP_NUM_THREADS
+    sees_directory: bool  # whether rank 0's current directory is visible
+    clock_ahead: float  # seconds that the host's clock is ahead of rank 0's
+
+
+@dataclass(frozen=True)
+class WorldReport:
+    """The report of MPI's world."""
+
+    size: int  # of the world
+    announced: int  # number of ranks according to the launcher
+    ranks: list[RankReport]
 
 
 def main() -> int:
@@ -38,34 +63,30 @@ def main() -> int:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    local = {**facts(), "rank": world.rank, "sees_directory": _sees_directory(world)}
-    all_ranks = world.gather(local)
-    ahead = _clocks(world, [] if all_ranks is None else [rank["host"] for rank in all_ranks])
+    driver, libraries = gpus.find_driver(), mpi_library.loaded()
+    host, sees_directory = socket.gethostname(), _sees_directory(world)
+    ahead = _clocks(world, host)
+    local = RankReport(
+        rank=world.rank,
+        host=host,
+        machine=BOOT_ID.read_text().strip() if BOOT_ID.is_file() else "",
+        resources=find_resources(),
+        affinity=sorted(os.sched_getaffinity(0)),
+        gpus=[gpu.uuid for gpu in driver.gpus] if driver else [],
+        software=software(),
+        mpi=[str(library) for library in libraries],
+        fabric=has_fabric(),
+        threads=os.environ.get("OMP_NUM_THREADS", ""),
+        sees_directory=sees_directory,
+        clock_ahead=ahead.get(host, 0.0),
+    )
+    all_ranks = world.gather(asdict(local))
     if all_ranks is not None:
-        for rank in all_ranks:
-            rank["clock_ahead"] = ahead.get(rank["host"], 0.0)
         announced = detect(os.environ).size
         report = {"size": world.size, "announced": announced, "ranks": all_ranks}
         sys.stdout.write(json.dumps(report) + "\n")
         sys.stdout.flush()
     return 0
-
-
-def facts() -> dict[str, Any]:
-    """Return the properties of this process and its host."""
-    driver = gpus.find_driver()
-    libraries = mpi_library.loaded()
-    return {
-        "host": socket.gethostname(),
-        "machine": BOOT_ID.read_text().strip() if BOOT_ID.is_file() else "",
-        "resources": asdict(find_resources()),
-        "affinity": sorted(os.sched_getaffinity(0)),
-        "gpus": [gpu.uuid for gpu in driver.gpus] if driver else [],
-        "software": software(),
-        "mpi": [str(library) for library in libraries],
-        "fabric": has_fabric(),
-        "threads": os.environ.get("OMP_NUM_THREADS", ""),
-    }
 
 
 def software() -> dict[str, str]:
@@ -95,13 +116,14 @@ def _sees_directory(world: Any) -> bool:
     return seen
 
 
-def _clocks(world: Any, hosts: list[str]) -> dict[str, float]:
-    """Return, on rank 0, the seconds that each host's clock is ahead; all ranks must call it.
+def _clocks(world: Any, host: str) -> dict[str, float]:
+    """Return the seconds that each host's clock is ahead; all ranks must call it.
 
     Cristian's algorithm: the other clock is read half-way between request and reply; of several
     exchanges the fastest is the most exact.
     """
-    host_ranks = world.bcast({host: hosts.index(host) for host in hosts})
+    hosts = world.allgather(host)
+    host_ranks = {host: hosts.index(host) for host in hosts}
     ahead = {}
     for host, rank in host_ranks.items():
         if rank == 0:
@@ -119,7 +141,7 @@ def _clocks(world: Any, hosts: list[str]) -> dict[str, float]:
                 after = time.time()
                 rounds.append((after - before, remote - (before + after) / 2))
             ahead[host] = min(rounds)[1]
-    return ahead
+    return dict(world.bcast(ahead))
 
 
 if __name__ == "__main__":

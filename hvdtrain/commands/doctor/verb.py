@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from hvdtrain.commands.launch.prepare import Request, add_host_options
+from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.runtime import terminal
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         dest="ranks",
-        type=int,
+        type=positive,
         metavar="N",
         help="number of ranks to start as with `hvdtrain launch -n N`, to check them and to time "
         "allreduce (default: none)",
@@ -60,28 +61,25 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     from hvdtrain.commands.doctor import diagnosis
     from hvdtrain.commands.doctor.checks import data
 
-    count = arguments.ranks
-    if count is not None and count < 1:
-        raise UsageError(f"-n {count}: must be at least 1")
+    count, directory, environ = arguments.ranks, arguments.data, dict(os.environ)
     host_options = {name: getattr(arguments, name) for name in ("ppn", "hosts", "hostfile")}
     if count is None and any(host_options.values()):
         raise UsageError("--ppn, --hosts and --hostfile need -n N: they place its ranks")
     request = Request(count, (), **host_options) if count else None
-    environ = dict(os.environ)
     if arguments.dry_run:
         commands = diagnosis.commands(request, environ) if request else []
         lines = [command.show() for command in commands]
         return Report("\n".join(lines), {"ok": True, "commands": lines})
     # Before all checks: it rejects an invalid directory.
-    images = data.find(arguments.data) if arguments.data else None
+    images = data.find(directory) if directory else None
     with terminal.working("checking this host and its software"):
         findings = list(diagnosis.check_host(environ, request))
-    report = times = measured = None
+    world = times = measured = None
     if request:
         with termination_as_interrupt():
-            more, report, times = diagnosis.check_ranks(request, environ)
+            more, world, times = diagnosis.check_ranks(request, environ)
         findings += more
     if images:
-        more, measured = diagnosis.check_data(arguments.data, images, count)
+        more, measured = diagnosis.check_data(directory, images, count)
         findings += more
-    return diagnosis.report(findings, report, times, measured)
+    return diagnosis.report(findings, world, times, measured)

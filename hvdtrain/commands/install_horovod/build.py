@@ -1,18 +1,25 @@
-"""Build the wheel: run the recipe's commands, log their output, show their progress."""
+"""Build the wheel: run the recipe's commands, log their output, show their progress; then prove it.
+
+The proof is an allreduce per framework on two ranks of mpirun.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import operator
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from hvdtrain.commands.install_horovod import recipe
+from hvdtrain.commands.install_horovod import proof_program, recipe
 from hvdtrain.commands.install_horovod.recipe import BuildTarget, Workshop
+from hvdtrain.commands.install_horovod.toolchain import Mpi, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import (
     CachedWheel,
     WheelCache,
@@ -21,9 +28,11 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
 )
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.files import FULL
-from hvdtrain.system.machine.toolchain import Toolchain
 from hvdtrain.system.output.display import Display
-from hvdtrain.system.runtime.command import Command, run
+from hvdtrain.system.runtime import terminal
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
+
+log = logging.getLogger(__name__)
 
 # Stages in order: the text at the beginning of each in the log, and its name.
 _STAGES = (
@@ -90,8 +99,7 @@ class Build:
         steps = [("build tools", recipe.tools_command(python, workshop))]
         archive = self.cache.archive
         if not has_archive:
-            fetched = workshop.scratch
-            steps.append(("download", recipe.download_command(python, workshop, fetched, changes)))
+            steps.append(("download", recipe.download_command(python, workshop, changes)))
         steps.append(("compile", recipe.wheel_command(python, workshop, archive, changes)))
         return steps
 
@@ -188,29 +196,18 @@ def _line_sink(stream: TextIO, display: Display) -> Callable[[str], None]:
 
     def write_line(line: str) -> None:
         stream.write(line + "\n")
-        progress = read_progress(line)
-        if progress:
+        if progress := read_progress(line):
             stream.flush()
-            share = None if progress.percent is None else progress.percent / 100
-            display.show(progress.stage, share)
+            display.show(*progress)
 
     return write_line
 
 
-@dataclass(frozen=True)
-class BuildProgress:
-    """The progress of a build according to a line of its log."""
-
-    stage: str  # one of unpack, configure, compile, pack
-    percent: int | None = None  # of the compilation; None outside it
-
-
-def read_progress(line: str) -> BuildProgress | None:
-    """Return the progress according to ``line``; None if it has none."""
+def read_progress(line: str) -> tuple[str, float | None] | None:
+    """Return the stage of a line of the log, and the compiled share; None: no progress."""
     for pattern, stage in _STAGES:
-        match = pattern.search(line)
-        if match:
-            return BuildProgress(stage, int(match[1]) if match.groups() else None)
+        if match := pattern.search(line):
+            return stage, int(match[1]) / 100 if match.groups() else None
     return None
 
 
@@ -241,3 +238,70 @@ def remedy_for(line: str) -> str:
         if re.search(pattern, line, re.IGNORECASE):
             return remedy
     return "see the log, which has every command and its output; please report it if it is unclear"
+
+
+RANKS = 2
+TIMEOUT = 180.0  # seconds; TensorFlow's import takes half a minute from an uncached shared disk
+
+
+def proof_command(
+    framework: str, mpi: Mpi, python: Path, folder: Path, gpu: str, environ: Mapping[str, str]
+) -> Command:
+    """Return the command of an allreduce over two ranks, with the Horovod in ``folder``.
+
+    More ranks than cores are allowed, for machines with one core. A training's settings
+    (HOROVOD_...) are unset, and GPUs are hidden if the build has no GPU operations.
+    """
+    changes: dict[str, str | None] = {n: None for n in environ if n.startswith("HOROVOD_")}
+    if gpu == "none":
+        changes["CUDA_VISIBLE_DEVICES"] = ""
+    options: tuple[str, ...] = ("-n", str(RANKS))
+    if mpi.is_open_mpi:
+        options += ("--oversubscribe",)
+        changes |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    program = (str(python), "-P", proof_program.__file__, framework, str(RANKS), str(folder))
+    return Command((str(mpi.mpirun), *options, *program), changes)
+
+
+def read_proof(output: str) -> dict[str, Any]:
+    """Return the object printed by rank 0; empty if there is none."""
+    for line in output.splitlines():
+        if line.startswith("{"):
+            try:
+                result = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(result, dict) and "max_error" in result:
+                return result
+    return {}
+
+
+def prove(commands: Sequence[tuple[str, Command]], log_file: Path) -> dict[str, Any]:
+    """Run the proof of each framework; return the results.
+
+    Raises:
+        HvdtrainError: a result differs from the closed form, or is missing.
+    """
+    answers = {}
+    for framework, command in commands:
+        start = time.monotonic()
+        with terminal.working(f"testing Horovod for {framework}: allreduce on {RANKS} ranks"):
+            result = run(command, timeout=TIMEOUT)
+        with log_file.open("a") as stream:
+            stream.write(f"$ {command.show()}\n{result.output}")
+        answer = read_proof(result.output)
+        if not (result.ok and answer.get("ok")):
+            raise HvdtrainError(f"{_failure(framework, result, answer)}; log: {log_file}")
+        seconds = round(time.monotonic() - start, 1)
+        answers[framework] = answer | {"seconds": seconds}
+        log.info("proven: %s, allreduce on %d ranks, %.1f s", framework, RANKS, seconds)
+    return answers
+
+
+def _failure(framework: str, result: Result, answer: Mapping[str, Any]) -> str:
+    """Return the message of a failed proof: its end, and the ranks' decisive line."""
+    cause = dict(answer) or decisive_line(result.output.splitlines())
+    end = f"exit code {result.exit_code}"
+    if result.exit_code == TIMED_OUT:
+        end = f"no end within {TIMEOUT:.0f} s"
+    return f"the proof for {framework} failed: allreduce on {RANKS} ranks, {end} ({cause})"

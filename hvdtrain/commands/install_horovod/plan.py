@@ -8,14 +8,47 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.commands.install_horovod.recipe import HOROVOD_VERSION, BuildTarget
+from hvdtrain.commands.install_horovod.toolchain import Toolchain
+from hvdtrain.config.declare import option
+from hvdtrain.config.values import count
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.limits import find_resources
-from hvdtrain.system.machine.toolchain import Toolchain
 
 FRAMEWORKS = ("pytorch", "tensorflow")
 GPU_CHOICES = ("auto", "nccl", "none")
 TOOLKIT = "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"  # of PyPI: one version of all parts
 OLDEST_GCC = 11  # the first with sufficient C++20 for PyTorch's headers
+
+
+@dataclass(frozen=True)
+class InstallOptions:
+    """The options of the command."""
+
+    frameworks: str = option(
+        "",
+        f"frameworks to build for, separated by commas: {', '.join(FRAMEWORKS)} "
+        "(default: those that are installed)",
+        metavar="NAMES",
+    )
+    gpu: str = option(
+        "auto",
+        "GPU operations: nccl; none: CPU operations only; auto: nccl if its requirements are met, "
+        "otherwise none",
+        choices=GPU_CHOICES,
+        metavar="{auto,nccl,none}",
+    )
+    cuda_arch: str = option(
+        "",
+        "compute capabilities to compile for, e.g. 80,90 (default: those of this host's GPUs; "
+        "without GPUs, all that nvcc supports)",
+        metavar="LIST",
+    )
+    jobs: int = option(
+        0, "number of parallel compilers (default: one per core, with 2 GB of memory each)", count
+    )
+    rebuild: bool = option(False, "build even if the wheel is cached", bool)
+    dry_run: bool = option(False, "print the commands without running them", bool)
+    json: bool = option(False, "print the result as one JSON object", bool)
 
 
 @dataclass(frozen=True)
@@ -38,41 +71,29 @@ class BuildPlan:
     problems: tuple[Problem, ...]  # empty if the build can start
 
 
-def make_plan(
-    toolchain: Toolchain,
-    frameworks: str = "",
-    gpu: str = "auto",
-    jobs: int = 0,
-    cuda_arch: str = "",
-) -> BuildPlan:
+def make_plan(toolchain: Toolchain, options: InstallOptions) -> BuildPlan:
     """Plan a build from the options and the toolchain.
-
-    Args:
-        toolchain: frameworks and tools of this host.
-        frameworks: names separated by commas; empty: those that are installed.
-        gpu: one of ``GPU_CHOICES``; ``auto``: NCCL if its requirements are met.
-        jobs: number of parallel compilers; 0: limited by cores and memory.
-        cuda_arch: compute capabilities, e.g. ``80,9.0``; empty: of this host's GPUs.
 
     Raises:
         UsageError: an option has an invalid value.
     """
-    if gpu not in GPU_CHOICES:
-        raise UsageError(f"--gpu {gpu}: choose one of {', '.join(GPU_CHOICES)}")
-    if jobs < 0:
-        raise UsageError(f"--jobs {jobs}: must be at least 1")
-    names = parse_frameworks(frameworks) or toolchain.installed_frameworks()
+    names = parse_frameworks(options.frameworks) or toolchain.installed_frameworks()
     missing = nccl_problems(names, toolchain)
+    gpu = options.gpu
     chosen = gpu if gpu != "auto" else "none" if missing else "nccl"
-    requested = parse_arches(cuda_arch)
+    requested = parse_arches(options.cuda_arch)
     supported = toolchain.cuda.arches if toolchain.cuda else ()
     local = toolchain.gpu_arches if set(toolchain.gpu_arches) <= set(supported) else ()
-    target = BuildTarget(names, chosen, jobs or default_jobs(), requested or local)
-    problems = (*_tool_problems(toolchain), *_framework_problems(target, toolchain))
+    target = BuildTarget(names, chosen, options.jobs or default_jobs(), requested or local)
+    problems = [*_tool_problems(toolchain), *_framework_problems(target, toolchain)]
     if chosen == "nccl":
-        problems += (*missing, *_arch_problems(requested, supported))
+        problems += missing
+        choices = f"choose from {', '.join(map(str, supported))}"
+        for arch in sorted(set(requested) - set(supported)) if supported else ():
+            cause = f"this nvcc does not support compute capability {arch}"
+            problems.append(Problem(cause, choices))
     reason = f" (no NCCL: {missing[0].cause})" if gpu == "auto" and missing else ""
-    return BuildPlan(target, tuple(_rows(target, toolchain, reason)), problems)
+    return BuildPlan(target, tuple(_rows(target, toolchain, reason)), tuple(problems))
 
 
 def parse_frameworks(text: str) -> tuple[str, ...]:
@@ -133,10 +154,6 @@ def _tool_problems(toolchain: Toolchain) -> Iterator[Problem]:
             f"{toolchain.site_packages} is not writable",
             "install hvdtrain into a virtual environment (python3 -m venv DIR)",
         )
-    yield from _mpi_problems(toolchain)
-
-
-def _mpi_problems(toolchain: Toolchain) -> Iterator[Problem]:
     if toolchain.mpi is None:
         yield Problem(
             "no MPI (mpicxx is neither on PATH nor in the directory of python)",
@@ -162,47 +179,36 @@ def _framework_problems(target: BuildTarget, toolchain: Toolchain) -> Iterator[P
             yield Problem(f"{name} is not installed", f"pip install 'hvdtrain[{name}]'")
 
 
-def nccl_problems(frameworks: Sequence[str], toolchain: Toolchain) -> tuple[Problem, ...]:
+def nccl_problems(frameworks: Sequence[str], toolchain: Toolchain) -> list[Problem]:
     """Return the problems of GPU operations in a Horovod for ``frameworks``."""
-    return tuple(_nccl_problems(frameworks, toolchain))
-
-
-def _nccl_problems(frameworks: Sequence[str], toolchain: Toolchain) -> Iterator[Problem]:
     torch = toolchain.torch if "pytorch" in frameworks else None
     tensorflow = toolchain.tensorflow if "tensorflow" in frameworks else None
-    if torch and not torch.cuda:
-        yield Problem(
-            f"PyTorch {torch.version} is not built for CUDA",
-            "install a CUDA build of PyTorch, or build with --gpu none",
-        )
-    if tensorflow and not tensorflow.cuda:
-        yield Problem(
-            f"TensorFlow {tensorflow.version} is not built for CUDA",
+    problems = []
+    for name, remedy, library in (
+        ("PyTorch", "install a CUDA build of PyTorch, or build with --gpu none", torch),
+        (
+            "TensorFlow",
             "install tensorflow[and-cuda], or build with --frameworks pytorch",
-        )
+            tensorflow,
+        ),
+    ):
+        if library and not library.cuda:
+            problems.append(Problem(f"{name} {library.version} is not built for CUDA", remedy))
     versions = [library.cuda for library in (torch, tensorflow) if library and library.cuda]
-    remedy = _nvcc_remedy(versions[0] if versions else "")
     if toolchain.cuda is None:
-        yield Problem("no nvcc and CUDA headers", remedy)
+        remedy = _nvcc_remedy(versions[0] if versions else "")
+        problems.append(Problem("no nvcc and CUDA headers", remedy))
     for version in versions if toolchain.cuda else ():
         if toolchain.cuda and toolchain.cuda.major != version.partition(".")[0]:
             cause = f"nvcc is of CUDA {toolchain.cuda.version}, a framework is for CUDA {version}"
-            yield Problem(cause, _nvcc_remedy(version))
+            problems.append(Problem(cause, _nvcc_remedy(version)))
     if toolchain.nccl is None:
-        yield Problem(
-            "no nccl.h and libnccl.so",
+        remedy = (
             "pip install the nvidia-nccl package of your CUDA version, apt-get install "
-            "libnccl-dev, or set HOROVOD_NCCL_HOME to its directory",
+            "libnccl-dev, or set HOROVOD_NCCL_HOME to its directory"
         )
-
-
-def _arch_problems(requested: Sequence[int], supported: Sequence[int]) -> Iterator[Problem]:
-    """Yield a problem per requested compute capability that nvcc does not support."""
-    for arch in sorted(set(requested) - set(supported)) if supported else ():
-        yield Problem(
-            f"this nvcc does not support compute capability {arch}",
-            f"choose from {', '.join(map(str, supported))}",
-        )
+        problems.append(Problem("no nccl.h and libnccl.so", remedy))
+    return problems
 
 
 def _nvcc_remedy(cuda: str) -> str:
@@ -216,24 +222,16 @@ def _nvcc_remedy(cuda: str) -> str:
 
 def _rows(target: BuildTarget, toolchain: Toolchain, reason: str) -> Iterator[tuple[str, str]]:
     """Yield the rows of the plan; ``reason``: why there are no GPU operations."""
-    torch, tensorflow, mpi = toolchain.torch, toolchain.tensorflow, toolchain.mpi
+    mpi, cuda, nccl = toolchain.mpi, toolchain.cuda, toolchain.nccl
     yield "Horovod", f"{HOROVOD_VERSION} for {', '.join(target.frameworks) or 'no framework'}"
     yield "Python", f"{toolchain.python_tag} in {toolchain.prefix}"
-    flavour = f", CUDA {torch.cuda}" if torch and torch.cuda else ", without CUDA"
-    yield "PyTorch", f"{torch.version}{flavour}" if torch else "not installed"
-    flavour = f", CUDA {tensorflow.cuda}" if tensorflow and tensorflow.cuda else ", without CUDA"
-    yield "TensorFlow", f"{tensorflow.version}{flavour}" if tensorflow else "not installed"
+    for name, library in (("PyTorch", toolchain.torch), ("TensorFlow", toolchain.tensorflow)):
+        flavour = f"CUDA {library.cuda}" if library and library.cuda else "without CUDA"
+        yield name, f"{library.version}, {flavour}" if library else "not installed"
     yield "MPI", f"{mpi.identity} ({mpi.mpicxx})" if mpi else "not found"
     yield "compiler", toolchain.compiler.identity if toolchain.compiler else "not found"
-    cuda, nccl = toolchain.cuda, toolchain.nccl
     yield "CUDA", f"{cuda.version} ({cuda.home})" if cuda else "not found"
     yield "NCCL", f"{nccl.version} ({nccl.library})" if nccl else "not found"
-    yield "GPU", f"{_gpu_sentence(target)}{reason}"
-
-
-def _gpu_sentence(target: BuildTarget) -> str:
-    """Return the GPU operations of the build, in words."""
-    if target.gpu == "nccl":
-        arches = ", ".join(map(str, target.cuda_arches)) or "all that nvcc supports"
-        return f"NCCL operations, for compute capability {arches}"
-    return "CPU operations only"
+    arches = ", ".join(map(str, target.cuda_arches)) or "all that nvcc supports"
+    operations = f"NCCL operations, for compute capability {arches}"
+    yield "GPU", f"{operations if target.gpu == 'nccl' else 'CPU operations only'}{reason}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.system.machine.toolchain import Toolchain
+from hvdtrain.commands.install_horovod.toolchain import Toolchain
 from hvdtrain.system.runtime.command import Command
 
 HOROVOD_VERSION = "0.28.1"
@@ -240,22 +240,17 @@ exec {call} "$@" $standard $version
 
 def tools_command(python: Path, workshop: Workshop) -> Command:
     """Return the command that installs the build tools into ``workshop.tools``, with hashes."""
-    argv = (
-        *_pip(python), "install", "--quiet", "--target", str(workshop.tools), "--require-hashes",
-        "--only-binary", ":all:", "--requirement", str(TOOLS_FILE),
-    )  # fmt: skip
-    return Command(argv)
+    words = ("install", "--quiet", "--require-hashes", "--only-binary", ":all:")
+    return _pip(python, *words, "--target", workshop.tools, "--requirement", TOOLS_FILE)
 
 
 def download_command(
-    python: Path, workshop: Workshop, directory: Path, environment: Mapping[str, str | None]
+    python: Path, workshop: Workshop, environment: Mapping[str, str | None]
 ) -> Command:
-    """Return the command that downloads the archive; pip checks its hash."""
-    argv = (
-        *_pip(python), "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod",
-        "--require-hashes", "--dest", str(directory), "--requirement", str(workshop.requirement),
-    )  # fmt: skip
-    return Command(argv, environment)
+    """Return the command that downloads the archive into ``workshop.scratch``, by its hash."""
+    words = ("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod")
+    source = ("--require-hashes", "--requirement", workshop.requirement)
+    return _pip(python, *words, *source, "--dest", workshop.scratch, environment=environment)
 
 
 def wheel_command(
@@ -266,19 +261,18 @@ def wheel_command(
     Without isolation, because the frameworks must be importable; verbose, because progress and
     errors are read from the log.
     """
-    argv = (
-        *_pip(python), "wheel", "--verbose", "--no-deps", "--no-build-isolation",
-        "--wheel-dir", str(workshop.wheels), str(archive),
-    )  # fmt: skip
-    return Command(argv, environment)
+    words = ("wheel", "--verbose", "--no-deps", "--no-build-isolation")
+    return _pip(python, *words, "--wheel-dir", workshop.wheels, archive, environment=environment)
 
 
 def install_command(python: Path, wheel: Path, target: Path | None = None) -> Command:
     """Return the command that installs only the wheel, into the environment or ``target``."""
-    argv = (*_pip(python), "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall")
-    into = ("--target", str(target)) if target else ()
-    return Command((*argv, *into, str(wheel)))
+    words = ("install", "--quiet", "--no-deps", "--no-index", "--force-reinstall")
+    return _pip(python, *words, *(("--target", target) if target else ()), wheel)
 
 
-def _pip(python: Path) -> tuple[str, ...]:
-    return (str(python), "-m", "pip", "--disable-pip-version-check", "--no-input")
+def _pip(
+    python: Path, *words: str | Path, environment: Mapping[str, str | None] | None = None
+) -> Command:
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-input", *words)
+    return Command(tuple(map(str, pip)), environment or {})

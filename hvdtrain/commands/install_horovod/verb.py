@@ -14,31 +14,29 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.install_horovod import recipe
-from hvdtrain.commands.install_horovod.build import Build
-from hvdtrain.commands.install_horovod.installed import (
-    find_installed,
-    is_complete,
-    mend_torchvision,
-    wheel_hash,
-)
-from hvdtrain.commands.install_horovod.plan import FRAMEWORKS, GPU_CHOICES, BuildPlan, make_plan
-from hvdtrain.commands.install_horovod.proof import proof_command, prove
+from hvdtrain.commands.install_horovod.build import Build, proof_command, prove
+from hvdtrain.commands.install_horovod.plan import BuildPlan, InstallOptions, make_plan
+from hvdtrain.commands.install_horovod.toolchain import Toolchain, find
 from hvdtrain.commands.install_horovod.wheel_cache import (
     CachedWheel,
     WheelCache,
     cache_key,
     cache_root,
+    find_installed,
     identity,
+    is_complete,
+    mend_torchvision,
     read_json,
+    wheel_hash,
     write_atomically,
 )
+from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError
-from hvdtrain.system.machine.toolchain import Toolchain, find
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.tables import entry
 from hvdtrain.system.runtime.command import Command, HeldSignals, run, termination_as_interrupt
@@ -55,39 +53,7 @@ EPILOG = """example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.epilog = EPILOG
-    parser.add_argument(
-        "--frameworks",
-        default="",
-        metavar="NAMES",
-        help=f"frameworks to build for, separated by commas: {', '.join(FRAMEWORKS)} "
-        "(default: those that are installed)",
-    )
-    parser.add_argument(
-        "--gpu",
-        default="auto",
-        choices=GPU_CHOICES,
-        help="GPU operations: nccl; none: CPU operations only; auto: nccl if its requirements are "
-        "met, otherwise none (default: auto)",
-    )
-    parser.add_argument(
-        "--cuda-arch",
-        default="",
-        metavar="LIST",
-        help="compute capabilities to compile for, e.g. 80,90 (default: those of this host's GPUs; "
-        "without GPUs, all that nvcc supports)",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of parallel compilers (default: one per core, with 2 GB of memory each)",
-    )
-    parser.add_argument("--rebuild", action="store_true", help="build even if the wheel is cached")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the commands without running them"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_options(parser, InstallOptions, defaults=True)
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
@@ -98,14 +64,15 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         HvdtrainError: the build, the installation or the proof failed.
     """
     environ = dict(os.environ)
-    toolchain = find(environ)
-    arches = arguments.cuda_arch or environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "")
-    plan = make_plan(toolchain, arguments.frameworks, arguments.gpu, arguments.jobs, arches)
+    options, toolchain = from_namespace(InstallOptions, arguments), find(environ)
+    if not options.cuda_arch:
+        options = replace(options, cuda_arch=environ.get("HOROVOD_BUILD_CUDA_CC_LIST", ""))
+    plan = make_plan(toolchain, options)
     if plan.problems:
         return _refusal(plan)
     cache = WheelCache(cache_root(environ))
-    session = Session(toolchain, plan, cache, environ, rebuild=arguments.rebuild)
-    return session.dry_run() if arguments.dry_run else session.install()
+    session = Session(toolchain, plan, cache, environ, rebuild=options.rebuild)
+    return session.dry_run() if options.dry_run else session.install()
 
 
 def _refusal(plan: BuildPlan) -> Report:
@@ -178,7 +145,9 @@ class Session:
             if cached and self._is_installed(cached):
                 log.info("already installed and proven here: %s", cached.path)
                 mend_torchvision(self.toolchain.site_packages)
-                return self._report(cached, "nothing", read_json(self._proof_file(cached)), start)
+                return self._report(
+                    cached, "nothing", read_json(cached.proof_file(self.toolchain.prefix)), start
+                )
             log_file = self.cache.log_file(build.key)
             log_file.parent.mkdir(parents=True, exist_ok=True)
             log.info("log: %s", log_file)
@@ -186,14 +155,11 @@ class Session:
             results = self._prove_and_install(wheel, log_file)
         return self._report(wheel, "built" if built else "taken from the cache", results, start)
 
-    def _proof_file(self, wheel: CachedWheel) -> Path:
-        return wheel.proof_file(self.toolchain.prefix)
-
     def _is_installed(self, wheel: CachedWheel) -> bool:
         """Return whether ``wheel`` is completely installed here, and proven to work."""
         installed = find_installed(self.toolchain.site_packages)
         same = wheel_hash(installed) == wheel.sha256 and is_complete(installed)
-        return same and self._proof_file(wheel).is_file()
+        return same and wheel.proof_file(self.toolchain.prefix).is_file()
 
     def _build(self, build: Build, log_file: Path) -> tuple[CachedWheel, bool]:
         """Build the wheel, unless another session built it while this one waited for the lock."""
@@ -212,7 +178,7 @@ class Session:
             with HeldSignals():  # an interrupted pip would leave neither the old nor the new
                 self._pip(wheel)
                 mend_torchvision(self.toolchain.site_packages)
-                write_atomically(self._proof_file(wheel), json.dumps(results))
+                write_atomically(wheel.proof_file(self.toolchain.prefix), json.dumps(results))
         return results
 
     def _prove(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:

@@ -18,22 +18,32 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from hvdtrain.commands.pack.source import LOOSE, Group, Source, find
+from hvdtrain.commands.pack.source import (
+    BLOCK,
+    LOOSE,
+    RECORD,
+    Group,
+    PackOptions,
+    ShardPlan,
+    Source,
+    find,
+    shard_plans,
+)
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.files import lock
+from hvdtrain.system.files import check_folder, lock, resumable
 from hvdtrain.system.output.display import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
+from hvdtrain.workloads.data.files import Names
 from hvdtrain.workloads.data.packed import (
     INDEX,
-    VERSION,
     WORK,
     Contents,
     Member,
@@ -45,76 +55,31 @@ from hvdtrain.workloads.data.packed import (
     suffix,
 )
 
-BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
-OVERHEAD = 4 * BLOCK  # bytes per sample in addition to the image: two headers, JSON, padding
 BUFFER = 2**20
 PROGRESS_INTERVAL = 0.2  # seconds between two updates of the progress
 QUALITY = 95  # of a resized JPEG
 
 
 @dataclass(frozen=True)
-class ShardPlan:
-    """The files of one shard: ``start`` to ``stop`` of a group."""
+class ShardRecord:
+    """A complete shard; the JSON file in ``OUT/.pack``."""
 
-    name: str
-    group: Group
-    start: int
-    stop: int
-    classes: list[str]
-    resize: int
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of its files."""
-        return int(self.group.sizes[self.start : self.stop].sum())
-
-    @property
-    def max_size(self) -> int:
-        """Return the maximum bytes of the shard, without resizing."""
-        return self.size + OVERHEAD * (self.stop - self.start) + RECORD
-
-    @property
-    def fingerprint(self) -> str:
-        """Return a digest of the files' names, sizes and times of change, and of the options."""
-        group, span = self.group, slice(self.start, self.stop)
-        facts = [VERSION, group.name, self.start, self.resize, group.files.names[span]]
-        facts += [group.sizes[span].tolist(), group.changed[span].tolist()]
-        facts += [self.classes, group.labels[span].tolist()]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    fingerprint: str  # of its plan
+    size: int  # bytes
+    sha256: str
+    offsets: list[int]  # of the files in the shard
+    sizes: list[int]  # of the files, bytes
 
 
-def shard_plans(source: Source, shard_size: int, resize: int) -> list[ShardPlan]:
-    """Split the files of ``source`` into parts of about ``shard_size`` bytes, at least one file."""
-    parts = []
-    for group in source.groups:
-        ends = np.cumsum(group.sizes + OVERHEAD)
-        start = number = 0
-        while start < len(ends):
-            before = int(ends[start - 1]) if start else 0
-            stop = int(np.searchsorted(ends, before + shard_size, "right"))
-            stop = max(start + 1, stop)
-            name = f"{group.name}-{number:06}.tar"
-            parts.append(ShardPlan(name, group, start, stop, source.classes, resize))
-            start, number = stop, number + 1
-    return parts
+class _StoppedError(Exception):
+    """Another thread has failed."""
 
 
 class Packing:
-    """The packing of a folder into shards.
+    """The packing of the dataset in ``folder`` into shards in ``out``."""
 
-    Args:
-        folder: the dataset.
-        out: output directory.
-        shard_size: approximate bytes of a shard.
-        workers: number of shards written at the same time.
-        resize: maximum pixels of the shorter side of an image; 0: unchanged.
-    """
-
-    def __init__(
-        self, folder: Path, out: Path, *, shard_size: int, workers: int, resize: int = 0
-    ) -> None:
-        self.folder, self.out, self.shard_size = folder, out, shard_size
-        self.workers, self.resize = workers, resize
+    def __init__(self, folder: Path, out: Path, options: PackOptions) -> None:
+        self.folder, self.out, self.options = folder, out, options
         self._work = out / WORK
         self._stop = threading.Event()
         self._done = 0  # bytes of files that are packed
@@ -122,8 +87,7 @@ class Packing:
     def run(self) -> tuple[Pack, bool]:
         """Write the missing shards; one process at a time, others wait.
 
-        Returns:
-            The packed data, and whether they were complete before.
+        Return the packed data, and whether they were complete before.
 
         Raises:
             UsageError: a folder is unsuitable, or an image to resize is broken.
@@ -131,23 +95,18 @@ class Packing:
                 kept, and the next run continues.
         """
         self._check_folders()
-        with ThreadPoolExecutor(self.workers) as pool, Display() as display:
+        with ThreadPoolExecutor(self.options.threads) as pool, Display() as display:
             display.stage(f"listing the files of {self.folder}")
             source = find(self.folder, pool)
-            if self.resize and not source.classes:
+            if self.options.resize and not source.classes:
                 raise UsageError(
                     f"--resize needs an image folder: {self.folder} is {source.kind}, whose boxes "
                     "or arrays would not match"
                 )
-            try:
+            with resumable(self.out):
                 self._work.mkdir(parents=True, exist_ok=True)
                 with lock(self._work / "lock", "packs into this directory"):
                     return self._pack(source, pool, display)
-            except OSError as error:
-                raise HvdtrainError(
-                    f"{error.filename or self.out}: {error.strerror or error}: resolve this and "
-                    "run it again to continue"
-                ) from error
 
     def _check_folders(self) -> None:
         folder, out = self.folder.resolve(), self.out.resolve()
@@ -155,10 +114,7 @@ class Packing:
             raise UsageError(
                 f"{self.out}: DIR and OUT must not contain each other: specify another OUT"
             )
-        parents = (self.out, *self.out.absolute().parents)
-        parent = next(path for path in parents if path.exists())
-        if not (parent.is_dir() and os.access(parent, os.W_OK)):
-            raise UsageError(f"{self.out}: {parent} is not a writable directory")
+        check_folder(self.out, str(self.out))
         is_pack = any((self.out / name).exists() for name in (INDEX, WORK))
         if self.out.exists() and not is_pack and any(self.out.iterdir()):
             raise UsageError(f"{self.out} has other files: specify an empty or a new directory")
@@ -166,7 +122,8 @@ class Packing:
     def _pack(
         self, source: Source, pool: ThreadPoolExecutor, display: Display
     ) -> tuple[Pack, bool]:
-        digest = source.digest(self.shard_size, self.resize)
+        shard_size, resize = self.options.shard_size, self.options.resize
+        digest = source.digest(shard_size, resize)
         if (self.out / INDEX).exists():
             pack = Pack(self.out)
             if pack.contents.source != digest:
@@ -175,7 +132,7 @@ class Packing:
                     f"{self.folder} was changed since: specify another OUT, or remove it"
                 )
             return pack, True
-        parts = shard_plans(source, self.shard_size, self.resize)
+        parts = shard_plans(source, shard_size, resize)
         self._clear(parts)
         records = self._write(parts, pool, display)
         _contents(source, parts, records, digest).save(self.out)
@@ -194,7 +151,7 @@ class Packing:
             if name not in names or (path.parent == self._work and path.suffix == ".tar"):
                 path.unlink()
         present = sum(path.stat().st_size for path in self.out.glob("*.tar"))
-        needed = 0 if self.resize else sum(part.max_size for part in parts) - present
+        needed = 0 if self.options.resize else sum(part.max_size for part in parts) - present
         free = shutil.disk_usage(self.out).free
         if free < needed:
             raise UsageError(
@@ -204,7 +161,7 @@ class Packing:
 
     def _write(
         self, parts: list[ShardPlan], pool: ThreadPoolExecutor, display: Display
-    ) -> list[dict[str, Any]]:
+    ) -> list[ShardRecord]:
         """Write all parts; return the record of each, in order."""
         display.stage(f"packing into {plural(len(parts), 'shard')}")
         total, began = max(1, sum(part.size for part in parts)), time.monotonic()
@@ -228,27 +185,28 @@ class Packing:
                 raise error
         return [future.result() for future in futures]
 
-    def _shard(self, part: ShardPlan) -> dict[str, Any]:
+    def _shard(self, part: ShardPlan) -> ShardRecord:
         """Write a shard, unless it exists and is intact; return its record."""
         path, file = self.out / part.name, self._record_file(part)
-        fingerprint = part.fingerprint
         if file.exists() and path.exists():
-            known: dict[str, Any] = json.loads(file.read_text())
-            intact = known["fingerprint"] == fingerprint and path.stat().st_size == known["size"]
-            if intact and file_digest(path) == known["sha256"]:
+            known = msgspec.json.decode(file.read_bytes(), type=ShardRecord)
+            same = known.fingerprint == part.fingerprint and path.stat().st_size == known.size
+            if same and file_digest(path) == known.sha256:
                 self._done += part.size
                 return known
         file.unlink(missing_ok=True)
-        record = {"fingerprint": fingerprint} | self._write_tar(part, self._work / part.name)
+        record = self._write_tar(part, self._work / part.name)
         (self._work / part.name).replace(path)
         partial = file.with_suffix(".new")
-        partial.write_text(json.dumps(record))
+        partial.write_text(json.dumps(asdict(record)))
         partial.replace(file)
         return record
 
-    def _write_tar(self, part: ShardPlan, path: Path) -> dict[str, Any]:
-        """Write the tar of ``part``; return its size, hash and members."""
-        offsets, sizes, digest, at = [], [], hashlib.sha256(), 0
+    def _write_tar(self, part: ShardPlan, path: Path) -> ShardRecord:
+        """Write the tar of ``part``."""
+        offsets: list[int] = []
+        sizes: list[int] = []
+        digest, at = hashlib.sha256(), 0
         with path.open("wb", BUFFER) as file:
             for name, content, is_file in self._members(part):
                 head = _header(name, len(content))
@@ -264,8 +222,8 @@ class Packing:
             digest.update(end)
             file.flush()
             os.fsync(file.fileno())
-        facts = {"size": at + len(end), "sha256": digest.hexdigest()}
-        return facts | {"offsets": offsets, "sizes": sizes}
+        size, sha256 = at + len(end), digest.hexdigest()
+        return ShardRecord(part.fingerprint, size, sha256, offsets, sizes)
 
     def _members(self, part: ShardPlan) -> Iterator[tuple[str, bytes, bool]]:
         """Yield of each member name, content, and whether it is a file of the dataset."""
@@ -286,10 +244,6 @@ class Packing:
                 yield f"{key(index)}{suffix(path)}", content, True
                 yield f"{key(index)}.json", json.dumps(metadata).encode(), False
             self._done += int(group.sizes[index])
-
-
-class _StoppedError(Exception):
-    """Another thread has failed."""
 
 
 def _header(name: str, size: int) -> bytes:
@@ -350,17 +304,15 @@ def _resized(content: bytes, limit: int, name: str) -> bytes:
 
 
 def _contents(
-    source: Source, parts: list[ShardPlan], records: list[dict[str, Any]], digest: str
+    source: Source, parts: list[ShardPlan], records: list[ShardRecord], digest: str
 ) -> Contents:
     """Return the index of the shards."""
     splits, loose = {}, {}
     for group in source.groups:
-        numbers = [number for number, part in enumerate(parts) if part.group is group]
-        counts = [len(records[number]["offsets"]) for number in numbers]
-        shard = np.repeat(np.array(numbers, np.int32), counts)
-        offset, size = (
-            _joined([records[number][key] for number in numbers]) for key in ("offsets", "sizes")
-        )
+        own = [number for number, part in enumerate(parts) if part.group is group]
+        shard = np.repeat(np.array(own, np.int32), [len(records[n].offsets) for n in own])
+        offset = np.concatenate([np.array(records[n].offsets, np.int64) for n in own])
+        size = np.concatenate([np.array(records[n].sizes, np.int64) for n in own])
         names = group.files.names
         if group.name == LOOSE:
             columns = zip(shard.tolist(), offset.tolist(), size.tolist(), strict=True)
@@ -370,7 +322,7 @@ def _contents(
     return Contents(
         kind=source.kind,
         shards=[
-            Shard(part.name, record["size"], record["sha256"])
+            Shard(part.name, record.size, record.sha256)
             for part, record in zip(parts, records, strict=True)
         ],
         splits=splits,
@@ -381,5 +333,56 @@ def _contents(
     )
 
 
-def _joined(lists: list[list[int]]) -> NDArray[np.int64]:
-    return np.concatenate([np.array(numbers, np.int64) for numbers in lists])
+def problems(folder: Path, workers: int) -> list[str]:
+    """Return the problems of the packed data in ``folder``; empty if every byte is unchanged.
+
+    Raises:
+        UsageError: there is no readable index.
+    """
+    pack = Pack(folder, complete=False)
+    contents, done = pack.contents, 0
+    total = sum(shard.size for shard in contents.shards) or 1
+    numbers = range(len(contents.shards))
+    names = {name: Names(split.names) for name, split in contents.splits.items()}
+    messages = []
+    try:
+        pack.check_index()
+    except UsageError as error:
+        messages.append(str(error))
+    with ThreadPoolExecutor(workers) as pool, Display() as display:
+        display.stage(f"reading {plural(len(numbers), 'shard')}, {shown(total)}")
+        results = pool.map(lambda number: shard_problem(folder, contents, names, number), numbers)
+        for number, problem in zip(numbers, results, strict=True):
+            done += contents.shards[number].size
+            display.show(f"read {shown(done)} of {shown(total)}", done / total)
+            if problem:
+                messages.append(f"{folder / contents.shards[number].name}: {problem}")
+    return messages
+
+
+def shard_problem(
+    folder: Path, contents: Contents, names: dict[str, Names], number: int
+) -> str | None:
+    """Return the problem of shard ``number``; None if there is none."""
+    shard = contents.shards[number]
+    path = folder / shard.name
+    try:
+        if (size := path.stat().st_size) != shard.size:
+            return f"{size:,} bytes instead of {shard.size:,}"
+        if file_digest(path) != shard.sha256:
+            return "its SHA-256 differs from that in the index"
+        with tarfile.open(path, "r:") as tar:
+            members = {member.name: (member.offset_data, member.size) for member in tar}
+    except OSError as error:
+        return error.strerror or str(error)
+    except tarfile.TarError as error:
+        return str(error)
+    for name, file in contents.files.items():
+        if file.shard == number and members.get(name) != (file.offset, file.size):
+            return f"{name} is not at its position in the index"
+    for split_name, split in contents.splits.items():
+        for index in np.flatnonzero(split.shard == number).tolist():
+            member, name = split.member(index), f"{key(index)}{suffix(names[split_name][index])}"
+            if members.get(name) != (member.offset, member.size):
+                return f"{name} is not at its position in the index"
+    return None

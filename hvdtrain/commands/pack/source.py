@@ -1,11 +1,13 @@
-"""The dataset to be packed: its layout, and its files in order."""
+"""The dataset to be packed: its layout, its files in order, and their division into shards."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 import stat
+import tarfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -14,36 +16,72 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.config.declare import option
+from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.files import FolderFiles, Names, open_split
-from hvdtrain.workloads.data.packed import COCO, IMAGES, MNIST, is_packed
+from hvdtrain.workloads.data.packed import COCO, IMAGES, MNIST, VERSION, is_packed
 from hvdtrain.workloads.mnist import data as mnist
 
+BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
+OVERHEAD = 4 * BLOCK  # bytes per sample in addition to the image: two headers, JSON, padding
 LOOSE = "files"  # the group of files that are not samples
 IDX = [
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 ]
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+MAX_WORKERS = 16
 AT_ONCE = 256  # number of files inspected by a thread in one task
+
+
+def byte_count(text: str) -> int:
+    """Read a number of bytes, in KiB, MiB or GiB, e.g. ``256M``."""
+    match = re.fullmatch(r"(\d{1,9})([KMG]?)(i?B)?", text, re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise ValueError(f"{text[:40]!r} is not a size, e.g. 256M or 1G")
+    return int(match[1]) * UNITS[match[2].upper()]
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """The options of the command."""
+
+    shard_size: int = option(
+        "256M",
+        "approximate size of a shard in bytes, with K, M or G (default: 256M)",
+        byte_count,
+        metavar="SIZE",
+    )
+    workers: int | None = option(
+        None, f"number of parallel workers (default: one per core, at most {MAX_WORKERS})", positive
+    )
+    resize: int = option(
+        0,
+        "maximum pixels of the shorter side of an image (default: no resizing)",
+        positive,
+        metavar="SHORT",
+    )
+    check: bool = option(
+        False, "only verify every byte of OUT; exit code 1 if any was changed", bool
+    )
+    json: bool = option(False, "print the result as one JSON object", bool)
+
+    @property
+    def threads(self) -> int:
+        """Return the number of shards that are read or written at the same time."""
+        return self.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Files that are packed consecutively, in separate shards.
+    """Files that are packed consecutively, in separate shards."""
 
-    Attributes:
-        name: of the split; ``LOOSE``: the files are not samples.
-        files: in order.
-        sizes: int64, bytes of each.
-        changed: int64, time of last change of each, in nanoseconds.
-        labels: int32; empty if there are no classes.
-    """
-
-    name: str
-    files: FolderFiles
-    sizes: NDArray[np.int64]
-    changed: NDArray[np.int64]
-    labels: NDArray[np.int32]
+    name: str  # of the split; ``LOOSE``: the files are not samples
+    files: FolderFiles  # in order
+    sizes: NDArray[np.int64]  # bytes of each
+    changed: NDArray[np.int64]  # time of last change of each, in nanoseconds
+    labels: NDArray[np.int32]  # empty if there are no classes
 
     def path(self, index: int) -> str:
         """Return the path of a file relative to the dataset."""
@@ -53,24 +91,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset that can be packed.
+    """A dataset that can be packed."""
 
-    Attributes:
-        folder: its directory.
-        kind: ``IMAGES``, ``COCO`` or ``MNIST``.
-        groups: its files.
-        classes: names of the classes; empty if there are none.
-    """
-
-    folder: Path
-    kind: str
-    groups: list[Group]
-    classes: list[str]
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of all files."""
-        return sum(int(group.sizes.sum()) for group in self.groups)
+    kind: str  # ``IMAGES``, ``COCO`` or ``MNIST``
+    groups: list[Group]  # its files
+    classes: list[str]  # names of the classes; empty if there are none
 
     def digest(self, *options: object) -> str:
         """Return a digest of names, sizes, labels and options."""
@@ -100,7 +125,7 @@ def find(folder: Path, pool: Executor) -> Source:
             for name, split in splits.items()
             if split is not None and isinstance(split.files, FolderFiles)
         ]
-        return Source(folder, IMAGES, groups, train.classes)
+        return Source(IMAGES, groups, train.classes)
     if annotations := list(_annotations(folder)):
         groups = []
         for annotation in annotations:
@@ -110,7 +135,7 @@ def find(folder: Path, pool: Executor) -> Source:
                 raise UsageError(f"{folder / split} has no images: put those of {annotation} there")
             groups.append(_group(split, files, pool))
         names = Names.of(os.fspath(path.relative_to(folder)) for path in annotations)
-        return Source(folder, COCO, [*groups, _group(LOOSE, FolderFiles(folder, names), pool)], [])
+        return Source(COCO, [*groups, _group(LOOSE, FolderFiles(folder, names), pool)], [])
     try:
         paths = [mnist.find(folder, name) for name in IDX]
     except UsageError as error:
@@ -122,7 +147,7 @@ def find(folder: Path, pool: Executor) -> Source:
     if len({path.parent for path in paths}) > 1:
         raise UsageError(f"{folder}: the four IDX files of MNIST must be in one directory")
     files = FolderFiles(paths[0].parent, Names.of(path.name for path in paths))
-    return Source(folder, MNIST, [_group(LOOSE, files, pool)], [])
+    return Source(MNIST, [_group(LOOSE, files, pool)], [])
 
 
 def _annotations(folder: Path) -> Iterator[Path]:
@@ -158,3 +183,50 @@ def _sizes_and_times(files: FolderFiles, span: range) -> list[tuple[int, int]]:
             raise UsageError(f"{name} is not a regular file: remove it")
         facts.append((status.st_size, status.st_mtime_ns))
     return facts
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The files of one shard: ``start`` to ``stop`` of a group."""
+
+    name: str
+    group: Group
+    start: int
+    stop: int
+    classes: list[str]
+    resize: int
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of its files."""
+        return int(self.group.sizes[self.start : self.stop].sum())
+
+    @property
+    def max_size(self) -> int:
+        """Return the maximum bytes of the shard, without resizing."""
+        return self.size + OVERHEAD * (self.stop - self.start) + RECORD
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a digest of the files' names, sizes and times of change, and of the options."""
+        group, span = self.group, slice(self.start, self.stop)
+        facts = [VERSION, group.name, self.start, self.resize, group.files.names[span]]
+        facts += [group.sizes[span].tolist(), group.changed[span].tolist()]
+        facts += [self.classes, group.labels[span].tolist()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def shard_plans(source: Source, shard_size: int, resize: int) -> list[ShardPlan]:
+    """Split the files of ``source`` into parts of about ``shard_size`` bytes, at least one file."""
+    parts = []
+    for group in source.groups:
+        ends = np.cumsum(group.sizes + OVERHEAD)
+        start = number = 0
+        while start < len(ends):
+            before = int(ends[start - 1]) if start else 0
+            stop = int(np.searchsorted(ends, before + shard_size, "right"))
+            stop = max(start + 1, stop)
+            name = f"{group.name}-{number:06}.tar"
+            parts.append(ShardPlan(name, group, start, stop, source.classes, resize))
+            start, number = stop, number + 1
+    return parts

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.pack.check import problems
-from hvdtrain.commands.pack.packing import Packing
+from hvdtrain.commands.pack.packing import Packing, problems
+from hvdtrain.commands.pack.source import PackOptions
+from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.workloads.data.packed import IMAGES, MNIST, Pack, is_packed
 
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-MAX_WORKERS = 16
 EPILOG = """\
 DIR is an image folder (train/CLASS/*.jpg, val/), has the layout of COCO (train2017/, val2017/,
 annotations/instances_train2017.json, ...), or has the four IDX files of MNIST. Train with
@@ -33,29 +30,6 @@ example:
 """
 
 
-def byte_count(text: str) -> int:
-    """Parse a number of bytes, in KiB, MiB or GiB, e.g. ``256M``.
-
-    Raises:
-        ArgumentTypeError: ``text`` has another form, or is 0.
-    """
-    match = re.fullmatch(r"(\d{1,9})([KMG]?)(i?B)?", text, re.IGNORECASE)
-    if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size, e.g. 256M or 1G")
-    return int(match[1]) * UNITS[match[2].upper()]
-
-
-def count(text: str) -> int:
-    """Parse a positive integer.
-
-    Raises:
-        ArgumentTypeError: ``text`` is anything else.
-    """
-    if not re.fullmatch(r"\d{1,6}", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of 1 or more")
-    return int(text)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.epilog = EPILOG
@@ -63,32 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folders", metavar="DIR OUT", type=Path, nargs="+", help="dataset, output directory"
     )
-    parser.add_argument(
-        "--shard-size",
-        metavar="SIZE",
-        type=byte_count,
-        default="256M",
-        help="approximate size of a shard in bytes, with K, M or G (default: 256M)",
-    )
-    parser.add_argument(
-        "--workers",
-        metavar="N",
-        type=count,
-        help=f"number of parallel workers (default: one per core, at most {MAX_WORKERS})",
-    )
-    parser.add_argument(
-        "--resize",
-        metavar="SHORT",
-        type=count,
-        default=0,
-        help="maximum pixels of the shorter side of an image (default: no resizing)",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="only verify every byte of OUT; exit code 1 if any was changed",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_options(parser, PackOptions, defaults=True)
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
@@ -102,16 +51,10 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     if len(folders) not in ((1, 2) if arguments.check else (2,)):
         raise UsageError("DIR and OUT are required (see hvdtrain pack --help)")
     out = folders[-1]
-    workers = arguments.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-    if arguments.check:
-        return _check(out, workers)
-    packing = Packing(
-        folders[0],
-        out,
-        shard_size=arguments.shard_size,
-        workers=workers,
-        resize=arguments.resize,
-    )
+    options = from_namespace(PackOptions, arguments)
+    if options.check:
+        return _check(out, options.threads)
+    packing = Packing(folders[0], out, options)
     pack, already = packing.run()
     contents, facts = pack.contents, _facts(pack)
     samples = f"{plural(facts['samples'], 'sample')}, " if contents.splits else ""

@@ -102,9 +102,7 @@ class Copies:
             copied = tensor.to(self.device, non_blocking=True)
         computing = self._streams.current_stream()
         computing.wait_stream(self._stream)
-        copied.record_stream(
-            computing
-        )  # else its memory would be reused by the next copy too early
+        copied.record_stream(computing)  # else its memory would be reused by the next copy
         return copied
 
 

@@ -13,13 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-TENSORFLOWS = [
-    "tensorflow",
-    "tensorflow-cpu",
-    "tensorflow-gpu",
-    "intel-tensorflow",
-    "tf-nightly",
-]
+TENSORFLOWS = ["tensorflow", "tensorflow-cpu", "tensorflow-gpu", "intel-tensorflow", "tf-nightly"]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ same effect as in every CUDA program.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
+import statistics
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,15 +82,15 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
     # Version 2 distinguishes the instances of a partitioned GPU; drivers before 11.4 lack it.
     get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     get_uuid(identity, device)
-    major, minor = (_attribute(cuda, device, number) for number in CAPABILITY)
-    spelled = f"GPU-{uuid.UUID(bytes=identity.raw)}"
-    return Gpu(name.value.decode(errors="replace"), spelled, memory.value, 10 * major + minor)
-
-
-def _attribute(cuda: ctypes.CDLL, device: ctypes.c_int, number: int) -> int:
-    value = ctypes.c_int()
-    cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
-    return value.value
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    for value, number in zip((major, minor), CAPABILITY, strict=True):
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+    return Gpu(
+        name=name.value.decode(errors="replace"),
+        uuid=f"GPU-{uuid.UUID(bytes=identity.raw)}",
+        memory=memory.value,
+        capability=10 * major.value + minor.value,
+    )
 
 
 def identities(count: int, environ: Mapping[str, str]) -> list[str]:
@@ -116,3 +118,57 @@ def tensorflow_processor(tf: Any) -> tuple[str | None, int]:
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     threads = threads or int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0)
     return None, threads or len(os.sched_getaffinity(0))  # 0: all cores
+
+
+class GpuMeter:
+    """Utilization and energy of a GPU since the creation of the meter, from NVIDIA's NVML.
+
+    Needs ``hvdtrain[nvidia]``. Without it, for GPUs of other vendors and for MIG instances, all
+    values are None.
+
+    Args:
+        identity: the driver's UUID, e.g. ``GPU-8f6e...``.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self.identity = identity
+        self._busy: list[float] = []
+        self._library: Any = None
+        try:
+            library = importlib.import_module("pynvml")
+            library.nvmlInit()
+            self._gpu = library.nvmlDeviceGetHandleByUUID(identity)
+            self._begun = library.nvmlDeviceGetTotalEnergyConsumption(self._gpu)
+            self._library = library
+        except Exception:  # pynvml's error class may not be importable
+            return
+
+    def _query(self, function: str) -> Any:
+        """Return the result of an NVML function; after a failure, None from then on."""
+        try:
+            return getattr(self._library, function)(self._gpu) if self._library else None
+        except Exception:  # a training must not end because of it
+            self._library = None
+            self._busy.clear()
+            return None
+
+    def sample(self) -> None:
+        """Sample the utilization; takes about a millisecond."""
+        if rates := self._query("nvmlDeviceGetUtilizationRates"):
+            self._busy.append(rates.gpu / 100)
+
+    @property
+    def recent(self) -> float | None:
+        """Return the last sample: the fraction of time in which the GPU was busy."""
+        return self._busy[-1] if self._busy else None
+
+    @property
+    def busy(self) -> float | None:
+        """Return the mean of all samples."""
+        return statistics.fmean(self._busy) if self._busy else None
+
+    @property
+    def joules(self) -> float | None:
+        """Return the energy used since the creation of the meter, in joules."""
+        now = self._query("nvmlDeviceGetTotalEnergyConsumption")
+        return None if now is None else float(now - self._begun) / 1000  # from mJ

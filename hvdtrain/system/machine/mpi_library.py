@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.machine.toolchain import mpi_identity
 
 # Names of the C library in Open MPI, MPICH, Intel MPI, MVAPICH, Debian's MPICH and Cray MPICH;
 # not the libraries for Fortran, C++ or GPU transport.
@@ -68,6 +67,21 @@ def identity(path: str) -> str:
     except (OSError, AttributeError):
         return "unknown MPI"
     return mpi_identity(text.value.decode(errors="replace"))
+
+
+def mpi_identity(text: str) -> str:
+    """Return name and version from the version text of an MPI library or wrapper."""
+    for name, pattern in (
+        ("Open MPI", r"Open MPI v?([\w.]+)"),
+        ("Intel MPI", r"Intel\(R\) MPI Library ([\w.]+)"),
+        ("MVAPICH", r"MVAPICH2? version\s*:?\s*([\w.]+)"),
+        ("Cray MPICH", r"CRAY MPICH version\s*:?\s*([\w.]+)"),
+        ("MPICH", r"MPICH version\s*:?\s*([\w.]+)"),
+    ):
+        match = re.search(pattern, text, re.IGNORECASE)
+        if match:
+            return f"{name} {match[1]}"
+    return "unknown MPI"
 
 
 def started_by() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from ipaddress import IPv4Interface
+from pathlib import Path
 
 import psutil
 
@@ -12,11 +13,7 @@ DISCARD = 9  # port of the discard service
 
 
 def addresses(interface: str | None = None) -> list[str]:
-    """Return the IPv4 addresses of this host, e.g. ``10.0.0.7/24``, without loopback.
-
-    Args:
-        interface: name of the interface; None: all that are up.
-    """
+    """Return the IPv4 addresses of an interface, e.g. ``10.0.0.7/24``; of all without loopback."""
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
     interfaces = [
         IPv4Interface(f"{address.address}/{address.netmask or 32}")  # some tunnels have none
@@ -28,13 +25,16 @@ def addresses(interface: str | None = None) -> list[str]:
     return [str(address) for address in interfaces if interface or not address.is_loopback]
 
 
+def has_fabric() -> bool:
+    """Return whether this host has an InfiniBand or Omni-Path adapter, which registers memory."""
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
+
+
 def address_for_all(hosts: Mapping[str, Sequence[str]]) -> str | None:
     """Return the first host's address in its first network that all hosts share.
 
     None if there is no such network, e.g. with a router between hosts.
-
-    Args:
-        hosts: ``addresses`` by host.
     """
     lists = [[IPv4Interface(address) for address in local] for local in hosts.values()]
     for mine in lists[0]:
@@ -63,6 +63,5 @@ def interface_towards(host: str) -> str | None:
     mine = address_towards(host)
     interfaces = psutil.net_if_addrs().items()
     return next(
-        (name for name, local in interfaces if mine in {address.address for address in local}),
-        None,
+        (name for name, local in interfaces if mine in {address.address for address in local}), None
     )

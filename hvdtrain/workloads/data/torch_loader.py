@@ -72,7 +72,7 @@ class _Batches(torch_data.Dataset[Batch | UsageError]):
             return error
 
 
-class _Images:
+class Images:
     """Decoded images; uint8, shape (n, 3, size, size)."""
 
     def __init__(self, images: ImageFolder, crop: Crop, size: int, seed: int) -> None:
@@ -80,6 +80,7 @@ class _Images:
         self.samples, self.digest = len(images.files), images.digest
 
     def batch(self, indices: list[int], epoch: int | None) -> Batch:
+        """Read, decode and crop these images."""
         self.images.files.will_need(indices)
         pixels = np.empty((len(indices), self.size, self.size, 3), np.uint8)
         for row, index in enumerate(indices):
@@ -237,7 +238,7 @@ class Folder(ReadAhead):
     """
 
     def __init__(self, images: ImageFolder, crop: Crop, options: ImageOptions) -> None:
-        super().__init__(_Images(images, crop, options.image_size, options.seed), options)
+        super().__init__(Images(images, crop, options.image_size, options.seed), options)
 
 
 class Synthetic(Indexed):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands.pack.packing import Packing
+from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.training.staging import Copy
 from hvdtrain.workloads.data.image_folder import load
@@ -24,7 +25,7 @@ def data(tmp_path: Path) -> Path:
             path = tmp_path / "folder" / split / "ab"[number % 2] / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes([number]) * 9000)
-    Packing(tmp_path / "folder", tmp_path / "data", shard_size=2**15, workers=1).run()
+    Packing(tmp_path / "folder", tmp_path / "data", PackOptions(2**15, workers=1)).run()
     return tmp_path / "data"
 
 
@@ -61,7 +62,7 @@ def test_other_data_of_the_same_name_go_elsewhere(data: Path, tmp_path: Path) ->
     first = staged(data, tmp_path / "disk")
     changed = tmp_path / "other" / data.name
     (tmp_path / "folder" / "train" / "a" / "0.jpg").write_bytes(b"new")
-    Packing(tmp_path / "folder", changed, shard_size=2**15, workers=1).run()
+    Packing(tmp_path / "folder", changed, PackOptions(2**15, workers=1)).run()
     assert staged(changed, tmp_path / "disk").folder != first.folder
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.summary import Bubble, Stopped, Summary
-from hvdtrain.system.machine.gpu_meter import GpuMeter
+from hvdtrain.system.machine.gpus import GpuMeter
 from hvdtrain.training.summary import evaluated, evaluation_rows, rows, used
 from hvdtrain.training.throughput import Clock
 from tests.unit.conftest import OnRanks

@@ -1,20 +1,22 @@
 """Speed of reading the images of a folder: per core and stage, measured on a sample.
 
-The sample passes through the reader and the crop of a ResNet training with PyTorch, in this
-process.
+The sample passes through the loader of a ResNet training with PyTorch, in this process.
 """
 
 from __future__ import annotations
 
+import copy
+import io
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, Finding, warning_if
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import find_module
 from hvdtrain.system.output.tables import message, table
@@ -22,10 +24,12 @@ from hvdtrain.system.output.text import percent, plural, printable, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.training.plan import choose_workers
 from hvdtrain.workloads.data import image_folder
-from hvdtrain.workloads.data.files import Files
 from hvdtrain.workloads.data.image_folder import ImageFolder
 from hvdtrain.workloads.data.packed import IMAGES, Pack, is_packed
 from hvdtrain.workloads.mnist import data as mnist
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SAMPLE = 256  # images, drawn evenly from the training set
 SECONDS = 10.0  # time limit for them
@@ -42,28 +46,17 @@ WORKER = (READING, DECODING, CROP, COPY)
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements on a sample of the images.
-
-    Attributes:
-        directory: the dataset.
-        images: number of training images.
-        classes: number of classes.
-        sampled: number of images in the sample.
-        broken: error messages of images that cannot be decoded.
-        width, height: mean over the other images, pixels.
-        size: mean, bytes.
-        seconds: per image on one core, by stage.
-    """
+    """Measurements on a sample of the images."""
 
     directory: Path
-    images: int
-    classes: int
-    sampled: int
-    broken: tuple[str, ...]
-    width: float
+    images: int  # number of training images
+    classes: int  # number of classes
+    sampled: int  # number of images in the sample
+    broken: tuple[str, ...]  # error messages of images that cannot be decoded
+    width: float  # mean over the other images, pixels
     height: float
-    size: float
-    seconds: dict[str, float]
+    size: float  # mean, bytes
+    seconds: dict[str, float]  # per image on one core, by stage
 
     @property
     def rate(self) -> float:
@@ -94,14 +87,17 @@ def find(directory: Path) -> ImageFolder | Finding:
     """
     if not directory.is_dir():
         raise UsageError(f"--data {directory}: no such directory")
-    if is_packed(directory) and (kind := Pack(directory).contents.kind) != IMAGES:
-        evidence = f"{directory} contains packed {kind}; their reading speed is not measured"
-        return Finding("data", ABSENT, evidence, "specify an image folder, plain or packed")
+    other = ""
+    if is_packed(directory):
+        kind = Pack(directory).contents.kind
+        other = "" if kind == IMAGES else f"packed {kind}"
+    elif not (directory / "train").is_dir() and any(directory.glob("annotations/instances_*.json")):
+        other = "COCO's layout"
+    if other:
+        evidence = f"{directory} has {other}; its reading speed is not measured"
+        return Finding("data", ABSENT, evidence, "specify an image folder: train/CLASS/*.jpg")
     if (directory / "train").is_dir() or is_packed(directory):
         return image_folder.load(directory)[0]
-    if any(directory.glob("annotations/instances_*.json")):
-        evidence = f"{directory} has COCO's layout; its reading speed is not measured"
-        return Finding("data", ABSENT, evidence, "specify an image folder: train/CLASS/*.jpg")
     try:
         mnist.find(directory, "train-images-idx3-ubyte")
     except UsageError:
@@ -128,101 +124,111 @@ def measure(directory: Path, images: ImageFolder) -> Measured | Finding:
     sample = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).astype(int))
     order = np.random.default_rng(0).permutation(sample)  # even at any time limit
     with terminal.working("importing PyTorch, then reading images for a few seconds"):
-        stages = _Stages(images)
-        stages.process(int(order[0]))  # warm-up
-        stages.reset()
-        start = time.monotonic()
+        _Probe(images).measure(int(order[0]))  # warm-up
+        probe, start = _Probe(images), time.monotonic()
         for done, index in enumerate(order):
             if time.monotonic() - start > SECONDS:
                 break
             terminal.status(f"reading and decoding images: {done} of at most {len(order)}")
-            stages.process(int(index))
-    good = len(stages.sizes)
-    seconds = {name: spent / good for name, spent in stages.spent.items()} if good else {}
-    for name, spent in stages.batch_seconds().items() if good else ():
-        seconds[name] = seconds.get(name, 0.0) + spent
-    width, height, stored = np.mean(stages.sizes, axis=0).tolist() if good else (0.0, 0.0, 0.0)
+            probe.measure(int(index))
+    good = len(probe.sizes)
+    width, height, stored = np.mean(probe.sizes, axis=0).tolist() if good else (0.0, 0.0, 0.0)
     return Measured(
-        directory,
-        count,
-        len(images.classes),
-        good + len(stages.broken),
-        tuple(stages.broken),
-        width,
-        height,
-        stored,
-        seconds,
+        directory=directory,
+        images=count,
+        classes=len(images.classes),
+        sampled=good + len(probe.broken),
+        broken=tuple(probe.broken),
+        width=width,
+        height=height,
+        size=stored,
+        seconds=probe.seconds() if good else {},
     )
 
 
-class _Stages:
-    """Passes images through the input stages of a training, and times each."""
+class _Probe:
+    """The training's loader, with a clock in its files and its crop."""
 
     def __init__(self, images: ImageFolder) -> None:
         import torch
-        from PIL import Image
 
-        from hvdtrain.workloads.data.torch_loader import decoding_errors
-        from hvdtrain.workloads.resnet.pytorch import random_crop
+        from hvdtrain.workloads.data.torch_loader import Images
 
         torch.set_num_threads(1)
-        self.images, self.torch = images, torch
-        self._open, self._crop, self._named_errors = Image.open, random_crop, decoding_errors
-        self._batch = np.zeros((BATCH, SIDE, SIDE, 3), np.uint8)
-        self.reset()
-
-    def reset(self) -> None:
-        """Discard all measurements."""
-        self.spent = dict.fromkeys((*WORKER, STORAGE), 0.0)  # seconds
+        self.files = images.files
+        timed = copy.copy(images.files)
+        timed.open = self._open  # type: ignore[method-assign]
+        self._reader = Images(replace(images, files=timed), self._crop, SIDE, seed=0)
+        self._image: dict[str, float] = {}  # seconds of the current image, by stage
+        self._size = (0, 0, 0)
+        self.spent: Counter[str] = Counter()
         self.sizes: list[tuple[int, int, int]] = []  # width, height, bytes
         self.broken: list[str] = []
 
-    def process(self, index: int) -> None:
-        """Read and crop one image."""
-        files = self.images.files
+    def measure(self, index: int) -> None:
+        """Read one image from storage, then pass it through the loader."""
+        from hvdtrain.workloads.data.torch_loader import decoding_errors
+
         try:
-            with self._named_errors(files.name(index)):
-                files.forget(index)
-                from_storage, _ = _timed_read(files, index)
-                reading, bytes_read = _timed_read(files, index)
-                file = files.open(index)
+            with decoding_errors(self.files.name(index)):
+                self.files.forget(index)
                 start = time.perf_counter()
-                image = self._open(file)
-            with file:
-                dimensions, load, decoding = image.size, image.load, 0.0
-
-                def timed_load() -> Any:  # called by the crop after it has chosen a scale
-                    nonlocal decoding
-                    begin = time.perf_counter()
-                    pixels = load()
-                    decoding += time.perf_counter() - begin
-                    return pixels
-
-                image.load = timed_load  # type: ignore[method-assign]
-                crop = self._crop(image, SIDE)
-                cropped = time.perf_counter()
-                self._batch[len(self.sizes) % BATCH] = np.asarray(crop)
-                copied = time.perf_counter()
+                with self.files.open(index) as file:
+                    file.read()
+                from_storage = time.perf_counter() - start
+            start = time.perf_counter()
+            self._reader.batch([index], epoch=0)
+            seconds = time.perf_counter() - start
         except UsageError as error:
             self.broken.append(str(error).rpartition(": ")[0])  # without the remedy
             return
-        self.spent[STORAGE] += from_storage
-        self.spent[READING] += reading
-        self.spent[DECODING] += decoding
-        self.spent[CROP] += cropped - start - decoding
-        self.spent[COPY] += copied - cropped
-        self.sizes.append((*dimensions, bytes_read))
+        rest = seconds - sum(self._image.values())
+        self.spent.update({**self._image, COPY: rest, STORAGE: from_storage})
+        self.sizes.append(self._size)
 
-    def batch_seconds(self) -> dict[str, float]:
-        """Return the seconds per image of operations on a whole batch, by stage."""
+    def _open(self, index: int) -> IO[bytes]:
+        """Read the file as a whole: the decoder must not wait for it."""
+        start = time.perf_counter()
+        with self.files.open(index) as file:
+            content = file.read()
+        self._image = {READING: time.perf_counter() - start}
+        self._size = (0, 0, len(content))
+        return io.BytesIO(content)
+
+    def _crop(self, image: Image.Image, size: int) -> Image.Image:
+        from hvdtrain.workloads.resnet.pytorch import random_crop
+
+        load, decoding = image.load, 0.0
+
+        def timed_load() -> Any:  # called by the crop after it has chosen a scale
+            nonlocal decoding
+            begin = time.perf_counter()
+            pixels = load()
+            decoding += time.perf_counter() - begin
+            return pixels
+
+        self._size = (*image.size, self._size[2])
+        image.load = timed_load  # type: ignore[method-assign]
+        start = time.perf_counter()
+        crop = random_crop(image, size)
+        cropping = time.perf_counter() - start - decoding
+        self._image |= {DECODING: decoding, CROP: cropping}
+        return crop
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds per image by stage, with its share of the work on a whole batch."""
+        import torch
+
         from hvdtrain.tasks.pytorch import network_input
 
-        pixels = self.torch.from_numpy(self._batch).permute(0, 3, 1, 2)
-        scale = (self.torch.full((3, 1, 1), 0.02), self.torch.full((3, 1, 1), -2.0))
-        return {
-            COPY: _median(lambda: self.torch.from_numpy(self._batch).share_memory_()) / BATCH,
-            NORMALISING: _median(lambda: network_input(pixels, self.torch.float32, scale)) / BATCH,
-        }
+        batch = np.zeros((BATCH, SIDE, SIDE, 3), np.uint8)
+        pixels = torch.from_numpy(batch).permute(0, 3, 1, 2)
+        scale = (torch.full((3, 1, 1), 0.02), torch.full((3, 1, 1), -2.0))
+        sharing = _median(lambda: torch.from_numpy(batch).share_memory_())
+        normalising = _median(lambda: network_input(pixels, torch.float32, scale))
+        seconds = {stage: spent / len(self.sizes) for stage, spent in self.spent.items()}
+        seconds[COPY] += sharing / BATCH
+        return {**seconds, NORMALISING: normalising / BATCH}
 
 
 def _median(work: Callable[[], object]) -> float:
@@ -234,22 +240,8 @@ def _median(work: Callable[[], object]) -> float:
     return float(np.median(times))
 
 
-def _timed_read(files: Files, index: int) -> tuple[float, int]:
-    """Return the seconds to read a file, and its size in bytes."""
-    start = time.perf_counter()
-    with files.open(index) as file:
-        count = len(file.read())
-    return time.perf_counter() - start, count
-
-
 def data_findings(measured: Measured, *, cores: int, gpu: bool) -> Iterator[Finding]:
-    """Judge the measurements.
-
-    Args:
-        measured: the result of ``measure``.
-        cores: number of cores of a rank of this host.
-        gpu: whether the rank computes on a GPU.
-    """
+    """Judge the measurements for a rank with ``cores`` cores, and maybe a GPU."""
     count = f"{plural(measured.images, 'training image')}, classes: {measured.classes}"
     if not measured.seconds:
         broken = printable(measured.broken[0])
@@ -258,18 +250,15 @@ def data_findings(measured: Measured, *, cores: int, gpu: bool) -> Iterator[Find
         return
     mean = f"{measured.width:.0f} x {measured.height:.0f} pixels, {size(measured.size)}"
     yield Finding("data", OK, f"{count}; mean of {measured.sampled}: {mean}")
-    yield _broken(measured)
+    evidence, remedy = f"none of {plural(measured.sampled, 'image')}", ""
+    if measured.broken:
+        bad, first = len(measured.broken), printable(measured.broken[0])
+        evidence = f"{bad} of {measured.sampled} ({percent(bad / measured.sampled)}): {first}"
+        remedy = (
+            "repair or remove them, or train with --skip-broken: otherwise the run fails on them"
+        )
+    yield warning_if(remedy, "broken images", evidence)
     yield _speed(measured, cores, gpu)
-
-
-def _broken(measured: Measured) -> Finding:
-    if not measured.broken:
-        return Finding("broken images", OK, f"none of {plural(measured.sampled, 'image')}")
-    share = percent(len(measured.broken) / measured.sampled)
-    count = f"{len(measured.broken)} of {measured.sampled} ({share})"
-    evidence = f"{count}: {printable(measured.broken[0])}"
-    remedy = "repair or remove them, or train with --skip-broken: otherwise the run fails on them"
-    return Finding("broken images", WARNING, evidence, remedy)
 
 
 def _speed(measured: Measured, cores: int, gpu: bool) -> Finding:
@@ -279,41 +268,36 @@ def _speed(measured: Measured, cores: int, gpu: bool) -> Finding:
         f"{measured.rate:,.0f} images/s per core; a rank with {device} has --workers {workers} by "
         f"default, for {workers * measured.rate:,.0f} images/s at most"
     )
-    cold = measured.seconds[STORAGE]
-    if cold > SLOW_STORAGE * (cold + sum(measured.seconds[stage] for stage in WORKER[1:])):
+    cold, warm = measured.seconds[STORAGE], sum(measured.seconds[stage] for stage in WORKER[1:])
+    remedy = ""
+    if cold > SLOW_STORAGE * (cold + warm):
         remedy = (
             "reading uncached files takes most of the time: pack them into a few large files "
             "(`hvdtrain pack DIR OUT`), or copy the data to a local disk"
         )
-        return Finding("reading images", WARNING, evidence, remedy)
-    if min(measured.width, measured.height) >= LARGE:
+    elif min(measured.width, measured.height) >= LARGE:
         remedy = (
             f"`hvdtrain pack DIR OUT --resize {SMALLER}` creates smaller copies, which are faster "
             f"to read and sufficient for crops of {SIDE} pixels"
         )
-        return Finding("reading images", WARNING, evidence, remedy)
-    return Finding("reading images", OK, evidence)
+    return warning_if(remedy, "reading images", evidence)
 
 
 def data_text(measured: Measured) -> str:
     """Return a row per stage: time of an image, share of a worker's time, images/s."""
+    seconds = measured.seconds
+    stages = {stage: seconds[stage] for stage in WORKER}
+    stages["a worker, total"] = 1 / measured.rate
+    stages[f"{STORAGE} (instead of cached)"] = seconds[STORAGE]
+    stages[f"{NORMALISING} (in the rank)"] = seconds[NORMALISING]
     rows = [
         [
             name,
-            f"{1e3 * seconds:.2f}",
-            percent(seconds * measured.rate) if name in WORKER else "",
-            f"{1 / seconds:,.0f}",
+            f"{1e3 * spent:.2f}",
+            percent(spent * measured.rate) if name in WORKER else "",
+            f"{1 / spent:,.0f}",
         ]
-        for name, seconds in _rows(measured)
+        for name, spent in stages.items()
     ]
     title = f"an image of {measured.directory} on one core, read by PyTorch's loader:"
     return f"{message(title)}\n{table(['stage', 'ms', 'share', 'images/s per core'], rows)}"
-
-
-def _rows(measured: Measured) -> Sequence[tuple[str, float]]:
-    return [
-        *((stage, measured.seconds[stage]) for stage in WORKER),
-        ("a worker, total", 1 / measured.rate),
-        (f"{STORAGE} (instead of cached)", measured.seconds[STORAGE]),
-        (f"{NORMALISING} (in the rank)", measured.seconds[NORMALISING]),
-    ]

@@ -38,11 +38,6 @@ class Directory:
     error: str  # of the trial write; empty if it succeeded
     ahead: float | None  # seconds that its clock is ahead; None if it is not writable
 
-    @property
-    def shared(self) -> bool:
-        """Return whether hosts share it, judged by the type of its file system."""
-        return self.kind in SHARED
-
 
 def find_directories(environ: Mapping[str, str], current: Path) -> Iterator[Directory]:
     """Inspect the current, the home and the temporary directory, each path once."""
@@ -106,8 +101,9 @@ def directory_findings(directories: Sequence[Directory], hosts: int) -> Iterator
 
 
 def _space(directory: Directory, hosts: int) -> Finding:
-    name, shared = directory.name, "shared by hosts" if directory.shared else "local to this host"
-    evidence = f"{directory.path}: {directory.kind}, {shared}, {size(directory.free)} free"
+    name, shared = directory.name, directory.kind in SHARED
+    reach = "shared by hosts" if shared else "local to this host"
+    evidence = f"{directory.path}: {directory.kind}, {reach}, {size(directory.free)} free"
     state = WARNING if name == "home" else ERROR
     if directory.error:
         free = "free space, or " if directory.error in map(os.strerror, FULL) else ""
@@ -119,7 +115,7 @@ def _space(directory: Directory, hosts: int) -> Finding:
         return Finding(name, state, f"{evidence}: {limit}", remedy)
     if directory.free < FEW_FREE:
         return Finding(name, WARNING, evidence, "checkpoints may fill it; free space")
-    if name == "current directory" and hosts > 1 and not directory.shared:
+    if name == "current directory" and hosts > 1 and not shared:
         remedy = (
             f"{hosts} hosts: put --checkpoint-dir and --data on a shared file system "
             "(hvdtrain doctor -n checks whether all hosts see it)"
@@ -129,16 +125,13 @@ def _space(directory: Directory, hosts: int) -> Finding:
 
 
 def clock_finding(ahead: Mapping[str, float]) -> Finding:
-    """Compare the clocks of file systems with this host's.
-
-    Args:
-        ahead: seconds that each is ahead, by directory.
-    """
+    """Judge the seconds that the clocks of file systems are ahead of this host's, by directory."""
     if not ahead:
         return Finding("clock", ABSENT, "no writable directory to compare with")
     path, worst = max(ahead.items(), key=lambda pair: abs(pair[1]))
-    if abs(worst) > SKEW:
-        evidence = f"{path}'s is {abs(worst):.1f} s {'ahead' if worst > 0 else 'behind'}"
-        remedy = "synchronize the clocks (chrony, NTP): dates of checkpoints and logs are wrong"
-        return Finding("clock", WARNING, evidence, remedy)
-    return Finding("clock", OK, f"equals the file systems' (within {abs(worst) * 1000:.0f} ms)")
+    if abs(worst) <= SKEW:
+        evidence = f"equals the file systems' (within {abs(worst) * 1000:.0f} ms)"
+        return Finding("clock", OK, evidence)
+    evidence = f"{path}'s is {abs(worst):.1f} s {'ahead' if worst > 0 else 'behind'}"
+    remedy = "synchronize the clocks (chrony, NTP): dates of checkpoints and logs are wrong"
+    return Finding("clock", WARNING, evidence, remedy)

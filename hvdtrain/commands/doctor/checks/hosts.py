@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, warning_if
 from hvdtrain.commands.launch.hosts import Allocation, find_allocation
 from hvdtrain.commands.launch.layout import BATCH_SYSTEMS
 from hvdtrain.errors import UsageError
@@ -23,7 +23,8 @@ TIMEOUT = 3.0  # seconds, per host
 AT_ONCE = 32  # number of hosts probed at the same time
 SHOWN_HOSTS = 4  # maximum number of host names in a finding
 
-ANSWERS, NO_SSH, SILENT, UNKNOWN = "answers", "no ssh", "does not answer", "unknown name"
+# The answers of a host.
+KINDS = ANSWERS, NO_SSH, SILENT, UNKNOWN = "answers", "no ssh", "does not answer", "unknown name"
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,11 @@ def local_names() -> frozenset[str]:
 
 def is_this_host(name: str, local: Collection[str]) -> bool:
     """Return whether ``name`` is among the ``local`` names, with or without its domain."""
-    return name in local or _short(name) in {_short(local_name) for local_name in local}
-
-
-def _short(name: str) -> str:
-    """Return ``name`` without its domain; an address is unchanged."""
-    return name if name[:1].isdigit() else name.partition(".")[0]
+    short, *others = (
+        full if full[:1].isdigit() else full.partition(".")[0]  # an address is unchanged
+        for full in (name, *local)
+    )
+    return name in local or short in others
 
 
 def local_slots(allocation: Allocation, local: Collection[str]) -> int:
@@ -84,18 +84,24 @@ def batch_findings(batch: BatchSystem, local: Collection[str]) -> Iterator[Findi
         yield Finding("hosts of the job", ABSENT, "no job: ranks start on this host")
     else:
         evidence = f"{batch.allocation.source}: {_list([f'{h.name}:{h.slots}' for h in hosts])}"
-        evidence += f", {batch.allocation.slots} slots"
-        if any(is_this_host(host.name, local) for host in hosts):
-            yield Finding("hosts of the job", OK, evidence)
-        else:
+        evidence, remedy = f"{evidence}, {batch.allocation.slots} slots", ""
+        if not any(is_this_host(host.name, local) for host in hosts):
             remedy = "run in the job, on its first host; or unset a stale PBS_NODEFILE"
             evidence += f"; this host, {socket.gethostname()}, is not among them"
-            yield Finding("hosts of the job", WARNING, evidence, remedy)
+        yield warning_if(remedy, "hosts of the job", evidence)
 
 
 def _list(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN_HOSTS} more" if len(names) > SHOWN_HOSTS else ""
     return ", ".join(names[:SHOWN_HOSTS]) + more
+
+
+def other_hosts(allocation: Allocation, local: Collection[str]) -> Finding:
+    """Probe the other hosts of the job, if this host belongs to it."""
+    names = [host.name for host in allocation.hosts]
+    others = [name for name in names if not is_this_host(name, local)]
+    answers = probe_hosts(others) if len(others) < len(names) else {}
+    return answer_finding(answers, allocation.source)
 
 
 def probe_hosts(names: Sequence[str], port: int = SSH) -> dict[str, str]:
@@ -135,6 +141,3 @@ def answer_finding(answers: Mapping[str, str], source: str) -> Finding:
         )
         return Finding(check, WARNING, evidence, remedy)
     return Finding(check, OK, f"{_list(list(answers))}: answer{'s' if len(answers) == 1 else ''}")
-
-
-KINDS = (ANSWERS, NO_SSH, SILENT, UNKNOWN)

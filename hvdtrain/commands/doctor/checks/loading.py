@@ -10,8 +10,10 @@ import ctypes
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from hvdtrain.config.strategies import HOROVOD
 from hvdtrain.system.machine import mpi_library
@@ -51,8 +53,7 @@ def try_loading(name: str) -> Loaded:
     lines = result.output.strip().splitlines()
     for line in lines:
         if line.startswith('{"error"'):
-            answer = json.loads(line)
-            return Loaded(answer["error"], tuple((path, mpi) for path, mpi in answer["mpi"]))
+            return msgspec.json.decode(line, type=Loaded)
     last = f": {lines[-1]}" if lines else ""
     return Loaded(f"loading it crashed, exit code {result.exit_code}{last}")
 
@@ -92,8 +93,8 @@ def main(name: str) -> int:
         load(name)
     except (OSError, ImportError, RuntimeError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
-    libraries = [(library.path, library.identity) for library in mpi_library.loaded()]
-    sys.stdout.write(json.dumps({"error": message, "mpi": libraries}) + "\n")
+    libraries = tuple((library.path, library.identity) for library in mpi_library.loaded())
+    sys.stdout.write(json.dumps(asdict(Loaded(message, libraries))) + "\n")
     return 0
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.checks.software import PACKAGES
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.launch.mpirun import OPEN_MPI as OPEN_MPIS
-from hvdtrain.commands.launch.mpirun import REMEDY, Mpi
+from hvdtrain.commands.launch.mpirun import REMEDY, Mpi, find_mpi
+from hvdtrain.errors import UsageError
 
 OPEN_MPI = "Open MPI"
+# Family by dialect: a launcher starts ranks of its family; one that is absent here, e.g. srun,
+# starts ranks of any.
 FAMILIES = dict.fromkeys(("mpich", "intel", "pals"), "MPICH") | dict.fromkeys(OPEN_MPIS, OPEN_MPI)
-"""Family by dialect: a launcher starts ranks of its family; one that is absent here, e.g. srun,
-starts ranks of any."""
+REBUILD = "hvdtrain install-horovod --rebuild"
+# Without pip's cache, which may have a build for another MPI.
+MPI4PY = "pip install --no-cache-dir --force-reinstall --no-binary mpi4py mpi4py"
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,17 @@ class MpiFacts:
     horovod: Mapping[str, Loaded]  # result of loading each library of Horovod, by framework
 
 
-def family(identity: str) -> str:
-    """Return the family of a library, e.g. ``Open MPI`` for ``Open MPI 5.0.11``."""
-    if identity.startswith(OPEN_MPI):
-        return OPEN_MPI
-    return "" if identity.startswith("unknown") else "MPICH"
+def find_mpis(
+    environ: Mapping[str, str], mpi4py: Loaded, horovod: Mapping[str, Loaded]
+) -> MpiFacts:
+    """Return the MPIs: the launcher's, and those loaded with mpi4py and Horovod."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    launcher, problem = None, ""
+    try:
+        launcher = find_mpi(environ)
+    except UsageError as error:
+        problem = str(error)
+    return MpiFacts(launcher, problem, str(mpirun) if mpirun.is_file() else "", mpi4py, horovod)
 
 
 def mpi_findings(facts: MpiFacts) -> Iterator[Finding]:
@@ -42,14 +54,11 @@ def mpi_findings(facts: MpiFacts) -> Iterator[Finding]:
         remedy = f"pip install 'hvdtrain[mpi]', or load the module of your MPI and {MPI4PY}"
         yield Finding("mpi4py", ERROR, f"it does not load: {facts.mpi4py.error}", remedy)
     else:
-        yield Finding("mpi4py", OK, f"uses {_show(facts.mpi4py)}")
+        libraries = "; ".join(f"{identity}, {path}" for path, identity in facts.mpi4py.mpi)
+        yield Finding("mpi4py", OK, f"uses {libraries or 'no MPI'}")
     users = {"mpi4py": facts.mpi4py}
     users |= {f"Horovod ({PACKAGES[name]})": loaded for name, loaded in facts.horovod.items()}
     yield agreement(facts, {name: loaded for name, loaded in users.items() if loaded.mpi})
-
-
-def _show(loaded: Loaded) -> str:
-    return "; ".join(f"{identity}, {path}" for path, identity in loaded.mpi) or "no MPI"
 
 
 def _launcher(facts: MpiFacts) -> Finding:
@@ -67,13 +76,8 @@ def _launcher(facts: MpiFacts) -> Finding:
 
 
 def agreement(facts: MpiFacts, users: Mapping[str, Loaded]) -> Finding:
-    """Judge whether the MPI libraries belong to the launcher.
-
-    Args:
-        facts: for the launcher.
-        users: the libraries that load an MPI, by name.
-    """
-    check, rebuild = "MPI agreement", "hvdtrain install-horovod --rebuild"
+    """Judge whether the MPIs that ``users`` have loaded, by their names, are the launcher's."""
+    check = "MPI agreement"
     if not users:
         return Finding(check, ABSENT, "no library uses MPI")
     libraries = {name: loaded.mpi[0] for name, loaded in users.items()}
@@ -84,23 +88,23 @@ def agreement(facts: MpiFacts, users: Mapping[str, Loaded]) -> Finding:
     )
     mpi = facts.launcher
     starter = FAMILIES.get(mpi.dialect, "") if mpi else ""
-    families = {family(identity) for _, identity in libraries.values()} - {""}
+    families = {
+        OPEN_MPI if identity.startswith(OPEN_MPI) else "MPICH"
+        for _, identity in libraries.values()
+        if not identity.startswith("unknown")
+    }
     if mpi and starter and families - {starter}:
         evidence = f"{mpi.program} starts ranks of {starter}, each in a world of 1 ({summary})"
-        remedy = f"put the mpirun of that MPI first on the PATH, or {rebuild} with this one first"
+        remedy = f"put the mpirun of that MPI first on the PATH, or {REBUILD} with this one first"
         return Finding(check, ERROR, evidence, remedy)
     if len(families) > 1:
-        return Finding(check, ERROR, f"two MPIs in one process: {summary}", f"{rebuild}; {MPI4PY}")
+        return Finding(check, ERROR, f"two MPIs in one process: {summary}", f"{REBUILD}; {MPI4PY}")
     if len({path for path, _ in libraries.values()}) > 1:
-        return Finding(check, WARNING, f"two copies of one MPI: {summary}", f"{rebuild}; {MPI4PY}")
+        return Finding(check, WARNING, f"two copies of one MPI: {summary}", f"{REBUILD}; {MPI4PY}")
     path, identity = next(iter(libraries.values()))
     version = identity.rpartition(" ")[2]
     if mpi and starter == OPEN_MPI and mpi.version not in ("", version):
         evidence = f"mpirun is {mpi.version}, the library {version} ({path}): may work"
-        remedy = f"use the mpirun that belongs to the library, or {rebuild}"
+        remedy = f"use the mpirun that belongs to the library, or {REBUILD}"
         return Finding(check, WARNING, evidence, remedy)
     return Finding(check, OK, f"mpirun, {', '.join(users)}: {identity}")
-
-
-# Without pip's cache, which may have a build for another MPI.
-MPI4PY = "pip install --no-cache-dir --force-reinstall --no-binary mpi4py mpi4py"

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain.commands.doctor.checks.loading import Loaded, extension
+from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
-from hvdtrain.commands.install_horovod.installed import find_installed, wheel_hash
 from hvdtrain.commands.install_horovod.plan import nccl_problems
-from hvdtrain.commands.install_horovod.wheel_cache import read_json
+from hvdtrain.commands.install_horovod.toolchain import Toolchain
+from hvdtrain.commands.install_horovod.wheel_cache import find_installed, read_json, wheel_hash
 from hvdtrain.config.strategies import HOROVOD
-from hvdtrain.system.machine.frameworks import versions
-from hvdtrain.system.machine.toolchain import Toolchain
 
 REBUILD = "hvdtrain install-horovod --rebuild"
 PACKAGES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
@@ -36,34 +34,18 @@ def python_finding() -> Finding:
 
 def framework_findings(toolchain: Toolchain) -> Iterator[Finding]:
     """Judge PyTorch and TensorFlow: at least one must be installed."""
-    torch, tensorflow = toolchain.torch, toolchain.tensorflow
-    remedy = "" if torch or tensorflow else "pip install 'hvdtrain[pytorch]' (or [tensorflow])"
-    missing = ABSENT if torch or tensorflow else ERROR
-    if torch:
-        built = f"for CUDA {torch.cuda}" if torch.cuda else "for the CPU"
-        yield Finding("PyTorch", OK, f"{torch.version}, built {built}")
-    else:
-        yield Finding("PyTorch", missing, "not installed", remedy)
-    if tensorflow:
-        built = f"for CUDA {tensorflow.cuda}" if tensorflow.cuda else "for the CPU"
-        yield Finding("TensorFlow", OK, f"{tensorflow.version}, built {built}")
-    else:
-        yield Finding("TensorFlow", missing, "not installed", remedy)
-
-
-def torchvision_version(toolchain: Toolchain) -> str:
-    """Return the version of torchvision; empty if PyTorch or torchvision is not installed."""
-    return versions("torchvision").get("torchvision", "") if toolchain.torch else ""
+    some = toolchain.torch or toolchain.tensorflow
+    remedy = "" if some else "pip install 'hvdtrain[pytorch]' (or [tensorflow])"
+    for name, framework in (("PyTorch", toolchain.torch), ("TensorFlow", toolchain.tensorflow)):
+        if framework:
+            built = f"for CUDA {framework.cuda}" if framework.cuda else "for the CPU"
+            yield Finding(name, OK, f"{framework.version}, built {built}")
+        else:
+            yield Finding(name, ABSENT if some else ERROR, "not installed", remedy)
 
 
 def torchvision_finding(version: str, loaded: Loaded, *, mended: bool) -> Finding:
-    """Judge whether a script can import torchvision, unaided or by install-horovod's repair.
-
-    Args:
-        version: of the distribution.
-        loaded: result of loading its extension.
-        mended: whether install-horovod has repaired the import in this environment.
-    """
+    """Judge whether a script can import torchvision, unaided or ``mended`` by install-horovod."""
     if not loaded.error:
         return Finding("torchvision", OK, f"{version}, with its extension")
     evidence = f"{version}, its extension does not load with this PyTorch ({loaded.error})"
@@ -114,11 +96,6 @@ def build_facts(wheels: Path, sha256: str | None) -> Mapping[str, Any]:
     return {}
 
 
-def present_extensions() -> list[str]:
-    """Return the frameworks for which the installed Horovod has a library."""
-    return [framework for framework in HOROVOD.requires if extension(framework)]
-
-
 def horovod_findings(facts: HorovodFacts) -> Iterator[Finding]:
     """Judge Horovod: installed, built for this processor, and loading with each framework."""
     if not facts.version:
@@ -128,30 +105,20 @@ def horovod_findings(facts: HorovodFacts) -> Iterator[Finding]:
     for framework, loaded in facts.loaded.items():
         yield _library(framework, loaded, facts)
     for framework in facts.installed.keys() - facts.loaded.keys():
-        yield Finding(
-            f"Horovod, {PACKAGES[framework]}",
-            WARNING,
-            f"Horovod was not built for {PACKAGES[framework]}, which is installed",
-            f"hvdtrain install-horovod; needed for --framework {framework} on several ranks",
-        )
+        evidence = f"Horovod was not built for {PACKAGES[framework]}, which is installed"
+        remedy = f"hvdtrain install-horovod; needed for --framework {framework} on several ranks"
+        yield Finding(f"Horovod, {PACKAGES[framework]}", WARNING, evidence, remedy)
 
 
 def gpu_tensor_findings(
     facts: HorovodFacts, toolchain: Toolchain, *, has_nccl: bool, gpus: int
 ) -> Iterator[Finding]:
-    """Judge how Horovod reduces tensors on a GPU.
+    """Judge how Horovod reduces tensors on a GPU; nothing if no framework has such tensors.
 
-    Yields nothing if no framework has such tensors.
-
-    Args:
-        facts: the installed Horovod.
-        toolchain: the frameworks, and the tools to build Horovod.
-        has_nccl: whether the installed Horovod has GPU operations.
-        gpus: number of GPUs of this host; a login node often has none.
+    A login node often has no GPUs: then their reduction in host memory is no problem.
     """
-    torch, tensorflow = toolchain.torch, toolchain.tensorflow
-    cuda = (torch and torch.cuda) or (tensorflow and tensorflow.cuda)
-    if not facts.version or not cuda:
+    frameworks = (toolchain.torch, toolchain.tensorflow)
+    if not facts.version or not any(library and library.cuda for library in frameworks):
         return
     check = "Horovod, GPU tensors"
     if has_nccl:
@@ -171,15 +138,13 @@ def _processor(facts: HorovodFacts) -> Finding:
     version = f"{facts.version}, built with {build['mpi']}" if build.get("mpi") else facts.version
     flags = build.get("cpu")
     missing = sorted(set(flags) - set(facts.cpu_flags)) if isinstance(flags, list) else []
-    if missing:
-        return Finding(
-            "Horovod",
-            ERROR,
-            f"{version}, for a processor with {', '.join(flag[2:] for flag in missing)}; this one "
-            "would raise SIGILL (illegal instruction)",
-            f"{REBUILD} on this kind of host",
-        )
-    return Finding("Horovod", OK, version)
+    if not missing:
+        return Finding("Horovod", OK, version)
+    evidence = (
+        f"{version}, for a processor with {', '.join(flag[2:] for flag in missing)}; this one "
+        "would raise SIGILL (illegal instruction)"
+    )
+    return Finding("Horovod", ERROR, evidence, f"{REBUILD} on this kind of host")
 
 
 def _library(framework: str, loaded: Loaded, facts: HorovodFacts) -> Finding:

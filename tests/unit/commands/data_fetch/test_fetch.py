@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -13,10 +14,11 @@ import sys
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from hvdtrain.commands.data_fetch.fetch import Fetch
 from hvdtrain.errors import HvdtrainError, UsageError
 from tests.conftest import SHARED
 
+NOISE = np.random.default_rng(0).bytes(100_000)
 NAMED = {data_set.name: data_set for data_set in DATA_SETS}
 
 
@@ -92,21 +95,24 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def remote_of(name: str, content: bytes, holds: tuple[str, ...], *, known: bool = True) -> Remote:
-    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest() if known else ""
-    return Remote(f"http://nowhere.invalid/{name}", len(content), holds, md5)
+def served(server: Server, like: str, *files: tuple[str, bytes, tuple[str, ...]]) -> DataSet:
+    """Return a dataset in the format of ``like``, with files (name, content, holds) on the server.
 
-
-def served(
-    server: Server, like: str, known: bool, **files: tuple[bytes, tuple[str, ...]]
-) -> DataSet:
-    """Return a dataset in the format of ``like``, with files on the server."""
+    As in the catalogue, only COCO's files have no checksum.
+    """
     remotes = []
-    for word, (content, holds) in files.items():
-        name = word.replace("__", ".")
+    for name, content, holds in files:
         server.files[name] = content
-        remotes.append(remote_of(name, content, holds, known=known))
+        md5 = "" if like == "coco" else hashlib.md5(content, usedforsecurity=False).hexdigest()
+        remotes.append(Remote(f"http://nowhere.invalid/{name}", len(content), holds, md5))
     return dataclasses.replace(NAMED[like], remotes=tuple(remotes))
+
+
+@pytest.fixture
+def one_file(server: Server, tmp_path: Path) -> Callable[[], Fetch]:
+    """Return a function that returns a new fetch of one file of 100,000 bytes."""
+    data_set = served(server, "mnist", ("a.gz", NOISE, ("a.gz",)))
+    return functools.partial(Fetch, data_set, tmp_path, server.url)
 
 
 def zipped(contents: dict[str, bytes]) -> bytes:
@@ -135,70 +141,59 @@ def files_below(folder: Path) -> dict[str, bytes]:
     }
 
 
-NOISE = np.random.default_rng(0).bytes(100_000)
-
-
-def test_an_interrupted_download_is_continued(server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
+def test_an_interrupted_download_is_continued(
+    server: Server, one_file: Callable[[], Fetch], tmp_path: Path
+) -> None:
     server.breaks_after = [30_000, 0, 0, 50_000]
-    Fetch(data_set, tmp_path, server.url).run()
+    one_file().run()
     assert files_below(tmp_path) == {"a.gz": NOISE}
     firsts = [0, 30_000, 30_000, 30_000, 80_000]
     assert server.requests == [("a.gz", first) for first in firsts]
-    assert not Fetch(data_set, tmp_path, server.url).missing()
+    assert not one_file().missing()
 
 
-def test_an_interrupted_download_is_continued_by_the_next_run(
-    server: Server, tmp_path: Path
+def test_a_server_without_ranges_is_supported(
+    server: Server, one_file: Callable[[], Fetch], tmp_path: Path
 ) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    server.breaks_after = [30_000, *[0] * fetching.TRIES]
-    with pytest.raises(
-        HvdtrainError, match=r"a\.gz cannot be downloaded \(the connection was closed"
-    ):
-        Fetch(data_set, tmp_path, server.url).run()
-    assert len(server.requests) == 1 + fetching.TRIES
-    assert files_below(tmp_path) == {}
-    Fetch(data_set, tmp_path, server.url).run()
-    assert files_below(tmp_path) == {"a.gz": NOISE}
-    assert server.requests[-1] == ("a.gz", 30_000)
-
-
-def test_a_server_without_ranges_is_supported(server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     server.ranges, server.breaks_after = False, [60_000]
-    Fetch(data_set, tmp_path, server.url).run()
+    one_file().run()
     assert files_below(tmp_path) == {"a.gz": NOISE}
 
 
-def test_a_file_with_another_checksum_is_rejected(server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    server.files["a.gz"] = NOISE[::-1]
-    with pytest.raises(HvdtrainError, match="MD5"):
-        Fetch(data_set, tmp_path, server.url).run()
-    server.files["a.gz"] = NOISE
-    Fetch(data_set, tmp_path, server.url).run()
-    assert files_below(tmp_path) == {"a.gz": NOISE}
+LONGER = {"files": {"a.gz": NOISE + b"."}}
 
 
-def test_a_file_of_another_size_is_rejected(server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    server.files["a.gz"] = NOISE + b"."
-    for server.ranges in (True, False):
-        with pytest.raises(
-            HvdtrainError, match=r"expected 100,000 bytes, but the server reports .*100001"
-        ):
-            Fetch(data_set, tmp_path, server.url).run()
+@pytest.mark.parametrize(
+    ("faults", "message", "requests"),
+    [
+        ({"breaks_after": [30_000, *[0] * fetching.TRIES]}, "the connection was closed", None),
+        ({"status": 503}, r"cannot be downloaded \(503 Service Unavailable", fetching.TRIES),
+        ({"status": 403}, "HTTP error 403", 1),
+        ({"status": 404}, "HTTP error 404", 1),
+        ({"files": {"a.gz": NOISE[::-1]}}, "MD5", 1),
+        (LONGER, "expected 100,000 bytes, but the server reports .*100001", 1),
+        ({**LONGER, "ranges": False}, "expected 100,000 bytes, .*reports 100001", 1),
+        ({"sends_length": False, "ranges": False}, "an unknown size", 1),
+    ],
+)
+def test_a_fault_of_the_server_is_reported_and_the_next_run_continues(
+    faults: dict[str, Any],
+    message: str,
+    requests: int | None,
+    server: Server,
+    one_file: Callable[[], Fetch],
+    tmp_path: Path,
+) -> None:
+    intact = {name: getattr(server, name) for name in faults}
+    vars(server).update(faults)
+    with pytest.raises(HvdtrainError, match=message):
+        one_file().run()
+    assert len(server.requests) == (requests or 1 + fetching.TRIES)
     assert files_below(tmp_path) == {}
-
-
-@pytest.mark.parametrize("status", [403, 404])
-def test_an_http_error_is_not_retried(server: Server, status: int, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    server.status = status
-    with pytest.raises(HvdtrainError, match=f"HTTP error {status}"):
-        Fetch(data_set, tmp_path, server.url).run()
-    assert len(server.requests) == 1
+    vars(server).update(intact)
+    one_file().run()
+    assert files_below(tmp_path) == {"a.gz": NOISE}
+    assert server.requests[-1] == ("a.gz", 0 if requests else 30_000)
 
 
 def test_a_missing_network_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,87 +202,154 @@ def test_a_missing_network_is_not_retried(tmp_path: Path, monkeypatch: pytest.Mo
         Fetch(NAMED["mnist"], tmp_path, "http://127.0.0.1:9").run()  # the port "discard"
 
 
-def test_an_image_folder_is_unpacked_from_a_tar(server: Server, tmp_path: Path) -> None:
-    content = tarred(
-        {
-            "imagenette2/val/n01/1.JPEG": b"val",
-            "imagenette2/train/n01/2.JPEG": b"train",
-            "imagenette2/noisy.csv": b"",
-        }
-    )
-    data_set = served(server, "imagenette", True, i__tgz=(content, ("train", "val")))
+IMAGES = {"train/n01/2.JPEG": b"train", "val/n01/1.JPEG": b"val"}
+TAR = tarred({f"imagenette2/{name}": text for name, text in {**IMAGES, "noisy.csv": b""}.items()})
+WORK = ".data-fetch/imagenette/i.tgz"
+UNPACKED = {f"{WORK}.unpacked/{name}": text for name, text in IMAGES.items()}
+
+
+@pytest.mark.parametrize(
+    ("left", "first"),
+    [
+        ({}, 0),
+        ({f"{WORK}.part": TAR[:100]}, 100),
+        ({f"{WORK}.part": TAR + b"."}, 0),
+        ({WORK: TAR}, None),
+        ({WORK: TAR, f"{WORK}.unpacking/train/n01/2.JPEG": b"tr"}, None),
+        (UNPACKED, None),
+        ({WORK: TAR, **dict([*UNPACKED.items()][1:]), "train/n01/2.JPEG": b"train"}, None),
+        ({f"{WORK}.unpacked/other": b"", **IMAGES}, None),
+    ],
+    ids=["nothing", "part", "too much", "all", "unpacking", "unpacked", "half moved", "moved"],
+)
+def test_a_run_killed_at_any_stage_is_continued(
+    left: dict[str, bytes], first: int | None, server: Server, tmp_path: Path
+) -> None:
+    data_set = served(server, "imagenette", ("i.tgz", TAR, ("train", "val")))
+    for name, content in left.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
     Fetch(data_set, tmp_path, server.url).run()
-    assert files_below(tmp_path) == {"train/n01/2.JPEG": b"train", "val/n01/1.JPEG": b"val"}
-    assert [path.name for path in (tmp_path / ".data-fetch" / "imagenette").iterdir()] == [
-        "i.tgz.json"
-    ]
+    assert files_below(tmp_path) == IMAGES
+    assert server.requests == ([] if first is None else [("i.tgz", first)])
+    assert [path.name for path in (tmp_path / WORK).parent.iterdir()] == ["i.tgz.json"]
+
+
+def test_a_killed_process_releases_its_lock(
+    server: Server, one_file: Callable[[], Fetch], tmp_path: Path
+) -> None:
+    server.breaks_after = [40_000, 0]
+    program = f"""
+import os, signal
+from pathlib import Path
+from hvdtrain.commands.data_fetch import fetch  # whose pause between two tries ends the process
+from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote, unchanged
+fetch.time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
+remote = {one_file().data_set.remotes[0]!r}
+data_set = DataSet("mnist", "", "", (remote,), unchanged)
+fetch.Fetch(data_set, Path({str(tmp_path)!r}), {server.url!r}).run()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ, capture_output=True, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    one_file().run()
+    assert server.requests[-1] == ("a.gz", 40_000)
+    assert files_below(tmp_path) == {"a.gz": NOISE}
+
+
+def test_the_space_needed_is_what_is_missing(one_file: Callable[[], Fetch], tmp_path: Path) -> None:
+    fetch, archive = one_file(), tmp_path / ".data-fetch" / "mnist" / "a.gz"
+    assert fetch.room() == 210_000
+    archive.parent.mkdir(parents=True)
+    archive.write_bytes(NOISE)
+    assert fetch.room() == 110_000
+    fetch.run()
+    archive.write_bytes(NOISE)  # as if killed before it was removed
+    assert not fetch.is_done
+    fetch.run()
+    assert fetch.is_done
+    assert fetch.room() == 0
 
 
 def test_coco_is_unpacked_from_zips(server: Server, tmp_path: Path) -> None:
     notes = ("annotations/instances_val2017.json", "annotations/captions_val2017.json")
+    images = {"val2017/": b"", "val2017/000000000007.jpg": b"jpeg"}
     data_set = served(
         server,
         "coco",
-        False,
-        a__zip=(zipped(dict.fromkeys(notes, b"{}")), ("annotations",)),
-        v__zip=(zipped({"val2017/": b"", "val2017/000000000007.jpg": b"jpeg"}), ("val2017",)),
+        ("a.zip", zipped(dict.fromkeys(notes, b"{}")), ("annotations",)),
+        ("v.zip", zipped(images), ("val2017",)),
     )
     Fetch(data_set, tmp_path, server.url).run()
     assert list(files_below(tmp_path)) == [notes[0], "val2017/000000000007.jpg"]
 
 
-def test_a_damaged_zip_is_downloaded_again(server: Server, tmp_path: Path) -> None:
-    right = zipped({"val2017/7.jpg": NOISE})
-    data_set = served(server, "coco", False, v__zip=(right, ("val2017",)))
-    wrong = bytearray(right)
-    wrong[len(right) // 2] ^= 1
-    server.files["v.zip"] = bytes(wrong)
+ZIP = zipped({"val2017/000000000007.jpg": NOISE})
+METHOD = ZIP.index(b"PK\1\2") + 10  # the compression method, in the directory
+
+
+@pytest.mark.parametrize("position", [len(ZIP) // 2, METHOD], ids=["content", "method"])
+def test_a_damaged_zip_is_downloaded_again(position: int, server: Server, tmp_path: Path) -> None:
+    data_set = served(server, "coco", ("v.zip", ZIP, ("val2017",)))
+    server.files["v.zip"] = ZIP[:position] + bytes([ZIP[position] ^ 77]) + ZIP[position + 1 :]
     with pytest.raises(HvdtrainError, match="cannot be unpacked"):
         Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {}
-    server.files["v.zip"] = right
+    assert not (tmp_path / ".data-fetch" / "coco" / "v.zip").exists()
+    server.files["v.zip"] = ZIP
     Fetch(data_set, tmp_path, server.url).run()
-    assert files_below(tmp_path) == {"val2017/7.jpg": NOISE}
+    assert files_below(tmp_path) == {"val2017/000000000007.jpg": NOISE}
 
 
 def test_cifar10_becomes_an_image_folder(server: Server, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (12, 3, 32, 32), np.uint8)
     records = [bytes([label]) + image.tobytes() for label, image in enumerate(pixels[:10])]
     more = [bytes([9]) + image.tobytes() for image in pixels[10:]]
-    content = tarred(
-        {
-            "cifar-10-batches-bin/data_batch_2.bin": b"".join(records),
-            "cifar-10-batches-bin/test_batch.bin": b"".join(more),
-            "cifar-10-batches-bin/readme.html": b"",
-        }
-    )
-    data_set = served(server, "cifar10", True, c__gz=(content, ("train", "val")))
+    contents = {"data_batch_2.bin": records, "test_batch.bin": more, "readme.html": []}
+    tar = tarred({f"cifar-10-batches-bin/{name}": b"".join(c) for name, c in contents.items()})
+    data_set = served(server, "cifar10", ("c.gz", tar, ("train", "val")))
     Fetch(data_set, tmp_path, server.url).run()
     assert len(files_below(tmp_path)) == 12
-    with Image.open(tmp_path / "train" / "cat" / "2-00003.png") as image:
-        assert (np.asarray(image) == pixels[3].transpose(1, 2, 0)).all()
-    with Image.open(tmp_path / "val" / "truck" / "0-00001.png") as image:
-        assert (np.asarray(image) == pixels[11].transpose(1, 2, 0)).all()
+    for name, image in (
+        ("train/cat/2-00003.png", pixels[3]),
+        ("val/truck/0-00001.png", pixels[11]),
+    ):
+        with Image.open(tmp_path / name) as stored:
+            assert (np.asarray(stored) == image.transpose(1, 2, 0)).all()
 
 
 @pytest.mark.parametrize("name", ["train/../../../../evil", "/EVIL"])
 def test_members_outside_the_folder_are_rejected(server: Server, name: str, tmp_path: Path) -> None:
     name = name.replace("/EVIL", f"{tmp_path}/evil")
     content = tarred({"train/n/1.jpg": b"", name: b""})
-    data_set = served(server, "imagenette", True, i__tgz=(content, ("train",)))
+    data_set = served(server, "imagenette", ("i.tgz", content, ("train",)))
     bare = dataclasses.replace(data_set, files=members)
     with pytest.raises(HvdtrainError, match="evil is outside"):
         Fetch(bare, tmp_path / "in", server.url).run()
     assert not (tmp_path / "evil").exists()
 
 
-def test_existing_files_are_not_overwritten(server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    (tmp_path / "a.gz").write_text("mine")
+@pytest.mark.parametrize("owner", ["user", "other dataset", "meanwhile"])
+def test_existing_files_are_not_overwritten(owner: str, server: Server, tmp_path: Path) -> None:
+    def files(path: Path) -> Files:
+        (tmp_path / "a.gz").write_bytes(NOISE[::-1])
+        yield path.name, io.BytesIO(b"theirs")
+
+    data_set = served(server, "mnist", ("a.gz", NOISE, ("a.gz",)))
+    if owner == "user":
+        (tmp_path / "a.gz").write_bytes(NOISE[::-1])
+    elif owner == "other dataset":
+        other = served(server, "fashion-mnist", ("a.gz", NOISE[::-1], ("a.gz",)))
+        Fetch(other, tmp_path, server.url).run()
+    else:
+        data_set = dataclasses.replace(data_set, files=files)
+    server.requests.clear()
+    server.files["a.gz"] = NOISE
     with pytest.raises(UsageError, match=r"a\.gz exists and would be overwritten"):
         Fetch(data_set, tmp_path, server.url).run()
-    assert (tmp_path / "a.gz").read_text() == "mine"
-    assert not server.requests
+    assert files_below(tmp_path) == {"a.gz": NOISE[::-1]}
+    assert bool(server.requests) == (owner == "meanwhile")
 
 
 def test_too_little_space_or_no_directory_is_rejected(tmp_path: Path) -> None:
@@ -299,132 +361,24 @@ def test_too_little_space_or_no_directory_is_rejected(tmp_path: Path) -> None:
         Fetch(NAMED["mnist"], tmp_path / "file").run()
 
 
-@pytest.mark.parametrize("moved", [0, 1, 2])
-def test_an_installation_that_was_killed_is_completed(
-    server: Server, moved: int, tmp_path: Path
+def test_parallel_runs_download_once(
+    server: Server, one_file: Callable[[], Fetch], tmp_path: Path
 ) -> None:
-    """After SIGKILL, the next run moves the unpacked files, without a download."""
-    content = tarred({"i/train/n/1.jpg": b"1", "i/val/n/2.jpg": b"2"})
-    data_set = served(server, "imagenette", True, i__tgz=(content, ("train", "val")))
-    unpacked = tmp_path / ".data-fetch" / "imagenette" / "i.tgz.unpacked"
-    for index, (name, text) in enumerate({"train": "1", "val": "2"}.items()):
-        folder = (tmp_path if index < moved else unpacked) / name / "n"
-        folder.mkdir(parents=True)
-        (folder / f"{text}.jpg").write_text(text)
-    unpacked.mkdir(parents=True, exist_ok=True)
-    Fetch(data_set, tmp_path, server.url).run()
-    assert files_below(tmp_path) == {"train/n/1.jpg": b"1", "val/n/2.jpg": b"2"}
-    assert not server.requests
-    assert not unpacked.exists()
-
-
-def test_a_killed_download_is_continued(server: Server, tmp_path: Path) -> None:
-    """After SIGKILL of another process, the next one continues, and acquires the lock."""
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    server.breaks_after = [40_000, 0]
-    program = f"""
-import os, signal
-from pathlib import Path
-from hvdtrain.commands.data_fetch import fetch  # whose pause between two tries ends the process
-from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote, unchanged
-fetch.time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
-remote = {data_set.remotes[0]!r}
-data_set = DataSet("mnist", "", "", (remote,), unchanged)
-fetch.Fetch(data_set, Path({str(tmp_path)!r}), {server.url!r}).run()
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ, capture_output=True, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    Fetch(data_set, tmp_path, server.url).run()
-    assert server.requests[-1] == ("a.gz", 40_000)
-    assert files_below(tmp_path) == {"a.gz": NOISE}
-
-
-def test_parallel_runs_download_once(server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(Fetch(data_set, tmp_path, server.url).run) for _ in range(2)]
+        runs = [pool.submit(one_file().run) for _ in range(2)]
     assert [run.result() for run in runs] == [None, None]
     assert files_below(tmp_path) == {"a.gz": NOISE}
     assert server.requests == [("a.gz", 0)]
 
 
-def test_datasets_do_not_overwrite_each_others_files(server: Server, tmp_path: Path) -> None:
-    first = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    Fetch(first, tmp_path, server.url).run()
-    second = served(server, "fashion-mnist", True, a__gz=(NOISE[::-1], ("a.gz",)))
-    with pytest.raises(UsageError, match=r"a\.gz exists and would be overwritten"):
-        Fetch(second, tmp_path, server.url).run()
-    assert files_below(tmp_path) == {"a.gz": NOISE}
-
-
-def test_files_created_meanwhile_are_not_overwritten(server: Server, tmp_path: Path) -> None:
-    def files(path: Path) -> Files:
-        (tmp_path / "a.gz").write_text("mine")
-        yield path.name, io.BytesIO(b"theirs")
-
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    with pytest.raises(UsageError, match="would be overwritten"):
-        Fetch(dataclasses.replace(data_set, files=files), tmp_path, server.url).run()
-    assert files_below(tmp_path) == {"a.gz": b"mine"}
-
-
 def test_removed_files_are_downloaded_again(server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)), b__gz=(b"b", ("b.gz",)))
+    data_set = served(server, "mnist", ("a.gz", NOISE, ("a.gz",)), ("b.gz", b"b", ("b.gz",)))
     Fetch(data_set, tmp_path, server.url).run()
     (tmp_path / "a.gz").unlink()
     assert not Fetch(data_set, tmp_path, server.url).is_done
     Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"a.gz": NOISE, "b.gz": b"b"}
     assert [name for name, _ in server.requests] == ["a.gz", "b.gz", "a.gz"]
-
-
-def test_files_of_a_killed_run_are_removed(server: Server, tmp_path: Path) -> None:
-    """Runs killed while unpacking, and before removing temporary files."""
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    fetch = Fetch(data_set, tmp_path, server.url)
-    work = tmp_path / ".data-fetch" / "mnist"
-    (work / "a.gz.unpacking").mkdir(parents=True)
-    (work / "a.gz.unpacking" / "a.gz").write_bytes(NOISE[:1000])
-    (work / "a.gz").write_bytes(NOISE)
-    assert fetch.room() == 110_000
-    fetch.run()
-    assert not server.requests
-    (work / "a.gz").write_bytes(NOISE)
-    assert not fetch.is_done
-    fetch.run()
-    assert fetch.is_done
-    assert fetch.room() == 0
-
-
-def test_a_busy_server_is_retried(server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    server.status = 503
-    with pytest.raises(HvdtrainError, match=r"cannot be downloaded \(503 Service Unavailable"):
-        Fetch(data_set, tmp_path, server.url).run()
-    assert len(server.requests) == fetching.TRIES
-
-
-def test_a_response_of_unknown_size_is_rejected(server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "mnist", True, a__gz=(NOISE, ("a.gz",)))
-    server.sends_length = server.ranges = False
-    with pytest.raises(HvdtrainError, match="an unknown size"):
-        Fetch(data_set, tmp_path, server.url).run()
-    server.sends_length = True
-    Fetch(data_set, tmp_path, server.url).run()
-    assert files_below(tmp_path) == {"a.gz": NOISE}
-
-
-def test_a_zip_with_an_unknown_method_is_rejected(server: Server, tmp_path: Path) -> None:
-    content = bytearray(zipped({"val2017/000000000007.jpg": b"jpeg"}))
-    content[content.index(b"PK\1\2") + 10] = 77  # the compression method, in the directory
-    data_set = served(server, "coco", False, v__zip=(bytes(content), ("val2017",)))
-    with pytest.raises(HvdtrainError, match="cannot be unpacked"):
-        Fetch(data_set, tmp_path, server.url).run()
-    assert [path.name for path in (tmp_path / ".data-fetch" / "coco").iterdir()] == [
-        "v.zip.unpacking"
-    ]
 
 
 def test_the_command_downloads_mnist(

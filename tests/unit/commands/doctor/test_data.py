@@ -65,12 +65,7 @@ def test_a_coco_folder_is_not_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folders", "message"),
-    [
-        ((), "train"),
-        (("train",), "class"),
-        (("train/cat",), "image"),
-    ],
+    ("folders", "message"), [((), "train"), (("train",), "class"), (("train/cat",), "image")]
 )
 def test_a_directory_without_images_is_rejected(
     folders: tuple[str, ...], message: str, tmp_path: Path

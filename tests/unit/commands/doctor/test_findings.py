@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-
-import pytest
+from dataclasses import replace
 
 from hvdtrain.collectives.cost import bandwidths
 from hvdtrain.commands.doctor.checks.ranks import (
+    Times,
     allreduce_findings,
     allreduce_text,
     show_rate,
     show_seconds,
 )
+from hvdtrain.commands.doctor.diagnosis import report
 from hvdtrain.commands.doctor.findings import (
     ABSENT,
     ERROR,
     OK,
     WARNING,
     Finding,
-    exit_code,
     findings_text,
     summary,
 )
@@ -28,18 +28,18 @@ from hvdtrain.commands.doctor.findings import (
 LONG = "/a/very/long/path" * 12
 
 
-def test_only_an_error_fails() -> None:
-    fine = [Finding("a", OK, ""), Finding("b", WARNING, ""), Finding("c", ABSENT, "")]
-    assert exit_code(fine) == 0
-    assert exit_code([*fine, Finding("d", ERROR, "")]) == 1
-    assert exit_code([]) == 0
-
-
 def test_the_summary_counts() -> None:
     bad = [Finding("a", ERROR, ""), Finding("b", WARNING, ""), Finding("c", WARNING, "")]
     assert summary(bad) == "1 error, 2 warnings"
     assert summary(bad[1:]) == "2 warnings"
     assert summary([Finding("a", OK, "")]) == "no problems found"
+
+
+def test_only_an_error_fails() -> None:
+    fine = [Finding("a", OK, ""), Finding("b", WARNING, ""), Finding("c", ABSENT, "")]
+    codes = [report(found, None, None, None).exit_code for found in ([], fine)]
+    assert codes == [0, 0]
+    assert report([*fine, Finding("d", ERROR, "")], None, None, None).exit_code == 1
 
 
 def test_a_path_is_not_wrapped_in_a_file() -> None:
@@ -62,26 +62,12 @@ def test_findings_are_coloured_and_wrapped_on_a_terminal(
     assert "".join(line.removeprefix("warning  MPI").strip() for line in lines[:-1]) == LONG
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (5.74e-6, "5.74 µs"),
-        (999.7e-6, "1 ms"),
-        (1.08e-3, "1.08 ms"),
-        (2.0, "2 s"),
-        (1e-9, "0.001 µs"),
-    ],
-)
-def test_times_are_readable(seconds: float, text: str) -> None:
-    assert show_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("gigabytes", "text"),
-    [(12.5, "12.5 GB/s"), (0.4, "400 MB/s"), (4e-6, "4 kB/s"), (2e-7, "0.2 kB/s"), (0.0, "0 kB/s")],
-)
-def test_small_bandwidths_are_readable(gigabytes: float, text: str) -> None:
-    assert show_rate(gigabytes) == text
+def test_times_and_bandwidths_are_readable() -> None:
+    times = {5.74e-6: "5.74 µs", 999.7e-6: "1 ms", 1.08e-3: "1.08 ms", 2.0: "2 s"}
+    assert {seconds: show_seconds(seconds) for seconds in times} == times
+    assert show_seconds(1e-9) == "0.001 µs"
+    rates = {12.5: "12.5 GB/s", 0.4: "400 MB/s", 4e-6: "4 kB/s", 2e-7: "0.2 kB/s", 0.0: "0 kB/s"}
+    assert {rate: show_rate(rate) for rate in rates} == rates
 
 
 def measured(seconds: float, size: int) -> dict[str, float]:
@@ -94,16 +80,16 @@ def measured(seconds: float, size: int) -> dict[str, float]:
     }
 
 
-REPORT = {
-    "ranks": 4,
-    "hosts": 2,
-    "backends": {
+REPORT = Times(
+    ranks=4,
+    hosts=2,
+    backends={
         "mpi4py": {"state": "ok", "rows": [measured(1e-5, 4), measured(0.01, 10**7)]},
         "horovod": {"state": "ok", "rows": [measured(1e-3, 4), measured(0.02, 10**7)]},
         "gloo": {"state": "error", "reason": "no route"},
         "nccl": {"state": "absent", "reason": "no GPU"},
     },
-}
+)
 
 
 def test_the_allreduce_table() -> None:
@@ -116,7 +102,7 @@ def test_the_allreduce_table() -> None:
 
 
 def test_two_ranks_have_one_bandwidth_column() -> None:
-    assert allreduce_text({**REPORT, "ranks": 2, "hosts": 1}).splitlines()[:2] == [
+    assert allreduce_text(replace(REPORT, ranks=2, hosts=1)).splitlines()[:2] == [
         "allreduce over 2 ranks on 1 host: median time, bandwidth",
         "   message   mpi4py   bandwidth   Horovod   bandwidth",
     ]
@@ -125,6 +111,6 @@ def test_two_ranks_have_one_bandwidth_column() -> None:
 def test_failed_back_ends_are_reported() -> None:
     states = {finding.check: finding.state for finding in allreduce_findings(REPORT)}
     assert states == {"allreduce, torch.distributed, Gloo": WARNING, "allreduce": OK}
-    broken = {**REPORT, "backends": {"horovod": {"state": "error", "reason": "its world is 1"}}}
+    broken = replace(REPORT, backends={"horovod": {"state": "error", "reason": "its world is 1"}})
     (finding,) = allreduce_findings(broken)
     assert (finding.state, finding.evidence) == (ERROR, "its world is 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from hvdtrain.commands.doctor.checks import hosts, ranks
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from hvdtrain.commands.doctor.rank_report import RankReport, WorldReport
 from hvdtrain.commands.launch.hosts import Allocation, Host
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result
 from tests.unit.commands.doctor.doctor import PLENTY, by_check
@@ -77,26 +79,26 @@ def test_answers(answers: dict[str, str], state: str, words: str) -> None:
     assert words in finding.evidence
 
 
-def rank(number: int, host: str, **changes: Any) -> dict[str, Any]:
-    usual = {
-        "rank": number,
-        "host": host,
-        "machine": host,
-        "resources": dataclasses.asdict(PLENTY),
-        "affinity": [2 * number, 2 * number + 1],
-        "gpus": [],
-        "software": {"torch": "2.13.0"},
-        "mpi": ["Open MPI 5.0.11, /env/lib/libmpi.so.40"],
-        "fabric": False,
-        "threads": "",
-        "sees_directory": True,
-        "clock_ahead": 0.0,
-    }
-    return {**usual, **changes}
+def rank(number: int, host: str, **changes: Any) -> RankReport:
+    usual = RankReport(
+        rank=number,
+        host=host,
+        machine=host,
+        resources=PLENTY,
+        affinity=[2 * number, 2 * number + 1],
+        gpus=[],
+        software={"torch": "2.13.0"},
+        mpi=["Open MPI 5.0.11, /env/lib/libmpi.so.40"],
+        fabric=False,
+        threads="",
+        sees_directory=True,
+        clock_ahead=0.0,
+    )
+    return dataclasses.replace(usual, **changes)
 
 
-def judge(*reported: dict[str, Any]) -> dict[str, Finding]:
-    report = {"size": len(reported), "announced": len(reported), "ranks": list(reported)}
+def judge(*reported: RankReport) -> dict[str, Finding]:
+    report = WorldReport(len(reported), len(reported), list(reported))
     return by_check(ranks.rank_findings(len(reported), [report], {"a"}))
 
 
@@ -135,7 +137,7 @@ def test_ranks_that_share_a_gpu_are_an_error() -> None:
 
 
 def test_ranks_in_separate_worlds_are_an_error() -> None:
-    single = {"size": 1, "announced": 2, "ranks": [rank(0, "a")]}
+    single = WorldReport(size=1, announced=2, ranks=[rank(0, "a")])
     (finding,) = ranks.rank_findings(2, [single, single], {"a"})
     assert finding.state == ERROR
     assert "worlds of 1, 1" in finding.evidence
@@ -166,5 +168,7 @@ def test_the_line_of_the_rank_that_failed_is_shown() -> None:
 
 
 def test_reports_are_read_among_other_output() -> None:
-    text = 'a warning\n{"size": 1}\n{broken\n{"size": 2}\n'
-    assert ranks.read_reports(text) == [{"size": 1}, {"size": 2}]
+    world = WorldReport(1, 2, [rank(0, "a")])
+    line = json.dumps(dataclasses.asdict(world))
+    text = f'a warning\n{line}\n{{broken\n{{"size": 2}}\n{line}\n'
+    assert ranks.read_reports(text, WorldReport) == [world, world]

@@ -13,12 +13,12 @@ from hvdtrain import cli
 from hvdtrain.commands.doctor.checks import loading, machine, mpi, software
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from hvdtrain.commands.install_horovod.toolchain import Cuda, Nccl, Toolchain
 from hvdtrain.commands.launch.mpirun import Mpi, find_mpi
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import TensorFlow, Torch
 from hvdtrain.system.machine.gpus import Driver, Gpu
 from hvdtrain.system.machine.limits import GIB
-from hvdtrain.system.machine.toolchain import Cuda, Nccl, Toolchain
 from hvdtrain.system.runtime.command import Result
 from tests.unit.commands.doctor.doctor import by_check
 
@@ -168,7 +168,6 @@ def test_a_torchvision_that_cannot_be_imported_is_reported() -> None:
     assert all("libc10_cuda.so" in finding.evidence for finding in findings[1:])
     assert "image decoders and box operators" in findings[1].evidence
     assert "hvdtrain install-horovod" in findings[2].remedy
-    assert software.torchvision_version(tools(torch=None)) == ""
 
 
 def test_build_tools_may_be_absent() -> None:
@@ -233,7 +232,7 @@ def test_a_library_that_crashes_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", "0"], "-n 0: must be"),
+        (["-n", "0"], "-n: 0 is not a whole number of 1 or more"),
         (["--ppn", "2"], "need -n N"),
         (["--hosts", "a:2", "--json"], "need -n N"),
     ],

@@ -1,13 +1,21 @@
-"""A toolchain with which Horovod can be built."""
+"""A toolchain with which Horovod can be built, and its changes."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.commands.install_horovod.build import Build
+from hvdtrain.commands.install_horovod.recipe import BuildTarget, Workshop
+from hvdtrain.commands.install_horovod.toolchain import Compiler, Cuda, Mpi, Nccl, Toolchain
+from hvdtrain.commands.install_horovod.wheel_cache import WheelCache
 from hvdtrain.system.machine import frameworks
-from hvdtrain.system.machine.toolchain import Compiler, Mpi, Toolchain
+
+BOTH = BuildTarget(("pytorch", "tensorflow"), "none", 2)
+NCCL = BuildTarget(("pytorch",), "nccl", 2)
+SHOP = Workshop(Path("/cache/build/k"))
 
 
 @pytest.fixture
@@ -34,3 +42,16 @@ def toolchain(tmp_path: Path) -> Toolchain:
         nccl=None,
         cpu_flags=("-mavx", "-mfma"),
     )
+
+
+def on_gpu(toolchain: Toolchain) -> Toolchain:
+    """Return the toolchain with a CUDA build of PyTorch, a CUDA toolkit, and NCCL."""
+    torch = frameworks.Torch("2.13.0", "13.0", "cuda=13.0 commit=abc", toolchain.site_packages)
+    include = toolchain.site_packages / "nvidia" / "nccl" / "include"
+    nccl = Nccl(include, include.parent / "lib" / "libnccl.so.2", "2.28.3")
+    cuda = Cuda(Path("/opt/cuda"), "13.0")
+    return dataclasses.replace(toolchain, torch=torch, cuda=cuda, nccl=nccl)
+
+
+def make_build(toolchain: Toolchain, root: Path) -> Build:
+    return Build(BOTH, toolchain, WheelCache(root), "k", {}, {"PATH": "/usr/bin"})

@@ -1,22 +1,26 @@
-"""A build, its failures, and its log; no compiler is run."""
+"""A build, its failures, its log, and the proof of the wheel; no compiler is run."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.commands.install_horovod import build, wheel_cache
 from hvdtrain.commands.install_horovod.build import (
-    BuildProgress,
     decisive_line,
+    proof_command,
+    prove,
     read_progress,
+    read_proof,
     remedy_for,
 )
+from hvdtrain.commands.install_horovod.toolchain import Toolchain
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.machine.toolchain import Toolchain
 from hvdtrain.system.runtime.command import Command
-from tests.unit.commands.install_horovod.machines import make_build
+from tests.unit.commands.install_horovod.conftest import make_build
 
 
 def test_a_cached_archive_is_not_downloaded(toolchain: Toolchain, tmp_path: Path) -> None:
@@ -95,8 +99,8 @@ def test_remedy(line: str, word: str) -> None:
 
 def test_progress() -> None:
     line = "  [ 53%] Building CXX object horovod/torch/x.o"
-    assert read_progress(line) == BuildProgress("compile", 53)
-    assert read_progress("  Running CMake in build/temp:") == BuildProgress("configure")
+    assert read_progress(line) == ("compile", 0.53)
+    assert read_progress("  Running CMake in build/temp:") == ("configure", None)
     assert read_progress("  a.cc:1: warning") is None
 
 
@@ -130,3 +134,48 @@ def test_an_interrupted_build_is_removed(
     with pytest.raises(KeyboardInterrupt):
         job.run(tmp_path / "log")
     assert not job.workshop.root.exists()
+
+
+def test_proof_command(toolchain: Toolchain) -> None:
+    assert toolchain.mpi
+    environ = {"HOROVOD_TIMELINE": "x", "PATH": "/bin"}
+    command = proof_command("pytorch", toolchain.mpi, Path("/py"), Path("/aside"), "none", environ)
+    assert command.argv[:4] == (str(toolchain.mpi.mpirun), "-n", "2", "--oversubscribe")
+    assert command.argv[4:6] == ("/py", "-P")
+    assert command.argv[-3:] == ("pytorch", "2", "/aside")
+    assert command.env == {
+        "HOROVOD_TIMELINE": None,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    mpich = dataclasses.replace(toolchain.mpi, identity="MPICH 4.2")
+    command = proof_command("pytorch", mpich, Path("/py"), Path("/aside"), "nccl", {})
+    assert "--oversubscribe" not in command.argv
+    assert command.env == {}
+
+
+def test_read_proof() -> None:
+    answer = {"ok": True, "size": 2, "max_error": 0.0, "device": "cpu"}
+    assert read_proof(f"a warning\n{{broken\n{json.dumps(answer)}\n") == answer
+    assert read_proof("nothing") == {}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "exit 3",  # the ranks fail
+        "true",  # they end without a result
+        """echo '{"ok": false, "size": 1, "max_error": 0.0}'""",  # two separate trainings
+    ],
+)
+def test_a_failed_proof_is_an_error_with_its_log(script: str, tmp_path: Path) -> None:
+    with pytest.raises(HvdtrainError, match=r"proof for pytorch failed.*log: "):
+        prove([("pytorch", Command(("sh", "-c", script)))], tmp_path / "log")
+    assert "$ sh -c" in (tmp_path / "log").read_text()
+
+
+def test_a_successful_proof_returns_the_result(tmp_path: Path) -> None:
+    command = Command(("echo", '{"ok": true, "size": 2, "max_error": 0.0, "device": "cpu"}'))
+    answers = prove([("pytorch", command)], tmp_path / "log")
+    assert answers["pytorch"]["size"] == 2

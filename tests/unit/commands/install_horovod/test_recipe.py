@@ -11,15 +11,11 @@ import pytest
 
 from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.build import complete_toolkit
-from hvdtrain.commands.install_horovod.recipe import (
-    BuildTarget,
-    compiler_wrapper,
-    relative_rpaths,
-)
+from hvdtrain.commands.install_horovod.recipe import BuildTarget, compiler_wrapper, relative_rpaths
+from hvdtrain.commands.install_horovod.toolchain import Cuda, Mpi, Nccl, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import identity
-from hvdtrain.system.machine.toolchain import Cuda, Mpi, Nccl, Toolchain
 from hvdtrain.system.runtime.command import Command
-from tests.unit.commands.install_horovod.machines import BOTH, NCCL, SHOP, on_gpu
+from tests.unit.commands.install_horovod.conftest import BOTH, NCCL, SHOP, on_gpu
 
 
 def test_build_environment_on_cpu(toolchain: Toolchain) -> None:
@@ -155,7 +151,7 @@ def test_the_archive_is_pinned_by_version_and_hash() -> None:
         "horovod==0.28.1 --hash=sha256:"
         "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0\n"
     )
-    command = recipe.download_command(Path("/py"), SHOP, Path("/d"), {})
+    command = recipe.download_command(Path("/py"), SHOP, {})
     assert "--require-hashes" in command.argv
     assert "--no-deps" in command.argv
 

@@ -1,19 +1,22 @@
-"""The cache of wheels and its keys."""
+"""The cache of wheels and its keys, the installed wheel, and the repair of torchvision."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.commands.install_horovod.recipe import (
-    BuildTarget,
-)
+from hvdtrain.commands.install_horovod import wheel_cache
+from hvdtrain.commands.install_horovod.recipe import BuildTarget
+from hvdtrain.commands.install_horovod.toolchain import Cuda, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import (
     WheelCache,
     cache_key,
@@ -21,11 +24,7 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
     identity,
 )
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.machine.toolchain import (
-    Cuda,
-    Toolchain,
-)
-from tests.unit.commands.install_horovod.machines import BOTH, NCCL, on_gpu
+from tests.unit.commands.install_horovod.conftest import BOTH, NCCL, on_gpu
 
 
 def key_of(toolchain: Toolchain, target: BuildTarget = BOTH, **environ: str) -> str:
@@ -140,3 +139,57 @@ def test_an_unwritable_cache_is_reported(tmp_path: Path) -> None:
     cache = WheelCache(tmp_path / "file")
     with pytest.raises(HvdtrainError, match="HVDTRAIN_CACHE"), cache.lock("k", "waits"):
         pass
+
+
+def fake_horovod(site: Path, text: str, wheel_sha: str = "abc") -> None:
+    """Create the files of an installed Horovod, as pip does."""
+    meta = site / "horovod-0.28.1.dist-info"
+    meta.mkdir(parents=True, exist_ok=True)
+    (site / "horovod").mkdir(exist_ok=True)
+    (site / "horovod" / "lib.so").write_text(text)
+    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    info = {"url": "file:///w.whl", "archive_info": {"hashes": {"sha256": wheel_sha}}}
+    (meta / "direct_url.json").write_text(json.dumps(info))
+    record = f"horovod/lib.so,sha256=x,{len(text)}\n"
+    names = ("METADATA", "direct_url.json", "RECORD")
+    (meta / "RECORD").write_text(record + "".join(f"{meta.name}/{n},,\n" for n in names))
+
+
+def test_an_installed_wheel_is_identified_by_its_hash(tmp_path: Path) -> None:
+    assert wheel_cache.find_installed(tmp_path) is None
+    assert wheel_cache.wheel_hash(None) is None
+    fake_horovod(tmp_path, "lib", "abc")
+    distribution = wheel_cache.find_installed(tmp_path)
+    assert wheel_cache.wheel_hash(distribution) == "abc"
+    assert wheel_cache.is_complete(distribution)
+    (tmp_path / "horovod" / "lib.so").write_text("cut")
+    assert wheel_cache.is_complete(wheel_cache.find_installed(tmp_path))
+    (tmp_path / "horovod" / "lib.so").write_text("x")
+    assert not wheel_cache.is_complete(wheel_cache.find_installed(tmp_path))
+
+
+def test_pip_removes_the_repair_of_torchvision_with_horovod(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    site = tmp_path / "env" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    info = site / "horovod-0.28.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    (info / "INSTALLER").write_text("pip\n")
+    names = [f"{info.name}/{name}" for name in ("METADATA", "INSTALLER", "RECORD")]
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in names))
+    (site / "other.py").touch()
+    for _ in range(2):  # idempotent
+        wheel_cache.mend_torchvision(site)
+    assert wheel_cache.is_complete(wheel_cache.find_installed(site))
+    assert len((info / "RECORD").read_text().splitlines()) == 5
+    query = (
+        "import sys; print([n for n in sys.modules if n.split('_')[0] in ('hvdtrain', 'torch')])"
+    )
+    result = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("['hvdtrain_torchvision']\n", "")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "uninstall", "-yq", "horovod"]
+    subprocess.run(pip, check=True, timeout=60)
+    assert {path.name for path in site.iterdir()} - {"__pycache__"} == {"other.py"}
+    result = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("[]\n", "")

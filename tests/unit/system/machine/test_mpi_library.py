@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.system.machine import gpus, mpi_library
-from hvdtrain.system.machine.mpi_library import MpiLibrary, mapped, matching_mpirun
-from hvdtrain.system.machine.toolchain import find_gpu_arches, mpi_identity
+from hvdtrain.system.machine.mpi_library import MpiLibrary, mapped, matching_mpirun, mpi_identity
 
 ROW = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 1234                       {}"
 
@@ -69,6 +68,10 @@ def test_no_mpi_library_is_loaded() -> None:
         ("Intel(R) MPI Library 2021.11 for Linux* OS", "Intel MPI 2021.11"),
         ("MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)", "Cray MPICH 8.1.28.29"),
         ("MVAPICH2 Version      :\t2.3.7", "MVAPICH 2.3.7"),
+        ("mpicxx: Open MPI 5.0.11 (Language: C++)", "Open MPI 5.0.11"),
+        ("mpicxx for MPICH version 4.0.2", "MPICH 4.0.2"),
+        ("mpigxx for the Intel(R) MPI Library 2021.12 for Linux*", "Intel MPI 2021.12"),
+        ("something else", "unknown MPI"),
     ],
 )
 def test_identity_from_the_version_text(text: str, expected: str) -> None:
@@ -123,8 +126,7 @@ def test_the_gpus_of_a_driver(tmp_path: Path, function: str) -> None:
         "GPU-0b0b0b0b-0b0b-0b0b-0b0b-0b0b0b0b0b0b",
     ]
     assert {(gpu.name, gpu.memory) for gpu in driver.gpus} == {("Test GPU", 80 << 30)}
-    assert find_gpu_arches(driver) == (90, 91)
-    assert find_gpu_arches(None) == ()
+    assert [gpu.capability for gpu in driver.gpus] == [90, 91]
 
 
 def test_a_driver_without_a_usable_gpu(tmp_path: Path) -> None:
@@ -138,8 +140,5 @@ def test_gpus_without_a_driver_are_identified_by_selection_and_index(
 ) -> None:
     monkeypatch.setattr(gpus, "find_driver", lambda: None)
     chosen = gpus.identities(2, {"CUDA_VISIBLE_DEVICES": "2,3"})
-    assert chosen == [
-        "CUDA_VISIBLE_DEVICES=2,3, number 0",
-        "CUDA_VISIBLE_DEVICES=2,3, number 1",
-    ]
+    assert chosen == ["CUDA_VISIBLE_DEVICES=2,3, number 0", "CUDA_VISIBLE_DEVICES=2,3, number 1"]
     assert gpus.identities(1, {}) == ["all GPUs, number 0"]

@@ -22,6 +22,7 @@ from hvdtrain.system.machine.frameworks import (
     is_installed,
 )
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
+from hvdtrain.system.machine.mpi_library import mpi_identity
 from hvdtrain.system.runtime.command import Command, run
 
 SYSTEM_CUDA = Path("/usr/local/cuda")
@@ -102,9 +103,7 @@ class Toolchain:
     tensorflow: TensorFlow | None  # TensorFlow
     cuda: Cuda | None  # the CUDA toolkit with its compiler
     nccl: Nccl | None  # NVIDIA's collective library
-    cpu_flags: tuple[
-        str, ...
-    ]  # compiler flags of this processor's vector instructions, as used by Horovod
+    cpu_flags: tuple[str, ...]  # compiler flags of the processor's vector instructions
     gpu_arches: tuple[int, ...] = ()  # compute capabilities of the local GPUs, ascending
 
     @property
@@ -130,7 +129,7 @@ def find(environ: Mapping[str, str]) -> Toolchain:
     roots = [framework.root.parent for framework in (torch, tensorflow) if framework]
     packages = next((root for root in roots if (root / "nvidia").is_dir()), site_packages)
     cuda = find_cuda(environ, site_packages, wanted) or find_cuda(environ, packages, wanted)
-    make = shutil.which("make", path=environ.get("PATH"))
+    make, driver = shutil.which("make", path=environ.get("PATH")), gpus.find_driver()
     return Toolchain(
         python=Path(sys.executable),
         python_tag=str(sysconfig.get_config_var("EXT_SUFFIX")).strip(".").removesuffix(".so"),
@@ -147,13 +146,8 @@ def find(environ: Mapping[str, str]) -> Toolchain:
         cuda=cuda,
         nccl=find_nccl(environ, cuda, packages),
         cpu_flags=find_cpu_flags(CPUINFO),
-        gpu_arches=find_gpu_arches(gpus.find_driver()),
+        gpu_arches=tuple(sorted({gpu.capability for gpu in driver.gpus})) if driver else (),
     )
-
-
-def find_gpu_arches(driver: gpus.Driver | None) -> tuple[int, ...]:
-    """Return the compute capabilities of the driver's GPUs, e.g. (80, 90)."""
-    return tuple(sorted({gpu.capability for gpu in driver.gpus})) if driver else ()
 
 
 def find_compiler(environ: Mapping[str, str]) -> Compiler | None:
@@ -186,35 +180,15 @@ def find_mpi(environ: Mapping[str, str], scripts: Path) -> Mpi | None:
     search = os.pathsep.join([environ.get("PATH", ""), str(scripts)])
     for name in ("mpicxx", "mpic++", "mpiicpc"):
         program = shutil.which(name, path=search)
-        if program:
-            return _describe_mpi(Path(program))
+        if program is None:
+            continue
+        flags = ("-showme:version", "-v", "-show")
+        texts = [run(Command((program, flag)), timeout=30).output for flag in flags]
+        launchers = (Path(program).with_name(name) for name in ("mpirun", "mpiexec"))
+        mpirun = next((path for path in launchers if path.is_file()), None)
+        identity, libraries = mpi_identity("\n".join(texts[:2])), mpi_libraries(texts[2])
+        return Mpi(Path(program), identity, libraries, mpirun)
     return None
-
-
-def _describe_mpi(mpicxx: Path) -> Mpi:
-    """Query the wrapper ``mpicxx`` for its library."""
-    texts = [
-        run(Command((str(mpicxx), flag)), timeout=30).output
-        for flag in ("-showme:version", "-v", "-show")
-    ]
-    names = (mpicxx.parent / name for name in ("mpirun", "mpiexec"))
-    mpirun = next((path for path in names if path.is_file()), None)
-    return Mpi(mpicxx, mpi_identity("\n".join(texts[:2])), mpi_libraries(texts[2]), mpirun)
-
-
-def mpi_identity(text: str) -> str:
-    """Return name and version from the version text of an MPI library or wrapper."""
-    for name, pattern in (
-        ("Open MPI", r"Open MPI v?([\w.]+)"),
-        ("Intel MPI", r"Intel\(R\) MPI Library ([\w.]+)"),
-        ("MVAPICH", r"MVAPICH2? version\s*:?\s*([\w.]+)"),
-        ("Cray MPICH", r"CRAY MPICH version\s*:?\s*([\w.]+)"),
-        ("MPICH", r"MPICH version\s*:?\s*([\w.]+)"),
-    ):
-        match = re.search(pattern, text, re.IGNORECASE)
-        if match:
-            return f"{name} {match[1]}"
-    return "unknown MPI"
 
 
 def mpi_libraries(show: str) -> tuple[Path, ...]:
@@ -240,11 +214,7 @@ def find_cuda(
 ) -> Cuda | None:
     """Return the toolkit to compile with: the user's, else the first with the wanted version.
 
-    Args:
-        environ: environment with CUDA_HOME and PATH.
-        site_packages: directory of PyPI's packages of CUDA 13 and later.
-        wanted: the CUDA version of the frameworks, e.g. 13.0; empty: any.
-        system: the customary location.
+    ``site_packages`` has PyPI's packages of CUDA 13 and later.
     """
     named = [environ[name] for name in CUDA_HOMES if environ.get(name)]
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))
@@ -268,13 +238,8 @@ def describe_cuda(home: Path) -> Cuda | None:
     if not version.ok:
         return None
     arches = {int(number) for number in re.findall(r"compute_(\d+)\b", listing.output)}
-    return Cuda(home, nvcc_release(version.output), tuple(sorted(arches)))
-
-
-def nvcc_release(text: str) -> str:
-    """Return the release, e.g. 13.0, from the output of ``nvcc --version``."""
-    match = re.search(r"release (\d+\.\d+)", text)
-    return match[1] if match else "unknown"
+    release = re.search(r"release (\d+\.\d+)", version.output)
+    return Cuda(home, release[1] if release else "unknown", tuple(sorted(arches)))
 
 
 def find_nccl(environ: Mapping[str, str], cuda: Cuda | None, site_packages: Path) -> Nccl | None:
@@ -298,14 +263,7 @@ def find_nccl(environ: Mapping[str, str], cuda: Cuda | None, site_packages: Path
             None,
         )
         if library and (include / "nccl.h").is_file():
-            return Nccl(include, library, nccl_version((include / "nccl.h").read_text()))
+            header = (include / "nccl.h").read_text()
+            numbers = re.findall(r"^\s*#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header, re.M)
+            return Nccl(include, library, ".".join(numbers[:3]) or "unknown")
     return None
-
-
-def nccl_version(header: str) -> str:
-    """Return the version defined in the text of nccl.h."""
-    parts = [
-        re.search(rf"^\s*#define\s+NCCL_{name}\s+(\d+)", header, re.MULTILINE)
-        for name in ("MAJOR", "MINOR", "PATCH")
-    ]
-    return ".".join(part[1] for part in parts if part) or "unknown"
