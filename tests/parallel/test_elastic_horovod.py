@@ -50,7 +50,10 @@ class Job:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it ends just now
                 words = process.cmdline()
-                if "hvdtrain.mnist" in words and "hvdtrain.commands.launch.worker" not in words:
+                if (
+                    "hvdtrain.mnist" in words
+                    and "hvdtrain.commands.launch.host_process" not in words
+                ):
                     found[process.environ().get("HOROVOD_RANK", "")] = process
         found.pop("", None)  # the launcher's, before it becomes the discovery script
         return found

@@ -46,7 +46,7 @@ class Job:
         """Kill a rank, not the worker that starts it."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             words = process.cmdline()
-            own = SCRIPT in words and "hvdtrain.commands.launch.worker" not in words
+            own = SCRIPT in words and "hvdtrain.commands.launch.host_process" not in words
             if own and process.environ().get("HOROVOD_RANK") == rank:
                 return process.kill()
         raise AssertionError(f"there is no rank {rank}")

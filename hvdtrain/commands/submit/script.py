@@ -13,7 +13,7 @@ from collections.abc import Collection
 from hvdtrain.commands.submit.dialect import Dialect
 from hvdtrain.commands.submit.job import RANKS, TASK, Job
 from hvdtrain.commands.submit.site import Site
-from hvdtrain.system.runtime import end_mark
+from hvdtrain.system.runtime.exit import END_MARK
 from hvdtrain.system.runtime.walltime import show_clock
 
 WIDTH = 92  # of lines of the command, before the backslash
@@ -131,12 +131,12 @@ def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
 
 def _end_mark() -> tuple[Lines, Lines]:
     """Return the lines that create a file for the exit code of a training, and that read it."""
-    file = f'"${end_mark.FILE}"'
+    file = f'"${END_MARK}"'
     return [
         "# Where a host is lost, the mpirun of Open MPI 5 may end with 0. In this file a training",
         "# leaves an exit code of its own.",
-        f"{end_mark.FILE}=$(mktemp)",
-        f"export {end_mark.FILE}",
+        f"{END_MARK}=$(mktemp)",
+        f"export {END_MARK}",
     ], [
         f'[ "$code" -ne 0 ] || [ ! -s {file} ] || code=$(cat {file})',
         f"rm -f {file}",

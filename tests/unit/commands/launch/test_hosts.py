@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from hvdtrain.commands.launch.hosts import (
     Allocation,
     Host,
+    RankLayout,
     expand_counts,
     expand_nodelist,
     find_allocation,
+    lay_out,
     parse_hosts,
     read_hostfile,
 )
-from hvdtrain.commands.launch.layout import RankLayout, lay_out
 from hvdtrain.errors import UsageError
 
 A2B2 = (Host("a", 2), Host("b", 2))

@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.commands.launch.outcome import JobOutcome
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.runtime import end_mark
+from hvdtrain.system.runtime.exit import _write_mark
 from tests.conftest import environment
 
 # As Open MPI 5.0.11 writes them.
@@ -42,8 +42,8 @@ def outcome() -> Iterator[JobOutcome]:
 
 def run_rank_0(outcome: JobOutcome, end: str) -> None:
     """Run a rank 0 that leaves its mark, then ``end``."""
-    begin = "from hvdtrain.system.runtime import end_mark, exit; end_mark.leave_mark(); "
-    variables = environment(**outcome.mark.environment)
+    begin = "from hvdtrain.system.runtime import exit; exit.leave_mark(); "
+    variables = environment(**outcome.environment)
     subprocess.run([sys.executable, "-c", begin + end], env=variables, check=False, timeout=60)
 
 
@@ -95,7 +95,7 @@ def test_any_other_exit_code_is_the_launchers(code: int, outcome: JobOutcome) ->
 )
 def test_rank_0_leaves_its_mark(end: str, mark: int, outcome: JobOutcome) -> None:
     run_rank_0(outcome, end)
-    assert outcome.mark.read() == mark
+    assert outcome.mark == mark
     if mark:
         with pytest.raises(HvdtrainError, match="rank 0 ended early"):
             outcome.exit_code(0, None, stop_requested=False)
@@ -121,6 +121,6 @@ def test_no_file_of_another_process_is_written(
         file.write("important\n")
         file.flush()
         path = f"/proc/self/fd/{file.fileno()}"
-        end_mark._write(path, 1)
-        end_mark._write("/proc/0/fd/9", 1)
+        _write_mark(path, 1)
+        _write_mark("/proc/0/fd/9", 1)
     assert (tmp_path / "log").read_text() == "important\n"

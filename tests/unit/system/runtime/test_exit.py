@@ -276,7 +276,7 @@ def test_the_mark_keeps_other_notes() -> None:
 
 READER = """
 import glob, multiprocessing, os, signal, sys, tempfile
-from hvdtrain.system.runtime.exit import end_with_parent
+from hvdtrain.system.runtime.outlive import end_with_parent
 from hvdtrain.system.runtime.scratch import use_scratch_directory
 
 def work(queue):
