@@ -19,6 +19,7 @@ from hvdtrain.commands.launch.elastic_driver import assign_ranks, choose_slots
 from tests.conftest import BIN, LONG, begin, end_session, on_demand, run
 from tests.parallel.conftest import show_seconds_lost, until
 
+HOST_PROCESS = "hvdtrain.commands.launch.host_process"
 LAUNCH = [str(BIN / "hvdtrain"), "launch", "--elastic"]
 TRAIN = ["--", sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--epochs=400"]
 BATCH, STEPS = 125, 60  # five epochs of 1,500 samples, whatever the number of ranks

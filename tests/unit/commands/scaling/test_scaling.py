@@ -209,7 +209,7 @@ def test_a_report_needs_no_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["1,x", "", "0,1", "1,,2"])
 def test_invalid_ranks_are_rejected(words: str) -> None:
-    with pytest.raises(ValueError, match="is not a (whole )?number"):
+    with pytest.raises(ValueError, match="number"):
         verb._sizes(words)
     assert verb._sizes("4,1, 2,2") == (1, 2, 4)
 
