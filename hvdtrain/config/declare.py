@@ -70,14 +70,19 @@ def declared(kind: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def add_options(
-    parser: argparse.ArgumentParser, kind: type[Any], titles: Sequence[str] = ()
+    parser: argparse.ArgumentParser,
+    kind: type[Any],
+    titles: Sequence[str] = (),
+    *,
+    defaults: bool = False,
 ) -> None:
-    """Declare an option per field of ``kind``; those that are not given are None.
+    """Declare an option per field of ``kind``.
 
     Args:
         parser: where they are declared.
         kind: the dataclass.
         titles: groups that come first in the help, in this order; others follow by field.
+        defaults: whether options that are not given have their default, and not None.
     """
     groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
     title = ""
@@ -85,9 +90,11 @@ def add_options(
         title = field.metadata["group"] or title
         if title not in groups:
             groups[title] = parser.add_argument_group(title or None)
-        groups[title].add_argument(
-            "--" + field.name.replace("_", "-"), default=None, **_settings(field)
-        )
+        default = field.default if defaults and field.default != () else None
+        if defaults and field.metadata["repeated"]:
+            default = []
+        name = "--" + field.name.replace("_", "-")
+        groups[title].add_argument(name, default=default, **_settings(field))
 
 
 def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:

@@ -16,13 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import script_text
 from hvdtrain.commands.submit.site import Site
 from tests.conftest import BIN, ROOT, environment
-from tests.unit.commands.submit.directives import check_script
-from tests.unit.commands.submit.pbs_reader import Node, RefusedError, read_script
+from tests.unit.commands.submit.pbs_reader import (
+    Node,
+    RefusedError,
+    check_script,
+    job_with,
+    read_script,
+)
 from tests.unit.commands.submit.test_script import WORDS
 
 JOBS = ROOT / "jobs"
@@ -250,7 +254,7 @@ def test_a_training_without_launch_reports_its_exit_code(
     """mpirun may return 0 for an incomplete training; other programs leave no mark."""
     leave = f'printf "{mark}" > "$HVDTRAIN_END_MARK"; echo "$HVDTRAIN_END_MARK" > mark'
     put(node.submit / ".venv" / "bin" / "mpirun", f"#!/bin/sh\n{leave}\nexit {returned}\n")
-    job = Job(("mpirun", "-n", "2", "python", "x.py"), 600, environment=".venv", once=True)
+    job = job_with("mpirun", "-n", "2", "python", "x.py", walltime=600, env=".venv", once=True)
     assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
     assert not Path((node.submit / "mark").read_text().strip()).exists()
 
@@ -259,7 +263,7 @@ def test_a_module_that_cannot_be_loaded_ends_the_job(node: Node) -> None:
     fails = "module() { [ $1 $2 = 'load there' ]; }\n"
     (node.root / "home" / ".bash_profile").write_text(fails.replace("$1 $2", '"$1 $2"'))
     for name, code in (("there", 0), ("nowhere", 2)):
-        job = Job(("x",), 600, environment=".venv", modules=(name,))
+        job = job_with("x", walltime=600, env=".venv", module=(name,))
         assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
     assert len(launches(node)) == 1
 
@@ -301,7 +305,7 @@ def test_the_exit_file_of_a_followed_job(
 ) -> None:
     """Also if it ends before its ranks have started, e.g. by qdel."""
     words = ("bash", "-c", "exit 3")
-    job = Job(words, 600, environment=".venv", once=True, setup=(setup,) if setup else ())
+    job = job_with(*words, walltime=600, env=".venv", once=True, setup=(setup,) if setup else ())
     text = script_text(job, Pbs(), Site(), exit_file="x.exit")
     process = node.start(text, ("a",), read_script(text))
     end = time.monotonic() + 60
@@ -318,7 +322,7 @@ def test_the_exit_file_of_a_followed_job(
 @given(st.lists(WORDS.filter(bool), min_size=1, max_size=6), WORDS)
 def test_any_command_in_any_directory(words: list[str], name: str) -> None:
     """The script is run by bash, with a program that records its arguments."""
-    job = Job(tuple(words), 60, environment=None)
+    job = job_with(*words)
     text = script_text(job, Pbs(), Site())
     assert check_script(text) == []
     with tempfile.TemporaryDirectory() as root:

@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdtrain.commands.submit.dialect import Dialect, Local
-from hvdtrain.commands.submit.job import Job, Variable
+from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import quote, render, script_text, sweep_sizes
 from hvdtrain.commands.submit.site import Site
 from hvdtrain.commands.submit.slurm import Slurm
-from tests.unit.commands.submit.directives import check_script
+from tests.unit.commands.submit.pbs_reader import check_script, job_with
 
 # All options at once, with words that are hard to quote.
 FULL = Job(
@@ -35,10 +35,10 @@ FULL = Job(
     after="7.server",
     requeue=True,
     tolerate_node_failures=True,
-    modules=("cray-mpich", "cuda/12"),
+    module=("cray-mpich", "cuda/12"),
     setup=("export NCCL_DEBUG=WARN",),
-    environment="/opt/my env",
-    variables=(Variable("DATA", ""), Variable("RESULTS", "my results")),
+    env="/opt/my env",
+    var=(("DATA", ""), ("RESULTS", "my results")),
     comment="First line.\nSecond line.",
 )
 SITE = Site(gpu_resource="ngpus", select="host=a", directives=("-m n",), modules=("base",))
@@ -121,7 +121,7 @@ CHAIN = Job(
     walltime=3600,
     ppn=2,
     name="mnist",
-    chain=10,
+    chain=True,
     progress="my runs",
 )
 CHAIN_SLURM = """#!/bin/bash -l
@@ -171,36 +171,36 @@ def test_a_chain() -> None:
 
 
 def test_a_program_with_an_equals_sign_is_no_assignment() -> None:
-    text = script_text(Job(("X=1", "Y=2"), 60, once=True), Pbs(), Site())
+    text = script_text(job_with("X=1", "Y=2", once=True), Pbs(), Site())
     assert "\n'X=1' Y=2\n" in text
 
 
 def test_whole_nodes_request_only_nodes() -> None:
-    job = Job(("x",), 60, nodes=2, ppn=4, gpus_per_node=4)
+    job = job_with("x", nodes=2, ppn=4, gpus_per_node=4)
     lines = Pbs().directives(job, Site(whole_nodes=True, select="system=polaris"))
     assert "#PBS -l select=2:system=polaris" in lines
 
 
 def test_a_site_may_set_the_placement() -> None:
     exclusive = "-l place=scatter:excl"
-    lines = Pbs().directives(Job(("x",), 60, nodes=2), Site(directives=(exclusive,)))
+    lines = Pbs().directives(job_with("x", nodes=2), Site(directives=(exclusive,)))
     assert [line for line in lines if "place=" in line] == [f"#PBS {exclusive}"]
 
 
 def test_a_job_is_rerun_only_on_request() -> None:
     """By default PBS reruns every job, and Slurm as configured."""
-    job = Job(command=("x",), walltime=60)
-    assert "#PBS -r n" in Pbs().directives(job, Site())
-    assert "#PBS -r y" in Pbs().directives(replace(job, requeue=True), Site())
-    assert "#SBATCH --no-requeue" in Slurm().directives(job, Site())
+    plain = job_with("x")
+    assert "#PBS -r n" in Pbs().directives(plain, Site())
+    assert "#PBS -r y" in Pbs().directives(replace(plain, requeue=True), Site())
+    assert "#SBATCH --no-requeue" in Slurm().directives(plain, Site())
     # "qsub: cannot submit non-rerunable Array Job"
     assert not [
-        line for line in Pbs().directives(replace(job, array="1-3"), Site()) if " -r" in line
+        line for line in Pbs().directives(replace(plain, array="1-3"), Site()) if " -r" in line
     ]
 
 
 def test_a_queue_may_be_a_quality_of_service() -> None:
-    job = Job(("x",), 60, queue="debug")
+    job = job_with("x", queue="debug")
     assert "#SBATCH --qos=debug" in Slurm().directives(job, Site(queue_is_qos=True))
 
 
