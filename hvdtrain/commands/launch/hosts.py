@@ -6,10 +6,11 @@ rank, as counted by the batch system.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import product
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
@@ -190,43 +191,38 @@ def expand_nodelist(text: str) -> list[str]:
     Raises:
         UsageError: the text has another form.
     """
-    names = list(islice(_names(text), MOST_NODES + 1))
-    if len(names) > MOST_NODES:
-        raise UsageError(f"{text[:SHOWN]!r} names more than {MOST_NODES:,} nodes")
+    names: list[str] = []
+    # A comma inside brackets does not end a name.
+    for part in re.findall(r"(?:\[[^\[\]]*\]|[^,\[])+|,|\[", text):
+        if part == ",":
+            continue
+        pieces = re.split(r"\[([^\]]*)\]", part.strip())
+        if len(pieces) > 2 * MOST_BRACKETS:
+            pieces = [part]  # not a node name
+        ranges = [_expand_ranges(piece, text) for piece in pieces[1::2]]
+        number = math.prod(map(len, ranges))
+        if len(names) + number > MOST_NODES:
+            raise UsageError(f"{text[:SHOWN]!r} names more than {MOST_NODES:,} nodes")
+        for numbers in product(*ranges):
+            inner = map("".join, zip(numbers, pieces[2::2], strict=True))
+            names.append(pieces[0] + "".join(inner))
     if not names or not all(re.fullmatch(r"[\w.-]+", name, re.ASCII) for name in names):
         raise UsageError(f"{text[:SHOWN]!r} is not a node list of Slurm such as node[01-04]")
     return names
 
 
-def _names(text: str) -> Iterator[str]:
-    # A comma inside brackets does not end a name.
-    for part in re.findall(r"(?:\[[^\[\]]*\]|[^,\[])+|,|\[", text):
-        pieces = re.split(r"\[([^\]]*)\]", part)
-        if part != "," and len(pieces) <= 2 * MOST_BRACKETS:
-            yield from _expanded(pieces[0].strip(), pieces[1:], text)
-        elif part != ",":
-            yield part  # not a node name
-
-
-def _expanded(head: str, pieces: list[str], text: str) -> Iterator[str]:
-    """Yield ``head`` followed by the ranges and texts that alternate in ``pieces``."""
-    if not pieces:
-        yield head
-        return
-    ranges, tail, *rest = pieces
-    for number in _numbers(ranges, text):
-        yield from _expanded(f"{head}{number}{tail}", rest, text)
-
-
-def _numbers(ranges: str, text: str) -> Iterator[str]:
-    """Yield the numbers in `01-03,7` of the node list ``text``, with their leading zeros."""
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    """Return the numbers in `01-03,7` of the node list ``text``, with their leading zeros."""
+    numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), re.ASCII)
         low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(high) < int(low):
             raise UsageError(f"{text[:SHOWN]!r} is not a node list of Slurm: [{ranges[:SHOWN]}]")
-        for number in range(int(low), int(high) + 1):
-            yield f"{number:0{len(low)}d}"
+        if len(numbers) + int(high) - int(low) >= MOST_NODES:
+            raise UsageError(f"{text[:SHOWN]!r} names more than {MOST_NODES:,} nodes")
+        numbers += [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
+    return numbers
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -115,27 +116,18 @@ def _convert(value: Any, kind: Any) -> Any:
         raise ValueError(f"{value!r}: {error}") from None
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    return _convert(value, tuple[str, ...])  # type: ignore[no-any-return]
-
-
-def _directives(value: Any) -> tuple[str, ...]:
-    for line in _texts(value):
-        if re.match(r"-l\s*(select|nodes|walltime)=", line):  # PBS refuses two of a kind
-            raise ValueError(f"{line!r}: written by submit; use the key `select`")
-    return _texts(value)
-
-
-def _modules(value: Any) -> tuple[str, ...]:
-    return tuple(map(module_name, _texts(value)))
-
-
-def _setup(value: Any) -> tuple[str, ...]:
-    return tuple(map(setup_line, _texts(value)))
-
-
 def _word(value: Any) -> str:
     return plain_word(_convert(value, str))
+
+
+def _directive(line: str) -> str:
+    if re.match(r"-l\s*(select|nodes|walltime)=", line):  # PBS refuses two of a kind
+        raise ValueError(f"{line!r}: written by submit; use the key `select`")
+    return line
+
+
+def _each(read: Callable[[str], str], value: Any) -> tuple[str, ...]:
+    return tuple(map(read, _convert(value, tuple[str, ...])))
 
 
 def _scheduler(value: Any) -> str:
@@ -177,9 +169,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "account": _word,
     "filesystems": _word,
     "walltime_limit": _seconds,
-    "directives": _directives,
-    "modules": _modules,
-    "setup": _setup,
+    "directives": partial(_each, _directive),
+    "modules": partial(_each, module_name),
+    "setup": partial(_each, setup_line),
     "queues": _queues,
 }  # any other value has the type of its field
 

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.commands.launch.prepare import checkpoint_dir
 from hvdtrain.commands.submit import chain
-from hvdtrain.commands.submit.dialect import ENDED, GONE, Dialect, Local, State
+from hvdtrain.commands.submit.dialect import ENDED, GONE, Dialect, Local
 from hvdtrain.commands.submit.follow import SubmittedJob, follow, query_state
 from hvdtrain.commands.submit.job import DIRECTIVE, Job, check_job
 from hvdtrain.commands.submit.pbs import Pbs
@@ -84,15 +83,17 @@ def _report(job: Job, dialect: Dialect, files: JobFiles, jobs: list[SubmittedJob
         return Report("\n".join(ids), data)
     out = sys.stderr if job.json else sys.stdout
     end = follow(dialect, jobs, files.exit, files.chain if job.chain else None, out)
-    data |= {"ok": end.code == 0, "state": end.state, "exit_code": end.code}
+    data |= {"ok": end.exit_code == 0, "state": end.detail, "exit_code": end.exit_code}
     if end.tasks:
-        data["tasks"] = {number: _as_json(task) for number, task in end.tasks.items()}
-    return Report("", data, 1 if end.code is None else end.code)
-
-
-def _as_json(task: State) -> dict[str, Any]:
-    logs = [str(path) for path in task.logs]
-    return {"state": task.detail, "exit_code": task.exit_code, "log": logs[0] if logs else None}
+        data["tasks"] = {
+            number: {
+                "state": task.detail,
+                "exit_code": task.exit_code,
+                "log": str(task.logs[0]) if task.logs else None,
+            }
+            for number, task in end.tasks.items()
+        }
+    return Report("", data, 1 if end.exit_code is None else end.exit_code)
 
 
 class JobFiles:
