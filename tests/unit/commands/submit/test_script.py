@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -155,18 +154,12 @@ exit "$code"
 """
 
 
-def test_all_options_for_pbs() -> None:
+def test_all_options() -> None:
     assert script_text(FULL, Pbs(), SITE) == FULL_PBS
-
-
-def test_all_options_for_slurm() -> None:
     text = script_text(FULL, Slurm(), Site(directives=("--constraint=gpu",), modules=("base",)))
     assert text.startswith(FULL_SLURM_HEAD)
     # The rest is the same.
     assert text.split("DATA=", 1)[1] == FULL_PBS.split("DATA=", 1)[1]
-
-
-def test_a_chain() -> None:
     assert script_text(CHAIN, Slurm(), Site(), "mnist-1.chain") == CHAIN_SLURM
 
 
@@ -175,33 +168,35 @@ def test_a_program_with_an_equals_sign_is_no_assignment() -> None:
     assert "\n'X=1' Y=2\n" in text
 
 
-def test_whole_nodes_request_only_nodes() -> None:
-    job = job_with("x", nodes=2, ppn=4, gpus_per_node=4)
-    lines = Pbs().directives(job, Site(whole_nodes=True, select="system=polaris"))
-    assert "#PBS -l select=2:system=polaris" in lines
+EXCLUSIVE = "-l place=scatter:excl"
 
 
-def test_a_site_may_set_the_placement() -> None:
-    exclusive = "-l place=scatter:excl"
-    lines = Pbs().directives(job_with("x", nodes=2), Site(directives=(exclusive,)))
-    assert [line for line in lines if "place=" in line] == [f"#PBS {exclusive}"]
+@pytest.mark.parametrize(
+    ("dialect", "job", "site", "line"),
+    [
+        (
+            Pbs(),
+            job_with("x", nodes=2, ppn=4, gpus_per_node=4),
+            Site(whole_nodes=True, select="system=polaris"),
+            "#PBS -l select=2:system=polaris",
+        ),
+        (Pbs(), job_with("x", nodes=2), Site(directives=(EXCLUSIVE,)), f"#PBS {EXCLUSIVE}"),
+        # By default PBS reruns every job, and Slurm as configured.
+        (Pbs(), job_with("x"), Site(), "#PBS -r n"),
+        (Pbs(), job_with("x", requeue=True), Site(), "#PBS -r y"),
+        (Slurm(), job_with("x"), Site(), "#SBATCH --no-requeue"),
+        (Slurm(), job_with("x", queue="debug"), Site(queue_is_qos=True), "#SBATCH --qos=debug"),
+    ],
+)
+def test_directives(dialect: Dialect, job: Job, site: Site, line: str) -> None:
+    lines = dialect.directives(job, site)
+    assert line in lines
+    assert sum("place=" in line for line in lines) <= 1
 
 
-def test_a_job_is_rerun_only_on_request() -> None:
-    """By default PBS reruns every job, and Slurm as configured."""
-    plain = job_with("x")
-    assert "#PBS -r n" in Pbs().directives(plain, Site())
-    assert "#PBS -r y" in Pbs().directives(replace(plain, requeue=True), Site())
-    assert "#SBATCH --no-requeue" in Slurm().directives(plain, Site())
-    # "qsub: cannot submit non-rerunable Array Job"
-    assert not [
-        line for line in Pbs().directives(replace(plain, array="1-3"), Site()) if " -r" in line
-    ]
-
-
-def test_a_queue_may_be_a_quality_of_service() -> None:
-    job = job_with("x", queue="debug")
-    assert "#SBATCH --qos=debug" in Slurm().directives(job, Site(queue_is_qos=True))
+def test_pbs_refuses_arrays_that_are_not_rerunable() -> None:
+    lines = Pbs().directives(job_with("x", array="1-3"), Site())
+    assert not [line for line in lines if " -r" in line]
 
 
 @pytest.mark.parametrize("dialect", [Pbs(), Slurm(), Local()])
@@ -216,6 +211,7 @@ HEAD = "#!/bin/bash\n#PBS -l select=1:ncpus=1\n#PBS -l walltime=1:00:00\n"
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        (HEAD + "# a comment\n\n#PBS -q debug\ncd x\n", ""),
         (HEAD + "cd x\n#PBS -q debug\n", "line 5: '#PBS -q debug' comes after the first command"),
         (HEAD + "cd x\n\n#SBATCH -p debug\n", "(line 4), so no batch system reads it"),
         (HEAD[12:], "line 1: no #!"),
@@ -229,11 +225,8 @@ HEAD = "#!/bin/bash\n#PBS -l select=1:ncpus=1\n#PBS -l walltime=1:00:00\n"
     ],
 )
 def test_problems_are_detected(text: str, problem: str) -> None:
-    assert problem in "; ".join(check_script(text))
-
-
-def test_a_correct_script_has_no_problem() -> None:
-    assert check_script(HEAD + "# a comment\n\n#PBS -q debug\ncd x\n") == []
+    problems = "; ".join(check_script(text))
+    assert problem in problems if problem else problems == ""
 
 
 @pytest.mark.parametrize(
