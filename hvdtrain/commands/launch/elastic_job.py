@@ -65,13 +65,7 @@ def worker(
 ) -> Command:
     """Return the command that starts ``words`` as the rank of ``slot``.
 
-    Args:
-        slot: with its rank.
-        words: the program and its arguments.
-        threads: OMP_NUM_THREADS of the rank; None leaves it to the program.
-        address: of the driver.
-        port: of the driver.
-        environ: the user's environment.
+    ``address`` and ``port`` are the driver's; ``threads`` as in ``Pool``.
     """
     assert slot.real
     host = host_of(slot.hostname)
@@ -124,14 +118,7 @@ def driver_address(pool: Pool, environ: Mapping[str, str]) -> str:
 
 
 class ElasticJob:
-    """A running elastic job.
-
-    Args:
-        pool: the slots.
-        words: the program that each rank runs, and its arguments.
-        signals: open, to forward.
-        environ: the user's environment.
-    """
+    """A running elastic job of ``words`` in the slots of ``pool``; ``signals`` must be open."""
 
     def __init__(
         self,

@@ -87,8 +87,7 @@ def end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 def heed(orders: Callable[[bytes], None]) -> None:
     """Stop the ranks on a signal; keep standard input from them, and heed it if it is a pipe.
 
-    Args:
-        orders: called with each order.
+    ``orders`` is called with each order.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: request_stop())

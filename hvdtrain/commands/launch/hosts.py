@@ -74,9 +74,8 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation:
 def read_hostfile(path: Path, named_by: str) -> tuple[Host, ...]:
     """Return the hosts in a file of lines `host`, `host:4`, `host slots=4`; repeated ones add up.
 
-    Args:
-        path: the file; blank lines and comments after a ``#`` are skipped.
-        named_by: the option or variable with the path, for messages.
+    Blank lines and comments after a ``#`` are skipped. Messages contain ``named_by``, the option or
+    variable with the path.
 
     Raises:
         UsageError: missing, empty, or a line has another form.
@@ -246,12 +245,7 @@ class RankLayout:
 
 
 def lay_out(ranks: int, allocation: Allocation, ppn: int | None = None) -> RankLayout:
-    """Place ``ranks`` on the hosts of ``allocation``.
-
-    Args:
-        ranks: total number of ranks.
-        allocation: the hosts and their slots.
-        ppn: ranks per host; None fills the slots host by host.
+    """Place ``ranks`` on the hosts of ``allocation``: ``ppn`` on each; None fills their slots.
 
     Raises:
         UsageError: the ranks do not fit.
@@ -271,9 +265,11 @@ def lay_out(ranks: int, allocation: Allocation, ppn: int | None = None) -> RankL
 
 def _fill(ranks: int, allocation: Allocation) -> RankLayout:
     if ranks > allocation.slots:
+        by_system = allocation.source in BATCH_SYSTEMS
+        origin = f"{'from' if by_system else 'by'} {allocation.source}"
         raise UsageError(
             f"-n {ranks} is more than the {allocation.slots} slots of {_describe(allocation)}: "
-            f"request more slots {_origin(allocation)}, or use --ppn K to oversubscribe the hosts"
+            f"request more slots {origin}, or use --ppn K to oversubscribe the hosts"
         )
     used, remaining = [], ranks
     for host in allocation.hosts:
@@ -299,11 +295,6 @@ def _even(ranks: int, allocation: Allocation, ppn: int) -> RankLayout:
         idle=tuple(host.name for host in allocation.hosts[needed:]),
         over_slots=any(host.slots < ppn for host in allocation.hosts[:needed]),
     )
-
-
-def _origin(allocation: Allocation) -> str:
-    by_system = allocation.source in BATCH_SYSTEMS
-    return f"from {allocation.source}" if by_system else f"by {allocation.source}"
 
 
 def _describe(allocation: Allocation) -> str:

@@ -81,12 +81,10 @@ class JobOutcome:
         return None
 
     def exit_code(self, code: int, checkpoints: Path | None, *, stop_requested: bool) -> int:
-        """Return the job's exit code.
+        """Return the job's exit code; ``code`` is the launcher's.
 
-        Args:
-            code: the launcher's.
-            stop_requested: whether the ranks were requested to save and stop.
-            checkpoints: the directory from which the same command would resume.
+        ``stop_requested``: the ranks were to save and stop. The same command would resume from the
+        directory ``checkpoints``.
 
         Raises:
             HvdtrainError: the job is incomplete, whatever ``code`` is.

@@ -257,9 +257,8 @@ def make_pool(
     check_request(request, environ)
     if script is None:
         allocation = choose_hosts(request.hosts, request.hostfile, environ)
-        hosts, source = allocation.hosts, allocation.source
-        if not hosts:
-            hosts, source = (Host(HERE, most),), "this machine"
+        hosts = allocation.hosts or (Host(HERE, most),)
+        source = allocation.source if allocation.hosts else "this machine"
         pool = Pool(fewest, most, hosts, source, ppn=request.ppn)
         slots = sum(host.slots for host in pool.find())
         if slots < fewest:

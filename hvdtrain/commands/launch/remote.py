@@ -31,13 +31,8 @@ def on_host(
 ) -> Command:
     """Return the command that runs ``command`` on ``host``, by ssh if it is another machine.
 
-    It runs in the current working directory.
-
-    Args:
-        host: its name; empty: this machine.
-        command: the command, with the variables to set for it.
-        environ: the user's environment; other hosts get the part that they need.
-        *options: of ssh.
+    It runs in the current working directory, with the variables of ``command``; another machine
+    also gets the part of the user's ``environ`` that ranks need. ``options`` are those of ssh.
     """
     if is_here(host):
         return command

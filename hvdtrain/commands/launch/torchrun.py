@@ -34,14 +34,8 @@ def agent_commands(
 ) -> dict[str, Command]:
     """Return the commands of the agents that start ``words`` with ``layout``, by host.
 
-    The host is as spelled by the batch system or the user; empty: this machine.
-
-    Args:
-        layout: ranks and hosts.
-        words: the program that each rank runs, and its arguments.
-        threads: OMP_NUM_THREADS of each rank; None leaves it to the agent.
-        environ: the user's environment; other hosts get the part that they need.
-        fewest: minimum number of ranks after losses; None: all.
+    The host is as spelled by the batch system or the user; empty: this machine. Without ``threads``
+    an agent decides itself. ``fewest`` is the minimum number of ranks after losses; None: all.
     """
     variables = thread_variables(threads, environ)
     hosts = layout.hosts or (Host("", layout.ranks),)

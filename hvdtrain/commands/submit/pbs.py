@@ -211,23 +211,19 @@ def _state(values: Mapping[str, str], task: str) -> State | None:
     if letter == "F" and not status and "stime" not in values:
         return NEVER_RAN
     code = exit_code(int(status)) if phase == ENDED and status else None
-    if values.get("comment", "") in SUBJOB:
-        code = SUBJOB[values["comment"]]
+    comment = values.get("comment", "")
+    if comment in SUBJOB:
+        code = SUBJOB[comment]
     elif values.get("substate") in FAILED:
         code = code or None
     return State(
         phase,
-        " ".join(filter(None, (WORDS.get(letter, letter), _pending_reason(phase, values)))),
+        WORDS.get(letter, letter) + (f" ({comment})" if comment and phase == WAITING else ""),
         code,
         (Path(path),) if path else (),
         host=values.get("exec_host", "").partition("/")[0],
-        failure=_failure(letter, values.get("comment", ""), path),
+        failure=_failure(letter, comment, path),
     )
-
-
-def _pending_reason(phase: str, values: Mapping[str, str]) -> str:
-    comment = values.get("comment", "")
-    return f"({comment})" if comment and phase == WAITING else ""
 
 
 def _failure(letter: str, comment: str, log: str) -> str:

@@ -84,12 +84,7 @@ def agreed_threads(ranks: Sequence[RankCores], rank: int) -> int:
 
 
 def oversubscription(ranks: Sequence[RankCores], threads: Sequence[int]) -> str:
-    """Return a warning if the ranks of a host have more threads than cores; else empty.
-
-    Args:
-        ranks: cores by rank.
-        threads: number of threads by rank.
-    """
+    """Return a warning if the ranks of a host have more threads than cores; else empty."""
     for host in dict.fromkeys(rank.host for rank in ranks):
         local = [number for number, rank in enumerate(ranks) if rank.host == host]
         cores = len({cpu for number in local for cpu in ranks[number].cpus})
@@ -127,10 +122,8 @@ def share_of_job(
 ) -> int:
     """Return a rank's share of the job's cores on its host, within its quota.
 
-    Args:
-        affinities: the cores that each local rank may use, by local rank.
-        local_rank: the rank.
-        environ: environment with the batch system's allocation.
+    ``affinities`` are the cores that each local rank may use; ``environ`` has the batch system's
+    allocation.
     """
     share, cores = threads_per_rank(affinities, local_rank), len(frozenset.union(*affinities))
     limit = min(job_cores(cores, environ), cpu_quota(Path("/")) or cores)
@@ -207,9 +200,7 @@ def equal_threads(ranks_per_host: int, environ: Mapping[str, str]) -> int | None
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return changes to the environment of the ranks, by variable; None: unset it.
 
-    Args:
-        threads: threads per rank; None: leave them to the program.
-        environ: the user's environment.
+    Without ``threads`` the number is left to the program.
     """
     if threads is None:
         return {THREADS: None} if set_by_pbs(environ) else {}

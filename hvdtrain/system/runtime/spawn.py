@@ -80,10 +80,9 @@ class StopSignals:
 
 
 class Processes:
-    """Running processes, in the order of their ranks; closing it kills them.
+    """Running processes, in the order of their ranks, which get the ``signals`` of an open object.
 
-    Args:
-        signals: open, to forward.
+    None of them is left running at its end.
     """
 
     def __init__(self, signals: StopSignals) -> None:
@@ -189,9 +188,7 @@ def check_no_launcher(environ: Mapping[str, str]) -> None:
 def spawn(size: int, words: Sequence[str] | None = None) -> int:
     """Run this command line on ``size`` ranks of this host, and return the exit code.
 
-    Args:
-        size: number of ranks.
-        words: arguments of the interpreter; None: those of this process.
+    ``words`` are the arguments of the interpreter; None: those of this process.
     """
     with socket.socket() as held, StopSignals() as signals, Ranks(signals) as ranks:
         # The port stays reserved while the socket is open; rank 0 can bind it by SO_REUSEADDR.
