@@ -56,8 +56,11 @@ class Folder(Local):
 
 
 @pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+def jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Folder:
     """A batch system without delays."""
+    caplog.set_level("INFO")
     for name in ("LOG_PERIOD", "QUERY_FIRST", "QUERY_LAST", "DELIVERY"):
         monkeypatch.setattr(follow, name, 0.001)
     return Folder(tmp_path)
@@ -77,7 +80,6 @@ def followed(dialect: Dialect, directory: Path, *ids: str, chained: bool = False
 
 
 def test_a_job_from_start_to_end(jobs: Folder, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
     jobs.add(
         "7",
         f"{WAITING} -",
@@ -90,12 +92,14 @@ def test_a_job_from_start_to_end(jobs: Folder, caplog: pytest.LogCaptureFixture)
     assert followed(jobs, jobs.directory, "7") == (ENDED, 3)
     assert (jobs.directory / "out").read_text() == "one\nhalf a lineof it\nno newline"
     assert caplog.messages == ["job 7: waiting", "job 7: running", "job 7: ended, exit code 3"]
+    jobs.add("8", f"{ENDED} - done")
+    assert followed(jobs, jobs.directory, "8") == (ENDED, None)
+    assert caplog.messages[-1] == "job 8: ended, exit code unknown"
 
 
 def test_ctrl_c_only_stops_following(
     jobs: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO")
 
     def press(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -112,13 +116,6 @@ def test_ctrl_c_only_stops_following(
 def test_a_batch_system_that_no_longer_answers(jobs: Folder) -> None:
     with pytest.raises(HvdtrainError, match=r"the state of job 7 is unknown: cat: .*No such"):
         followed(jobs, jobs.directory, "7")
-
-
-def test_an_unknown_exit_code(jobs: Folder, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    jobs.add("7", f"{ENDED} - done")
-    assert followed(jobs, jobs.directory, "7") == (ENDED, None)
-    assert caplog.messages == ["job 7: ended, exit code unknown"]
 
 
 def test_a_chain_is_followed_to_its_end(jobs: Folder, tmp_path: Path) -> None:
@@ -176,7 +173,6 @@ def test_the_exit_code_that_a_job_left(
     forgetful: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO")
     ran(forgetful, "7.pbs1", left, lasts)
     assert followed(Pbs(), forgetful, "7.pbs1") == ("ended", code)
     assert caplog.messages[-1] == f"job 7.pbs1: ended, exit code {word}"
@@ -187,7 +183,6 @@ def test_a_log_that_is_delivered_at_the_end(
     forgetful: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PBS's mom copies it back."""
-    caplog.set_level("INFO")
     monkeypatch.setattr(follow, "NO_LOG", -1.0)
     ran(forgetful, "7.pbs1", "0\n", 4)
     (forgetful / "7.pbs1.log").unlink()
@@ -199,7 +194,6 @@ def test_a_log_that_is_delivered_at_the_end(
 def test_a_job_that_left_nothing_never_ran(
     forgetful: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
     assert followed(Pbs(), forgetful, "7.pbs1") == ("deleted before it ran", None)
     assert caplog.messages == ["job 7.pbs1: deleted before it ran"]
 
@@ -232,7 +226,6 @@ def test_a_job_that_pbs_cannot_start(forgetful: Path) -> None:
 
 def test_a_log_that_is_never_delivered(forgetful: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If PBS regards a local directory as shared, the log stays on the node."""
-    caplog.set_level("INFO")
     text = (forgetful / "qstat").read_text()
     running = "    job_state = R\\n    exec_host = node1/0*2+node2/0*2\\n"
     (forgetful / "qstat").write_text(text.replace("    job_state = R\\n", running))
@@ -263,7 +256,6 @@ def test_a_chain_continues_if_pbs_forgets_its_jobs(forgetful: Path) -> None:
 
 
 def test_the_tasks_of_an_array(forgetful: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
     logs = {str(task): forgetful / f"log.{task}" for task in (1, 2, 3)}
     for task, code in ((1, 0), (2, 3)):
         logs[str(task)].write_text(f"task {task}\n")

@@ -41,19 +41,10 @@ def defined(name: str) -> frozenset[str]:
 
 
 def test_all_scripts_are_listed() -> None:
-    assert [
-        *(
-            "elastic_horovod.pbs",
-            "elastic_torchrun.pbs",
-            "local.sh",
-            "mnist_1node.pbs",
-            "mnist_scaling.pbs",
-            "pi.pbs",
-            "resnet.slurm",
-        ),
-        *("resnet_1node.pbs", "resnet_polaris.pbs", "resnet_scaling.pbs", "ssd300_1node.pbs"),
-        "timeline_capture.pbs",
-    ] == SCRIPTS
+    names = """elastic_horovod.pbs elastic_torchrun.pbs local.sh mnist_1node.pbs mnist_scaling.pbs
+        pi.pbs resnet.slurm resnet_1node.pbs resnet_polaris.pbs resnet_scaling.pbs
+        ssd300_1node.pbs timeline_capture.pbs"""
+    assert names.split() == SCRIPTS
     readme = (JOBS / "README.md").read_text()
     assert [name for name in SCRIPTS if f"| `{name}` |" not in readme] == []
 
@@ -196,14 +187,11 @@ def test_a_script_runs_under_pbs(name: str, node: Node) -> None:
     assert not any("DATA" in word or "$" in word for word in words)
 
 
-def test_threads_of_the_user_are_kept(node: Node) -> None:
-    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), OMP_NUM_THREADS="3") == 0
-    assert launches(node)[0][1] == "3"
-
-
 def test_values_are_changed_by_qsub_v(node: Node) -> None:
     text = (JOBS / "mnist_1node.pbs").read_text()
-    assert run_as_pbs(node, text, DATA="/a b/mnist", EPOCHS="2", STEPS="7", RESULTS="r $x") == 0
+    values = {"DATA": "/a b/mnist", "EPOCHS": "2", "STEPS": "7", "RESULTS": "r $x"}
+    assert run_as_pbs(node, text, OMP_NUM_THREADS="3", **values) == 0
+    assert launches(node)[0][1] == "3"  # the user's, not set by PBS
     assert launches(node)[0][3 + 6 :] == [
         *("python", "-m", "hvdtrain.mnist", "--data=/a b/mnist", "--epochs=2", "--num-steps=7"),
         *("--checkpoint-dir=r $x/checkpoints", "--summary=r $x/summary.json"),
@@ -217,6 +205,8 @@ def test_values_are_changed_by_qsub_v(node: Node) -> None:
         ("a b c", {}, ["1", "2", "4", "8"]),
         ("a b c d", {"NODES": "2"}, ["1", "2", "4", "8"]),
         (" ".join(f"n{i}" for i in range(16)), {}, ["1", "2", "4", "8", "16", "32", "64"]),
+        # Slurm jobs with directives of PBS have no nodefile.
+        ("a", {"PBS_NODEFILE": "", "SLURM_JOB_NUM_NODES": "2"}, ["1", "2", "4", "8"]),
     ],
 )
 def test_a_sweep_ends_at_the_number_of_nodes(
@@ -229,13 +219,6 @@ def test_a_sweep_ends_at_the_number_of_nodes(
     assert [launch[-1] for launch in launches(node)] == [
         f"--summary=results/mnist_scaling/{size}.json" for size in sizes
     ]
-
-
-def test_slurm_jobs_with_pbs_directives_have_no_nodefile(node: Node) -> None:
-    text = (JOBS / "mnist_scaling.pbs").read_text()
-    values = {"PBS_NODEFILE": "", "SLURM_JOB_NUM_NODES": "2"}
-    assert run_as_pbs(node, text, **values) == 0
-    assert [launch[5] for launch in launches(node)] == ["1", "2", "4", "8"]
 
 
 def test_a_failure_ends_the_sweep_with_its_code(node: Node) -> None:
@@ -268,14 +251,11 @@ def test_a_module_that_cannot_be_loaded_ends_the_job(node: Node) -> None:
     assert len(launches(node)) == 1
 
 
-def test_a_missing_environment(node: Node) -> None:
-    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), HVDTRAIN_ENV="nowhere") == 2
-
-
-def test_another_environment(node: Node) -> None:
+def test_another_environment_or_none(node: Node) -> None:
+    text = (JOBS / "pi.pbs").read_text()
+    assert run_as_pbs(node, text, HVDTRAIN_ENV="nowhere") == 2
     (node.submit / ".venv").rename(node.root / "an other")
-    values = {"HVDTRAIN_ENV": str(node.root / "an other")}
-    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), **values) == 0
+    assert run_as_pbs(node, text, HVDTRAIN_ENV=str(node.root / "an other")) == 0
     assert len(launches(node)) == 1
 
 

@@ -142,9 +142,8 @@ def test_a_walltime_that_leaves_little_time_for_training(
 def test_an_invalid_log_directory(bin_directory: Path, capsys: Captured) -> None:
     Path("file").touch()
     assert "--logs file: not a directory" in refusal(capsys, *PBS, "--logs", "file", "--", "x")
-    assert "--logs file/in: Not a directory" in refusal(
-        capsys, *PBS, "--logs", "file/in", "--", "x"
-    )
+    within = ("--logs", "file/in", "--", "x")
+    assert "--logs file/in: Not a directory" in refusal(capsys, *PBS, *within)
 
 
 @pytest.mark.parametrize(
@@ -220,15 +219,11 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(capsys: Captured) -> Non
     ]
 
 
-def test_the_default_environment_is_that_of_submit(capsys: Captured) -> None:
-    assert submit(*PBS, "--dry-run", "--", "x") == 0
-    assert f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{sys.prefix}}}\n" in capsys.readouterr().out
-
-
 def test_options_override_site_defaults(capsys: Captured) -> None:
     words = ("--site", "polaris", "--walltime", "0:10:00", "--dry-run")
     assert submit(*words, "--", "x") == 0
     text = capsys.readouterr().out
+    assert f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{sys.prefix}}}\n" in text
     for line in ("-q debug", "-l select=1:system=polaris", "-l filesystems=home:eagle"):
         assert f"#PBS {line}\n" in text
     assert "hvdtrain launch -n 4 --ppn 4 --" in text
@@ -236,9 +231,7 @@ def test_options_override_site_defaults(capsys: Captured) -> None:
     text = capsys.readouterr().out
     assert "#PBS -q debug-scaling\n" in text
     assert "hvdtrain launch -n 18 --ppn 2 --" in text
-
-
-def test_a_name_is_cut_at_the_limit_of_the_site(capsys: Captured) -> None:
+    # A name is cut at the limit of the site.
     Path("site.yaml").write_text("name_limit: 15\n")
     words = ("--site", "site.yaml", "--name", "a_name_of_twenty_two", "--dry-run")
     assert submit(*PBS, *words, "--", "x") == 0
