@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from hvdtrain.commands.launch.outcome import JobOutcome, code_after_stop
+from hvdtrain.commands.launch.outcome import code_after_stop
 from hvdtrain.commands.launch.prepare import (
     Request,
     add_host_options,
@@ -133,8 +133,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             log.warning("hvdtrain: %s", note)
         clear_leftovers()
         log.info("%s", launch.command.show())
-        with JobOutcome() as outcome:
-            code = watch(launch, signals, outcome, tag=arguments.tag, timeout=timeout)
+        code = watch(launch, signals, tag=arguments.tag, timeout=timeout)
     return Report("", exit_code=code)
 
 

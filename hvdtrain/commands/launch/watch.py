@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import IO
 
 import psutil
@@ -53,46 +53,38 @@ GRACE = 30.0  # seconds after TERM or HUP, the longest that batch systems wait b
 DRAIN = 5.0  # seconds for the last output after the end of the launcher
 
 
+@dataclass
 class WatchedLauncher:
-    """A running launcher; its output and signals are forwarded.
+    """A running launcher; its output and signals are forwarded."""
 
-    Attributes:
-        last: the last output of its ranks, if it is read.
-        before_end: ``last`` when silence ended the job, without the output of dying ranks.
-        stop: the signal that requested a stop; empty: none.
-        forced: whether the ranks were killed before they had stopped.
-        endings: mpirun's messages about ranks with an exit code other than 0; not shown.
-    """
+    launch: Launch  # its lines are marked if ``tag`` or ``timeout`` is set
+    signals: StopSignals  # open
+    # Open; rank 0 leaves its mark in it. It gets a copy of the output; of standard output only if
+    # that is no terminal, which ranks check, or if it is read anyway.
+    outcome: JobOutcome
+    tag: bool  # whether to prefix each line with its rank
+    timeout: float | None  # seconds without output after which the job is ended; None: never
+    last: LastOutput = field(default_factory=LastOutput)  # of its ranks, if it is read
+    # ``last`` when silence ended the job, without the output of dying ranks:
+    before_end: LastOutput | None = None
+    stop: str = ""  # the signal that requested a stop; empty: none
+    forced: bool = False  # whether the ranks were killed before they had stopped
+    endings: bytes = b""  # mpirun's messages about ranks with an exit code other than 0; not shown
+    _stop_at: float = float("inf")  # when the stop was requested
+    _report_at: float = float("inf")  # when to report it
 
-    def __init__(
-        self,
-        launch: Launch,
-        signals: StopSignals,
-        outcome: JobOutcome,
-        *,
-        tag: bool,
-        timeout: float | None,
-    ) -> None:
-        """Start ``launch``; for the other arguments see ``watch``.
+    def __post_init__(self) -> None:
+        """Start the launcher.
 
         Raises:
-            HvdtrainError: the launcher cannot be started.
+            HvdtrainError: it cannot be started.
         """
-        self.dialect, self.tag, self.timeout = launch.mpi.dialect, tag, timeout
-        self.reads = tag or timeout is not None
-        self.last = LastOutput()
-        self.before_end: LastOutput | None = None
-        self.signals = signals
-        self.outcome = outcome
-        self.stop = ""
-        self.forced = False
-        self._stop_at = float("inf")  # when it was requested
-        self._report_at = float("inf")  # when to report it
-        self.endings = b""
-        command, open_mpi = launch.command, self.dialect in OPEN_MPI
+        self.dialect = self.launch.mpi.dialect
+        self.reads = self.tag or self.timeout is not None
+        command, open_mpi = self.launch.command, self.dialect in OPEN_MPI
         try:
             self.process = start(
-                replace(command, env={**command.env, **outcome.environment}),
+                replace(command, env={**command.env, **self.outcome.environment}),
                 piped=self.reads or (open_mpi and not sys.stdout.isatty()),
                 errors_piped=open_mpi,
                 blocked=frozenset({signal.SIGTERM} if open_mpi else ()),
@@ -224,42 +216,33 @@ def write_all(target: int, text: bytes) -> None:
             text = text[os.write(target, text) :]
 
 
-def watch(
-    launch: Launch,
-    signals: StopSignals,
-    outcome: JobOutcome,
-    *,
-    tag: bool,
-    timeout: float | None,
-) -> int:
-    """Run ``launch`` to its end and return its exit code.
+def watch(launch: Launch, signals: StopSignals, *, tag: bool, timeout: float | None) -> int:
+    """Run ``launch`` to its end and return its exit code; see ``WatchedLauncher``.
 
     mpirun's messages about exit codes are shown only if no rank has reported why it ended.
-
-    Args:
-        launch: the job; its lines are marked if ``tag`` or ``timeout`` is set.
-        signals: open, to forward.
-        outcome: open; rank 0 leaves its mark in it. It gets a copy of the output; of standard
-            output only if that is no terminal, which ranks check, or if it is read anyway.
-        tag: prefix each line with its rank.
-        timeout: seconds without output after which the job is ended; None: never.
 
     Raises:
         HvdtrainError: the job cannot be started, was ended after the timeout (exit code 124), or is
             incomplete, whatever the launcher returns.
     """
-    watched = WatchedLauncher(launch, signals, outcome, tag=tag, timeout=timeout)
-    code = watched.wait()
+    with JobOutcome() as outcome:
+        watched = WatchedLauncher(launch, signals, outcome, tag, timeout)
+        return _judged(watched, watched.wait())
+
+
+def _judged(watched: WatchedLauncher, code: int) -> int:
+    """Return the exit code of a job that has ended, and report why."""
+    outcome, words = watched.outcome, watched.launch.words
     code = code_after_stop(
-        code, watched.stop, launch.words, reported=outcome.reason_reported, forced=watched.forced
+        code, watched.stop, words, reported=outcome.reason_reported, forced=watched.forced
     )
     if not outcome.reason_reported and not watched.stop:
         write_all(sys.stderr.fileno(), watched.endings)
     if watched.before_end:
         silence = HvdtrainError(
-            f"no output from any rank for {timeout:g} s, so the job was ended: "
-            f"{watched.before_end.describe(launch.layout)}"
+            f"no output from any rank for {watched.timeout:g} s, so the job was ended: "
+            f"{watched.before_end.describe(watched.launch.layout)}"
         )
         silence.exit_code = TIMED_OUT
         raise silence
-    return outcome.exit_code(code, checkpoint_dir(launch.words), stop_requested=bool(watched.stop))
+    return outcome.exit_code(code, checkpoint_dir(words), stop_requested=bool(watched.stop))
