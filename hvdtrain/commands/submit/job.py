@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,6 @@ LONGEST_NAME = 230  # characters, the limit of PBS; Torque's is 15 (``Site.name_
 CHAIN_LIMIT = 10
 LOGS = Path("hvdtrain-jobs")
 DIRECTIVE = re.compile(r"^#(PBS|SBATCH)\b", re.MULTILINE)
-_NAME = re.compile(rf"[A-Za-z][\w.+-]{{0,{LONGEST_NAME - 1}}}")
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.@:/=+-]*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _ARRAY = re.compile(r"(\d+)-(\d+)(?::([1-9]\d*))?")
@@ -35,28 +35,25 @@ _RESERVED = ("PATH", "HOME", "USER", "SHELL", "PWD", "OMP_NUM_THREADS")
 # Readers of values; each raises ValueError if a batch system would refuse or misread the text.
 
 
-def job_name(text: str) -> str:
-    """Read a name that every batch system accepts."""
-    if not _NAME.fullmatch(text):
-        raise ValueError(
-            f"{text!r}: must be a letter, then letters, digits and . _ + -, at most "
-            f"{LONGEST_NAME} characters"
-        )
-    return text
+def _matching(pattern: re.Pattern[str], problem: str) -> Callable[[str], str]:
+    """Return the reader of texts of one form."""
+
+    def read(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError(f"{text!r}{problem}")
+        return text
+
+    return read
 
 
-def plain_word(text: str) -> str:
-    """Read a word that is in the script unquoted."""
-    if not _PLAIN.fullmatch(text):
-        raise ValueError(f"{text!r}: must be one word of [A-Za-z0-9_.:@/=+-]")
-    return text
-
-
-def module_name(text: str) -> str:
-    """Read the name of an environment module, which is in the script unquoted."""
-    if not _PLAIN.fullmatch(text):
-        raise ValueError(f"{text!r} is not one module; name each of several separately")
-    return text
+job_name = _matching(
+    re.compile(rf"[A-Za-z][\w.+-]{{0,{LONGEST_NAME - 1}}}"),
+    f": must be a letter, then letters, digits and . _ + -, at most {LONGEST_NAME} characters",
+)
+# These two are in the script unquoted.
+plain_word = _matching(_PLAIN, ": must be one word of [A-Za-z0-9_.:@/=+-]")
+module_name = _matching(_PLAIN, " is not one module; name each of several separately")
+memory_size = _matching(_MEMORY, ": must be a number with a unit, e.g. 64gb")
 
 
 def task_range(text: str) -> str:
@@ -64,13 +61,6 @@ def task_range(text: str) -> str:
     span = _ARRAY.fullmatch(text)
     if span is None or int(span[1]) >= int(span[2]):
         raise ValueError(f"{text!r}: must be a range such as 1-10 or 0-90:10")
-    return text
-
-
-def memory_size(text: str) -> str:
-    """Read an amount of memory."""
-    if not _MEMORY.fullmatch(text):
-        raise ValueError(f"{text!r}: must be a number with a unit, e.g. 64gb")
     return text
 
 

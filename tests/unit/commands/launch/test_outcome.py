@@ -48,20 +48,17 @@ def run_rank_0(outcome: JobOutcome, end: str) -> None:
 
 
 @pytest.mark.parametrize("text", [LOST, NOT_BACK])
-@pytest.mark.parametrize("code", [0, 255])
 @pytest.mark.parametrize("length", [1, 100, 5000])
-def test_a_lost_host_is_no_success(
-    code: int, text: bytes, length: int, outcome: JobOutcome
-) -> None:
+def test_a_lost_host_is_no_success(text: bytes, length: int, outcome: JobOutcome) -> None:
     stream = b"a warning\n" * 200 + text + b"last words of the ranks\n" * 200
     for start in range(0, len(stream), length):
         outcome.read(2, stream[start : start + length])
     assert outcome.lost_host == "node2"
-    with pytest.raises(
-        HvdtrainError, match=f"host node2 was lost .*: {code}.*[Nn]o checkpoint"
-    ) as error:
-        outcome.exit_code(code, None, stop_requested=False)
-    assert error.value.exit_code == 1
+    for code in (0, 255):
+        message = f"host node2 was lost .*: {code}.*[Nn]o checkpoint"
+        with pytest.raises(HvdtrainError, match=message) as error:
+            outcome.exit_code(code, None, stop_requested=False)
+        assert error.value.exit_code == 1
 
 
 def test_the_newest_checkpoint_is_named(outcome: JobOutcome, tmp_path: Path) -> None:
