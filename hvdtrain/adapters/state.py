@@ -20,7 +20,8 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
-from hvdtrain.system.runtime.exit import process_status, surviving_kill
+from hvdtrain.system.runtime.exit import process_status
+from hvdtrain.system.runtime.outlive import surviving_kill
 from hvdtrain.system.runtime.waits import Waits, together
 
 DIFFERENT = (

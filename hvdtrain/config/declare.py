@@ -83,7 +83,7 @@ def add_options(
     *,
     defaults: bool = False,
 ) -> None:
-    """Declare an option per field of ``kind``; those that are not given are None.
+    """Declare an option per field of ``kind``.
 
     Args:
         parser: where they are declared.
@@ -98,11 +98,11 @@ def add_options(
         title = field.metadata["group"] or title
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(
-            "--" + field.name.replace("_", "-"),
-            default=field.default if defaults else None,
-            **_settings(field),
-        )
+        default = field.default if defaults and field.default != () else None
+        if defaults and field.metadata["repeated"]:
+            default = []
+        name = "--" + field.name.replace("_", "-")
+        groups[title].add_argument(name, default=default, **_settings(field))
 
 
 def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from hvdtrain.system.runtime.exit import (
     WAIT_FAILURE,
     announce,
     claim_error_output,
-    is_ended_by_mpirun,
     leave,
     process_status,
     restart_ranks,
 )
+from hvdtrain.system.runtime.outlive import is_ended_by_mpirun
 from hvdtrain.system.runtime.walltime import Walltime, ends_at
 
 ENDING = ("SIGTERM", "SIGINT")  # mpirun ends its ranks on these and forwards the others

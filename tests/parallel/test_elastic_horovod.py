@@ -20,6 +20,7 @@ from tests.conftest import BIN, LONG, begin, end_session, on_demand, run
 from tests.parallel import resident
 from tests.parallel.conftest import SCRIPTS, show_seconds_lost, until
 
+HOST_PROCESS = "hvdtrain.commands.launch.host_process"
 LAUNCH = [str(BIN / "hvdtrain"), "launch", "--elastic"]
 TRAIN = ["--", sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--epochs=400"]
 BATCH, STEPS = 125, 60  # five epochs of 1,500 samples, whatever the number of ranks
@@ -51,7 +52,7 @@ class Job:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it ends just now
                 words = process.cmdline()
-                if self.program in words and "hvdtrain.commands.launch.worker" not in words:
+                if self.program in words and HOST_PROCESS not in words:
                     found[process.environ().get("HOROVOD_RANK", "")] = process
         found.pop("", None)  # the launcher's, before it becomes the discovery script
         return found

@@ -15,9 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.commands.launch.argv import Placement, build
-from hvdtrain.commands.launch.hosts import Allocation
-from hvdtrain.commands.launch.layout import lay_out
+from hvdtrain.commands.launch.argv import Launch
+from hvdtrain.commands.launch.hosts import Allocation, lay_out
 from hvdtrain.commands.launch.mpirun import Mpi
 from hvdtrain.steps import checkpoint
 from tests.conftest import BIN, Outcome, on_demand, run
@@ -126,8 +125,9 @@ def test_mpirun_accepts_the_binding_on_larger_machines(packages: int, each: int)
     topology = f"pack:{packages} core:{each} pu:1"
     for number in (1, 2, 3, 6, packages * each):
         layout = lay_out(number, Allocation("none"))
-        placement = Placement(layout, cores=packages * each, packages=packages, root=True)
-        mpirun, *words = build(Mpi("openmpi5", "mpirun", ""), placement, ["true"]).argv
+        mpi, cores = Mpi("openmpi5", "mpirun", ""), packages * each
+        job = Launch(mpi, ["true"], layout, cores=cores, packages=packages, root=True)
+        mpirun, *words = job.command.argv
         show = ["--display", "bind", "--runtime-options", "donotlaunch"]
         # Slots are counted on the real machine unless they are specified.
         line = [str(BIN / mpirun), "--host", f"localhost:{number}", *show, *words]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -15,7 +16,7 @@ from hvdtrain.adapters.state import check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
-from hvdtrain.system.machine.threads import local_threads
+from hvdtrain.system.machine.threads import local_cores, requested_threads
 from hvdtrain.system.output.text import plural
 
 INTER_OP_THREADS = 1  # concurrent operations: on one core a second one would only wait
@@ -52,7 +53,8 @@ class TensorFlowAdapter(CommonAdapter):
                 for gpu in self._gpus:  # scripts that do so later must not change the setting
                     tf.config.experimental.set_memory_growth(gpu, True)
             else:
-                threads = local_threads(local_rank, local_size)
+                cores = local_cores(local_rank, local_size)
+                threads = requested_threads(os.environ) or cores
                 tf.config.threading.set_intra_op_parallelism_threads(threads)
                 tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
         except RuntimeError as error:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.commands.launch.prepare import add_host_options, count
+from hvdtrain.commands.launch.prepare import add_host_options
 from hvdtrain.commands.runs.target import read_target
+from hvdtrain.config.values import positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import page
@@ -58,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--strategies", _entries, "S,S,..."),
         ("--precision", _names, "P,P,..."),
         ("--frameworks", _names, "F,F,..."),
-        ("--ranks", count, "N"),
-        ("--repeat", count, "K"),
-        ("--threads", count, "T"),
+        ("--ranks", positive, "N"),
+        ("--repeat", positive, "K"),
+        ("--threads", positive, "T"),
         ("--timeout", _positive, "SECONDS"),
     ):
         runs.add_argument(name, type=kind, metavar=metavar, help=HELP[name])

@@ -6,21 +6,21 @@ of Intel MPI and of Slurm's srun, and the user guides of sites with Cray PALS.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hvdtrain.commands.launch.layout import RankLayout
+from hvdtrain.commands.launch.hosts import RankLayout
 from hvdtrain.commands.launch.mpirun import NAMES, OPEN_MPI, Mpi
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command
 
-# Environment variables to export to ranks on other hosts, if they are set.
-FORWARDED = (
-    *("CUDA_", "FI_", "GLOO_", "HOROVOD_", "HVDTRAIN_", "KERAS_", "KMP_", "LD_LIBRARY_PATH"),
-    *("LD_PRELOAD", "MKL_", "NCCL_", "OMP_", "PATH", "PYTHON", "PYTORCH_", "TF_", "TORCH_", "UCX_"),
-    *("VIRTUAL_ENV", "XLA_"),
+# Beginnings of the variables to export to ranks on other hosts, if they are set.
+FORWARDED = re.compile(
+    "CUDA_|FI_|GLOO_|HOROVOD_|HVDTRAIN_|KERAS_|KMP_|LD_LIBRARY_PATH|LD_PRELOAD|MKL_|NCCL_|OMP_|"
+    "PATH|PYTHON|PYTORCH_|TF_|TORCH_|UCX_|VIRTUAL_ENV|XLA_"
 )
 # Environment of Intel's mpiexec: make -ppn count inside a batch job too, and forward TERM to the
 # ranks.
@@ -28,9 +28,11 @@ INTEL = {"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "0", "I_MPI_JOB_SIGNAL_PROPAGATI
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The ranks to start, on which hosts and bound to which cores; independent of the dialect."""
+class Launch:
+    """A job to start: the launcher, and the ranks, on which hosts and bound to which cores."""
 
+    mpi: Mpi  # the launcher
+    words: Sequence[str]  # the program that each rank runs, and its arguments
     layout: RankLayout  # ranks and hosts
     cores: int = 1  # cores per host
     packages: int = 1  # processor packages per host; 0: they differ in their number of cores
@@ -72,124 +74,134 @@ class Placement:
         """Whether a waiting rank, which polls, should yield its core to a computing one."""
         return self.oversubscribed or not self.gpus
 
+    @property
+    def names(self) -> str:
+        """The names of the hosts, separated by commas."""
+        return ",".join(host.name for host in self.layout.hosts)
 
-def build(mpi: Mpi, placement: Placement, words: Sequence[str]) -> Command:
-    """Return the command that starts ``words``, a program and its arguments, with ``placement``.
+    @property
+    def slots(self) -> str:
+        """The names of the hosts with their slots, separated by commas."""
+        return ",".join(f"{host.name}:{host.slots}" for host in self.layout.hosts)
 
-    Raises:
-        UsageError: this launcher does not support the placement.
-    """
-    variables = thread_variables(placement.threads, placement.environ)
-    if mpi.dialect == "intel":
-        variables |= {name: value for name, value in INTEL.items() if name not in placement.environ}
-    if placement.layout.hosts and mpi.dialect in OPEN_MPI:
-        variables |= placement.agent
-    if placement.environ.get("SLURM_EXPORT_ENV") == "NONE":
-        # Set by Slurm's qsub for its jobs, it would hide all other variables from the ranks: Open
-        # MPI and Hydra start their daemons by srun.
-        variables["SLURM_EXPORT_ENV"] = "ALL"
-    unset = "PYTHONUNBUFFERED" not in placement.environ
-    if unset and placement.tag and mpi.dialect not in OPEN_MPI:
-        # Python buffers 8 kB of output to the pipe of these launchers, instead of a line.
-        variables["PYTHONUNBUFFERED"] = "1"
-    environ = Command((), variables).environ(placement.environ)
-    argv = BUILDERS[mpi.dialect](mpi, replace(placement, environ=environ))
-    return Command((*argv, *words), variables)
+    @property
+    def command(self) -> Command:
+        """The command that starts the job.
+
+        Raises:
+            UsageError: the launcher does not support the placement of the ranks.
+        """
+        dialect = self.mpi.dialect
+        variables = thread_variables(self.threads, self.environ)
+        if dialect == "intel":
+            variables |= {name: value for name, value in INTEL.items() if name not in self.environ}
+        if self.layout.hosts and dialect in OPEN_MPI:
+            variables |= self.agent
+        if self.environ.get("SLURM_EXPORT_ENV") == "NONE":
+            # Set by Slurm's qsub for its jobs, it would hide all other variables from the ranks:
+            # Open MPI and Hydra start their daemons by srun.
+            variables["SLURM_EXPORT_ENV"] = "ALL"
+        unset = "PYTHONUNBUFFERED" not in self.environ
+        if unset and self.tag and dialect not in OPEN_MPI:
+            # Python buffers 8 kB of output to the pipe of these launchers, instead of a line.
+            variables["PYTHONUNBUFFERED"] = "1"
+        environ = Command((), variables).environ(self.environ)
+        options = BUILDERS[dialect](replace(self, environ=environ))
+        # Started by its path, Open MPI is found on the other hosts, too.
+        program = self.mpi.program if self.layout.hosts else Path(self.mpi.program).name
+        return Command((program, *options, *self.words), variables)
 
 
 def forwarded(environ: Mapping[str, str]) -> list[str]:
     """Return the names of the variables in ``environ`` to export to ranks on other hosts."""
-    names = [name for name in sorted(environ) if name.startswith(FORWARDED)]
+    names = [name for name in sorted(environ) if FORWARDED.match(name)]
     # A GPU's UUID is invalid on other hosts; a list of numbers, or an empty one, is not.
     devices = environ.get("CUDA_VISIBLE_DEVICES", "")
     foreign = devices.startswith(("GPU-", "MIG-"))
     return [name for name in names if not (foreign and name == "CUDA_VISIBLE_DEVICES")]
 
 
-def _open_mpi(mpi: Mpi, placement: Placement) -> list[str]:
-    four = mpi.dialect == "openmpi4"
-    argv = [_program(mpi, placement), "-n", str(placement.layout.ranks)]
-    if placement.layout.hosts:
-        argv += ["--host", _with_slots(placement)]
-    width = _within_packages(placement)
+def _open_mpi(launch: Launch) -> list[str]:
+    four = launch.mpi.dialect == "openmpi4"
+    argv = ["-n", str(launch.layout.ranks)]
+    if launch.layout.hosts:
+        argv += ["--host", launch.slots]
+    width = _within_packages(launch)
     mapping = f"slot:PE={width}" if width else "slot"
-    if placement.oversubscribed:
+    if launch.oversubscribed:
         mapping += ":OVERSUBSCRIBE"
     argv += ["--map-by", mapping, "--bind-to", "core" if width else "none"]
-    if placement.yields and "OMPI_MCA_mpi_yield_when_idle" not in placement.environ:
+    if launch.yields and "OMPI_MCA_mpi_yield_when_idle" not in launch.environ:
         argv += ["--mca", "mpi_yield_when_idle", "1"]
-    argv += ["--allow-run-as-root"] if placement.root else []
-    if placement.tag:
+    argv += ["--allow-run-as-root"] if launch.root else []
+    if launch.tag:
         argv += ["--tag-output"] if four else ["--output", "tag"]
-    if placement.layout.hosts:
-        argv += [word for name in forwarded(placement.environ) for word in ("-x", name)]
+    if launch.layout.hosts:
+        argv += [word for name in forwarded(launch.environ) for word in ("-x", name)]
     return argv
 
 
-def _within_packages(placement: Placement) -> int:
-    """Return ``placement.width`` or less: Open MPI 5 refuses ranks that span two packages."""
-    if placement.width and placement.packages and placement.sharers % placement.packages == 0:
-        return placement.cores // placement.packages // (placement.sharers // placement.packages)
+def _within_packages(launch: Launch) -> int:
+    """Return ``launch.width`` or less: Open MPI 5 refuses ranks that span two packages."""
+    if launch.width and launch.packages and launch.sharers % launch.packages == 0:
+        return launch.cores // launch.packages // (launch.sharers // launch.packages)
     return 0
 
 
-def _hydra(mpi: Mpi, placement: Placement) -> list[str]:
-    argv = [_program(mpi, placement), "-n", str(placement.layout.ranks)]
-    argv += ["-hosts", _with_slots(placement)] if placement.layout.hosts else []
-    argv += ["-bind-to", f"core:{placement.width}" if placement.width else "none"]
+def _hydra(launch: Launch) -> list[str]:
+    argv = ["-n", str(launch.layout.ranks)]
+    argv += ["-hosts", launch.slots] if launch.layout.hosts else []
+    argv += ["-bind-to", f"core:{launch.width}" if launch.width else "none"]
     # With -prepend-rank, output that begins with [1] would look like a mark.
-    argv += ["-prepend-pattern", "<rank %r> "] if placement.tag else []
+    argv += ["-prepend-pattern", "<rank %r> "] if launch.tag else []
     return [*argv, "-genvall"]
 
 
-def _intel(mpi: Mpi, placement: Placement) -> list[str]:
-    argv = [_program(mpi, placement), "-n", str(placement.layout.ranks)]
-    if placement.layout.hosts:
-        argv += ["-hosts", _names(placement), "-ppn", str(_even(mpi, placement))]
+def _intel(launch: Launch) -> list[str]:
+    argv = ["-n", str(launch.layout.ranks)]
+    if launch.layout.hosts:
+        argv += ["-hosts", launch.names, "-ppn", str(_even(launch))]
     # auto divides the hardware threads among the ranks that run.
-    sharers = placement.sharers
-    domain = "auto" if sharers == placement.layout.per_host else str(placement.cpus // sharers)
-    settings = {"I_MPI_PIN_DOMAIN": domain} if placement.width else {"I_MPI_PIN": "0"}
-    settings |= {"I_MPI_THREAD_YIELD": "2"} if placement.yields else {}
-    for name in [name for name in settings if name not in placement.environ]:
+    sharers = launch.sharers
+    domain = "auto" if sharers == launch.layout.per_host else str(launch.cpus // sharers)
+    settings = {"I_MPI_PIN_DOMAIN": domain} if launch.width else {"I_MPI_PIN": "0"}
+    settings |= {"I_MPI_THREAD_YIELD": "2"} if launch.yields else {}
+    for name in [name for name in settings if name not in launch.environ]:
         argv += ["-genv", name, settings[name]]
-    argv += ["-prepend-rank"] if placement.tag else []
+    argv += ["-prepend-rank"] if launch.tag else []
     return [*argv, "-genvall"]
 
 
-def _pals(mpi: Mpi, placement: Placement) -> list[str]:
-    argv = [_program(mpi, placement), "-n", str(placement.layout.ranks)]
-    argv += ["--ppn", str(_even(mpi, placement))]
-    argv += ["--hosts", _names(placement)] if placement.layout.hosts else []
-    argv += (
-        ["--depth", f"{placement.width}", "--cpu-bind", "depth"]
-        if placement.width
-        else ["--cpu-bind", "none"]
-    )
-    argv += ["--label", "--line-buffer"] if placement.tag else []
+def _pals(launch: Launch) -> list[str]:
+    argv = ["-n", str(launch.layout.ranks)]
+    argv += ["--ppn", str(_even(launch))]
+    argv += ["--hosts", launch.names] if launch.layout.hosts else []
+    depth = ["--depth", f"{launch.width}"] if launch.width else []
+    argv += [*depth, "--cpu-bind", "depth" if depth else "none"]
+    argv += ["--label", "--line-buffer"] if launch.tag else []
     # PALS sets the rank, but not the number of ranks.
-    return [*argv, "--envall", "--env", f"PALS_SIZE={placement.layout.ranks}"]
+    return [*argv, "--envall", "--env", f"PALS_SIZE={launch.layout.ranks}"]
 
 
-def _srun(mpi: Mpi, placement: Placement) -> list[str]:
-    argv = [_program(mpi, placement), f"--ntasks={placement.layout.ranks}"]
-    if placement.layout.hosts:
-        argv += [f"--nodes={len(placement.layout.hosts)}", f"--nodelist={_names(placement)}"]
-    argv += [f"--ntasks-per-node={_even(mpi, placement)}"]
-    if placement.width:
-        argv += [f"--cpus-per-task={placement.width}", "--cpu-bind=cores"]
+def _srun(launch: Launch) -> list[str]:
+    argv = [f"--ntasks={launch.layout.ranks}"]
+    if launch.layout.hosts:
+        argv += [f"--nodes={len(launch.layout.hosts)}", f"--nodelist={launch.names}"]
+    argv += [f"--ntasks-per-node={_even(launch)}"]
+    if launch.width:
+        argv += [f"--cpus-per-task={launch.width}", "--cpu-bind=cores"]
     else:
         argv += ["--overcommit", "--cpu-bind=none"]
     # Each rank selects its GPU by its local rank, so it has to see all of them.
-    argv += ["--gpu-bind=none"] if placement.gpus else []
+    argv += ["--gpu-bind=none"] if launch.gpus else []
     # Cray's MPI needs the site's default.
-    if not any(placement.environ.get(name) for name in ("SLURM_MPI_TYPE", "CRAY_MPICH_VERSION")):
+    if not any(launch.environ.get(name) for name in ("SLURM_MPI_TYPE", "CRAY_MPICH_VERSION")):
         argv += ["--mpi=pmix"]
-    argv += ["--label"] if placement.tag else []
+    argv += ["--label"] if launch.tag else []
     return [*argv, "--kill-on-bad-exit=1", "--export=ALL"]
 
 
-BUILDERS: dict[str, Callable[[Mpi, Placement], list[str]]] = {
+BUILDERS: dict[str, Callable[[Launch], list[str]]] = {
     "openmpi4": _open_mpi,
     "openmpi5": _open_mpi,
     "mpich": _hydra,
@@ -199,29 +211,13 @@ BUILDERS: dict[str, Callable[[Mpi, Placement], list[str]]] = {
 }
 
 
-def _program(mpi: Mpi, placement: Placement) -> str:
-    """Return the name of the launcher, or its path if hosts are named.
-
-    Started by its path, Open MPI is found on the other hosts, too.
-    """
-    return mpi.program if placement.layout.hosts else Path(mpi.program).name
-
-
-def _with_slots(placement: Placement) -> str:
-    return ",".join(f"{host.name}:{host.slots}" for host in placement.layout.hosts)
-
-
-def _names(placement: Placement) -> str:
-    return ",".join(host.name for host in placement.layout.hosts)
-
-
-def _even(mpi: Mpi, placement: Placement) -> int:
+def _even(launch: Launch) -> int:
     """Return the ranks per host, for launchers that take one number; the last may get fewer."""
-    counts = [host.slots for host in placement.layout.hosts] or [placement.layout.ranks]
+    counts = [host.slots for host in launch.layout.hosts] or [launch.layout.ranks]
     if len(set(counts[:-1])) > 1 or counts[-1] > counts[0]:
         shown = ",".join(map(str, counts))
+        name = NAMES[launch.mpi.dialect]
         raise UsageError(
-            f"{NAMES[mpi.dialect]} starts the same number of ranks on each host, not {shown}: "
-            "use --ppn K"
+            f"{name} starts the same number of ranks on each host, not {shown}: use --ppn K"
         )
     return counts[0]

@@ -25,13 +25,9 @@ from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 from horovod.runner.http.http_server import RendezvousServer
 from typing_extensions import override
 
-from hvdtrain.commands.launch.elastic import Pool
+from hvdtrain.commands.launch.prepare import Pool
 from hvdtrain.commands.launch.remote import Reachable
-from hvdtrain.errors import (
-    EXIT_OK,
-    EXIT_PREEMPTED,
-    EXIT_USAGE,
-)
+from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import elastic
 

@@ -1,24 +1,20 @@
-"""An elastic job: a worker in each slot, which persists and restarts its rank (``worker.py``)."""
+"""An elastic job: a process in each slot, which persists and restarts its rank."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import psutil
 from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.util.network import get_driver_ip
 
-from hvdtrain.commands.launch.elastic import HERE, Pool
+from hvdtrain.commands.launch import host_process
 from hvdtrain.commands.launch.elastic_driver import (
     POLL,
     Discovery,
@@ -29,9 +25,9 @@ from hvdtrain.commands.launch.elastic_driver import (
     host_of,
     make_handler,
 )
-from hvdtrain.commands.launch.remote import NO_SSH, Reachable, is_here, names_here, on_host
-from hvdtrain.commands.launch.stop import StopSignals
-from hvdtrain.commands.launch.worker import INTERFACE, RESTART, STOP, variables
+from hvdtrain.commands.launch.host_process import INTERFACE, PATIENCE, RESTART, STOP, release
+from hvdtrain.commands.launch.prepare import HERE, Pool
+from hvdtrain.commands.launch.remote import NO_SSH, Reachable, is_here, on_host
 from hvdtrain.errors import (
     EXIT_FAILURE,
     EXIT_OK,
@@ -45,17 +41,15 @@ from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.command import NOT_FOUND, Command, start
 from hvdtrain.system.runtime.detect import SLOT
-from hvdtrain.system.runtime.processes import AFTER_STOP, exit_code, signal_of
+from hvdtrain.system.runtime.spawn import AFTER_STOP, StopSignals, exit_code, signal_of
 
 log = logging.getLogger(__name__)
 
-WORKER = (sys.executable, "-m", "hvdtrain.commands.launch.worker")
 LONG = "86400"  # seconds
 # Seconds for the other ranks to request a new rank once one is lost or has requested it; after
 # ``RESTART_AFTER`` their workers restart them, after ``LOST_AFTER`` they count as lost, too.
 RESTART_AFTER, LOST_AFTER = 10.0, 30.0
 STOP_AGAIN = 1.0  # seconds; a rank that was just restarted has missed it
-PATIENCE = 3.0  # seconds for a worker to end its rank
 # Options by which ssh exits if a host is down or goes down: the slot is lost then.
 NOTICE = ("-oConnectTimeout=10", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
 ELSEWHERE = "198.51.100.1"  # a reserved address: the route to it is the default route (RFC 5737)
@@ -71,17 +65,11 @@ def worker(
 ) -> Command:
     """Return the command that starts ``words`` as the rank of ``slot``.
 
-    Args:
-        slot: with its rank.
-        words: the program and its arguments.
-        threads: OMP_NUM_THREADS of the rank; None leaves it to the program.
-        address: of the driver.
-        port: of the driver.
-        environ: the user's environment.
+    ``address`` and ``port`` are the driver's; ``threads`` as in ``Pool``.
     """
     assert slot.real
     host = host_of(slot.hostname)
-    rank_variables = variables(slot.to_response_string().split(",")) | {
+    rank_variables = host_process.variables(slot.to_response_string().split(",")) | {
         "HOROVOD_HOSTNAME": host,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -91,8 +79,11 @@ def worker(
         elastic.PORT: str(port),
         SLOT: f"{slot.hostname}:0",
     }
-    command = Command((*WORKER, *words), rank_variables | thread_variables(threads, environ))
-    return on_host(host, command, environ, Path.cwd(), names_here(), *NOTICE)
+    command = Command(
+        (*host_process.PROGRAM, "horovod", *words),
+        rank_variables | thread_variables(threads, environ),
+    )
+    return on_host(host, command, environ, *NOTICE)
 
 
 def show(pool: Pool, words: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -115,8 +106,7 @@ def driver_address(pool: Pool, environ: Mapping[str, str]) -> str:
         if name not in psutil.net_if_addrs():
             raise UsageError(f"{INTERFACE}={name}: no such network interface")
         return str(get_driver_ip([name]))
-    here = names_here()
-    remote = [host.name for host in pool.find() if not is_here(host.name, here)]
+    remote = [host.name for host in pool.find() if not is_here(host.name)]
     if remote:
         if address := address_towards(remote[0]):
             return address
@@ -128,14 +118,7 @@ def driver_address(pool: Pool, environ: Mapping[str, str]) -> str:
 
 
 class ElasticJob:
-    """A running elastic job.
-
-    Args:
-        pool: the slots.
-        words: the program that each rank runs, and its arguments.
-        signals: open, to forward.
-        environ: the user's environment.
-    """
+    """A running elastic job of ``words`` in the slots of ``pool``; ``signals`` must be open."""
 
     def __init__(
         self,
@@ -217,7 +200,7 @@ class ElasticJob:
         self.driver.running[slot.hostname] = process
         while process.poll() is None:
             if any(event.is_set() for event in events):
-                _release(process)
+                release(process)
             time.sleep(POLL)
         code, rank = exit_code(process.returncode), self.driver.rank_of(slot.hostname)
         if code == NO_SSH:
@@ -237,13 +220,12 @@ class ElasticJob:
         return code, time.time()
 
     def _note_signals(self) -> None:
-        numbers, self.signals.came = self.signals.came, []
-        for number in numbers:
+        for number in self.signals.take():
             if self.stop and number == signal.SIGINT:
                 log.info("hvdtrain: second SIGINT: killing the ranks")
                 self.over = True
             elif not self.stop:
-                self.stop = signal.Signals(number).name
+                self.stop = number.name
                 log.info("hvdtrain: %s: the ranks save and stop", self.stop)
 
     def _restart_late_ranks(self) -> None:
@@ -272,35 +254,21 @@ class ElasticJob:
         process = self.driver.running.get(slot)
         if process is None:  # it has just ended
             return
-        _release(process)
+        release(process)
         killer = threading.Timer(PATIENCE, process.kill)
         killer.daemon = True
         killer.start()
 
     def _send(self, order: bytes, slots: Iterable[str]) -> None:
-        for process in [self.driver.running.get(slot) for slot in list(slots)]:
-            with contextlib.suppress(OSError, ValueError):  # it has ended
-                if process and process.stdin:
-                    os.write(process.stdin.fileno(), order)
+        for slot in list(slots):
+            if process := self.driver.running.get(slot):  # else it has just ended
+                host_process.send(process, order)
 
     def _end(self) -> None:
         """End the remaining workers and the driver."""
         self.over = True
-        remaining = list(self.driver.running.values())
-        for process in remaining:
-            _release(process)
-        end = time.monotonic() + PATIENCE
-        for process in remaining:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
+        host_process.end(self.driver.running.values())
         self.driver.stop()
-
-
-def _release(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin
-    process.stdin.close()
 
 
 def _shown(host: str) -> str:

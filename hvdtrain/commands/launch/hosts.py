@@ -1,4 +1,4 @@
-"""The hosts allocated by the batch system or specified by the user; no name is resolved.
+"""The hosts of the batch system or the user, and the ranks on each; no name is resolved.
 
 PBS provides a file with a line per slot, Slurm and LSF set variables. A slot is the room for one
 rank, as counted by the batch system.
@@ -6,15 +6,18 @@ rank, as counted by the batch system.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import product
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
+from hvdtrain.system.output.text import plural
 
+BATCH_SYSTEMS = ("PBS", "Slurm", "LSF")
 MOST_NODES = 250_000  # per job; a longer list is not a node list
 MOST_BRACKETS = 8  # per name
 SHOWN = 200  # characters of an invalid value
@@ -71,9 +74,8 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation:
 def read_hostfile(path: Path, named_by: str) -> tuple[Host, ...]:
     """Return the hosts in a file of lines `host`, `host:4`, `host slots=4`; repeated ones add up.
 
-    Args:
-        path: the file; blank lines and comments after a ``#`` are skipped.
-        named_by: the option or variable with the path, for messages.
+    Blank lines and comments after a ``#`` are skipped. Messages contain ``named_by``, the option or
+    variable with the path.
 
     Raises:
         UsageError: missing, empty, or a line has another form.
@@ -188,40 +190,114 @@ def expand_nodelist(text: str) -> list[str]:
     Raises:
         UsageError: the text has another form.
     """
-    names = list(islice(_names(text), MOST_NODES + 1))
-    if len(names) > MOST_NODES:
-        raise UsageError(f"{text[:SHOWN]!r} names more than {MOST_NODES:,} nodes")
+    names: list[str] = []
+    # A comma inside brackets does not end a name.
+    for part in re.findall(r"(?:\[[^\[\]]*\]|[^,\[])+|,|\[", text):
+        if part == ",":
+            continue
+        pieces = re.split(r"\[([^\]]*)\]", part.strip())
+        if len(pieces) > 2 * MOST_BRACKETS:
+            pieces = [part]  # not a node name
+        ranges = [_expand_ranges(piece, text) for piece in pieces[1::2]]
+        number = math.prod(map(len, ranges))
+        if len(names) + number > MOST_NODES:
+            raise UsageError(f"{text[:SHOWN]!r} names more than {MOST_NODES:,} nodes")
+        for numbers in product(*ranges):
+            inner = map("".join, zip(numbers, pieces[2::2], strict=True))
+            names.append(pieces[0] + "".join(inner))
     if not names or not all(re.fullmatch(r"[\w.-]+", name, re.ASCII) for name in names):
         raise UsageError(f"{text[:SHOWN]!r} is not a node list of Slurm such as node[01-04]")
     return names
 
 
-def _names(text: str) -> Iterator[str]:
-    # A comma inside brackets does not end a name.
-    for part in re.findall(r"(?:\[[^\[\]]*\]|[^,\[])+|,|\[", text):
-        pieces = re.split(r"\[([^\]]*)\]", part)
-        if part != "," and len(pieces) <= 2 * MOST_BRACKETS:
-            yield from _expanded(pieces[0].strip(), pieces[1:], text)
-        elif part != ",":
-            yield part  # not a node name
-
-
-def _expanded(head: str, pieces: list[str], text: str) -> Iterator[str]:
-    """Yield ``head`` followed by the ranges and texts that alternate in ``pieces``."""
-    if not pieces:
-        yield head
-        return
-    ranges, tail, *rest = pieces
-    for number in _numbers(ranges, text):
-        yield from _expanded(f"{head}{number}{tail}", rest, text)
-
-
-def _numbers(ranges: str, text: str) -> Iterator[str]:
-    """Yield the numbers in `01-03,7` of the node list ``text``, with their leading zeros."""
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    """Return the numbers in `01-03,7` of the node list ``text``, with their leading zeros."""
+    numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), re.ASCII)
         low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(high) < int(low):
             raise UsageError(f"{text[:SHOWN]!r} is not a node list of Slurm: [{ranges[:SHOWN]}]")
-        for number in range(int(low), int(high) + 1):
-            yield f"{number:0{len(low)}d}"
+        if len(numbers) + int(high) - int(low) >= MOST_NODES:
+            raise UsageError(f"{text[:SHOWN]!r} names more than {MOST_NODES:,} nodes")
+        numbers += [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
+    return numbers
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Ranks placed host by host, in the order in which all launchers number them."""
+
+    ranks: int  # total number of ranks
+    hosts: tuple[Host, ...] = ()  # ``slots``: ranks started there; empty: this machine
+    idle: tuple[str, ...] = ()  # hosts of the allocation without a rank
+    over_slots: bool = False  # whether a host gets more ranks than it has slots
+
+    @property
+    def per_host(self) -> int:
+        """The largest number of ranks on a host."""
+        return max((host.slots for host in self.hosts), default=self.ranks)
+
+    def host_of(self, rank: int) -> str | None:
+        """Return the host of ``rank``; None: this machine."""
+        names = [host.name for host in self.hosts for _ in range(host.slots)]
+        return names[rank] if rank < len(names) else None
+
+
+def lay_out(ranks: int, allocation: Allocation, ppn: int | None = None) -> RankLayout:
+    """Place ``ranks`` on the hosts of ``allocation``: ``ppn`` on each; None fills their slots.
+
+    Raises:
+        UsageError: the ranks do not fit.
+    """
+    for option, value in (("-n", ranks), ("--ppn", ppn)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: must be at least 1")
+    if not allocation.hosts:
+        if ppn not in (None, ranks):
+            raise UsageError(
+                f"-n {ranks} --ppn {ppn}: only this machine is available outside an allocation; "
+                "specify other hosts by --hosts or --hostfile"
+            )
+        return RankLayout(ranks)
+    return _even(ranks, allocation, ppn) if ppn else _fill(ranks, allocation)
+
+
+def _fill(ranks: int, allocation: Allocation) -> RankLayout:
+    if ranks > allocation.slots:
+        by_system = allocation.source in BATCH_SYSTEMS
+        origin = f"{'from' if by_system else 'by'} {allocation.source}"
+        raise UsageError(
+            f"-n {ranks} is more than the {allocation.slots} slots of {_describe(allocation)}: "
+            f"request more slots {origin}, or use --ppn K to oversubscribe the hosts"
+        )
+    used, remaining = [], ranks
+    for host in allocation.hosts:
+        if remaining:
+            used.append(Host(host.name, min(host.slots, remaining)))
+            remaining -= used[-1].slots
+    return RankLayout(ranks, tuple(used), tuple(h.name for h in allocation.hosts[len(used) :]))
+
+
+def _even(ranks: int, allocation: Allocation, ppn: int) -> RankLayout:
+    needed, rest = divmod(ranks, ppn)
+    count = len(allocation.hosts)
+    # A user who names hosts wants all of them used; a job may use a part of an allocation.
+    if rest or needed > count or (needed < count and allocation.source not in BATCH_SYSTEMS):
+        raise UsageError(
+            f"-n {ranks} is not --ppn {ppn} times the {plural(count, 'host')} of "
+            f"{_describe(allocation)}: {count} x {ppn} is {count * ppn}"
+        )
+    used = tuple(Host(host.name, ppn) for host in allocation.hosts[:needed])
+    return RankLayout(
+        ranks,
+        used,
+        idle=tuple(host.name for host in allocation.hosts[needed:]),
+        over_slots=any(host.slots < ppn for host in allocation.hosts[:needed]),
+    )
+
+
+def _describe(allocation: Allocation) -> str:
+    shown = ",".join(f"{host.name}:{host.slots}" for host in allocation.hosts[:4])
+    more = ",..." if len(allocation.hosts) > 4 else ""
+    return f"{allocation.source} ({shown}{more})"

@@ -67,7 +67,10 @@ def find_mpi(environ: Mapping[str, str]) -> Mpi:
         output = run(Command((program, "--version"), env=dict(environ)), timeout=30).output
         if match := classify(output):
             dialect, version = match
-            return Mpi(dialect, _executable(dialect, program), version)
+            hydra = Path(program).with_name("mpiexec.hydra")
+            if dialect == "intel" and hydra.exists():  # mpirun is a script that forwards no signals
+                program = str(hydra)
+            return Mpi(dialect, program, version)
         # For example, Debian's Slurm has an mpirun that only calls srun.
         unrecognized.append(program)
     srun = shutil.which("srun", path=environ.get("PATH"))
@@ -78,12 +81,6 @@ def find_mpi(environ: Mapping[str, str]) -> Mpi:
     unknown = " and ".join(unrecognized)
     unknown = f" ({unknown}: unknown version)" if unknown else ""
     raise UsageError(f"no mpirun, mpiexec or srun of an MPI is on the PATH{unknown}: {REMEDY}")
-
-
-def _executable(dialect: str, program: str) -> str:
-    """Return the actual launcher: Intel's mpirun is a script that forwards no signals."""
-    hydra = Path(program).with_name("mpiexec.hydra")
-    return str(hydra) if dialect == "intel" and hydra.exists() else program
 
 
 def classify(output: str) -> tuple[str, str] | None:
@@ -129,9 +126,7 @@ def _agent_in_file(mpi: Mpi, environ: Mapping[str, str]) -> str:
 def _deaf_to_term(agent: str, environ: Mapping[str, str]) -> str:
     """Return ``agent`` wrapped so that it ignores TERM; empty: leave it as it is.
 
-    Args:
-        agent: alternatives separated by colons, each a program and its arguments.
-        environ: environment with the PATH.
+    It consists of alternatives separated by colons, each a program and its arguments.
     """
     wrapper = Path(__file__).with_name("deaf_to_term")
     if not os.access(wrapper, os.X_OK) or re.search(r"[\s:]", str(wrapper)):  # would be split

@@ -1,31 +1,45 @@
-"""From the user's request to the launcher's command: the hosts, the MPI, the argv for N ranks."""
+"""From the user's request to the job to start: hosts, launcher, and the placement of ranks."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain.commands.launch.argv import Placement, build
-from hvdtrain.commands.launch.hosts import Allocation, find_allocation, parse_hosts, read_hostfile
-from hvdtrain.commands.launch.layout import RankLayout, lay_out
-from hvdtrain.commands.launch.mpirun import Mpi, agent_settings, find_mpi
-from hvdtrain.commands.launch.remote import names_here
-from hvdtrain.commands.launch.torchrun import AgentCommand, agent_commands
-from hvdtrain.errors import UsageError
+from hvdtrain.commands.launch.argv import Launch
+from hvdtrain.commands.launch.hosts import (
+    Allocation,
+    Host,
+    RankLayout,
+    find_allocation,
+    lay_out,
+    parse_hosts,
+    parse_lines,
+    read_hostfile,
+)
+from hvdtrain.commands.launch.mpirun import agent_settings, find_mpi
+from hvdtrain.commands.launch.torchrun import agent_commands
+from hvdtrain.config.values import positive
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.system.machine.frameworks import find_module
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import packages, physical_cores
 from hvdtrain.system.machine.threads import (
     batch_share,
-    fair_threads,
     job_cores,
     launch_threads,
-    requested_number,
+    requested_threads,
 )
-from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.output.text import plural
+from hvdtrain.system.runtime.command import Command, run
+
+HERE = "localhost"  # this machine, if no hosts are specified for an elastic job
+LIBRARIES = ("horovod.torch.mpi_lib_v2", "horovod.tensorflow.mpi_lib")
+GLOO = b"HOROVOD_GLOO_RENDEZVOUS_ADDR"  # in each Horovod library built with Gloo
+PATIENCE = 60.0  # seconds for a discovery script
 
 
 @dataclass(frozen=True)
@@ -59,32 +73,12 @@ def add_host_options(parser: argparse._ActionsContainer) -> None:
         help="file with lines `host`, `host:4` or `host slots=4`",
     )
     parser.add_argument(
-        "--ppn", type=count, metavar="K", help="number of ranks per host (default: its slots)"
+        "--ppn", type=positive, metavar="K", help="number of ranks per host (default: its slots)"
     )
 
 
-def count(text: str) -> int:
-    """Return the whole number of 1 or more in an option's ``text``.
-
-    Raises:
-        argparse.ArgumentTypeError: it has another form.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A job to start: the command, the launcher, and the placement of its ranks."""
-
-    command: Command  # the launcher's
-    mpi: Mpi  # the launcher
-    placement: Placement  # of its ranks
-
-
 def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch:
-    """Return the job for ``request``: find hosts and launcher, and compose the command.
+    """Return the job for ``request``, with the hosts and the launcher.
 
     Raises:
         UsageError: no launcher, no such program, or the ranks do not fit on the hosts.
@@ -95,8 +89,9 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     if mpi.dialect == "srun" and share:
         cores = share  # srun itself divides the job's share of a host, in its own units
     specified = allocation.source in ("--hosts", "--hostfile")
-    devices = count_gpus(environ)
-    placement = Placement(
+    return Launch(
+        mpi,
+        request.words,
         layout,
         cores=cores,
         packages=packages(),
@@ -105,14 +100,13 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
         # The cores of hosts that the user specifies are unknown. And if the batch system allocated
         # a part of a host without isolating it, other jobs may be bound to the same first cores.
         bind=request.bind and not specified and not 0 < share < cores,
-        threads=choose_threads(request, layout, cores, devices, environ),
-        gpus=devices,
+        threads=choose_threads(request, layout, cores, environ),
+        gpus=count_gpus(environ),
         root=os.geteuid() == 0,
         tag=request.tag,
         agent=agent_settings(mpi, environ),
         environ=environ,
     )
-    return Launch(build(mpi, placement, request.words), mpi, placement)
 
 
 def find_layout(request: Request, environ: Mapping[str, str]) -> tuple[Allocation, RankLayout]:
@@ -126,8 +120,8 @@ def find_layout(request: Request, environ: Mapping[str, str]) -> tuple[Allocatio
     return allocation, lay_out(request.ranks, allocation, request.ppn)
 
 
-def prepare_agents(request: Request, environ: Mapping[str, str] = os.environ) -> list[AgentCommand]:
-    """Find the hosts, and return the command of torchrun's agent for each.
+def prepare_agents(request: Request, environ: Mapping[str, str] = os.environ) -> dict[str, Command]:
+    """Find the hosts, and return the command of torchrun's agent by host.
 
     Raises:
         UsageError: no such program, or the ranks do not fit on the hosts.
@@ -135,10 +129,8 @@ def prepare_agents(request: Request, environ: Mapping[str, str] = os.environ) ->
     if request.fewest:
         request = replace(request, ranks=_available_ranks(request, request.fewest, environ))
     _, layout = find_layout(request, environ)
-    devices = count_gpus(environ)
-    threads = choose_threads(request, layout, physical_cores(), devices, environ)
-    words, folder, here = request.words, Path.cwd(), names_here()
-    return agent_commands(layout, words, threads, environ, folder, here, request.fewest)
+    threads = choose_threads(request, layout, physical_cores(), environ)
+    return agent_commands(layout, request.words, threads, environ, request.fewest)
 
 
 def _available_ranks(request: Request, fewest: int, environ: Mapping[str, str]) -> int:
@@ -166,10 +158,7 @@ def choose_hosts(
 
 
 def check_request(request: Request, environ: Mapping[str, str]) -> None:
-    """Raise UsageError if a number is out of range, or there is no program to start."""
-    for option, value in (("--threads", request.threads), ("--room-for", request.ranks_per_host)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: must be at least 1")
+    """Raise UsageError if there is no program to start."""
     if not request.words:
         raise UsageError("missing command: put it after `--`, e.g. `-- python train.py`")
     program = request.words[0]
@@ -180,14 +169,16 @@ def check_request(request: Request, environ: Mapping[str, str]) -> None:
 
 
 def choose_threads(
-    request: Request, layout: RankLayout, cores: int, gpus: int, environ: Mapping[str, str]
+    request: Request, layout: RankLayout, cores: int, environ: Mapping[str, str]
 ) -> int | None:
     """Return the OMP_NUM_THREADS of each rank; None leaves it to the program."""
-    ranks = max(request.ranks_per_host or 0, layout.per_host)
-    known = not (request.hosts or request.hostfile)
-    needed = launch_threads(ranks, cores, environ, known=known)
-    fair = fair_threads(ranks, cores, gpus, environ) if request.ranks_per_host else None
-    return request.threads or needed or fair
+    return request.threads or launch_threads(
+        max(request.ranks_per_host or 0, layout.per_host),
+        cores,
+        environ,
+        known=not (request.hosts or request.hostfile),
+        fill=bool(request.ranks_per_host) and not count_gpus(environ),
+    )
 
 
 def checkpoint_dir(command: Sequence[str]) -> Path | None:
@@ -200,22 +191,106 @@ def checkpoint_dir(command: Sequence[str]) -> Path | None:
     return None
 
 
-def notes(placement: Placement) -> list[str]:
+def notes(launch: Launch) -> list[str]:
     """Return warnings on a placement that the user may not have intended."""
     warnings = []
-    if placement.layout.idle:
-        warnings.append(f"no rank for host {', '.join(placement.layout.idle)}")
-    ranks = placement.layout.per_host
-    share, cores = batch_share(placement.environ), job_cores(placement.cores, placement.environ)
-    threads = requested_number(placement.environ)
+    if launch.layout.idle:
+        warnings.append(f"no rank for host {', '.join(launch.layout.idle)}")
+    ranks = launch.layout.per_host
+    share, cores = batch_share(launch.environ), job_cores(launch.cores, launch.environ)
+    threads = requested_threads(launch.environ) or 0
     if 0 < share < ranks:
         warnings.append(
             f"{ranks} ranks per host, but the batch system allocated only {share} cores: request "
             f"{ranks} (PBS: ncpus and mpiprocs), or use --ppn {share}"
         )
-    elif not placement.threads and threads * ranks > cores:
+    elif not launch.threads and threads * ranks > cores:
         warnings.append(
             f"{ranks} ranks of {threads} threads are more than {cores} cores: "
             f"use --threads {max(1, cores // ranks)}"
         )
     return warnings
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The number of ranks that may run, and the hosts for them."""
+
+    fewest: int  # ranks; with fewer slots the job waits
+    most: int  # ranks, even if there are more slots
+    hosts: tuple[Host, ...]  # if ``script`` is None
+    source: str  # the origin of the hosts, for messages
+    script: Path | None = None  # prints a host and its slots per line, at each call
+    ppn: int | None = None  # ranks per host; None: one per slot
+    threads: int | None = None  # OMP_NUM_THREADS of each rank; None leaves it to the program
+
+    def find(self) -> tuple[Host, ...]:
+        """Return the hosts that are available now.
+
+        Raises:
+            HvdtrainError: the script failed.
+            UsageError: the output of the script is not a list of hosts.
+        """
+        hosts = self.hosts
+        if self.script:
+            done = run(Command((str(self.script.absolute()),)), timeout=PATIENCE)
+            if not done.ok:
+                output = " ".join(done.output.split())[-200:]
+                raise HvdtrainError(f"{self.source} ended with code {done.exit_code}: {output}")
+            hosts = parse_lines(done.output.splitlines(), self.source)
+        return tuple(Host(host.name, self.ppn or host.slots) for host in hosts)
+
+
+def make_pool(
+    request: Request, script: Path | None, environ: Mapping[str, str] = os.environ
+) -> Pool:
+    """Return the requested pool of slots, for from ``request.fewest`` to ``request.ranks`` ranks.
+
+    Raises:
+        UsageError: the numbers do not fit, or a program cannot be executed.
+    """
+    fewest, most = request.fewest or 1, request.ranks
+    if fewest > most:
+        raise UsageError(f"--min {fewest} is more than --max {most}")
+    if request.ranks_per_host:
+        raise UsageError("--room-for: not supported by --elastic; use --threads")
+    check_request(request, environ)
+    if script is None:
+        allocation = choose_hosts(request.hosts, request.hostfile, environ)
+        hosts = allocation.hosts or (Host(HERE, most),)
+        source = allocation.source if allocation.hosts else "this machine"
+        pool = Pool(fewest, most, hosts, source, ppn=request.ppn)
+        slots = sum(host.slots for host in pool.find())
+        if slots < fewest:
+            raise UsageError(
+                f"--min {fewest}: {source} has {plural(slots, 'slot')}; --discovery can add hosts"
+            )
+        full = tuple(Host(host.name, min(host.slots, most)) for host in pool.find())
+        layout = RankLayout(slots, full)
+        return replace(pool, threads=choose_threads(request, layout, physical_cores(), environ))
+    option = f"--discovery {script}"
+    if request.hosts or request.hostfile:
+        raise UsageError(f"{option}: cannot be combined with --hosts or --hostfile")
+    if not script.is_file():
+        raise UsageError(f"{option}: no such file")
+    if not os.access(script, os.X_OK):
+        raise UsageError(f"{option}: not executable: run `chmod +x {script}`")
+    pool = Pool(fewest, most, (), option, script, request.ppn, request.threads)
+    try:
+        pool.find()
+    except HvdtrainError as error:
+        raise UsageError(str(error)) from None
+    return pool
+
+
+def check_gloo(libraries: Iterable[Path | None] | None = None) -> None:
+    """Raise ``UsageError`` if Horovod's ``libraries`` cannot connect ranks without MPI."""
+    files = [file for file in libraries or map(find_module, LIBRARIES) if file]
+    if not files:
+        raise UsageError("--elastic needs Horovod: run `hvdtrain install-horovod`")
+    for library in files:
+        if GLOO not in library.read_bytes():
+            raise UsageError(
+                f"--elastic needs Horovod with Gloo, but {library} was built without: run "
+                "`hvdtrain install-horovod --rebuild`, with HOROVOD_WITH_GLOO=1"
+            )

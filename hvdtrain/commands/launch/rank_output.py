@@ -10,7 +10,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from hvdtrain.commands.launch.layout import RankLayout
+from hvdtrain.commands.launch.hosts import RankLayout
 
 STEP = re.compile(rb"\bstep (\d+)")
 # The mark of each dialect; its first group is the rank. Open MPI and Hydra put one before every

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -27,29 +27,23 @@ def on_host(
     host: str,
     command: Command,
     environ: Mapping[str, str],
-    folder: Path,
-    here: Collection[str],
     *options: str,
 ) -> Command:
-    """Return the command that runs ``command`` on ``host``, by ssh if that is another machine.
+    """Return the command that runs ``command`` on ``host``, by ssh if it is another machine.
 
-    Args:
-        host: its name; empty: this machine.
-        command: the command, with the variables to set for it.
-        environ: the user's environment; other hosts get the part that they need.
-        folder: the working directory, on all hosts.
-        here: names and addresses of this machine.
-        *options: of ssh.
+    It runs in the current working directory, with the variables of ``command``; another machine
+    also gets the part of the user's ``environ`` that ranks need. ``options`` are those of ssh.
     """
-    if is_here(host, here):
+    if is_here(host):
         return command
     variables = {name: environ[name] for name in forwarded(environ)} | dict(command.env)
-    remote = Command(command.argv, variables, folder)
+    remote = Command(command.argv, variables, Path.cwd())
     return Command((*SSH, *options, host, f"exec {remote.show()}"))
 
 
-def is_here(host: str, here: Collection[str]) -> bool:
-    """Return whether ``host`` is a name or address of this machine."""
+def is_here(host: str) -> bool:
+    """Return whether ``host`` is a name or address of this machine; empty: it is."""
+    here = names_here()
     return not host or host in here or host.partition(".")[0] in here
 
 
@@ -63,7 +57,7 @@ def names_here() -> set[str]:
 
 def connection_error(host: str) -> str | None:
     """Return the reason why no command can be run on ``host``; None: it can."""
-    if is_here(host, names_here()):
+    if is_here(host):
         return None
     done = run(Command((*SSH, f"-oConnectTimeout={SOON}", host, "true")), timeout=SLOW)
     lines = done.output.strip().splitlines()

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
 from typing_extensions import override
 
-from hvdtrain.commands.launch.hosts import Host
-from hvdtrain.commands.launch.layout import RankLayout
+from hvdtrain.commands.launch import host_process
+from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.commands.launch.remote import on_host
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
-from hvdtrain.system.runtime.processes import AFTER_STOP, Processes, exit_code
+from hvdtrain.system.runtime.spawn import AFTER_STOP, Processes, exit_code
 
-AGENT = (sys.executable, "-m", "hvdtrain.commands.launch.agent")
+AGENT = (*host_process.PROGRAM, "torchrun")
 PORT = "29500"  # torchrun's default for the rendezvous of several hosts; set by MASTER_PORT
 RESTARTS = "--max-restarts=10"  # losses of a rank or a host that a job survives
 # By default torchrun 2.13 gives an agent that joins the address of a store that is not recreated.
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-PATIENCE = 3.0  # seconds for an agent to kill its ranks on request
-
-
-@dataclass(frozen=True)
-class AgentCommand:
-    """The command that starts an agent."""
-
-    host: str  # as spelled by the batch system or the user; empty: this machine
-    command: Command
 
 
 def agent_commands(
@@ -47,20 +30,12 @@ def agent_commands(
     words: Sequence[str],
     threads: int | None,
     environ: Mapping[str, str],
-    folder: Path,
-    here: Collection[str],
     fewest: int | None = None,
-) -> list[AgentCommand]:
-    """Return the commands of the agents that start ``words`` with ``layout``.
+) -> dict[str, Command]:
+    """Return the commands of the agents that start ``words`` with ``layout``, by host.
 
-    Args:
-        layout: ranks and hosts.
-        words: the program that each rank runs, and its arguments.
-        threads: OMP_NUM_THREADS of each rank; None leaves it to the agent.
-        environ: the user's environment; other hosts get the part that they need.
-        folder: the working directory, on all hosts.
-        here: names and addresses of this machine.
-        fewest: minimum number of ranks after losses; None: all.
+    The host is as spelled by the batch system or the user; empty: this machine. Without ``threads``
+    an agent decides itself. ``fewest`` is the minimum number of ranks after losses; None: all.
     """
     variables = thread_variables(threads, environ)
     hosts = layout.hosts or (Host("", layout.ranks),)
@@ -74,7 +49,7 @@ def agent_commands(
     elif len(hosts) > 1:
         rendezvous = [f"--nnodes={len(hosts)}", f"--master-addr={hosts[0].name}"]
         rendezvous += [f"--master-port={port}"]
-    commands = []
+    commands = {}
     for number, host in enumerate(hosts):
         options = [f"--nproc-per-node={host.slots}", "--no-python", *words]
         if len(hosts) > 1:
@@ -82,10 +57,8 @@ def agent_commands(
             # Its ranks may rendezvous there; its own name may resolve to another address.
             address = [is_host, f"--local-addr={host.name}"]
             options = [*(address if fewest else [f"--node-rank={number}"]), *options]
-        command = on_host(
-            host.name, Command((*AGENT, *rendezvous, *options), variables), environ, folder, here
-        )
-        commands.append(AgentCommand(host.name, command))
+        agent = Command((*AGENT, *rendezvous, *options), variables)
+        commands[host.name] = on_host(host.name, agent, environ)
     return commands
 
 
@@ -102,26 +75,21 @@ def _elastic(hosts: Sequence[Host], fewest: int, port: str, job: str) -> list[st
     ]
 
 
-def show(agents: Sequence[AgentCommand]) -> str:
-    """Return a line per agent, which can be pasted into a shell."""
-    return "\n".join(agent.command.show() for agent in agents)
-
-
 class Agents(Processes):
     """The running agents that this process has started."""
 
-    def start(self, agents: Sequence[AgentCommand]) -> None:
-        """Start the agents.
+    def start(self, agents: Mapping[str, Command]) -> None:
+        """Start the agents, by host.
 
         Raises:
             HvdtrainError: an agent cannot be started.
         """
-        self._hosts = [agent.host for agent in agents]
-        for agent in agents:
+        self._hosts = list(agents)
+        for command in agents.values():
             try:
-                self.running.append(start(agent.command, fed=True))
+                self.running.append(start(command, fed=True))
             except OSError as error:
-                raise HvdtrainError(f"{agent.command.argv[0]}: {error.strerror}") from error
+                raise HvdtrainError(f"{command.argv[0]}: {error.strerror}") from error
 
     @override
     def name(self, index: int) -> str:
@@ -130,17 +98,11 @@ class Agents(Processes):
     @override
     def forward(self, number: signal.Signals) -> None:
         for process in self.running:
-            with contextlib.suppress(OSError):  # it has ended
-                os.write(_input(process).fileno(), b"\n")
+            host_process.send(process, host_process.STOP)
 
     @override
     def kill(self) -> None:
-        for process in self.running:
-            _input(process).close()
-        end = time.monotonic() + PATIENCE
-        for process in self.running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
+        host_process.end(self.running)
         super().kill()
 
 
@@ -154,8 +116,3 @@ class ElasticAgents(Agents):
             self._code = exit_code(codes[0])
             self._end_within(AFTER_STOP)
         return None not in codes
-
-
-def _input(process: subprocess.Popen[bytes]) -> Any:
-    assert process.stdin
-    return process.stdin

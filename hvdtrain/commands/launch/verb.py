@@ -8,23 +8,24 @@ import os
 import signal
 from pathlib import Path
 
-from hvdtrain.commands.launch.elastic import check_gloo, make_pool
-from hvdtrain.commands.launch.outcome import JobOutcome
+from hvdtrain.commands.launch.outcome import code_after_stop
 from hvdtrain.commands.launch.prepare import (
     Request,
     add_host_options,
-    count,
+    check_gloo,
+    make_pool,
     notes,
     prepare,
     prepare_agents,
 )
-from hvdtrain.commands.launch.stop import StopSignals, code_after_stop
-from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents, show
+from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents
 from hvdtrain.commands.launch.watch import watch
+from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime.scratch import clear_leftovers
+from hvdtrain.system.runtime.spawn import StopSignals
 from hvdtrain.system.runtime.walltime import ENDS, ends_at
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.usage = "hvdtrain launch -n N [options] -- COMMAND..."
     parser.epilog = EPILOG
-    parser.add_argument("-n", type=int, metavar="N", help="total number of ranks")
+    parser.add_argument("-n", type=positive, metavar="N", help="total number of ranks")
     add_host_options(parser)
     parser.add_argument(
         "--launcher",
@@ -52,19 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_elastic_options(parser)
     parser.add_argument(
         "--threads",
-        type=int,
+        type=positive,
         metavar="T",
         help="OMP_NUM_THREADS of each rank (default: its share of the job's cores, else unset)",
     )
     parser.add_argument(
         "--room-for",
-        type=int,
+        type=positive,
         metavar="K",
         help="number of ranks per host to divide cores and threads by (default: those that run)",
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=above_zero,
         metavar="SECONDS",
         help="seconds without output from any rank until the job is ended (default: none)",
     )
@@ -83,8 +84,8 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
         help="survive lost ranks and changing hosts, with Horovod's elastic driver or torchrun; "
         "requires --min and --max instead of -n",
     )
-    group.add_argument("--min", type=count, metavar="N", help="minimum number of ranks")
-    group.add_argument("--max", type=count, metavar="M", help="maximum number of ranks")
+    group.add_argument("--min", type=positive, metavar="N", help="minimum number of ranks")
+    group.add_argument("--max", type=positive, metavar="M", help="maximum number of ranks")
     group.add_argument(
         "--discovery",
         type=Path,
@@ -101,8 +102,6 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         HvdtrainError: the job was ended after --timeout.
     """
     words, timeout = arguments.command, arguments.timeout
-    if timeout is not None and not timeout > 0:
-        raise UsageError(f"--timeout {timeout:g}: must be more than 0 seconds")
     if arguments.elastic is (arguments.n is not None):
         raise UsageError(
             "the number of ranks is required: use either -n N, or --elastic --min N --max M"
@@ -110,7 +109,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     if not arguments.elastic and (arguments.min or arguments.max or arguments.discovery):
         raise UsageError("--min, --max and --discovery require --elastic")
     request = Request(
-        arguments.max or 1 if arguments.n is None else arguments.n,
+        arguments.n or arguments.max or 1,
         words[1:] if words[:1] == ["--"] else words,
         ppn=arguments.ppn,
         threads=arguments.threads,
@@ -130,14 +129,11 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         launch = prepare(request)
         if arguments.dry_run:
             return Report(launch.command.show())
-        for note in notes(launch.placement):
+        for note in notes(launch):
             log.warning("hvdtrain: %s", note)
         clear_leftovers()
         log.info("%s", launch.command.show())
-        with JobOutcome() as outcome:
-            code = watch(
-                launch, signals, outcome, request.words, tag=arguments.tag, timeout=timeout
-            )
+        code = watch(launch, signals, tag=arguments.tag, timeout=timeout)
     return Report("", exit_code=code)
 
 
@@ -160,7 +156,7 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
             "--elastic does not support --tag and --timeout, and --discovery does not support "
             "--launcher"
         )
-    pool = make_pool(request, arguments.min, arguments.max, arguments.discovery)
+    pool = make_pool(request, arguments.discovery)
     check_gloo()
     from hvdtrain.commands.launch.elastic_job import ElasticJob, show
 
@@ -187,11 +183,12 @@ def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
         if not dry_run:
             _export_job_end()
         agents = prepare_agents(request)
+        shown = "\n".join(command.show() for command in agents.values())
         if dry_run:
-            return Report(show(agents))
-        log.info("%s", show(agents))
-        with (ElasticAgents if request.fewest else Agents)(signals.came) as running:
+            return Report(shown)
+        log.info("%s", shown)
+        with (ElasticAgents if request.fewest else Agents)(signals) as running:
             running.start(agents)
             code = running.wait()
-    stop = signal.Signals(running.received[0]).name if running.received else ""
+    stop = signal.Signals(signals.received[0]).name if signals.received else ""
     return Report("", exit_code=code_after_stop(code, stop, request.words))

@@ -19,15 +19,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import IO
 
 import psutil
 
+from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.mpirun import OPEN_MPI
-from hvdtrain.commands.launch.outcome import JobOutcome
-from hvdtrain.commands.launch.prepare import Launch, checkpoint_dir
+from hvdtrain.commands.launch.outcome import JobOutcome, code_after_stop, report
+from hvdtrain.commands.launch.prepare import checkpoint_dir
 from hvdtrain.commands.launch.rank_output import (
     LastOutput,
     RankOutput,
@@ -35,10 +35,10 @@ from hvdtrain.commands.launch.rank_output import (
     holds_output,
     split_endings,
 )
-from hvdtrain.commands.launch.stop import StopSignals, code_after_stop, report
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, start
+from hvdtrain.system.runtime.command import TIMED_OUT, start
 from hvdtrain.system.runtime.scratch import CLEAR
+from hvdtrain.system.runtime.spawn import StopSignals, exit_code
 
 # The signals that make a launcher end its ranks, and the seconds before the next one. Hydra and
 # srun forward a first INT, and end on a second one soon after it.
@@ -53,75 +53,52 @@ GRACE = 30.0  # seconds after TERM or HUP, the longest that batch systems wait b
 DRAIN = 5.0  # seconds for the last output after the end of the launcher
 
 
+@dataclass
 class WatchedLauncher:
-    """A running launcher; its output and signals are forwarded.
+    """A running launcher; its output and signals are forwarded."""
 
-    Attributes:
-        last: the last output of its ranks, if it is read.
-        before_end: ``last`` when silence ended the job, without the output of dying ranks.
-        stop: the signal that requested a stop; empty: none.
-        forced: whether the ranks were killed before they had stopped.
-        endings: mpirun's messages about ranks with an exit code other than 0; not shown.
-    """
+    launch: Launch  # its lines are marked if ``tag`` or ``timeout`` is set
+    signals: StopSignals  # open
+    # Open; rank 0 leaves its mark in it. It gets a copy of the output; of standard output only if
+    # that is no terminal, which ranks check, or if it is read anyway.
+    outcome: JobOutcome
+    tag: bool  # whether to prefix each line with its rank
+    timeout: float | None  # seconds without output after which the job is ended; None: never
+    last: LastOutput = field(default_factory=LastOutput)  # of its ranks, if it is read
+    # ``last`` when silence ended the job, without the output of dying ranks:
+    before_end: LastOutput | None = None
+    stop: str = ""  # the signal that requested a stop; empty: none
+    forced: bool = False  # whether the ranks were killed before they had stopped
+    endings: bytes = b""  # mpirun's messages about ranks with an exit code other than 0; not shown
+    _stop_at: float = float("inf")  # when the stop was requested
+    _report_at: float = float("inf")  # when to report it
 
-    def __init__(
-        self,
-        command: Command,
-        dialect: str,
-        signals: StopSignals,
-        outcome: JobOutcome,
-        *,
-        tag: bool,
-        listen: bool,
-    ) -> None:
-        """Start ``command``.
-
-        Args:
-            command: the launcher's; it marks lines if they are read.
-            dialect: of the launcher.
-            signals: open, to forward.
-            outcome: gets a copy of the output; of standard output only if that is no terminal,
-                which ranks check, or if ``listen`` or ``tag`` is set.
-            tag: prefix each line with its rank.
-            listen: read the output, to detect silence; implied by ``tag``.
+    def __post_init__(self) -> None:
+        """Start the launcher.
 
         Raises:
-            OSError: the launcher cannot be started.
+            HvdtrainError: it cannot be started.
         """
-        self.dialect, self.tag, self.reads = dialect, tag, tag or listen
-        self.last = LastOutput()
-        self.before_end: LastOutput | None = None
-        self.signals = signals
-        self.outcome = outcome
-        self.stop = ""
-        self.forced = False
-        self._stop_at = self._report_at = float(
-            "inf"
-        )  # when a stop was requested, when to report it
-        self.endings = b""
-        blocked = frozenset({signal.SIGTERM} if dialect in OPEN_MPI else ())
-        self.process = start(
-            command,
-            piped=self.reads or (dialect in OPEN_MPI and not sys.stdout.isatty()),
-            errors_piped=dialect in OPEN_MPI,
-            blocked=blocked,
-            dies_with_parent=signal.SIGINT if dialect in OPEN_MPI else signal.SIGTERM,
-        )
-        self._readers = [
-            self._reader(source, target.fileno())
-            for source, target in (
-                (self.process.stdout, sys.stdout),
-                (self.process.stderr, sys.stderr),
+        self.dialect = self.launch.mpi.dialect
+        self.reads = self.tag or self.timeout is not None
+        command, open_mpi = self.launch.command, self.dialect in OPEN_MPI
+        try:
+            self.process = start(
+                replace(command, env={**command.env, **self.outcome.environment}),
+                piped=self.reads or (open_mpi and not sys.stdout.isatty()),
+                errors_piped=open_mpi,
+                blocked=frozenset({signal.SIGTERM} if open_mpi else ()),
+                dies_with_parent=signal.SIGINT if open_mpi else signal.SIGTERM,
             )
-            if source
+        except OSError as error:
+            raise HvdtrainError(f"{command.argv[0]}: {error.strerror}") from error
+        streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self._readers = [
+            self._reader(source, target.fileno()) for source, target in streams if source
         ]
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the launcher's exit code; 128 + N after signal N, 124 if silence ended the job.
-
-        Args:
-            timeout: seconds without output after which the job is ended; None: never.
-        """
+    def wait(self) -> int:
+        """Return the launcher's exit code; 128 + N after signal N, 124 if silence ended the job."""
         code = None
         try:
             while True:
@@ -129,8 +106,8 @@ class WatchedLauncher:
                     code = self.process.wait(POLL)
                 self._forward_signals()
                 if code is not None:
-                    return code if code >= 0 else 128 - code
-                if timeout and time.monotonic() - self.last.at > timeout:
+                    return exit_code(code)
+                if self.timeout and time.monotonic() - self.last.at > self.timeout:
                     self.before_end = replace(self.last)
                     self.end()
                     return TIMED_OUT
@@ -141,7 +118,9 @@ class WatchedLauncher:
     def end(self) -> None:
         """End the launcher and its ranks: first by its signals, then by KILL."""
         # Ranks lead their own groups or sessions: only the process tree contains them all.
-        tree = _children(self.process.pid)
+        tree: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tree = psutil.Process(self.process.pid).children(recursive=True)
         for number, patience in END_SIGNALS.get(self.dialect, DEFAULT_SIGNALS):
             self.process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -159,10 +138,9 @@ class WatchedLauncher:
         After TERM the ranks are killed if they have not stopped after ``GRACE``: one of them may be
         suspended, or hang, and the batch system is about to kill all of them.
         """
-        numbers, self.signals.came = self.signals.came, []
-        for number in numbers:
+        for number in self.signals.take():
             if not self.stop:
-                self.stop = signal.Signals(number).name
+                self.stop = number.name
                 self._stop_at = time.monotonic()
                 self._report_at = self._stop_at + REPORT_AFTER
                 if self.process.returncode is None:
@@ -170,7 +148,8 @@ class WatchedLauncher:
                     intel = self.dialect == "intel"
                     self.process.send_signal(signal.SIGTERM if intel else signal.SIGUSR1)
             elif number == signal.SIGINT and not self.forced:
-                self._force()
+                self.forced = True
+                self.end()
         if self.process.returncode is not None or self.forced:
             return
         now = time.monotonic()
@@ -178,11 +157,8 @@ class WatchedLauncher:
             self._report_at = float("inf")
             report(f"{self.stop}: waiting for the ranks to save and stop; Ctrl-C kills them")
         if self.stop in ("SIGTERM", "SIGHUP") and now > self._stop_at + GRACE:
-            self._force()
-
-    def _force(self) -> None:
-        self.forced = True
-        self.end()
+            self.forced = True
+            self.end()
 
     def _reader(self, source: IO[bytes], target: int) -> threading.Thread:
         work = self._filter if self.reads or source is self.process.stderr else self._copy
@@ -240,45 +216,23 @@ def write_all(target: int, text: bytes) -> None:
             text = text[os.write(target, text) :]
 
 
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def watch(
-    launch: Launch,
-    signals: StopSignals,
-    outcome: JobOutcome,
-    words: Sequence[str],
-    *,
-    tag: bool,
-    timeout: float | None,
-) -> int:
-    """Run ``launch`` to its end and return its exit code.
+def watch(launch: Launch, signals: StopSignals, *, tag: bool, timeout: float | None) -> int:
+    """Run ``launch`` to its end and return its exit code; see ``WatchedLauncher``.
 
     mpirun's messages about exit codes are shown only if no rank has reported why it ended.
-
-    Args:
-        launch: the job; its lines are marked if ``tag`` or ``timeout`` is set.
-        signals: open, to forward.
-        outcome: open; rank 0 leaves its mark in it.
-        words: the program of the ranks, and its arguments.
-        tag: prefix each line with its rank.
-        timeout: seconds without output after which the job is ended; None: never.
 
     Raises:
         HvdtrainError: the job cannot be started, was ended after the timeout (exit code 124), or is
             incomplete, whatever the launcher returns.
     """
-    try:
-        dialect, listen = launch.mpi.dialect, timeout is not None
-        command = replace(launch.command, env={**launch.command.env, **outcome.mark.environment})
-        watched = WatchedLauncher(command, dialect, signals, outcome, tag=tag, listen=listen)
-    except OSError as error:
-        raise HvdtrainError(f"{launch.command.argv[0]}: {error.strerror}") from error
-    code = watched.wait(timeout)
+    with JobOutcome() as outcome:
+        watched = WatchedLauncher(launch, signals, outcome, tag, timeout)
+        return _judged(watched, watched.wait())
+
+
+def _judged(watched: WatchedLauncher, code: int) -> int:
+    """Return the exit code of a job that has ended, and report why."""
+    outcome, words = watched.outcome, watched.launch.words
     code = code_after_stop(
         code, watched.stop, words, reported=outcome.reason_reported, forced=watched.forced
     )
@@ -286,8 +240,8 @@ def watch(
         write_all(sys.stderr.fileno(), watched.endings)
     if watched.before_end:
         silence = HvdtrainError(
-            f"no output from any rank for {timeout:g} s, so the job was ended: "
-            f"{watched.before_end.describe(launch.placement.layout)}"
+            f"no output from any rank for {watched.timeout:g} s, so the job was ended: "
+            f"{watched.before_end.describe(watched.launch.layout)}"
         )
         silence.exit_code = TIMED_OUT
         raise silence

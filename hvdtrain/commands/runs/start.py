@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hvdtrain.commands.launch.hosts import Allocation
-from hvdtrain.commands.launch.layout import lay_out
+from hvdtrain.commands.launch.hosts import Allocation, lay_out
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.gpus import count_gpus

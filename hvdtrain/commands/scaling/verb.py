@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.launch.prepare import add_host_options, count
+from hvdtrain.commands.launch.prepare import add_host_options
 from hvdtrain.commands.runs.records import OUT, STRONG, WEAK, Run, read_folder, read_table
 from hvdtrain.commands.runs.target import read_target
+from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.text import page
@@ -53,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scaling.add_argument("--weak", action="store_true", help="constant batch per rank (default)")
     scaling.add_argument("--strong", action="store_true", help="constant global batch")
     repeat = "number of runs per size (default: 3)"
-    runs.add_argument("--repeat", type=count, default=3, metavar="K", help=repeat)
+    runs.add_argument("--repeat", type=positive, default=3, metavar="K", help=repeat)
     add_host_options(runs)
     kind: Callable[[str], Any]
     for name, kind, metavar in (
-        ("--threads", count, "T"),
+        ("--threads", positive, "T"),
         ("--timeout", float, "SECONDS"),
         ("--submit", str, "OPTIONS"),
     ):
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--from", Path, "FILE.csv", {"dest": "table"}),
         ("--allreduce", Path, "FILE", {"action": "append", "default": []}),
         ("--predict", _sizes, "N,N,...", {}),
-        ("--leave-out", count, "N", {}),
+        ("--leave-out", positive, "N", {}),
         ("--target", read_target, "NAME=VALUE", {}),
     ):
         report.add_argument(name, type=kind, metavar=metavar, help=HELP[name], **keywords)
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _sizes(text: str) -> tuple[int, ...]:
     """Return ``1,2,4`` as increasing numbers, without duplicates."""
-    return tuple(sorted({count(part.strip()) for part in text.split(",")}))
+    return tuple(sorted({positive(part.strip()) for part in text.split(",")}))
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:

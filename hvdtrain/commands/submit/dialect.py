@@ -99,14 +99,7 @@ class Dialect(ABC):
         """
 
     def log_path(self, log: str, job: Job, job_id: str, task: str = "") -> Path:
-        """Return the path of the log requested by ``submit``.
-
-        Args:
-            log: as passed to ``submit``.
-            job: the submitted job.
-            job_id: its id.
-            task: number of the task of an array.
-        """
+        """Return the path of the ``log`` passed to ``submit``, or that of a task of an array."""
         return Path(f"{log}.{task}" if task else log)
 
     def lost_log(self, log: str, host: str) -> str:

@@ -40,23 +40,16 @@ class SubmittedJob:
     logs: Mapping[str, Path]  # by the number of the task of an array, or of the job
 
 
-@dataclass(frozen=True)
-class JobEnd:
-    """The state of a job when following it ended, usually with the job."""
-
-    state: str  # in the batch system's terms
-    code: int | None  # exit code; of a chain, of its last job that ran; None: unknown
-    tasks: Mapping[str, State] = field(default_factory=dict)  # the tasks of an array, by number
-
-
 def follow(
     dialect: Dialect,
     jobs: Sequence[SubmittedJob],
     exit_file: Path,
     chain_file: Path | None,
     out: TextIO,
-) -> JobEnd:
-    """Follow a job or a chain of jobs to the end; Ctrl-C stops following, not the job.
+) -> State:
+    """Follow a job or a chain of jobs to the end; return the state then, of a chain its last job's.
+
+    Ctrl-C stops following, not the job.
 
     Args:
         dialect: the batch system.
@@ -68,18 +61,18 @@ def follow(
     Raises:
         HvdtrainError: the batch system no longer answers, or cannot start a job.
     """
-    end = JobEnd(NEVER_RAN.detail, None)
+    end = NEVER_RAN
     for number, job in enumerate(jobs):
         delete = dialect.delete([link.id for link in reversed(jobs[number:])]).show()
         try:
             state = FollowedJob(dialect, job, exit_file, out).wait()
         except KeyboardInterrupt:
             log.info("\njob %s continues; to delete it: %s", job.id, delete)
-            return JobEnd("running", EXIT_INTERRUPTED)
+            return State(RUNNING, "running", EXIT_INTERRUPTED)
         if state.failure:
             raise HvdtrainError(f"job {job.id}: {state.failure}; to delete it: {delete}")
         if state.ran:
-            end = JobEnd(state.detail, state.exit_code, state.tasks)
+            end = state
         if chain_file and chain.is_last(chain.read(chain_file), job.id):
             break
     return end

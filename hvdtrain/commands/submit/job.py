@@ -1,80 +1,198 @@
-"""The requested job: command, resources and walltime, independent of the batch system."""
+"""The job: the options of ``hvdtrain submit``, their values, and what excludes what."""
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
+from hvdtrain.config.declare import add_options, from_namespace, option
+from hvdtrain.config.values import count, positive
 from hvdtrain.errors import UsageError
+from hvdtrain.system.runtime.walltime import parse_clock
 
 RANKS = "RANKS"
 """The variable of a sweep: the current number of ranks."""
 TASK = "TASK"
 """The variable of an array: the number of the task."""
 
+SCHEDULERS = ("pbs", "slurm", "none")
 LONGEST_NAME = 230  # characters, the limit of PBS; Torque's is 15 (``Site.name_limit``)
+CHAIN_LIMIT = 10
+LOGS = Path("hvdtrain-jobs")
 DIRECTIVE = re.compile(r"^#(PBS|SBATCH)\b", re.MULTILINE)
-PLAIN = re.compile(r"[A-Za-z0-9][\w.@:/=+-]*")
-_NAME = re.compile(r"[A-Za-z][\w.+-]*")
+_PLAIN = re.compile(r"[A-Za-z0-9][\w.@:/=+-]*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _ARRAY = re.compile(r"(\d+)-(\d+)(?::([1-9]\d*))?")
 _MEMORY = re.compile(r"([1-9]\d*)\s*([kmgt])i?b?", re.IGNORECASE)
-_RESERVED = {
-    "PATH",
-    "HOME",
-    "USER",
-    "SHELL",
-    "PWD",
-    "OMP_NUM_THREADS",
-}  # a job needs them unchanged
+# A job needs these variables unchanged.
+_RESERVED = ("PATH", "HOME", "USER", "SHELL", "PWD", "OMP_NUM_THREADS")
 
 
-@dataclass(frozen=True)
-class Variable:
-    """A value that can be changed at submission, without editing the script."""
+# Readers of values; each raises ValueError if a batch system would refuse or misread the text.
 
-    name: str  # of the shell variable
-    default: str  # its default; if the value is empty, a word with the variable is left out
+
+def _matching(pattern: re.Pattern[str], problem: str) -> Callable[[str], str]:
+    """Return the reader of texts of one form."""
+
+    def read(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError(f"{text!r}{problem}")
+        return text
+
+    return read
+
+
+job_name = _matching(
+    re.compile(rf"[A-Za-z][\w.+-]{{0,{LONGEST_NAME - 1}}}"),
+    f": must be a letter, then letters, digits and . _ + -, at most {LONGEST_NAME} characters",
+)
+# These two are in the script unquoted.
+plain_word = _matching(_PLAIN, ": must be one word of [A-Za-z0-9_.:@/=+-]")
+module_name = _matching(_PLAIN, " is not one module; name each of several separately")
+memory_size = _matching(_MEMORY, ": must be a number with a unit, e.g. 64gb")
+
+
+def task_range(text: str) -> str:
+    """Read a range of tasks ``A-B`` or ``A-B:STEP``."""
+    span = _ARRAY.fullmatch(text)
+    if span is None or int(span[1]) >= int(span[2]):
+        raise ValueError(f"{text!r}: must be a range such as 1-10 or 0-90:10")
+    return text
+
+
+def setup_line(text: str) -> str:
+    """Read a line of shell."""
+    if DIRECTIVE.search(text):
+        raise ValueError(
+            f"{text!r}: a directive after the first command is ignored; use `directives` in a "
+            "--site file"
+        )
+    if "\r" in text:
+        raise ValueError(f"{text!r}: remove the DOS line ends, which sbatch refuses")
+    return text
+
+
+def variable(text: str) -> tuple[str, str]:
+    """Read ``NAME=VALUE``: a variable that can be changed at submission, and its default."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r}: must be NAME=VALUE, or NAME= for an optional one")
+    valid = _VARIABLE.fullmatch(name) and not name.startswith(("PBS_", "SLURM_"))
+    if not valid or name in _RESERVED:
+        raise ValueError(f"{name}: not a valid variable of a job")
+    if name in (RANKS, TASK):
+        raise ValueError(f"{name}: reserved for the script")
+    return name, value
+
+
+def clock(text: str) -> int:
+    """Read ``H:MM:SS`` as seconds."""
+    seconds = parse_clock(text)
+    if not seconds:
+        raise ValueError(
+            f"{text!r}: must be H:MM:SS, e.g. 1:00:00 for an hour; a bare number is seconds for "
+            "PBS and minutes for Slurm"
+        )
+    return seconds
+
+
+GROUPS = ("resources", "job", "submission")
+_resource = partial(option, None, group=GROUPS[0])
+_switch = partial(option, False, kind=bool)
+_repeated = partial(option, (), repeated=True)
 
 
 @dataclass(frozen=True)
 class Job:
-    """The requested resources, and the command of the job."""
+    """A job: its command, and the options of ``hvdtrain submit``.
 
-    command: tuple[str, ...]  # of every rank: the program and its arguments
-    walltime: int  # seconds
-    nodes: int = 1
-    ppn: int = 1  # ranks per node
-    threads: int | None = None  # cores per rank; None: one is requested
-    name: str = "job"  # shown by the batch system
-    queue: str | None = None
-    account: str | None = None
-    gpus_per_node: int | None = None
-    memory: str | None = None  # per node, e.g. ``64gb``
-    filesystems: str | None = None  # names joined by colons, if the site requires it
-    array: str | None = None  # range of tasks ``A-B`` or ``A-B:STEP``
-    after: str | None = None  # job that must complete successfully before this one starts
-    requeue: bool = False  # rerun if a node fails; False: the job ends
-    tolerate_node_failures: bool = False  # continue if a node fails
-    modules: tuple[str, ...] = ()  # arguments of ``module load``
-    setup: tuple[str, ...] = ()  # lines of shell that run before the command
-    environment: str | None = None  # of Python; None: as after the setup
-    variables: tuple[Variable, ...] = ()  # values of ``$NAME`` in the command
-    once: bool = False  # run the command once, on the first node: it starts its own ranks
-    sweep: bool = False  # run the command on 1, 2, 4, ... ranks, one after the other
-    chain: int = 0  # number of jobs that resume the command until it is finished; 0: a single job
-    progress: str = ""  # directory in which each job of a chain must save
-    comment: str = ""  # in the script
+    As typed, None stands for the default of the site; ``submission.complete`` fills it in.
+    """
+
+    command: tuple[str, ...] = ()  # of every rank: the program and its arguments
+
+    nodes: int = option(1, "number of nodes", positive, group=GROUPS[0], metavar="M")
+    ppn: int | None = _resource("number of ranks per node (its GPUs, or 1)", positive, metavar="K")
+    walltime: int | None = _resource("time limit of the job", clock, metavar="H:MM:SS")
+    threads: int | None = _resource("number of cores per rank (1)", positive, metavar="T")
+    gpus_per_node: int | None = _resource(
+        "number of GPUs per node (the site's)", count, metavar="G"
+    )
+    memory: str | None = _resource("memory per node, e.g. 64gb", memory_size, metavar="SIZE")
+    queue: str | None = _resource("queue or partition (the site's)", plain_word, metavar="NAME")
+    account: str | None = _resource("account or project (the site's)", plain_word, metavar="NAME")
+    filesystems: str | None = _resource(
+        "file systems, e.g. home:eagle (the site's)", plain_word, metavar="NAMES"
+    )
+    name: str | None = _resource(
+        "name of the job (derived from the command)", job_name, metavar="NAME"
+    )
+    array: str | None = _resource(
+        "range of array tasks; $TASK is the number of the task", task_range, metavar="A-B"
+    )
+    after: str | None = _resource(
+        "job that must complete successfully first", plain_word, metavar="ID"
+    )
+    requeue: bool = _switch("rerun the job if a node fails (default: end it)")
+    tolerate_node_failures: bool = _switch("continue if a node fails, unless it is the first")
+
+    module: tuple[str, ...] = _repeated(
+        "environment module to load; may be repeated", module_name, group=GROUPS[1], metavar="NAME"
+    )
+    env: str | None = option(None, "Python environment (this one), or none", metavar="DIR")
+    setup: tuple[str, ...] = _repeated(
+        "line of shell to run before the command; may be repeated", setup_line, metavar="LINE"
+    )
+    var: tuple[tuple[str, str], ...] = _repeated(
+        "default of $NAME in the command, which qsub -v can change; may be repeated",
+        variable,
+        metavar="NAME=VALUE",
+    )
+    once: bool = _switch("run the command once, on the first node: it starts its own ranks")
+    ladder: bool = _switch("run on 1, 2, 4, ... ranks in one job; $RANKS is their number")
+    chain: bool = _switch("chain of jobs that resume the command until it is finished")
+    chain_limit: int = option(CHAIN_LIMIT, "maximum number of jobs", count)
+    progress: str | None = option(
+        None, "directory that each job must change (its --checkpoint-dir)", metavar="DIR"
+    )
+    comment: str = option("", "comment in the script", metavar="TEXT")
+
+    scheduler: str | None = option(
+        None,
+        "batch system (detected); none: a script for bash",
+        choices=SCHEDULERS,
+        group=GROUPS[2],
+    )
+    site: str | None = option(
+        None, "site file, or polaris, aurora, perlmutter, pbs", metavar="FILE"
+    )
+    logs: Path = option(LOGS, "directory of scripts and logs", Path, metavar="DIR")
+    follow: bool = _switch("show state and log until the job ends; its exit code")
+    dry_run: bool = _switch("print the script without submitting it")
+    json: bool = _switch("print the result as one JSON object")
 
     @property
     def ranks(self) -> int:
         """The total number of ranks."""
-        return self.nodes * self.ppn
+        return self.nodes * (self.ppn or 1)
+
+    @property
+    def cores_per_node(self) -> int:
+        """The number of cores that the ranks of a node have together."""
+        return (self.ppn or 1) * (self.threads or 1)
+
+    @property
+    def seconds(self) -> int:
+        """The walltime; 0: none, without a batch system."""
+        return self.walltime or 0
 
     @property
     def tasks(self) -> list[str]:
-        """The numbers of the tasks of a valid array; empty: no array."""
+        """The numbers of the tasks of an array; empty: no array."""
         match = _ARRAY.fullmatch(self.array or "")
         if match is None:
             return []
@@ -83,32 +201,48 @@ class Job:
     @property
     def names(self) -> list[str]:
         """The variables that words of the command may contain."""
-        names = [variable.name for variable in self.variables]
-        return names + [RANKS] * self.sweep + [TASK] * bool(self.array)
+        names = [name for name, _ in self.var]
+        return names + [RANKS] * self.ladder + [TASK] * bool(self.array)
 
     @property
     def optional(self) -> list[str]:
-        """The names of variables that may be empty."""
-        return [variable.name for variable in self.variables if not variable.default]
+        """The names of variables that may be empty: then a word with one is left out."""
+        return [name for name, default in self.var if not default]
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a job, and its command after them."""
+    add_options(parser, Job, GROUPS, defaults=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def job_of(parsed: argparse.Namespace) -> Job:
+    """Return the job of the ``parsed`` options."""
+    job = from_namespace(Job, parsed)
+    return replace(
+        job,
+        command=tuple(parsed.command[parsed.command[:1] == ["--"] :]),
+        module=tuple(job.module),
+        setup=tuple(job.setup),
+        var=tuple(job.var),
+    )
 
 
 def check_job(job: Job) -> None:
-    """Raise an error if a batch system would refuse or misread the job.
+    """Raise an error if the options exclude one another.
 
     Raises:
-        UsageError: an option is invalid.
+        UsageError: naming the options.
     """
     if not job.command or not job.command[0]:
         raise UsageError("missing command: put it after `--`, e.g. `-- python train.py`")
-    for option, number in (("--nodes", job.nodes), ("--ppn", job.ppn), ("--threads", job.threads)):
-        if number is not None and number < 1:
-            raise UsageError(f"{option} {number}: must be at least 1")
-    if job.gpus_per_node and job.ppn > job.gpus_per_node:
+    if job.chain_limit < 2:
+        raise UsageError(f"--chain-limit {job.chain_limit}: must be at least 2")
+    if job.gpus_per_node and (job.ppn or 1) > job.gpus_per_node:
         raise UsageError(
             f"--ppn {job.ppn}: more ranks than the {job.gpus_per_node} GPUs of a node; each rank "
             "needs one"
         )
-    _check_words(job)
     if job.array and job.chain:
         raise UsageError("--array and --chain: chains of array tasks are not supported")
     if job.chain and not job.progress:
@@ -116,69 +250,19 @@ def check_job(job: Job) -> None:
             "--chain: the jobs have no directory to resume from; add --checkpoint-dir DIR to the "
             "command, or use --progress DIR"
         )
-    if job.chain and job.sweep:
+    if job.chain and job.ladder:
         raise UsageError("--chain and --ladder: only a single command can be resumed")
-    if job.once and job.sweep:
+    if job.once and job.ladder:
         raise UsageError("--once and --ladder cannot be combined")
-    _check_variables(job.variables)
-
-
-def _check_words(job: Job) -> None:
-    if not _NAME.fullmatch(job.name) or len(job.name) > LONGEST_NAME:
-        raise UsageError(
-            f"--name {job.name!r}: must be a letter, then letters, digits and . _ + -, at most "
-            f"{LONGEST_NAME} characters"
-        )
-    words = {
-        "--queue": job.queue,
-        "--account": job.account,
-        "--filesystems": job.filesystems,
-        "--after": job.after,
-    }
-    for option, word in words.items():
-        if word is not None and not PLAIN.fullmatch(word):
-            raise UsageError(f"{option} {word!r}: must be one word of [A-Za-z0-9_.:@/=+-]")
-    for word in job.modules:
-        if not PLAIN.fullmatch(word):
-            raise UsageError(f"--module {word!r}: must be one module; repeat the option for more")
-    span = _ARRAY.fullmatch(job.array or "0-1")
-    if span is None or int(span[1]) >= int(span[2]):
-        raise UsageError(f"--array {job.array!r}: must be a range such as 1-10 or 0-90:10")
-    if job.memory is not None and not _MEMORY.fullmatch(job.memory):
-        raise UsageError(f"--memory {job.memory!r}: must be a number with a unit, e.g. 64gb")
-
-
-def check_setup(lines: Sequence[str]) -> None:
-    """Raise an error if a batch system would misread a line of setup.
-
-    Raises:
-        UsageError: a line is invalid.
-    """
-    for line in lines:
-        if DIRECTIVE.search(line):
-            raise UsageError(
-                f"--setup {line!r}: a directive after the first command is ignored; use "
-                "`directives` in a --site file"
-            )
-        if "\r" in line:
-            raise UsageError(f"--setup {line!r}: remove the DOS line ends, which sbatch refuses")
-
-
-def _check_variables(variables: tuple[Variable, ...]) -> None:
-    names = [variable.name for variable in variables]
+    names = [name for name, _ in job.var]
     for name in names:
-        valid = _VARIABLE.fullmatch(name) and not name.startswith(("PBS_", "SLURM_"))
-        if not valid or name in _RESERVED:
-            raise UsageError(f"--var {name}: not a valid variable of a job")
-        if name in (RANKS, TASK):
-            raise UsageError(f"--var {name}: reserved for the script")
         if names.count(name) > 1:
             raise UsageError(f"--var {name}: specified twice")
 
 
 def memory_megabytes(text: str) -> int:
-    """Return the megabytes of a text such as ``64gb``, at least 1."""
+    """Return the megabytes of an amount such as ``64gb``, at least 1."""
     match = _MEMORY.fullmatch(text)
-    assert match is not None  # see check_job
+    assert match is not None  # see ``memory_size``
     kilobytes = int(match[1]) * 1024 ** "kmgt".index(match[2].lower())
     return max(1, kilobytes // 1024)

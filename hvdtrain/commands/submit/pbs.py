@@ -82,7 +82,7 @@ class Pbs(Dialect):
         lines += [f"-q {job.queue}"] if job.queue else []
         lines += [f"-A {job.account}"] if job.account else []
         lines.append(f"-l select={self._select(job, site)}")
-        lines.append(f"-l walltime={show_clock(job.walltime)}")
+        lines.append(f"-l walltime={show_clock(job.seconds)}")
         has_placement = any("place=" in line for line in site.directives)
         if (job.nodes > 1 or site.whole_nodes) and not has_placement:
             lines.append("-l place=scatter")  # without it PBS may put two chunks on one node
@@ -99,7 +99,7 @@ class Pbs(Dialect):
     def _select(self, job: Job, site: Site) -> str:
         parts = [str(job.nodes)]
         if not site.whole_nodes:
-            parts += [f"ncpus={job.ppn * (job.threads or 1)}", f"mpiprocs={job.ppn}"]
+            parts += [f"ncpus={job.cores_per_node}", f"mpiprocs={job.ppn}"]
         if job.gpus_per_node and site.gpu_resource:
             parts.append(f"{site.gpu_resource}={job.gpus_per_node}")
         parts += [site.select] if site.select else []
@@ -211,23 +211,19 @@ def _state(values: Mapping[str, str], task: str) -> State | None:
     if letter == "F" and not status and "stime" not in values:
         return NEVER_RAN
     code = exit_code(int(status)) if phase == ENDED and status else None
-    if values.get("comment", "") in SUBJOB:
-        code = SUBJOB[values["comment"]]
+    comment = values.get("comment", "")
+    if comment in SUBJOB:
+        code = SUBJOB[comment]
     elif values.get("substate") in FAILED:
         code = code or None
     return State(
         phase,
-        " ".join(filter(None, (WORDS.get(letter, letter), _pending_reason(phase, values)))),
+        WORDS.get(letter, letter) + (f" ({comment})" if comment and phase == WAITING else ""),
         code,
         (Path(path),) if path else (),
         host=values.get("exec_host", "").partition("/")[0],
-        failure=_failure(letter, values.get("comment", ""), path),
+        failure=_failure(letter, comment, path),
     )
-
-
-def _pending_reason(phase: str, values: Mapping[str, str]) -> str:
-    comment = values.get("comment", "")
-    return f"({comment})" if comment and phase == WAITING else ""
 
 
 def _failure(letter: str, comment: str, log: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from hvdtrain.commands.submit.dialect import Dialect
 from hvdtrain.commands.submit.job import RANKS, TASK, Job
 from hvdtrain.commands.submit.site import Site
-from hvdtrain.system.runtime import end_mark
+from hvdtrain.system.runtime.exit import END_MARK
 from hvdtrain.system.runtime.walltime import show_clock
 
 WIDTH = 92  # of lines of the command, before the backslash
@@ -46,7 +46,7 @@ def script_text(
         _environment(job, site),
         _end_of_job(job) if dialect.in_job else [],
     ]
-    if job.sweep:
+    if job.ladder:
         blocks.append(_sweep(job, dialect))
     else:
         begin, end = _chain(job, chain) if job.chain else ([], [])
@@ -59,7 +59,7 @@ def script_text(
 
 
 def _variables(job: Job, dialect: Dialect) -> Lines:
-    lines = [f"{var.name}=${{{var.name}:-{_default(var.default)}}}" for var in job.variables]
+    lines = [f"{name}=${{{name}:-{quote(text) if text else ''}}}" for name, text in job.var]
     if lines:
         lines.insert(0, f"# To change a value: {dialect.change}")
     if job.array:
@@ -67,18 +67,14 @@ def _variables(job: Job, dialect: Dialect) -> Lines:
     return lines
 
 
-def _default(text: str) -> str:
-    return quote(text) if text else ""
-
-
 def _environment(job: Job, site: Site) -> Lines:
-    modules = (*site.modules, *job.modules)
+    modules = (*site.modules, *job.module)
     lines = [f"module load {' '.join(modules)} || exit 2"] if modules else []
     lines += site.setup
-    if job.environment:
+    if job.env and job.env != "none":
         lines += [
             "# The Python environment; its programs come first.",
-            f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{quote(job.environment)}}}",
+            f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{quote(job.env)}}}",
             'HVDTRAIN_ENV=$(realpath -e -- "$HVDTRAIN_ENV") || exit 2',
             'export PATH="$HVDTRAIN_ENV/bin:$PATH"',
         ]
@@ -86,7 +82,7 @@ def _environment(job: Job, site: Site) -> Lines:
 
 
 def _end_of_job(job: Job) -> Lines:
-    query = f"python -m hvdtrain.system.runtime.walltime {show_clock(job.walltime)}"
+    query = f"python -m hvdtrain.system.runtime.walltime {show_clock(job.seconds)}"
     return [
         "# The trainers save before the job ends and leave with exit code 75. The batch system is",
         "# asked when that is; where it does not answer, the time counts from now.",
@@ -113,7 +109,7 @@ def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
     """Return the lines of the command that starts the ranks."""
     options = f" --threads {job.threads}" if job.threads else ""
     # Otherwise one rank would get all cores of a node, and two would get no more.
-    options += f" --room-for {job.ppn}" if job.sweep else ""
+    options += f" --room-for {job.ppn}" if job.ladder else ""
     lines = [f"{indent}hvdtrain launch -n {ranks} --ppn {ppn}{options} --"]
     words = [render(word, job.names, job.optional) for word in job.command]
     line = f"{indent}    {words[0]}"
@@ -131,12 +127,12 @@ def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
 
 def _end_mark() -> tuple[Lines, Lines]:
     """Return the lines that create a file for the exit code of a training, and that read it."""
-    file = f'"${end_mark.FILE}"'
+    file = f'"${END_MARK}"'
     return [
         "# Where a host is lost, the mpirun of Open MPI 5 may end with 0. In this file a training",
         "# leaves an exit code of its own.",
-        f"{end_mark.FILE}=$(mktemp)",
-        f"export {end_mark.FILE}",
+        f"{END_MARK}=$(mktemp)",
+        f"export {END_MARK}",
     ], [
         f'[ "$code" -ne 0 ] || [ ! -s {file} ] || code=$(cat {file})',
         f"rm -f {file}",
@@ -144,7 +140,7 @@ def _end_mark() -> tuple[Lines, Lines]:
 
 
 def _sweep(job: Job, dialect: Dialect) -> Lines:
-    sizes = " ".join(map(str, sweep_sizes(job.nodes, job.ppn)))
+    sizes = " ".join(map(str, sweep_sizes(job.nodes, job.ppn or 1)))
     ppn = f"$(({RANKS} < {job.ppn} ? {RANKS} : {job.ppn}))"
     return [
         "# One size after the other, as far as the nodes of this job reach.",

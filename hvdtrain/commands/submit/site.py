@@ -11,16 +11,26 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
-from hvdtrain.commands.submit.job import LONGEST_NAME, PLAIN, Job
+import msgspec
+
+from hvdtrain.commands.submit.job import (
+    LONGEST_NAME,
+    SCHEDULERS,
+    Job,
+    module_name,
+    plain_word,
+    setup_line,
+)
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.walltime import parse_clock, show_clock
 from hvdtrain.system.settings import read_settings
 
 EXAMPLES = Path(__file__).parent / "sites"
-SCHEDULERS = ("pbs", "slurm", "none")
+Number = Annotated[int, msgspec.Meta(ge=1)]
 
 _NODES = re.compile(r"(\d+)(?:-(\d*))?")
 
@@ -43,15 +53,15 @@ class Site:
     queue_is_qos: bool = False  # Slurm: a queue is a quality of service, not a partition
     account: str | None = None  # default of ``--account``
     filesystems: str | None = None  # default of ``--filesystems``
-    cores_per_node: int | None = None  # maximum number of cores
-    gpus_per_node: int | None = None  # maximum number of GPUs, and default of ``--ppn``
+    cores_per_node: Number | None = None  # maximum number of cores
+    gpus_per_node: Number | None = None  # maximum number of GPUs, and default of ``--ppn``
     gpu_resource: str | None = None  # PBS: the resource that counts GPUs, often ``ngpus``
     whole_nodes: bool = False  # PBS: cores, ranks and GPUs are not requested
     select: str | None = None  # PBS: other resources of each node, e.g. ``system=polaris``
     directives: tuple[str, ...] = ()  # more directives, e.g. ``-l place=scatter``
     modules: tuple[str, ...] = ()  # loaded before those of ``--module``
     setup: tuple[str, ...] = ()  # lines of shell, before those of ``--setup``
-    name_limit: int = LONGEST_NAME  # characters; 15 for Torque and old PBS
+    name_limit: Number = LONGEST_NAME  # characters; 15 for Torque and old PBS
     walltime_limit: int | None = None  # seconds, in the file H:MM:SS; of any job
     queues: Mapping[str, Limits] = dataclasses.field(default_factory=dict)  # see ``Limits``
 
@@ -81,59 +91,43 @@ def read_site(path: Path) -> Site:
     Raises:
         UsageError: the file is invalid; the message contains the file, line and key.
     """
-    fields = {field.name: field for field in dataclasses.fields(Site)}
+    kinds = get_type_hints(Site, include_extras=True)
     values = {}
     for setting in read_settings(path, "queue: debug"):
         key, location = setting.name, f"{path} line {setting.line}"
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1)
-            hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(fields)}"
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, 1)
+            hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(kinds)}"
             raise UsageError(f"{location}: unknown key {key!r}; {hint}")
         if setting.value is None:
             continue
         try:
-            values[key] = _READERS.get(key, _text)(setting.value)
+            read = _READERS.get(key)
+            values[key] = read(setting.value) if read else _convert(setting.value, kinds[key])
         except ValueError as error:
             raise UsageError(f"{location}: {key}: {error}") from error
     return Site(**values)
 
 
-def _reader(kind: type, name: str) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError(f"{value!r} is not {name}")
-        return value
-
-    return read
+def _convert(value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{value!r}: {error}") from None
 
 
-_text, _switch = _reader(str, "a text"), _reader(bool, "true or false")
+def _word(value: Any) -> str:
+    return plain_word(_convert(value, str))
 
 
-def _number(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{value!r} is not a number of 1 or more")
-    return value
+def _directive(line: str) -> str:
+    if re.match(r"-l\s*(select|nodes|walltime)=", line):  # PBS refuses two of a kind
+        raise ValueError(f"{line!r}: written by submit; use the key `select`")
+    return line
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a list, such as [one, two]")
-    return tuple(_text(item) for item in value)
-
-
-def _directives(value: Any) -> tuple[str, ...]:
-    for line in _texts(value):
-        if re.match(r"-l\s*(select|nodes|walltime)=", line):  # PBS refuses two of a kind
-            raise ValueError(f"{line!r}: written by submit; use the key `select`")
-    return _texts(value)
-
-
-def _modules(value: Any) -> tuple[str, ...]:
-    for word in _texts(value):
-        if not PLAIN.fullmatch(word):  # it is in the script unquoted, as that of --module
-            raise ValueError(f"{word!r} is not one module; use an item per module")
-    return _texts(value)
+def _each(read: Callable[[str], str], value: Any) -> tuple[str, ...]:
+    return tuple(map(read, _convert(value, tuple[str, ...])))
 
 
 def _scheduler(value: Any) -> str:
@@ -171,17 +165,15 @@ def _limits(queue: str, entry: Any) -> Limits:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "scheduler": _scheduler,
-    "queue_is_qos": _switch,
-    "whole_nodes": _switch,
-    "cores_per_node": _number,
-    "gpus_per_node": _number,
-    "name_limit": _number,
+    "queue": _word,
+    "account": _word,
+    "filesystems": _word,
     "walltime_limit": _seconds,
-    "directives": _directives,
-    "modules": _modules,
-    "setup": _texts,
+    "directives": partial(_each, _directive),
+    "modules": partial(_each, module_name),
+    "setup": partial(_each, setup_line),
     "queues": _queues,
-}  # any other key is a text
+}  # any other value has the type of its field
 
 
 def check_limits(job: Job, site: Site) -> None:
@@ -190,8 +182,7 @@ def check_limits(job: Job, site: Site) -> None:
     Raises:
         UsageError: an option exceeds a limit.
     """
-    cores = job.ppn * (job.threads or 1)
-    if site.cores_per_node is not None and cores > site.cores_per_node:
+    if site.cores_per_node is not None and job.cores_per_node > site.cores_per_node:
         option = f"--ppn {job.ppn}" + (f" --threads {job.threads}" if job.threads else "")
         raise UsageError(f"{option}: a node of this site has {site.cores_per_node} cores")
     if site.gpus_per_node is not None and (job.gpus_per_node or 0) > site.gpus_per_node:
@@ -200,8 +191,8 @@ def check_limits(job: Job, site: Site) -> None:
         )
     limits = site.queues.get(job.queue or "", Limits())
     scope = f"queue {job.queue}" if job.queue in site.queues else "this site"
-    walltime = min(filter(None, (limits.walltime, site.walltime_limit)), default=job.walltime)
-    if job.walltime > walltime:
+    walltime = min(filter(None, (limits.walltime, site.walltime_limit)), default=job.seconds)
+    if job.seconds > walltime:
         longest = show_clock(walltime)
         raise UsageError(
             f"--walltime: the limit of {scope} is {longest}; --chain submits several jobs"

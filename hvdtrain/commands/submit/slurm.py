@@ -49,7 +49,7 @@ class Slurm(Dialect):
         lines += [f"--cpus-per-task={job.threads}"] if job.threads else []
         lines += [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
         lines += [f"--mem={memory_megabytes(job.memory)}M"] if job.memory else []
-        lines.append(f"--time={show_clock(job.walltime)}")
+        lines.append(f"--time={show_clock(job.seconds)}")
         lines += [f"--licenses={job.filesystems.replace(':', ',')}"] if job.filesystems else []
         lines += [f"--array={job.array}"] if job.array else []
         if job.after:  # without the second option it would wait forever if that job fails

@@ -5,91 +5,95 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from hvdtrain.commands.launch.prepare import checkpoint_dir
 from hvdtrain.commands.submit import chain
-from hvdtrain.commands.submit.arguments import Request, make_job, note_walltime
-from hvdtrain.commands.submit.dialect import ENDED, GONE, Dialect, Local, State
+from hvdtrain.commands.submit.dialect import ENDED, GONE, Dialect, Local
 from hvdtrain.commands.submit.follow import SubmittedJob, follow, query_state
-from hvdtrain.commands.submit.job import Job
+from hvdtrain.commands.submit.job import DIRECTIVE, Job, check_job
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import script_text
-from hvdtrain.commands.submit.site import load_site
+from hvdtrain.commands.submit.site import Site, check_limits, load_site
 from hvdtrain.commands.submit.slurm import Slurm
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.runtime.command import NOT_FOUND, run
+from hvdtrain.system.runtime.walltime import show_clock
 
 log = logging.getLogger(__name__)
 
 TIMEOUT = 60.0  # seconds for qsub or sbatch
+SHORT_NAME = 15  # characters of a generated name: the length that every batch system shows
+SHORT = 120  # seconds of walltime that leave less than half for training; see note_walltime
 
 
-def submit(request: Request, previous: str | None = None) -> Report:
-    """Write the job script of ``request``, and submit it unless it is a dry run.
+def submit(job: Job, previous: str | None = None) -> Report:
+    """Write the script of ``job``, and submit it unless it is a dry run.
 
     Args:
-        request: the options.
+        job: the options, as typed.
         previous: job whose end, with any exit code, to wait for.
 
     Raises:
         UsageError: an option is wrong.
         HvdtrainError: the batch system refused the job, or no longer answers.
     """
-    site = load_site(request.site, os.environ)
-    dialect = choose_dialect(request.scheduler or site.scheduler, os.environ)
-    job = make_job(request, site, dialect)
-    if not dialect.in_job and (request.follow or request.chain or request.array):
+    site = load_site(job.site, os.environ)
+    dialect = choose_dialect(job.scheduler or site.scheduler, os.environ)
+    job = complete(job, site, dialect)
+    if not dialect.in_job and (job.follow or job.chain or job.array):
         raise UsageError("--follow, --chain and --array require a batch system")
     if note := note_walltime(job):
         log.warning("%s", note)
-    if job.after and not request.dry_run:
+    if job.after and not job.dry_run:
         _check_after(dialect, job.after)
-    files = _free_files(request.logs, job.name, dialect.suffix, reserve=not request.dry_run)
-    exit_file = str(files.exit) if request.follow else ""
+    files = _free_files(job.logs, job.name or "job", dialect.suffix, reserve=not job.dry_run)
+    exit_file = str(files.exit) if job.follow else ""
     text = script_text(job, dialect, site, str(files.chain), exit_file)
     try:
         command = dialect.submit(str(files.script), str(files.log()), array=job.array, after=None)
     except UsageError:
-        if not request.dry_run:
+        if not job.dry_run:
             files.script.unlink()  # created empty, to reserve the name
         raise
-    if request.dry_run:
+    if job.dry_run:
         log.info("# %s", command.show())
         return Report(text[:-1], {"ok": True, "script": text, "submit": list(command.argv)})
     files.script.write_bytes(os.fsencode(text))
     if not dialect.in_job:
         return Report(command.show(), {"ok": True, "script": str(files.script)})
-    return _report(request, dialect, files, _submit(job, dialect, files, previous))
+    return _report(job, dialect, files, _submit(job, dialect, files, previous))
 
 
-def _report(
-    request: Request, dialect: Dialect, files: JobFiles, jobs: list[SubmittedJob]
-) -> Report:
+def _report(job: Job, dialect: Dialect, files: JobFiles, jobs: list[SubmittedJob]) -> Report:
     """Report the submitted jobs, and follow them if requested."""
-    ids = [job.id for job in jobs]
-    logs = [str(path) for job in jobs for path in job.logs.values()]
+    ids = [link.id for link in jobs]
+    logs = [str(path) for link in jobs for path in link.logs.values()]
     log.info("script: %s\nlog:    %s", files.script, " ... ".join(logs[:: len(logs) - 1 or 1]))
     # The last first: PBS also deletes jobs that wait for a deleted one.
     log.info("cancel: %s", dialect.delete(ids[::-1]).show())
     data = {"ok": True, "jobs": ids, "script": str(files.script), "logs": logs}
-    if not request.follow:
+    if not job.follow:
         return Report("\n".join(ids), data)
-    out = sys.stderr if request.json else sys.stdout
-    end = follow(dialect, jobs, files.exit, files.chain if request.chain else None, out)
-    data |= {"ok": end.code == 0, "state": end.state, "exit_code": end.code}
+    out = sys.stderr if job.json else sys.stdout
+    end = follow(dialect, jobs, files.exit, files.chain if job.chain else None, out)
+    data |= {"ok": end.exit_code == 0, "state": end.detail, "exit_code": end.exit_code}
     if end.tasks:
-        data["tasks"] = {number: _as_json(task) for number, task in end.tasks.items()}
-    return Report("", data, 1 if end.code is None else end.code)
-
-
-def _as_json(task: State) -> dict[str, Any]:
-    logs = [str(path) for path in task.logs]
-    return {"state": task.detail, "exit_code": task.exit_code, "log": logs[0] if logs else None}
+        data["tasks"] = {
+            number: {
+                "state": task.detail,
+                "exit_code": task.exit_code,
+                "log": str(task.logs[0]) if task.logs else None,
+            }
+            for number, task in end.tasks.items()
+        }
+    return Report("", data, 1 if end.exit_code is None else end.exit_code)
 
 
 class JobFiles:
@@ -99,9 +103,8 @@ class JobFiles:
         self.directory, self.stem = directory, stem
         self.script = directory / (stem + suffix)  # the submitted script
         self.chain = directory / f"{stem}.chain"  # for the communication of the jobs of a chain
-        self.exit = (
-            directory / f"{stem}.exit"
-        )  # exit code of a job, without the suffix of its number
+        # For the exit code of a job, without the suffix of its number:
+        self.exit = directory / f"{stem}.exit"
 
     def log(self, link: int = 0) -> Path:
         """Return the path of the log of the job, or of job ``link`` (from 0) of a chain."""
@@ -158,7 +161,7 @@ def _submit(
         HvdtrainError: the first job was refused.
     """
     jobs: list[SubmittedJob] = []
-    for _ in range(max(1, job.chain)):
+    for _ in range(job.chain_limit if job.chain else 1):
         path = str(files.log(len(jobs)))
         command = dialect.submit(str(files.script), path, array=job.array, after=previous)
         result = run(command, timeout=TIMEOUT)
@@ -166,7 +169,8 @@ def _submit(
         if job_id is None:
             message = " ".join(result.output.split())[-600:] or f"exit code {result.exit_code}"
             if jobs:  # many sites limit the jobs of a user
-                log.warning("only %d of %d jobs were accepted: %s", len(jobs), job.chain, message)
+                accepted, limit = len(jobs), job.chain_limit
+                log.warning("only %d of %d jobs were accepted: %s", accepted, limit, message)
                 break
             hint = "; is this a login node?" if result.exit_code == NOT_FOUND else ""
             raise HvdtrainError(f"{command.argv[0]} refused {files.script}: {message}{hint}")
@@ -195,3 +199,84 @@ def _check_after(dialect: Dialect, job: str) -> None:
         code = "unknown" if state.exit_code is None else state.exit_code
         end = f"ended with exit code {code}" if state.ran else f"was {state.detail}"
         raise UsageError(f"--after {job}: it {end}, but must complete successfully")
+
+
+def complete(job: Job, site: Site, dialect: Dialect) -> Job:
+    """Return ``job`` with the defaults of the site and of the command, checked.
+
+    Raises:
+        UsageError: an option is invalid.
+    """
+    _refuse_job_script(job.command)
+    _check_walltime(job, dialect)
+    gpus = site.gpus_per_node if job.gpus_per_node is None else job.gpus_per_node
+    name = job.name or default_name(job.command)
+    completed = replace(
+        job,
+        ppn=job.ppn or gpus or 1,
+        gpus_per_node=gpus,
+        queue=job.queue or site.queue,
+        account=job.account or site.account,
+        filesystems=job.filesystems or site.filesystems,
+        name=name[: site.name_limit],
+        env=job.env or sys.prefix,
+        progress=job.progress or str(checkpoint_dir(job.command) or ""),
+    )
+    check_job(completed)
+    check_limits(completed, site)
+    supported = site.gpu_resource or site.whole_nodes
+    if dialect.name == "pbs" and job.gpus_per_node and not supported:
+        raise UsageError(
+            "--gpus-per-node: PBS refuses resources that the site has not defined; set the one for "
+            "GPUs in the --site file, e.g. `gpu_resource: ngpus`"
+        )
+    return completed
+
+
+def _check_walltime(job: Job, dialect: Dialect) -> None:
+    if job.walltime is not None or not dialect.in_job:
+        return
+    if any(word.partition("=")[0] == "--walltime" for word in job.command):
+        raise UsageError(
+            "--walltime after the command is an option of the command: put it before, e.g. "
+            "`hvdtrain submit --walltime H:MM:SS -- COMMAND`"
+        )
+    raise UsageError("--walltime is required, e.g. --walltime 1:00:00")
+
+
+def note_walltime(job: Job) -> str:
+    """Return a warning about a walltime that leaves little time for training; empty: none.
+
+    The trainers take seconds to start, and stop half a minute and two steps before the end
+    (``training.preemption``). A job of a chain that has saved is followed by another.
+    """
+    if not (0 < job.seconds < SHORT and checkpoint_dir(job.command)):
+        return ""
+    each = "each job of the chain" if job.chain else "the job"
+    return (
+        f"--walltime {show_clock(job.seconds)}: trainers need up to a minute to start, and stop "
+        f"30 s and two steps before the end to save, so that {each} may train only for seconds"
+    )
+
+
+def default_name(command: Sequence[str]) -> str:
+    """Return a name for the job: the module or script that the command runs."""
+    words = [word for word in command if word]
+    module = words[words.index("-m") + 1 :] if "-m" in words else []
+    script = [word for word in words if word.endswith((".py", ".sh"))]
+    program = Path(next(iter(module + script + words), "job"))
+    name = program.name.rpartition(".")[2] if module else program.stem
+    return re.sub(r"^[^A-Za-z]+|[^\w+-]", "", name, flags=re.ASCII)[:SHORT_NAME] or "job"
+
+
+def _refuse_job_script(command: Sequence[str]) -> None:
+    for word in command[:2]:
+        try:
+            lines = Path(word).read_text().splitlines()[:100]
+        except (OSError, ValueError):
+            continue
+        if any(DIRECTIVE.match(line) for line in lines):
+            raise UsageError(
+                f"{word} is a job script: its #PBS or #SBATCH lines would be ignored; submit it by "
+                f"`qsub {word}` or `sbatch {word}`"
+            )

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import argparse
 
-from hvdtrain.commands.submit.arguments import Request, add_arguments
+from hvdtrain.commands.submit.job import add_job_options, job_of
 from hvdtrain.commands.submit.submission import submit
 from hvdtrain.system.output.result import Report
 
-__all__ = ["add_arguments", "run_verb"]
+EPILOG = """example:
+  hvdtrain submit --nodes 2 --ppn 4 --walltime 1:00:00 -- python -m hvdtrain.resnet --synthetic
+  hvdtrain submit --walltime 0:30:00 --follow -- python train.py
+  hvdtrain submit --ppn 4 --walltime 2:00:00 --chain -- \\
+      python -m hvdtrain.mnist --checkpoint-dir checkpoints
+  hvdtrain submit --site polaris --account me --walltime 1:00:00 --dry-run -- python train.py
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    parser.usage = "hvdtrain submit --walltime H:MM:SS [options] -- COMMAND"
+    parser.epilog = EPILOG
+    add_job_options(parser)
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
@@ -18,4 +31,4 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         UsageError: an option is wrong.
         HvdtrainError: the batch system refused the job, or no longer answers.
     """
-    return submit(Request.of(arguments))
+    return submit(job_of(arguments))

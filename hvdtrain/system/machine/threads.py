@@ -20,7 +20,7 @@ THREADS = "OMP_NUM_THREADS"
 SHARES = ("SLURM_CPUS_ON_NODE", "NCPUS")  # the job's number of cores on this host
 BATCH = ("PBS_JOBID", *SHARES)
 # Variables that distinguish processes of different jobs.
-JOB_VARIABLES = ("PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+STEP_VARIABLES = ("PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def set_by_pbs(environ: Mapping[str, str]) -> bool:
@@ -29,14 +29,11 @@ def set_by_pbs(environ: Mapping[str, str]) -> bool:
     return bool(value) and "PBS_JOBID" in environ and value == environ.get("NCPUS")
 
 
-def requested_threads(environ: Mapping[str, str]) -> str:
-    """Return the user's OMP_NUM_THREADS; empty if unset or set by PBS."""
-    return "" if set_by_pbs(environ) else environ.get(THREADS, "")
-
-
-def requested_number(environ: Mapping[str, str]) -> int:
-    """Return the user's number of threads; 0 if unset or not a number."""
-    value = requested_threads(environ)
+def requested_threads(environ: Mapping[str, str]) -> int | None:
+    """Return the user's OMP_NUM_THREADS; None if unset or set by PBS, 0 if not a number."""
+    value = environ.get(THREADS)
+    if not value or set_by_pbs(environ):
+        return None
     return int(value) if value.isdecimal() else 0
 
 
@@ -83,16 +80,11 @@ def agreed_threads(ranks: Sequence[RankCores], rank: int) -> int:
         seen.pop(THREADS, None)
     local = [number for number, cores in enumerate(ranks) if cores.host == mine.host]
     affinities = [frozenset(ranks[number].cpus) for number in local]
-    return requested_number(seen) or share_of_job(affinities, local.index(rank), seen)
+    return requested_threads(seen) or share_of_job(affinities, local.index(rank), seen)
 
 
 def oversubscription(ranks: Sequence[RankCores], threads: Sequence[int]) -> str:
-    """Return a warning if the ranks of a host have more threads than cores; else empty.
-
-    Args:
-        ranks: cores by rank.
-        threads: number of threads by rank.
-    """
+    """Return a warning if the ranks of a host have more threads than cores; else empty."""
     for host in dict.fromkeys(rank.host for rank in ranks):
         local = [number for number, rank in enumerate(ranks) if rank.host == host]
         cores = len({cpu for number in local for cpu in ranks[number].cpus})
@@ -105,21 +97,6 @@ def oversubscription(ranks: Sequence[RankCores], threads: Sequence[int]) -> str:
     return ""
 
 
-def local_threads(
-    local_rank: int,
-    local_size: int,
-    environ: Mapping[str, str] = os.environ,
-    processes: Path = Path("/proc"),
-) -> int:
-    """Return this rank's number of threads without communication between ranks.
-
-    TensorFlow fixes its thread pool when the first operation runs, and Horovod's collectives are
-    operations.
-    """
-    requested = requested_number(environ)
-    return requested or local_cores(local_rank, local_size, environ, processes)
-
-
 def local_cores(
     local_rank: int,
     local_size: int,
@@ -128,8 +105,9 @@ def local_cores(
 ) -> int:
     """Return this rank's share of its host's cores without communication between ranks.
 
-    The cores of the other local ranks are read from ``/proc`` (Linux). If it is hidden, the other
-    ranks are assumed to share the cores of this one.
+    TensorFlow fixes its thread pool when the first operation runs, and Horovod's collectives are
+    operations. The cores of the other local ranks are read from ``/proc`` (Linux). If it is hidden,
+    the other ranks are assumed to share the cores of this one.
     """
     mine = frozenset(os.sched_getaffinity(0))
     cores = dict(_ranks_here(environ, processes)) if local_size > 1 else {}
@@ -144,10 +122,8 @@ def share_of_job(
 ) -> int:
     """Return a rank's share of the job's cores on its host, within its quota.
 
-    Args:
-        affinities: the cores that each local rank may use, by local rank.
-        local_rank: the rank.
-        environ: environment with the batch system's allocation.
+    ``affinities`` are the cores that each local rank may use; ``environ`` has the batch system's
+    allocation.
     """
     share, cores = threads_per_rank(affinities, local_rank), len(frozenset.union(*affinities))
     limit = min(job_cores(cores, environ), cpu_quota(Path("/")) or cores)
@@ -172,7 +148,7 @@ def _ranks_here(
     """Yield local rank and cores of each process of this job on this host, including children."""
     launch = detect(environ)
     names = [launcher.local_rank for launcher in LAUNCHERS if launcher.name == launch.launcher]
-    job = {name: environ[name] for name in JOB_VARIABLES if name in environ}
+    job = {name: environ[name] for name in STEP_VARIABLES if name in environ}
     for folder in processes.iterdir():
         if not names or not folder.name.isdigit():
             continue
@@ -190,7 +166,7 @@ def _ranks_here(
 
 
 def launch_threads(
-    ranks_per_host: int, cores: int, environ: Mapping[str, str], *, known: bool
+    ranks_per_host: int, cores: int, environ: Mapping[str, str], *, known: bool, fill: bool
 ) -> int | None:
     """Return the OMP_NUM_THREADS to set for the ranks; None: leave it to the program.
 
@@ -198,50 +174,33 @@ def launch_threads(
     programs read the value of PBS.
 
     Args:
-        ranks_per_host: number of ranks per host.
+        ranks_per_host: number of ranks that share the cores of a host, even if fewer run.
         cores: number of cores of the host.
         environ: the user's environment.
         known: whether the hosts are this job's, so that their cores are known.
+        fill: whether the ranks use all cores of a host also without such a reason; not on a host
+            with GPUs, where the number depends on the cores to which a rank is bound.
     """
-    allocated = job_cores(cores, environ)
-    partial = allocated < cores or set_by_pbs(environ)
-    if partial and known and not requested_threads(environ):
-        return max(1, allocated // ranks_per_host)
-    return None
-
-
-def fair_threads(
-    ranks_per_host: int, cores: int, gpus: int, environ: Mapping[str, str]
-) -> int | None:
-    """Return the threads per rank with which ``ranks_per_host`` ranks use all cores of a host.
-
-    None if the user has set OMP_NUM_THREADS, or the host has GPUs: then the number depends on the
-    cores to which a rank is bound.
-
-    Args:
-        ranks_per_host: number of ranks that share the cores, even if fewer run.
-        cores: number of cores of the host.
-        gpus: number of GPUs of the host.
-        environ: the user's environment.
-    """
-    if requested_threads(environ) or gpus:
+    if requested_threads(environ) is not None:
         return None
-    return max(1, cores // ranks_per_host)
+    allocated = job_cores(cores, environ)
+    if known and (allocated < cores or set_by_pbs(environ)):
+        return max(1, allocated // ranks_per_host)
+    return max(1, cores // ranks_per_host) if fill else None
 
 
 def equal_threads(ranks_per_host: int, environ: Mapping[str, str]) -> int | None:
     """Return the threads per rank for all sizes of a study; None: leave them unset."""
-    cores = job_cores(physical_cores(), environ)
-    fair = fair_threads(ranks_per_host, cores, count_gpus(environ), environ)
-    return requested_number(environ) or fair
+    cores, fill = job_cores(physical_cores(), environ), not count_gpus(environ)
+    return requested_threads(environ) or launch_threads(
+        ranks_per_host, cores, environ, known=False, fill=fill
+    )
 
 
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return changes to the environment of the ranks, by variable; None: unset it.
 
-    Args:
-        threads: threads per rank; None: leave them to the program.
-        environ: the user's environment.
+    Without ``threads`` the number is left to the program.
     """
     if threads is None:
         return {THREADS: None} if set_by_pbs(environ) else {}

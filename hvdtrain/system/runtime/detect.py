@@ -21,52 +21,41 @@ class Launcher:
     size: str
     local_rank: str
     local_size: str
+    mark: str = ""  # variable without which the others are ignored; empty: the rank
 
 
 TORCHRUN = "torchrun"
 SPAWN = "--spawn"  # option of a trainer
 HOROVODRUN = "horovodrun"  # over Gloo; also `hvdtrain launch --elastic`
 BY_HAND = "RANK and WORLD_SIZE"  # set by job scripts and Kubernetes without torchrun
-
-LAUNCHERS = (
-    Launcher(SPAWN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Launcher(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Launcher(
-        HOROVODRUN, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
-    ),
-    Launcher(
-        "mpirun (Open MPI)",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Launcher(
-        "mpiexec (Cray PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
-    ),
-    # PALS_SIZE is set by `hvdtrain launch`, not by PALS; with PALS, Cray's PMI sets PMI_SIZE.
-    Launcher(
-        "mpiexec (Cray PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
-    ),
-    Launcher("mpiexec (Hydra)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Launcher(
-        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
-    ),
-    Launcher(BY_HAND, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-)
-# Slurm sets SLURM_* for the batch script too, so only variables of a *step* count, and srun comes
-# after mpirun, whose variables are more specific.
-
+OPEN_MPI = "mpirun (Open MPI)"
+PALS = "mpiexec (Cray PALS)"
 TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # RANK and WORLD_SIZE alone do not imply torchrun
 SPAWNED_BY = "HVDTRAIN_SPAWNED_BY"  # the process id of the parent
-# Variable without which the other variables of a launcher are ignored.
-MARKS = {
-    SPAWN: SPAWNED_BY,
-    TORCHRUN: TORCHRUN_MARK,
-    HOROVODRUN: "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-    "srun": "SLURM_STEP_ID",
-    BY_HAND: "MASTER_ADDR",
-}
+
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+LAUNCHERS = (
+    Launcher(SPAWN, *_TORCH, mark=SPAWNED_BY),
+    Launcher(TORCHRUN, *_TORCH, mark=TORCHRUN_MARK),
+    Launcher(HOROVODRUN, *_HOROVOD, mark="HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+    Launcher(OPEN_MPI, *_OPEN_MPI),
+    Launcher(PALS, "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    # PALS_SIZE is set by `hvdtrain launch`, not by PALS; with PALS, Cray's PMI sets PMI_SIZE.
+    Launcher(PALS, "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    Launcher("mpiexec (Hydra)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # Slurm sets SLURM_* for the batch script too, so only variables of a *step* count, and srun
+    # comes after mpirun, whose variables are more specific.
+    Launcher("srun", *_SLURM, mark="SLURM_STEP_ID"),
+    Launcher(BY_HAND, *_TORCH, mark="MASTER_ADDR"),
+)
 
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # maximum number of restarts by torchrun
 SLOT = "HVDTRAIN_SLOT"  # slot of this process in `hvdtrain launch --elastic`
@@ -100,7 +89,7 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo:
     default to rank and size (one host).
     """
     for launcher in LAUNCHERS:
-        if not environ.get(MARKS.get(launcher.name, launcher.rank)):
+        if not environ.get(launcher.mark or launcher.rank):
             continue
         rank, size = _number(environ, launcher.rank), _number(environ, launcher.size)
         if rank is None or size is None:

@@ -1,8 +1,8 @@
 """Requests of a rank of ``hvdtrain launch --elastic`` to the driver, which assigns ranks.
 
-The driver keeps a worker process per slot (``commands/launch/worker.py``), which starts the rank.
+The driver keeps a process per slot (``commands/launch/host_process.py``), which starts the rank.
 If a rank is lost, or slots are added or removed, the other ranks end with ``EXIT_RESTART``; each
-worker requests a new rank and restarts it from the newest checkpoint. So no thread, connection or
+process requests a new rank and restarts it from the newest checkpoint. So no thread, connection or
 library state of the old world remains in a rank; and a process that Horovod itself ends, because it
 cannot connect, is handled in the same way.
 """

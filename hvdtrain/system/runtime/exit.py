@@ -7,18 +7,16 @@ prints only if it is still running: then the error is its own.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
-import multiprocessing.connection
 import os
-import re
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -26,13 +24,14 @@ from typing import NoReturn
 from hvdtrain.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
+    EXIT_OK,
     EXIT_PREEMPTED,
     HvdtrainError,
     UsageError,
 )
 from hvdtrain.system.runtime import elastic, terminal
-from hvdtrain.system.runtime import mpirun_daemon as daemon
 from hvdtrain.system.runtime.detect import detect, is_elastic, is_restarted
+from hvdtrain.system.runtime.outlive import MPIRUNS, impatient_parent, parent_among
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +43,8 @@ WAIT_LOSS = 5.0  # for the failure detector to report which rank a collective ha
 LOSS_POLL = 0.3  # seconds before each check for a lost rank
 LOSS_POLLS = 5  # number of checks by an elastic rank
 WAIT_PREEMPTED = 5.0  # for rank 0 to write the summary, after which all ranks exit together
-# Without prted and orted, its daemons on other hosts.
-MPIRUNS = tuple(name for name in daemon.NAMES if not name.endswith("ted"))
+END_MARK = "HVDTRAIN_END_MARK"  # variable with the path of the file in ``leave_mark``
+MARK_NAME = "hvdtrain-end"  # of such a file in memory
 
 
 @dataclass
@@ -193,7 +192,7 @@ def speak(
         line = f"hvdtrain: {prefix}{message.rstrip()}\n"
         with contextlib.suppress(OSError):  # mpirun, which reads the output, may have ended
             sys.stdout.flush()
-            if not (mpirun_ends and _write_beside(_parent(MPIRUNS), line)):
+            if not (mpirun_ends and _write_beside(parent_among(MPIRUNS), line)):
                 sys.stderr.write(line)
 
 
@@ -217,7 +216,7 @@ def announce(text: str, *, mpirun_ends: bool) -> None:
     line = f"{terminal.ERASE if terminal.columns() else ''}hvdtrain: {text}\n"
     with contextlib.suppress(OSError, RuntimeError):  # a signal may have interrupted a flush
         sys.stdout.flush()
-    if not (mpirun_ends and _write_beside(_impatient(MPIRUNS), line)):
+    if not (mpirun_ends and _write_beside(impatient_parent(MPIRUNS), line)):
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
 
@@ -235,104 +234,6 @@ def _write_beside(process: Path | None, line: str) -> bool:
     return False
 
 
-def _parent(names: Sequence[str]) -> Path | None:
-    """Return the /proc directory of the parent process if its name is one of ``names``."""
-    parent = Path(f"/proc/{os.getppid()}")
-    with contextlib.suppress(OSError):
-        if (parent / "comm").read_text().strip() in names:
-            return parent
-    return None
-
-
-def _impatient(names: Sequence[str]) -> Path | None:
-    """Return ``_parent(names)`` unless it blocks SIGTERM; mpirun kills its ranks soon after it."""
-    with contextlib.suppress(OSError):
-        if parent := _parent(names):
-            status = (parent / "status").read_text()
-            blocked = re.search(r"^SigBlk:\s*(\w+)", status, re.MULTILINE)
-            is_blocked = blocked and int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1
-            return None if is_blocked else parent
-    return None
-
-
-def is_ended_by_mpirun() -> bool:
-    """Return whether mpirun or its daemon started this process; they end a rank by SIGTERM."""
-    return _parent(daemon.NAMES) is not None
-
-
-@contextlib.contextmanager
-def surviving_kill(action: Callable[[], object]) -> Iterator[None]:
-    """Let a forked copy of this process do ``action`` if mpirun kills it within the block.
-
-    Open MPI's mpirun kills its ranks half a second after receiving SIGTERM, and a save may take
-    longer. The copy is forked when the signal arrives, in a new process group, unknown to mpirun,
-    but in the same session, so that a batch system can kill it. It has only this thread, so
-    ``action`` must not compute with a framework or call MPI.
-    """
-    if threading.current_thread() is not threading.main_thread() or not _impatient(daemon.NAMES):
-        yield
-        return
-    arrived, wake = os.pipe()
-    os.set_blocking(wake, False)
-    done, finish = os.pipe()  # closed without data if this process is killed
-    copies: list[int] = []
-
-    def wait() -> None:
-        while (number := os.read(arrived, 1)) and number[0] not in (signal.SIGTERM, signal.SIGINT):
-            pass
-        if number and (copy := os.fork()):
-            copies.append(copy)
-        elif number:
-            _act_after(done, finish, action)
-
-    # The thread is woken at once, even while the main thread waits for the disk.
-    former = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    thread = threading.Thread(target=wait, name="surviving_kill", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(former)
-        os.close(wake)
-        thread.join()
-        os.write(finish, b".")
-        for handle in (arrived, done, finish):
-            os.close(handle)
-        for copy in copies:
-            os.waitpid(copy, 0)
-
-
-def _act_after(done: int, finish: int, action: Callable[[], object]) -> NoReturn:
-    """Do ``action``, in the copy, if ``done`` is closed without data; then exit."""
-    try:
-        os.setpgid(0, 0)
-        os.close(finish)
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for handle in range(3):
-            os.dup2(nowhere, handle)
-        if os.read(done, 1) == b"":
-            action()
-    finally:
-        os._exit(EXIT_FAILURE)
-
-
-def end_with_parent(_: int = 0) -> None:
-    """End this worker process when the process that created it ends; call it first in a worker.
-
-    The operating system's parent of a worker is the fork server, which waits for its workers; if
-    mpirun killed the training process, all of them would keep running.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(EXIT_FAILURE)
-
-    threading.Thread(target=watch, name="end with parent", daemon=True).start()
-
-
 def leave(code: int) -> NoReturn:
     """Exit at once; with a nonzero code without the finalizers of MPI, Horovod or worker pools.
 
@@ -347,3 +248,39 @@ def leave(code: int) -> NoReturn:
     if code == 0:
         sys.exit(0)
     os._exit(code)
+
+
+def leave_mark(environ: Mapping[str, str] = os.environ) -> None:
+    """Record in a file how this process, rank 0, ends; no-op if ranks are restarted.
+
+    A launcher's exit code is not reliable: if a host dies while its network stays up, the mpirun of
+    Open MPI 5 ends with 0 in the middle of the job. So `hvdtrain launch` and job scripts pass a
+    file to rank 0. It contains the job's exit code as far as known: empty for other programs, 1
+    from the start of a training, and that of rank 0 at its end. The file of `launch` is in memory,
+    and can be opened on the same machine only: on another one rank 0 leaves no mark.
+    """
+    path = environ.get(END_MARK)
+    if not path or is_restarted(environ):
+        return
+    process, last = os.getpid(), list[int]()
+
+    def end(code: int) -> None:
+        # `atexit` runs after `leave`, and in forked processes too.
+        if not last and os.getpid() == process:
+            last.append(code)
+            _write_mark(path, code)
+
+    _write_mark(path, EXIT_FAILURE)
+    process_status.at_exit.append(end)
+    # For scripts that end without `leave`, or by an exception.
+    atexit.register(lambda: end(EXIT_FAILURE if hasattr(sys, "last_value") else EXIT_OK))
+
+
+def _write_mark(path: str, code: int) -> None:
+    """Replace the file's content without an interval in which it is empty."""
+    with contextlib.suppress(OSError):  # the launcher is on another host
+        if path.startswith("/proc/") and MARK_NAME not in str(Path(path).readlink()):
+            return  # another process with the same id
+        handle = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+        with contextlib.closing(os.fdopen(handle, "wb", buffering=0)) as file:
+            file.truncate(file.write(f"{code}\n".encode()))

@@ -8,12 +8,18 @@ host to the others on it. They transmit only a rank's last message, and towards 
 which a rank waits (``waits``). Between hosts the kernels answer TCP keep-alive probes, so that a
 process is not considered dead while it computes, waits for a disk, or is suspended. Separate
 threads sleep until a connection breaks, as the main thread may be waiting in a collective.
+
+In the handshake of a connection each side proves that it belongs to this job by half of a shared
+secret, and the connecting side confirms that it has read the answer. Until then a closed connection
+does not mean a lost rank: the other side has given up, or is no rank. The accepting side waits for
+the confirmation without a limit, so that the connecting side can rely on it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hmac
 import json
 import logging
 import os
@@ -22,18 +28,15 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED
-from hvdtrain.system.runtime import handshake
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.elastic import EXIT_RESTART
-from hvdtrain.system.runtime.end_mark import leave_mark
-from hvdtrain.system.runtime.exit import end_after_loss, process_status, speak
-from hvdtrain.system.runtime.handshake import Address, Handshake, receive
-from hvdtrain.system.runtime.mpirun_daemon import end_daemon
+from hvdtrain.system.runtime.exit import end_after_loss, leave_mark, process_status, speak
+from hvdtrain.system.runtime.outlive import end_mpirun
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +58,16 @@ DONE, FAILED, LOST = b".", b"!", b"?"
 REPORT = b"w"  # followed by length and content of a report to rank 0
 LENGTH = 2  # bytes of the length
 
+CONNECT = 3.0  # seconds for an address to answer; a host may have unreachable ones
+ANSWER = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
+HELLO = 10.0  # seconds for a connecting process to send its rank; it may be no rank
+KEY = 16  # bytes of each half of the secret: the connecting side's, and the accepting side's
+RANK = 4  # bytes of a rank
+CONFIRM = b"+"
+
 Gather = Callable[[bytes], list[bytes]]
 HostId = tuple[str, str]  # name of a host, and a string that distinguishes hosts of the same name
+Address = tuple[str, int] | bytes  # IPv4 address and port, or the name of a socket on this host
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,46 @@ class Connection:
 
     socket: socket.socket
     rank: int  # rank of the other side
+
+
+@dataclass
+class Handshake:
+    """An accepted connection that the other side has not confirmed yet."""
+
+    socket: socket.socket  # non-blocking
+    secret: bytes  # of the job, 2 x ``KEY`` bytes
+    since: float = field(default_factory=time.monotonic)  # when it was accepted
+    rank: int | None = None  # rank of the other side, once received
+    _received: bytes = b""
+
+    def read(self) -> bool:
+        """Read available data; return whether the connection is confirmed.
+
+        Raises:
+            OSError: the other side has closed it, or does not belong to this job.
+        """
+        wanted = KEY + RANK if self.rank is None else len(CONFIRM)
+        try:
+            more = self.socket.recv(wanted - len(self._received))
+        except BlockingIOError:
+            return False
+        if not more:
+            raise ConnectionError("closed before it was confirmed")
+        self._received += more
+        if len(self._received) < wanted:
+            return False
+        message, self._received = self._received, b""
+        if self.rank is not None:
+            return message == CONFIRM
+        if not hmac.compare_digest(message[:KEY], self.secret[:KEY]):
+            raise ConnectionError("not a rank of this job")
+        self.rank = int.from_bytes(message[KEY:], "big")
+        self.socket.sendall(self.secret[KEY:])
+        return False
+
+    def is_late(self) -> bool:
+        """Return whether the other side has not sent its rank in time."""
+        return self.rank is None and time.monotonic() - self.since > HELLO
 
 
 def start(
@@ -94,13 +145,7 @@ def start(
 
 
 class FailureDetector:
-    """The connections of a rank.
-
-    Args:
-        rank: rank of this process.
-        hosts: hosts by rank.
-        addresses: addresses of this host, e.g. ``10.0.0.7/24``.
-    """
+    """The connections of a rank; for the arguments see ``start``."""
 
     def __init__(self, rank: int, hosts: Sequence[HostId], addresses: Sequence[str]) -> None:
         self.rank, self.hosts, self.addresses = rank, hosts, addresses
@@ -109,7 +154,7 @@ class FailureDetector:
         self.connections: list[Connection] = []
         self.on_report: Callable[[bytes], None] = lambda report: None  # called on rank 0
         self.last: bytes | None = None  # this rank's last message
-        self.secret = secrets.token_bytes(2 * handshake.KEY)  # all ranks use rank 0's
+        self.secret = secrets.token_bytes(2 * KEY)  # all ranks use rank 0's
         self.selector = selectors.DefaultSelector()
         self.listeners: dict[str, socket.socket] = {}
         self.absent = 0  # number of ranks that have not connected yet
@@ -177,7 +222,7 @@ class FailureDetector:
 
     def _watch_parent(self, targets: Sequence[Address]) -> None:
         """Connect to the parent at one of ``targets`` and read from it, in a thread."""
-        connected = handshake.connect(targets, self.rank, self.secret)
+        connected = connect(targets, self.rank, self.secret)
         if connected:
             connection = self._register(connected, self.parent)
             while self._read(connection):
@@ -197,7 +242,7 @@ class FailureDetector:
         for listener in self.listeners.values():
             self.selector.register(listener, selectors.EVENT_READ)
         while True:
-            for key, _ in self.selector.select(handshake.HELLO if self.pending else None):
+            for key, _ in self.selector.select(HELLO if self.pending else None):
                 if isinstance(key.data, Connection):
                     if not self._read(key.data):
                         self.selector.unregister(key.data.socket)
@@ -206,8 +251,7 @@ class FailureDetector:
                 else:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
             for late in [begun for begun in self.pending if begun.is_late()]:
-                self._remove(late)
-                late.socket.close()
+                self._give_up(late)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -227,32 +271,30 @@ class FailureDetector:
             confirmed = begun.read()
         except OSError as error:
             log.debug("handshake failed: %s", error)
-            self._remove(begun)
-            begun.socket.close()
+            self._give_up(begun)
             return
         if confirmed and begun.rank is not None:
             self._remove(begun)
             begun.socket.setblocking(True)
             connection = self._register(begun.socket, begun.rank)
             self.selector.register(connection.socket, selectors.EVENT_READ, connection)
-            self._close_listeners()
+            self.absent -= 1
+            for listener in self.listeners.values() if not self.absent else ():
+                self.selector.unregister(listener)
+                listener.close()
 
     def _remove(self, begun: Handshake) -> None:
         self.pending.remove(begun)
         self.selector.unregister(begun.socket)
 
-    def _close_listeners(self) -> None:
-        """Close the listeners when all expected ranks have connected."""
-        self.absent -= 1
-        if not self.absent:
-            for listener in self.listeners.values():
-                self.selector.unregister(listener)
-                listener.close()
+    def _give_up(self, begun: Handshake) -> None:
+        self._remove(begun)
+        begun.socket.close()
 
     def _register(self, confirmed: socket.socket, rank: int) -> Connection:
         """Register a confirmed connection: from now on its end means a lost rank."""
         if confirmed.family == socket.AF_INET:
-            _keep_alive(confirmed, IDLE, SILENCE)
+            _keep_alive(confirmed)
         connection = Connection(confirmed, rank)
         self.connections.append(connection)
         if self.last is not None:  # the training ended before the handshake
@@ -304,7 +346,7 @@ class FailureDetector:
         wait = 0.0 if lost else STAGGER * min(self.rank, LAST)
         speak(message, wait=wait, mpirun_ends=not silent)
         self._notify(LOST)
-        if silent and end_daemon():
+        if silent and end_mpirun():
             time.sleep(PATIENCE)
         end_after_loss()
 
@@ -319,21 +361,45 @@ class FailureDetector:
         return f"rank{'s' if len(here) > 1 else ''} {','.join(map(str, here))}"
 
 
-def _keep_alive(connection: socket.socket, idle: int, silence: int) -> None:
+def _keep_alive(connection: socket.socket) -> None:
     """Let the kernel break ``connection`` if the other host's kernel does not answer.
 
-    Args:
-        connection: connection to another host.
-        idle: idle seconds before the first probe; then one per second.
-        silence: seconds without an answer after which it breaks, also with unacknowledged data.
+    Also with unacknowledged data; after ``IDLE`` seconds it sends a probe per second.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, silence - idle)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silence)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE - IDLE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE)
 
 
 def _send(connection: Connection, message: bytes) -> None:
     with contextlib.suppress(OSError):  # the other side has ended
         connection.socket.send(message)
+
+
+def connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.socket | None:
+    """Connect to the first of ``targets`` where a rank of this job answers; None: none does."""
+    for target in targets:
+        connection = socket.socket(socket.AF_UNIX if isinstance(target, bytes) else socket.AF_INET)
+        try:
+            connection.settimeout(CONNECT)
+            connection.connect(target)
+            connection.settimeout(ANSWER)
+            connection.sendall(secret[:KEY] + rank.to_bytes(RANK, "big"))
+            if hmac.compare_digest(receive(connection, KEY), secret[KEY:]):
+                connection.sendall(CONFIRM)
+                connection.settimeout(None)
+                return connection
+        except OSError as error:
+            log.debug("no connection by %s: %s", target, error)
+        connection.close()
+    return None
+
+
+def receive(connection: socket.socket, length: int) -> bytes:
+    """Return exactly ``length`` bytes; fewer if the other side has closed."""
+    data = b""
+    while len(data) < length and (more := connection.recv(length - len(data))):
+        data += more
+    return data

@@ -73,12 +73,8 @@ def clear_leftovers(temporary: Path | None = None, shared: Path = SHARED, new: f
 
     These are the directories of ranks, and Open MPI's ``ompi.PID`` and shared-memory segments. Kept
     are those possibly in use: directories that are locked or whose process is alive, and files
-    mapped by a process, or all if processes of other namespaces may exist.
-
-    Args:
-        temporary: directory for temporary files; None: the default.
-        shared: directory of shared memory.
-        new: minimum age of a leftover in seconds.
+    mapped by a process, or all if processes of other namespaces may exist, and entries that are
+    ``new``, younger than so many seconds.
     """
     temporary = temporary or Path(tempfile.gettempdir())
     for folder in _old(temporary, r"hvdtrain-\w{8}", new):

@@ -1,24 +1,32 @@
-"""``--spawn N``: a trainer starts its ranks on this host, without a launcher.
+"""Processes that this one starts and that end together: agents of ``launch``, ranks of ``--spawn``.
 
-A rank runs the same command line with the variables that torchrun sets. It shares the parent's
-terminal, streams and process group, so that Ctrl-C and Ctrl-Z reach all of them. The parent
-forwards other signals, ends the other ranks if one fails, and exits with the code of the rank that
-failed first. A rank ends with its parent, even if the parent is killed.
+If one of them fails, the others are ended, and its exit code is returned. Stop signals are
+forwarded to them, and none of them is left running afterwards.
+
+With ``--spawn N`` a trainer starts its ranks on this host, without a launcher. A rank runs the same
+command line with the variables that torchrun sets. It shares the parent's terminal, streams and
+process group, so that Ctrl-C and Ctrl-Z reach all of them, and it ends with its parent, even if the
+parent is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Self
 
 from typing_extensions import override
 
-from hvdtrain.errors import EXIT_FAILURE, UsageError
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, UsageError
+from hvdtrain.system.runtime.command import PR_SET_PDEATHSIG
 from hvdtrain.system.runtime.detect import (
     HOROVODRUN,
     SINGLE_RANK,
@@ -28,11 +36,138 @@ from hvdtrain.system.runtime.detect import (
     LaunchInfo,
     detect,
 )
-from hvdtrain.system.runtime.processes import STOP_SIGNALS, Processes
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A terminal sends Ctrl-C to the ranks too, and a second INT ends them; they block HUP.
 FORWARDED = {signal.SIGINT: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+POLL = 0.05  # seconds between polls of the processes
+# Seconds until the others are killed after a failure: of rank 0, which reports for all ranks; of
+# another rank, as rank 0 still has to report the checkpoint to resume from.
+AFTER_ROOT, AFTER_ANOTHER = 0.5, 3.0
+AFTER_STOP = 15.0  # after one has ended in an orderly way after a signal
+
+
+class StopSignals:
+    """Records signals that request a stop, while it is open, instead of ending this process.
+
+    Open it before the first process starts: signals during the start are forwarded after it.
+    """
+
+    def __init__(self, received: Iterable[int] = ()) -> None:
+        self.received = list(received)  # in order
+        self._forwarded = 0  # how many of them
+        self._before: dict[int, Any] = {}  # handlers
+
+    def __enter__(self) -> Self:
+        for number in STOP_SIGNALS:
+            # Ignored signals stay ignored: nohup ignores HUP, a shell INT in the background.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.received.append(number)
+
+    def take(self) -> list[signal.Signals]:
+        """Return the signals received since the last call."""
+        new = self.received[self._forwarded :]
+        self._forwarded += len(new)
+        return [signal.Signals(number) for number in new]
+
+
+class Processes:
+    """Running processes, in the order of their ranks, which get the ``signals`` of an open object.
+
+    None of them is left running at its end.
+    """
+
+    def __init__(self, signals: StopSignals) -> None:
+        self.running: list[subprocess.Popen[bytes]] = []
+        self.signals = signals
+        self._deadline = float("inf")  # when the remaining processes are killed
+        self._code = EXIT_OK  # of the first that failed
+        self._killed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def name(self, index: int) -> str:
+        """Return the name of process ``index`` for messages."""
+        return f"rank {index}"
+
+    def forward(self, number: signal.Signals) -> None:
+        """Forward signal ``number`` to all processes."""
+        for process in self.running:
+            process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill all processes."""
+        self._killed = True
+        for process in self.running:
+            process.kill()
+        for process in self.running:
+            process.wait()
+
+    def wait(self) -> int:
+        """Wait until all have ended; return 0, or the exit code of the first that failed."""
+        received = self.signals.received
+        while not self._have_ended():
+            for number in self.signals.take():
+                self.forward(number)
+                if received.count(signal.SIGINT) > 1:  # a second Ctrl-C ends them at once
+                    self._end_within(AFTER_ROOT)
+            if time.monotonic() > self._deadline:
+                self.kill()
+            time.sleep(POLL)
+        return 128 + received[0] if received and self._code > 128 else self._code
+
+    def _have_ended(self) -> bool:
+        """Return whether all processes have ended; record the first that failed."""
+        codes = [process.poll() for process in self.running]
+        # Processes that lost a killed one may end before it; the killed one takes precedence.
+        failed = sorted(
+            (signal_of(code) is None, index) for index, code in enumerate(codes) if code
+        )
+        lost = bool(failed) and not failed[0][0] and not self._killed
+        if failed and (self._code == EXIT_OK or (lost and self._code == EXIT_FAILURE)):
+            index = failed[0][1]
+            code = codes[index] or EXIT_OK
+            self._code = exit_code(code)
+            if code < 0 and not self.signals.received:
+                say(f"{self.name(index)} was ended by {signal_of(code) or f'signal {-code}'}")
+            if code == EXIT_PREEMPTED:
+                self._end_within(AFTER_STOP)
+            else:
+                self._end_within(AFTER_ANOTHER if index else AFTER_ROOT)
+        return None not in codes
+
+    def _end_within(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+
+def signal_of(code: int) -> str | None:
+    """Return the name of the signal that ended a process with ``code``, or None."""
+    names = {128 + number: number.name for number in signal.Signals}
+    return names.get(exit_code(code))
+
+
+def exit_code(code: int) -> int:
+    """Return the shell's exit code for a ``returncode``: 128 + N after signal N."""
+    return code if code >= 0 else 128 - code
+
+
+def say(text: str) -> None:
+    """Print ``text`` on standard error, in one line."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"hvdtrain: {text}\n")
+        sys.stderr.flush()
 
 
 def spawned(size: int) -> LaunchInfo:
@@ -53,11 +188,9 @@ def check_no_launcher(environ: Mapping[str, str]) -> None:
 def spawn(size: int, words: Sequence[str] | None = None) -> int:
     """Run this command line on ``size`` ranks of this host, and return the exit code.
 
-    Args:
-        size: number of ranks.
-        words: arguments of the interpreter; None: those of this process.
+    ``words`` are the arguments of the interpreter; None: those of this process.
     """
-    with socket.socket() as held, Ranks() as ranks:
+    with socket.socket() as held, StopSignals() as signals, Ranks(signals) as ranks:
         # The port stays reserved while the socket is open; rank 0 can bind it by SO_REUSEADDR.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

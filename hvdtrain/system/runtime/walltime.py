@@ -76,14 +76,10 @@ def ends_at(environ: Mapping[str, str] = os.environ) -> float | None:
         return _number(environ[ENDS])
     if (known := _number(environ.get("SLURM_JOB_END_TIME", ""))) is not None:
         return known
-    left = _query(environ)
+    command = question(environ)
+    result = run(command, timeout=PATIENCE) if command else None
+    left = read_answer(result.output) if result and result.ok else None
     return None if left is None else time.time() + left
-
-
-def seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return the remaining seconds of this process's job; see ``ends_at``."""
-    end = ends_at(environ)
-    return None if end is None else end - time.time()
 
 
 def question(environ: Mapping[str, str]) -> Command | None:
@@ -107,14 +103,6 @@ def read_answer(text: str) -> int | None:
     limit = parse_clock(values.get("Resource_List.walltime", ""))
     used = parse_clock(values.get("resources_used.walltime", "")) or 0
     return None if limit is None else limit - used
-
-
-def _query(environ: Mapping[str, str]) -> int | None:
-    command = question(environ)
-    if command is None:
-        return None
-    result = run(command, timeout=PATIENCE)
-    return read_answer(result.output) if result.ok else None
 
 
 def _number(text: str) -> float | None:

@@ -21,7 +21,7 @@ from hvdtrain.config.declare import option
 from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
-from hvdtrain.system.runtime.exit import end_with_parent
+from hvdtrain.system.runtime.outlive import end_with_parent
 from hvdtrain.workloads.data.files import (
     ENDINGS,
     Files,

@@ -17,7 +17,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, seed_of
 from hvdtrain.system.machine import accelerator
-from hvdtrain.system.runtime.exit import end_with_parent
+from hvdtrain.system.runtime.outlive import end_with_parent
 from hvdtrain.tasks.dataset import Batch, Dataset, Indexed
 from hvdtrain.workloads.data.files import Files
 from hvdtrain.workloads.data.image_folder import (

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import psutil
 
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, warning_if
-from hvdtrain.commands.launch.hosts import Allocation, find_allocation
-from hvdtrain.commands.launch.layout import BATCH_SYSTEMS
+from hvdtrain.commands.launch.hosts import BATCH_SYSTEMS, Allocation, find_allocation
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 

@@ -107,12 +107,12 @@ def threads_finding(cores: float, ranks: int, environ: Mapping[str, str]) -> Fin
         evidence = f"{environ[check]}, set by PBS for the whole chunk: the ranks share it"
         return Finding(check, OK, evidence)
     requested = requested_threads(environ)
-    if not requested:
+    if requested is None:
         return Finding(check, OK, "not set: the ranks share the cores")
-    if not requested.isdecimal() or not int(requested):
-        evidence = f"{requested!r} is not a number of threads"
+    if not requested:
+        evidence = f"{environ[check]!r} is not a number of threads"
         return Finding(check, WARNING, evidence, f"unset {check}")
-    if int(requested) * ranks > cores:
+    if requested * ranks > cores:
         evidence = f"{requested} threads per rank, {plural(ranks, 'rank')}, {cores:g} cores"
         remedy = f"unset {check}, or set it to {max(1, int(cores) // ranks)}"
         return Finding(check, WARNING, evidence, remedy)

@@ -1,24 +1,31 @@
-"""``hvdtrain launch --elastic``: the request, and what is refused before anything starts."""
+"""``hvdtrain launch --elastic``: the request, its hosts, and which of them answer."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.commands.launch.elastic import GLOO, Pool, check_gloo, make_pool
+from hvdtrain.commands.launch.host_process import variables
 from hvdtrain.commands.launch.hosts import Host
-from hvdtrain.commands.launch.prepare import Request
-from hvdtrain.commands.launch.worker import variables
+from hvdtrain.commands.launch.prepare import GLOO, Pool, Request, check_gloo, make_pool
+from hvdtrain.commands.launch.remote import Reachable
 from hvdtrain.errors import HvdtrainError, UsageError
+from tests.conftest import BIN, run
 
 ENVIRON = {"PATH": "/bin:/usr/bin"}
 WORDS = ["sh", "-c", "true"]
+SOON = 30.0  # seconds
 
 
-def request(**options: object) -> Request:
-    return Request(1, WORDS, **options)  # type: ignore[arg-type]
+def pool(fewest: int, most: int, *, environ: Mapping[str, str] = ENVIRON, **options: Any) -> Pool:
+    script = options.pop("script", None)
+    return make_pool(Request(most, WORDS, fewest=fewest, **options), script, environ)
 
 
 def program(file: Path, text: str) -> Path:
@@ -27,30 +34,31 @@ def program(file: Path, text: str) -> Path:
     return file
 
 
-def test_without_hosts_this_machine_has_the_slots() -> None:
-    pool = make_pool(request(), 1, 3, None, ENVIRON)
-    assert pool.find() == (Host("localhost", 3),)
-
-
 def test_hosts_are_those_of_launch(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("a\na\nb\n")
     environ = {**ENVIRON, "PBS_NODEFILE": str(tmp_path / "nodes")}
-    pool = make_pool(request(), 2, 8, None, environ)
-    assert (pool.find(), pool.source) == ((Host("a", 2), Host("b", 1)), "PBS")
-    assert make_pool(request(hosts="c:2"), 2, 8, None, environ).find() == (Host("c", 2),)
-    assert make_pool(request(ppn=4), 8, 8, None, environ).find() == (Host("a", 4), Host("b", 4))
+    job = pool(2, 8, environ=environ)
+    assert (job.find(), job.source) == ((Host("a", 2), Host("b", 1)), "PBS")
+    assert pool(2, 8, environ=environ, hosts="c:2").find() == (Host("c", 2),)
+    assert pool(8, 8, environ=environ, ppn=4).find() == (Host("a", 4), Host("b", 4))
+    assert pool(1, 2, hosts="a:4").find() == (Host("a", 4),)  # more than are used
+    assert pool(1, 3).find() == (Host("localhost", 3),)
 
 
 def test_a_discovery_script_is_run_each_time(tmp_path: Path) -> None:
     script = program(tmp_path / "hosts.sh", f"cat {tmp_path}/hosts")
     (tmp_path / "hosts").write_text("")
-    pool = make_pool(request(), 1, 4, script, ENVIRON)
-    assert pool.find() == ()  # none yet
+    job = pool(1, 4, script=script)
+    assert job.find() == ()  # none yet
     (tmp_path / "hosts").write_text("a:2\nb\nc slots=3\n")
-    assert pool.find() == (Host("a", 2), Host("b", 1), Host("c", 3))
+    assert job.find() == (Host("a", 2), Host("b", 1), Host("c", 3))
     (tmp_path / "hosts").unlink()
     with pytest.raises(HvdtrainError, match=r"ended with code 1: .*No such file"):
-        pool.find()
+        job.find()
+    with pytest.raises(UsageError, match="ended with code 3: broken"):
+        pool(1, 2, script=program(tmp_path / "a.sh", "echo broken; exit 3"))
+    with pytest.raises(UsageError, match="line 1: 'a:b:c'"):
+        pool(1, 2, script=program(tmp_path / "b.sh", "echo a:b:c"))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,7 @@ def test_a_discovery_script_is_run_each_time(tmp_path: Path) -> None:
     [
         ("--elastic --max 2", "--min N and --max M"),
         ("--elastic --min 3 --max 2", "--min 3 is more than --max 2"),
-        ("--elastic --min 0 --max 2", "'0' is not a whole number of 1 or more"),
+        ("--elastic --min 0 --max 2", "0 is not a whole number of 1 or more"),
         ("-n 2 --elastic --min 1 --max 2", "-n N, or --elastic"),
         ("", "-n N, or --elastic"),
         ("-n 2 --max 2", "require --elastic"),
@@ -86,13 +94,6 @@ def test_wrong_use(words: str, message: str, capsys: pytest.CaptureFixture[str])
     assert message in capsys.readouterr().err
 
 
-def test_a_script_that_fails_or_names_no_hosts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="ended with code 3: broken"):
-        make_pool(request(), 1, 2, program(tmp_path / "a.sh", "echo broken; exit 3"), ENVIRON)
-    with pytest.raises(UsageError, match="line 1: 'a:b:c'"):
-        make_pool(request(), 1, 2, program(tmp_path / "b.sh", "echo a:b:c"), ENVIRON)
-
-
 def test_horovod_must_be_built_with_gloo(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="run `hvdtrain install-horovod`"):
         check_gloo([None, None])
@@ -115,5 +116,39 @@ def test_variables_of_a_rank() -> None:
     }
 
 
-def test_a_pool_may_have_more_slots_than_are_used() -> None:
-    assert Pool(1, 2, (Host("a", 4),), "--hosts").find() == (Host("a", 4),)
+# Other hosts, with a script as ssh
+
+
+def test_a_host_is_excluded_until_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program(tmp_path / "ssh", f'[ -e {tmp_path}/$3 ] || {{ echo "no route to $3"; exit 255; }}')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    caplog.set_level("INFO", logger="hvdtrain")
+    (tmp_path / "node1").touch()
+    reachable = Reachable(pause=0.01)
+    hosts = ("node1", "node2", "localhost")
+    assert reachable.among(hosts) == {"node1", "localhost"}
+    (tmp_path / "node2").touch()
+    end = time.monotonic() + SOON
+    while reachable.among(hosts) != set(hosts) and time.monotonic() < end:
+        time.sleep(0.01)
+    (tmp_path / "node1").unlink()
+    reachable.doubt("node1")
+    reachable.doubt("node1")  # by each of its ranks
+    assert reachable.among(hosts) == {"node2", "localhost"}
+    messages = [record.getMessage() for record in caplog.records]
+    assert "node2 is excluded" in messages[0]
+    assert "no route to node2" in messages[0]
+    assert "node2 answers" in messages[1]
+
+
+def test_the_end_of_the_job_is_exported_to_all_hosts(tmp_path: Path) -> None:
+    program(tmp_path / "ssh", f'echo "$3" >> {tmp_path}/$2')
+    program(tmp_path / "qstat", 'echo " Resource_List.walltime = 01:00:00"')
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    line = ["launch", "-n", "2", "--hosts=a,b", "--launcher=torchrun", "--", "true"]
+    outcome = run([str(BIN / "hvdtrain"), *line], PATH=path, PBS_JOBID="7.server")
+    assert outcome.code == 0, outcome.err
+    for host in "ab":
+        assert " HVDTRAIN_WALLTIME_ENDS=" in (tmp_path / host).read_text()

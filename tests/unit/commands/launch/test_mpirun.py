@@ -12,13 +12,13 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvdtrain.commands.launch import mpirun
-from hvdtrain.commands.launch.argv import BUILDERS, Placement, build, forwarded
-from hvdtrain.commands.launch.hosts import Allocation, Host
-from hvdtrain.commands.launch.layout import RankLayout, lay_out
+from hvdtrain.commands.launch.argv import BUILDERS, Launch, forwarded
+from hvdtrain.commands.launch.hosts import Allocation, Host, RankLayout, lay_out
 from hvdtrain.commands.launch.mpirun import AGENT, NAMES, Mpi, agent_settings, classify, find_mpi
 from hvdtrain.errors import UsageError
 
@@ -42,36 +42,50 @@ ENVIRON = {
 GPUS = {**ENVIRON, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 TWO = Allocation("PBS", (Host("node1", 2), Host("node2", 2)))
 FOUR_EACH = Allocation("PBS", (Host("node1", 4), Host("node2", 4)))
-CASES: dict[str, Placement] = {
-    "this machine, 2 ranks on 8 cores": Placement(lay_out(2, Allocation("none")), cores=8),
-    "oversubscribed: 6 ranks on 4 cores, as root": Placement(
-        lay_out(6, Allocation("none")), cores=4, root=True
-    ),
-    "1 host of the allocation, tagged": Placement(
-        lay_out(2, TWO), cores=8, tag=True, environ=ENVIRON
-    ),
-    "2 hosts, 3 threads per rank": Placement(lay_out(4, TWO), cores=8, threads=3, environ=ENVIRON),
-    "2 hosts, oversubscribed by --ppn 4": Placement(
-        lay_out(8, TWO, ppn=4), cores=8, environ=ENVIRON
-    ),
-    "2 hosts, by an agent that is deaf to TERM": Placement(
-        lay_out(4, TWO), cores=8, agent={"AGENT": "/venv/deaf_to_term ssh -x"}, environ=ENVIRON
-    ),
-    "2 hosts with 4 GPUs each": Placement(lay_out(8, FOUR_EACH), cores=64, gpus=4, environ=GPUS),
-    "2 hosts, the second one not full": Placement(lay_out(3, TWO), cores=8, environ=ENVIRON),
-    "1 rank with room for 4 on its host": Placement(
-        lay_out(1, TWO), cores=8, ranks_per_host=4, cpus=16, environ=ENVIRON
-    ),
+HERE, FULL = lay_out(2, Allocation("none")), lay_out(4, TWO)
+CASES: dict[str, Mapping[str, Any]] = {
+    "this machine, 2 ranks on 8 cores": {"layout": HERE, "environ": {}},
+    "oversubscribed: 6 ranks on 4 cores, as root": {
+        "layout": lay_out(6, Allocation("none")),
+        "cores": 4,
+        "root": True,
+        "environ": {},
+    },
+    "1 host of the allocation, tagged": {"layout": lay_out(2, TWO), "tag": True},
+    "2 hosts, 3 threads per rank": {"layout": FULL, "threads": 3},
+    "2 hosts, oversubscribed by --ppn 4": {"layout": lay_out(8, TWO, ppn=4)},
+    "2 hosts, by an agent that is deaf to TERM": {
+        "layout": FULL,
+        "agent": {"AGENT": "/venv/deaf_to_term ssh -x"},
+    },
+    "2 hosts with 4 GPUs each": {
+        "layout": lay_out(8, FOUR_EACH),
+        "cores": 64,
+        "gpus": 4,
+        "environ": GPUS,
+    },
+    "2 hosts, the second one not full": {"layout": lay_out(3, TWO)},
+    "1 rank with room for 4 on its host": {
+        "layout": lay_out(1, TWO),
+        "ranks_per_host": 4,
+        "cpus": 16,
+    },
 }
+
+
+def job(dialect: str, layout: RankLayout = FULL, **settings: Any) -> Launch:
+    """Return a job on hosts with 8 cores."""
+    mpi = Mpi(dialect, PROGRAMS[dialect], "1.0")
+    return Launch(mpi, WORDS, layout, **{"cores": 8, **settings})
 
 
 def golden() -> str:
     """Every launcher with every case, one command a block."""
-    blocks = []
-    for dialect in BUILDERS:
-        mpi = Mpi(dialect, PROGRAMS[dialect], "1.0")
-        for case, job in CASES.items():
-            blocks.append(f"# {dialect}: {case}\n{build(mpi, job, WORDS).show()}\n")
+    blocks = [
+        f"# {dialect}: {case}\n{job(dialect, **{'environ': ENVIRON, **settings}).command.show()}\n"
+        for dialect in BUILDERS
+        for case, settings in CASES.items()
+    ]
     return "\n".join(blocks)
 
 
@@ -85,54 +99,40 @@ def test_every_dialect_has_a_name_and_a_builder() -> None:
     assert set(NAMES) == set(BUILDERS) == set(PROGRAMS)
 
 
-# Settings of the user are not changed
+@pytest.mark.parametrize(
+    ("dialect", "word", "environ"),
+    [
+        ("openmpi5", "mpi_yield_when_idle", {"OMPI_MCA_mpi_yield_when_idle": "0"}),
+        ("intel", "I_MPI_PIN_DOMAIN", {"I_MPI_PIN_DOMAIN": "socket"}),
+        ("srun", "--mpi=pmix", {"SLURM_MPI_TYPE": "pmi2"}),
+        ("srun", "--mpi=pmix", {"CRAY_MPICH_VERSION": "8.1.28"}),
+    ],
+)
+def test_settings_of_the_user_and_the_site_are_kept(
+    dialect: str, word: str, environ: dict[str, str]
+) -> None:
+    assert word in job(dialect).command.argv
+    assert word not in job(dialect, environ=environ).command.argv
 
 
-def argv(dialect: str, environ: Mapping[str, str], **job: object) -> list[str]:
-    whole = Placement(lay_out(4, TWO), cores=8, environ=environ, **job)  # type: ignore[arg-type]
-    return list(build(Mpi(dialect, "/bin/x", ""), whole, WORDS).argv)
-
-
-def test_yielding_is_left_to_the_user() -> None:
-    assert "mpi_yield_when_idle" in argv("openmpi5", {})
-    assert "mpi_yield_when_idle" not in argv("openmpi5", {"OMPI_MCA_mpi_yield_when_idle": "0"})
-
-
-def test_pinning_of_intel_is_left_to_the_user() -> None:
-    assert "I_MPI_PIN_DOMAIN" in argv("intel", {})
-    assert "I_MPI_PIN_DOMAIN" not in argv("intel", {"I_MPI_PIN_DOMAIN": "socket"})
-    mpi, job = Mpi("intel", "/bin/x", ""), Placement(lay_out(4, TWO), cores=8)
-    assert build(mpi, job, WORDS).env["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] == "0"
-    user = Placement(lay_out(4, TWO), cores=8, environ={"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "1"})
-    assert "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" not in build(mpi, user, WORDS).env
-
-
-def test_the_pmi_of_srun_is_left_to_the_site() -> None:
-    assert "--mpi=pmix" in argv("srun", {})
-    assert "--mpi=pmix" not in argv("srun", {"SLURM_MPI_TYPE": "pmi2"})
-    assert "--mpi=pmix" not in argv("srun", {"CRAY_MPICH_VERSION": "8.1.28"})
-
-
-def test_requested_threads_are_set_and_exported() -> None:
-    mpi, layout = Mpi("openmpi5", "/bin/mpirun", "5.0.11"), lay_out(4, TWO)
-    command = build(mpi, Placement(layout, cores=8, threads=2), WORDS)
-    assert command.env == {"OMP_NUM_THREADS": "2"}
-    assert command.argv[command.argv.index("OMP_NUM_THREADS") - 1] == "-x"
-    assert "OMP_NUM_THREADS" not in build(mpi, Placement(layout, cores=8), WORDS).argv
-
-
-@pytest.mark.parametrize("dialect", ["openmpi5", "mpich", "srun"])
-def test_the_environment_of_a_job_reaches_the_ranks(dialect: str) -> None:
-    mpi, layout = Mpi(dialect, f"/bin/{dialect}", "1"), lay_out(4, TWO)
-    bare = Placement(layout, cores=8, environ={"SLURM_EXPORT_ENV": "NONE"})
-    assert build(mpi, bare, WORDS).env == {"SLURM_EXPORT_ENV": "ALL"}
-    assert "SLURM_EXPORT_ENV" not in build(mpi, Placement(layout, cores=8), WORDS).env
+def test_the_environment_of_the_ranks() -> None:
+    assert job("openmpi5").command.env == {}
+    threads = job("openmpi5", threads=2).command
+    assert threads.env == {"OMP_NUM_THREADS": "2"}
+    assert threads.argv[threads.argv.index("OMP_NUM_THREADS") - 1] == "-x"
+    assert "OMP_NUM_THREADS" not in job("openmpi5").command.argv
+    placement = {"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "1"}
+    assert job("intel").command.env["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] == "0"
+    assert placement.keys().isdisjoint(job("intel", environ=placement).command.env)
+    for dialect in ("openmpi5", "mpich", "srun"):  # else Slurm hides it from the ranks
+        bare = job(dialect, environ={"SLURM_EXPORT_ENV": "NONE"})
+        assert bare.command.env == {"SLURM_EXPORT_ENV": "ALL"}
 
 
 def test_more_threads_than_cores_per_rank_are_not_bound() -> None:
-    assert Placement(lay_out(2, Allocation("none")), cores=8, threads=4).width == 4
-    assert Placement(lay_out(2, Allocation("none")), cores=8, threads=5).width == 0
-    assert not Placement(lay_out(2, Allocation("none")), cores=8, threads=5).oversubscribed
+    assert job("openmpi5", HERE, threads=4).width == 4
+    assert job("openmpi5", HERE, threads=5).width == 0
+    assert not job("openmpi5", HERE, threads=5).oversubscribed
 
 
 @pytest.mark.parametrize(
@@ -148,28 +148,23 @@ def test_more_threads_than_cores_per_rank_are_not_bound() -> None:
     ],
 )
 def test_open_mpi_binds_within_packages(ranks: int, packages: int, mapping: str) -> None:
-    job = Placement(lay_out(ranks, Allocation("none")), cores=20, packages=packages)
-    argv = build(Mpi("openmpi5", "/bin/mpirun", ""), job, WORDS).argv
+    layout = lay_out(ranks, Allocation("none"))
+    argv = job("openmpi5", layout, cores=20, packages=packages).command.argv
     assert argv[argv.index("--map-by") + 1] == mapping
     assert argv[argv.index("--bind-to") + 1] == ("core" if ":" in mapping else "none")
 
 
 @pytest.mark.parametrize("dialect", ["openmpi4", "openmpi5", "mpich", "pals", "srun"])
 @pytest.mark.parametrize(
-    ("cores", "packages", "ranks_per_host", "width"),
-    [(8, 1, 4, 2), (8, 1, 3, 2), (8, 2, 4, 2), (8, 1, 64, 1)],
+    ("packages", "ranks_per_host", "width"), [(1, 4, 2), (1, 3, 2), (2, 4, 2), (1, 64, 1)]
 )
 def test_fewer_ranks_get_the_cores_of_a_full_host(
-    dialect: str, cores: int, packages: int, ranks_per_host: int, width: int
+    dialect: str, packages: int, ranks_per_host: int, width: int
 ) -> None:
-    for ranks in range(1, min(ranks_per_host, cores) + 1):
-        job = Placement(
-            lay_out(ranks, Allocation("none")),
-            cores=cores,
-            packages=packages,
-            ranks_per_host=ranks_per_host,
-        )
-        argv = build(Mpi(dialect, "/bin/x", ""), job, WORDS).argv
+    for ranks in range(1, min(ranks_per_host, 8) + 1):
+        layout = lay_out(ranks, Allocation("none"))
+        shared = {"packages": packages, "ranks_per_host": ranks_per_host}
+        argv = job(dialect, layout, **shared).command.argv
         options = (f"slot:PE={width}", f"core:{width}", f"--cpus-per-task={width}")
         shown = [word for word in argv if word in options] or [argv[argv.index("--depth") + 1]]
         assert shown in ([options[0]], [options[1]], [options[2]], [f"{width}"])
@@ -185,10 +180,10 @@ def test_a_gpu_uuid_is_not_exported() -> None:
 @pytest.mark.parametrize("slots", [(2, 4), (4, 2, 4), (4, 2, 2)])
 def test_launchers_without_uneven_placement_report_it(dialect: str, slots: tuple[int, ...]) -> None:
     hosts = tuple(Host(f"n{i}", number) for i, number in enumerate(slots))
-    job = Placement(RankLayout(sum(slots), hosts), cores=8)
+    layout = RankLayout(sum(slots), hosts)
     with pytest.raises(UsageError, match="starts the same number of ranks on each host, not"):
-        build(Mpi(dialect, "/bin/x", ""), job, WORDS)
-    assert build(Mpi("openmpi5", "/bin/x", ""), job, WORDS)
+        assert job(dialect, layout).command
+    assert job("openmpi5", layout).command
 
 
 # The detected launcher
@@ -213,9 +208,9 @@ def test_versions(output: str) -> None:
     assert classify(output) == tuple(VERSIONS[output].split())
 
 
-@pytest.mark.parametrize("output", ["", "Unknown option: version\nUsage:\n    mpiexec.slurm args"])
-def test_unknown_launchers(output: str) -> None:
-    assert classify(output) is None
+def test_unknown_launchers() -> None:
+    for output in ("", "Unknown option: version\nUsage:\n    mpiexec.slurm args"):
+        assert classify(output) is None
 
 
 def program(folder: Path, name: str, output: str) -> str:

@@ -4,47 +4,53 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.commands.launch.hosts import Host
-from hvdtrain.commands.launch.layout import RankLayout
+from hvdtrain.commands.launch import remote
+from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.commands.launch.remote import SSH, names_here
 from hvdtrain.commands.launch.torchrun import (
     AGENT,
     NO_SHARED_STORE,
-    AgentCommand,
     Agents,
     ElasticAgents,
     agent_commands,
-    show,
 )
 from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.runtime.spawn import StopSignals
 
 WORDS = ("python", "-m", "hvdtrain.resnet", "--data", "my images")
 ENVIRON = {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "ib0", "HOME": "/root", "MASTER_PORT": "4711"}
 TWO = RankLayout(3, (Host("node1.cluster", 2), Host("node2", 1)))
 
 
+@pytest.fixture(autouse=True)
+def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name this machine, in a directory with a blank in its name."""
+    monkeypatch.setattr(remote, "names_here", lambda: {"node1", "node0"})
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/my work"))
+
+
 def test_one_host_needs_no_rendezvous() -> None:
     for layout in (RankLayout(2), RankLayout(2, (Host("node1", 2),))):
-        (agent,) = agent_commands(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"})
-        assert agent.command == Command(
+        (agent,) = agent_commands(layout, WORDS, None, ENVIRON).values()
+        assert agent == Command(
             (*AGENT, "--standalone", "--nproc-per-node=2", "--no-python", *WORDS)
         )
 
 
 def test_this_host_and_a_remote_one() -> None:
-    local, remote = agent_commands(TWO, WORDS, 4, ENVIRON, Path("/my work"), {"node1"})
+    agents = agent_commands(TWO, WORDS, 4, ENVIRON)
     rendezvous = ("--nnodes=2", "--master-addr=node1.cluster", "--master-port=4711")
     first = (*AGENT, *rendezvous, "--node-rank=0", "--nproc-per-node=2", "--no-python", *WORDS)
-    assert local == AgentCommand("node1.cluster", Command(first, {"OMP_NUM_THREADS": "4"}))
-    assert remote.host == "node2"
-    assert remote.command.argv[:4] == (*SSH, "node2")
+    assert agents["node1.cluster"] == Command(first, {"OMP_NUM_THREADS": "4"})
+    assert agents["node2"].argv[:4] == (*SSH, "node2")
     # As the remote shell splits it.
-    assert shlex.split(remote.command.argv[-1]) == [
+    assert shlex.split(agents["node2"].argv[-1]) == [
         *("exec", "env", "--chdir=/my work", "GLOO_SOCKET_IFNAME=ib0", "OMP_NUM_THREADS=4"),
         *("PATH=/bin", *AGENT, *rendezvous, "--node-rank=1", "--nproc-per-node=1"),
         *("--no-python", *WORDS),
@@ -53,14 +59,14 @@ def test_this_host_and_a_remote_one() -> None:
 
 def test_hosts_that_may_be_lost() -> None:
     layout = RankLayout(8, tuple(Host(name, 2) for name in ("node1", "node2", "node3", "node4")))
-    commands = agent_commands(layout, WORDS, None, ENVIRON, Path("/work"), {"node1"}, 3)
+    agents = agent_commands(layout, WORDS, None, ENVIRON, 3)
     rendezvous = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1:4711", "--rdzv-id=4711")
     first = (*AGENT, "--nnodes=2:4", *rendezvous, "--max-restarts=10", "--rdzv-conf=is_host=1")
     words = ("--local-addr=node1", "--nproc-per-node=2", "--no-python", *WORDS)
-    assert commands[0].command == Command((*first, *words), NO_SHARED_STORE)
-    for remote in commands[1:]:
-        line = shlex.split(remote.command.argv[-1])
-        assert f"--local-addr={remote.host}" in line
+    assert agents.pop("node1") == Command((*first, *words), NO_SHARED_STORE)
+    for host, agent in agents.items():
+        line = shlex.split(agent.argv[-1])
+        assert f"--local-addr={host}" in line
         assert {"--rdzv-conf=is_host=0", "--nnodes=2:4", *rendezvous} < set(line)
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line
 
@@ -73,19 +79,20 @@ def test_hosts_of_unequal_slots(slots: tuple[int, ...], fewest: int, expected: i
     """The minimum number of hosts holds the ranks, whichever hosts they are."""
     layout = RankLayout(sum(slots), tuple(Host(f"node{n}", count) for n, count in enumerate(slots)))
     job = {"PBS_JOBID": "7.server"}
-    for agent in agent_commands(layout, WORDS, None, job, Path("/work"), {"node0"}, fewest):
-        assert f"--nnodes={expected}:{len(slots)}" in agent.command.show()
-        assert "--rdzv-id=7.server" in agent.command.show()
+    for agent in agent_commands(layout, WORDS, None, job, fewest).values():
+        assert f"--nnodes={expected}:{len(slots)}" in agent.show()
+        assert "--rdzv-id=7.server" in agent.show()
 
 
 def test_ranks_that_may_be_lost_on_one_host() -> None:
-    (agent,) = agent_commands(RankLayout(2), WORDS, None, {}, Path("/work"), (), 1)
+    (agent,) = agent_commands(RankLayout(2), WORDS, None, {}, 1).values()
     options = ("--standalone", "--max-restarts=10", "--nproc-per-node=2", "--no-python")
-    assert agent.command == Command((*AGENT, *options, *WORDS), NO_SHARED_STORE)
+    assert agent == Command((*AGENT, *options, *WORDS), NO_SHARED_STORE)
 
 
 def test_the_port_is_torchruns() -> None:
-    assert "--master-port=29500" in show(agent_commands(TWO, WORDS, None, {}, Path("/"), ()))
+    for agent in agent_commands(TWO, WORDS, None, {}).values():
+        assert "--master-port=29500" in agent.show()
 
 
 def test_this_machine_has_names_and_addresses() -> None:
@@ -107,11 +114,11 @@ def test_options_that_read_the_output_are_refused(
     assert "--launcher torchrun does not support --tag" in capsys.readouterr().err
 
 
-def started(*programs: str, kind: type[Agents] = Agents) -> Agents:
+def started(*programs: str, kind: type[Agents] = Agents, received: Sequence[int] = ()) -> Agents:
     """Return agents that run these Python programs."""
-    running = kind()
+    running = kind(StopSignals(received))
     commands = [Command((sys.executable, "-c", program)) for program in programs]
-    running.start([AgentCommand(f"node{n}", command) for n, command in enumerate(commands)])
+    running.start({f"node{n}": command for n, command in enumerate(commands)})
     return running
 
 
@@ -136,7 +143,5 @@ def test_an_agent_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]) -> 
 
 def test_a_stop_request_reaches_the_input_of_agents() -> None:
     stops = "import os, sys; sys.exit(75 if os.read(0, 1) else 1)"
-    running = Agents([15])
-    running.start([AgentCommand("", Command((sys.executable, "-c", stops)))] * 2)
-    with running:
+    with started(stops, stops, received=[15]) as running:
         assert running.wait() == 75

@@ -55,45 +55,27 @@ def save(directory: Path, name: str) -> None:
     os.utime(directory / name, ns=(newest + 1, newest + 1))
 
 
-def test_the_first_job_runs(file: Path, saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("saves", "code", "words"),
+    [
+        # Also after a failure, and after a killed job, which records no code: None.
+        *((True, code, [GO]) for code in (75, 1, 143, None)),
+        *((False, code, [STUCK, OVER]) for code in (75, 1, None)),
+        (True, 0, [OVER]),  # the training is finished
+        (True, 2, [OVER]),  # wrong use
+    ],
+)
+def test_the_jobs_after_the_first(
+    saves: bool, code: int | None, words: list[str], file: Path, saved: Path
+) -> None:
     assert begin(file, saved, "1.server") == GO
-    assert chain.last(read(file), "begin") == {
-        "event": "begin",
-        "job": "1.server",
-        "progress": "nothing",
-    }
-
-
-@pytest.mark.parametrize("code", [75, 1, 143, None])
-def test_the_next_job_runs_if_a_checkpoint_was_saved(
-    code: int | None, file: Path, saved: Path
-) -> None:
-    """Also after a failure, and after a killed job, which records no code: ``None``."""
-    begin(file, saved, "1.server")
-    save(saved, "step-1")
+    first = {"event": "begin", "job": "1.server", "progress": "nothing"}
+    assert chain.last(read(file), "begin") == first
+    if saves:
+        save(saved, "step-1")
     if code is not None:
         end(file, saved, "1.server", code)
-    assert begin(file, saved, "2.server") == GO
-
-
-@pytest.mark.parametrize("code", [75, 1, None])
-def test_no_progress_ends_the_chain(code: int | None, file: Path, saved: Path) -> None:
-    save(saved, "step-1")
-    begin(file, saved, "1.server")
-    if code is not None:
-        end(file, saved, "1.server", code)
-    assert begin(file, saved, "2.server") == STUCK
-    assert begin(file, saved, "3.server") == OVER
-
-
-@pytest.mark.parametrize("code", [0, 2])
-def test_a_finished_training_or_wrong_use_ends_the_chain(
-    code: int, file: Path, saved: Path
-) -> None:
-    begin(file, saved, "1.server")
-    save(saved, "step-1")
-    end(file, saved, "1.server", code)
-    assert begin(file, saved, "2.server") == OVER
+    assert [begin(file, saved, f"{2 + number}.server") for number in range(len(words))] == words
 
 
 def test_the_waiting_jobs_are_deleted(file: Path, bin_directory: Path) -> None:
@@ -116,13 +98,10 @@ def test_exit_code_0_of_an_unfinished_training_continues_the_chain(
     assert begin(file, saved, "2.server") == (GO if stopped is None else OVER)
 
 
-def test_an_incomplete_line_is_skipped(file: Path) -> None:
+def test_incomplete_lines_are_skipped(file: Path, tmp_path: Path) -> None:
     with file.open("a") as lines:
         lines.write('{"event": "be')
     assert len(read(file)) == 3
-
-
-def test_no_file_no_events(tmp_path: Path) -> None:
     assert read(tmp_path / "none") == []
 
 

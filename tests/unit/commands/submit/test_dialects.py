@@ -76,22 +76,26 @@ def test_ids(dialect: Dialect, output: str, job: str | None) -> None:
     assert dialect.read_id(output) == job
 
 
-def test_queries_and_deletions() -> None:
-    assert [query.command.show() for query in Pbs().queries("7.s")] == [
-        "qstat -x -f -F json 7.s",
-        "qstat -x -f 7.s",
-        "qstat -f 7.s",
-    ]
-    assert [q.command.show() for q in Slurm().queries("7")] == ["scontrol show job -o 7"]
-    # The tasks of an array.
-    assert [query.command.show() for query in Pbs().queries("8[].s")] == [
-        "qstat -x -t -f -F json '8[].s'",
-        "qstat -x -t -f '8[].s'",
-        "qstat -t -f '8[].s'",
-    ]
-    # The qstat that comes with Slurm knows neither -x nor exit codes.
-    wrapped = Pbs(wraps_slurm=True).queries("7")
-    assert [q.command.show() for q in wrapped] == ["scontrol show job -o 7"]
+@pytest.mark.parametrize(
+    ("dialect", "job", "lines"),
+    [
+        (Pbs(), "7.s", ["qstat -x -f -F json 7.s", "qstat -x -f 7.s", "qstat -f 7.s"]),
+        # The tasks of an array.
+        (
+            Pbs(),
+            "8[].s",
+            ["qstat -x -t -f -F json '8[].s'", "qstat -x -t -f '8[].s'", "qstat -t -f '8[].s'"],
+        ),
+        (Slurm(), "7", ["scontrol show job -o 7"]),
+        # The qstat that comes with Slurm knows neither -x nor exit codes.
+        (Pbs(wraps_slurm=True), "7", ["scontrol show job -o 7"]),
+    ],
+)
+def test_queries(dialect: Dialect, job: str, lines: list[str]) -> None:
+    assert [query.command.show() for query in dialect.queries(job)] == lines
+
+
+def test_deletions() -> None:
     assert Pbs().delete(["1.s", "2.s"]).show() == "qdel 1.s 2.s"
     assert Slurm().delete(["1", "2"]).show() == "scancel 1 2"
 
@@ -156,11 +160,8 @@ def test_a_slurm_array_ends_with_its_last_task() -> None:
     assert slurm.read(first + second) == State(ENDED, "1 completed, 1 failed", 2, logs, tasks=tasks)
 
 
-def test_a_job_that_slurm_does_not_know() -> None:
+def test_a_slurm_job_that_never_ran_or_is_unknown() -> None:
     assert slurm.read("slurm_load_jobs error: Invalid job id specified\n") == State(GONE)
-
-
-def test_a_slurm_job_that_was_cancelled_before_it_ran() -> None:
     line = SLURM_LINE.format(state="CANCELLED", reason="Priority", code="0:0")
     assert slurm.read(line.replace("Command=", "NodeList= NumNodes=1 Command=")) == NEVER_RAN
     ran = slurm.read(line.replace("Command=", "NodeList=n1 BatchHost=n1 Command="))
@@ -207,8 +208,8 @@ def test_a_finished_pbs_job(status: int, code: int) -> None:
 
 
 def test_invalid_json_of_pbs() -> None:
-    assert pbs.read_json(PBS_JSON.replace('"hello"', '"say "hello""')) is None
-    assert pbs.read_json("qstat: Unknown Job Id 12.server\n") is None
+    for text in (PBS_JSON.replace('"hello"', '"say "hello""'), "qstat: Unknown Job Id 12.server\n"):
+        assert pbs.read_json(text) is None
 
 
 @pytest.mark.parametrize(
@@ -262,17 +263,14 @@ def test_a_pbs_array_ends_as_its_tasks_do() -> None:
     state = pbs.read_text(PBS_ARRAY.replace("job_state = F", "job_state = B", 1))
     assert state is not None
     assert (state.phase, state.exit_code) == (RUNNING, None)
+    begun = PBS_ARRAY.replace("job_state = F", "job_state = B", 1)
+    state = pbs.read_text(begun.replace("job_state = F", "job_state = R", 1))
+    assert state is not None
+    assert state.detail == "1 finished, 1 running"
     # Without -t only the state of the array is known.
     array = pbs.read_text(PBS_ARRAY.partition("\n\n")[0])
     assert array is not None
     assert array.exit_code is None
-
-
-def test_an_array_with_running_tasks() -> None:
-    text = PBS_ARRAY.replace("job_state = F", "job_state = B", 1)
-    state = pbs.read_text(text.replace("job_state = F", "job_state = R", 1))
-    assert state is not None
-    assert state.detail == "1 finished, 1 running"
 
 
 @pytest.mark.parametrize(
@@ -300,29 +298,27 @@ def test_a_pbs_array_as_json() -> None:
     assert {number: task.exit_code for number, task in state.tasks.items()} == {"1": 0, "2": 3}
 
 
-def test_a_pbs_job_that_was_deleted_while_it_ran() -> None:
+def test_a_pbs_job_that_was_deleted() -> None:
     """PBS always reports 0: the exit file of the job counts."""
     deleted = PBS_JSON.replace('"Exit_status":%d', '"substate":91,"stime":"x","Exit_status":%d')
     assert pbs.read_json(deleted % 0) == State(ENDED, "finished", None, (LOG,))
     assert pbs.read_json(deleted % 271) == State(ENDED, "finished", 143, (LOG,))
-
-
-def test_a_pbs_job_that_was_deleted_before_it_ran() -> None:
     assert pbs.read_text(PBS_TEXT % "F") == NEVER_RAN
     assert pbs.read_json(PBS_JSON.replace(',\n            "Exit_status":%d', "")) == NEVER_RAN
 
 
-def test_the_exit_code_of_torque() -> None:
-    text = (PBS_TEXT % "C") + "    exit_status = 3\n"
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ((PBS_TEXT % "C") + "    exit_status = 3\n", (ENDED, 3)),  # of Torque
+        ("qstat: Unknown Job Id 12.server\n", (GONE, None)),
+        ("qstat: PBS is not configured to maintain job history\n", None),
+        ("qstat: 12.server Job has finished, use -x or -H\n", None),
+    ],
+)
+def test_other_answers_of_qstat(text: str, end: tuple[str, int | None] | None) -> None:
     state = pbs.read_text(text)
-    assert state is not None
-    assert (state.phase, state.exit_code) == (ENDED, 3)
-
-
-def test_a_job_that_pbs_has_forgotten() -> None:
-    assert pbs.read_text("qstat: Unknown Job Id 12.server\n") == State(GONE)
-    assert pbs.read_text("qstat: PBS is not configured to maintain job history\n") is None
-    assert pbs.read_text("qstat: 12.server Job has finished, use -x or -H\n") is None
+    assert (state and (state.phase, state.exit_code)) == end
 
 
 @given(st.integers(-100, 1000))

@@ -12,10 +12,12 @@ import pytest
 
 from hvdtrain.commands.submit import chain, follow
 from hvdtrain.commands.submit.dialect import ENDED, RUNNING, WAITING, Dialect, Local, Query, State
-from hvdtrain.commands.submit.follow import JobEnd, SubmittedJob, Tail
+from hvdtrain.commands.submit.follow import SubmittedJob, Tail
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import Command
+
+End = tuple[str, int | None]
 
 
 class Folder(Local):
@@ -54,23 +56,30 @@ class Folder(Local):
 
 
 @pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+def jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Folder:
     """A batch system without delays."""
+    caplog.set_level("INFO")
     for name in ("LOG_PERIOD", "QUERY_FIRST", "QUERY_LAST", "DELIVERY"):
         monkeypatch.setattr(follow, name, 0.001)
     return Folder(tmp_path)
 
 
-def followed(dialect: Dialect, directory: Path, *ids: str, chained: bool = False) -> JobEnd:
-    """Follow jobs with all files in ``directory``; their output is in the file ``out``."""
+def followed(dialect: Dialect, directory: Path, *ids: str, chained: bool = False) -> End:
+    """Follow jobs with all files in ``directory``; their output is in the file ``out``.
+
+    Returns:
+        The state at the end, and the exit code.
+    """
     jobs = [SubmittedJob(id_, {chain.number(id_): directory / f"{id_}.log"}) for id_ in ids]
     file = directory / "chain" if chained else None
     with (directory / "out").open("w") as out:
-        return follow.follow(dialect, jobs, directory / "exit", file, out)
+        end = follow.follow(dialect, jobs, directory / "exit", file, out)
+    return end.detail, end.exit_code
 
 
 def test_a_job_from_start_to_end(jobs: Folder, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
     jobs.add(
         "7",
         f"{WAITING} -",
@@ -80,15 +89,17 @@ def test_a_job_from_start_to_end(jobs: Folder, caplog: pytest.LogCaptureFixture)
         f"{RUNNING} -  of it",
         f"{ENDED} 3 no newline...",
     )
-    assert followed(jobs, jobs.directory, "7") == JobEnd(ENDED, 3)
+    assert followed(jobs, jobs.directory, "7") == (ENDED, 3)
     assert (jobs.directory / "out").read_text() == "one\nhalf a lineof it\nno newline"
     assert caplog.messages == ["job 7: waiting", "job 7: running", "job 7: ended, exit code 3"]
+    jobs.add("8", f"{ENDED} - done")
+    assert followed(jobs, jobs.directory, "8") == (ENDED, None)
+    assert caplog.messages[-1] == "job 8: ended, exit code unknown"
 
 
 def test_ctrl_c_only_stops_following(
     jobs: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO")
 
     def press(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -96,7 +107,7 @@ def test_ctrl_c_only_stops_following(
     # Only that of follow: threads of earlier tests sleep, too.
     monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=press, monotonic=time.monotonic))
     jobs.add("7", f"{RUNNING} - one")
-    assert followed(jobs, jobs.directory, "7", "8") == JobEnd("running", 130)
+    assert followed(jobs, jobs.directory, "7", "8") == ("running", 130)
     assert (jobs.directory / "out").read_text() == "one\n"
     assert "job 7 continues" in caplog.messages[-1]
     assert caplog.messages[-1].endswith("rm 8 7")
@@ -107,26 +118,19 @@ def test_a_batch_system_that_no_longer_answers(jobs: Folder) -> None:
         followed(jobs, jobs.directory, "7")
 
 
-def test_an_unknown_exit_code(jobs: Folder, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    jobs.add("7", f"{ENDED} - done")
-    assert followed(jobs, jobs.directory, "7") == JobEnd(ENDED, None)
-    assert caplog.messages == ["job 7: ended, exit code unknown"]
-
-
 def test_a_chain_is_followed_to_its_end(jobs: Folder, tmp_path: Path) -> None:
     out = tmp_path / "out"
     jobs.add("1", f"{ENDED} 75 first")
     jobs.add("2", f"{ENDED} 0 second")
     jobs.add("3", f"{ENDED} 0 third")
-    assert followed(jobs, tmp_path, "1", "2", "3", chained=True) == JobEnd(ENDED, 0)
+    assert followed(jobs, tmp_path, "1", "2", "3", chained=True) == (ENDED, 0)
     assert out.read_text() == "first\nsecond\nthird\n"
 
     # The third job does not count.
     chain.write(tmp_path / "chain", event="over", job="2.server", why="finished")
     jobs.add("1", f"{ENDED} 75 again")
     jobs.add("2", f"{ENDED} 3 again")
-    assert followed(jobs, tmp_path, "1", "2", "3", chained=True).code == 3
+    assert followed(jobs, tmp_path, "1", "2", "3", chained=True)[1] == 3
 
 
 # --- a PBS that forgets a job at its end, the default of OpenPBS ----------------------------------
@@ -169,9 +173,8 @@ def test_the_exit_code_that_a_job_left(
     forgetful: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO")
     ran(forgetful, "7.pbs1", left, lasts)
-    assert followed(Pbs(), forgetful, "7.pbs1") == JobEnd("ended", code)
+    assert followed(Pbs(), forgetful, "7.pbs1") == ("ended", code)
     assert caplog.messages[-1] == f"job 7.pbs1: ended, exit code {word}"
     assert (forgetful / "out").read_text() == "log of 7.pbs1\n"
 
@@ -180,11 +183,10 @@ def test_a_log_that_is_delivered_at_the_end(
     forgetful: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PBS's mom copies it back."""
-    caplog.set_level("INFO")
     monkeypatch.setattr(follow, "NO_LOG", -1.0)
     ran(forgetful, "7.pbs1", "0\n", 4)
     (forgetful / "7.pbs1.log").unlink()
-    assert followed(Pbs(), forgetful, "7.pbs1").code == 0
+    assert followed(Pbs(), forgetful, "7.pbs1")[1] == 0
     (message,) = [line for line in caplog.messages if "no log yet" in line]
     assert "$usecp" in message
 
@@ -192,8 +194,7 @@ def test_a_log_that_is_delivered_at_the_end(
 def test_a_job_that_left_nothing_never_ran(
     forgetful: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
-    assert followed(Pbs(), forgetful, "7.pbs1") == JobEnd("deleted before it ran", None)
+    assert followed(Pbs(), forgetful, "7.pbs1") == ("deleted before it ran", None)
     assert caplog.messages == ["job 7.pbs1: deleted before it ran"]
 
 
@@ -225,13 +226,12 @@ def test_a_job_that_pbs_cannot_start(forgetful: Path) -> None:
 
 def test_a_log_that_is_never_delivered(forgetful: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If PBS regards a local directory as shared, the log stays on the node."""
-    caplog.set_level("INFO")
     text = (forgetful / "qstat").read_text()
     running = "    job_state = R\\n    exec_host = node1/0*2+node2/0*2\\n"
     (forgetful / "qstat").write_text(text.replace("    job_state = R\\n", running))
     ran(forgetful, "7.pbs1", "2\n", 2)
     (forgetful / "7.pbs1.log").unlink()
-    assert followed(Pbs(), forgetful, "7.pbs1").code == 2
+    assert followed(Pbs(), forgetful, "7.pbs1")[1] == 2
     log = forgetful / "7.pbs1.log"
     assert caplog.messages[-1].startswith(
         "job 7.pbs1: ended, exit code 2; its log was not delivered"
@@ -240,7 +240,7 @@ def test_a_log_that_is_never_delivered(forgetful: Path, caplog: pytest.LogCaptur
     # There is no exit code either, but the job was seen running.
     (forgetful / "exit.7").unlink()
     (forgetful / "lasts.7.pbs1").write_text("2")
-    assert followed(Pbs(), forgetful, "7.pbs1") == JobEnd("ended", None)
+    assert followed(Pbs(), forgetful, "7.pbs1") == ("ended", None)
     assert "exit code unknown; its log was not delivered" in caplog.messages[-1]
 
 
@@ -251,12 +251,11 @@ def test_a_chain_continues_if_pbs_forgets_its_jobs(forgetful: Path) -> None:
     ran(forgetful, "5.pbs1", "0\n")
     ids = [f"{number}.pbs1" for number in range(1, 7)]
     chain.write(forgetful / "chain", event="over", job="5.pbs1", why="finished")
-    assert followed(Pbs(), forgetful, *ids, chained=True) == JobEnd("ended", 0)
+    assert followed(Pbs(), forgetful, *ids, chained=True) == ("ended", 0)
     assert (forgetful / "out").read_text().count("log of") == 4
 
 
 def test_the_tasks_of_an_array(forgetful: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
     logs = {str(task): forgetful / f"log.{task}" for task in (1, 2, 3)}
     for task, code in ((1, 0), (2, 3)):
         logs[str(task)].write_text(f"task {task}\n")
@@ -264,7 +263,7 @@ def test_the_tasks_of_an_array(forgetful: Path, caplog: pytest.LogCaptureFixture
     job = SubmittedJob("8[].pbs1", logs)
     out = io.StringIO()
     end = follow.follow(Pbs(), [job], forgetful / "exit", None, out)
-    assert end.code == 3
+    assert end.exit_code == 3
     assert out.getvalue() == "task 1\ntask 2\n"
     assert caplog.messages == [
         f"task 1: ended, exit code 0; log {logs['1']}",

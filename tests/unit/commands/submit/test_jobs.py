@@ -16,13 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import script_text
 from hvdtrain.commands.submit.site import Site
 from tests.conftest import BIN, ROOT, environment
-from tests.unit.commands.submit.directives import check_script
-from tests.unit.commands.submit.pbs_reader import Node, RefusedError, read_script
+from tests.unit.commands.submit.pbs_reader import (
+    Node,
+    RefusedError,
+    check_script,
+    job_with,
+    read_script,
+)
 from tests.unit.commands.submit.test_script import WORDS
 
 JOBS = ROOT / "jobs"
@@ -37,19 +41,10 @@ def defined(name: str) -> frozenset[str]:
 
 
 def test_all_scripts_are_listed() -> None:
-    assert [
-        *(
-            "elastic_horovod.pbs",
-            "elastic_torchrun.pbs",
-            "local.sh",
-            "mnist_1node.pbs",
-            "mnist_scaling.pbs",
-            "pi.pbs",
-            "resnet.slurm",
-        ),
-        *("resnet_1node.pbs", "resnet_polaris.pbs", "resnet_scaling.pbs", "ssd300_1node.pbs"),
-        "timeline_capture.pbs",
-    ] == SCRIPTS
+    names = """elastic_horovod.pbs elastic_torchrun.pbs local.sh mnist_1node.pbs mnist_scaling.pbs
+        pi.pbs resnet.slurm resnet_1node.pbs resnet_polaris.pbs resnet_scaling.pbs
+        ssd300_1node.pbs timeline_capture.pbs"""
+    assert names.split() == SCRIPTS
     readme = (JOBS / "README.md").read_text()
     assert [name for name in SCRIPTS if f"| `{name}` |" not in readme] == []
 
@@ -192,14 +187,11 @@ def test_a_script_runs_under_pbs(name: str, node: Node) -> None:
     assert not any("DATA" in word or "$" in word for word in words)
 
 
-def test_threads_of_the_user_are_kept(node: Node) -> None:
-    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), OMP_NUM_THREADS="3") == 0
-    assert launches(node)[0][1] == "3"
-
-
 def test_values_are_changed_by_qsub_v(node: Node) -> None:
     text = (JOBS / "mnist_1node.pbs").read_text()
-    assert run_as_pbs(node, text, DATA="/a b/mnist", EPOCHS="2", STEPS="7", RESULTS="r $x") == 0
+    values = {"DATA": "/a b/mnist", "EPOCHS": "2", "STEPS": "7", "RESULTS": "r $x"}
+    assert run_as_pbs(node, text, OMP_NUM_THREADS="3", **values) == 0
+    assert launches(node)[0][1] == "3"  # the user's, not set by PBS
     assert launches(node)[0][3 + 6 :] == [
         *("python", "-m", "hvdtrain.mnist", "--data=/a b/mnist", "--epochs=2", "--num-steps=7"),
         *("--checkpoint-dir=r $x/checkpoints", "--summary=r $x/summary.json"),
@@ -213,6 +205,8 @@ def test_values_are_changed_by_qsub_v(node: Node) -> None:
         ("a b c", {}, ["1", "2", "4", "8"]),
         ("a b c d", {"NODES": "2"}, ["1", "2", "4", "8"]),
         (" ".join(f"n{i}" for i in range(16)), {}, ["1", "2", "4", "8", "16", "32", "64"]),
+        # Slurm jobs with directives of PBS have no nodefile.
+        ("a", {"PBS_NODEFILE": "", "SLURM_JOB_NUM_NODES": "2"}, ["1", "2", "4", "8"]),
     ],
 )
 def test_a_sweep_ends_at_the_number_of_nodes(
@@ -225,13 +219,6 @@ def test_a_sweep_ends_at_the_number_of_nodes(
     assert [launch[-1] for launch in launches(node)] == [
         f"--summary=results/mnist_scaling/{size}.json" for size in sizes
     ]
-
-
-def test_slurm_jobs_with_pbs_directives_have_no_nodefile(node: Node) -> None:
-    text = (JOBS / "mnist_scaling.pbs").read_text()
-    values = {"PBS_NODEFILE": "", "SLURM_JOB_NUM_NODES": "2"}
-    assert run_as_pbs(node, text, **values) == 0
-    assert [launch[5] for launch in launches(node)] == ["1", "2", "4", "8"]
 
 
 def test_a_failure_ends_the_sweep_with_its_code(node: Node) -> None:
@@ -250,7 +237,7 @@ def test_a_training_without_launch_reports_its_exit_code(
     """mpirun may return 0 for an incomplete training; other programs leave no mark."""
     leave = f'printf "{mark}" > "$HVDTRAIN_END_MARK"; echo "$HVDTRAIN_END_MARK" > mark'
     put(node.submit / ".venv" / "bin" / "mpirun", f"#!/bin/sh\n{leave}\nexit {returned}\n")
-    job = Job(("mpirun", "-n", "2", "python", "x.py"), 600, environment=".venv", once=True)
+    job = job_with("mpirun", "-n", "2", "python", "x.py", walltime=600, env=".venv", once=True)
     assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
     assert not Path((node.submit / "mark").read_text().strip()).exists()
 
@@ -259,19 +246,16 @@ def test_a_module_that_cannot_be_loaded_ends_the_job(node: Node) -> None:
     fails = "module() { [ $1 $2 = 'load there' ]; }\n"
     (node.root / "home" / ".bash_profile").write_text(fails.replace("$1 $2", '"$1 $2"'))
     for name, code in (("there", 0), ("nowhere", 2)):
-        job = Job(("x",), 600, environment=".venv", modules=(name,))
+        job = job_with("x", walltime=600, env=".venv", module=(name,))
         assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
     assert len(launches(node)) == 1
 
 
-def test_a_missing_environment(node: Node) -> None:
-    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), HVDTRAIN_ENV="nowhere") == 2
-
-
-def test_another_environment(node: Node) -> None:
+def test_another_environment_or_none(node: Node) -> None:
+    text = (JOBS / "pi.pbs").read_text()
+    assert run_as_pbs(node, text, HVDTRAIN_ENV="nowhere") == 2
     (node.submit / ".venv").rename(node.root / "an other")
-    values = {"HVDTRAIN_ENV": str(node.root / "an other")}
-    assert run_as_pbs(node, (JOBS / "pi.pbs").read_text(), **values) == 0
+    assert run_as_pbs(node, text, HVDTRAIN_ENV=str(node.root / "an other")) == 0
     assert len(launches(node)) == 1
 
 
@@ -301,7 +285,7 @@ def test_the_exit_file_of_a_followed_job(
 ) -> None:
     """Also if it ends before its ranks have started, e.g. by qdel."""
     words = ("bash", "-c", "exit 3")
-    job = Job(words, 600, environment=".venv", once=True, setup=(setup,) if setup else ())
+    job = job_with(*words, walltime=600, env=".venv", once=True, setup=(setup,) if setup else ())
     text = script_text(job, Pbs(), Site(), exit_file="x.exit")
     process = node.start(text, ("a",), read_script(text))
     end = time.monotonic() + 60
@@ -318,7 +302,7 @@ def test_the_exit_file_of_a_followed_job(
 @given(st.lists(WORDS.filter(bool), min_size=1, max_size=6), WORDS)
 def test_any_command_in_any_directory(words: list[str], name: str) -> None:
     """The script is run by bash, with a program that records its arguments."""
-    job = Job(tuple(words), 60, environment=None)
+    job = job_with(*words)
     text = script_text(job, Pbs(), Site())
     assert check_script(text) == []
     with tempfile.TemporaryDirectory() as root:

@@ -9,6 +9,7 @@ import pytest
 from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.site import EXAMPLES, Limits, Site, check_limits, load_site, read_site
 from hvdtrain.errors import UsageError
+from tests.unit.commands.submit.pbs_reader import job_with
 
 
 def test_the_examples() -> None:
@@ -55,12 +56,13 @@ def test_the_location_of_a_site_file(tmp_path: Path) -> None:
     [
         ("quue: x", "unknown key 'quue'; did you mean queue?"),
         ("zzz: x", "unknown key 'zzz'; valid keys: scheduler, queue"),
-        ("queue: 3", "queue: 3 is not a text"),
-        ("cores_per_node: many", "cores_per_node: 'many' is not a number of 1 or more"),
-        ("cores_per_node: true", "cores_per_node: True is not a number"),
-        ("whole_nodes: 1", "whole_nodes: 1 is not true or false"),
-        ("modules: one", "modules: 'one' is not a list, such as [one, two]"),
-        ("modules: [1]", "modules: 1 is not a text"),
+        ("queue: 3", "queue: 3: Expected `str`, got `int`"),
+        ("cores_per_node: many", "cores_per_node: 'many': Expected `int | null`, got `str`"),
+        ("cores_per_node: true", "cores_per_node: True: Expected `int | null`, got `bool`"),
+        ("name_limit: 0", "name_limit: 0: Expected `int` >= 1"),
+        ("whole_nodes: 1", "whole_nodes: 1: Expected `bool`, got `int`"),
+        ("modules: one", "modules: 'one': Expected `array`, got `str`"),
+        ("modules: [1]", "modules: [1]: Expected `str`, got `int` - at `$[0]`"),
         ("modules: [gcc openmpi]", "modules: 'gcc openmpi' is not one module"),
         ("modules: ['gcc; date']", "modules: 'gcc; date' is not one module"),
         ("modules: [-f]", "modules: '-f' is not one module"),
@@ -101,14 +103,17 @@ LIMITED = Site(
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (Job(("x",), 60, ppn=9), "--ppn 9: a node of this site has 8 cores"),
-        (Job(("x",), 60, ppn=4, threads=3), "--ppn 4 --threads 3: a node of this site has 8"),
-        (Job(("x",), 60, gpus_per_node=5), "--gpus-per-node 5: a node of this site has 4"),
-        (Job(("x",), 7201), "--walltime: the limit of this site is 02:00:00; --chain"),
-        (Job(("x",), 7201, queue="long"), "queue long is 02:00:00"),
-        (Job(("x",), 3601, nodes=2, queue="debug"), "queue debug is 01:00:00"),
-        (Job(("x",), 60, nodes=1, queue="debug"), "--nodes 1: queue debug accepts 2 to 4"),
-        (Job(("x",), 60, nodes=5, queue="debug"), "--nodes 5: queue debug accepts 2 to 4"),
+        (job_with("x", ppn=9), "--ppn 9: a node of this site has 8 cores"),
+        (
+            job_with("x", ppn=4, threads=3),
+            "--ppn 4 --threads 3: a node of this site has 8",
+        ),
+        (job_with("x", gpus_per_node=5), "--gpus-per-node 5: a node of this site has 4"),
+        (job_with("x", walltime=7201), "--walltime: the limit of this site is 02:00:00; --chain"),
+        (job_with("x", walltime=7201, queue="long"), "queue long is 02:00:00"),
+        (job_with("x", walltime=3601, nodes=2, queue="debug"), "queue debug is 01:00:00"),
+        (job_with("x", nodes=1, queue="debug"), "--nodes 1: queue debug accepts 2 to 4"),
+        (job_with("x", nodes=5, queue="debug"), "--nodes 5: queue debug accepts 2 to 4"),
     ],
 )
 def test_a_job_beyond_the_limits_of_a_site_is_refused(job: Job, message: str) -> None:
@@ -118,6 +123,6 @@ def test_a_job_beyond_the_limits_of_a_site_is_refused(job: Job, message: str) ->
 
 
 def test_a_job_within_the_limits_of_a_site_is_accepted() -> None:
-    check_limits(Job(("x",), 7200, nodes=99, ppn=8, queue="long"), LIMITED)
-    check_limits(Job(("x",), 3600, nodes=4, ppn=2, threads=4, queue="debug"), LIMITED)
-    check_limits(Job(("x",), 10**9, nodes=10**6, ppn=999, gpus_per_node=999), Site())
+    check_limits(job_with("x", walltime=7200, nodes=99, ppn=8, queue="long"), LIMITED)
+    check_limits(job_with("x", walltime=3600, nodes=4, ppn=2, threads=4, queue="debug"), LIMITED)
+    check_limits(job_with("x", walltime=10**9, nodes=10**6, ppn=999, gpus_per_node=999), Site())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,12 +11,11 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.launch.prepare import checkpoint_dir
-from hvdtrain.commands.submit.arguments import default_name
 from hvdtrain.commands.submit.dialect import Local
 from hvdtrain.commands.submit.job import memory_megabytes
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.slurm import Slurm
-from hvdtrain.commands.submit.submission import choose_dialect
+from hvdtrain.commands.submit.submission import choose_dialect, default_name
 from hvdtrain.errors import UsageError
 
 Captured = pytest.CaptureFixture[str]
@@ -56,49 +56,58 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--walltime 60", "--walltime: '60': must be H:MM:SS"),
+        ("--walltime 0:00", "--walltime: '0:00'"),
+        ("--nodes 0", "--nodes: 0 is not a whole number of 1 or more"),
+        ("--threads 0", "--threads: 0 is not a whole number of 1 or more"),
+        ("--name 'two words'", "--name: 'two words': must be a letter, then"),
+        (f"--name {'n' * 231}", "at most 230 characters"),
+        ("--name 'a\n#PBS -q x'", "--name: 'a\\n#PBS -q x'"),
+        ("--account 'me\n#PBS'", "--account: 'me\\n#PBS': must be one word"),
+        ("--queue 'a b'", "--queue: 'a b': must be one word"),
+        ("--module 'a b'", "--module: 'a b' is not one module"),
+        ("--memory 64", "--memory: '64': must be a number with a unit"),
+        ("--array 5", "--array: '5': must be a range such as 1-10"),
+        ("--array 5-5", "--array: '5-5': must be a range"),
+        ("--array 1-2 --chain --progress d", "--array and --chain"),
+        ("--ladder --chain --progress d", "--chain and --ladder"),
+        ("--ladder --once", "--once and --ladder"),
+        ("--chain", "--checkpoint-dir"),
+        ("--chain --chain-limit 1", "--chain-limit 1: must be at least 2"),
+        ("--var A", "--var: 'A': must be NAME=VALUE"),
+        ("--var 1A=", "--var: 1A: not a valid variable"),
+        ("--var PATH=x", "--var: PATH: not a valid variable"),
+        ("--var RANKS=x", "--var: RANKS: reserved for the script"),
+        ("--var A=1 --var A=2", "--var A: specified twice"),
+        ("--ppn 4 --gpus-per-node 2", "--ppn 4: more ranks than"),
+        ("--gpus-per-node 2", "--gpus-per-node: PBS refuses"),
+        ("--setup '#PBS -q other'", "directive after the first command"),
+        ("--setup 'cd x\n#SBATCH -p q'", "directive after the first command"),
+        ("--setup 'cd x\r'", "DOS line ends"),
+        ("--site nowhere", "--site nowhere: no such file"),
+        ("--site polaris --walltime 2:00:00", "the limit of queue debug is"),
+        ("--scheduler none --follow", "--follow, --chain and --array require"),
+    ],
+)
+def test_wrong_use(options: str, message: str, capsys: Captured) -> None:
+    assert message in refusal(capsys, *PBS, *shlex.split(options), "--", "x")
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ((), "neither sbatch nor qsub is on the PATH"),
         (("--scheduler", "pbs", "--", "x"), "--walltime is required"),
         (("--scheduler", "pbs", "x", "--walltime", "1:00:00"), "--walltime after the command"),
-        (("--scheduler", "pbs", "--walltime", "60", "--", "x"), "--walltime '60': must be H:MM:SS"),
-        (("--scheduler", "pbs", "--walltime", "0:00", "--", "x"), "--walltime '0:00'"),
         (PBS, "missing command: put it after `--`"),
         ((*PBS, "--", ""), "missing command"),
-        ((*PBS, "--nodes", "0", "--", "x"), "--nodes 0: must be at least 1"),
-        ((*PBS, "--threads", "0", "--", "x"), "--threads 0: must be at least 1"),
-        ((*PBS, "--name", "two words", "--", "x"), "--name 'two words': must be a letter, then"),
-        ((*PBS, "--name", "n" * 231, "--", "x"), "at most 230 characters"),
-        ((*PBS, "--name", "a\n#PBS -q x", "--", "x"), "--name 'a\\n#PBS -q x'"),
-        ((*PBS, "--account", "me\n#PBS", "--", "x"), "--account 'me\\n#PBS': must be one word"),
-        ((*PBS, "--queue", "a b", "--", "x"), "--queue 'a b': must be one word"),
-        ((*PBS, "--module", "a b", "--", "x"), "--module 'a b': must be one module; repeat"),
-        ((*PBS, "--memory", "64", "--", "x"), "--memory '64': must be a number with a unit"),
-        ((*PBS, "--array", "5", "--", "x"), "--array '5': must be a range such as 1-10"),
-        ((*PBS, "--array", "5-5", "--", "x"), "--array '5-5': must be a range"),
-        ((*PBS, "--array", "1-2", "--chain", "--progress", "d", "--", "x"), "--array and --chain"),
-        ((*PBS, "--ladder", "--chain", "--progress", "d", "--", "x"), "--chain and --ladder"),
-        ((*PBS, "--ladder", "--once", "--", "x"), "--once and --ladder"),
-        ((*PBS, "--chain", "--", "x"), "--checkpoint-dir"),
-        ((*PBS, "--chain", "--chain-limit", "1", "--", "x"), "--chain-limit 1: must be at least 2"),
-        ((*PBS, "--var", "A", "--", "x"), "--var 'A': must be NAME=VALUE"),
-        ((*PBS, "--var", "1A=", "--", "x"), "--var 1A: not a valid variable"),
-        ((*PBS, "--var", "PATH=x", "--", "x"), "--var PATH: not a valid variable"),
-        ((*PBS, "--var", "RANKS=x", "--", "x"), "--var RANKS: reserved for the script"),
-        ((*PBS, "--var", "A=1", "--var", "A=2", "--", "x"), "--var A: specified twice"),
-        ((*PBS, "--ppn", "4", "--gpus-per-node", "2", "--", "x"), "--ppn 4: more ranks than"),
-        ((*PBS, "--gpus-per-node", "2", "--", "x"), "--gpus-per-node: PBS refuses"),
-        ((*PBS, "--setup", "#PBS -q other", "--", "x"), "directive after the first command"),
-        ((*PBS, "--setup", "cd x\n#SBATCH -p q", "--", "x"), "directive after the first command"),
-        ((*PBS, "--setup", "cd x\r", "--", "x"), "DOS line ends"),
-        ((*PBS, "--site", "nowhere", "--", "x"), "--site nowhere: no such file"),
-        (("--scheduler", "none", "--follow", "--", "x"), "--follow, --chain and --array require"),
-        (("--site", "polaris", "--walltime", "2:00:00", "--", "x"), "the limit of queue debug is"),
     ],
 )
-def test_wrong_use(words: tuple[str, ...], message: str, capsys: Captured) -> None:
+def test_missing_words(words: tuple[str, ...], message: str, capsys: Captured) -> None:
     assert message in refusal(capsys, *words)
-    assert list(Path.cwd().iterdir()) == []
 
 
 def test_a_job_script_is_no_command(capsys: Captured) -> None:
@@ -133,9 +142,8 @@ def test_a_walltime_that_leaves_little_time_for_training(
 def test_an_invalid_log_directory(bin_directory: Path, capsys: Captured) -> None:
     Path("file").touch()
     assert "--logs file: not a directory" in refusal(capsys, *PBS, "--logs", "file", "--", "x")
-    assert "--logs file/in: Not a directory" in refusal(
-        capsys, *PBS, "--logs", "file/in", "--", "x"
-    )
+    within = ("--logs", "file/in", "--", "x")
+    assert "--logs file/in: Not a directory" in refusal(capsys, *PBS, *within)
 
 
 @pytest.mark.parametrize(
@@ -211,15 +219,11 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(capsys: Captured) -> Non
     ]
 
 
-def test_the_default_environment_is_that_of_submit(capsys: Captured) -> None:
-    assert submit(*PBS, "--dry-run", "--", "x") == 0
-    assert f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{sys.prefix}}}\n" in capsys.readouterr().out
-
-
 def test_options_override_site_defaults(capsys: Captured) -> None:
     words = ("--site", "polaris", "--walltime", "0:10:00", "--dry-run")
     assert submit(*words, "--", "x") == 0
     text = capsys.readouterr().out
+    assert f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{sys.prefix}}}\n" in text
     for line in ("-q debug", "-l select=1:system=polaris", "-l filesystems=home:eagle"):
         assert f"#PBS {line}\n" in text
     assert "hvdtrain launch -n 4 --ppn 4 --" in text
@@ -227,9 +231,7 @@ def test_options_override_site_defaults(capsys: Captured) -> None:
     text = capsys.readouterr().out
     assert "#PBS -q debug-scaling\n" in text
     assert "hvdtrain launch -n 18 --ppn 2 --" in text
-
-
-def test_a_name_is_cut_at_the_limit_of_the_site(capsys: Captured) -> None:
+    # A name is cut at the limit of the site.
     Path("site.yaml").write_text("name_limit: 15\n")
     words = ("--site", "site.yaml", "--name", "a_name_of_twenty_two", "--dry-run")
     assert submit(*PBS, *words, "--", "x") == 0

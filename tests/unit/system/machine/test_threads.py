@@ -14,11 +14,10 @@ from hvdtrain.system.machine.threads import (
     agreed_threads,
     batch_share,
     equal_threads,
-    fair_threads,
+    launch_threads,
     local_cores,
-    local_threads,
     oversubscription,
-    requested_number,
+    requested_threads,
     share_of_job,
     thread_variables,
     threads_per_rank,
@@ -73,13 +72,13 @@ def test_ranks_bound_to_domains_do_not_oversubscribe_them(domains: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    ("value", "threads"), [(None, 0), ("", 0), ("3", 3), ("0", 0), ("-1", 0), ("4,2", 0)]
+    ("value", "threads"), [(None, None), ("", None), ("3", 3), ("0", 0), ("-1", 0), ("4,2", 0)]
 )
-def test_threads_that_the_user_requests(value: str | None, threads: int) -> None:
-    assert requested_number({} if value is None else {"OMP_NUM_THREADS": value}) == threads
+def test_threads_that_the_user_requests(value: str | None, threads: int | None) -> None:
+    assert requested_threads({} if value is None else {"OMP_NUM_THREADS": value}) == threads
 
 
-def test_threads_without_communication(tmp_path: Path) -> None:
+def test_cores_without_communication(tmp_path: Path) -> None:
     """The local ranks are found in ``/proc``: here this process and its parent."""
     cores = len(os.sched_getaffinity(0))
     mine = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "job"}
@@ -87,10 +86,11 @@ def test_threads_without_communication(tmp_path: Path) -> None:
         (tmp_path / str(process)).mkdir()
         text = f"PMIX_NAMESPACE=job\0OMPI_COMM_WORLD_LOCAL_RANK={rank}\0"
         (tmp_path / str(process) / "environ").write_text(text)
-    assert local_threads(0, 2, mine, tmp_path) == max(1, cores // 2)
-    assert local_threads(0, 2, {**mine, "OMP_NUM_THREADS": "5"}, tmp_path) == 5
-    assert local_threads(0, 1, mine, tmp_path) == cores
-    assert local_threads(0, 3, mine, tmp_path) == max(1, cores // 3)  # one is hidden
+    assert local_cores(0, 2, mine, tmp_path) == max(1, cores // 2)
+    assert local_cores(0, 2, {**mine, "OMP_NUM_THREADS": "5"}, tmp_path) == max(1, cores // 2)
+    assert local_cores(0, 1, mine, tmp_path) == cores
+    assert local_cores(0, 3, mine, tmp_path) == max(1, cores // 3)  # one is hidden
+    assert local_cores(0, 500) == 1
 
 
 def in_pbs(ncpus: int, threads: int | None = None) -> dict[str, str]:
@@ -98,12 +98,24 @@ def in_pbs(ncpus: int, threads: int | None = None) -> dict[str, str]:
     return {"PBS_JOBID": "7.pbs1", "NCPUS": str(ncpus), **requested}
 
 
-def test_the_value_of_pbs_is_for_all_ranks_together(tmp_path: Path) -> None:
-    """As in `mpirun -n 2 python -m hvdtrain.mnist` in a job with ncpus=2: 1 thread, not 2."""
-    rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    assert local_threads(0, 2, {**rank, **in_pbs(2, 2)}, tmp_path) == 1
-    assert local_threads(0, 2, {**rank, **in_pbs(2, 3)}, tmp_path) == 3  # set by the user
-    assert local_threads(0, 2, {**rank, "NCPUS": "2", "OMP_NUM_THREADS": "2"}, tmp_path) == 2
+@pytest.mark.parametrize("ncpus", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks_here", [1, 2, 4, 16])
+@pytest.mark.parametrize("requested", ["by PBS", "by the user", "unset"])
+def test_mpirun_by_hand_and_launch_decide_alike_in_a_pbs_job(
+    ncpus: int, ranks_here: int, requested: str
+) -> None:
+    """On a host with 8 cores, without binding."""
+    value = {"by PBS": ncpus, "by the user": ncpus + 1, "unset": None}[requested]
+    environ = in_pbs(ncpus, value)
+    known = [RankCores("node1", tuple(range(8)), environ)] * ranks_here
+    by_hand = [agreed_threads(known, rank) for rank in range(ranks_here)]
+    share = launch_threads(ranks_here, 8, environ, known=True, fill=False)
+    set_by_launch = {**environ, **thread_variables(share, environ)}
+    launched = {name: str(text) for name, text in set_by_launch.items() if text is not None}
+    known = [RankCores("node1", tuple(range(8)), launched)] * ranks_here
+    assert [agreed_threads(known, rank) for rank in range(ranks_here)] == by_hand
+    expected = value if requested == "by the user" else max(1, ncpus // ranks_here)
+    assert by_hand == [expected] * ranks_here
 
 
 @pytest.mark.parametrize(
@@ -164,7 +176,7 @@ def test_variables_set_by_a_launcher() -> None:
     assert thread_variables(3, in_pbs(2, 2)) == {"OMP_NUM_THREADS": "3"}
     # Two per rank, by the user's --threads 2: must not be mistaken for the value of PBS.
     changed = {**in_pbs(2, 2), **thread_variables(2, in_pbs(2, 2))}
-    assert requested_number({name: value for name, value in changed.items() if value}) == 2
+    assert requested_threads({name: value for name, value in changed.items() if value}) == 2
 
 
 def test_the_allocation_of_the_batch_system() -> None:
@@ -174,26 +186,19 @@ def test_the_allocation_of_the_batch_system() -> None:
     assert batch_share({"NCPUS": "many"}) == 0
 
 
-def test_threads_that_use_all_cores_of_a_host() -> None:
-    assert [fair_threads(ranks_per_host, 8, 0, {}) for ranks_per_host in (1, 2, 3, 8, 64)] == [
-        8,
-        4,
-        2,
-        1,
-        1,
-    ]
-    assert fair_threads(2, 8, 4, {}) is None  # the GPUs compute
-    assert fair_threads(2, 8, 0, {"OMP_NUM_THREADS": "3"}) is None
+@pytest.mark.parametrize(("ranks_per_host", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (64, 1)])
+def test_threads_that_use_all_cores_of_a_host(ranks_per_host: int, threads: int) -> None:
+    assert launch_threads(ranks_per_host, 8, {}, known=True, fill=True) == threads
+    assert launch_threads(ranks_per_host, 8, {}, known=True, fill=False) is None
+    by_user = {"OMP_NUM_THREADS": "3"}
+    assert launch_threads(ranks_per_host, 8, by_user, known=True, fill=True) is None
     by_pbs = {"PBS_JOBID": "7.s", "OMP_NUM_THREADS": "8", "NCPUS": "8"}
-    assert fair_threads(2, 8, 0, by_pbs) == 4
-    assert equal_threads(2, {"NCPUS": "1"}) == 1  # the job's part of the host
+    assert launch_threads(ranks_per_host, 8, by_pbs, known=False, fill=True) == threads
+
+
+def test_threads_that_are_equal_at_all_sizes_of_a_study() -> None:
+    no_gpus = {"CUDA_VISIBLE_DEVICES": ""}
+    assert equal_threads(2, {"NCPUS": "1", **no_gpus}) == 1  # the job's part of the host
     assert equal_threads(2, {"OMP_NUM_THREADS": "3"}) == 3
     assert equal_threads(2, {"OMP_NUM_THREADS": "4,2"}) is None
-
-
-def test_the_cores_of_a_rank_do_not_depend_on_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = len(os.sched_getaffinity(0))
-    for threads in ("1", "500"):
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        assert 1 <= local_cores(0, 1) <= cores
-    assert local_cores(0, 500) == 1
+    assert equal_threads(2, {"CUDA_VISIBLE_DEVICES": "0,1"}) is None  # the GPUs compute

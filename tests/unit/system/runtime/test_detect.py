@@ -92,90 +92,67 @@ def test_every_launcher_is_tested() -> None:
     assert set(TABLE) == {launcher.name for launcher in LAUNCHERS}
 
 
-def test_without_a_launcher_the_world_is_one_rank() -> None:
-    assert detect({}) == SINGLE_RANK
-    assert detect({"PATH": "/bin", "HOME": "/root"}) == LaunchInfo(None, 0, 1, 0, 1)
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
 
 
-def test_a_batch_script_is_not_a_rank() -> None:
-    assert detect(BATCH_SCRIPT) == SINGLE_RANK
+STEP = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 
 
-def test_a_step_is_recognized_by_its_id() -> None:
-    # The other variables may be inherited: sbatch exports the environment of its caller.
-    left_over = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
-    assert detect(left_over) == SINGLE_RANK
-
-
-def test_mpirun_takes_precedence_over_slurm() -> None:
-    assert detect({**BATCH_SCRIPT, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
-    assert detect({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **OPEN_MPI}).size == 8
-
-
-def test_mpiexec_takes_precedence_over_a_slurm_step() -> None:
-    # Hydra starts its proxies by srun, each in a separate step.
-    step = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    launch = detect({**step, **HYDRA})
-    assert (launch.launcher, launch.rank, launch.size) == ("mpiexec (Hydra)", 5, 8)
-
-
-def test_pals_sets_the_variables_of_pmi_too() -> None:
-    assert detect({**HYDRA, **PALS}).launcher == "mpiexec (Cray PALS)"
-
-
-def test_the_size_under_pals_is_set_by_pmi() -> None:
-    # As on Polaris; PALS_SIZE is set by `hvdtrain launch`, for sites without PMI_SIZE.
-    environ = {name: value for name, value in PALS.items() if name != "PALS_SIZE"}
-    pmi = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1"}
-    assert detect({**environ, **pmi}) == LaunchInfo("mpiexec (Cray PALS)", 5, 8, 1, 4)
-
-
-def test_torchrun_is_recognized_by_its_mark_only() -> None:
-    # RANK and WORLD_SIZE may be set in a shell for other reasons.
-    without = {key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}
-    assert detect(without) == SINGLE_RANK
-    assert detect({**without, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
-
-
-def test_variables_set_by_hand_come_last() -> None:
-    assert detect({**KUBERNETES, **OPEN_MPI}).launcher == "mpirun (Open MPI)"
-    assert detect({**KUBERNETES, **SRUN}).launcher == "srun"
-    assert detect({**KUBERNETES, "MASTER_ADDR": ""}) == SINGLE_RANK
-
-
-def test_torchrun_below_mpirun_or_srun_is_torchrun() -> None:
-    inside = {**TORCHRUN, "RANK": "3"}
-    assert detect({**OPEN_MPI, **inside}) == LaunchInfo("torchrun", 3, 8, 1, 4)
-    assert detect({**SRUN, **inside}) == LaunchInfo("torchrun", 3, 8, 1, 4)
+@pytest.mark.parametrize(
+    ("environ", "launch"),
+    [
+        ({}, SINGLE_RANK),
+        ({"PATH": "/bin", "HOME": "/root"}, LaunchInfo(None, 0, 1, 0, 1)),
+        (BATCH_SCRIPT, SINGLE_RANK),
+        # The other variables may be inherited: sbatch exports the environment of its caller.
+        (without(SRUN, "SLURM_STEP_ID"), SINGLE_RANK),
+        ({**BATCH_SCRIPT, **OPEN_MPI}, LaunchInfo("mpirun (Open MPI)", 5, 8, 1, 4)),
+        ({**STEP, **OPEN_MPI}, LaunchInfo("mpirun (Open MPI)", 5, 8, 1, 4)),
+        # Hydra starts its proxies by srun, each in a separate step.
+        ({**STEP, **HYDRA}, LaunchInfo("mpiexec (Hydra)", 5, 8, 1, 4)),
+        # PALS sets the variables of PMI too.
+        ({**HYDRA, **PALS}, LaunchInfo("mpiexec (Cray PALS)", 5, 8, 1, 4)),
+        # As on Polaris; PALS_SIZE is set by `hvdtrain launch`, for sites without PMI_SIZE.
+        (
+            {**without(PALS, "PALS_SIZE"), "PMI_RANK": "5", "PMI_SIZE": "8"},
+            LaunchInfo("mpiexec (Cray PALS)", 5, 8, 1, 4),
+        ),
+        # RANK and WORLD_SIZE may be set in a shell for other reasons.
+        (without(TORCHRUN, "TORCHELASTIC_RUN_ID"), SINGLE_RANK),
+        (
+            {**without(TORCHRUN, "TORCHELASTIC_RUN_ID"), **OPEN_MPI},
+            LaunchInfo("mpirun (Open MPI)", 5, 8, 1, 4),
+        ),
+        ({**OPEN_MPI, **TORCHRUN, "RANK": "3"}, LaunchInfo("torchrun", 3, 8, 1, 4)),
+        ({**SRUN, **TORCHRUN, "RANK": "3"}, LaunchInfo("torchrun", 3, 8, 1, 4)),
+        # Variables set by hand come last.
+        ({**KUBERNETES, **OPEN_MPI}, LaunchInfo("mpirun (Open MPI)", 5, 8, 1, 4)),
+        ({**KUBERNETES, **SRUN}, LaunchInfo("srun", 5, 8, 1, 4)),
+        ({**KUBERNETES, "MASTER_ADDR": ""}, SINGLE_RANK),
+    ],
+)
+def test_precedence(environ: dict[str, str], launch: LaunchInfo) -> None:
+    assert detect(environ) == launch
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_launcher_without_rank_or_size_is_ignored(name: str) -> None:
-    launcher = next(entry for entry in LAUNCHERS if entry.name == name)
-    for missing in (launcher.rank, launcher.size):
-        environ = {key: value for key, value in TABLE[name].items() if key != missing}
-        assert detect(environ) == SINGLE_RANK
-
-
-@pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("garbage", ["", "x", "-1", "1.5", "0x2", " ", "²", "1e1", "None", "(2)"])
-def test_invalid_values_are_ignored(name: str, garbage: str) -> None:
+def test_a_launcher_without_a_valid_rank_or_size_is_ignored(name: str) -> None:
     launcher = next(entry for entry in LAUNCHERS if entry.name == name)
     for variable in (launcher.rank, launcher.size):
-        assert detect({**TABLE[name], variable: garbage}) == SINGLE_RANK
+        assert detect(without(TABLE[name], variable)) == SINGLE_RANK
+        for garbage in ("", "x", "-1", "1.5", "0x2", " ", "²", "1e1", "None", "(2)"):
+            assert detect({**TABLE[name], variable: garbage}) == SINGLE_RANK
 
 
 @pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("value", [None, "", "many"])
-def test_without_local_numbers_one_host_is_assumed(name: str, value: str | None) -> None:
+def test_without_local_numbers_one_host_is_assumed(name: str) -> None:
     launcher = next(entry for entry in LAUNCHERS if entry.name == name)
-    environ = dict(TABLE[name])
-    for variable in (launcher.local_rank, launcher.local_size):
-        if value is None:
-            del environ[variable]
-        else:
-            environ[variable] = value
-    assert detect(environ) == LaunchInfo(name, rank=5, size=8, local_rank=5, local_size=8)
+    local = (launcher.local_rank, launcher.local_size)
+    expected = LaunchInfo(name, rank=5, size=8, local_rank=5, local_size=8)
+    assert detect(without(TABLE[name], *local)) == expected
+    for value in ("", "many"):
+        assert detect({**TABLE[name], **dict.fromkeys(local, value)}) == expected
 
 
 @given(st.sampled_from(sorted(TABLE)), st.text(max_size=6), st.data())
@@ -221,21 +198,21 @@ def test_a_local_rank_that_agrees_or_is_not_set_by_the_launcher() -> None:
         check_local_rank(1, environ)
         check_local_rank(None, environ)
     check_local_rank(0, {})
-    unset = {key: value for key, value in KUBERNETES.items() if not key.startswith("LOCAL")}
-    check_local_rank(3, unset)  # the local rank is unknown
+    check_local_rank(3, without(KUBERNETES, "LOCAL_RANK", "LOCAL_WORLD_SIZE"))  # unknown
 
 
-def test_only_the_elastic_launch_restarts_ranks_of_horovod() -> None:
-    elastic = {**HOROVOD, "HVDTRAIN_SLOT": "node1+0:0"}
-    assert is_elastic(elastic)
-    assert is_restarted(elastic)
-    for environ in (HOROVOD, {**OPEN_MPI, "HVDTRAIN_SLOT": "node1+0:0"}, TORCHRUN, {}):
-        assert not is_elastic(environ)
-    assert not is_restarted(HOROVOD)
-
-
-def test_torchrun_restarts_ranks_if_max_restarts_is_positive() -> None:
-    assert is_restarted({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"})
-    for environ in (TORCHRUN, {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"}, {}):
-        assert not is_restarted(environ)
-    assert not is_restarted({**OPEN_MPI, "TORCHELASTIC_MAX_RESTARTS": "3"})
+@pytest.mark.parametrize(
+    ("environ", "restarted", "elastic"),
+    [
+        ({**HOROVOD, "HVDTRAIN_SLOT": "node1+0:0"}, True, True),
+        (HOROVOD, False, False),
+        ({**OPEN_MPI, "HVDTRAIN_SLOT": "node1+0:0"}, False, False),
+        ({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}, True, False),
+        ({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"}, False, False),
+        (TORCHRUN, False, False),
+        ({**OPEN_MPI, "TORCHELASTIC_MAX_RESTARTS": "3"}, False, False),
+        ({}, False, False),
+    ],
+)
+def test_who_restarts_ranks(environ: dict[str, str], restarted: bool, elastic: bool) -> None:
+    assert (is_restarted(environ), is_elastic(environ)) == (restarted, elastic)

@@ -59,125 +59,95 @@ def end_of(body: str, rank: int | None = None, size: int = 2, head: str = HEAD +
     return End(result.returncode, result.stdout, result.stderr, time.monotonic() - started)
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 75])
-def test_the_code_of_main_is_the_exit_code_without_a_message(code: int) -> None:
-    end = end_of(f"print('result')\nreturn {code}")
-    assert (end.code, end.out, end.err) == (code, "result\n", "")
+HERE = f"on {socket.gethostname()}"
+DISCONNECT = "process_status.disconnect.append(lambda: print('disconnected'))\n"
+STEP_4 = "process_status.stage = 'step 4'\n"
 
 
 @pytest.mark.parametrize(
-    ("statement", "code"),
-    [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("sys.exit()", 0), ("raise SystemExit", 0)],
+    ("body", "rank", "code", "out", "err"),
+    [
+        ("print('result')\nreturn 0", None, 0, "result\n", ""),
+        ("return 1", None, 1, "", ""),
+        ("return 2", None, 2, "", ""),
+        ("return 75", None, 75, "", ""),
+        ("sys.exit(0)", None, 0, "", ""),
+        ("sys.exit(3)", None, 3, "", ""),
+        ("sys.exit()", None, 0, "", ""),
+        ("raise SystemExit", None, 0, "", ""),
+        ("sys.exit('no data')", None, 1, "", "no data\n"),
+        (f"{DISCONNECT}return 75", 0, 75, "disconnected\n", ""),
+        (f"{DISCONNECT}return 75", 1, 75, "disconnected\n", ""),
+        (f"{STEP_4}sys.exit(0)", 1, 0, "", ""),
+        ("sys.stdout.write('half a line')\nraise UsageError('why')", None, 2, "half a line", None),
+        # MPI_Finalize would wait for ranks that have ended.
+        ("import atexit\natexit.register(print, 'final')\nraise UsageError('')", 0, 2, "", None),
+        ("import atexit\natexit.register(print, 'final')\nreturn 0", 0, 0, "final\n", ""),
+    ],
 )
-def test_sys_exit_sets_the_exit_code(statement: str, code: int) -> None:
-    end = end_of(statement)
-    assert (end.code, end.err) == (code, "")
+def test_the_exit_code_and_the_output(
+    body: str, rank: int | None, code: int, out: str, err: str | None
+) -> None:
+    end = end_of(body, rank)
+    assert (end.code, end.out) == (code, out)
+    assert err in (None, end.err)
 
 
 @pytest.mark.parametrize(
     ("statement", "code", "reason"),
-    [("sys.exit(3)", 3, ""), ("sys.exit('no data')", 1, " (no data)"), ("sys.exit(0)", 0, None)],
+    [("sys.exit(3)", 3, ""), ("sys.exit('no data')", 1, " (no data)")],
 )
 def test_an_exit_of_one_rank_within_a_step_is_reported(
-    statement: str, code: int, reason: str | None
+    statement: str, code: int, reason: str
 ) -> None:
-    end = end_of(f"process_status.stage = 'step 4'\n{statement}", rank=1)
+    end = end_of(STEP_4 + statement, rank=1)
     assert end.code == code
     assert end.err.startswith(
-        f"hvdtrain: rank 1 on {socket.gethostname()}, step 4: the program called "
-        f"sys.exit{reason}, exit code {code}. No checkpoint"
-        if reason is not None
-        else ""
+        f"hvdtrain: rank 1 {HERE}, step 4: the program called sys.exit{reason}, exit code {code}. "
+        "No checkpoint"
     )
-
-
-def test_exit_with_a_text_is_a_failure() -> None:
-    end = end_of("sys.exit('no data')")
-    assert (end.code, end.err) == (1, "no data\n")
-
-
-DISCONNECT = "process_status.disconnect.append(lambda: print('disconnected'))\n"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_all_ranks_shuts_down_the_library_first(rank: int) -> None:
     end = end_of(f"{DISCONNECT}raise agreed(UsageError('bad'))", rank)
     assert (end.code, end.out.splitlines()[0]) == (2, "disconnected")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_preempted_ranks_shut_down_the_library_before_they_exit(rank: int) -> None:
-    end = end_of(f"{DISCONNECT}return 75", rank)
-    assert (end.code, end.out) == (75, "disconnected\n")
-
-
-def test_an_error_of_one_rank_does_not_shut_down_the_library() -> None:
-    assert "disconnected" not in end_of(f"{DISCONNECT}raise UsageError('bad')", 0).out
+    assert "disconnected" not in end_of(f"{DISCONNECT}raise UsageError('bad')", rank).out
 
 
 def test_a_shutdown_that_hangs_is_abandoned() -> None:
-    head = HEAD + "import threading\n"
-    body = (
-        "process_status.disconnect.append(threading.Event().wait)\nraise agreed(UsageError('bad'))"
-    )
-    end = end_of(body, 0, head=head)
+    waits = "process_status.disconnect.append(threading.Event().wait)"
+    body = f"import threading\n{waits}\nraise agreed(UsageError('bad'))"
+    end = end_of(body, 0, head=HEAD)
     assert (end.code, end.err) == (2, "hvdtrain: error: bad\n")
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"),
-    [("UsageError", 2), ("CheckpointError", 1), ("TrainingError", 1), ("HvdtrainError", 1)],
-)
-def test_a_single_process_prints_one_line_and_exits_with_the_code(kind: str, code: int) -> None:
-    end = end_of(f"raise {kind}('--lr is wrong: give another')")
-    assert end.code == code
-    assert end.err == "hvdtrain: error: --lr is wrong: give another\n"
-    assert end.out == ""
+KINDS = {"UsageError": (2, WAIT_USAGE), "CheckpointError": (1, WAIT_FAILURE)}
+KINDS |= {"TrainingError": (1, WAIT_FAILURE), "HvdtrainError": (1, WAIT_FAILURE)}
 
 
-@pytest.mark.parametrize("agreed", [True, False])
-@pytest.mark.parametrize("kind", ["UsageError", "CheckpointError"])
-def test_rank_zero_prints_at_once(kind: str, agreed: bool) -> None:
-    error = f"agreed({kind}('why'))" if agreed else f"{kind}('why')"
-    end = end_of(f"raise {error}", rank=0)
-    assert "slept" not in end.out
-    assert len(end.err.splitlines()) == 1
-    assert end.err.endswith("error: why\n")
-    # A usage error on rank 0 usually occurs on all ranks; any other error on one rank.
-    assert ("rank 0 on" in end.err) == (kind != "UsageError" and not agreed)
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_reports_an_error_and_when(kind: str) -> None:
+    """A usage error on rank 0 usually occurs on all ranks; any other error on one rank."""
+    code, wait = KINDS[kind]
+    alone = end_of(f"raise {kind}('--lr is wrong: give another')")
+    assert alone == End(code, "", "hvdtrain: error: --lr is wrong: give another\n", alone.seconds)
+    for agreed_by_all in (True, False):
+        error = f"agreed({kind}('why'))" if agreed_by_all else f"{kind}('why')"
+        root = end_of(f"raise {error}", rank=0)
+        assert (root.code, root.out) == (code, "")
+        own = kind != "UsageError" and not agreed_by_all
+        assert root.err == f"hvdtrain: {f'rank 0 {HERE}: ' if own else ''}error: why\n"
+        other = end_of(f"process_status.stage = 'step 17'\nraise {error}", rank=1)
+        assert (other.code, other.out) == (code, f"slept {wait}\n")
+        reported = "" if agreed_by_all else f"hvdtrain: rank 1 {HERE}, step 17: error: why\n"
+        assert other.err == reported
 
 
-@pytest.mark.parametrize(
-    ("kind", "code", "wait"),
-    [("UsageError", 2, WAIT_USAGE), ("CheckpointError", 1, WAIT_FAILURE)],
-)
-def test_another_rank_is_silent_if_all_agree(kind: str, code: int, wait: float) -> None:
-    end = end_of(f"raise agreed({kind}('why'))", rank=1)
-    assert (end.code, end.err, end.out) == (code, "", f"slept {wait}\n")
-
-
-@pytest.mark.parametrize(
-    ("kind", "code", "wait"),
-    [("UsageError", 2, WAIT_USAGE), ("TrainingError", 1, WAIT_FAILURE)],
-)
-def test_another_rank_reports_its_own_error_after_the_wait(
-    kind: str, code: int, wait: float
-) -> None:
-    end = end_of(f"process_status.stage = 'step 17'\nraise {kind}('why')", rank=1)
-    assert (end.code, end.out) == (code, f"slept {wait}\n")
-    assert end.err == f"hvdtrain: rank 1 on {socket.gethostname()}, step 17: error: why\n"
-
-
-def test_the_waits_are_within_the_limit() -> None:
+def test_the_wait_is_real_and_within_the_limit() -> None:
     assert 0 < WAIT_FAILURE < WAIT_USAGE <= 5
-
-
-def test_the_wait_is_real() -> None:
-    end = end_of(
-        "sys.modules[run_and_exit.__module__].WAIT_USAGE = 0.7\nraise UsageError('why')",
-        rank=1,
-        head=HEAD,
-    )
+    shorter = "sys.modules[run_and_exit.__module__].WAIT_USAGE = 0.7"
+    end = end_of(f"{shorter}\nraise UsageError('why')", rank=1, head=HEAD)
     assert end.seconds >= 0.7
     assert "why" in end.err
 
@@ -210,13 +180,8 @@ def test_a_traceback_for_unexpected_errors_only(rank: int | None) -> None:
     if rank is None:
         assert "rank" not in end.err.splitlines()[0]
     else:
-        assert f"rank {rank} on {socket.gethostname()}: failed" in end.err.splitlines()[0]
+        assert f"rank {rank} {HERE}: failed" in end.err.splitlines()[0]
         assert end.out == f"slept {WAIT_FAILURE if rank else LOSS_POLL}\n"
-
-
-def test_earlier_output_is_not_lost() -> None:
-    end = end_of("sys.stdout.write('half a line')\nraise UsageError('why')")
-    assert end.out == "half a line"
 
 
 def test_a_thread_that_never_ends_does_not_delay_a_failure() -> None:
@@ -226,17 +191,6 @@ def test_a_thread_that_never_ends_does_not_delay_a_failure() -> None:
         "raise UsageError('why')"
     )
     assert end_of(body).code == 2
-
-
-def test_finalizers_do_not_run_after_a_failure() -> None:
-    # MPI_Finalize would wait for ranks that have ended.
-    end = end_of("import atexit\natexit.register(print, 'finalizer')\nraise UsageError('why')")
-    assert "finalizer" not in end.out
-
-
-def test_finalizers_run_after_success() -> None:
-    end = end_of("import atexit\natexit.register(print, 'finalizer')\nreturn 0")
-    assert (end.code, end.out) == (0, "finalizer\n")
 
 
 def test_an_interrupt_is_130_without_a_traceback() -> None:
@@ -261,22 +215,16 @@ def test_an_interrupt_is_130_without_a_traceback() -> None:
 
 def test_agreement_is_a_mark_on_the_error() -> None:
     error = UsageError("why")
+    error.add_note("mine")
     assert not is_agreed(error)
     assert agreed(error) is error
     assert is_agreed(error)
-    assert str(error) == "why"
-    assert not is_agreed(UsageError("why"))
-
-
-def test_the_mark_keeps_other_notes() -> None:
-    error = UsageError("why")
-    error.add_note("mine")
-    assert agreed(error).__notes__[0] == "mine"
+    assert (str(error), error.__notes__[0]) == ("why", "mine")
 
 
 READER = """
 import glob, multiprocessing, os, signal, sys, tempfile
-from hvdtrain.system.runtime.exit import end_with_parent
+from hvdtrain.system.runtime.outlive import end_with_parent
 from hvdtrain.system.runtime.scratch import use_scratch_directory
 
 def work(queue):

@@ -10,7 +10,7 @@ from tests.conftest import unmeasured
 # Three ranks on three hosts, in one process.
 HEAD = """
 import logging, os, socket, threading, time
-from hvdtrain.system.runtime import handshake
+from hvdtrain.system.runtime import failure_detector as detector
 from hvdtrain.system.runtime.failure_detector import FailureDetector
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 hosts = [(f"h{number}", "") for number in range(3)]
@@ -44,10 +44,10 @@ def run(body: str) -> tuple[int, str, str]:
 
 def test_a_rank_that_gave_up_before_rank_0_connected_is_not_lost() -> None:
     code, out, err = run("""
-handshake.ANSWER = 0.2
+detector.ANSWER = 0.2
 ranks[1].connect(endpoints)
 until(lambda: "failure detector" not in [thread.name for thread in threading.enumerate()])
-handshake.ANSWER = 30.0
+detector.ANSWER = 30.0
 ranks[0].connect(endpoints)
 ranks[2].connect(endpoints)
 connected(2)
@@ -60,8 +60,8 @@ def test_a_process_that_gives_up_after_the_answer_is_not_lost() -> None:
     code, out, err = run("""
 ranks[0].connect(endpoints)
 line = socket.create_connection(("127.0.0.1", port))
-line.sendall(ranks[0].secret[:handshake.KEY] + (1).to_bytes(handshake.RANK, "big"))
-assert handshake.receive(line, handshake.KEY) == ranks[0].secret[handshake.KEY:]
+line.sendall(ranks[0].secret[:detector.KEY] + (1).to_bytes(detector.RANK, "big"))
+assert detector.receive(line, detector.KEY) == ranks[0].secret[detector.KEY:]
 line.close()
 ranks[2].connect(endpoints)
 connected(2)
@@ -71,7 +71,7 @@ connected(2)
 
 def test_silent_and_foreign_processes_delay_no_rank() -> None:
     code, out, err = run("""
-handshake.ANSWER = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
+detector.ANSWER = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
 silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
 for line in silent[:5]:
     line.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n" + bytes(100))
@@ -84,7 +84,7 @@ connected(1, 2)
 
 def test_silent_connections_are_closed() -> None:
     code, out, err = run("""
-handshake.HELLO = 0.2
+detector.HELLO = 0.2
 ranks[0].connect(endpoints)
 with socket.create_connection(("127.0.0.1", port)) as line:
     assert line.recv(1) == b""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.system.runtime.command import Command
 from hvdtrain.system.runtime.walltime import (
     FIRST_SAVE,
     RESERVE,
@@ -20,7 +21,6 @@ from hvdtrain.system.runtime.walltime import (
     parse_clock,
     question,
     read_answer,
-    seconds_left,
     show_clock,
 )
 
@@ -57,23 +57,14 @@ def test_the_environment_takes_precedence() -> None:
     assert ends_at(both) == 1.7e9
     assert ends_at({"SLURM_JOB_END_TIME": "1700000000", "SLURM_JOB_ID": "1"}) == 1.7e9
     assert ends_at({}) is None
-    left = seconds_left({"HVDTRAIN_WALLTIME_ENDS": "1"})
-    assert left is not None
-    assert left < 0
-
-
-def test_an_empty_variable_prevents_a_query(tmp_path: Path) -> None:
-    # The batch system has been queried already.
+    # Empty: the batch system has been queried already.
     assert ends_at({"HVDTRAIN_WALLTIME_ENDS": "", "SLURM_JOB_ID": "1"}) is None
 
 
 def test_the_query_of_each_batch_system() -> None:
-    command = question({"SLURM_JOB_ID": "7", "PBS_JOBID": "7"})
-    assert command is not None
-    assert command.argv == ("squeue", "-h", "-j", "7", "-o", "%L")
-    command = question({"PBS_JOBID": "7[1].server"})
-    assert command is not None
-    assert command.argv == ("qstat", "-f", "7[1].server")
+    squeue = Command(("squeue", "-h", "-j", "7", "-o", "%L"))
+    assert question({"SLURM_JOB_ID": "7", "PBS_JOBID": "7"}) == squeue
+    assert question({"PBS_JOBID": "7[1].server"}) == Command(("qstat", "-f", "7[1].server"))
     assert question({}) is None
 
 

@@ -1,0 +1,239 @@
+"""The process that ``hvdtrain launch`` starts on a host for the ranks there, and its leash.
+
+The leash is the process's standard input: a byte on it is an order, and when it closes, because the
+process that holds the other end has exited, the ranks are killed. It works through ssh, too.
+
+``python -m hvdtrain.commands.launch.host_process torchrun`` takes torchrun's options and behaves
+like torchrun, except that
+
+- its exit code is that of the first rank to fail; torchrun's is always 1;
+- on a signal or an order its ranks save and stop, by SIGUSR1; torchrun kills them;
+- each rank gets its share of the host's cores; torchrun gives it one thread;
+- with ``--max-restarts``, ranks that saved and stopped, or that ended with a usage error, are not
+  restarted.
+
+``python -m hvdtrain.commands.launch.host_process horovod`` starts a command as the rank of a slot
+of an elastic job. A rank that requests it is restarted, with the number that the driver assigns to
+the slot then; otherwise the process ends with the rank, and with its exit code. On the order
+``STOP`` the rank saves and stops, as on a signal; on ``RESTART`` it is killed and restarted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import psutil
+from typing_extensions import override
+
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
+from hvdtrain.system.machine.network import interface_towards
+from hvdtrain.system.runtime import elastic
+from hvdtrain.system.runtime.command import Command, start
+from hvdtrain.system.runtime.spawn import STOP_SIGNALS, exit_code, say, signal_of
+
+PROGRAM = (sys.executable, "-m", "hvdtrain.commands.launch.host_process")
+STANDARD_INPUT = 0
+STOP, RESTART = b"\n", b"r"  # orders
+PATIENCE = 3.0  # seconds for a process to kill its ranks
+# Suffixes of HOROVOD_*.
+RANK_FIELDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+INTERFACE = "HOROVOD_GLOO_IFACE"
+# Exit codes of a rank that Horovod's threads abort when another one is lost.
+ABORTED = (128 + signal.SIGABRT, 128 + signal.SIGSEGV)
+LOSS_PATIENCE = 3.0  # seconds for the driver to detect the rank that was lost first
+
+
+# The end that launch holds
+
+
+def send(process: subprocess.Popen[bytes], order: bytes) -> None:
+    """Give ``process`` an order, unless it has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        if process.stdin:
+            os.write(process.stdin.fileno(), order)
+
+
+def release(process: subprocess.Popen[bytes]) -> None:
+    """Let ``process`` kill its ranks and end."""
+    if process.stdin:
+        process.stdin.close()
+
+
+def end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Let ``processes`` kill their ranks and end; kill those that do not."""
+    processes = list(processes)
+    for process in processes:
+        release(process)
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        process.kill()
+
+
+# The end on the host
+
+
+def heed(orders: Callable[[bytes], None]) -> None:
+    """Stop the ranks on a signal; keep standard input from them, and heed it if it is a pipe.
+
+    ``orders`` is called with each order.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: request_stop())
+    kind = os.fstat(STANDARD_INPUT).st_mode
+    pipe = os.dup(STANDARD_INPUT)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, STANDARD_INPUT)
+    os.close(null)
+    if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
+        threading.Thread(target=_listen, args=(pipe, orders), name="stdin", daemon=True).start()
+
+
+def _listen(pipe: int, orders: Callable[[bytes], None]) -> None:
+    while order := os.read(pipe, 1):
+        orders(order)
+    signal_ranks(signal.SIGKILL)
+    os._exit(EXIT_FAILURE)
+
+
+def signal_ranks(number: signal.Signals) -> bool:
+    """Send a signal to the ranks of this host; return whether there are any."""
+    ranks = psutil.Process().children()
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)
+    return bool(ranks)
+
+
+def request_stop() -> None:
+    """Signal the ranks of this host to save and stop; exit at once if none has been started."""
+    if not signal_ranks(signal.SIGUSR1):
+        os._exit(128 + signal.SIGTERM)
+
+
+def run_torchrun(arguments: Sequence[str]) -> int:
+    """Start the ranks of this host with torchrun's ``arguments``; return the exit code."""
+    heed(lambda _: request_stop())
+    if "LOGLEVEL" not in os.environ:  # torchrun's
+        logging.disable(logging.ERROR)  # failed ranks report it themselves, or are reported below
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if quiet:  # 20 lines for each request to the store of an agent that has exited
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    if quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the ranks
+    codes = _restart_only_after_loss()
+    parsed = parse_args(list(arguments))
+    if hasattr(parsed, "signals_to_handle"):  # otherwise TERM kills the ranks, as under torchrun
+        parsed.signals_to_handle = "SIGQUIT"
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(parsed.nproc_per_node))))
+    try:
+        run(parsed)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            by = signal_of(failure.exitcode) or f"signal {-failure.exitcode}"
+            say(f"rank {rank} on {socket.gethostname()} was ended by {by}")
+        return exit_code(failure.exitcode)
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    except RendezvousError as error:
+        if codes == {EXIT_PREEMPTED}:  # harmless: the ranks have saved
+            return EXIT_PREEMPTED
+        say(f"{socket.gethostname()}: the rendezvous of the agents failed: {error}")
+        return EXIT_FAILURE
+    return EXIT_OK
+
+
+def _restart_only_after_loss() -> set[int]:
+    """Make the agent give up if its ranks end in a way that a restart would only repeat.
+
+    Returns:
+        The exit codes of the ranks that failed last; updated when others fail.
+    """
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.launcher import api
+
+    codes: set[int] = set()
+
+    class LossOnlyAgent(LocalElasticAgent):
+        @override
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            failed = {failure.exitcode for failure in result.failures.values()}
+            if failed:
+                codes.clear()
+                codes.update(failed)
+                if failed <= {EXIT_USAGE, EXIT_PREEMPTED}:
+                    self._remaining_restarts = 0
+            return result
+
+    api.LocalElasticAgent = LossOnlyAgent  # type: ignore[attr-defined]  # used by run()
+    return codes
+
+
+def run_slot(words: Sequence[str]) -> int:
+    """Start the rank of a slot, and restart it on request; return its last exit code."""
+    restart = threading.Event()
+
+    def handle(order: bytes) -> None:
+        if order == RESTART:
+            restart.set()
+            signal_ranks(signal.SIGKILL)
+        else:
+            request_stop()
+
+    heed(handle)
+    environ: dict[str, str] = {}
+    if INTERFACE not in os.environ:
+        environ[INTERFACE] = interface_towards(os.environ[elastic.ADDRESS]) or "lo"
+    while True:
+        restart.clear()
+        code = exit_code(start(Command(tuple(words), environ)).wait())
+        if not (code == elastic.EXIT_RESTART or restart.is_set() or _is_caused_by_a_loss(code)):
+            return code
+        try:
+            values = elastic.query_driver(elastic.RANK_AND_SIZE).split(",")
+        except OSError as error:
+            say(f"{socket.gethostname()}: no answer from the elastic driver: {error}")
+            return code
+        if len(values) != len(RANK_FIELDS) or int(values[0]) < 0:  # this slot is no longer used
+            return EXIT_OK
+        environ |= variables(values)
+
+
+def variables(values: Sequence[str]) -> dict[str, str]:
+    """Return the variables of a rank: rank, size and so on, in the order of the driver's answer."""
+    return {f"HOROVOD_{name}": value for name, value in zip(RANK_FIELDS, values, strict=True)}
+
+
+def _is_caused_by_a_loss(code: int) -> bool:
+    end = time.monotonic() + LOSS_PATIENCE
+    while code in ABORTED and time.monotonic() < end:
+        if elastic.is_rank_lost():
+            return True
+        time.sleep(LOSS_PATIENCE / 10)
+    return False
+
+
+if __name__ == "__main__":
+    runner = {"torchrun": run_torchrun, "horovod": run_slot}[sys.argv[1]]
+    code = runner(sys.argv[2:])
+    os._exit(code) if runner is run_slot else sys.exit(code)

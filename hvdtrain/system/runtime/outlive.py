@@ -1,0 +1,187 @@
+"""Outlive Open MPI's mpirun above a rank, which kills its ranks too early, or end it.
+
+After SIGTERM mpirun kills its ranks within half a second, and a save may take longer. After a
+failure it orders its daemons to end and waits for all of them, without a limit: if one cannot be
+reached, the job never ends.
+
+This file is also the program that ends mpirun then, as the rank itself is ended: it imports only
+the standard library at module level, to start fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+MPIRUNS = ("prterun", "mpirun", "mpiexec", "orterun")
+NAMES = (*MPIRUNS, "prted", "orted")  # and its daemons on other hosts
+# Prefix of namespaces whose daemons serve several jobs (`prte` and `prun`).
+SHARED = "prte-"
+
+FORWARD = 1.0  # seconds for mpirun to forward the rank's output
+TIMES = 3  # number of SIGINTs: orderly end, warning, immediate end
+APART = 0.3  # seconds between them
+
+
+def parent_among(names: Sequence[str]) -> Path | None:
+    """Return the /proc directory of the parent process if its name is one of ``names``."""
+    parent = Path(f"/proc/{os.getppid()}")
+    with contextlib.suppress(OSError):
+        if (parent / "comm").read_text().strip() in names:
+            return parent
+    return None
+
+
+def is_ended_by_mpirun() -> bool:
+    """Return whether mpirun or its daemon started this process; they end a rank by SIGTERM."""
+    return parent_among(NAMES) is not None
+
+
+def impatient_parent(names: Sequence[str]) -> Path | None:
+    """Return ``parent_among(names)`` unless it blocks SIGTERM, after which it kills its ranks."""
+    parent = parent_among(names)
+    with contextlib.suppress(OSError):
+        if parent:
+            status = (parent / "status").read_text()
+            blocked = re.search(r"^SigBlk:\s*(\w+)", status, re.MULTILINE)
+            is_blocked = blocked and int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1
+            return None if is_blocked else parent
+    return None
+
+
+@contextlib.contextmanager
+def surviving_kill(action: Callable[[], object]) -> Iterator[None]:
+    """Let a forked copy of this process do ``action`` if mpirun kills it within the block.
+
+    Open MPI's mpirun kills its ranks half a second after receiving SIGTERM, and a save may take
+    longer. The copy is forked when the signal arrives, in a new process group, unknown to mpirun,
+    but in the same session, so that a batch system can kill it. It has only this thread, so
+    ``action`` must not compute with a framework or call MPI.
+    """
+    if threading.current_thread() is not threading.main_thread() or not impatient_parent(NAMES):
+        yield
+        return
+    arrived, wake = os.pipe()
+    os.set_blocking(wake, False)
+    done, finish = os.pipe()  # closed without data if this process is killed
+    copies: list[int] = []
+
+    def wait() -> None:
+        while (number := os.read(arrived, 1)) and number[0] not in (signal.SIGTERM, signal.SIGINT):
+            pass
+        if number and (copy := os.fork()):
+            copies.append(copy)
+        elif number:
+            _act_after(done, finish, action)
+
+    # The thread is woken at once, even while the main thread waits for the disk.
+    former = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    thread = threading.Thread(target=wait, name="surviving_kill", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(former)
+        os.close(wake)
+        thread.join()
+        os.write(finish, b".")
+        for handle in (arrived, done, finish):
+            os.close(handle)
+        for copy in copies:
+            os.waitpid(copy, 0)
+
+
+def _act_after(done: int, finish: int, action: Callable[[], object]) -> NoReturn:
+    """Do ``action``, in the copy, if ``done`` is closed without data; then exit."""
+    try:
+        os.setpgid(0, 0)
+        os.close(finish)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for handle in range(3):
+            os.dup2(nowhere, handle)
+        if os.read(done, 1) == b"":
+            action()
+    finally:
+        os._exit(1)
+
+
+def end_with_parent(_: int = 0) -> None:
+    """End this worker process when the process that created it ends; call it first in a worker.
+
+    The operating system's parent of a worker is the fork server, which waits for its workers; if
+    mpirun killed the training process, all of them would keep running.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def end_mpirun() -> bool:
+    """End the mpirun or the daemon that started this rank, in ``FORWARD`` seconds.
+
+    Its ranks should not exit earlier: an mpirun on a third host learns of the loss only from this
+    daemon, and only while it does not wait for an orderly end yet.
+
+    Returns:
+        Whether it will be ended; False if another launcher started this rank.
+    """
+    import psutil
+
+    from hvdtrain.system.runtime.command import Command, leave_behind
+
+    if os.environ.get("PMIX_NAMESPACE", "").startswith(SHARED):
+        return False
+    try:
+        above = [process for process in psutil.Process().parents() if process.name() in NAMES]
+    except psutil.Error:
+        return False
+    if above:
+        leave_behind(Command((sys.executable, "-I", "-S", __file__, str(above[0].pid))))
+    return bool(above)
+
+
+def main(process: int) -> None:
+    """End ``process`` and its children.
+
+    An ssh to a lost host does not end by itself and keeps mpirun's output open, so that a reader,
+    as in ``mpirun ... | tee log``, would not end either.
+    """
+    time.sleep(FORWARD)
+    started = _children(process)
+    with contextlib.suppress(OSError):  # it has ended
+        for _ in range(TIMES):
+            os.kill(process, signal.SIGINT)
+            time.sleep(APART)
+    for child in started:
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)  # the ssh of `hvdtrain launch` ignores SIGTERM
+
+
+def _children(process: int) -> list[int]:
+    """Return the ids of the live children of ``process``."""
+    children = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            after_name = file.read_text().rpartition(")")[2].split()  # state, parent, ...
+            if int(after_name[1]) == process:
+                children.append(int(file.parent.name))
+    return children
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
