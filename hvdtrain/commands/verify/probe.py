@@ -20,7 +20,7 @@ Array = NDArray[Any]
 Facts = dict[str, Any]
 """JSON values measured by one rank."""
 
-WIDTHS = (6, 7, 5, 8, 6, 4, 7, 2)  # inputs, layers of the network, outputs
+WIDTHS = (6, 7, 5, 4, 2)  # inputs, layers of the network, outputs
 
 
 @dataclass(frozen=True)

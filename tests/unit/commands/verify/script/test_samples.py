@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from hvdtrain.commands.verify.script.samples import QUIET, SampleLog, first_epoch, repeated
+from hvdtrain.commands.verify.script.samples import (
+    QUIET,
+    SampleLog,
+    Samples,
+    first_epoch,
+    repeated,
+)
 from hvdtrain.steps.sharding import Shards
 
 
-def record(samples: SampleLog) -> dict[str, Any]:
-    return {"rows": samples.marks, "ends": samples.ends, "epoch": samples.epoch}
-
-
-def show(samples: SampleLog, *batches: np.ndarray) -> None:
-    """Add batches, with one update for each."""
+def show(*batches: np.ndarray) -> Samples:
+    """Return the samples of batches, with one update for each."""
+    log = SampleLog(Samples())
     for batch in batches:
-        samples.add(batch)
-        samples.update()
+        log.add(batch)
+        log.update()
+    return log.samples
 
 
-def rank_of(data: np.ndarray, rank: int, size: int, seed: int, batch: int) -> dict[str, Any]:
+def rank_of(data: np.ndarray, rank: int, size: int, seed: int, batch: int) -> Samples:
     """Return the record of a rank that trains for two epochs on its parts of the batches."""
-    samples, shards = SampleLog(), Shards(len(data), batch * size, seed, rank, size)
-    for epoch in (0, 1):
-        show(samples, *(data[part.indices] for part in shards.parts(epoch)))
-    return record(samples)
+    shards = Shards(len(data), batch * size, seed, rank, size)
+    return show(*(data[part.indices] for epoch in (0, 1) for part in shards.parts(epoch)))
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64])
@@ -56,36 +56,31 @@ def test_duplicates_in_the_data_are_known_from_a_run_on_one_rank() -> None:
 def test_ranks_that_draw_all_of_the_data_share_all_samples() -> None:
     data = np.arange(200.0)[:, None]
     ranks = [rank_of(data, 0, 1, seed, 10) for seed in (1, 2)]
-    assert set.intersection(*map(set, first_epoch(ranks))) == set(ranks[0]["rows"])
+    assert set.intersection(*map(set, first_epoch(ranks))) == set(ranks[0].marks)
 
 
 def test_a_batch_repeated_before_an_update_counts_once() -> None:
-    samples = SampleLog()
-    samples.add(np.arange(5.0)[:, None])
-    samples.add(np.arange(5.0)[:, None])
-    samples.update()
-    assert (len(samples.marks), samples.ends, samples.epoch) == (5, [5], None)
+    log = SampleLog(Samples())
+    for _ in range(2):
+        log.add(np.arange(5.0)[:, None])
+    log.update()
+    assert (len(log.samples.marks), log.samples.ends, log.samples.epoch) == (5, [5], None)
 
 
 def test_scattered_duplicates_are_no_second_epoch() -> None:
-    samples = SampleLog()
-    for number in range(200):
-        repeats = number % 25 == 24  # the sample of the update before
-        show(samples, np.array([[number - repeats], [1000.0 + number]]))
+    # Every 25th update repeats the sample of the update before.
+    firsts = [number - (number % 25 == 24) for number in range(200)]
+    samples = show(*(np.array([[first], [1000.0 + n]]) for n, first in enumerate(firsts)))
     assert (samples.epoch, len(repeated(samples.marks))) == (None, 8)
-    assert len(first_epoch([record(samples)])[0]) == 400
+    assert len(first_epoch([samples])[0]) == 400
 
 
 def test_a_long_training_is_not_recorded_to_its_end() -> None:
-    samples = SampleLog()
-    for _ in range(50):
-        show(samples, *np.arange(40.0).reshape(10, 4, 1))
+    samples = show(*(batch for _ in range(50) for batch in np.arange(40.0).reshape(10, 4, 1)))
     assert samples.epoch == 10
     assert len(samples.marks) == 40 + (QUIET + 1) * 4
 
 
 def test_a_large_dataset_is_recorded_to_its_end() -> None:
-    samples = SampleLog()
-    for part in np.split(np.arange(60_000.0)[:, None], 60):
-        samples.add(part)
+    samples = show(*np.split(np.arange(60_000.0)[:, None], 60))
     assert len(samples.marks) == 60_000
