@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
-from hvdtrain.commands.verify.check_ranks import judge_devices
+from hvdtrain.commands.verify.check_ranks import judge_devices, judge_world, true_world
 from hvdtrain.commands.verify.rows import NOT_SEEN, OK, Row, by_rank, row
 from hvdtrain.commands.verify.script.judge_updates import (
     equal_start,
@@ -59,19 +59,14 @@ def world(records: Records) -> Row:
         if started == 1 or not all(records[rank].updates for rank in without):
             return Row(1, NOT_SEEN, f"hvd.init() was not reached on {rank_list(without)}")
         return row(1, False, f"hvd.init() was not called on {rank_list(without)}; {launch}")
-    worlds = [record.world for record in records if record.world]
-    ranks = [world.rank for world in worlds]
-    if {world.size for world in worlds} != {started} or sorted(ranks) != list(range(started)):
-        seen = "; ".join(f"rank {world.rank} of {world.size}" for world in worlds[:4])
-        return row(1, False, f"Horovod reports {seen}; {launch}")
-    by_host: dict[str, list[int]] = {}
-    for record, world in zip(records, worlds, strict=True):
-        by_host.setdefault(record.host, []).append(world.local_rank)
-    if any(sorted(local) != list(range(len(local))) for local in by_host.values()):
-        return row(1, False, f"wrong local ranks {by_host}; {launch}")
-    hosts = ", ".join(f"{len(local)} on {host}" for host, local in by_host.items())
-    evidence = f"{rank_list(ranks)} once each, {hosts}; {launch}" if started > 1 else launch
-    return row(1, True, evidence, ranks=started)
+    hosts = [f"{record.host} " for record in records]
+    facts = []
+    for rank, record in enumerate(records):
+        claimed = asdict(true_world(rank, hosts)) | vars(record.world)
+        launcher = [record.launcher, rank, record.started]
+        identity = {"host": hosts[rank], "process": rank, "strategy": "horovod"}
+        facts.append({"claimed": claimed, "launcher": launcher, **identity})
+    return replace(judge_world(facts), facts={"ranks": started})
 
 
 def devices(records: Records) -> Row:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row, by_rank, number, row
-from hvdtrain.commands.verify.script.record import SAME, Call, Record, Records
+from hvdtrain.commands.verify.script.record import SAME, SCALED, Call, Record, Records
 from hvdtrain.system.output.text import plural, rank_list
 
 Vector = NDArray[np.float64]
@@ -25,7 +25,6 @@ IDLE = 1e-2  # relative weight below which the gradients of a rank are not used
 NO_BROADCAST = "no broadcast was executed"
 STATE = "broadcast_optimizer_state"
 WHOLE = {"broadcast_global_variables", "broadcast_state"}  # all parameters, whatever the arguments
-SCALED = "scale_learning_rate"
 
 
 def learning_rate(records: Records, single_rank: Record | None, *, summed: bool) -> Row:

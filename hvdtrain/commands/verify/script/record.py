@@ -25,6 +25,7 @@ Array = NDArray[Any]
 
 # Functions that average the metrics of a script that uses hvdtrain.
 OURS = AVERAGED, KERAS_METRICS = "average_metrics", "MetricAverageCallback"
+SCALED = "scale_learning_rate"
 SAME = 1e-6  # relative difference of metrics, or of learning rates, that count as equal
 DETAILED = 5  # updates that are recorded in detail
 VALUES, PER_TENSOR = 4096, 64  # values sampled from all parameters, and from one tensor

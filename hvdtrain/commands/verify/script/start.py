@@ -176,9 +176,7 @@ def observe(options: argparse.Namespace, ranks: int | None) -> Report:
     script: Path = options.script
     if not script.is_file():
         raise UsageError(f"--script {script}: no such file")
-    if options.updates != ALL and not (options.updates.isdecimal() and int(options.updates)):
-        raise UsageError(f"--updates {options.updates}: must be a number of at least 1, or all")
-    updates = None if options.updates == ALL else int(options.updates)
+    updates = None if options.updates == ALL else options.updates
     if options.dry_run:
         line = build(ranks, script, options.arguments, updates, Path("FOLDER")).show()
         return Report(line, {"ok": True, "commands": [line]})

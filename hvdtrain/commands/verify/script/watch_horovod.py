@@ -10,25 +10,38 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.commands.verify.hooks import Depth, after, best_effort, replace
-from hvdtrain.commands.verify.script.record import AVERAGED, KERAS_METRICS, Recorder, World
+from hvdtrain.commands.verify.script.record import (
+    AVERAGED,
+    KERAS_METRICS,
+    SCALED,
+    Recorder,
+    World,
+)
 from hvdtrain.commands.verify.script.watch_tensorflow import run
 
 BROADCASTS = (
-    *("broadcast_parameters", "broadcast_variables", "broadcast_global_variables"),
-    *("broadcast_optimizer_state", "broadcast_object"),
-    *("broadcast", "broadcast_", "broadcast_async", "broadcast_async_"),
+    "broadcast_parameters",
+    "broadcast_variables",
+    "broadcast_global_variables",
+    "broadcast_optimizer_state",
+    "broadcast_object",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
 )
 REDUCTIONS = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_")
 GATHERS = ("allgather", "grouped_allgather", "allgather_object")
 ASYNC = (
-    *("allreduce_async", "allreduce_async_"),
-    *("grouped_allreduce_async", "grouped_allreduce_async_"),
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
 )
 OPERATIONS = (*ASYNC, "_allreduce", "_grouped_allreduce")
 # Names of the first parameter in Horovod's functions.
 FIRST = ("tensor", "tensors", "obj", "value", "params", "variables")
 SMALL = 64  # values; larger tensors are no metrics
-SCALED = "scale_learning_rate"
 
 
 class HorovodWatch:
@@ -72,16 +85,17 @@ class HorovodWatch:
     def adapters(self, module: Any) -> None:
         """Watch ``hvdtrain.adapters.common``."""
         owner = module.CommonAdapter
+        call = self.recorder.call
         after(owner, "initialize", lambda a, k, world: self._initialized(world))
-        after(owner, "shard_data", lambda a, k, shards: self._sharded(shards))
-        after(owner, SCALED, lambda a, k, rate: self._scaled(rate))
+        after(owner, "shard_data", lambda a, k, r: call("shard_data", shards=r.size, shard=r.rank))
+        after(owner, SCALED, lambda a, k, r: call(SCALED, base=r.base, factor=r.factor))
         after(owner, AVERAGED, self._averaged)
         replace(owner, "broadcast_state", self._broadcast)
 
     def keras_data(self, module: Any) -> None:
         """Watch ``hvdtrain.keras.data``."""
         chosen = module.session.chosen
-        after(module, "shard", lambda a, k, r: self._hvd_shard(chosen(k.get("process_set")).world))
+        after(module, "shard", lambda a, k, r: self._sharded(chosen(k.get("process_set")).world))
 
     def keras_callbacks(self, module: Any) -> None:
         """Watch ``hvdtrain.keras.callbacks``."""
@@ -169,16 +183,8 @@ class HorovodWatch:
         self.recorder.record.hvdtrain = True
         self.recorder.joined(World(world.rank, world.size, world.local_rank, world.local_size))
 
-    def _sharded(self, shards: Any) -> None:
-        size, rank = getattr(shards, "size", None), getattr(shards, "rank", None)
-        self.recorder.call("shard_data", shards=size, shard=rank)
-
-    def _hvd_shard(self, world: Any) -> None:
+    def _sharded(self, world: Any) -> None:
         self.recorder.call("hvd.shard", shards=world.size, shard=world.rank)
-
-    def _scaled(self, rate: Any) -> None:
-        base, factor = getattr(rate, "base", None), getattr(rate, "factor", None)
-        self.recorder.call(SCALED, base=base, factor=factor)
 
     def _averaged(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         count = args[1] if len(args) > 1 else kwargs["count"]

@@ -191,8 +191,16 @@ def test_a_single_rank_shows_few_steps() -> None:
 
 FAULTS: dict[str, tuple[int, list[Change], str]] = {
     "init is not called": (1, [each(world=None)], "hvd.init() was not called"),
-    "worlds of one": (1, [world(rank=0, size=1)], "rank 0 of 1; rank 0 of 1"),
-    "local ranks": (1, [world(local_rank=0)], "local ranks"),
+    "worlds of one": (
+        1,
+        [world(rank=0, size=1)],
+        "rank 0 was initialized as rank 0 of 1 (",
+    ),
+    "local ranks": (
+        1,
+        [world(local_rank=0)],
+        "rank 1 was initialized as rank 1 of 2 (",
+    ),
     "all cores each": (2, [each(processor=(None, 2))], "4 threads on 2 cores"),
     "the same samples": (
         3,
