@@ -30,12 +30,11 @@ def measure_rate(probe: Probe) -> Facts:
     """Compute learning rates, and make an update of the trainer's task at each of them."""
     rate = probe.adapter.scale_learning_rate(BASE, scaling="linear", **SCHEDULE)
     returned = [float(rate(position)) for position in POSITIONS]
-    task = probe.task(5, seed=0)
-    start = copy.deepcopy(probe.adapter.export_state(task.model, None))
+    start = copy.deepcopy(probe.adapter.export_state(probe.plain.model, None))
     changes = []
     for value in (1.0, *returned):
-        probe.adapter.import_state(task.model, None, start)
-        changes.append(probe.update(task, np.arange(5), value))
+        probe.adapter.import_state(probe.plain.model, None, start)
+        changes.append(probe.update(probe.plain, np.arange(5), value))
     gradient = changes.pop(0)
     applied = [float(change @ gradient / (gradient @ gradient)) for change in changes]
     return {"returned": returned, "applied": applied}
@@ -80,18 +79,18 @@ def shares(size: int) -> list[list[int]]:
 
 
 def measure_gradient(probe: Probe) -> Facts:
-    """Make updates of a distributed task, and of one that has the whole global batch.
+    """Make updates of a distributed task, and of a plain one with the whole global batch.
 
     At rate 1 an update subtracts the gradient applied.
     """
-    adapter, steps = probe.adapter, shares(probe.size)
-    task, plain = (probe.task(max(map(sum, steps)), seed=0) for _ in range(2))
+    adapter, plain = probe.adapter, probe.plain
+    task = probe.task(plain.train.samples, seed=0)
     task.needs_empty_forward = adapter.needs_empty_forward
     task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
     task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
     shards = Shards(1, 1, on_begin=adapter.begin_part)  # step 3 is verified separately
     applied, whole = [], []
-    for counts in steps:
+    for counts in shares(probe.size):
         begin = sum(counts[: probe.rank])
         local = np.arange(begin, begin + counts[probe.rank])
         adapter.import_state(plain.model, None, adapter.export_state(task.model, None))

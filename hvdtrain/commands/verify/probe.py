@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,11 @@ class Probe:
         draw = np.random.default_rng(seed)
         x, y = (draw.standard_normal((samples, width)) for width in (WIDTHS[0], WIDTHS[-1]))
         return build(options, x, y, seed=seed, buffers=buffers)
+
+    @cached_property
+    def plain(self) -> Task:
+        """A task that is not distributed; it has the samples of the largest global batch."""
+        return self.task(max(5, self.size**2), seed=0)
 
     def parameters(self, task: Task) -> Array:
         """Return copies of all parameters and buffers of ``task`` as one vector."""
