@@ -169,7 +169,7 @@ def measure_checkpoint(probe: Probe) -> Facts:
 
 def _save_and_load(probe: Probe, directory: Path) -> Facts:
     adapter = probe.adapter
-    task, other = (probe.task(5, seed=seed, optimizer="adam") for seed in (200, 300))
+    task, second = (probe.task(5, seed=seed, optimizer="adam") for seed in (200, 300))
     probe.update(task, np.arange(5), rate=0.01)
     saved = probe.state(task)
     failure = ""
@@ -182,8 +182,8 @@ def _save_and_load(probe: Probe, directory: Path) -> Facts:
     adapter.communicator.gather(b"")
     entries = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    state = adapter.load_checkpoint(directory, other.model, other.optimizer, origin={})
-    loaded = probe.state(other)
+    state = adapter.load_checkpoint(directory, second.model, second.optimizer, origin={})
+    loaded = probe.state(second)
     difference = math.inf
     if [a.shape for a in saved] == [b.shape for b in loaded]:
         difference = max(largest(a - b) for a, b in zip(saved, loaded, strict=True))

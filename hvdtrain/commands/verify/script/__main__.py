@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdtrain.commands.verify import STALLED
 from hvdtrain.commands.verify.hooks import AfterImport, on_write
 from hvdtrain.commands.verify.script import watch_horovod, watch_tensorflow, watch_torch
-from hvdtrain.commands.verify.script.record import Recorder
+from hvdtrain.commands.verify.script.record import ScriptRecorder
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import set_defaults
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    recorder = Recorder(options.folder, options.updates)
+    recorder = ScriptRecorder(options.folder, options.updates)
     set_defaults(STALLED)
     watch(recorder, fresh=options.fresh)
     sys.argv = [options.script, *options.arguments]
@@ -59,7 +59,7 @@ def _line(error: BaseException, script: str) -> str:
     return f" ({Path(script).name} line {lines[-1]})" if lines else ""
 
 
-def watch(recorder: Recorder, *, fresh: bool) -> None:
+def watch(recorder: ScriptRecorder, *, fresh: bool) -> None:
     """Watch the modules that the script imports, and the files that it writes.
 
     Args:

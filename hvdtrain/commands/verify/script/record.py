@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.commands.verify.script.samples import SampleLog, Samples
+from hvdtrain.commands.verify.script.samples import SampleLog, SeenSamples
 from hvdtrain.system.runtime.detect import detect
 
 Array = NDArray[Any]
@@ -39,7 +39,7 @@ SCRATCH = ("tmp", "__autograph", "pymp-", "torch", "hvdtrain-")
 
 
 @dataclass(frozen=True)
-class World:
+class HorovodWorld:
     """Ranks as Horovod reports them."""
 
     rank: int
@@ -85,7 +85,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Metric:
+class Reduction:
     """Values that may be a metric, before and after their reduction."""
 
     name: str
@@ -115,16 +115,16 @@ class Record:
     started: int  # number of ranks that it has started
     host: str
     cores: list[int]
-    world: World | None = None
+    world: HorovodWorld | None = None
     processor: tuple[str | None, int] | None = None  # GPU or None, and threads
     calls: list[Call] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     initial_rate: float = 0.0  # the one that a scheduler scales
-    seen: Samples = field(default_factory=Samples)
+    seen: SeenSamples = field(default_factory=SeenSamples)
     loader: Loader | None = None
     reduced: int = 0  # number of reductions over the ranks
-    metrics: list[Metric] = field(default_factory=list)
+    metrics: list[Reduction] = field(default_factory=list)
     written: list[str] = field(default_factory=list)  # paths
     waiting: str | None = None  # name of a call that has not returned
     done: int = 0  # number of updates
@@ -137,7 +137,7 @@ Records = Sequence[Record]  # by rank
 
 
 def read_record(file: Path) -> Record:
-    """Return the record that ``Recorder.write`` wrote."""
+    """Return the record that ``ScriptRecorder.write`` wrote."""
     return msgspec.convert(json.loads(file.read_bytes()), Record)
 
 
@@ -145,7 +145,7 @@ class EnoughError(SystemExit):
     """The script has made its updates; a SystemExit, so that scripts do not catch it."""
 
 
-class Recorder:
+class ScriptRecorder:
     """Keeps the record of this rank, in ``folder / RANK.json``.
 
     The script is ended after ``updates`` updates; None: not at all.
@@ -186,7 +186,7 @@ class Recorder:
                 return
         self.call(name, values=values)
 
-    def joined(self, world: World) -> None:
+    def joined(self, world: HorovodWorld) -> None:
         """Record that the rank is initialized, and its world."""
         self.record.world = world
         self.write()
@@ -218,7 +218,7 @@ class Recorder:
                 [float(value) for part in parts for value in np.ravel(part)]
                 for parts in (before, after)
             ]
-            metrics.append(Metric(name, *flat))
+            metrics.append(Reduction(name, *flat))
             if len(metrics) <= DETAILED:
                 self.write()
 

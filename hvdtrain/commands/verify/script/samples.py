@@ -23,7 +23,7 @@ QUIET = 20  # updates without a repeated sample, after which earlier repetitions
 
 
 @dataclass
-class Samples:
+class SeenSamples:
     """The samples of one rank, by their digests."""
 
     marks: list[str] = field(default_factory=list)  # digest of each sample, in order
@@ -38,7 +38,7 @@ class Samples:
 class SampleLog:
     """Adds to ``samples``, update by update, until it is certain that they repeat."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: SeenSamples) -> None:
         self.samples = samples
         self._known: set[str] = set()  # before the current update
         self._current: set[str] = set()  # since the last update
@@ -76,7 +76,7 @@ class SampleLog:
             self._repeated = 0
 
 
-def first_epoch(ranks: Sequence[Samples]) -> list[list[str]]:
+def first_epoch(ranks: Sequence[SeenSamples]) -> list[list[str]]:
     """Return the samples of each rank in the first epoch over all ranks."""
     epochs = [rank.epoch for rank in ranks if rank.epoch is not None]
     by_rank = [rank.by_update() for rank in ranks] if epochs else []

@@ -14,8 +14,8 @@ from hvdtrain.commands.verify.script.record import (
     AVERAGED,
     KERAS_METRICS,
     SCALED,
-    Recorder,
-    World,
+    HorovodWorld,
+    ScriptRecorder,
 )
 from hvdtrain.commands.verify.script.watch_tensorflow import run
 
@@ -47,7 +47,7 @@ SMALL = 64  # values; larger tensors are no metrics
 class HorovodWatch:
     """Watch Horovod's modules, each from its import by the script."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ScriptRecorder) -> None:
         self.recorder = recorder
         self.gradients = Depth()  # open reductions of gradients
         self.reductions = Depth()  # open reductions called by the script
@@ -181,7 +181,9 @@ class HorovodWatch:
 
     def _initialized(self, world: Any) -> None:
         self.recorder.record.hvdtrain = True
-        self.recorder.joined(World(world.rank, world.size, world.local_rank, world.local_size))
+        self.recorder.joined(
+            HorovodWorld(world.rank, world.size, world.local_rank, world.local_size)
+        )
 
     def _sharded(self, world: Any) -> None:
         self.recorder.call("hvd.shard", shards=world.size, shard=world.rank)
@@ -195,7 +197,7 @@ class HorovodWatch:
         self.recorder.metric(f"{AVERAGED} over {total} samples", before, after)
 
 
-def checkpoints(module: Any, recorder: Recorder, *, fresh: bool) -> None:
+def checkpoints(module: Any, recorder: ScriptRecorder, *, fresh: bool) -> None:
     """Watch ``hvdtrain.steps.checkpoint`` for loads; ``fresh``: let them find no checkpoint."""
 
     def load(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,8 +208,8 @@ def checkpoints(module: Any, recorder: Recorder, *, fresh: bool) -> None:
     replace(module, "load_newest", load)
 
 
-def _world(module: Any) -> World:
-    return World(module.rank(), module.size(), module.local_rank(), module.local_size())
+def _world(module: Any) -> HorovodWorld:
+    return HorovodWorld(module.rank(), module.size(), module.local_rank(), module.local_size())
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.commands.verify.hooks import Depth, after, replace
-from hvdtrain.commands.verify.script.record import Recorder
+from hvdtrain.commands.verify.script.record import ScriptRecorder
 from hvdtrain.system.machine.gpus import tensorflow_processor
 
 
@@ -38,7 +38,7 @@ def run(note: Callable[..., None], tensors: Sequence[Any] = ()) -> Any:
 class TensorFlowWatch:
     """Watch both packages; TensorFlow imports ``keras`` only when the script needs it."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ScriptRecorder) -> None:
         self.recorder = recorder
         self.tape = Depth()  # open gradient tapes
         self.layer = Depth()  # open calls of layers

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.commands.verify.hooks import Depth, after
-from hvdtrain.commands.verify.script.record import Array, Loader, Recorder
+from hvdtrain.commands.verify.script.record import Array, Loader, ScriptRecorder
 from hvdtrain.system.machine.gpus import pytorch_processor
 
 INSPECTED = 3  # samples of a dataset that show whether two ranks have the same dataset
 
 
-def watch(torch: Any, recorder: Recorder) -> None:
+def watch(torch: Any, recorder: ScriptRecorder) -> None:
     """Watch PyTorch from now on."""
     updates = OptimizerWatch(torch, recorder)
     recorder.gradient_tests.append(updates.is_gradient)
@@ -44,7 +44,7 @@ def watch(torch: Any, recorder: Recorder) -> None:
 class OptimizerWatch:
     """Record each step of each optimizer, outside and inside of Horovod's wrapper."""
 
-    def __init__(self, torch: Any, recorder: Recorder) -> None:
+    def __init__(self, torch: Any, recorder: ScriptRecorder) -> None:
         self.torch, self.recorder = torch, recorder
         self.depth = 0  # open steps: the step of Horovod's optimizer contains another
         self.open = False  # whether the step is not counted yet
@@ -131,7 +131,7 @@ class InputWatch:
     Other modules are ignored: torchvision's transforms are modules too.
     """
 
-    def __init__(self, recorder: Recorder, updates: OptimizerWatch) -> None:
+    def __init__(self, recorder: ScriptRecorder, updates: OptimizerWatch) -> None:
         self.recorder, self.updates = recorder, updates
         self.depth = Depth()
 
@@ -153,7 +153,7 @@ class InputWatch:
 class LoaderWatch:
     """Record the training loader: the last one that began an epoch before the first update."""
 
-    def __init__(self, torch: Any, recorder: Recorder) -> None:
+    def __init__(self, torch: Any, recorder: ScriptRecorder) -> None:
         self.torch, self.recorder = torch, recorder
         self.dataset: Any = None
 

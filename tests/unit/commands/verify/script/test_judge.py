@@ -13,14 +13,14 @@ from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, Row
 from hvdtrain.commands.verify.script.judge import rows
 from hvdtrain.commands.verify.script.record import (
     Call,
+    HorovodWorld,
     Loader,
-    Metric,
     Record,
+    Reduction,
     Update,
     Values,
-    World,
 )
-from hvdtrain.commands.verify.script.samples import Samples
+from hvdtrain.commands.verify.script.samples import SeenSamples
 
 LOCAL = [[3.0, 0.0, -2.0, 1.0], [1.0, 4.0, 0.0, -1.0]]
 MEAN = [2.0, 2.0, -1.0, 0.0]
@@ -44,7 +44,7 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
             started=size,
             host="node",
             cores=[0, 1],
-            world=World(rank, size, rank, size),
+            world=HorovodWorld(rank, size, rank, size),
             processor=(None, 1),
             calls=[
                 Call("broadcast_parameters", 0, values=100),
@@ -52,9 +52,9 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
             ],
             updates=[update(rank, number) for number in range(5)],
             rates=[rate] * 5,
-            seen=Samples([f"{rank}-{row}" for row in range(80)], list(ENDS), 5),
+            seen=SeenSamples([f"{rank}-{row}" for row in range(80)], list(ENDS), 5),
             reduced=20,
-            metrics=[Metric("loss", [1.0 + rank], [1.5])],
+            metrics=[Reduction("loss", [1.0 + rank], [1.5])],
             written=["/work/model.pt"] if rank == 0 else [],
             done=5,
             ended="updates",
@@ -76,7 +76,7 @@ def judged(*changes: Change, single_rank: Record | None = SINGLE_RANK) -> list[R
 
 def single(marks: list[str], ends: list[int]) -> Record:
     """Return the record of one rank that sees these samples."""
-    return replace(SINGLE_RANK, seen=Samples(marks, ends, 5))
+    return replace(SINGLE_RANK, seen=SeenSamples(marks, ends, 5))
 
 
 def on(rank: int, **fields: Any) -> Change:
@@ -111,7 +111,12 @@ def call(index: int, *ranks: int, **fields: Any) -> Change:
 
 def calling(name: str, **facts: Any) -> Change:
     """Add a call on all ranks."""
-    return lambda records: [record.calls.append(Call(name, 0, **facts)) for record in records]
+
+    def change(records: Records) -> None:
+        for record in records:
+            record.calls.append(Call(name, 0, **facts))
+
+    return change
 
 
 def without(index: int) -> Change:
@@ -271,7 +276,7 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
     "all write": (7, [on(1, written=["/work/model.pt"])], "ranks 0, 1 wrote"),
     "not reduced": (
         8,
-        [on(1, metrics=[Metric("loss", [2.0], [2.0])])],
+        [on(1, metrics=[Reduction("loss", [2.0], [2.0])])],
         "loss is 1.5, 2 by rank after the reduction",
     ),
     "on one rank": (8, [on(1, metrics=[])], "but not on rank 1"),
@@ -286,7 +291,7 @@ def test_a_fault_fails_only_its_row(name: str) -> None:
     assert evidence in result[step - 1].evidence, result[step - 1].evidence
 
 
-OWN = each(hvdtrain=True, metrics=[Metric("average_metrics over 9 samples", [1.0], [1.0])])
+OWN = each(hvdtrain=True, metrics=[Reduction("average_metrics over 9 samples", [1.0], [1.0])])
 SUMMED = [updates(applied=SUM), each(**rates(0.1))]
 ADASUM = [applied(lambda rank: LOCAL[rank]), each(**rates(0.1)), calling("hvd", adasum=True)]
 UNEVEN = [0.6 * first + 0.4 * second for first, second in zip(*LOCAL, strict=True)]
@@ -364,8 +369,8 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "a rank that gathers no value": (
         8,
         [
-            on(0, metrics=[Metric("wrong ones", [], [3.0, 5.0])]),
-            on(1, metrics=[Metric("wrong ones", [3.0, 5.0], [3.0, 5.0])]),
+            on(0, metrics=[Reduction("wrong ones", [], [3.0, 5.0])]),
+            on(1, metrics=[Reduction("wrong ones", [3.0, 5.0], [3.0, 5.0])]),
         ],
         OK,
         "wrong ones: none, 3 by rank, 3 on all",
@@ -406,7 +411,7 @@ def test_duplicates_in_the_data_are_counted_separately(
     marks[1][:duplicates] = marks[0][:duplicates]
     row = judged(
         without(1),
-        on(1, seen=Samples(marks[1], ENDS, 5)),
+        on(1, seen=SeenSamples(marks[1], ENDS, 5)),
         single_rank=single(marks[0] + marks[1], [32, 64, 96, 128, 160]),
     )[2]
     assert (row.state, evidence in row.evidence) == (state, True), row
@@ -414,7 +419,7 @@ def test_duplicates_in_the_data_are_counted_separately(
 
 
 def test_a_script_that_ends_before_it_trains() -> None:
-    untrained = each(world=None, processor=None, seen=Samples(), updates=[], calls=[])
+    untrained = each(world=None, processor=None, seen=SeenSamples(), updates=[], calls=[])
     silent = each(metrics=[], written=[])
     assert {row.state for row in judged(untrained, silent, single_rank=None)} == {NOT_SEEN}
 
@@ -440,7 +445,7 @@ def test_shards_are_seen_if_the_ranks_cover_the_samples_of_one_rank() -> None:
     whole = [str(number) for number in range(80)]
 
     def state(*parts: list[str], single_rank: Record | None = None) -> str:
-        seen = [on(rank, seen=Samples(part, ENDS, 5)) for rank, part in enumerate(parts)]
+        seen = [on(rank, seen=SeenSamples(part, ENDS, 5)) for rank, part in enumerate(parts)]
         return judged(without(1), *seen, single_rank=single_rank or single(whole, ENDS))[2].state
 
     assert state(whole[::2], whole[1::2]) == OK

@@ -17,15 +17,15 @@ from hvdtrain.commands.verify.hooks import AfterImport, after, best_effort, repl
 from hvdtrain.commands.verify.script.record import (
     Call,
     EnoughError,
-    Metric,
-    Recorder,
+    Reduction,
+    ScriptRecorder,
     read_record,
     summary,
 )
 from hvdtrain.commands.verify.script.samples import (
     QUIET,
     SampleLog,
-    Samples,
+    SeenSamples,
     first_epoch,
     repeated,
 )
@@ -33,19 +33,19 @@ from hvdtrain.steps.sharding import Shards
 
 
 @pytest.fixture
-def recorder(tmp_path: Path) -> Recorder:
+def recorder(tmp_path: Path) -> ScriptRecorder:
     folder = tmp_path / "record"
     folder.mkdir()
-    return Recorder(folder, 2)
+    return ScriptRecorder(folder, 2)
 
 
-def update(recorder: Recorder, value: float = 1.0) -> None:
+def update(recorder: ScriptRecorder, value: float = 1.0) -> None:
     tensors = [np.full((2, 3), value)]
     recorder.rate(0.1)
     recorder.update(before=tensors, applied=tensors, state=[])
 
 
-def test_samples_and_their_repetition(recorder: Recorder) -> None:
+def test_samples_and_their_repetition(recorder: ScriptRecorder) -> None:
     seen = recorder.record.seen
     recorder.samples(np.arange(6.0).reshape(3, 2))
     recorder.samples(np.arange(6.0, 10.0).reshape(2, 2))
@@ -60,7 +60,7 @@ def test_samples_and_their_repetition(recorder: Recorder) -> None:
     assert (seen.ends, seen.epoch, recorder.batch) == ([5, 9], 1, 14)
 
 
-def test_samples_outside_of_the_training_are_not_recorded(recorder: Recorder) -> None:
+def test_samples_outside_of_the_training_are_not_recorded(recorder: ScriptRecorder) -> None:
     with recorder.waiting("broadcast_optimizer_state"):
         recorder.samples(np.ones((4, 2)))
         assert read_record(recorder.path).waiting == "broadcast_optimizer_state"
@@ -71,33 +71,33 @@ def test_samples_outside_of_the_training_are_not_recorded(recorder: Recorder) ->
     assert recorder.ignored == 0
 
 
-def test_the_record_is_on_disk_before_a_rank_may_be_ended(recorder: Recorder) -> None:
+def test_the_record_is_on_disk_before_a_rank_may_be_ended(recorder: ScriptRecorder) -> None:
     """If a rank fails, mpirun ends the others, which can then write nothing any more."""
     recorder.metric("allreduce", [np.float64(2.0)], [np.float64(5.0)])
-    assert read_record(recorder.path).metrics == [Metric("allreduce", [2.0], [5.0])]
+    assert read_record(recorder.path).metrics == [Reduction("allreduce", [2.0], [5.0])]
     recorder.wrote("/work/model.pt")
     assert read_record(recorder.path).written == ["/work/model.pt"]
 
 
-def test_inspecting_the_data_is_no_training(recorder: Recorder) -> None:
+def test_inspecting_the_data_is_no_training(recorder: ScriptRecorder) -> None:
     recorder.inspect = lambda: recorder.samples(np.ones((3, 2)))
     recorder.finish()
     assert read_record(recorder.path).seen.marks == []
 
 
-def test_a_loader_s_worker_leaves_the_file_to_its_rank(recorder: Recorder) -> None:
+def test_a_loader_s_worker_leaves_the_file_to_its_rank(recorder: ScriptRecorder) -> None:
     recorder.process = os.getppid()
     recorder.wrote("/work/cache.npy")
     assert not recorder.path.exists()
 
 
-def test_a_lock_is_no_result(recorder: Recorder) -> None:
+def test_a_lock_is_no_result(recorder: ScriptRecorder) -> None:
     for path in ("/work/data.lock", "/home/me/.horovod_lock", "/work/locked.csv"):
         recorder.wrote(path)
     assert recorder.record.written == ["/work/locked.csv"]
 
 
-def test_broadcasts_of_single_tensors_are_added_up(recorder: Recorder) -> None:
+def test_broadcasts_of_single_tensors_are_added_up(recorder: ScriptRecorder) -> None:
     for values in (6, 3):
         recorder.broadcast("broadcast_", values)
     recorder.broadcast("broadcast_object", 1)
@@ -112,7 +112,7 @@ def test_a_failing_listener_does_not_stop_the_script(capsys: pytest.CaptureFixtu
     assert "reshape failed: ValueError" in capsys.readouterr().err
 
 
-def test_updates_and_their_end(recorder: Recorder) -> None:
+def test_updates_and_their_end(recorder: ScriptRecorder) -> None:
     recorder.samples(np.arange(8.0).reshape(4, 2))
     recorder.local = [np.ones((2, 3))]
     update(recorder)
@@ -130,7 +130,7 @@ def test_updates_and_their_end(recorder: Recorder) -> None:
     recorder.end_if_enough()  # the script may continue to its end
 
 
-def test_summary_distinguishes_any_bit(recorder: Recorder) -> None:
+def test_summary_distinguishes_any_bit(recorder: ScriptRecorder) -> None:
     tensor = np.zeros(10_000, np.float32)
     zeros = summary([tensor])
     assert len(zeros.sample) == 64
@@ -139,7 +139,7 @@ def test_summary_distinguishes_any_bit(recorder: Recorder) -> None:
     assert summary([]).sample == []
 
 
-def test_only_files_of_the_script_are_recorded(recorder: Recorder, tmp_path: Path) -> None:
+def test_only_files_of_the_script_are_recorded(recorder: ScriptRecorder, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     recorder.wrote(str(folder / "model.pt"))
@@ -175,9 +175,9 @@ def test_opening_within_tempfile_does_not_deadlock(tmp_path: Path) -> None:
     # tempfile calls the listener while it holds a lock and tests its folder.
     program = (
         "import pathlib, tempfile\n"
-        "from hvdtrain.commands.verify.script.record import Recorder\n"
+        "from hvdtrain.commands.verify.script.record import ScriptRecorder\n"
         "from hvdtrain.commands.verify.hooks import on_write\n"
-        f"on_write(Recorder(pathlib.Path({str(tmp_path)!r}), 1).wrote)\n"
+        f"on_write(ScriptRecorder(pathlib.Path({str(tmp_path)!r}), 1).wrote)\n"
         "tempfile.tempdir = None\n"
         "tempfile.gettempdir()\n"
     )
@@ -221,16 +221,16 @@ def test_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Number.double.__doc__ == "Twice."
 
 
-def show(*batches: np.ndarray) -> Samples:
+def show(*batches: np.ndarray) -> SeenSamples:
     """Return the samples of batches, with one update for each."""
-    log = SampleLog(Samples())
+    log = SampleLog(SeenSamples())
     for batch in batches:
         log.add(batch)
         log.update()
     return log.samples
 
 
-def rank_of(data: np.ndarray, rank: int, size: int, seed: int, batch: int) -> Samples:
+def rank_of(data: np.ndarray, rank: int, size: int, seed: int, batch: int) -> SeenSamples:
     """Return the record of a rank that trains for two epochs on its parts of the batches."""
     shards = Shards(len(data), batch * size, seed, rank, size)
     return show(*(data[part.indices] for epoch in (0, 1) for part in shards.parts(epoch)))
@@ -266,7 +266,7 @@ def test_ranks_that_draw_all_of_the_data_share_all_samples() -> None:
 
 
 def test_a_batch_repeated_before_an_update_counts_once() -> None:
-    log = SampleLog(Samples())
+    log = SampleLog(SeenSamples())
     for _ in range(2):
         log.add(np.arange(5.0)[:, None])
     log.update()
