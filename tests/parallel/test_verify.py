@@ -48,7 +48,7 @@ def test_each_mutation_fails_only_its_row(
 ) -> None:
     script = str(SCRIPTS / "mutations.py")
     words = (script, framework, str(tmp_path), selection)
-    outcome = resident.ranks(number, *words, framework=framework, timeout=400)
+    outcome = resident.ranks(number, *words, framework=framework, timeout=600)
     assert outcome.code == 0, outcome.err[-3000:]
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(number)]
     assert all(result == results[0] for result in results), "the results differ between ranks"

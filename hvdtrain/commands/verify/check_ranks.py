@@ -8,7 +8,7 @@ import socket
 from collections import Counter
 from dataclasses import asdict
 
-from hvdtrain.commands.verify.harness import Facts, Probe
+from hvdtrain.commands.verify.probe import Facts, Probe
 from hvdtrain.commands.verify.rows import Row, by_rank, number, row
 from hvdtrain.steps.integrity import BOOT_ID
 from hvdtrain.steps.sharding import evaluation_parts
@@ -85,8 +85,9 @@ def judge_world(all_ranks: list[Facts]) -> Row:
 def measure_devices(probe: Probe) -> Facts:
     """Pin the device, then return the one that the framework reports."""
     probe.adapter.pin_device()
+    gpu, threads = probe.processor()
     cores = sorted(os.sched_getaffinity(0))
-    return {"host": host_name(), "cores": cores, **asdict(probe.framework.processor())}
+    return {"host": host_name(), "cores": cores, "gpu": gpu, "threads": threads}
 
 
 def judge_devices(all_ranks: list[Facts]) -> Row:

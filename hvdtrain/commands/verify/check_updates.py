@@ -2,93 +2,66 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 import tempfile
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hvdtrain.commands.verify.harness import (
-    ROUNDING,
-    TENSORS,
-    Array,
-    Facts,
-    Probe,
-    largest,
-    samples,
-)
 from hvdtrain.commands.verify.hooks import watch_writes
+from hvdtrain.commands.verify.probe import Array, Facts, Probe, largest
 from hvdtrain.commands.verify.rows import Row, by_rank, number, row
+from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Position, Shards
 from hvdtrain.system.output.text import plural, rank_list
 
 EXACT, SINGLE = 1e-12, 1e-6  # relative; Keras stores its learning rate in float32
+ROUNDING = 1e-9  # of the largest value; far above what the order of a float64 sum changes
 
-BASE, EPOCHS, WARMUP, MILESTONES, DECAY = 0.1, 8.0, 2.0, (4.0, 6.0), 0.5
-FACTORS = {"linear": lambda size: size, "sqrt": math.sqrt, "none": lambda size: 1}
-SCHEDULES = ("constant", "linear", "cosine", "multistep")
+BASE = 0.1  # learning rate of one rank
+SCHEDULE: dict[str, Any] = {"epochs": 8.0, "warmup_epochs": 2.0, "schedule": "cosine"}
 POSITIONS = (0.0, 0.5, 1.75, 2.0, 3.5, 4.0, 5.0, 7.25)  # epochs
-APPLIED = (0.0, 1.0, 2.0, 5.0)  # epochs at which an update is made
-
-
-def rule(scaling: str, schedule: str, position: float, size: int) -> float:
-    """Return the documented learning rate at ``position``, in epochs: warm-up, then schedule."""
-    peak = BASE * FACTORS[scaling](size)
-    if position < WARMUP:
-        start = BASE if peak > BASE else 0.0
-        return start * (1 - position / WARMUP) + peak * (position / WARMUP)
-    progress = (position - WARMUP) / (EPOCHS - WARMUP)
-    factors = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": math.cos(math.pi * progress / 2) ** 2,
-        "multistep": DECAY ** sum(position >= milestone for milestone in MILESTONES),
-    }
-    return peak * factors[schedule]
 
 
 def measure_rate(probe: Probe) -> Facts:
-    """Compute the rates of all scalings and schedules, and make updates at some of them."""
-    settings: Facts = {"epochs": EPOCHS, "warmup_epochs": WARMUP}
-    settings |= {"milestones": MILESTONES, "decay": DECAY}
-    rates = {
-        (scaling, schedule): probe.adapter.scale_learning_rate(
-            BASE, scaling=scaling, schedule=schedule, **settings
-        )
-        for scaling, schedule in product(FACTORS, SCHEDULES)
-    }
-    returned = [float(rate(position)) for rate, position in product(rates.values(), POSITIONS)]
-    requested = [float(rates["linear", "cosine"](position)) for position in APPLIED]
-    return {"returned": returned, "applied": probe.framework.applied_rates(requested)}
-
-
-def judge_rate(all_ranks: list[Facts]) -> Row:
-    """Judge step 4: on all ranks, the rates returned and those applied follow ``rule``."""
-    size = len(all_ranks)
-    rates = expected_rates(size)
-    applied = [rule("linear", "cosine", position, size) for position in APPLIED]
-    difference = max(_max_difference(facts["returned"], rates) for facts in all_ranks)
-    in_updates = max(_max_difference(facts["applied"], applied) for facts in all_ranks)
-    peak = BASE * size
-    index = POSITIONS.index(WARMUP)
-    evidence = (
-        f"max difference to the rule {number(difference)} over {len(rates)} rates on "
-        f"{plural(size, 'rank')}, {number(in_updates)} in {len(applied)} updates; peak "
-        f"{BASE} x {size} = {peak:g}"
-    )
-    if difference > EXACT:
-        peaks = by_rank([round(facts["returned"][index], 6) for facts in all_ranks], ", ")
-        evidence = f"after the warm-up {peaks} by rank; {evidence}"
-    holds = difference <= EXACT and in_updates <= SINGLE
-    return row(4, holds, evidence, difference=difference, difference_in_updates=in_updates)
+    """Compute learning rates, and make an update of the trainer's task at each of them."""
+    rate = probe.adapter.scale_learning_rate(BASE, scaling="linear", **SCHEDULE)
+    returned = [float(rate(position)) for position in POSITIONS]
+    start = copy.deepcopy(probe.adapter.export_state(probe.plain.model, None))
+    changes = []
+    for value in (1.0, *returned):
+        probe.adapter.import_state(probe.plain.model, None, start)
+        changes.append(probe.update(probe.plain, np.arange(5), value))
+    gradient = changes.pop(0)
+    applied = [float(change @ gradient / (gradient @ gradient)) for change in changes]
+    return {"returned": returned, "applied": applied}
 
 
 def expected_rates(size: int) -> list[float]:
-    """Return the rates that ``measure_rate`` should compute, in the same order."""
-    settings = product(FACTORS, SCHEDULES, POSITIONS)
-    return [rule(scaling, schedule, position, size) for scaling, schedule, position in settings]
+    """Return the rates of the trainer's rule (``steps/learning_rate.py``) on ``size`` ranks."""
+    rate = LearningRate(BASE, scale_factor("linear", size), **SCHEDULE)
+    return [rate(position) for position in POSITIONS]
+
+
+def judge_rate(all_ranks: list[Facts]) -> Row:
+    """Judge step 4: on all ranks, the rates returned and applied are those for their number."""
+    size = len(all_ranks)
+    rates = expected_rates(size)
+    difference = max(_max_difference(facts["returned"], rates) for facts in all_ranks)
+    in_updates = max(_max_difference(facts["applied"], rates) for facts in all_ranks)
+    evidence = (
+        f"max difference to the rule {number(difference)} over {len(rates)} rates on "
+        f"{plural(size, 'rank')}, {number(in_updates)} in {len(rates)} updates; peak "
+        f"{BASE} x {size} = {BASE * size:g}"
+    )
+    if difference > EXACT:
+        peaks = by_rank([round(max(facts["returned"]), 6) for facts in all_ranks], ", ")
+        evidence = f"after the warm-up {peaks} by rank; {evidence}"
+    holds = difference <= EXACT and in_updates <= SINGLE
+    return row(4, holds, evidence, difference=difference, difference_in_updates=in_updates)
 
 
 def _max_difference(actual: list[float], expected: list[float]) -> float:
@@ -106,26 +79,26 @@ def shares(size: int) -> list[list[int]]:
 
 
 def measure_gradient(probe: Probe) -> Facts:
-    """Make updates with the distributed optimizer, and compute the gradient of the global batch.
+    """Make updates of a distributed task, and of a plain one with the whole global batch.
 
-    At rate 1 an update subtracts the gradient applied. The gradient of the global batch is that of
-    a model with the same weights that is not distributed.
+    At rate 1 an update subtracts the gradient applied.
     """
-    plain, model = probe.framework.network(seed=1), probe.framework.network(seed=1)
-    model, optimizer = probe.adapter.distribute_optimizer(model, probe.framework.sgd(model))
-    shards = Shards(1, 1, on_begin=probe.adapter.begin_part)  # step 3 is verified separately
+    adapter, plain = probe.adapter, probe.plain
+    task = probe.task(plain.train.samples, seed=0)
+    task.needs_empty_forward = adapter.needs_empty_forward
+    task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
+    task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
+    shards = Shards(1, 1, on_begin=adapter.begin_part)  # step 3 is verified separately
     applied, whole = [], []
-    for step, counts in enumerate(shares(probe.size)):
-        x, y = samples(step, sum(counts))
+    for counts in shares(probe.size):
         begin = sum(counts[: probe.rank])
         local = np.arange(begin, begin + counts[probe.rank])
-        before = probe.framework.parameters(model)
-        probe.framework.set_parameters(plain, before)
-        whole.append(probe.framework.gradient(plain, x, y).tolist())
+        adapter.import_state(plain.model, None, adapter.export_state(task.model, None))
+        whole.append(probe.update(plain, np.arange(sum(counts))).tolist())
         with shards.step(Part(local, sum(counts), Position(), Position())):
-            probe.framework.update(model, optimizer, x[local], y[local])
-        applied.append((before - probe.framework.parameters(model)).tolist())
-    return {"applied": applied, "whole": whole, "tensors": TENSORS}
+            applied.append(probe.update(task, local).tolist())
+    tensors = len(adapter.export_state(plain.model, None).model)
+    return {"applied": applied, "whole": whole, "tensors": tensors}
 
 
 def judge_gradient(all_ranks: list[Facts]) -> Row:
@@ -149,15 +122,13 @@ def judge_gradient(all_ranks: list[Facts]) -> Row:
 
 def measure_broadcast(probe: Probe) -> Facts:
     """Train the ranks on different data for some updates, then broadcast."""
-    model = probe.framework.network(seed=100 + probe.rank, buffers=True)
-    optimizer = probe.framework.adam(model)
-    for update in range(1 + probe.rank):
-        probe.framework.update(model, optimizer, *samples(100 + probe.rank, 5 + update))
-    before = probe.framework.state(model, optimizer)
-    try:
-        probe.adapter.broadcast_state(model, optimizer)
-    finally:
-        after = probe.framework.state(model, optimizer)
+    updates = 1 + probe.rank
+    task = probe.task(5 + updates, seed=100 + probe.rank, optimizer="adam", buffers=True)
+    for update in range(updates):
+        probe.update(task, np.arange(5 + update), rate=0.01)
+    before = probe.state(task)
+    probe.adapter.broadcast_state(task.model, task.optimizer)
+    after = probe.state(task)
     return {"tensors": len(after), "before": _flat(before), "after": _flat(after)}
 
 
@@ -197,36 +168,33 @@ def measure_checkpoint(probe: Probe) -> Facts:
 
 
 def _save_and_load(probe: Probe, directory: Path) -> Facts:
-    model = probe.framework.network(seed=200)
-    optimizer = probe.framework.adam(model)
-    probe.framework.update(model, optimizer, *samples(200, 5))
-    saved = probe.framework.state(model, optimizer)
+    adapter = probe.adapter
+    task, second = (probe.task(5, seed=seed, optimizer="adam") for seed in (200, 300))
+    probe.update(task, np.arange(5), rate=0.01)
+    saved = probe.state(task)
     failure = ""
     with watch_writes() as written:
         try:
-            probe.adapter.save_checkpoint(directory, model, optimizer, state={"step": 1})
+            adapter.save_checkpoint(directory, task.model, task.optimizer, state={"step": 1})
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
     # All ranks finish writing before any of them reads the directory.
-    probe.adapter.communicator.gather(b"")
+    adapter.communicator.gather(b"")
     entries = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    model = probe.framework.network(seed=300)
-    optimizer = probe.framework.adam(model)
-    state = probe.adapter.load_checkpoint(directory, model, optimizer, origin={})
-    loaded = probe.framework.state(model, optimizer)
+    state = adapter.load_checkpoint(directory, second.model, second.optimizer, origin={})
+    loaded = probe.state(second)
+    difference = math.inf
+    if [a.shape for a in saved] == [b.shape for b in loaded]:
+        difference = max(largest(a - b) for a, b in zip(saved, loaded, strict=True))
     return {
         "failure": failure,
-        "written": sum(1 for path in written if Path(path).is_relative_to(directory)),
+        "written": sum(Path(path).is_relative_to(directory) for path in written),
         "entries": entries,
         "bytes": size,
         "tensors": len(saved),
         "loaded": state is not None,
-        "difference": (
-            max(largest(a - b) for a, b in zip(saved, loaded, strict=True))
-            if [a.shape for a in saved] == [b.shape for b in loaded]
-            else float(np.inf)
-        ),
+        "difference": difference,
     }
 
 

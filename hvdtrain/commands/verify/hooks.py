@@ -107,39 +107,31 @@ class AfterImport(MetaPathFinder):
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-_listeners: list[Callable[[str], None]] = []
-_installed = False
-
-
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if event != "open" or not _listeners:
-        return
-    path, _, flags = arguments
-    nameless = flags & os.O_TMPFILE == os.O_TMPFILE
-    if isinstance(path, str | bytes | os.PathLike) and flags & WRITES and not nameless:
-        name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 (Path would touch the disk)
-        for listener in _listeners:
-            listener(name)
-
 
 def on_write(listener: Callable[[str], None]) -> None:
     """Call ``listener`` with each path that Python code opens for writing from now on.
 
     Files that a C++ library opens itself are not seen.
     """
-    global _installed
-    if not _installed:
-        sys.addaudithook(_audit)  # it cannot be removed again
-        _installed = True
-    _listeners.append(listener)
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open":
+            return
+        path, _, flags = arguments
+        nameless = flags & os.O_TMPFILE == os.O_TMPFILE
+        if isinstance(path, str | bytes | os.PathLike) and flags & WRITES and not nameless:
+            listener(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 (Path would touch the disk)
+
+    sys.addaudithook(audit)  # it cannot be removed again
 
 
 @contextmanager
 def watch_writes() -> Iterator[list[str]]:
     """Collect the paths that this process opens for writing within the block."""
     paths: list[str] = []
-    on_write(paths.append)
+    watching = True
+    on_write(lambda path: paths.append(path) if watching else None)
     try:
         yield paths
     finally:
-        _listeners.remove(paths.append)
+        watching = False

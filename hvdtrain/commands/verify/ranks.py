@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -23,8 +22,8 @@ from hvdtrain.adapters import select
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.commands.verify import STALLED, check_ranks, check_updates
 from hvdtrain.commands.verify.check_ranks import host_name, true_world
-from hvdtrain.commands.verify.harness import Check, Facts, Probe
-from hvdtrain.commands.verify.rows import ALL, FAILED, STEPS, Row, progress, read_row
+from hvdtrain.commands.verify.probe import Facts, Probe
+from hvdtrain.commands.verify.rows import ALL, FAILED, Row, progress, read_row
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError, UsageError
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
@@ -37,15 +36,18 @@ Emit = Callable[[Row], None]
 MARK = "hvdtrain-verify-row "  # prefix of each row that rank 0 prints
 PREFIX = "hvdtrain: "  # of the message of a rank that ends
 
-CHECKS = {
-    1: Check(check_ranks.measure_world, check_ranks.judge_world),
-    2: Check(check_ranks.measure_devices, check_ranks.judge_devices),
-    3: Check(check_ranks.measure_shards, check_ranks.judge_shards),
-    4: Check(check_updates.measure_rate, check_updates.judge_rate),
-    5: Check(check_updates.measure_gradient, check_updates.judge_gradient),
-    6: Check(check_updates.measure_broadcast, check_updates.judge_broadcast),
-    7: Check(check_updates.measure_checkpoint, check_updates.judge_checkpoint),
-    8: Check(check_ranks.measure_metrics, check_ranks.judge_metrics),
+Check = tuple[Callable[[Probe], Facts], Callable[[list[Facts]], Row]]
+"""The measurement of a step, made on every rank, and the judgement of all results."""
+
+CHECKS: dict[int, Check] = {
+    1: (check_ranks.measure_world, check_ranks.judge_world),
+    2: (check_ranks.measure_devices, check_ranks.judge_devices),
+    3: (check_ranks.measure_shards, check_ranks.judge_shards),
+    4: (check_updates.measure_rate, check_updates.judge_rate),
+    5: (check_updates.measure_gradient, check_updates.judge_gradient),
+    6: (check_updates.measure_broadcast, check_updates.judge_broadcast),
+    7: (check_updates.measure_checkpoint, check_updates.judge_checkpoint),
+    8: (check_ranks.measure_metrics, check_ranks.judge_metrics),
 }
 
 
@@ -92,25 +94,23 @@ def verify(
     adapter = select.adapter(framework, strategy)
     set_defaults(STALLED)
     rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        emit(row)
+
     try:
         probe = initialize(adapter, framework)
     except Exception as error:
-        _add(rows, emit, Row(1, FAILED, describe(error)))
+        add(Row(1, FAILED, describe(error)))
         return rows
-    for step in STEPS:
-        if step.number not in steps:
-            continue
+    for step in sorted(steps):
         try:
-            _add(rows, emit, run_check(probe, CHECKS[step.number], step.number))
+            add(run_check(probe, step))
         except LostError as error:
-            _add(rows, emit, Row(step.number, FAILED, str(error)))
+            add(Row(step, FAILED, str(error)))
             break
     return rows
-
-
-def _add(rows: list[Row], emit: Emit, row: Row) -> None:
-    rows.append(row)
-    emit(row)
 
 
 def initialize(adapter: CommonAdapter, framework: str) -> Probe:
@@ -119,20 +119,20 @@ def initialize(adapter: CommonAdapter, framework: str) -> Probe:
     communicator = adapter.communicator
     hosts = [host.decode() for host in communicator.gather(host_name().encode())]
     adapter.world = true_world(communicator.rank, hosts)
-    module: Any = importlib.import_module(f"{__package__}.probe_{framework}")
-    return Probe(adapter, module.PlainFramework(adapter), claimed)
+    return Probe(adapter, framework, claimed)
 
 
-def run_check(probe: Probe, check: Check, step: int) -> Row:
+def run_check(probe: Probe, step: int) -> Row:
     """Measure on every rank, exchange the results, and judge them.
 
     Raises:
         LostError: on every rank, if they wait in different collectives.
     """
+    measure, judge = CHECKS[step]
     failure = ""
     facts: Facts = {}
     try:
-        facts = check.measure(probe)
+        facts = measure(probe)
     except Exception as error:
         failure = describe(error)
     results = exchange(probe, step, {"failure": failure, "facts": facts})
@@ -141,7 +141,7 @@ def run_check(probe: Probe, check: Check, step: int) -> Row:
         first, text = next(iter(failures.items()))
         prefix = "" if len(failures) == len(results) else f"rank {first}: "
         return Row(step, FAILED, prefix + text, {"failures": len(failures)})
-    return check.judge([result["facts"] for result in results])
+    return judge([result["facts"] for result in results])
 
 
 def exchange(probe: Probe, step: int, result: dict[str, Any]) -> list[dict[str, Any]]:

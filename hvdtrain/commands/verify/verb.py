@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hvdtrain.commands.verify.rows import ALL, FAILED, Row, complete, progress, show
 from hvdtrain.config.strategies import DEFAULT, PACKAGES, STRATEGIES
+from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output.result import Report
@@ -44,19 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("-n", dest="ranks", type=int, metavar="N", help="number of ranks to start")
+    add("-n", dest="ranks", type=positive, metavar="N", help="number of ranks to start")
     add("--framework", choices=FRAMEWORKS, help="framework (default: pytorch if installed)")
     add("--strategy", metavar="NAME", help="strategy, as for the trainers (default: horovod)")
     add("--script", type=Path, metavar="FILE", help="Horovod script to verify instead")
     updates = f"number of updates before it is ended, or `all` (default: {UPDATES})"
-    add("--updates", metavar="K", help=f"with --script: {updates}")
+    add("--updates", type=update_limit, metavar="K", help=f"with --script: {updates}")
     limit = f"time limit for the ranks, in seconds (default: {TIMEOUT:g})"
-    add("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help=limit)
+    add("--timeout", type=above_zero, default=TIMEOUT, metavar="SECONDS", help=limit)
     strict = "with --script: exit with code 1 also if a step was not seen"
     add("--strict", action="store_true", help=strict)
     add("--json", action="store_true", help="print the rows as one JSON object")
     add("--dry-run", action="store_true", help="print the command without starting it")
     add("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the --script")
+
+
+def update_limit(value: str) -> int | str:
+    """Read a number of updates, or ``all``."""
+    return value if value == "all" else positive(value)
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
@@ -70,8 +76,6 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError(f"{arguments.arguments[0]}: unexpected argument without --script")
     if arguments.updates and not arguments.script:
         raise UsageError("--updates: requires --script FILE")
-    if arguments.timeout <= 0:
-        raise UsageError(f"--timeout {arguments.timeout:g}: must be above 0 seconds")
     _check_strategy(arguments.strategy)
     ranks = rank_count(arguments.ranks, os.environ)
     framework = arguments.framework or installed_framework()
@@ -81,7 +85,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         if arguments.script:
             from hvdtrain.commands.verify.script.start import observe
 
-            arguments.updates = arguments.updates or str(UPDATES)
+            arguments.updates = arguments.updates or UPDATES
             return observe(arguments, ranks)
         assert ranks is not None
         return _start(ranks, framework, arguments)
@@ -101,7 +105,7 @@ def rank_count(requested: int | None, environ: Mapping[str, str]) -> int | None:
     """Return the number of ranks to start; None if this process is a rank already, or the only one.
 
     Raises:
-        UsageError: another number than the launcher's is requested, or fewer than one.
+        UsageError: another number than the launcher's is requested.
     """
     launch = detect(environ)
     if launch.launcher:
@@ -111,8 +115,6 @@ def rank_count(requested: int | None, environ: Mapping[str, str]) -> int | None:
                 "omit -n to verify on them"
             )
         return None
-    if requested is not None and requested < 1:
-        raise UsageError(f"-n {requested}: must be at least 1")
     from hvdtrain.commands.launch.hosts import find_allocation
 
     return requested or find_allocation(environ).slots or None

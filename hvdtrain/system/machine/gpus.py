@@ -105,6 +105,21 @@ def identities(count: int, environ: Mapping[str, str]) -> list[str]:
     return [f"{chosen or 'all GPUs'}, number {index}" for index in range(count)]
 
 
+def pytorch_processor(torch: Any, device: Any) -> tuple[str | None, int]:
+    """Return the identity of a GPU of PyTorch, or None, and its number of threads, 0 on a GPU.
+
+    Args:
+        torch: the PyTorch module; passed in, as it must not be imported before a user's script.
+        device: the device that this process computes on, a ``torch.device`` or its name.
+    """
+    device = torch.device(device)
+    module = getattr(torch, device.type, None)
+    if device.type == "cpu" or module is None:
+        return None, torch.get_num_threads()
+    properties = module.get_device_properties(device)
+    return str(getattr(properties, "uuid", device)), 0
+
+
 def tensorflow_processor(tf: Any) -> tuple[str | None, int]:
     """Return the identity of TensorFlow's GPU, or None, and its number of threads, 0 on a GPU.
 

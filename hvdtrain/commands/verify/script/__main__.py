@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdtrain.commands.verify import STALLED
 from hvdtrain.commands.verify.hooks import AfterImport, on_write
 from hvdtrain.commands.verify.script import watch_horovod, watch_tensorflow, watch_torch
-from hvdtrain.commands.verify.script.record import Record
+from hvdtrain.commands.verify.script.record import ScriptRecorder
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import set_defaults
@@ -28,27 +28,27 @@ def main() -> int:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    record = Record(options.folder, options.updates)
+    recorder = ScriptRecorder(options.folder, options.updates)
     set_defaults(STALLED)
-    watch(record, fresh=options.fresh)
+    watch(recorder, fresh=options.fresh)
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(Path(options.script).resolve().parent)
     code = EXIT_OK
-    record.write()  # marks this rank as started, however it ends
+    recorder.write()  # marks this rank as started, however it ends
     try:
         runpy.run_path(options.script, run_name="__main__")
-        record.data["ended"] = "its own end"
+        recorder.record.ended = "its own end"
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE if stop.code else EXIT_OK
-        record.data["ended"] = record.data["ended"] or f"exit code {code}"
+        recorder.record.ended = recorder.record.ended or f"exit code {code}"
     except BaseException as error:
         traceback.print_exc()
         code = EXIT_FAILURE
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if len(text) > LONGEST:  # TensorFlow puts the call stack first
             text = f"{text[: LONGEST // 3]} ... {text[-LONGEST * 2 // 3 :]}"
-        record.data["ended"] = text + _line(error, options.script)
-    record.finish()
+        recorder.record.ended = text + _line(error, options.script)
+    recorder.finish()
     return code
 
 
@@ -59,18 +59,18 @@ def _line(error: BaseException, script: str) -> str:
     return f" ({Path(script).name} line {lines[-1]})" if lines else ""
 
 
-def watch(record: Record, *, fresh: bool) -> None:
+def watch(recorder: ScriptRecorder, *, fresh: bool) -> None:
     """Watch the modules that the script imports, and the files that it writes.
 
     Args:
-        record: where events are recorded.
+        recorder: where events are recorded.
         fresh: hide hvdtrain's checkpoints from the script.
     """
-    horovod = watch_horovod.HorovodWatch(record)
-    tensorflow = watch_tensorflow.TensorFlowWatch(record)
+    horovod = watch_horovod.HorovodWatch(recorder)
+    tensorflow = watch_tensorflow.TensorFlowWatch(recorder)
     AfterImport(
         {
-            "torch": lambda torch: watch_torch.watch(torch, record),
+            "torch": lambda torch: watch_torch.watch(torch, recorder),
             "tensorflow": tensorflow.tensorflow,
             "keras": tensorflow.keras,
             "horovod.torch.mpi_ops": horovod.operations,
@@ -81,13 +81,13 @@ def watch(record: Record, *, fresh: bool) -> None:
             "horovod.keras": horovod.calls,
             "hvdtrain.adapters.common": horovod.adapters,
             "hvdtrain.steps.checkpoint": lambda module: watch_horovod.checkpoints(
-                module, record, fresh=fresh
+                module, recorder, fresh=fresh
             ),
             "hvdtrain.keras.callbacks": horovod.keras_callbacks,
             "hvdtrain.keras.data": horovod.keras_data,
         }
     ).install()
-    on_write(record.wrote)
+    on_write(recorder.wrote)
 
 
 if __name__ == "__main__":

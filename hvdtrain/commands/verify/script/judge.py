@@ -1,17 +1,16 @@
-"""Judge a script by the records of all ranks, in eight rows: pure functions of JSON values.
+"""Judge a script by the records of all ranks, in eight rows: pure functions.
 
-``records`` are by rank (see ``record.py``), of the ranks that wrote one.
+``records`` are by rank, of the ranks that wrote one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Any
 
-from hvdtrain.commands.verify.check_ranks import judge_devices
+from hvdtrain.commands.verify.check_ranks import judge_devices, judge_world, true_world
 from hvdtrain.commands.verify.rows import NOT_SEEN, OK, Row, by_rank, row
 from hvdtrain.commands.verify.script.judge_updates import (
     equal_start,
@@ -19,7 +18,7 @@ from hvdtrain.commands.verify.script.judge_updates import (
     learning_rate,
     mean_gradient,
 )
-from hvdtrain.commands.verify.script.record import OURS, SAME, RankRecord, Records
+from hvdtrain.commands.verify.script.record import OURS, SAME, Record, Records, Reduction
 from hvdtrain.commands.verify.script.samples import first_epoch, on_several, repeated
 from hvdtrain.system.output.text import plural, rank_list
 
@@ -30,11 +29,11 @@ EXPECTED = 5.0  # samples expected on two ranks if they were drawn without shard
 COVERED = 0.9  # of the samples of a run on one rank: incomplete batches may be dropped
 
 
-def rows(records: Records, single_rank: RankRecord | None = None) -> list[Row]:
+def rows(records: Records, single_rank: Record | None = None) -> list[Row]:
     """Return all eight rows; ``single_rank``: the record of a run on one rank, to compare with."""
     gradient = mean_gradient(records, single_rank, unscaled=is_unscaled(records, single_rank))
     rate = learning_rate(records, single_rank, summed=gradient.facts.get("summed", False))
-    if any(call.get("adasum") for record in records for call in record["calls"]):
+    if any(call.adasum for record in records for call in record.calls):
         rate, gradient = (Row(step, NOT_SEEN, ADASUM) for step in (rate.step, gradient.step))
     return [
         world(records),
@@ -50,58 +49,51 @@ def rows(records: Records, single_rank: RankRecord | None = None) -> list[Row]:
 
 def world(records: Records) -> Row:
     """Judge step 1: Horovod's world is the launcher's."""
-    worlds = [record["world"] for record in records]
-    started = records[0]["launcher"][2]
-    launch = f"{records[0]['launcher'][0]} started {started}" if started > 1 else "one process"
-    without = [rank for rank, world in enumerate(worlds) if world is None]
+    started = records[0].started
+    launch = f"{records[0].launcher} started {started}" if started > 1 else "one process"
+    without = [rank for rank, record in enumerate(records) if record.world is None]
     # If the ranks fail together, mpirun may kill one before it has recorded the error.
-    if any(NO_INIT in (records[rank]["ended"] or "") for rank in without):
+    if any(NO_INIT in (records[rank].ended or "") for rank in without):
         return row(1, False, f"{launch}, and hvd.init() was not called before Horovod was used")
     if without:
-        if started == 1 or any(records[rank]["updates"] == [] for rank in without):
+        if started == 1 or not all(records[rank].updates for rank in without):
             return Row(1, NOT_SEEN, f"hvd.init() was not reached on {rank_list(without)}")
         return row(1, False, f"hvd.init() was not called on {rank_list(without)}; {launch}")
-    sizes, ranks = [world["size"] for world in worlds], [world["rank"] for world in worlds]
-    holds = set(sizes) == {started} and sorted(ranks) == list(range(started))
-    by_host: dict[str, list[int]] = {}
-    for record in records:
-        by_host.setdefault(record["host"], []).append(record["world"]["local_rank"])
-    local = all(sorted(ranks) == list(range(len(ranks))) for ranks in by_host.values())
-    hosts = ", ".join(f"{len(ranks)} on {host}" for host, ranks in by_host.items())
-    if not holds:
-        seen = "; ".join(f"rank {world['rank']} of {world['size']}" for world in worlds[:4])
-        return row(1, False, f"Horovod reports {seen}; {launch}")
-    if not local:
-        return row(1, False, f"wrong local ranks {by_host}; {launch}")
-    evidence = f"{rank_list(ranks)} once each, {hosts}; {launch}" if started > 1 else launch
-    return row(1, True, evidence, ranks=started)
+    hosts = [f"{record.host} " for record in records]
+    facts = []
+    for rank, record in enumerate(records):
+        claimed = asdict(true_world(rank, hosts)) | vars(record.world)
+        launcher = [record.launcher, rank, record.started]
+        identity = {"host": hosts[rank], "process": rank, "strategy": "horovod"}
+        facts.append({"claimed": claimed, "launcher": launcher, **identity})
+    return replace(judge_world(facts), facts={"ranks": started})
 
 
 def devices(records: Records) -> Row:
     """Judge step 2, if the script has made an update."""
-    if any(record["processor"] is None for record in records):
-        return Row(2, NOT_SEEN, "no update was made")
-    result = judge_devices(
-        [
-            {**record["processor"], "host": f"{record['host']} ", "cores": record["cores"]}
-            for record in records
-        ]
-    )
-    calls = [call for call in records[0]["calls"] if call["name"] == "torch.set_num_threads"]
+    used = []
+    for record in records:
+        if record.processor is None:
+            return Row(2, NOT_SEEN, "no update was made")
+        gpu, threads = record.processor
+        facts = {"host": f"{record.host} ", "cores": record.cores, "gpu": gpu, "threads": threads}
+        used.append(facts)
+    result = judge_devices(used)
+    calls = [call for call in records[0].calls if call.threads is not None]
     if result.state == OK or not calls:
         return result
-    cause = f"the script calls {calls[-1]['name']}({calls[-1]['threads']})"
+    cause = f"the script calls {calls[-1].name}({calls[-1].threads})"
     return replace(result, evidence=f"{result.evidence}; {cause}")
 
 
-def shards(records: Records, single_rank: RankRecord | None) -> Row:
+def shards(records: Records, single_rank: Record | None) -> Row:
     """Judge step 3, from calls that shard, from loaders, and from the samples."""
     size = len(records)
     if size == 1:
         return Row(3, NOT_SEEN, "one rank: nothing to shard")
     requested = [shard for record in records if (shard := _shard_of(record))]
-    seen = first_epoch(records)
-    whole = first_epoch([single_rank])[0] if single_rank else []
+    seen = first_epoch([record.seen for record in records])
+    whole = first_epoch([single_rank.seen])[0] if single_rank else []
     union = set[str]().union(*seen)
     if not union and len(requested) < size:
         return Row(3, NOT_SEEN, "no training sample was seen")
@@ -125,29 +117,29 @@ def shards(records: Records, single_rank: RankRecord | None) -> Row:
     return _covering(seen, whole, samples) or _unsharded(records, seen, samples)
 
 
-def _shard_of(record: RankRecord) -> tuple[int, int, str] | None:
+def _shard_of(record: Record) -> tuple[int, int, str] | None:
     """Return the shard that the rank requests: number of shards, index, and function."""
-    for call in record["calls"]:
-        if "shards" in call and call["shards"] is not None:
-            return call["shards"], call["shard"], call["name"]
-    loader = record["loader"]
-    if loader and loader["replicas"]:
-        return loader["replicas"], loader["rank"], loader["sampler"]
+    for call in record.calls:
+        if call.shards is not None and call.shard is not None:
+            return call.shards, call.shard, call.name
+    loader = record.loader
+    if loader and loader.replicas and loader.rank is not None:
+        return loader.replicas, loader.rank, loader.sampler
     return None
 
 
 def _equal_order(records: Records) -> str:
     """Return a message if a sampler shuffled two epochs equally; empty if none did."""
-    for record in records:
-        loader = record["loader"] or {"epochs": []}
-        epochs = [*loader["epochs"], [None, record["done"]]]
+    for loader, done in ((record.loader, record.done) for record in records):
+        if loader is None:
+            continue
+        epochs = [*loader.epochs, (None, done)]
         trained = [order for (order, begin), (_, end) in pairwise(epochs) if end > begin]
         for epoch, (previous, order) in enumerate(pairwise(trained), start=2):
             if order == previous:
-                name = loader["sampler"]
                 return (
                     f"epoch {epoch} has the same order of samples as the epoch before: call "
-                    f"set_epoch(epoch) of the {name} before each epoch"
+                    f"set_epoch(epoch) of the {loader.sampler} before each epoch"
                 )
     return ""
 
@@ -169,16 +161,17 @@ def _covering(seen: Sequence[list[str]], whole: list[str], samples: str) -> Row 
 
 def _unsharded(records: Records, seen: Sequence[list[str]], samples: str) -> Row:
     """Judge step 3 without a call that shards: the ranks may still have different data."""
-    loaders = [record["loader"] for record in records]
-    known = [loader for loader in loaders if loader and loader["samples"]]
+    loaders = [record.loader for record in records]
+    known = [loader for loader in loaders if loader and loader.samples]
     if len(known) == len(records):
-        whole = all(loader["drawn"] == loader["samples"] for loader in known)
-        probes = {tuple(loader["probes"] or [str(rank)]) for rank, loader in enumerate(known)}
+        whole = all(loader.drawn == loader.samples for loader in known)
+        probes = {tuple(loader.probes or [str(rank)]) for rank, loader in enumerate(known)}
+        samples_each = known[0].samples or 1
         if whole and len(probes) == 1:
-            count = known[0]["samples"]
-            return row(3, False, f"every rank draws from the same {count:,} samples; {samples}")
+            evidence = f"every rank draws from the same {samples_each:,} samples; {samples}"
+            return row(3, False, evidence)
         counts = [len(set(marks)) for marks in seen]
-        if math.prod(counts[:2]) / known[0]["samples"] >= EXPECTED:
+        if math.prod(counts[:2]) / samples_each >= EXPECTED:
             return row(3, True, f"different data on each rank; {samples}")
     return Row(3, NOT_SEEN, f"no sampler and no shard call; {samples}")
 
@@ -187,7 +180,7 @@ def writers(records: Records) -> Row:
     """Judge step 7: no file is written by two ranks."""
     by_path: dict[str, list[int]] = {}
     for rank, record in enumerate(records):
-        for path in record["written"]:
+        for path in record.written:
             by_path.setdefault(path, []).append(rank)
     if not by_path:
         return Row(7, NOT_SEEN, f"no file was written in {_updates(records)}")
@@ -197,9 +190,9 @@ def writers(records: Records) -> Row:
         more = f" and {plural(len(shared) - 1, 'other file')}" if len(shared) > 1 else ""
         return row(7, False, f"{rank_list(ranks)} wrote {path}{more}")
     counts = "; ".join(
-        f"rank {rank} wrote {plural(len(record['written']), 'file')}"
+        f"rank {rank} wrote {plural(len(record.written), 'file')}"
         for rank, record in enumerate(records)
-        if record["written"]
+        if record.written
     )
     return row(7, True, f"{counts}, none in common: {next(iter(by_path))}", files=len(by_path))
 
@@ -210,27 +203,26 @@ def metrics(records: Records) -> Row:
     if not any(reduced):
         return Row(8, NOT_SEEN, f"no metric was reduced in {_updates(records)}")
     missing = [rank for rank, values in enumerate(reduced) if not values]
-    if missing and all(records[rank]["ended"] is None for rank in missing):
+    if missing and all(records[rank].ended is None for rank in missing):
         return Row(8, NOT_SEEN, f"{rank_list(missing)} ended before reducing a metric")
     if missing:
         return row(8, False, f"metrics are reduced, but not on {rank_list(missing)}")
-    for values in zip(*reduced, strict=False):
-        name, _, after = values[0]
-        if any(not _close(value[2], after) for value in values):
-            results = by_rank([_first(value[2]) for value in values], ", ")
-            return row(8, False, f"{name} is {results} by rank after the reduction")
-    name, _, after = reduced[0][0]
-    before = by_rank([_first(values[0][1]) for values in reduced], ", ")
-    evidence = f"{name}: {before} by rank, {_first(after)} on all after the reduction"
-    if not records[0]["hvdtrain"]:
+    for metrics in zip(*reduced, strict=False):
+        if any(not _close(metric.after, metrics[0].after) for metric in metrics):
+            results = by_rank([_first(metric.after) for metric in metrics], ", ")
+            return row(8, False, f"{metrics[0].name} is {results} by rank after the reduction")
+    metric = reduced[0][0]
+    before = by_rank([_first(values[0].before) for values in reduced], ", ")
+    evidence = f"{metric.name}: {before} by rank, {_first(metric.after)} on all after the reduction"
+    if not records[0].hvdtrain:
         evidence += "; a mean of means is correct only for equal numbers of samples"
     return row(8, True, evidence, reductions=min(map(len, reduced)))
 
 
-def _metrics(record: RankRecord) -> list[Any]:
-    if record["hvdtrain"]:  # its adapters also reduce other values
-        return [metric for metric in record["metrics"] if metric[0].startswith(OURS)]
-    return list(record["metrics"])
+def _metrics(record: Record) -> list[Reduction]:
+    if record.hvdtrain:  # its adapters also reduce other values
+        return [metric for metric in record.metrics if metric.name.startswith(OURS)]
+    return record.metrics
 
 
 def _first(values: list[float]) -> str:
@@ -245,4 +237,4 @@ def _close(left: list[float], right: list[float]) -> bool:
 
 
 def _updates(records: Records) -> str:
-    return plural(min(record["done"] for record in records), "update")
+    return plural(min(record.done for record in records), "update")

@@ -1,4 +1,4 @@
-"""Record what a script does on one rank, as JSON values in a file per rank."""
+"""Record what a script does on one rank, in a JSON file per rank."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.commands.verify.script.samples import SampleLog
+from hvdtrain.commands.verify.script.samples import SampleLog, SeenSamples
 from hvdtrain.system.runtime.detect import detect
 
 Array = NDArray[Any]
-RankRecord = dict[str, Any]
-"""The record of one rank, as in its file: ``Record.data``."""
-Records = Sequence[RankRecord]  # by rank
 
 # Functions that average the metrics of a script that uses hvdtrain.
 OURS = AVERAGED, KERAS_METRICS = "average_metrics", "MetricAverageCallback"
+SCALED = "scale_learning_rate"
 SAME = 1e-6  # relative difference of metrics, or of learning rates, that count as equal
 DETAILED = 5  # updates that are recorded in detail
 VALUES, PER_TENSOR = 4096, 64  # values sampled from all parameters, and from one tensor
@@ -38,12 +38,115 @@ LOCKS = (".lock", "_lock")  # made to be opened by several ranks
 SCRATCH = ("tmp", "__autograph", "pymp-", "torch", "hvdtrain-")
 
 
+@dataclass(frozen=True)
+class HorovodWorld:
+    """Ranks as Horovod reports them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of Horovod or hvdtrain, with those of its facts that are known."""
+
+    name: str
+    update: int  # number of updates made before
+    values: int = 0  # that were broadcast
+    shards: int | None = None  # number of shards, and the index of the rank's
+    shard: int | None = None
+    base: float | None = None  # learning rate, and its scaling with the ranks
+    factor: float | None = None
+    threads: int | None = None
+    adasum: bool = False
+
+
+@dataclass(frozen=True)
+class Values:
+    """A digest of all bytes of several tensors, and a sample of their values."""
+
+    digest: str
+    sample: list[float]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of the optimizer."""
+
+    samples: int  # the model was called with since the last update
+    tensors: int  # parameters
+    values: int  # in all parameters
+    before: Values  # of the parameters
+    applied: list[float]  # sample of the gradients
+    local: list[float] | None  # the same before they were reduced; None: not seen
+    state: str | None  # digest of the optimizer's state before; None: not seen
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Values that may be a metric, before and after their reduction."""
+
+    name: str
+    before: list[float]
+    after: list[float]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """The PyTorch loader of the training data."""
+
+    sampler: str  # its class
+    replicas: int | None  # number of shards of the sampler, and the index of the rank's
+    rank: int | None
+    drawn: int | None  # number of samples in an epoch
+    samples: int | None  # in the dataset
+    probes: list[str] | None = None  # digests of some samples
+    epochs: list[tuple[int | None, int]] = field(default_factory=list)
+    """Epoch of the sampler, and number of updates made before, whenever an epoch begins."""
+
+
+@dataclass
+class Record:
+    """What a script has done so far on one rank."""
+
+    launcher: str | None
+    started: int  # number of ranks that it has started
+    host: str
+    cores: list[int]
+    world: HorovodWorld | None = None
+    processor: tuple[str | None, int] | None = None  # GPU or None, and threads
+    calls: list[Call] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    initial_rate: float = 0.0  # the one that a scheduler scales
+    seen: SeenSamples = field(default_factory=SeenSamples)
+    loader: Loader | None = None
+    reduced: int = 0  # number of reductions over the ranks
+    metrics: list[Reduction] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)  # paths
+    waiting: str | None = None  # name of a call that has not returned
+    done: int = 0  # number of updates
+    hvdtrain: bool = False  # whether its adapters are used
+    resumed: bool = False  # whether a checkpoint of hvdtrain was loaded
+    ended: str | None = None  # how; ``updates`` if it was ended after enough of them
+
+
+Records = Sequence[Record]  # by rank
+
+
+def read_record(file: Path) -> Record:
+    """Return the record that ``ScriptRecorder.write`` wrote."""
+    return msgspec.convert(json.loads(file.read_bytes()), Record)
+
+
 class EnoughError(SystemExit):
     """The script has made its updates; a SystemExit, so that scripts do not catch it."""
 
 
-class Record:
-    """The record of one rank, in ``folder / RANK.json``.
+class ScriptRecorder:
+    """Keeps the record of this rank, in ``folder / RANK.json``.
 
     The script is ended after ``updates`` updates; None: not at all.
     """
@@ -51,58 +154,41 @@ class Record:
     def __init__(self, folder: Path, updates: int | None) -> None:
         launch = detect(os.environ)
         self.path = folder / f"{launch.rank}.json"
+        self.process = os.getpid()
         self._writing = threading.RLock()  # re-entrant: writing calls `wrote`
         # Not in `wrote`, which may be called from within tempfile, while it holds a lock.
         self.scratch = tempfile.gettempdir() + os.sep
         self.limit = updates
-        self.done = 0  # updates
         self.batch = 0  # samples since the last update
-        self.seen = SampleLog()
         self.local: list[Array] | None = None  # gradients of this rank for the next update
         self.ignored = 0  # > 0 outside of the script's training
         self.inspect: Callable[[], Any] = lambda: None  # reads some of the data at the end
         self.gradient_tests: list[Callable[[Any], bool]] = []  # one per framework
-        self.data: dict[str, Any] = {
-            "launcher": [launch.launcher, launch.rank, launch.size],
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "cores": sorted(os.sched_getaffinity(0)),
-            "world": None,
-            "processor": None,
-            "calls": [],
-            "updates": [],
-            "rates": [],
-            "initial_rate": 0.0,
-            "rows": self.seen.marks,
-            "ends": self.seen.ends,
-            "epoch": None,
-            "loader": None,
-            "reduced": 0,
-            "metrics": [],
-            "written": [],
-            "waiting": None,
-            "done": 0,
-            "hvdtrain": False,
-            "resumed": False,
-            "ended": None,
-        }
+        cores = sorted(os.sched_getaffinity(0))
+        self.record = Record(launch.launcher, launch.size, socket.gethostname(), cores)
+        self._samples = SampleLog(self.record.seen)
+
+    @property
+    def done(self) -> int:
+        """Number of updates."""
+        return self.record.done
 
     def call(self, name: str, **facts: Any) -> None:
         """Record a call, with ``facts`` about it."""
-        if len(self.data["calls"]) < CALLS:
-            self.data["calls"].append({"name": name, "update": self.done, **facts})
+        if len(self.record.calls) < CALLS:
+            self.record.calls.append(Call(name, self.done, **facts))
 
     def broadcast(self, name: str, values: int) -> None:
         """Record a number of broadcast values; calls within the same update are added up."""
-        for call in self.data["calls"]:
-            if (call["name"], call["update"]) == (name, self.done):
-                call["values"] += values
+        for index, call in enumerate(self.record.calls):
+            if (call.name, call.update) == (name, self.done):
+                self.record.calls[index] = replace(call, values=call.values + values)
                 return
         self.call(name, values=values)
 
-    def joined(self, world: Mapping[str, int]) -> None:
+    def joined(self, world: HorovodWorld) -> None:
         """Record that the rank is initialized, and its world."""
-        self.data["world"] = dict(world)
+        self.record.world = world
         self.write()
 
     @contextmanager
@@ -112,17 +198,13 @@ class Record:
         Horovod's ``broadcast_optimizer_state``, for example, calls the optimizer's step.
         """
         self.ignored += 1
-        self.data["waiting"] = name  # stays set if the wait ends in an error
+        self.record.waiting = name  # stays set if the wait ends in an error
         self.write()
         try:
             yield
-            self.data["waiting"] = None
+            self.record.waiting = None
         finally:
             self.ignored -= 1
-
-    def reduced(self) -> None:
-        """Record a reduction over the ranks."""
-        self.data["reduced"] += 1
 
     def is_gradient(self, value: Any) -> bool:
         """Return whether ``value``, a tensor, is a gradient for the next update."""
@@ -130,13 +212,14 @@ class Record:
 
     def metric(self, name: str, before: Sequence[Any], after: Sequence[Any]) -> None:
         """Record a few values of this rank before and after their reduction."""
-        if len(self.data["metrics"]) < CALLS:
-            values = [
+        metrics = self.record.metrics
+        if len(metrics) < CALLS:
+            flat = [
                 [float(value) for part in parts for value in np.ravel(part)]
                 for parts in (before, after)
             ]
-            self.data["metrics"].append([name, *values])
-            if len(self.data["metrics"]) <= DETAILED:
+            metrics.append(Reduction(name, *flat))
+            if len(metrics) <= DETAILED:
                 self.write()
 
     def wrote(self, target: Any) -> None:
@@ -144,8 +227,8 @@ class Record:
         if not isinstance(target, str | os.PathLike):
             return
         full = os.path.abspath(target)  # noqa: PTH100 (Path would touch the disk)
-        if full not in self.data["written"] and self._counts(full):
-            self.data["written"].append(full)
+        if full not in self.record.written and self._counts(full):
+            self.record.written.append(full)
             self.write()  # mpirun ends this rank without warning if another one fails
 
     def _counts(self, path: str) -> bool:
@@ -164,8 +247,7 @@ class Record:
         if self.ignored or not np.ndim(values):
             return
         self.batch += len(values)
-        self.seen.add(values)
-        self.data["epoch"] = self.seen.epoch
+        self._samples.add(values)
 
     @property
     def detailed(self) -> bool:
@@ -174,54 +256,42 @@ class Record:
 
     def rate(self, value: float, initial: float = 0.0) -> None:
         """Record the next update's learning rate; ``initial``: the one that a scheduler scales."""
-        self.data["initial_rate"] = initial
-        if len(self.data["rates"]) < RATES:
-            self.data["rates"].append(value)
+        self.record.initial_rate = initial
+        if len(self.record.rates) < RATES:
+            self.record.rates.append(value)
 
     def update(
-        self,
-        *,
-        before: Sequence[Array],
-        applied: Sequence[Array],
-        after: Sequence[Array],
-        state: Sequence[Array] | None,
+        self, before: Sequence[Array], applied: Sequence[Array], state: Sequence[Array] | None
     ) -> None:
-        """Record an update: parameters before and after, gradients, optimizer state before."""
+        """Record an update: parameters and optimizer state before it, and the gradients."""
         if self.detailed:
             local = self.local
             fits = local is not None and [a.shape for a in local] == [a.shape for a in applied]
-            self.data["updates"].append(
-                {
-                    "rows": self.batch,
-                    "tensors": len(before),
-                    "values": int(sum(value.size for value in before)),
-                    "before": summary(before),
-                    "after": summary(after),
-                    "applied": summary(applied),
-                    "local": summary(local) if fits and local is not None else None,
-                    "state": None if state is None else summary(state)["digest"],
-                }
+            self.record.updates.append(
+                Update(
+                    samples=self.batch,
+                    tensors=len(before),
+                    values=int(sum(value.size for value in before)),
+                    before=summary(before),
+                    applied=summary(applied).sample,
+                    local=summary(local).sample if fits and local is not None else None,
+                    state=None if state is None else summary(state).digest,
+                )
             )
         self.count()
 
     def count(self) -> None:
         """Count an update, recorded in detail or not."""
-        self.done += 1
+        self.record.done += 1
         self.batch, self.local = 0, None
-        self.seen.update()
-        self.data["done"] = self.done
+        self._samples.update()
         if self.done <= DETAILED:
             self.write()
 
-    @property
-    def enough(self) -> bool:
-        """Whether the script has made its updates."""
-        return self.limit is not None and self.done >= self.limit
-
     def end_if_enough(self) -> None:
         """End the script once it has made its updates."""
-        if self.enough and not self.data["ended"]:
-            self.data["ended"] = "updates"
+        if self.limit is not None and self.done >= self.limit and not self.record.ended:
+            self.record.ended = "updates"
             raise EnoughError(0)
 
     def finish(self) -> None:
@@ -232,15 +302,15 @@ class Record:
 
     def write(self) -> None:
         """Replace the file atomically; do nothing in a worker process of a data loader."""
-        if os.getpid() != self.data["process"]:
+        if os.getpid() != self.process:
             return
         with self._writing:
             partial = self.path.with_suffix(".partial")
-            partial.write_text(json.dumps(self.data))
+            partial.write_text(json.dumps(self.record, default=vars))
             partial.rename(self.path)
 
 
-def summary(tensors: Sequence[Array]) -> dict[str, Any]:
+def summary(tensors: Sequence[Array]) -> Values:
     """Return a digest of all bytes of the tensors, and a sample of their values."""
     digest = hashlib.sha256()
     count = max(1, min(PER_TENSOR, VALUES // max(1, len(tensors))))
@@ -250,4 +320,4 @@ def summary(tensors: Sequence[Array]) -> dict[str, Any]:
         digest.update(flat.tobytes())
         chosen = np.linspace(0, flat.size - 1, min(count, flat.size)).astype(int)
         sample += flat[chosen].astype(np.float64).tolist()
-    return {"digest": digest.hexdigest(), "sample": sample}
+    return Values(digest.hexdigest(), sample)

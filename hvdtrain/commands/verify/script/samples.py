@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,13 +22,24 @@ REPEATED = 3  # samples that may repeat by chance, as data have duplicates
 QUIET = 20  # updates without a repeated sample, after which earlier repetitions were chance
 
 
-class SampleLog:
-    """The samples of one rank, update by update, until it is certain that they repeat."""
+@dataclass
+class SeenSamples:
+    """The samples of one rank, by their digests."""
 
-    def __init__(self) -> None:
-        self.marks: list[str] = []  # digest of each sample, in order
-        self.ends: list[int] = []  # number of marks after each update
-        self.epoch: int | None = None  # updates before samples repeated; None: not yet
+    marks: list[str] = field(default_factory=list)  # digest of each sample, in order
+    ends: list[int] = field(default_factory=list)  # number of marks after each update
+    epoch: int | None = None  # updates before samples repeated; None: not yet
+
+    def by_update(self) -> list[list[str]]:
+        """Return the samples of each update."""
+        return [self.marks[begin:end] for begin, end in pairwise([0, *self.ends])]
+
+
+class SampleLog:
+    """Adds to ``samples``, update by update, until it is certain that they repeat."""
+
+    def __init__(self, samples: SeenSamples) -> None:
+        self.samples = samples
         self._known: set[str] = set()  # before the current update
         self._current: set[str] = set()  # since the last update
         self._repeated = 0  # number of samples repeated in a later update
@@ -35,26 +48,27 @@ class SampleLog:
 
     def add(self, values: NDArray[Any]) -> None:
         """Record samples, along the first axis, that the model is called with."""
-        over = self.epoch is not None and len(self.ends) > self.epoch + QUIET
-        if over or len(self.marks) + len(values) > LARGEST:
+        seen = self.samples
+        over = seen.epoch is not None and len(seen.ends) > seen.epoch + QUIET
+        if over or len(seen.marks) + len(values) > LARGEST:
             return
         before = frozenset(self._current)
         for value in values:
             mark = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
             if mark in before:  # the model is called with a batch twice
                 continue
-            self.marks.append(mark)
+            seen.marks.append(mark)
             self._current.add(mark)
             if mark in self._known:
-                self._first = self._first if self._repeated else len(self.ends)
+                self._first = self._first if self._repeated else len(seen.ends)
                 self._repeated += 1
                 self._quiet = 0
-        if self._repeated > REPEATED and self.epoch is None:
-            self.epoch = self._first
+        if self._repeated > REPEATED and seen.epoch is None:
+            seen.epoch = self._first
 
     def update(self) -> None:
         """Record an update, made from the samples since the last one."""
-        self.ends.append(len(self.marks))
+        self.samples.ends.append(len(self.samples.marks))
         self._known |= self._current
         self._current.clear()
         self._quiet += 1
@@ -62,14 +76,11 @@ class SampleLog:
             self._repeated = 0
 
 
-def first_epoch(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the samples of each rank in the first epoch over all ranks.
-
-    Args:
-        ranks: their records: ``rows``, the samples; ``ends`` and ``epoch``, as in ``SampleLog``.
-    """
-    epochs = [rank["epoch"] for rank in ranks if rank["epoch"] is not None]
-    updates = [*_updates(ranks)] if epochs else []
+def first_epoch(ranks: Sequence[SeenSamples]) -> list[list[str]]:
+    """Return the samples of each rank in the first epoch over all ranks."""
+    epochs = [rank.epoch for rank in ranks if rank.epoch is not None]
+    by_rank = [rank.by_update() for rank in ranks] if epochs else []
+    updates = [list(parts) for parts in zip(*by_rank, strict=False)]  # by update, then by rank
     new, shares = _new_samples(updates)
     # Ranks make the same updates, so the first repetition on any rank is the end on all, unless it
     # is a duplicate in the data, shortly before the end.
@@ -77,7 +88,7 @@ def first_epoch(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
     while end < len(updates) and max(shares[end : end + 2]) > 0.5:
         end += 1
     if end == len(updates):  # no sample repeated, or all further ones did
-        return [list(rank["rows"]) for rank in ranks]
+        return [list(rank.marks) for rank in ranks]
     # The first repetition is late if a batch of the second epoch has no earlier sample of the rank.
     last = max(update for update in range(end + 1) if any(new[update]))
     seen = [
@@ -118,13 +129,3 @@ def on_several(seen: Sequence[Sequence[str]]) -> set[str]:
 def repeated(marks: Sequence[str]) -> set[str]:
     """Return the samples that occur more than once."""
     return {mark for mark, count in Counter(marks).items() if count > 1}
-
-
-def _updates(ranks: Sequence[dict[str, Any]]) -> Iterator[list[list[str]]]:
-    """Yield the samples of each update, by rank."""
-    ends = [[0, *rank["ends"]] for rank in ranks]
-    for update in range(1, min(map(len, ends))):
-        yield [
-            rank["rows"][end[update - 1] : end[update]]
-            for rank, end in zip(ranks, ends, strict=True)
-        ]

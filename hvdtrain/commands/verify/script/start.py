@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shlex
@@ -17,7 +16,7 @@ from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row, show
 from hvdtrain.commands.verify.script import judge
-from hvdtrain.commands.verify.script.record import DETAILED, RankRecord, Records
+from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.tables import message
@@ -38,7 +37,7 @@ CAUSES = {  # known causes and remedies, by a part of the error
     "root_rank=0), likewise to the gradient method of hvd.DistributedGradientTape"
 }
 
-Run = tuple[list[RankRecord], Result]  # the records by rank, and the result of the command
+Run = tuple[list[Record], Result]  # the records by rank, and the result of the command
 
 
 @dataclass(frozen=True)
@@ -111,15 +110,15 @@ def watch(
         records, result = run_on(ranks, updates, Path(folder))
         if not records:
             raise HvdtrainError(f"{script} could not be started: {_last(result)}")
-        single_rank: list[RankRecord] = []
-        if ranks > 1 and any(record["updates"] for record in records):
+        single_rank: list[Record] = []
+        if ranks > 1 and any(record.updates for record in records):
             # One rank runs to the end only if the ranks do, to show which samples are an epoch.
             # It starts without a checkpoint if they did, not from one that they have saved.
-            fresh = not any(record["resumed"] for record in records)
+            fresh = not any(record.resumed for record in records)
             path = Path(folder) / "single_rank"
             single_rank, _ = run_on(1, updates and DETAILED, path, fresh=fresh)
     rows, ended = judge.rows(records, *single_rank), _ends(records, ranks, result, timeout)
-    return ScriptResult(rows, ended, min(record["done"] for record in records))
+    return ScriptResult(rows, ended, min(record.done for record in records))
 
 
 def _run(start: Command, folder: Path, timeout: float) -> Run:
@@ -127,13 +126,13 @@ def _run(start: Command, folder: Path, timeout: float) -> Run:
     log.info("%s", start.show())
     result = run(start, on_line=lambda line: log.info("%s", line), timeout=timeout)
     files = sorted(folder.glob("*.json"), key=lambda file: int(file.stem))
-    return [json.loads(file.read_bytes()) for file in files], result
+    return [read_record(file) for file in files], result
 
 
 def _ends(records: Records, ranks: int, result: Result, timeout: float) -> list[str | None]:
     """Return how the script ended on each rank."""
     missing = ranks - len(records)
-    ended = [record["ended"] for record in records]
+    ended = [record.ended for record in records]
     ended += [f"not started: {_last(result)}"] * missing
     if result.exit_code == TIMED_OUT:
         hung = f"{HUNG}: ended after {timeout:g} s (--timeout)"
@@ -177,9 +176,7 @@ def observe(options: argparse.Namespace, ranks: int | None) -> Report:
     script: Path = options.script
     if not script.is_file():
         raise UsageError(f"--script {script}: no such file")
-    if options.updates != ALL and not (options.updates.isdecimal() and int(options.updates)):
-        raise UsageError(f"--updates {options.updates}: must be a number of at least 1, or all")
-    updates = None if options.updates == ALL else int(options.updates)
+    updates = None if options.updates == ALL else options.updates
     if options.dry_run:
         line = build(ranks, script, options.arguments, updates, Path("FOLDER")).show()
         return Report(line, {"ok": True, "commands": [line]})

@@ -10,32 +10,45 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.commands.verify.hooks import Depth, after, best_effort, replace
-from hvdtrain.commands.verify.script.record import AVERAGED, KERAS_METRICS, Record
+from hvdtrain.commands.verify.script.record import (
+    AVERAGED,
+    KERAS_METRICS,
+    SCALED,
+    HorovodWorld,
+    ScriptRecorder,
+)
 from hvdtrain.commands.verify.script.watch_tensorflow import run
 
 BROADCASTS = (
-    *("broadcast_parameters", "broadcast_variables", "broadcast_global_variables"),
-    *("broadcast_optimizer_state", "broadcast_object"),
-    *("broadcast", "broadcast_", "broadcast_async", "broadcast_async_"),
+    "broadcast_parameters",
+    "broadcast_variables",
+    "broadcast_global_variables",
+    "broadcast_optimizer_state",
+    "broadcast_object",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
 )
 REDUCTIONS = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_")
 GATHERS = ("allgather", "grouped_allgather", "allgather_object")
 ASYNC = (
-    *("allreduce_async", "allreduce_async_"),
-    *("grouped_allreduce_async", "grouped_allreduce_async_"),
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
 )
 OPERATIONS = (*ASYNC, "_allreduce", "_grouped_allreduce")
 # Names of the first parameter in Horovod's functions.
 FIRST = ("tensor", "tensors", "obj", "value", "params", "variables")
 SMALL = 64  # values; larger tensors are no metrics
-SCALED = "scale_learning_rate"
 
 
 class HorovodWatch:
     """Watch Horovod's modules, each from its import by the script."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, recorder: ScriptRecorder) -> None:
+        self.recorder = recorder
         self.gradients = Depth()  # open reductions of gradients
         self.reductions = Depth()  # open reductions called by the script
         self.pending: dict[Any, tuple[Any, list[Any]]] = {}  # by handle
@@ -43,11 +56,14 @@ class HorovodWatch:
     def operations(self, module: Any) -> None:
         """Count all reductions, whatever calls them: ``mpi_ops`` of either framework."""
         for name in OPERATIONS:
-            after(module, name, lambda a, k, r: self.record.reduced())
+            after(module, name, lambda a, k, r: self._reduced())
+
+    def _reduced(self) -> None:
+        self.recorder.record.reduced += 1
 
     def calls(self, module: Any) -> None:
         """Watch the script's calls: ``horovod.torch``, ``horovod.tensorflow`` and Keras'."""
-        after(module, "init", lambda a, k, r: self.record.joined(_world(module)))
+        after(module, "init", lambda a, k, r: self.recorder.joined(_world(module)))
         for names, watched in (
             (BROADCASTS, self._broadcast),
             (REDUCTIONS, self._reduction),
@@ -62,23 +78,24 @@ class HorovodWatch:
         after(
             module,
             "DistributedOptimizer",
-            lambda a, k, r: self.record.call(optimizer, adasum=k.get("op") == adasum),
+            lambda a, k, r: self.recorder.call(optimizer, adasum=k.get("op") == adasum),
         )
         replace(module, "_make_allreduce_grads_fn", self._reducer)
 
     def adapters(self, module: Any) -> None:
         """Watch ``hvdtrain.adapters.common``."""
         owner = module.CommonAdapter
+        call = self.recorder.call
         after(owner, "initialize", lambda a, k, world: self._initialized(world))
-        after(owner, "shard_data", lambda a, k, shards: self._sharded(shards))
-        after(owner, SCALED, lambda a, k, rate: self._scaled(rate))
+        after(owner, "shard_data", lambda a, k, r: call("shard_data", shards=r.size, shard=r.rank))
+        after(owner, SCALED, lambda a, k, r: call(SCALED, base=r.base, factor=r.factor))
         after(owner, AVERAGED, self._averaged)
         replace(owner, "broadcast_state", self._broadcast)
 
     def keras_data(self, module: Any) -> None:
         """Watch ``hvdtrain.keras.data``."""
         chosen = module.session.chosen
-        after(module, "shard", lambda a, k, r: self._hvd_shard(chosen(k.get("process_set")).world))
+        after(module, "shard", lambda a, k, r: self._sharded(chosen(k.get("process_set")).world))
 
     def keras_callbacks(self, module: Any) -> None:
         """Watch ``hvdtrain.keras.callbacks``."""
@@ -86,12 +103,12 @@ class HorovodWatch:
 
     def _broadcast(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         name = original.__name__
-        with self.record.waiting(name):
+        with self.recorder.waiting(name):
             result = original(*args, **kwargs)
         # Only the root passes an object; asynchronous functions return a handle.
         value = result if name == "broadcast_object" else _argument(args, kwargs)
         values = best_effort(_count, value) or 0
-        _note(lambda *_: self.record.broadcast(name, values))
+        _note(lambda *_: self.recorder.broadcast(name, values))
         return result
 
     def _reducer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,14 +158,14 @@ class HorovodWatch:
         result = original(callback)
         names = sorted(local.keys() & result.keys())
         before, after = ([_copy(metrics[name]) for name in names] for metrics in (local, result))
-        best_effort(self.record.metric, f"{KERAS_METRICS} ({', '.join(names)})", before, after)
+        best_effort(self.recorder.metric, f"{KERAS_METRICS} ({', '.join(names)})", before, after)
         return result
 
     def _metric(self, name: Any, before: list[Any], result: Any) -> None:
         after = [_copy(leaf) for leaf in _leaves(result)]
 
         def note(*parts: Any) -> None:
-            self.record.metric(str(name), parts[: len(before)], parts[len(before) :])
+            self.recorder.metric(str(name), parts[: len(before)], parts[len(before) :])
 
         _note(note, [*before, *after])
 
@@ -158,24 +175,18 @@ class HorovodWatch:
         sizes = [_size(leaf) for leaf in leaves]
         if None in sizes or not 0 < sum(filter(None, sizes)) <= SMALL:
             return None
-        if any(self.record.is_gradient(leaf) for leaf in leaves):
+        if any(self.recorder.is_gradient(leaf) for leaf in leaves):
             return None
         return [_copy(leaf) for leaf in leaves]
 
     def _initialized(self, world: Any) -> None:
-        self.record.data["hvdtrain"] = True
-        self.record.joined(_world(lambda name: getattr(world, name)))
+        self.recorder.record.hvdtrain = True
+        self.recorder.joined(
+            HorovodWorld(world.rank, world.size, world.local_rank, world.local_size)
+        )
 
-    def _sharded(self, shards: Any) -> None:
-        size, rank = getattr(shards, "size", None), getattr(shards, "rank", None)
-        self.record.call("shard_data", shards=size, shard=rank)
-
-    def _hvd_shard(self, world: Any) -> None:
-        self.record.call("hvd.shard", shards=world.size, shard=world.rank)
-
-    def _scaled(self, rate: Any) -> None:
-        base, factor = getattr(rate, "base", None), getattr(rate, "factor", None)
-        self.record.call(SCALED, base=base, factor=factor)
+    def _sharded(self, world: Any) -> None:
+        self.recorder.call("hvd.shard", shards=world.size, shard=world.rank)
 
     def _averaged(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         count = args[1] if len(args) > 1 else kwargs["count"]
@@ -183,26 +194,22 @@ class HorovodWatch:
         before = [float(kwargs[name]) / count if count else 0.0 for name in names]
         means, total = result
         after = [means[name] for name in names]
-        self.record.metric(f"{AVERAGED} over {total} samples", before, after)
+        self.recorder.metric(f"{AVERAGED} over {total} samples", before, after)
 
 
-def checkpoints(module: Any, record: Record, *, fresh: bool) -> None:
+def checkpoints(module: Any, recorder: ScriptRecorder, *, fresh: bool) -> None:
     """Watch ``hvdtrain.steps.checkpoint`` for loads; ``fresh``: let them find no checkpoint."""
 
     def load(original: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = None if fresh else original(*args, **kwargs)
-        record.data["resumed"] |= checkpoint is not None
+        recorder.record.resumed |= checkpoint is not None
         return checkpoint
 
     replace(module, "load_newest", load)
 
 
-def _world(source: Any) -> dict[str, int]:
-    """Return rank, size, local rank and local size of a module or a world."""
-    names = ("rank", "size", "local_rank", "local_size")
-    if callable(source):
-        return {name: int(source(name)) for name in names}
-    return {name: int(getattr(source, name)()) for name in names}
+def _world(module: Any) -> HorovodWorld:
+    return HorovodWorld(module.rank(), module.size(), module.local_rank(), module.local_size())
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

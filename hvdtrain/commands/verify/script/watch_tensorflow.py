@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.commands.verify.hooks import Depth, after, replace
-from hvdtrain.commands.verify.script.record import Record
+from hvdtrain.commands.verify.script.record import ScriptRecorder
 from hvdtrain.system.machine.gpus import tensorflow_processor
 
 
@@ -38,12 +38,12 @@ def run(note: Callable[..., None], tensors: Sequence[Any] = ()) -> Any:
 class TensorFlowWatch:
     """Watch both packages; TensorFlow imports ``keras`` only when the script needs it."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, recorder: ScriptRecorder) -> None:
+        self.recorder = recorder
         self.tape = Depth()  # open gradient tapes
         self.layer = Depth()  # open calls of layers
         self.gradients: list[Any] = []  # of the last tape, until the update
-        record.gradient_tests.append(self.is_gradient)
+        recorder.gradient_tests.append(self.is_gradient)
         self.tf: Any = None
 
     def tensorflow(self, tf: Any) -> None:
@@ -77,7 +77,7 @@ class TensorFlowWatch:
 
     def _end(self) -> None:
         if self.tf.executing_eagerly():
-            self.record.end_if_enough()
+            self.recorder.end_if_enough()
 
     def is_gradient(self, value: Any) -> bool:
         """Return whether ``value`` is a gradient, or computed from one, before the update.
@@ -97,8 +97,8 @@ class TensorFlowWatch:
         dense = [tf.convert_to_tensor(value) for value in flat if value is not None]
 
         def note(*arrays: Any) -> None:
-            if self.record.detailed:
-                self.record.local = list(arrays)
+            if self.recorder.detailed:
+                self.recorder.local = list(arrays)
 
         done = run(note, dense)
         if done is None:
@@ -112,7 +112,7 @@ class TensorFlowWatch:
     def _apply(self, original: Any, optimizer: Any, grads: Any, variables: Any = None) -> Any:
         """Record an update of a Keras optimizer, after Horovod's wrapper changed the gradients."""
         tf, grads = self.tf, list(grads)
-        if self.record.ignored or not grads:
+        if self.recorder.ignored or not grads:
             return original(optimizer, grads, variables)
         self.gradients = []
         variables = list(optimizer._trainable_variables if variables is None else variables)
@@ -125,24 +125,23 @@ class TensorFlowWatch:
         state = [tf.identity(v.value) for v in slots] if built else []
         result = original(optimizer, grads, variables)
         applied = [tf.convert_to_tensor(g) for g, _ in pairs]
-        after = [tf.identity(v.value) for _, v in pairs]
         count = len(pairs)
 
         def note(*arrays: Any) -> None:
-            self._processor()
-            self.record.rate(float(arrays[0]))
-            if not self.record.detailed:
-                self.record.count()
+            record = self.recorder.record
+            record.processor = record.processor or tensorflow_processor(tf)
+            self.recorder.rate(float(arrays[0]))
+            if not self.recorder.detailed:
+                self.recorder.count()
                 return
-            rest = arrays[1:]
-            self.record.update(
-                before=rest[:count],
-                applied=rest[count : 2 * count],
-                after=rest[2 * count : 3 * count],
-                state=rest[3 * count :] if built else None,
+            values = arrays[1:]
+            self.recorder.update(
+                before=values[:count],
+                applied=values[count : 2 * count],
+                state=values[2 * count :] if built else None,
             )
 
-        run(note, [rate, *before, *applied, *after, *state])
+        run(note, [rate, *before, *applied, *state])
         self._end()
         return result
 
@@ -156,21 +155,16 @@ class TensorFlowWatch:
         inputs = self.tf.nest.flatten(args)[:1]
         trained = level == 1 and self.tape.value and layer.trainable_variables
         if trained and inputs and self.tf.is_tensor(inputs[0]):
-            run(self.record.samples, inputs)
+            run(self.recorder.samples, inputs)
         return result
-
-    def _processor(self) -> None:
-        if self.record.data["processor"] is None:
-            gpu, threads = tensorflow_processor(self.tf)
-            self.record.data["processor"] = {"gpu": gpu, "threads": threads}
 
     def _shard(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         arguments = dict(zip(("num_shards", "index"), args[1:3], strict=False)) | kwargs
         shards, shard = int(arguments["num_shards"]), int(arguments["index"])
-        self.record.call("Dataset.shard", shards=shards, shard=shard)
+        self.recorder.call("Dataset.shard", shards=shards, shard=shard)
 
     def _saved(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        self.record.wrote(next(iter([*args[1:2], *kwargs.values()]), None))
+        self.recorder.wrote(next(iter([*args[1:2], *kwargs.values()]), None))
 
 
 def _without_xla(original: Any, *args: Any, **kwargs: Any) -> Any:

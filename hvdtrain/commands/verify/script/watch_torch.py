@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib
 import random
@@ -14,42 +15,43 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.commands.verify.hooks import Depth, after
-from hvdtrain.commands.verify.script.record import Array, Record
+from hvdtrain.commands.verify.script.record import Array, Loader, ScriptRecorder
+from hvdtrain.system.machine.gpus import pytorch_processor
 
 INSPECTED = 3  # samples of a dataset that show whether two ranks have the same dataset
 
 
-def watch(torch: Any, record: Record) -> None:
+def watch(torch: Any, recorder: ScriptRecorder) -> None:
     """Watch PyTorch from now on."""
-    updates = OptimizerWatch(torch, record)
-    record.gradient_tests.append(updates.is_gradient)
+    updates = OptimizerWatch(torch, recorder)
+    recorder.gradient_tests.append(updates.is_gradient)
     steps = importlib.import_module("torch.optim.optimizer")
     steps.register_optimizer_step_pre_hook(updates.before)
     steps.register_optimizer_step_post_hook(updates.after)
     after(torch.optim.Optimizer, "add_param_group", lambda a, k, r: updates.listen(a[0]))
-    forward = InputWatch(record, updates)
+    forward = InputWatch(recorder, updates)
     modules = torch.nn.modules.module
     modules.register_module_forward_pre_hook(forward.before)
     modules.register_module_forward_hook(forward.after, always_call=True)
-    loaders = LoaderWatch(torch, record)
-    record.inspect = loaders.inspect
+    loaders = LoaderWatch(torch, recorder)
+    recorder.inspect = loaders.inspect
     after(torch.utils.data.DataLoader, "__iter__", lambda a, k, r: loaders.begun(a[0]))
-    after(torch, "save", lambda a, k, r: record.wrote(a[1] if len(a) > 1 else k.get("f")))
+    after(torch, "save", lambda a, k, r: recorder.wrote(a[1] if len(a) > 1 else k.get("f")))
     threads = "set_num_threads"
-    after(torch, threads, lambda a, k, r: record.call(f"torch.{threads}", threads=int(a[0])))
+    after(torch, threads, lambda a, k, r: recorder.call(f"torch.{threads}", threads=int(a[0])))
 
 
 class OptimizerWatch:
     """Record each step of each optimizer, outside and inside of Horovod's wrapper."""
 
-    def __init__(self, torch: Any, record: Record) -> None:
-        self.torch, self.record = torch, record
+    def __init__(self, torch: Any, recorder: ScriptRecorder) -> None:
+        self.torch, self.recorder = torch, recorder
         self.depth = 0  # open steps: the step of Horovod's optimizer contains another
         self.open = False  # whether the step is not counted yet
         self.gradients: dict[int, Any] = {}  # by parameter: sum over the backward passes
         self.waiting = False  # whether there was a backward pass since the last step
         self.parameters: dict[int, Any] = {}  # those that have a hook
-        self.start: dict[str, Any] = {}
+        self.start: tuple[list[Array], list[Array]] | None = None  # parameters, optimizer state
 
     def listen(self, optimizer: Any) -> None:
         """Collect the gradients that backward passes add to the parameters of ``optimizer``."""
@@ -61,7 +63,7 @@ class OptimizerWatch:
     def _collector(self, key: int) -> Any:
         def collect(gradient: Any) -> None:
             self.waiting = True
-            if self.record.detailed and not self.record.ignored:
+            if self.recorder.detailed and not self.recorder.ignored:
                 value = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
                 held = self.gradients.get(key)
                 self.gradients[key] = value.clone() if held is None else held + value
@@ -87,50 +89,40 @@ class OptimizerWatch:
         self.depth += 1
         if self.depth > 1:
             return
-        self.open = not self.record.ignored
+        self.open = not self.recorder.ignored
         if self.open:
             group = optimizer.param_groups[0]
             rate = float(group.get("lr", 0.0))
-            self.record.rate(rate, float(group.get("initial_lr", rate)))
-        if not self.open or not self.record.detailed:
+            self.recorder.rate(rate, float(group.get("initial_lr", rate)))
+        if not self.open or not self.recorder.detailed:
             return
         parameters = _parameters(optimizer)
-        self.record.data["processor"] = self.record.data["processor"] or _processor(
-            self.torch, parameters
-        )
-        self.start = {
-            "before": [_array(parameter) for parameter in parameters],
-            "state": [
-                _array(value)
-                for parameter in parameters
-                for _, value in sorted(optimizer.state.get(parameter, {}).items())
-                if self.torch.is_tensor(value)
-            ],
-        }
+        record = self.recorder.record
+        record.processor = record.processor or pytorch_processor(self.torch, parameters[0].device)
+        state = [
+            _array(value)
+            for parameter in parameters
+            for _, value in sorted(optimizer.state.get(parameter, {}).items())
+            if self.torch.is_tensor(value)
+        ]
+        self.start = [_array(parameter) for parameter in parameters], state
 
     def after(self, optimizer: Any, *_: Any) -> None:
         """Record that the step within Horovod's has ended, or the step itself."""
         if self.start:
             parameters = _parameters(optimizer)
-            local = [self.gradients.get(id(parameter)) for parameter in parameters]
-            self.record.local = [
-                np.zeros(tuple(parameter.shape)) if value is None else _array(value)
-                for value, parameter in zip(local, parameters, strict=True)
-            ]
-            applied = [
-                np.zeros(tuple(p.shape)) if p.grad is None else _array(p.grad) for p in parameters
-            ]
-            self.record.update(
-                **self.start, applied=applied, after=[_array(value) for value in parameters]
-            )
+            before, state = self.start
+            self.recorder.local = [_gradient(p, self.gradients.get(id(p))) for p in parameters]
+            applied = [_gradient(p, p.grad) for p in parameters]
+            self.recorder.update(before, applied, state)
         elif self.open:
-            self.record.count()
-        self.start, self.open, self.waiting = {}, False, False
+            self.recorder.count()
+        self.start, self.open, self.waiting = None, False, False
         self.gradients.clear()
         self.depth -= 1
         # Adasum steps within the backward pass, in which the ranks are not synchronized.
         if not self.depth and self.torch._C._current_graph_task_id() < 0:
-            self.record.end_if_enough()
+            self.recorder.end_if_enough()
 
 
 class InputWatch:
@@ -139,8 +131,8 @@ class InputWatch:
     Other modules are ignored: torchvision's transforms are modules too.
     """
 
-    def __init__(self, record: Record, updates: OptimizerWatch) -> None:
-        self.record, self.updates = record, updates
+    def __init__(self, recorder: ScriptRecorder, updates: OptimizerWatch) -> None:
+        self.recorder, self.updates = recorder, updates
         self.depth = Depth()
 
     def before(self, module: Any, arguments: tuple[Any, ...]) -> None:
@@ -150,7 +142,7 @@ class InputWatch:
         if self.depth.__enter__() == 1 and module.training and arguments:
             first = arguments[0]
             if hasattr(first, "detach") and first.dim():
-                self.record.samples(_array(first))
+                self.recorder.samples(_array(first))
 
     def after(self, *_: Any) -> None:
         """Record that a module has returned, or raised."""
@@ -161,50 +153,50 @@ class InputWatch:
 class LoaderWatch:
     """Record the training loader: the last one that began an epoch before the first update."""
 
-    def __init__(self, torch: Any, record: Record) -> None:
-        self.torch, self.record = torch, record
+    def __init__(self, torch: Any, recorder: ScriptRecorder) -> None:
+        self.torch, self.recorder = torch, recorder
         self.dataset: Any = None
 
     def begun(self, loader: Any) -> None:
         """Record that a loader begins an epoch."""
-        if self.record.ignored:
+        if self.recorder.ignored:
             return
         batches = loader.batch_sampler  # may be a user's class, with or without a sampler
         sampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
-        if not self.record.done:
+        if not self.recorder.done:
             self._first(loader.dataset, sampler, counts=sampler is not batches)
         elif loader.dataset is not self.dataset:
             return
         if getattr(sampler, "shuffle", False) and hasattr(sampler, "set_epoch"):
-            epochs = self.record.data["loader"]["epochs"]
-            epochs.append([int(sampler.epoch), self.record.done])
+            known = self.recorder.record.loader
+            if known:
+                known.epochs.append((int(sampler.epoch), self.recorder.done))
 
     def _first(self, dataset: Any, sampler: Any, *, counts: bool) -> None:
         """Record ``dataset`` and ``sampler``; ``counts``: it yields samples, not batches."""
         sized = hasattr(dataset, "__len__") and hasattr(sampler, "__len__")
         self.dataset = dataset
-        self.record.data["loader"] = {
-            "sampler": type(sampler).__name__,
-            "replicas": getattr(sampler, "num_replicas", None),
-            "rank": getattr(sampler, "rank", None),
-            "drawn": len(sampler) if sized and counts else None,
-            "samples": len(dataset) if sized else None,
-            "probes": None,
-            "epochs": [],  # (epoch of the sampler, updates made before)
-        }
+        self.recorder.record.loader = Loader(
+            sampler=type(sampler).__name__,
+            replicas=getattr(sampler, "num_replicas", None),
+            rank=getattr(sampler, "rank", None),
+            drawn=len(sampler) if sized and counts else None,
+            samples=len(dataset) if sized else None,
+        )
 
     def inspect(self) -> None:
         """Record digests of some samples at the end, to compare the ranks' datasets."""
-        loader = self.record.data["loader"]
-        if not loader or not loader["samples"]:
+        record = self.recorder.record
+        if not record.loader or not record.loader.samples:
             return
         # The same random numbers on all ranks: a dataset may crop and flip at random.
         random.seed(0)
         np.random.seed(0)
         self.torch.manual_seed(0)
-        indices = np.linspace(0, loader["samples"] - 1, INSPECTED).astype(int).tolist()
+        indices = np.linspace(0, record.loader.samples - 1, INSPECTED).astype(int).tolist()
         with contextlib.suppress(Exception):  # the dataset may be of any type
-            loader["probes"] = [_mark(self.dataset[index]) for index in indices]
+            probes = [_mark(self.dataset[index]) for index in indices]
+            record.loader = dataclasses.replace(record.loader, probes=probes)
 
 
 def _mark(value: Any) -> str:
@@ -219,13 +211,9 @@ def _parameters(optimizer: Any) -> list[Any]:
     return [value for group in optimizer.param_groups for value in group["params"]]
 
 
-def _processor(torch: Any, parameters: list[Any]) -> dict[str, Any]:
-    device = parameters[0].device
-    module = getattr(torch, device.type, None)
-    if device.type == "cpu" or module is None:
-        return {"gpu": None, "threads": torch.get_num_threads()}
-    properties = module.get_device_properties(device)
-    return {"gpu": str(getattr(properties, "uuid", device)), "threads": 0}
+def _gradient(parameter: Any, value: Any) -> Array:
+    """Return a gradient; zeros if the parameter has none."""
+    return np.zeros(tuple(parameter.shape)) if value is None else _array(value)
 
 
 def _array(tensor: Any) -> Array:

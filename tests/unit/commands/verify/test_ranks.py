@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,79 +13,68 @@ from hvdtrain.commands.verify.rows import FAILED, OK
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.command import Command
 
-ROW = """
+ROW = f"""
 import json, os, sys, time
 def print_row(step, state="ok", evidence="seen"):
-    row = {"step": step, "state": state, "evidence": evidence, "facts": {}}
-    print("MARK" + json.dumps(row), flush=True)
+    row = {{"step": step, "state": state, "evidence": evidence, "facts": {{}}}}
+    print("{MARK}" + json.dumps(row), flush=True)
 steps = [int(step) for step in sys.argv[1].split(",")]
-""".replace("MARK", MARK)
+"""
+ALL = "1,2,3,4,5,6,7,8"
+
+# Ranks: their program, the steps of each of their starts, and the failed rows with their evidence.
+RANKS: dict[str, tuple[str, list[str], dict[int, str]]] = {
+    "no step fails": (
+        "print('another line')\nfor step in steps: print_row(step)",
+        [ALL],
+        {},
+    ),
+    "steps 3 and 7 kill the ranks": (
+        """for step in steps:
+    if step in (3, 7): print('out of memory', flush=True); os._exit(137)
+    print_row(step)""",
+        [ALL, "4,5,6,7,8", "8"],
+        {3: "code 137: out of memory", 7: "code 137: out of memory"},
+    ),
+    "step 5 fails and ends the ranks": (
+        """for step in steps:
+    print_row(step, 'failed' if step == 5 else 'ok')
+    if step == 5: sys.exit()""",
+        [ALL, "6,7,8"],
+        {5: "seen"},
+    ),
+    "step 8 hangs": (
+        "for step in steps:\n    time.sleep(600 * (step == 8))\n    print_row(step)",
+        [ALL],
+        {8: "no answer after 3 s: a rank hangs, or --timeout is too short"},
+    ),
+    "the line of step 2 is torn": (
+        f"""for step in steps:
+    if step == 2 and len(steps) > 1: print('{MARK}{{"step": 2, ano{{"ther')
+    else: print_row(step)""",
+        [ALL, "2"],
+        {},
+    ),
+    "there is no world": ("print_row(1, 'failed', 'two MPI libraries')", [ALL], {1: "two MPI"}),
+}
 
 
-def ranks(body: str, log: Path) -> Callable[[Sequence[int]], Command]:
-    """Return a command that runs ``body`` with ``steps``, which it appends to ``log``."""
+@pytest.mark.parametrize("name", RANKS)
+def test_each_step_has_its_row(name: str, tmp_path: Path) -> None:
+    program, expected_starts, failures = RANKS[name]
+    starts = []
 
     def command(steps: Sequence[int]) -> Command:
-        numbers = ",".join(map(str, steps))
-        note = f"open({str(log)!r}, 'a').write(sys.argv[1] + '\\n')\n"
-        return Command((sys.executable, "-c", ROW + note + body, numbers))
+        starts.append(",".join(map(str, steps)))
+        return Command((sys.executable, "-c", ROW + program, starts[-1]))
 
-    return command
-
-
-def test_one_start_if_no_step_fails(tmp_path: Path) -> None:
-    body = "print('another line')\nfor step in steps: print_row(step)"
-    rows = start_ranks(ranks(body, tmp_path / "log"), 60)
-    assert [(row.step, row.state) for row in rows] == [(step, OK) for step in range(1, 9)]
-    assert (tmp_path / "log").read_text() == "1,2,3,4,5,6,7,8\n"
-
-
-def test_steps_after_one_that_kills_the_ranks_are_verified(tmp_path: Path) -> None:
-    body = (
-        "for step in steps:\n"
-        "    if step in (3, 7): print('out of memory', flush=True); os._exit(137)\n"
-        "    print_row(step)"
-    )
-    rows = start_ranks(ranks(body, tmp_path / "log"), 60)
-    assert [row.step for row in rows if row.state == FAILED] == [3, 7]
-    assert "code 137: out of memory" in rows[2].evidence
-    assert (tmp_path / "log").read_text() == "1,2,3,4,5,6,7,8\n4,5,6,7,8\n8\n"
-
-
-def test_steps_after_one_that_ends_the_ranks_are_verified(tmp_path: Path) -> None:
-    body = (
-        "for step in steps:\n"
-        "    print_row(step, 'failed' if step == 5 else 'ok')\n"
-        "    if step == 5: sys.exit()"
-    )
-    rows = start_ranks(ranks(body, tmp_path / "log"), 60)
-    assert [row.step for row in rows if row.state == FAILED] == [5]
-    assert (tmp_path / "log").read_text() == "1,2,3,4,5,6,7,8\n6,7,8\n"
-
-
-def test_a_step_that_hangs(tmp_path: Path) -> None:
-    body = "for step in steps:\n    time.sleep(600 * (step == 8))\n    print_row(step)"
-    rows = start_ranks(ranks(body, tmp_path / "log"), 3)
-    assert [row.step for row in rows if row.state == FAILED] == [8]
-    assert "3 s" in rows[7].evidence and "--timeout" in rows[7].evidence
-
-
-def test_a_step_whose_line_was_torn_is_verified_again(tmp_path: Path) -> None:
-    body = (
-        "for step in steps:\n"
-        '    if step == 2 and len(steps) > 1: print(\'MARK{"step": 2, ano{"ther\')\n'
-        "    else: print_row(step)"
-    ).replace("MARK", MARK)
-    rows = start_ranks(ranks(body, tmp_path / "log"), 60)
-    assert [row.state for row in rows] == [OK] * 8
-    assert (tmp_path / "log").read_text() == "1,2,3,4,5,6,7,8\n2\n"
-
-
-def test_without_a_world_there_is_one_start(tmp_path: Path) -> None:
-    body = "print_row(1, 'failed', 'two MPI libraries')"
-    rows = start_ranks(ranks(body, tmp_path / "log"), 60)
-    assert [(row.step, row.state) for row in rows] == [(1, FAILED)]
-    assert (tmp_path / "log").read_text() == "1,2,3,4,5,6,7,8\n"
+    rows = start_ranks(command, 3 if "hangs" in name else 60)
+    assert starts == expected_starts
+    assert [row.step for row in rows] == ([1] if 1 in failures else list(range(1, 9)))
+    assert {row.step for row in rows if row.state == FAILED} == failures.keys()
+    assert {row.state for row in rows} <= {OK, FAILED}
+    for step, evidence in failures.items():
+        assert evidence in rows[step - 1].evidence
 
 
 def test_a_program_that_does_not_exist() -> None:
@@ -94,9 +83,8 @@ def test_a_program_that_does_not_exist() -> None:
     assert "code 127: /nowhere/mpirun: No such file or directory" in rows[0].evidence
 
 
-def test_wrong_use_of_the_ranks_is_raised(tmp_path: Path) -> None:
-    body = (
-        "print('hvdtrain: error: --strategy zero is not built yet', file=sys.stderr)\nsys.exit(2)"
-    )
-    with pytest.raises(UsageError, match=r"^--strategy zero is not built yet$"):
-        start_ranks(ranks(body, tmp_path / "log"), 60)
+def test_wrong_use_of_the_ranks_is_raised() -> None:
+    error = "print('hvdtrain: error: --strategy zero: cannot', file=sys.stderr)\nsys.exit(2)"
+    command = Command((sys.executable, "-c", f"import sys\n{error}"))
+    with pytest.raises(UsageError, match=r"^--strategy zero: cannot$"):
+        start_ranks(lambda steps: command, 60)

@@ -1,4 +1,4 @@
-"""The options of ``hvdtrain verify``: number of ranks, wrong use, dry run, report."""
+"""The options of ``hvdtrain verify``, and its rows as a table and as data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.verify import verb as verify
-from hvdtrain.commands.verify.rows import FAILED, OK, Row
+from hvdtrain.commands.verify.rows import (
+    FAILED,
+    NOT_SEEN,
+    OK,
+    STEPS,
+    Row,
+    by_rank,
+    number,
+    read_row,
+    row,
+    show,
+)
 from hvdtrain.errors import UsageError
 
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
@@ -29,8 +40,6 @@ def test_number_of_ranks(tmp_path: Path) -> None:
     assert verify.rank_count(4, MPIRUN) is None
     with pytest.raises(UsageError, match=r"-n 2: mpirun .* 4 ranks"):
         verify.rank_count(2, MPIRUN)
-    with pytest.raises(UsageError, match="-n 0: "):
-        verify.rank_count(0, {})
 
 
 @pytest.mark.parametrize(
@@ -39,10 +48,11 @@ def test_number_of_ranks(tmp_path: Path) -> None:
         (["--", "--epochs", "1"], "--epochs: "),
         (["--updates", "3"], "--updates: requires --script"),
         (["-n", "2", "--strategy", "pipeline"], "--strategy pipeline: "),
-        (["--timeout", "0"], "--timeout 0: "),
+        (["-n", "0"], "-n: 0 is not a whole number of 1 or more"),
+        (["--timeout", "0"], "--timeout: 0 is not a number above 0"),
         (["--script", "absent.py"], "--script absent.py: no such file"),
-        (["--script", __file__, "--updates", "0"], "--updates 0: "),
-        (["--script", __file__, "--updates", "some"], "--updates some: "),
+        (["--script", __file__, "--updates", "0"], "--updates: 0 is not a whole number"),
+        (["--script", __file__, "--updates", "some"], "--updates: 'some' is not a number"),
     ],
 )
 def test_wrong_use(words: list[str], start: str, refused: Callable[..., str]) -> None:
@@ -82,3 +92,49 @@ def test_a_single_rank_suggests_more_ranks() -> None:
     report = verify.report([Row(step, OK, "") for step in range(1, 9)], "pytorch", None, 1)
     assert report.exit_code == 0
     assert report.text.splitlines()[-1].endswith("hvdtrain verify -n 2")
+
+
+def test_the_table_keeps_its_columns_in_a_file() -> None:
+    rows = [
+        Row(1, OK, "ranks 0, 1 once each [2 on node]"),
+        Row(5, FAILED, "x" * 200),
+        Row(8, NOT_SEEN, "no metric"),
+    ]
+    margin = " " * 38
+    assert show("headline", rows).splitlines() == [
+        "headline",
+        "ok        1 one world                 ranks 0, 1 once each [2 on node]",
+        "failed    5 mean gradient             " + "x" * 200,
+        f"{margin}-> let every rank reduce its gradients before each update,",
+        f"{margin}weighted by its samples",
+        "not seen  8 metrics over all samples  no metric",
+    ]
+
+
+def test_a_row_is_restored_from_its_data() -> None:
+    failed = row(3, False, "7 of 9 on no rank", samples=9)
+    data = failed.data()
+    assert data == {
+        "step": 3,
+        "name": "shard_data",
+        "title": "disjoint shards",
+        "state": "failed",
+        "evidence": "7 of 9 on no rank",
+        "remedy": STEPS[2].remedy,
+        "facts": {"samples": 9},
+    }
+    assert read_row(data) == failed
+    assert row(3, True, "").remedy == ""
+    assert all(step.remedy for step in STEPS)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (3.1e-17, "3e-17"), (0.25, "0.2"), (float("nan"), "nan")]
+)
+def test_a_difference_as_text(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_values_by_rank() -> None:
+    assert by_rank([1, 3, 5]) == "1 + 3 + 5"
+    assert by_rank([1, 3, 5, 7, 9]) == "1 to 9 per rank"

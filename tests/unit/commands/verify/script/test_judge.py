@@ -4,62 +4,61 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK
+from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, Row
 from hvdtrain.commands.verify.script.judge import rows
+from hvdtrain.commands.verify.script.record import (
+    Call,
+    HorovodWorld,
+    Loader,
+    Record,
+    Reduction,
+    Update,
+    Values,
+)
+from hvdtrain.commands.verify.script.samples import SeenSamples
 
 LOCAL = [[3.0, 0.0, -2.0, 1.0], [1.0, 4.0, 0.0, -1.0]]
 MEAN = [2.0, 2.0, -1.0, 0.0]
+SUM = [2 * value for value in MEAN]
+ENDS = [16, 32, 48, 64, 80]
 
-Records = list[dict[str, Any]]
+Records = list[Record]
+Change = Callable[[Records], object]
 
 
-def update(rank: int, number: int, rows: int) -> dict[str, Any]:
-    weights = {"digest": f"weights {number}", "sample": [1.0 * number, 2.0]}
-    return {
-        "rows": rows,
-        "tensors": 4,
-        "values": 100,
-        "before": weights,
-        "after": weights,
-        "applied": {"digest": "applied", "sample": list(MEAN)},
-        "local": {"digest": f"local {rank}", "sample": list(LOCAL[rank])},
-        "state": "state",
-    }
+def update(rank: int, number: int) -> Update:
+    weights = Values(f"weights {number}", [1.0 * number, 2.0])
+    return Update(16, 4, 100, weights, list(MEAN), list(LOCAL[rank]), "state")
 
 
 def script(size: int = 2, rate: float = 0.2) -> Records:
     """Return the records of the ranks of a correct script."""
     return [
-        {
-            "launcher": ["mpirun", rank, size] if size > 1 else [None, 0, 1],
-            "host": "node",
-            "process": rank,
-            "cores": [0, 1],
-            "world": {"rank": rank, "size": size, "local_rank": rank, "local_size": size},
-            "processor": {"gpu": None, "threads": 1},
-            "calls": [
-                {"name": "broadcast_parameters", "update": 0, "values": 100},
-                {"name": "Dataset.shard", "update": 0, "shards": size, "shard": rank},
+        Record(
+            launcher="mpirun" if size > 1 else None,
+            started=size,
+            host="node",
+            cores=[0, 1],
+            world=HorovodWorld(rank, size, rank, size),
+            processor=(None, 1),
+            calls=[
+                Call("broadcast_parameters", 0, values=100),
+                Call("Dataset.shard", 0, shards=size, shard=rank),
             ],
-            "updates": [update(rank, number, 16) for number in range(5)],
-            "rates": [rate] * 5,
-            "initial_rate": 0.0,
-            "epoch": 5,
-            "ends": [16, 32, 48, 64, 80],
-            "rows": [f"{rank}-{row}" for row in range(80)],
-            "loader": None,
-            "reduced": 20,
-            "metrics": [["loss", [1.0 + rank], [1.5]]],
-            "written": ["/work/model.pt"] if rank == 0 else [],
-            "waiting": None,
-            "done": 5,
-            "hvdtrain": False,
-            "ended": "updates",
-        }
+            updates=[update(rank, number) for number in range(5)],
+            rates=[rate] * 5,
+            seen=SeenSamples([f"{rank}-{row}" for row in range(80)], list(ENDS), 5),
+            reduced=20,
+            metrics=[Reduction("loss", [1.0 + rank], [1.5])],
+            written=["/work/model.pt"] if rank == 0 else [],
+            done=5,
+            ended="updates",
+        )
         for rank in range(size)
     ]
 
@@ -67,13 +66,114 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
 SINGLE_RANK = script(1, 0.1)[0]
 
 
-def states(records: Records, single_rank: dict[str, Any] | None = SINGLE_RANK) -> dict[int, str]:
-    return {row.step: row.state for row in rows(records, single_rank)}
+def judged(*changes: Change, single_rank: Record | None = SINGLE_RANK) -> list[Row]:
+    """Return the rows of a correct script after some changes of its records."""
+    records = script()
+    for change in changes:
+        change(records)
+    return rows(records, single_rank)
+
+
+def single(marks: list[str], ends: list[int]) -> Record:
+    """Return the record of one rank that sees these samples."""
+    return replace(SINGLE_RANK, seen=SeenSamples(marks, ends, 5))
+
+
+def on(rank: int, **fields: Any) -> Change:
+    """Change fields of one rank's record."""
+    return lambda records: vars(records[rank]).update(copy.deepcopy(fields))
+
+
+def each(**fields: Any) -> Change:
+    """Change fields of all records."""
+    return lambda records: [on(rank, **fields)(records) for rank in range(len(records))]
+
+
+def world(**fields: int) -> Change:
+    def change(records: Records) -> None:
+        for record in records:
+            assert record.world
+            record.world = replace(record.world, **fields)
+
+    return change
+
+
+def call(index: int, *ranks: int, **fields: Any) -> Change:
+    """Change one of the calls: 0, the broadcast, or 1, the shard."""
+
+    def change(records: Records) -> None:
+        for rank in ranks or range(len(records)):
+            calls = records[rank].calls
+            calls[index] = replace(calls[index], **fields)
+
+    return change
+
+
+def calling(name: str, **facts: Any) -> Change:
+    """Add a call on all ranks."""
+
+    def change(records: Records) -> None:
+        for record in records:
+            record.calls.append(Call(name, 0, **facts))
+
+    return change
+
+
+def without(index: int) -> Change:
+    """Remove a call on all ranks: 0, the broadcast, or 1, the shard."""
+    return lambda records: [record.calls.pop(index) for record in records]
+
+
+def updates(*ranks: int, until: int = 5, since: int = 0, **fields: Any) -> Change:
+    """Change fields of updates."""
+
+    def change(records: Records) -> None:
+        for rank in ranks or range(len(records)):
+            for number in range(since, until):
+                old = records[rank].updates
+                old[number] = replace(old[number], **fields)
+
+    return change
+
+
+def applied(values: Callable[[int], list[float]]) -> Change:
+    """Let each rank apply these gradients."""
+    return lambda records: [
+        updates(rank, applied=values(rank))(records) for rank in range(len(records))
+    ]
+
+
+def rates(*values: float) -> dict[str, list[float]]:
+    return {"rates": [*values, *values[-1:] * (5 - len(values))]}
+
+
+def loader(sampler: str = "RandomSampler", samples: int = 99, **facts: Any) -> Loader:
+    return Loader(sampler, None, None, **{"drawn": None, "samples": samples, **facts})
+
+
+def showing(*marks: str) -> Change:
+    """Add samples to the last update of rank 1."""
+
+    def change(records: Records) -> None:
+        records[1].seen.marks.extend(marks)
+        records[1].seen.ends[-1] = 99
+
+    return change
+
+
+def same_samples(records: Records) -> None:
+    records[1].seen.marks = list(records[0].seen.marks)
+
+
+def within_an_epoch(records: Records) -> None:
+    for record in records:
+        record.seen.epoch = None
+
+
+OTHER = Values("other", [7.0, 2.0])  # weights that differ from those of the other ranks
 
 
 def test_a_correct_script() -> None:
-    judged = rows(script(), SINGLE_RANK)
-    assert [(row.step, row.state) for row in judged] == [(step, OK) for step in range(1, 9)]
     fragments = [
         "ranks 0, 1 once each, 2 on node; mpirun started 2",
         "node: 1 + 1 = 2 threads on 2 cores",
@@ -84,338 +184,212 @@ def test_a_correct_script() -> None:
         "rank 0 wrote 1 file",
         "loss: 1, 2 by rank, 1.5 on all after the reduction",
     ]
-    for row, fragment in zip(judged, fragments, strict=True):
+    for step, (row, fragment) in enumerate(zip(judged(), fragments, strict=True), start=1):
+        assert (row.step, row.state) == (step, OK)
         assert fragment in row.evidence
 
 
 def test_a_single_rank_shows_few_steps() -> None:
-    judged = states([SINGLE_RANK], None)
-    assert [judged[step] for step in range(1, 9)] == [OK, OK, *[NOT_SEEN] * 4, OK, OK]
+    states = [row.state for row in rows([SINGLE_RANK], None)]
+    assert states == [OK, OK, *[NOT_SEEN] * 4, OK, OK]
 
 
-def each(change: Callable[[dict[str, Any]], object]) -> Callable[[Records], object]:
-    return lambda records: [change(record) for record in records]
-
-
-def on(rank: int, change: Callable[[dict[str, Any]], object]) -> Callable[[Records], object]:
-    return lambda records: change(records[rank])
-
-
-def without(name: str) -> Callable[[dict[str, Any]], object]:
-    return lambda record: record.update(
-        calls=[call for call in record["calls"] if call["name"] != name]
-    )
-
-
-def gradients(values: Callable[[int], list[float]]) -> Callable[[Records], object]:
-    def change(records: Records) -> None:
-        for rank, record in enumerate(records):
-            for update in record["updates"]:
-                update["applied"] = {"digest": str(values(rank)), "sample": values(rank)}
-
-    return change
-
-
-def drifting(from_update: int) -> Callable[[dict[str, Any]], object]:
-    def change(record: dict[str, Any]) -> None:
-        for update in record["updates"][from_update:]:
-            update["before"] = {"digest": "drifted", "sample": [9.0, 2.0]}
-
-    return change
-
-
-def different_until(update_number: int) -> Callable[[dict[str, Any]], object]:
-    def change(record: dict[str, Any]) -> None:
-        for update in record["updates"][:update_number]:
-            update["before"] = {"digest": "own", "sample": [7.0, 2.0]}
-
-    return change
-
-
-def loader(**facts: Any) -> Callable[[dict[str, Any]], object]:
-    random = {"sampler": "RandomSampler", "replicas": None, "rank": None, "samples": 99}
-    return lambda record: record.update(loader={**random, "epochs": [], **facts})
-
-
-def unsharded(records: Records) -> None:
-    each(without("Dataset.shard"))(records)
-
-
-def rate(*values: float) -> Callable[[dict[str, Any]], object]:
-    return lambda record: record.update(rates=[*values, *values[-1:] * (5 - len(values))])
-
-
-def batch(rows: int) -> Callable[[dict[str, Any]], object]:
-    return lambda record: [update.update(rows=rows) for update in record["updates"]]
-
-
-def broadcasting(values: int) -> Callable[[dict[str, Any]], object]:
-    """Broadcast single values instead of all parameters."""
-    call = {"name": "broadcast_", "update": 0, "values": values}
-    return lambda record: record["calls"].__setitem__(0, call)
-
-
-def showing(*marks: str) -> Callable[[dict[str, Any]], object]:
-    """Add samples to the last update."""
-    return lambda record: (record["rows"].extend(marks), record.update(ends=[16, 32, 48, 64, 99]))
-
-
-def same_rows(records: Records) -> None:
-    records[1]["rows"] = list(records[0]["rows"])
-
-
-FAULTS: list[tuple[int, str, Callable[[Records], object], str]] = [
-    (1, "init is not called", each(lambda r: r.update(world=None)), "hvd.init() was not called"),
-    (
+FAULTS: dict[str, tuple[int, list[Change], str]] = {
+    "init is not called": (1, [each(world=None)], "hvd.init() was not called"),
+    "worlds of one": (
         1,
-        "worlds of one",
-        each(lambda r: r["world"].update(rank=0, size=1)),
-        "rank 0 of 1; rank 0 of 1",
+        [world(rank=0, size=1)],
+        "rank 0 was initialized as rank 0 of 1 (",
     ),
-    (1, "local ranks", each(lambda r: r["world"].update(local_rank=0)), "local ranks"),
-    (2, "all cores each", each(lambda r: r["processor"].update(threads=2)), "4 threads on 2 cores"),
-    (3, "the same samples", same_rows, "80 of 80 samples seen were on more than one rank"),
-    (3, "the same shard", on(1, lambda r: r["calls"][1].update(shard=0)), "shards 0 of 2, 0 of 2"),
-    (3, "too many shards", each(lambda r: r["calls"][1].update(shards=4)), "0 of 4, 1 of 4"),
-    (
+    "local ranks": (
+        1,
+        [world(local_rank=0)],
+        "rank 1 was initialized as rank 1 of 2 (",
+    ),
+    "all cores each": (2, [each(processor=(None, 2))], "4 threads on 2 cores"),
+    "the same samples": (
         3,
-        "a sampler of all",
-        lambda e: (unsharded(e), each(loader(drawn=99, samples=99, probes=["a"]))(e)),
+        [same_samples],
+        "80 of 80 samples seen were on more than one rank",
+    ),
+    "the same shard": (3, [call(1, shard=0)], "shards 0 of 2, 0 of 2"),
+    "too many shards": (3, [call(1, shards=4)], "0 of 4, 1 of 4"),
+    "a sampler of all": (
+        3,
+        [without(1), each(loader=loader(drawn=99, probes=["a"]))],
         "every rank draws from the same 99 samples",
     ),
-    (
+    "the same order in each epoch": (
         3,
-        "the same order in each epoch",
-        each(loader(sampler="DistributedSampler", epochs=[[0, 0], [0, 2]])),
+        [each(loader=loader("DistributedSampler", epochs=[(0, 0), (0, 2)]))],
         "call set_epoch(epoch) of the DistributedSampler",
     ),
-    (4, "not scaled", each(rate(0.1)), "though the global batch is 2 times larger"),
-    (
+    "not scaled": (4, [each(**rates(0.1))], "though the global batch is 2 times larger"),
+    "not scaled in the first updates": (
         4,
-        "not scaled in the first updates",
-        lambda e: (each(rate(0.1))(e), each(lambda r: r.update(epoch=None))(e)),
+        [each(**rates(0.1)), within_an_epoch],
         "2 times larger; use --updates all",
     ),
-    (4, "size squared", each(rate(0.4)), "on one rank: x 4, more than the linear rule's 2"),
-    (
+    "size squared": (4, [each(**rates(0.4))], "on one rank: x 4, more than the linear rule's 2"),
+    "a warm-up to size squared": (
         4,
-        "a warm-up to size squared",
-        each(rate(0.1, 0.2, 0.3, 0.4)),
+        [each(**rates(0.1, 0.2, 0.3, 0.4))],
         "x 4, more than the linear rule's 2",
     ),
-    (4, "scaled on one", on(1, rate(0.1)), "at update 1: 0.2, 0.1 by rank"),
-    (5, "own gradients", gradients(lambda rank: LOCAL[rank]), "rank 1 applied different gradients"),
-    (5, "rank 0's gradients", gradients(lambda rank: LOCAL[0]), "rank 1 not used (1, "),
-    (5, "the sum", gradients(lambda rank: [2 * v for v in MEAN]), "the sum, not the mean"),
-    (5, "nothing reduced", each(lambda r: r.update(reduced=0)), "Horovod reduced nothing"),
-    (
+    "scaled on one": (4, [on(1, **rates(0.1))], "at update 1: 0.2, 0.1 by rank"),
+    "own gradients": (
+        5,
+        [applied(lambda rank: LOCAL[rank])],
+        "rank 1 applied different gradients",
+    ),
+    "rank 0's gradients": (5, [updates(applied=LOCAL[0])], "rank 1 not used (1, "),
+    "the sum": (5, [updates(applied=SUM)], "the sum, not the mean"),
+    "nothing reduced": (5, [each(reduced=0)], "Horovod reduced nothing"),
+    "no broadcast, other weights": (
         6,
-        "no broadcast, other weights",
-        lambda e: (each(without("broadcast_parameters"))(e), on(1, different_until(5))(e)),
+        [without(0), updates(1, before=OTHER)],
         "no broadcast was executed; max difference to rank 0 before update 1: 7",
     ),
-    (
+    "no broadcast, same seed": (6, [without(0)], "equal only because"),
+    "a step count is broadcast": (
         6,
-        "no broadcast, same seed",
-        each(without("broadcast_parameters")),
-        "equal only because",
-    ),
-    (
-        6,
-        "a step count is broadcast",
-        each(broadcasting(1)),
+        [call(0, name="broadcast_", values=1)],
         "only 1 value broadcast, of 100 parameters; max difference",
     ),
-    (
+    "only the optimizer's state is broadcast": (
         6,
-        "only the optimizer's state is broadcast",
-        each(lambda r: r["calls"][0].update(values=2)),
+        [call(0, values=2)],
         "only 2 values broadcast, of 100 parameters",
     ),
-    (
+    "a batch is broadcast in each update": (6, [call(0, update=3)], "no broadcast was executed"),
+    "broadcast in vain": (6, [updates(1, before=OTHER)], "before update 1: 7"),
+    "momentum of a checkpoint on one rank": (
         6,
-        "a batch is broadcast in each update",
-        each(lambda r: r["calls"][0].update(update=3)),
-        "no broadcast was executed",
-    ),
-    (6, "broadcast in vain", on(1, different_until(5)), "before update 1: 7"),
-    (
-        6,
-        "momentum of a checkpoint on one rank",
-        on(0, lambda r: r["updates"][0].update(state="resumed")),
+        [updates(0, until=1, state="resumed")],
         "the optimizer's state differs by rank",
     ),
-    (
+    "broadcast on rank 0 only": (
         6,
-        "broadcast on rank 0 only",
-        lambda e: (
-            on(0, lambda r: r.update(waiting="broadcast_parameters"))(e),
-            each(without("broadcast_parameters"))(e),
-        ),
+        [on(0, waiting="broadcast_parameters"), without(0)],
         "rank 0 waits in broadcast_parameters, rank 1 did not call it",
     ),
-    (7, "all write", on(1, lambda r: r.update(written=["/work/model.pt"])), "ranks 0, 1 wrote"),
-    (
+    "all write": (7, [on(1, written=["/work/model.pt"])], "ranks 0, 1 wrote"),
+    "not reduced": (
         8,
-        "not reduced",
-        on(1, lambda r: r.update(metrics=[["loss", [2.0], [2.0]]])),
+        [on(1, metrics=[Reduction("loss", [2.0], [2.0])])],
         "loss is 1.5, 2 by rank after the reduction",
     ),
-    (8, "on one rank", on(1, lambda r: r.update(metrics=[])), "but not on rank 1"),
-]
+    "on one rank": (8, [on(1, metrics=[])], "but not on rank 1"),
+}
 
 
-@pytest.mark.parametrize(
-    ("step", "change", "evidence"),
-    [pytest.param(step, change, text, id=name) for step, name, change, text in FAULTS],
-)
-def test_a_fault_fails_only_its_row(
-    step: int, change: Callable[[Records], object], evidence: str
-) -> None:
-    records = copy.deepcopy(script())
-    change(records)
-    judged = rows(records, SINGLE_RANK)
-    assert [row.step for row in judged if row.state == FAILED] == [step]
-    assert evidence in judged[step - 1].evidence, judged[step - 1].evidence
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_fails_only_its_row(name: str) -> None:
+    step, changes, evidence = FAULTS[name]
+    result = judged(*changes)
+    assert [row.step for row in result if row.state == FAILED] == [step]
+    assert evidence in result[step - 1].evidence, result[step - 1].evidence
 
 
-def summed_at(value: float, records: Records) -> None:
-    gradients(lambda rank: [2 * v for v in MEAN])(records)
-    each(rate(value))(records)
+OWN = each(hvdtrain=True, metrics=[Reduction("average_metrics over 9 samples", [1.0], [1.0])])
+SUMMED = [updates(applied=SUM), each(**rates(0.1))]
+ADASUM = [applied(lambda rank: LOCAL[rank]), each(**rates(0.1)), calling("hvd", adasum=True)]
+UNEVEN = [0.6 * first + 0.4 * second for first, second in zip(*LOCAL, strict=True)]
 
-
-RIGHT: list[tuple[int, str, Callable[[Records], object], str, str]] = [
-    (4, "square root", each(rate(0.1 * 2**0.5)), OK, "square root rule, x 1.41"),
-    (
+NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
+    "square root": (4, [each(**rates(0.1 * 2**0.5))], OK, "square root rule, x 1.41"),
+    "fixed global batch": (
         4,
-        "fixed global batch",
-        lambda e: (each(rate(0.1))(e), each(batch(8))(e)),
+        [each(**rates(0.1)), updates(samples=8)],
         OK,
         "unchanged, like the global batch",
     ),
-    (
+    "warm-up": (
         4,
-        "warm-up",
-        each(rate(0.1, 0.11, 0.12, 0.13, 0.14)),
+        [each(**rates(0.1, 0.11, 0.12, 0.13, 0.14))],
         OK,
         "0.1 to 0.14 in 5 updates on 2 ranks, 0.1 on one rank: a warm-up, from x 1 to x 1.4",
     ),
-    (
+    "a scheduler that warms up by epochs": (
         4,
-        "a scheduler that warms up by epochs",
-        lambda e: (each(rate(0.1))(e), each(lambda r: r.update(initial_rate=0.2))(e)),
+        [each(**rates(0.1), initial_rate=0.2)],
         OK,
         "linear rule, x 2",
     ),
-    (4, "rate of one rank, gradients summed", lambda e: summed_at(0.1, e), OK, "linear rule"),
-    (5, "gradients summed, rate of one rank", lambda e: summed_at(0.1, e), OK, "at the rate of"),
-    (
+    "rate of one rank, gradients summed": (4, SUMMED, OK, "linear rule"),
+    "gradients summed, rate of one rank": (5, SUMMED, OK, "at the rate of"),
+    "the rule of hvdtrain": (
         4,
-        "the rule of hvdtrain",
-        lambda e: (
-            each(rate(0.17))(e),
-            each(
-                lambda r: r["calls"].append(
-                    {"name": "scale_learning_rate", "update": 0, "base": 0.1, "factor": 2.0}
-                )
-            )(e),
-        ),
+        [each(**rates(0.17)), calling("scale_learning_rate", base=0.1, factor=2.0)],
         OK,
         "scale_learning_rate gives 0.1 x 2",
     ),
-    (4, "another rule", each(rate(0.17)), NOT_SEEN, "x 1.7, no known rule"),
-    (
+    "another rule": (4, [each(**rates(0.17))], NOT_SEEN, "x 1.7, no known rule"),
+    "uneven parts": (5, [updates(applied=UNEVEN)], OK, "0.6, 0.4 times the local"),
+    "Adasum, the rate": (4, ADASUM, NOT_SEEN, "Adasum"),
+    "Adasum, the gradients": (5, ADASUM, NOT_SEEN, "Adasum"),
+    "clipped": (5, [updates(applied=[v / 7 for v in MEAN])], OK, "0.0714, 0.0714 times"),
+    "clipped by value": (
         5,
-        "uneven parts",
-        gradients(lambda rank: [0.6 * a + 0.4 * b for a, b in zip(*LOCAL, strict=True)]),
-        OK,
-        "0.6, 0.4 times the local",
+        [updates(applied=[1.0, 1.0, -1.0, 0.0])],
+        NOT_SEEN,
+        "no weighted sum of the local gradients",
     ),
-    *(
-        (
-            step,
-            f"Adasum, row {step}",
-            lambda e: (
-                gradients(lambda rank: LOCAL[rank])(e),
-                each(rate(0.1))(e),
-                each(lambda r: r["calls"].append({"name": "hvd", "update": 0, "adasum": True}))(e),
-            ),
-            NOT_SEEN,
-            "Adasum",
-        )
-        for step in (4, 5)
-    ),
-    (5, "clipped", gradients(lambda rank: [v / 7 for v in MEAN]), OK, "0.0714, 0.0714 times"),
-    (
+    "weighed sum": (
         5,
-        "weighed sum",
-        lambda e: (
-            gradients(lambda rank: [2 * v for v in MEAN])(e),
-            each(
-                lambda r: r.update(
-                    hvdtrain=True, metrics=[["average_metrics over 9 samples", [1.0], [1.0]]]
-                )
-            )(e),
-        ),
+        [updates(applied=SUM), OWN],
         OK,
         "the sum, not the mean, of the local gradients, which are weighted",
     ),
-    (6, "tensor by tensor", each(broadcasting(100)), OK, "broadcast_; max difference"),
-    (6, "after the first update", on(1, different_until(1)), OK, "before update 2: 0"),
-    (6, "drift of later updates", on(1, drifting(1)), OK, "before update 1: 0"),
-    (
+    "tensor by tensor": (6, [call(0, name="broadcast_")], OK, "broadcast_; max difference"),
+    "after the first update": (6, [updates(1, until=1, before=OTHER)], OK, "before update 2: 0"),
+    "drift of later updates": (6, [updates(1, since=1, before=OTHER)], OK, "before update 1: 0"),
+    "different data": (
         3,
-        "different data",
-        lambda e: (
-            unsharded(e),
-            [
-                loader(drawn=99, samples=99, probes=[str(rank)])(record)
-                for rank, record in enumerate(e)
-            ],
-        ),
+        [
+            without(1),
+            on(0, loader=loader(drawn=99, probes=["0"])),
+            on(1, loader=loader(drawn=99, probes=["1"])),
+        ],
         OK,
         "different data on each rank",
     ),
-    (
+    "an evaluation in the order of the training": (
         3,
-        "an evaluation in the order of the training",
-        each(loader(sampler="DistributedSampler", epochs=[[0, 0], [0, 3], [1, 3], [1, 5]])),
+        [each(loader=loader("DistributedSampler", epochs=[(0, 0), (0, 3), (1, 3), (1, 5)]))],
         OK,
         "Dataset.shard gives 2 shards",
     ),
-    (3, "nothing to go by", unsharded, NOT_SEEN, "no sampler and no shard call"),
-    (
-        3,
-        "a sampler that pads",
-        on(1, showing("0-1", "0-2", "0-3", "0-4")),
+    "nothing to go by": (3, [without(1)], NOT_SEEN, "no sampler and no shard call"),
+    "a sampler that pads": (3, [showing("0-1", "0-2", "0-3", "0-4")], OK, "4 of"),
+    "duplicates in the data": (3, [showing("0-1")], OK, "1 of 160"),
+    "each its own file": (7, [on(1, written=["/work/log.1"])], OK, "in common"),
+    "no file": (7, [on(0, written=[])], NOT_SEEN, "in 5 updates"),
+    "no metric": (8, [each(metrics=[])], NOT_SEEN, "in 5 updates"),
+    "a rank that gathers no value": (
+        8,
+        [
+            on(0, metrics=[Reduction("wrong ones", [], [3.0, 5.0])]),
+            on(1, metrics=[Reduction("wrong ones", [3.0, 5.0], [3.0, 5.0])]),
+        ],
         OK,
-        "4 of",
+        "wrong ones: none, 3 by rank, 3 on all",
     ),
-    (3, "duplicates in the data", on(1, showing("0-1")), OK, "1 of 160"),
-    (
-        7,
-        "each its own file",
-        on(1, lambda r: r.update(written=["/work/log.1"])),
-        OK,
-        "in common",
+    "a rank that mpirun ended when another failed": (
+        8,
+        [on(0, metrics=[], ended=None), on(1, ended="FileNotFoundError: model.tmp")],
+        NOT_SEEN,
+        "rank 0 ended",
     ),
-    (7, "no file", on(0, lambda r: r.update(written=[])), NOT_SEEN, "in 5 updates"),
-    (8, "no metric", each(lambda r: r.update(metrics=[])), NOT_SEEN, "in 5 updates"),
-]
+}
 
 
-@pytest.mark.parametrize(
-    ("step", "change", "state", "evidence"),
-    [pytest.param(s, c, state, text, id=name) for s, name, c, state, text in RIGHT],
-)
-def test_a_correct_or_unseen_step_is_no_failure(
-    step: int, change: Callable[[Records], object], state: str, evidence: str
-) -> None:
-    records = copy.deepcopy(script())
-    change(records)
-    judged = rows(records, SINGLE_RANK)
-    assert [row.step for row in judged if row.state == FAILED] == []
-    assert (judged[step - 1].state, evidence in judged[step - 1].evidence) == (state, True), judged
+@pytest.mark.parametrize("name", NO_FAULTS)
+def test_a_correct_or_unseen_step_is_no_failure(name: str) -> None:
+    step, changes, state, evidence = NO_FAULTS[name]
+    result = judged(*changes)
+    assert [row.step for row in result if row.state == FAILED] == []
+    assert (result[step - 1].state, evidence in result[step - 1].evidence) == (state, True), result
 
 
 @pytest.mark.parametrize(
@@ -433,153 +407,95 @@ def test_duplicates_in_the_data_are_counted_separately(
     duplicates: int, state: str, evidence: str
 ) -> None:
     """But not if all samples occur twice: the ranks then draw at random."""
-    records = copy.deepcopy(script())
-    unsharded(records)
-    first, second = (record["rows"] for record in records)
-    second[:duplicates] = first[:duplicates]
-    single_rank = {**SINGLE_RANK, "rows": first + second, "ends": [32, 64, 96, 128, 160]}
-    row = rows(records, single_rank)[2]
+    marks = [record.seen.marks for record in script()]
+    marks[1][:duplicates] = marks[0][:duplicates]
+    row = judged(
+        without(1),
+        on(1, seen=SeenSamples(marks[1], ENDS, 5)),
+        single_rank=single(marks[0] + marks[1], [32, 64, 96, 128, 160]),
+    )[2]
     assert (row.state, evidence in row.evidence) == (state, True), row
     assert (f"{duplicates} duplicates in the data" in row.evidence) == (duplicates == 8)
 
 
 def test_a_script_that_ends_before_it_trains() -> None:
-    records = script()
-    for record in records:
-        record.update(
-            world=None, updates=[], rows=[], calls=[], metrics=[], written=[], processor=None
-        )
-    assert set(states(records, None).values()) == {NOT_SEEN}
+    untrained = each(world=None, processor=None, seen=SeenSamples(), updates=[], calls=[])
+    silent = each(metrics=[], written=[])
+    assert {row.state for row in judged(untrained, silent, single_rank=None)} == {NOT_SEEN}
 
 
 def test_keras_optimizer_of_horovod_is_named() -> None:
-    records = script()
-    gradients(lambda rank: LOCAL[rank])(records)
-    for record in records:
-        record["reduced"] = 0
-        name = "horovod.tensorflow.keras.DistributedOptimizer"
-        record["calls"].append({"name": name, "update": 0})
-    evidence = rows(records, SINGLE_RANK)[4].evidence
-    assert "horovod.tensorflow.keras.DistributedOptimizer reduces nothing with Keras 3" in evidence
-
-
-def summed(part: float) -> Records:
-    """A script whose gradients are sums, the local ones ``part`` times ``LOCAL``."""
-    records = copy.deepcopy(script())
-    for rank, record in enumerate(records):
-        for update in record["updates"]:
-            update["local"]["sample"] = [part * value for value in LOCAL[rank]]
-            update["applied"]["sample"] = [part * sum(pair) for pair in zip(*LOCAL, strict=True)]
-    return records
+    name = "horovod.tensorflow.keras.DistributedOptimizer"
+    result = judged(applied(lambda rank: LOCAL[rank]), each(reduced=0), calling(name))
+    assert f"{name} reduces nothing with Keras 3" in result[4].evidence
 
 
 @pytest.mark.parametrize(("part", "state"), [(0.5, OK), (0.7, OK), (1.0, FAILED), (1.4, FAILED)])
 def test_a_sum_is_correct_if_divided_by_the_global_batch(part: float, state: str) -> None:
-    assert states(summed(part))[5] == state
-    assert states(summed(part), single_rank=None)[5] == NOT_SEEN
-
-
-def sharded_by(rows_of: Callable[[int], list[str]]) -> Records:
-    """A script that shards its samples without a known call."""
-    records = copy.deepcopy(script())
-    for rank, record in enumerate(records):
-        record["calls"] = [{"name": "broadcast_parameters", "update": 0, "values": 100}]
-        record["rows"] = rows_of(rank)
-    return records
+    changes = [
+        updates(0, local=[part * value for value in LOCAL[0]]),
+        updates(1, local=[part * value for value in LOCAL[1]]),
+        updates(applied=[part * value for value in SUM]),
+    ]
+    assert judged(*changes)[4].state == state
+    assert judged(*changes, single_rank=None)[4].state == NOT_SEEN
 
 
 def test_shards_are_seen_if_the_ranks_cover_the_samples_of_one_rank() -> None:
     whole = [str(number) for number in range(80)]
-    single_rank = {**SINGLE_RANK, "rows": whole}
-    assert states(sharded_by(lambda rank: whole[rank::2]), single_rank)[3] == OK
-    assert states(sharded_by(lambda rank: whole), single_rank)[3] == FAILED
-    assert (
-        states(sharded_by(lambda rank: whole[rank:-8:2]), single_rank)[3] == OK
-    )  # incomplete batches
-    assert states(sharded_by(lambda rank: whole[rank:-12:2]), single_rank)[3] == NOT_SEEN
-    assert (
-        states(sharded_by(lambda rank: whole[rank::2]))[3] == NOT_SEEN
-    )  # other samples on one rank
+
+    def state(*parts: list[str], single_rank: Record | None = None) -> str:
+        seen = [on(rank, seen=SeenSamples(part, ENDS, 5)) for rank, part in enumerate(parts)]
+        return judged(without(1), *seen, single_rank=single_rank or single(whole, ENDS))[2].state
+
+    assert state(whole[::2], whole[1::2]) == OK
+    assert state(whole, whole) == FAILED
+    assert state(whole[:-8:2], whole[1:-8:2]) == OK  # incomplete batches
+    assert state(whole[:-12:2], whole[1:-12:2]) == NOT_SEEN
+    assert state(whole[::2], whole[1::2], single_rank=SINGLE_RANK) == NOT_SEEN  # other samples
 
 
-def ramp(start: float, peak: float, updates: int, offset: float) -> list[float]:
-    """A warm-up over an epoch; ``offset``: position within an update that the schedule uses."""
-    return [start + (peak - start) * (number + offset) / updates for number in range(updates)]
+def ramp(peak: float, updates: int, offset: float) -> list[float]:
+    """A warm-up from zero over an epoch; ``offset``: position in an update that it uses."""
+    return [peak * (number + offset) / updates for number in range(updates)]
 
 
-def judge_rates(ranks: list[float], single_rank: list[float]) -> tuple[str, str]:
-    """Judge the rates of two ranks and of one rank, which makes twice as many updates."""
-    records = copy.deepcopy(script())
-    for record in records:
-        record["rates"] = ranks
-    row = rows(records, {**SINGLE_RANK, "rates": single_rank})[3]
-    return row.state, row.evidence
+CYCLE = [0.1, 0.2, 0.3, 0.2, 0.1, 0.2, 0.3, 0.2, 0.1, 0.1]
+DECAY = [0.1 / (1 + number) for number in range(10)]
+ENDED = [*ramp(0.1, 4, 1.0), *[0.1] * 8]  # a warm-up by updates, and its end
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize(("peak", "state"), [(0.1, NOT_SEEN), (0.2, OK)])
-def test_a_warm_up_from_zero_is_compared_at_the_same_position(
-    offset: float, peak: float, state: str
+@pytest.mark.parametrize(
+    ("ranks", "one_rank", "state"),
+    [
+        pytest.param(ramp(0.1, 5, 0.0), ramp(0.1, 10, 0.0), NOT_SEEN, id="not scaled, rising"),
+        pytest.param(ramp(0.2, 5, 1.0), ramp(0.1, 10, 1.0), NOT_SEEN, id="scaled, rising"),
+        pytest.param(ramp(0.05, 6, 1.0), ramp(0.05, 12, 1.0), NOT_SEEN, id="by updates, rising"),
+        pytest.param([*ramp(0.1, 4, 1.0), 0.1, 0.1], ENDED, FAILED, id="not scaled, ended"),
+        pytest.param([*ramp(0.2, 4, 1.0), 0.2, 0.2], ENDED, OK, id="scaled, ended"),
+        pytest.param(CYCLE[:5], CYCLE, FAILED, id="a cycle on one rank, too"),
+        pytest.param([2 * rate for rate in CYCLE[:5]], CYCLE, OK, id="a scaled cycle"),
+        pytest.param(DECAY[:5], DECAY, FAILED, id="a decay by updates"),
+        pytest.param([2 * rate for rate in DECAY[:5]], DECAY, OK, id="a scaled decay"),
+    ],
+)
+def test_a_schedule_is_judged_by_its_peak_once_it_has_ended_to_rise(
+    ranks: list[float], one_rank: list[float], state: str
 ) -> None:
-    """By epochs; only its end distinguishes an unscaled one from a scaled one by updates."""
-    result = judge_rates(ramp(0.0, peak, 5, offset), ramp(0.0, 0.1, 10, offset))
-    assert result[0] == state, result
-
-
-@pytest.mark.parametrize(("peak", "state"), [(0.1, FAILED), (0.2, OK)])
-def test_a_warm_up_that_has_ended_is_judged_by_its_peak(peak: float, state: str) -> None:
-    """By updates; an update of two ranks is at twice the position in the epoch."""
-    single_rank = [*ramp(0.0, 0.1, 4, 1.0), *[0.1] * 8]
-    result = judge_rates([*ramp(0.0, peak, 4, 1.0), peak, peak], single_rank)
-    assert result[0] == state, result
-
-
-def test_an_unfinished_warm_up_by_updates_is_no_failure() -> None:
-    assert judge_rates(ramp(0.0, 0.05, 6, 1.0), ramp(0.0, 0.05, 12, 1.0))[0] == NOT_SEEN
-
-
-def test_rates_that_also_rise_on_one_rank_are_no_warm_up() -> None:
-    cycle = [0.1, 0.2, 0.3, 0.2, 0.1, 0.2, 0.3, 0.2, 0.1, 0.1]
-    assert judge_rates(cycle[:5], cycle)[0] == FAILED
-    assert judge_rates([2 * rate for rate in cycle[:5]], cycle)[0] == OK
-
-
-@pytest.mark.parametrize(("scale", "state"), [(1, FAILED), (2, OK)])
-def test_a_decay_by_updates_is_no_warm_up(scale: int, state: str) -> None:
-    decay = [0.1 / (1 + number) for number in range(10)]
-    assert judge_rates([scale * rate for rate in decay[:5]], decay)[0] == state
-
-
-def test_a_rank_may_gather_no_value() -> None:
-    records = copy.deepcopy(script())
-    records[0]["metrics"] = [["wrong ones", [], [3.0, 5.0]]]
-    records[1]["metrics"] = [["wrong ones", [3.0, 5.0], [3.0, 5.0]]]
-    row = rows(records, SINGLE_RANK)[7]
-    assert (row.state, "wrong ones: none, 3 by rank, 3 on all" in row.evidence) == (OK, True)
+    """An update of two ranks is at twice the position in the epoch of one rank's."""
+    row = judged(each(rates=ranks), single_rank=replace(SINGLE_RANK, rates=one_rank))[3]
+    assert row.state == state, row
 
 
 def test_a_script_that_never_initializes_fails_its_first_row() -> None:
-    records = copy.deepcopy(script())
-    for record in records:
-        record |= {"world": None, "updates": [], "done": 0, "ended": None}
-    assert states(records, single_rank=None)[1] == NOT_SEEN
+    ended = each(world=None, updates=[], done=0, ended=None)
+    assert judged(ended, single_rank=None)[0].state == NOT_SEEN
     # The launcher may have killed the other rank before it recorded the error.
-    records[1]["ended"] = "ValueError: Horovod has not been initialized; use hvd.init()."
-    assert states(records, single_rank=None)[1] == FAILED
+    error = on(1, ended="ValueError: Horovod has not been initialized; use hvd.init().")
+    assert judged(ended, error, single_rank=None)[0].state == FAILED
 
 
 def test_threads_set_by_the_script_are_reported_as_such() -> None:
-    records = script()
-    for record in records:
-        record["processor"]["threads"] = 4
-        record["calls"].append({"name": "torch.set_num_threads", "update": 0, "threads": 4})
-    evidence = rows(records, SINGLE_RANK)[1].evidence
+    calls = calling("torch.set_num_threads", threads=4)
+    evidence = judged(each(processor=(None, 4)), calls)[1].evidence
     assert evidence.endswith("on 2 cores; the script calls torch.set_num_threads(4)")
-
-
-def test_a_rank_ended_too_early_shows_no_metrics() -> None:
-    records = script()
-    records[0].update(metrics=[], ended=None)  # mpirun ended it when rank 1 failed
-    records[1]["ended"] = "FileNotFoundError: model.tmp"
-    row = rows(records, SINGLE_RANK)[7]
-    assert (row.state, row.evidence[:12]) == (NOT_SEEN, "rank 0 ended")
