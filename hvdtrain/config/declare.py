@@ -41,6 +41,7 @@ def option(
     group: str = "",
     metavar: str = "",
     repeated: bool = False,
+    either: str = "",
 ) -> Any:
     """Return a field that is an option.
 
@@ -52,6 +53,7 @@ def option(
         group: title of its group in the help; empty: that of the field before it.
         metavar: its value in the help; empty: by ``kind``.
         repeated: whether it may be given several times, each value one item of a tuple.
+        either: a name that it shares with the options of which at most one may be given.
     """
     metadata = {
         "help": text,
@@ -60,6 +62,7 @@ def option(
         "group": group,
         "metavar": metavar,
         "repeated": repeated,
+        "either": either,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -70,24 +73,37 @@ def declared(kind: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def add_options(
-    parser: argparse.ArgumentParser, kind: type[Any], titles: Sequence[str] = ()
+    parser: argparse.ArgumentParser,
+    kind: type[Any],
+    titles: Sequence[str] = (),
+    *,
+    defaults: bool = False,
 ) -> None:
-    """Declare an option per field of ``kind``; those that are not given are None.
+    """Declare an option per field of ``kind``, a trailing underscore of its name aside.
 
     Args:
         parser: where they are declared.
         kind: the dataclass.
         titles: groups that come first in the help, in this order; others follow by field.
+        defaults: whether options that are not given have their default, and not None.
     """
     groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
+    exclusive: dict[str, Any] = {}
     title = ""
     for field in declared(kind):
         title = field.metadata["group"] or title
         if title not in groups:
             groups[title] = parser.add_argument_group(title or None)
-        groups[title].add_argument(
-            "--" + field.name.replace("_", "-"), default=None, **_settings(field)
-        )
+        target = groups[title]
+        if either := field.metadata["either"]:
+            if either not in exclusive:
+                exclusive[either] = target.add_mutually_exclusive_group()
+            target = exclusive[either]
+        default = field.default if defaults and field.default != () else None
+        if defaults and field.metadata["repeated"]:
+            default = []
+        name = "--" + field.name.rstrip("_").replace("_", "-")
+        target.add_argument(name, dest=field.name, default=default, **_settings(field))
 
 
 def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
