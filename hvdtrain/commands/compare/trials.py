@@ -31,6 +31,7 @@ from hvdtrain.commands.study.engine import (
     Outcome,
     Plan,
     Planned,
+    Setting,
     Share,
     Variant,
     find_share,
@@ -126,11 +127,11 @@ class Comparison:
                 self.options.folder,
                 f"{trial.method.name}-{trial.repeat}",
                 (trial.command, self.words),
-                {
-                    "global batch": (trial.batch, self.batch),
-                    "machine": (trial.machine, self.share.machine),
-                    "number of threads per rank": (trial.threads, self.share.threads),
-                },
+                [
+                    Setting("global batch", trial.batch, self.batch),
+                    Setting("machine", trial.machine, self.share.machine),
+                    Setting("number of threads per rank", trial.threads, self.share.threads),
+                ],
             )
         return self.plan.missing({(t.method.name, t.repeat) for t in trials if t.summary})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.scaling import plot
-from hvdtrain.commands.scaling.cost_model import NOTABLE, Fit, Forecast, Parts, Remedy
+from hvdtrain.commands.scaling.cost_model import NOTABLE, Fit, Forecast, Parts
 from hvdtrain.commands.scaling.fit import UNKNOWN_ERROR, read_reductions
 from hvdtrain.commands.scaling.results import (
     WIDEST,
@@ -31,8 +31,7 @@ from hvdtrain.commands.scaling.runs import (
 from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.commands.study import curves
 from hvdtrain.commands.study.curves import Evaluation, Target
-from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
-from hvdtrain.errors import UsageError
+from hvdtrain.commands.study.engine import CURVES, file_path, make_folder, run_stem
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.tables import Table, entry, known, message, paragraph, table
@@ -89,17 +88,14 @@ def _evaluations(
     runs: Sequence[Run], folder: Path, target: Target
 ) -> dict[int, list[list[Evaluation]]]:
     """Return the evaluations of each run by ranks; sizes submitted as jobs have subdirectories."""
-    evaluated: dict[int, list[list[Evaluation]]] = {}
+    evaluated: dict[int, list[list[Evaluation]]] = {run.ranks: [] for run in runs}
     for run in runs:
         for base in (folder, folder / f"ranks-{run.ranks}"):
             path = file_path(run_stem(base, str(run.ranks), run.repeat), CURVES)
             with contextlib.suppress(OSError, ValueError):
                 if found := curves.read_curves(path):
-                    points = curves.evaluations(found, target.metric)
-                    evaluated.setdefault(run.ranks, []).append(points)
+                    evaluated[run.ranks].append(curves.evaluations(found, target.metric))
                     break
-        else:
-            evaluated.setdefault(run.ranks, [])
     return evaluated
 
 
@@ -109,13 +105,10 @@ def write(study: Study, folder: Path) -> list[Path]:
     Raises:
         UsageError: they cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        table = folder / TABLE
-        with replacing(table, "--out") as file:
-            file.write(table_text(study.runs).encode())
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from error
+    make_folder(folder)
+    table = folder / TABLE
+    with replacing(table, "--out") as file:
+        file.write(table_text(study.runs).encode())
     return [table, *plot.draw(study, folder / PLOT)]
 
 
@@ -140,16 +133,20 @@ def study_data(study: Study) -> dict[str, Any]:
         },
         "why_no_fit": study.no_fit_reason or None,
         "predictions": [asdict(prediction) for prediction in study.predictions],
-        "remedies": [_remedy_data(remedy, study.remedies_at) for remedy in study.remedies],
+        "remedies": [
+            {
+                "name": remedy.name,
+                "what": remedy.action,
+                "efficiency": {
+                    str(ranks): asdict(expected)
+                    for ranks, expected in zip(study.remedies_at, remedy.efficiencies, strict=True)
+                },
+            }
+            for remedy in study.remedies
+        ],
         "passed_over": list(study.not_predicted),
         "left_out": study.left_out and asdict(study.left_out),
     }
-
-
-def _remedy_data(remedy: Remedy, ranks: Sequence[int]) -> dict[str, Any]:
-    pairs = zip(ranks, remedy.efficiencies, strict=True)
-    efficiency = {str(number): asdict(expected) for number, expected in pairs}
-    return {"name": remedy.name, "what": remedy.action, "efficiency": efficiency}
 
 
 def _size_data(size: RankResult) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.study import engine, records
+from hvdtrain.commands.study.engine import Setting
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Stopped, Summary
 
@@ -326,29 +327,29 @@ def check_continues(runs: Sequence[Run], new: Run, folder: Path) -> None:
         UsageError: with the difference.
     """
     for run in runs:
+        old, now = run.ranks_per_host, new.ranks_per_host
         engine.check_continues(
             folder,
             run.name,
             (run.command, new.command),
-            {
-                "scaling": (run.scaling, new.scaling),
-                "machine": (run.machine, new.machine),
-                "share of a host": (_share(run.ranks_per_host), _share(new.ranks_per_host)),
-                "threads per rank": (run.threads, new.threads),
-            },
-            partial(_remedy, run, new),
+            [
+                Setting("scaling", run.scaling, new.scaling),
+                Setting("machine", run.machine, new.machine),
+                Setting(
+                    "share of a host",
+                    _share(old),
+                    _share(now),
+                    f"--ppn {old}" if old and now and now < old else "",
+                ),
+                Setting(
+                    "threads per rank",
+                    run.threads,
+                    new.threads,
+                    f"--threads {run.threads}" if run.threads else "",
+                ),
+            ],
         )
 
 
 def _share(ranks: int | None) -> str:
     return f"1 of {ranks} ranks" if ranks else "the whole host for each rank"
-
-
-def _remedy(run: Run, new: Run, label: str) -> str:
-    if label == "threads per rank" and run.threads:
-        return f", or --threads {run.threads}"
-    old, now = run.ranks_per_host, new.ranks_per_host
-    if label == "share of a host" and old and now:
-        hint = f"; with --ppn {now} from the start, more ranks can be added later"
-        return f", or --ppn {old}" if now < old else hint
-    return ""

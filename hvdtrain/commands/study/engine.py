@@ -147,6 +147,7 @@ class Plan:
             UsageError: a run cannot be started.
             KeyboardInterrupt: completed runs are kept.
         """
+        make_folder(self.folder)
         total = len(self.variants) * self.repeats
         durations: dict[str, float] = {}
         skipped: set[str] = set()
@@ -164,7 +165,11 @@ class Plan:
                     ]
                     log.info("%s%s", head, time_left(durations, remaining))
                 start_time = time.monotonic()
-                outcome = self._outcome(variant, repeat)
+                outcome = Outcome(reason=variant.unavailable)
+                if not variant.unavailable:
+                    stem = run_stem(self.folder, variant.name, repeat)
+                    command = self.command(variant, repeat)
+                    outcome = measure(command, stem, self.timeout, variant.title)
                 record(variant, repeat, outcome)
                 if outcome.summary is None:
                     skipped.add(variant.name)
@@ -178,13 +183,6 @@ class Plan:
             kept = "completed runs are kept in %s: run the same command again to continue"
             log.info(kept, self.folder)
             raise
-
-    def _outcome(self, variant: Variant, repeat: int) -> Outcome:
-        if variant.unavailable:
-            make_folder(self.folder)
-            return Outcome(reason=variant.unavailable)
-        stem = run_stem(self.folder, variant.name, repeat)
-        return measure(self.command(variant, repeat), stem, self.timeout, variant.title)
 
 
 def run_stem(folder: Path, name: str, repeat: int) -> Path:
@@ -300,21 +298,23 @@ def time_left(durations: Mapping[Kind, float], remaining: Sequence[Kind]) -> str
     return f" ({about(sum(durations.get(kind, mean) for kind in remaining))} to go)"
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a recorded run, and of the study that would continue it."""
+
+    label: str
+    old: object
+    new: object
+    remedy: str = ""  # option that keeps the old one
+
+
 def check_continues(
     folder: Path,
     run_name: str,
     commands: tuple[Sequence[str], Sequence[str]],
-    settings: Mapping[str, tuple[object, object]],
-    remedy: Callable[[str], str] = lambda label: "",
+    settings: Sequence[Setting],
 ) -> None:
-    """Reject a study with other settings than those of a recorded run.
-
-    Args:
-        folder: directory of the records.
-        run_name: name of the recorded run.
-        commands: its command, and that of the study.
-        settings: its value and that of the study, by name.
-        remedy: returns a way to keep a setting, to be appended to the message.
+    """Reject a study with another command (the second) or setting than those of a recorded run.
 
     Raises:
         UsageError: with the difference.
@@ -325,11 +325,12 @@ def check_continues(
             f"{folder} has runs of another command: {difference(old_command, new_command)} "
             f"(run {run_name}). Use another --out"
         )
-    for label, (old, new) in settings.items():
-        if old != new:
+    for setting in settings:
+        if setting.old != setting.new:
             raise UsageError(
-                f"{folder} has runs of another {label}: {old} in run {run_name}, now {new}. "
-                f"Use another --out{remedy(label)}"
+                f"{folder} has runs of another {setting.label}: {setting.old} in run {run_name}, "
+                f"now {setting.new}. Use another --out{', or ' * bool(setting.remedy)}"
+                f"{setting.remedy}"
             )
 
 

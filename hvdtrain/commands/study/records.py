@@ -34,7 +34,7 @@ def decode(kind: type[Record], content: Any) -> Record:
     summary = content["summary"]
     record: Any = msgspec.convert({**content, "summary": {}}, kind)
     parsed = None if summary is None else Summary.from_json(summary)
-    return dataclasses.replace(record, summary=parsed)  # type: ignore[no-any-return]
+    return dataclasses.replace(record, summary=parsed)
 
 
 def read(path: Path, parse: Callable[[Any], Record], kind: str) -> list[Record]:
