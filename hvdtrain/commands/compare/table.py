@@ -11,13 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.compare.methods import (
-    AUTO,
-    Method,
-    full_label,
-    sent_bytes,
-    short_label,
-)
+from hvdtrain.commands.compare.methods import AUTO, Method, full_label, sent_bytes, short_label
 from hvdtrain.commands.compare.trials import Trial, read_largest
 from hvdtrain.commands.study.curves import (
     Evaluation,

@@ -11,14 +11,7 @@ from typing import Any
 from hvdtrain.commands.scaling import plot
 from hvdtrain.commands.scaling.cost_model import NOTABLE, Fit, Forecast, Parts
 from hvdtrain.commands.scaling.fit import UNKNOWN_ERROR, read_reductions
-from hvdtrain.commands.scaling.results import (
-    WIDEST,
-    LeftOut,
-    RankResult,
-    Study,
-    make_study,
-    title,
-)
+from hvdtrain.commands.scaling.results import WIDEST, LeftOut, RankResult, Study, make_study, title
 from hvdtrain.commands.scaling.runs import (
     SPLIT,
     STRONG,

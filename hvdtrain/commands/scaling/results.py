@@ -26,14 +26,7 @@ from hvdtrain.commands.scaling.cost_model import (
     remedies,
     step_at,
 )
-from hvdtrain.commands.scaling.fit import (
-    ENOUGH,
-    LEAST_ERROR,
-    UNKNOWN_ERROR,
-    Reduction,
-    Step,
-    fit,
-)
+from hvdtrain.commands.scaling.fit import ENOUGH, LEAST_ERROR, UNKNOWN_ERROR, Reduction, Step, fit
 from hvdtrain.commands.scaling.runs import SPLIT, STRONG, Run
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import unit_of

@@ -70,9 +70,7 @@ class ScalingOptions(StudyOptions):
     )
     strong: bool = option(False, "constant global batch", bool, either="scaling")
     submit: str | None = option(
-        None,
-        "options of hvdtrain submit, in quotes: submit each size as a job",
-        metavar="OPTIONS",
+        None, "options of hvdtrain submit, in quotes: submit each size as a job", metavar="OPTIONS"
     )
     from_: Path | None = option(
         None,

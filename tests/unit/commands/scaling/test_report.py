@@ -16,9 +16,9 @@ from hvdtrain.commands.scaling import plot
 from hvdtrain.commands.scaling.cost_model import efficiency_at
 from hvdtrain.commands.scaling.report import report, study_text
 from hvdtrain.commands.scaling.results import WIDEST, Study, make_study, summarize
-from hvdtrain.commands.scaling.runs import LINES, Run, append_line, read_table
+from hvdtrain.commands.scaling.runs import LINES, Run, append_line
 from hvdtrain.commands.scaling.sweep import ScalingOptions
-from hvdtrain.steps.summary import StepSplit, Summary
+from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import number
 from tests.studies import TUTORIAL, run
@@ -50,7 +50,8 @@ def table(tmp_path: Path, text: str = TUTORIAL) -> str:
 
 
 def test_the_tutorials_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["scaling", "--from", table(tmp_path), "--leave-out", "8"]) == 0
+    words = ["scaling", "--from", table(tmp_path), "--leave-out", "8", "--predict", "16,4096"]
+    assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Efficiency on 8 ranks: 59.6 % (4.77 times the images/s of 1 rank)"
     assert lines[4:9] == [
@@ -64,19 +65,18 @@ def test_the_tutorials_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert abs(float(left.rpartition(": ")[2].rstrip(" %"))) < 15
     assert any(line.startswith("  16 ") for line in lines)
     assert list(tmp_path.iterdir()) == [tmp_path / "measured.csv"]  # nothing is written
-
-
-def test_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["scaling", "--from", table(tmp_path), "--json", "--predict", "16,4096"]
-    assert cli.main(words) == 0
+    assert cli.main([*words, "--json", "--out", str(tmp_path / "out")]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["ok"] is True
     efficiencies = [round(100 * size["efficiency"], 1) for size in data["sizes"]]
-    assert efficiencies == [100.0, 67.9, 61.3, 59.6]
+    assert (data["ok"], efficiencies) == (True, [100.0, 67.9, 61.3, 59.6])
+    assert data["left_out"]["ranks"] == 8
     assert [prediction["ranks"] for prediction in data["predictions"]] == [16, 4096]
     for prediction in data["predictions"]:
         efficiency = prediction["efficiency"]
         assert efficiency["low"] < efficiency["middle"] < efficiency["high"]
+    names = ["results.csv", "scaling.pdf", "scaling.png"]
+    assert [Path(file).name for file in data["files"]] == names
+    assert all(Path(file).stat().st_size for file in data["files"])
 
 
 @pytest.mark.parametrize(
@@ -90,30 +90,21 @@ def test_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--", "python"], "--ranks is required"),
         (["--ranks", "1", "--timeout", "0", "--", "python"], "--timeout: 0 is not"),
         (["--out", "nowhere"], "no results in nowhere"),
+        (["--from", "{}", "--leave-out", "3"], "not among the sizes measured, 1, 2, 4, 8"),
+        (["--from", "{}", "--target", "accuracy=0.5"], "--target needs the training curves"),
     ],
 )
-def test_wrong_use_is_reported(words: list[str], message: str, refused: Callable[..., str]) -> None:
-    assert message in refused("scaling", *words)
-
-
-def test_only_a_measured_size_can_be_left_out(tmp_path: Path, refused: Callable[..., str]) -> None:
-    assert "--leave-out 3: not among the sizes measured, 1, 2, 4, 8" in refused(
-        "scaling", "--from", table(tmp_path), "--leave-out", "3"
-    )
-
-
-def test_a_report_needs_no_command_line(tmp_path: Path) -> None:
-    runs = read_table(Path(table(tmp_path)))
-    options = ScalingOptions(predict=(16,), leave_out=8)
-    data = report(runs, tmp_path, options, tmp_path / "out").data
-    assert [prediction["ranks"] for prediction in data["predictions"]] == [16]
-    assert data["left_out"]["ranks"] == 8
-    names = ["results.csv", "scaling.pdf", "scaling.png"]
-    assert [Path(file).name for file in data["files"]] == names
-    assert all(Path(file).stat().st_size for file in data["files"])
+def test_wrong_use_is_reported(
+    words: list[str], message: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    assert message in refused("scaling", *(word.format(table(tmp_path)) for word in words))
 
 
 def test_a_study_as_text() -> None:
+    renamed = [run(n, rate=100.0 * n, unit="samples", model="mnist") for n in (1, 2)]
+    text = study_text(make_study(renamed, "weak"))
+    assert "times the samples/s of 1 rank" in text and "images" not in text
+    assert "\nmnist; pytorch" in text
     rates = {1: (100.0, 102.0), 2: (190.0, 194.0), 4: (200.0, 210.0)}
     runs = [
         run(ranks, 1 + k, rate, machine="a machine, 2 cores", cores=2)
@@ -165,13 +156,6 @@ def test_a_prediction_needs_three_sizes(
     assert (result.data["why_no_fit"] or "").startswith(reason)
 
 
-def test_samples_have_the_unit_of_the_training() -> None:
-    runs = [run(n, rate=100.0 * n, unit="samples", model="mnist") for n in (1, 2)]
-    text = study_text(make_study(runs, "weak"))
-    assert "times the samples/s of 1 rank" in text and "images" not in text
-    assert "\nmnist; pytorch" in text
-
-
 def test_strong_scaling_predicts_at_most_as_many_ranks_as_samples() -> None:
     strong = {"scaling": "strong", "global_batch_size": 100}
     runs = [run(n, rate=100.0 * n**0.9, **strong) for n in (1, 2, 4)]
@@ -207,15 +191,10 @@ def test_model_and_measurement_are_relative_to_the_same_ranks() -> None:
     best = max(remedy.efficiencies[0].middle for remedy in study.remedies)
     assert best <= study.sizes[1].efficiency
     assert "The smallest size fitted has 2 ranks; the prediction starts" in flat(study)
-
-
-def test_the_line_of_the_model_meets_the_measured_points() -> None:
     plots.style()
-    axes = plot.make_figure(tutorial(leave_out=1)).axes[1]
+    axes = plot.make_figure(study).axes[1]
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
-    starts, percent = lines["model"][0]
-    assert starts == 2
-    assert percent == pytest.approx(100 * RATES[2] / 2 / RATES[1])
+    assert lines["model"][0] == pytest.approx([2, 100 * RATES[2] / 2 / RATES[1]])
 
 
 # Parts of a step that a table reports
@@ -224,16 +203,8 @@ def test_the_line_of_the_model_meets_the_measured_points() -> None:
 def runs_of(*each: dict[str, float]) -> list[Run]:
     """Return runs on 1, 2, 4 ... ranks, 10 images per rank and step, 0.1 seconds per step."""
     return [
-        Run(
-            2**i,
-            1,
-            Summary(
-                images_per_second_mean=100.0 * 2**i,
-                global_batch_size=10 * 2**i,
-                step_split=StepSplit(**parts),  # type: ignore[arg-type]
-            ),
-        )
-        for i, parts in enumerate(each)
+        run(n, rate=100.0 * n, global_batch_size=10 * n, step_split=parts)
+        for n, parts in zip((1, 2, 4, 8), each, strict=False)
     ]
 
 
@@ -334,18 +305,11 @@ def evaluated(tmp_path: Path) -> Path:
     (tmp_path / "runs").mkdir()
     for (ranks, repeat), curve in CURVES.items():
         append_line(tmp_path / LINES, run(ranks, repeat, rate=100.0 * ranks, step_split=None))
-        records = [
-            {
-                "kind": "epoch",
-                "step": epoch,
-                "epoch": epoch,
-                "elapsed": seconds,
-                "eval_accuracy": accuracy,
-            }
-            for epoch, (seconds, accuracy) in enumerate(curve)
-        ]
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (tmp_path / "runs" / f"{ranks}-{repeat}.jsonl").write_text(text)
+        with (tmp_path / "runs" / f"{ranks}-{repeat}.jsonl").open("w") as file:
+            for epoch, (seconds, accuracy) in enumerate(curve):
+                record = {"kind": "epoch", "step": epoch, "epoch": epoch}
+                record |= {"elapsed": seconds, "eval_accuracy": accuracy}
+                file.write(json.dumps(record) + "\n")
     return tmp_path
 
 
@@ -368,14 +332,8 @@ def test_the_time_at_each_size(evaluated: Path, capsys: pytest.CaptureFixture[st
     assert "not reached" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--target", "map=0.5"], "no run in {} has an evaluation with this metric"),
-        (["--target", "accuracy=0.5", "--from", "x.csv"], "--target needs the training curves"),
-    ],
-)
 def test_a_target_without_evaluations_is_reported(
-    words: list[str], message: str, evaluated: Path, refused: Callable[..., str]
+    evaluated: Path, refused: Callable[..., str]
 ) -> None:
-    assert message.format(evaluated) in refused("scaling", "--out", str(evaluated), *words)
+    message = refused("scaling", "--out", str(evaluated), "--target", "map=0.5")
+    assert f"no run in {evaluated} has an evaluation with this metric" in message

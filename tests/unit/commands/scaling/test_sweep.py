@@ -12,13 +12,7 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.scaling.runs import append_line
-from hvdtrain.commands.scaling.sweep import (
-    ScalingOptions,
-    Sweep,
-    sizes,
-    submit_sizes,
-    sweep_words,
-)
+from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep, sizes, submit_sizes, sweep_words
 from hvdtrain.commands.study.engine import Outcome, Share
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.machine.limits import physical_cores
@@ -189,9 +183,7 @@ def test_each_size_is_a_job(scripts: Any) -> None:
     jobs = scripts("--walltime 0:20:00 --ppn 4 --scheduler pbs --env none")
     assert [job["ranks"] for job in jobs] == [1, 4, 8]
     for job, select in zip(
-        jobs,
-        ("1:ncpus=1:mpiprocs=1", "1:ncpus=4:mpiprocs=4", "2:ncpus=4:mpiprocs=4"),
-        strict=True,
+        jobs, ("1:ncpus=1:mpiprocs=1", "1:ncpus=4:mpiprocs=4", "2:ncpus=4:mpiprocs=4"), strict=True
     ):
         assert f"#PBS -l select={select}\n" in job["script"]
         assert f"#PBS -N scaling-{job['ranks']}\n" in job["script"]

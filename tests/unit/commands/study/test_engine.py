@@ -152,11 +152,9 @@ def test_a_run_needs_a_throughput(
     ("durations", "remaining", "text"),
     [
         ({}, "ab", ""),
-        ({"a": 10.0}, "a", " (about 10 s to go)"),
         ({"a": 10.0}, "abc", " (about 30 s to go)"),  # the mean for new kinds
         ({"a": 10.0, "b": 30.0}, "abc", " (about 60 s to go)"),
         ({"a": 14.0}, "a" * 39, " (about 9 min to go)"),
-        ({"a": 3600.0}, "aa", " (about 2 h to go)"),
         ({"a": 86_400.0}, "aaa", " (about 3 days to go)"),
     ],
 )
