@@ -118,7 +118,10 @@ class CompareOptions(StudyOptions):
         None, "deep-learning frameworks (default: that of the command)", names, metavar="F,F,..."
     )
     batch_size: str | None = option(
-        None, "search for the largest batch per rank that fits a GPU", choices=("max",)
+        None,
+        "search for the largest batch per rank that fits a GPU",
+        choices=("max",),
+        metavar="{max}",
     )
     csv: Path | None = option(
         None, "additional file for the table", Path, group="report", metavar="FILE"

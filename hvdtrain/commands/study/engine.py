@@ -59,7 +59,7 @@ class StudyOptions:
         None, "number of ranks per host (default: its slots)", positive, metavar="K"
     )
     threads: int | None = option(
-        None, "threads per rank in every run (default: its cores)", positive, metavar="T"
+        None, "threads per rank in every run (default: cores per rank)", positive, metavar="T"
     )
     timeout: float | None = option(
         None, "time limit of one run, in seconds", above_zero, metavar="SECONDS"
