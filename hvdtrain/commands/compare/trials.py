@@ -28,11 +28,11 @@ from hvdtrain.commands.compare.methods import (
 from hvdtrain.commands.study import engine, records
 from hvdtrain.commands.study.command_options import check_measurable, value_of, without_option
 from hvdtrain.commands.study.engine import (
-    Outcome,
+    HostShare,
     Plan,
     Planned,
-    Setting,
-    Share,
+    RecordedSetting,
+    RunOutcome,
     Variant,
     find_share,
     launch_command,
@@ -99,7 +99,7 @@ class Comparison:
     words: tuple[str, ...]  # the command as typed
     methods: tuple[Method, ...]
     batch: int  # global: samples per update, in every row
-    share: Share  # of a host, also for the baseline
+    share: HostShare  # of a host, also for the baseline
 
     @property
     def plan(self) -> Plan:
@@ -128,14 +128,16 @@ class Comparison:
                 f"{trial.method.name}-{trial.repeat}",
                 (trial.command, self.words),
                 [
-                    Setting("global batch", trial.batch, self.batch),
-                    Setting("machine", trial.machine, self.share.machine),
-                    Setting("number of threads per rank", trial.threads, self.share.threads),
+                    RecordedSetting("global batch", trial.batch, self.batch),
+                    RecordedSetting("machine", trial.machine, self.share.machine),
+                    RecordedSetting(
+                        "number of threads per rank", trial.threads, self.share.threads
+                    ),
                 ],
             )
         return self.plan.missing({(t.method.name, t.repeat) for t in trials if t.summary})
 
-    def record(self, variant: Variant, repeat: int, outcome: Outcome) -> None:
+    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
         """Append a run, or the reason for its absence, to the records.
 
         Raises:

@@ -86,8 +86,8 @@ def _evaluations(
         for base in (folder, folder / f"ranks-{run.ranks}"):
             path = file_path(run_stem(base, str(run.ranks), run.repeat), CURVES)
             with contextlib.suppress(OSError, ValueError):
-                if found := curves.read_curves(path):
-                    evaluated[run.ranks].append(curves.evaluations(found, target.metric))
+                if records := curves.read_curves(path):
+                    evaluated[run.ranks].append(curves.evaluations(records, target.metric))
                     break
     return evaluated
 

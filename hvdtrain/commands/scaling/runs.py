@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.study import engine, records
-from hvdtrain.commands.study.engine import Setting
+from hvdtrain.commands.study.engine import RecordedSetting
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Stopped, Summary
 
@@ -333,15 +333,15 @@ def check_continues(runs: Sequence[Run], new: Run, folder: Path) -> None:
             run.name,
             (run.command, new.command),
             [
-                Setting("scaling", run.scaling, new.scaling),
-                Setting("machine", run.machine, new.machine),
-                Setting(
+                RecordedSetting("scaling", run.scaling, new.scaling),
+                RecordedSetting("machine", run.machine, new.machine),
+                RecordedSetting(
                     "share of a host",
                     _share(old),
                     _share(now),
                     f"--ppn {old}" if old and now and now < old else "",
                 ),
-                Setting(
+                RecordedSetting(
                     "threads per rank",
                     run.threads,
                     new.threads,

@@ -31,10 +31,10 @@ from hvdtrain.commands.scaling.runs import (
 )
 from hvdtrain.commands.study.command_options import batch_sizes, check_measurable, without_option
 from hvdtrain.commands.study.engine import (
-    Outcome,
+    HostShare,
     Plan,
     Planned,
-    Share,
+    RunOutcome,
     StudyOptions,
     Variant,
     find_share,
@@ -142,7 +142,7 @@ class Sweep:
 
     options: ScalingOptions
     words: tuple[str, ...]  # the command of each rank, see ``sweep_words``
-    share: Share  # of a host, at every size
+    share: HostShare  # of a host, at every size
 
     @property
     def plan(self) -> Plan:
@@ -189,7 +189,7 @@ class Sweep:
         check_comparable(runs, self.options.scaling, str(folder))
         return self.plan.missing({(str(run.ranks), run.repeat) for run in runs})
 
-    def record(self, variant: Variant, repeat: int, outcome: Outcome) -> None:
+    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
         """Append a run to the results.
 
         Raises:

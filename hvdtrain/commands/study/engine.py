@@ -90,7 +90,7 @@ Planned = tuple[Variant, int]  # a variant, and the number of its repeat from 1
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The result of a run: a summary with a throughput, or the reason for its absence."""
 
     summary: Summary | None = None
@@ -137,7 +137,7 @@ class Plan:
         return Report("\n".join(lines), {"ok": True, "commands": lines})
 
     def carry_out(
-        self, missing: Sequence[Planned], record: Callable[[Variant, int, Outcome], None]
+        self, missing: Sequence[Planned], record: Callable[[Variant, int, RunOutcome], None]
     ) -> None:
         """Execute the ``missing`` runs; ``record`` each outcome as the run ends.
 
@@ -157,15 +157,15 @@ class Plan:
                     continue
                 head = f"[{position}/{total}] {variant.title}, run {repeat} of {self.repeats}"
                 if not variant.unavailable:
-                    later = (other for other, _ in missing[position - total - 1 :])
+                    later = [planned[0] for planned in missing[position - total - 1 :]]
                     remaining = [
-                        other.name
-                        for other in later
-                        if not other.unavailable and other.name not in skipped
+                        variant.name
+                        for variant in later
+                        if not variant.unavailable and variant.name not in skipped
                     ]
                     log.info("%s%s", head, time_left(durations, remaining))
                 start_time = time.monotonic()
-                outcome = Outcome(reason=variant.unavailable)
+                outcome = RunOutcome(reason=variant.unavailable)
                 if not variant.unavailable:
                     stem = run_stem(self.folder, variant.name, repeat)
                     command = self.command(variant, repeat)
@@ -219,7 +219,7 @@ def make_folder(folder: Path) -> None:
         raise UsageError(f"--out {folder}: {error.strerror}") from error
 
 
-def measure(command: Command, stem: Path, timeout: float | None, label: str) -> Outcome:
+def measure(command: Command, stem: Path, timeout: float | None, label: str) -> RunOutcome:
     """Run ``command`` to its end, and keep its output in the directory of its files.
 
     Args:
@@ -252,27 +252,27 @@ def measure(command: Command, stem: Path, timeout: float | None, label: str) -> 
     return replace(outcome, reason=f"{outcome.reason}; see its output in {file_path(stem, LOG)}")
 
 
-def _measured(path: Path) -> Outcome:
+def _measured(path: Path) -> RunOutcome:
     """Return the outcome of a run that ended well."""
     try:
         summary = Summary.read(path, needed=["images_per_second_mean"])
         rate = summary.images_per_second_mean or 0.0
         if 0 < rate < float("inf"):
-            return Outcome(summary)
+            return RunOutcome(summary)
         reason = f"{rate} images/s"
     except UsageError as error:
         reason = str(error)
-    return Outcome(
+    return RunOutcome(
         reason=f"wrote no throughput to {path} ({reason}): the command must accept --summary FILE "
         "like hvdtrain's trainers, and run at least one step",
         failed=True,
     )
 
 
-def classify_failure(result: Result) -> Outcome:
+def classify_failure(result: Result) -> RunOutcome:
     """Return the outcome of an unsuccessful run: it failed, or its variant is just unavailable."""
     if NO_MEMORY.search(result.output):
-        return Outcome(
+        return RunOutcome(
             reason="the global batch does not fit in memory; use --accumulate-steps in the "
             "command to split it"
         )
@@ -280,7 +280,7 @@ def classify_failure(result: Result) -> Outcome:
     timed_out = result.exit_code == TIMED_OUT
     reason = "timed out" if timed_out else f"exit code {result.exit_code}"
     invalid = result.exit_code == EXIT_USAGE
-    return Outcome(
+    return RunOutcome(
         reason=messages[-1].strip() if messages else reason, failed=not invalid, invalid=invalid
     )
 
@@ -299,7 +299,7 @@ def time_left(durations: Mapping[Kind, float], remaining: Sequence[Kind]) -> str
 
 
 @dataclass(frozen=True)
-class Setting:
+class RecordedSetting:
     """A setting of a recorded run, and of the study that would continue it."""
 
     label: str
@@ -312,7 +312,7 @@ def check_continues(
     folder: Path,
     run_name: str,
     commands: tuple[Sequence[str], Sequence[str]],
-    settings: Sequence[Setting],
+    settings: Sequence[RecordedSetting],
 ) -> None:
     """Reject a study with another command (the second) or setting than those of a recorded run.
 
@@ -335,7 +335,7 @@ def check_continues(
 
 
 @dataclass(frozen=True)
-class Share:
+class HostShare:
     """The machine, and the share of a host that each rank gets in every run."""
 
     machine: str  # description, stored in the records and compared
@@ -359,7 +359,7 @@ class Share:
         )
 
 
-def find_share(options: StudyOptions, sizes: Sequence[int]) -> Share:
+def find_share(options: StudyOptions, sizes: Sequence[int]) -> HostShare:
     """Return the share of a host per rank for runs on these numbers of ranks.
 
     Raises:
@@ -368,7 +368,7 @@ def find_share(options: StudyOptions, sizes: Sequence[int]) -> Share:
     hosts = choose_hosts(options.hosts, options.hostfile, os.environ)
     ranks = fullest_host(sizes, options.ppn, hosts)
     machine, cores = describe_machine(os.environ)
-    return Share(machine, cores, options.threads or equal_threads(ranks, os.environ), ranks)
+    return HostShare(machine, cores, options.threads or equal_threads(ranks, os.environ), ranks)
 
 
 def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> int:

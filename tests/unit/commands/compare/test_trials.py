@@ -25,7 +25,7 @@ from hvdtrain.commands.compare.trials import (
     read_trials,
     search,
 )
-from hvdtrain.commands.study.engine import Outcome, Share
+from hvdtrain.commands.study.engine import HostShare, RunOutcome
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
 from tests.unit.commands.compare.trials import DDP, SINGLE, WORDS, trial, unavailable_trial
@@ -35,7 +35,7 @@ SIZES = st.integers(1, 10_000)
 
 def comparison(folder: Path, *, repeats: int = 2, batch: int = 64) -> Comparison:
     options = CompareOptions(repeat=repeats, out=folder)
-    return Comparison(options, WORDS, (SINGLE, DDP), batch, Share("a machine", 4, 1, 2))
+    return Comparison(options, WORDS, (SINGLE, DDP), batch, HostShare("a machine", 4, 1, 2))
 
 
 def missing(plan: Comparison) -> list[tuple[str, int]]:
@@ -61,13 +61,13 @@ def test_complete_runs_are_not_repeated(tmp_path: Path) -> None:
 def test_each_outcome_is_recorded(tmp_path: Path) -> None:
     plan = comparison(tmp_path)
     single, ddp = plan.plan.variants
-    plan.record(single, 1, Outcome(trial(SINGLE).summary))
-    plan.record(ddp, 1, Outcome(reason="exit code 9", failed=True))
+    plan.record(single, 1, RunOutcome(trial(SINGLE).summary))
+    plan.record(ddp, 1, RunOutcome(reason="exit code 9", failed=True))
     failed = unavailable_trial(DDP, "exit code 9", failed=True)
     assert read_trials(tmp_path) == [trial(SINGLE), failed]
-    plan.record(ddp, 2, Outcome(reason="--foo: no such option", invalid=True))
+    plan.record(ddp, 2, RunOutcome(reason="--foo: no such option", invalid=True))
     with pytest.raises(UsageError, match="cannot be run, even in a single process: --foo"):
-        plan.record(single, 2, Outcome(reason="--foo", invalid=True))
+        plan.record(single, 2, RunOutcome(reason="--foo", invalid=True))
     assert len(read_trials(tmp_path)) == 3
 
 
@@ -151,10 +151,10 @@ def test_the_largest_batch_is_searched_on_gpus_only(
     append_trial(tmp_path, trial(DDP, environment=environment, training_samples=1500))
     tried = []
 
-    def measured(command: Any, stem: Path, timeout: float | None, label: str) -> Outcome:
+    def measured(command: Any, stem: Path, timeout: float | None, label: str) -> RunOutcome:
         tried.append(stem.name)
         fits = int(stem.name.rpartition("-")[2]) <= 200
-        return Outcome(Summary()) if fits else Outcome(reason="does not fit in memory")
+        return RunOutcome(Summary()) if fits else RunOutcome(reason="does not fit in memory")
 
     monkeypatch.setattr(trials, "measure", measured)
     monkeypatch.setattr(trials, "launch_command", lambda request, stem: request.words)
@@ -169,7 +169,7 @@ def test_the_largest_batch_is_searched_on_gpus_only(
     find_largest(comparison(tmp_path))
     assert tried == []  # it is known
     (tmp_path / LARGEST).unlink()
-    failed = Outcome(reason="exit code 1", failed=True)
+    failed = RunOutcome(reason="exit code 1", failed=True)
     monkeypatch.setattr(trials, "measure", lambda *_: failed)
     with pytest.raises(HvdtrainError, match="with a batch of 32 per rank: exit code 1"):
         find_largest(comparison(tmp_path))

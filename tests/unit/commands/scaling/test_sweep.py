@@ -13,7 +13,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.scaling.runs import append_line
 from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep, sizes, submit_sizes, sweep_words
-from hvdtrain.commands.study.engine import Outcome, Share
+from hvdtrain.commands.study.engine import HostShare, RunOutcome
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.machine.limits import physical_cores
 from tests.studies import WORDS, run
@@ -25,7 +25,7 @@ STRONG = replace(OPTIONS, strong=True)
 
 
 def test_the_variants_are_numbers_of_ranks() -> None:
-    plan = Sweep(OPTIONS, WORDS, Share("a machine", 4, 1, 4)).plan
+    plan = Sweep(OPTIONS, WORDS, HostShare("a machine", 4, 1, 4)).plan
     runs = [(variant.name, repeat) for variant, repeat in plan.runs()]
     assert runs == [("1", 1), ("2", 1), ("4", 1), ("4", 2), ("2", 2), ("1", 2)]
     assert [variant.request.ranks for variant in plan.variants] == [1, 2, 4]
@@ -144,19 +144,19 @@ def test_launch_leaves_room_for_absent_ranks(
 
 def test_a_sweep_resumes_with_the_same_settings_only(tmp_path: Path) -> None:
     options = replace(OPTIONS, out=tmp_path)
-    share = Share("a machine", 4, threads=1, ranks_per_host=4)
+    share = HostShare("a machine", 4, threads=1, ranks_per_host=4)
     sweep = Sweep(options, WORDS, share)
     summary = run(1).summary
     first = sweep.plan.variants[0]
-    sweep.record(first, 1, Outcome(summary))
+    sweep.record(first, 1, RunOutcome(summary))
     missing = [(variant.name, repeat) for variant, repeat in sweep.missing()]
     assert missing == [("2", 1), ("4", 1), ("4", 2), ("2", 2), ("1", 2)]
     with pytest.raises(UsageError, match="runs of another threads per rank: 1 in run 1-1, now 2"):
         replace(sweep, share=replace(share, threads=2)).missing()
     with pytest.raises(HvdtrainError, match="the run on 1 rank failed: exit code 1"):
-        sweep.record(first, 2, Outcome(reason="exit code 1", failed=True))
+        sweep.record(first, 2, RunOutcome(reason="exit code 1", failed=True))
     with pytest.raises(UsageError, match="the model is not the same in all runs"):
-        sweep.record(first, 2, Outcome(replace(summary, model="small")))
+        sweep.record(first, 2, RunOutcome(replace(summary, model="small")))
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
 
 

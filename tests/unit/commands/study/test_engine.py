@@ -15,9 +15,9 @@ from hvdtrain.commands.launch.prepare import Request
 from hvdtrain.commands.study import engine
 from hvdtrain.commands.study.command_options import check_measurable, value_of, without_option
 from hvdtrain.commands.study.engine import (
-    Outcome,
+    HostShare,
     Plan,
-    Share,
+    RunOutcome,
     StudyOptions,
     Variant,
     classify_failure,
@@ -32,7 +32,7 @@ from hvdtrain.system.runtime.command import Command, Result
 NAMES = st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)
 OPTIONS = st.lists(st.sampled_from(["--lr", "0.1", "--batch_size", "--batch-size=8", "x"]))
 FOUR = tuple(Host(name, 4) for name in "ab")
-RAN = Outcome(Summary(images_per_second_mean=5.0))
+RAN = RunOutcome(Summary(images_per_second_mean=5.0))
 
 
 def plan(names: str, repeats: int, *, reverses: bool = False, unavailable: str = "") -> Plan:
@@ -69,7 +69,7 @@ def test_a_variant_without_a_result_is_not_run_again(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Plan, "command", lambda self, variant, repeat: variant.name)
-    failed = Outcome(reason="exit code 1", failed=True)
+    failed = RunOutcome(reason="exit code 1", failed=True)
     monkeypatch.setattr(engine, "measure", lambda name, *_: {"a": RAN, "b": failed}[name])
     caplog.set_level("INFO")
     recorded = []
@@ -77,7 +77,7 @@ def test_a_variant_without_a_result_is_not_run_again(
     runs.carry_out(
         runs.missing({("a", 1)}), lambda v, repeat, run: recorded.append((v.name, repeat, run))
     )
-    absent = Outcome(reason="no GPU")
+    absent = RunOutcome(reason="no GPU")
     assert recorded == [("b", 1, failed), ("c", 1, absent), ("a", 2, RAN), ("a", 3, RAN)]
     assert "[2/9] b, run 1 of 3: failed: exit code 1" in caplog.text
     assert "[3/9] c, run 1 of 3: not available: no GPU" in caplog.text
@@ -92,7 +92,7 @@ def test_a_variant_without_a_result_is_not_run_again(
 
 
 def test_a_run_is_a_request_to_launch() -> None:
-    share = Share("a machine", 4, threads=3, ranks_per_host=4)
+    share = HostShare("a machine", 4, threads=3, ranks_per_host=4)
     options = StudyOptions(ppn=4, hosts="a:4,b:4")
     expected = {"ppn": 2, "hosts": "a:4,b:4"}  # not more than the ranks
     assert share.request(options, 2, ("x",)) == Request(
