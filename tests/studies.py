@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.commands.runs.records import Run
+from hvdtrain.commands.scaling.runs import Run
 from hvdtrain.steps.summary import Summary
 
 TUTORIAL = "ranks,images_per_second\n1,281.22\n2,382.01\n4,689.22\n8,1341.25\n"

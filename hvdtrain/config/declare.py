@@ -48,6 +48,7 @@ def option(
     group: str = "",
     metavar: str = "",
     repeated: bool = False,
+    either: str = "",
 ) -> Any:
     """Return a field that is an option.
 
@@ -59,6 +60,7 @@ def option(
         group: title of its group in the help; empty: that of the field before it.
         metavar: its value in the help; empty: by ``kind``.
         repeated: whether it may be given several times, each value one item of a tuple.
+        either: a name that it shares with the options of which at most one may be given.
     """
     metadata = {
         "help": text,
@@ -67,6 +69,7 @@ def option(
         "group": group,
         "metavar": metavar,
         "repeated": repeated,
+        "either": either,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -83,7 +86,7 @@ def add_options(
     *,
     defaults: bool = False,
 ) -> None:
-    """Declare an option per field of ``kind``.
+    """Declare an option per field of ``kind``, a trailing underscore of its name aside.
 
     Args:
         parser: where they are declared.
@@ -93,16 +96,22 @@ def add_options(
     """
     groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
     groups[""] = parser
+    exclusive: dict[str, Any] = {}
     title = ""
     for field in declared(kind):
         title = field.metadata["group"] or title
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
+        target = groups[title]
+        if either := field.metadata["either"]:
+            if either not in exclusive:
+                exclusive[either] = target.add_mutually_exclusive_group()
+            target = exclusive[either]
         default = field.default if defaults and field.default != () else None
         if defaults and field.metadata["repeated"]:
             default = []
-        name = "--" + field.name.replace("_", "-")
-        groups[title].add_argument(name, default=default, **_settings(field))
+        name = "--" + field.name.rstrip("_").replace("_", "-")
+        target.add_argument(name, dest=field.name, default=default, **_settings(field))
 
 
 def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:

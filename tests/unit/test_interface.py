@@ -27,7 +27,7 @@ import pytest
 from PIL import Image
 
 from hvdtrain import cli, completion
-from hvdtrain.commands.runs import records
+from hvdtrain.commands.scaling import runs as records
 from hvdtrain.config.declare import CommandParser
 from hvdtrain.steps.summary import Summary
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST

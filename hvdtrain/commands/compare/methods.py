@@ -7,25 +7,31 @@ import importlib.metadata
 import importlib.util
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdtrain.adapters.select import check_version
-from hvdtrain.commands.runs.command_options import (
+from hvdtrain.commands.study.command_options import (
     REFUSED,
     batch_sizes,
     effective_value,
     value_of,
     without_option,
 )
+from hvdtrain.commands.study.engine import StudyOptions
 from hvdtrain.config.command_line import parse
+from hvdtrain.config.declare import option
 from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
+from hvdtrain.config.values import names, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output.text import plural
 from hvdtrain.tasks.own import RECIPE
 
+OUT = Path("compare")
+RANKS, REPEATS = 2, 3  # defaults
 ALL = "all"
 AUTO = "auto"  # --precision: chosen by workload and device
 NONE = "none"  # --compression
@@ -36,6 +42,12 @@ SHARED = (
     *("--strategy", "--framework", "--precision", "--batch-size", "--global-batch-size"),
     "--config",  # it may set any of these
 )
+
+
+def short_label(strategy: str, options: str, compression: str) -> str:
+    """Return the label of a method without framework and precision."""
+    gradients = "" if compression == NONE else f" + {compression} gradients"
+    return f"{strategy} {options}".strip() + gradients
 
 
 @dataclass(frozen=True)
@@ -60,8 +72,7 @@ class Method:
     @property
     def label(self) -> str:
         """The strategy with its options, without framework and precision."""
-        compression = "" if self.compression == NONE else f" + {self.compression} gradients"
-        return f"{self.strategy} {self.options}".strip() + compression
+        return short_label(self.strategy, self.options, self.compression)
 
     @property
     def is_baseline(self) -> bool:
@@ -78,17 +89,51 @@ class Method:
         return (self.framework, self.precision) == (method.framework, method.precision)
 
 
+def entries(text: str) -> tuple[str, ...]:
+    """Read ``a --x 1,2,b`` as strategies with their options; values may contain commas."""
+    return tuple(dict.fromkeys(part.strip() for part in re.split(r",(?=\s*[a-z])", text)))
+
+
 @dataclass(frozen=True)
-class Choice:
-    """The requested methods; None: as in the command."""
+class CompareOptions(StudyOptions):
+    """The options of ``hvdtrain compare``; None: not given."""
 
-    strategies: tuple[str, ...] = (ALL,)  # each a name, optionally followed by options
-    frameworks: tuple[str, ...] | None = None
-    precisions: tuple[str, ...] | None = None
-    ranks: int = 2
+    ranks: int | None = option(
+        None, "number of ranks of distributed strategies (default: 2)", positive, group="runs"
+    )
+    repeat: int | None = option(
+        None, "number of runs per method, in turn (default: 3)", positive, metavar="K"
+    )
+    strategies: tuple[str, ...] | None = option(
+        None,
+        "strategies, each with its options in quotes, or all (default: all)",
+        entries,
+        group="runs",
+        metavar="S,S,...",
+    )
+    precision: tuple[str, ...] | None = option(
+        None, "numeric precisions (default: that of the command)", names, metavar="P,P,..."
+    )
+    frameworks: tuple[str, ...] | None = option(
+        None, "deep-learning frameworks (default: that of the command)", names, metavar="F,F,..."
+    )
+    batch_size: str | None = option(
+        None,
+        "search for the largest batch per rank that fits a GPU",
+        choices=("max",),
+        metavar="{max}",
+    )
+    csv: Path | None = option(
+        None, "additional file for the table", Path, group="report", metavar="FILE"
+    )
+
+    @property
+    def folder(self) -> Path:
+        """The directory of the comparison."""
+        return self.out or OUT
 
 
-def choose(choice: Choice, words: Sequence[str]) -> list[Method]:
+def choose(options: CompareOptions, words: Sequence[str]) -> list[Method]:
     """Return the methods in the order of the table: by framework, precision, strategy.
 
     Raises:
@@ -96,18 +141,19 @@ def choose(choice: Choice, words: Sequence[str]) -> list[Method]:
             single method.
     """
     default = effective_value(words, "--framework") or next(iter(PACKAGES))
-    frameworks = choice.frameworks or (default,)
-    precisions = choice.precisions or (effective_value(words, "--precision") or AUTO,)
+    frameworks = options.frameworks or (default,)
+    precisions = options.precision or (effective_value(words, "--precision") or AUTO,)
     requested = effective_value(words, COMPRESSION)
     for framework in frameworks:
         if framework not in PACKAGES:
             raise UsageError(f"--frameworks {framework}: choose from {', '.join(PACKAGES)}")
+    ranks = options.ranks or RANKS
     methods = [
-        Method(name, framework, precision, compression, _ranks(name, choice.ranks), options)
+        Method(name, framework, precision, compression, _ranks(name, ranks), own_options)
         for framework in frameworks
         for precision in precisions
-        for name, words_of_strategy in _strategies(choice.strategies)
-        for compression, options in _compressions(name, words_of_strategy, requested)
+        for name, words_of_strategy in _strategies(options.strategies or (ALL,))
+        for compression, own_options in _compressions(name, words_of_strategy, requested)
     ]
     return list(dict.fromkeys(methods))
 
@@ -122,10 +168,10 @@ def _strategies(requested: Sequence[str]) -> list[tuple[str, list[str]]]:
             raise UsageError(f"--strategies {text!r}: {error}") from error
         if name not in {ALL, *STRATEGIES}:
             raise UsageError(f"--strategies {name}: choose from {', '.join([ALL, *STRATEGIES])}")
-        for option in (*SHARED, *REFUSED):
-            if value_of(options, option) is not None:
+        for word in (*SHARED, *REFUSED):
+            if value_of(options, word) is not None:
                 raise UsageError(
-                    f"--strategies {text!r}: {option} is not allowed for a single strategy"
+                    f"--strategies {text!r}: {word} is not allowed for a single strategy"
                 )
         names = STRATEGIES if name == ALL else [name]
         strategies += [(strategy, options) for strategy in names]
@@ -228,14 +274,14 @@ def method_words(words: Sequence[str], method: Method, batch: int) -> list[str]:
         "--global-batch-size": str(batch),
     }
     kept = list(words)
-    for option in (*changed, "--batch-size"):
-        kept = without_option(kept, option)
+    for name in (*changed, "--batch-size"):
+        kept = without_option(kept, name)
     # Defaults are only needed to override the command or its --config file.
     added = [
         word
-        for option, value in changed.items()
-        if value not in DEFAULTS or effective_value(words, option) not in (None, value)
-        for word in (option, value)
+        for name, value in changed.items()
+        if value not in DEFAULTS or effective_value(words, name) not in (None, value)
+        for word in (name, value)
     ]
     return [*kept, *added, *shlex.split(method.options)]  # the last value of an option counts
 
@@ -265,22 +311,3 @@ def full_label(method: Method) -> str:
 def title(method: Method) -> str:
     """Return the label of a method with its framework, precision and ranks."""
     return f"{full_label(method)}, {plural(method.ranks, 'rank')}"
-
-
-def method_from_json(content: Mapping[str, object]) -> Method:
-    """Return the method in a line of results.
-
-    Raises:
-        TypeError, KeyError: the line has no valid method.
-    """
-    ranks = content["ranks"]
-    if not isinstance(ranks, int):
-        raise TypeError("ranks is not a number")
-    return Method(
-        strategy=str(content["strategy"]),
-        framework=str(content["framework"]),
-        precision=str(content["precision"]),
-        compression=str(content["compression"]),
-        ranks=ranks,
-        options=str(content.get("options", "")),
-    )

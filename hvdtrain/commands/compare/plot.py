@@ -10,9 +10,7 @@ from matplotlib import pyplot as plt
 
 from hvdtrain.commands.compare.methods import Method
 from hvdtrain.commands.compare.table import Row
-from hvdtrain.commands.runs import accuracy_plot
-from hvdtrain.commands.runs.accuracy_plot import Line
-from hvdtrain.commands.runs.target import Target
+from hvdtrain.commands.study.curves import Evaluation, Target, draw_evaluations
 from hvdtrain.system.output import plots
 
 BAR = 0.34  # height of a row of bars, inches
@@ -24,7 +22,7 @@ SERIES = len(plots.COLOURS)
 def draw(
     rows: Sequence[Row],
     stem: Path,
-    lines: Sequence[Line] = (),
+    lines: Sequence[tuple[str, Sequence[Evaluation]]] = (),
     target: Target | None = None,
     unit: str = "images",
 ) -> list[Path]:
@@ -49,7 +47,7 @@ def draw(
         PANELS[name](panel_axes, panel_rows, unit)
         panel_axes.set_title(name, loc="left")
     if target and timed:
-        accuracy_plot.draw(axes[0][-1], timed, target, "seconds")
+        draw_evaluations(axes[0][-1], timed, target, "seconds")
         axes[0][-1].set_title(f"Time to {target}", loc="left")
     return plots.save(figure, stem)
 

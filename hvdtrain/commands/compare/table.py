@@ -1,4 +1,4 @@
-"""The rows of a comparison: medians over the repeats, as a table, JSON and CSV."""
+"""The report of a comparison: medians over the repeats, as a table, JSON, CSV and plots."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.compare.largest import read_largest
-from hvdtrain.commands.compare.methods import AUTO, Method, full_label, sent_bytes
-from hvdtrain.commands.compare.trials import Trial, failure_text, run_stem
-from hvdtrain.commands.runs.curves import TrainingCurves, read_curves
-from hvdtrain.commands.runs.start import CURVES, file_path
-from hvdtrain.commands.runs.target import Evaluation, Target, evaluations, seconds_to
+from hvdtrain.commands.compare.methods import AUTO, Method, full_label, sent_bytes, short_label
+from hvdtrain.commands.compare.trials import Trial, read_largest
+from hvdtrain.commands.study.curves import (
+    Evaluation,
+    Target,
+    TrainingCurves,
+    evaluations,
+    median_seconds,
+    read_curves,
+)
+from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.output.tables import Table, known
+from hvdtrain.system.output.tables import Table, entry, known, message, table
 from hvdtrain.system.output.text import duration, number, percent, plural, size
 
 KINDS = ("framework", "precision")  # of a row, in addition to its strategy
+STEM = "compare"  # of the table and the plot
 HOUR = 3600.0  # seconds
 Curve = dict[int, float]  # training loss by step
 
@@ -48,14 +54,12 @@ class Row:
     peak_memory_bytes: int | None = None  # maximum over the ranks
     utilisation: float | None = None  # of the cores, a fraction; mean over the ranks
     node_hours_per_epoch: float | None = None
-    price_per_epoch: float | None = None
     bytes_per_step: int | None = None  # sent by a rank, theoretical
     loss_distance: float | None = None  # from the loss curve of one process
     target_seconds: float | None = None  # time to --target; None: not reached in every repeat
     target_speedup: float | None = None  # over one process
     setup_seconds: float | None = None  # until the end of the first update
     largest_batch: int | None = None  # per rank, that fits
-    largest_batch_predicted: bool | None = None  # extrapolated from small batches
     bubble: float | None = None  # fraction of a step in which pipeline stages wait
     bubble_formula: float | None = None  # that fraction for stages of equal cost
     options: str = ""  # of this strategy only
@@ -64,16 +68,25 @@ class Row:
     @property
     def label(self) -> str:
         """The strategy with its options, without framework and precision."""
-        return Method(
-            self.strategy, self.framework, AUTO, self.compression, self.ranks, self.options
-        ).label
+        return short_label(self.strategy, self.options, self.compression)
+
+
+def report_text(head: str, rows: Sequence[Row], files: Sequence[Path], unit: str = "images") -> str:
+    """Return the report: the table, the meaning of its columns, and the unavailable methods."""
+    header, cells = figures(rows, unit)
+    parts = [message(head)]
+    if cells:
+        parts.append(table(header, cells, names=1 + sum(kind in header for kind in KINDS)))
+        parts.append("\n".join(entry("  ", f"{name}: {text}") for name, text in notes(header)))
+    parts.append("\n".join(map(message, unavailable(rows))))
+    parts.append(message("written: " + ", ".join(map(str, files))))
+    return "\n\n".join(part for part in parts if part)
 
 
 def make_rows(
     trials: Sequence[Trial],
     methods: Sequence[Method] | None = None,
     folder: Path | None = None,
-    price: float | None = None,
     target: Target | None = None,
 ) -> list[Row]:
     """Return a row per method, in order.
@@ -82,27 +95,20 @@ def make_rows(
         trials: the runs, and the reasons of methods without a run.
         methods: the requested rows; None: all.
         folder: directory of the comparison, with the training curves; None: without curves.
-        price: of one node-hour.
         target: the metric value to report the time to, if any.
     """
     methods = methods or list(dict.fromkeys(trial.method for trial in trials))
     curves = read_all_curves(trials, folder) if folder is not None else {}
-    rows = {
-        method: _row(method, [trial for trial in trials if trial.method == method], price)
-        for method in methods
-    }
-    if target is not None:
-        for method, row in rows.items():
-            repeats = [run for (run_method, _), run in curves.items() if run_method == method]
-            rows[method] = replace(row, target_seconds=target_seconds(target, repeats))
+    largest = {entry.method: entry.batch for entry in (read_largest(folder) if folder else ())}
+    rows = {}
+    for method in methods:
+        row = _row(method, [trial for trial in trials if trial.method == method])
+        repeats = [run for (run_method, _), run in curves.items() if run_method == method]
+        seconds = None
+        if target is not None:
+            seconds = median_seconds(target, [evaluations(run, target.metric) for run in repeats])
+        rows[method] = replace(row, target_seconds=seconds, largest_batch=largest.get(method))
     _compare_with_baseline(rows, {key: loss_curve(run) for key, run in curves.items()})
-    for largest in read_largest(folder) if folder is not None else ():
-        if largest.method in rows:
-            rows[largest.method] = replace(
-                rows[largest.method],
-                largest_batch=largest.batch,
-                largest_batch_predicted=largest.predicted,
-            )
     return list(rows.values())
 
 
@@ -126,7 +132,7 @@ def _compare_with_baseline(
         )
 
 
-def _row(method: Method, trials: Sequence[Trial], price: float | None) -> Row:
+def _row(method: Method, trials: Sequence[Trial]) -> Row:
     summaries = [trial.summary for trial in trials if trial.summary]
     precision = None if method.precision == AUTO else method.precision
     row = Row(
@@ -139,8 +145,9 @@ def _row(method: Method, trials: Sequence[Trial], price: float | None) -> Row:
         options=method.options,
     )
     if not summaries:
-        text = failure_text(trials[-1]) if trials else "not run yet"
-        return replace(row, reason=text.removeprefix("not available: "))
+        last = trials[-1] if trials else None
+        reason = f"{'failed: ' * last.failed}{last.reason}" if last else "not run yet"
+        return replace(row, reason=reason)
 
     def median(value: Callable[[Summary], float | None]) -> float | None:
         return _median(value(summary) for summary in summaries)
@@ -161,7 +168,6 @@ def _row(method: Method, trials: Sequence[Trial], price: float | None) -> Row:
         peak_memory_bytes=max(summary.peak_memory_bytes or 0 for summary in summaries) or None,
         utilisation=median(lambda summary: summary.utilisation_mean),
         node_hours_per_epoch=hours,
-        price_per_epoch=hours * price if hours and price is not None else None,
         bytes_per_step=sent_bytes(method, first),
         setup_seconds=median(lambda summary: summary.seconds_to_first_step),
         bubble=median(lambda summary: summary.bubble.measured if summary.bubble else None),
@@ -185,7 +191,7 @@ def read_all_curves(
     """Return the training curves of the runs by method and repeat, of readable files only."""
     all_curves = {}
     for trial in trials:
-        stem = run_stem(folder, trial.method, trial.repeat)
+        stem = run_stem(folder, trial.method.name, trial.repeat)
         with contextlib.suppress(OSError, ValueError):
             if trial.summary and (curves := read_curves(file_path(stem, CURVES))):
                 all_curves[trial.method, trial.repeat] = curves
@@ -208,12 +214,6 @@ def loss_curve(curves: TrainingCurves) -> Curve:
     return {step: float(loss) for step, loss in losses if loss is not None}
 
 
-def target_seconds(target: Target, repeats: Sequence[TrainingCurves]) -> float | None:
-    """Return the median time to the target; None unless each run reached it."""
-    times = [seconds_to(target, evaluations(curves, target.metric)) for curves in repeats]
-    return None if None in times else _median(times)
-
-
 def distance(a: Curve, b: Curve) -> float | None:
     """Return the largest difference of two loss curves at a common step; None without one."""
     return max((abs(a[step] - b[step]) for step in a.keys() & b.keys()), default=None)
@@ -228,6 +228,42 @@ def csv_text(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
+@dataclass(frozen=True)
+class Column:
+    """A column of the table with the values of a field of the rows."""
+
+    name: str
+    field: str
+    show: Callable[[Any], str]
+    note: str
+
+
+def _epoch(seconds: float) -> str:
+    """Return the time of an epoch as text; for ImageNet it may be a day."""
+    return f"{seconds / HOUR:.1f} h" if seconds >= 2 * HOUR else duration(seconds)
+
+
+TWO_DECIMALS, TWO_DIGITS = "{:.2f}".format, "{:.2g}".format
+RANGE = "lowest ... highest throughput of the repeats, whose median precedes it"
+COLUMNS = (
+    Column("speed-up", "speedup", TWO_DECIMALS, "over one process of this framework and precision"),
+    Column("epoch", "epoch_seconds", _epoch, "training on all samples once, without evaluation"),
+    Column("memory", "peak_memory_bytes", size, "maximum over ranks: of the GPU, or resident"),
+    Column("busy", "utilisation", percent, "of the cores of a rank, mean over ranks, with polling"),
+    Column("node-h", "node_hours_per_epoch", TWO_DIGITS, "node-hours per epoch"),
+    Column("sent", "bytes_per_step", size, "by a rank per step, theoretical value for gradients"),
+    Column(
+        "loss", "loss_distance", TWO_DIGITS, "largest difference of the training loss from single"
+    ),
+    Column("largest", "largest_batch", "{:,}".format, "largest batch per rank that fits"),
+    Column("to target", "target_seconds", duration, "from the first update, with evaluations"),
+    Column("by target", "target_speedup", TWO_DECIMALS, "speed-up in the time to the target"),
+    Column("set-up", "setup_seconds", duration, "from the start of a rank to its first step"),
+    Column("bubble", "bubble", percent, "fraction of a step in which pipeline stages wait"),
+    Column("by formula", "bubble_formula", percent, "that fraction for stages of equal cost"),
+)
+
+
 def figures(rows: Sequence[Row], unit: str = "images") -> Table:
     """Return the table of the available rows, without empty columns.
 
@@ -237,72 +273,30 @@ def figures(rows: Sequence[Row], unit: str = "images") -> Table:
     """
     available = [row for row in rows if row.available]
 
-    def cells(value: Callable[[Row], Any], show: Callable[[Any], str]) -> list[str]:
-        return ["-" if value(row) is None else show(value(row)) for row in available]
+    def cells(field: str, show: Callable[[Any], str]) -> list[str]:
+        values = [getattr(row, field) for row in available]
+        return ["-" if value is None else show(value) for value in values]
 
-    varying = [key for key in KINDS if len({getattr(row, key) for row in available}) > 1]
-    several = any(row.repeats > 1 for row in available)
-    spread = [(row.images_per_second_lowest, row.images_per_second_highest) for row in available]
-    columns = {
-        "strategy": [row.label for row in available],
-        "framework": cells(lambda row: row.framework if "framework" in varying else None, str),
-        "precision": cells(lambda row: row.precision if "precision" in varying else None, str),
-        "ranks": [str(row.ranks) for row in available],
-        f"{unit}/s": cells(lambda row: row.images_per_second, number),
-        "range": [
-            f"{number(low or 0)} ... {number(high or 0)}" if several else "-"
-            for low, high in spread
-        ],
-        "speed-up": cells(lambda row: row.speedup, "{:.2f}".format),
-        "epoch": cells(lambda row: row.epoch_seconds, _epoch),
-        "memory": cells(lambda row: row.peak_memory_bytes, size),
-        "busy": cells(lambda row: row.utilisation, percent),
-        "node-h": cells(lambda row: row.node_hours_per_epoch, "{:.2g}".format),
-        "price": cells(lambda row: row.price_per_epoch, "{:.2g}".format),
-        "sent": cells(lambda row: row.bytes_per_step, size),
-        "loss": cells(lambda row: row.loss_distance, "{:.2g}".format),
-        "largest": [
-            "-"
-            if row.largest_batch is None
-            else f"{'~' * bool(row.largest_batch_predicted)}{row.largest_batch:,}"
+    table_columns = {"strategy": [row.label for row in available]}
+    for kind in KINDS:
+        if len({getattr(row, kind) for row in available}) > 1:
+            table_columns[kind] = cells(kind, str)
+    table_columns["ranks"] = [str(row.ranks) for row in available]
+    table_columns[f"{unit}/s"] = cells("images_per_second", number)
+    if any(row.repeats > 1 for row in available):
+        table_columns["range"] = [
+            f"{number(row.images_per_second_lowest or 0)} ... "
+            f"{number(row.images_per_second_highest or 0)}"
             for row in available
-        ],
-        "to target": cells(lambda row: row.target_seconds, duration),
-        "by target": cells(lambda row: row.target_speedup, "{:.2f}".format),
-        "set-up": cells(lambda row: row.setup_seconds, duration),
-        "bubble": cells(lambda row: row.bubble, percent),
-        "by formula": cells(lambda row: row.bubble_formula, percent),
-    }
-    return known(columns)
-
-
-def _epoch(seconds: float) -> str:
-    """Return the time of an epoch as text; for ImageNet it may be a day."""
-    return f"{seconds / HOUR:.1f} h" if seconds >= 2 * HOUR else duration(seconds)
-
-
-NOTES = {
-    "range": "lowest ... highest throughput of the repeats, whose median precedes it",
-    "speed-up": "over one process of the same framework and precision",
-    "epoch": "time of training on all samples once, without evaluation",
-    "memory": "maximum over ranks: GPU memory, or resident memory including libraries",
-    "busy": "utilisation of the cores of a rank, mean over ranks, including polling",
-    "node-h": "node-hours per epoch",
-    "price": "per epoch, at --price-per-hour per node",
-    "sent": "bytes sent by a rank per step, theoretical value for the gradients",
-    "loss": "largest difference of the training loss from that of one process",
-    "largest": "largest batch per rank that fits; ~: predicted from small ones and the memory",
-    "to target": "time to --target from the first update, including evaluations",
-    "by target": "speed-up over one process in the time to the target",
-    "set-up": "from the start of a rank to the end of its first step",
-    "bubble": "fraction of a step in which the stages of a pipeline wait for one another",
-    "by formula": "that fraction for stages of equal cost without other waits",
-}
+        ]
+    table_columns |= {column.name: cells(column.field, column.show) for column in COLUMNS}
+    return known(table_columns)
 
 
 def notes(header: Sequence[str]) -> list[tuple[str, str]]:
     """Return the meanings of the columns of a table."""
-    return [(name, text) for name, text in NOTES.items() if name in header]
+    texts = {"range": RANGE, **{column.name: column.note for column in COLUMNS}}
+    return [(name, text) for name, text in texts.items() if name in header]
 
 
 def unavailable(rows: Sequence[Row]) -> list[str]:

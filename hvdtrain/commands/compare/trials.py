@@ -1,78 +1,52 @@
-"""Execute the runs of a comparison, the methods in turn, and record each as it ends."""
+"""The variants of a comparison: one training by several methods, and the records of its runs.
+
+With ``--batch-size max`` also the largest batch per rank of each method, by trial on its GPUs:
+there running out of memory ends only the process itself, whereas on a host it may end others.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.compare.methods import (
     AUTO,
+    RANKS,
+    REPEATS,
+    CompareOptions,
     Method,
-    method_from_json,
+    choose,
+    global_batch,
     method_words,
     title,
     unavailable_reason,
 )
-from hvdtrain.commands.launch.prepare import Request, prepare
-from hvdtrain.commands.runs import json_lines
-from hvdtrain.commands.runs.command_options import difference
-from hvdtrain.commands.runs.start import (
-    KEPT,
-    LOG,
-    exit_reason,
-    file_options,
-    file_path,
-    read_summary,
-    start,
-    time_left,
+from hvdtrain.commands.study import engine, records
+from hvdtrain.commands.study.command_options import check_measurable, value_of, without_option
+from hvdtrain.commands.study.engine import (
+    HostShare,
+    Plan,
+    Planned,
+    RecordedSetting,
+    RunOutcome,
+    Variant,
+    find_share,
+    launch_command,
+    measure,
 )
-from hvdtrain.errors import EXIT_USAGE, HvdtrainError, UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.output.text import duration, number, plural
-from hvdtrain.system.runtime.command import Command, Result
 
 log = logging.getLogger(__name__)
 
-LINES = "compare.jsonl"
-OUT = Path("compare")
-SHOWN = 12  # last lines of a failed run's output
-MESSAGE = re.compile(r"^hvdtrain: (?:rank \d+ on [^:]*: )?(?:error: )?(.+)$", re.MULTILINE)
-NO_MEMORY = re.compile(
-    r"out of memory(?!\?)|OutOfMemoryError|ResourceExhausted|can't allocate memory|std::bad_alloc"
-)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The requested runs of one training by several methods."""
-
-    words: tuple[str, ...]  # the command as typed
-    methods: tuple[Method, ...]
-    batch: int  # global: samples per update, in every row
-    repeats: int
-    folder: Path
-    machine: str
-    threads: int | None = None  # per rank
-    ranks_per_host: int = 0  # that share a host's cores, also for the baseline
-    ppn: int | None = None
-    hosts: str | None = None
-    hostfile: Path | None = None
-    timeout: float | None = None  # seconds, of one run
-
-    def stem(self, method: Method, repeat: int) -> Path:
-        """Return the path of a run's files, without their suffixes."""
-        return run_stem(self.folder, method, repeat)
-
-
-def run_stem(folder: Path, method: Method, repeat: int) -> Path:
-    """Return the path of a run's files, without their suffixes."""
-    return folder / "runs" / f"{method.name}-{repeat}"
+LINES, LARGEST = "compare.jsonl", "largest.jsonl"
+RUNS = ".largest"  # hidden from `hvdtrain report`: these runs are not measurements
+STEPS = 2  # of each run: from the second step on, the memory is constant
+FINE = 8  # the search ends within 1 / FINE of the largest batch
 
 
 @dataclass(frozen=True)
@@ -96,14 +70,8 @@ class Trial:
 
 
 def _trial(content: Any) -> Trial:
-    """Return the trial in a line; raise one of ``json_lines.INVALID`` if it is not a trial."""
-    summary = content["summary"]
-    fields = {
-        **content,
-        "method": method_from_json(content["method"]),
-        "command": tuple(content["command"]),
-    }
-    trial = Trial(**{**fields, "summary": None if summary is None else Summary.from_json(summary)})
+    """Return the trial in a line; raise one of ``records.INVALID`` if it is not a trial."""
+    trial = records.decode(Trial, content)
     if trial.summary is not None and not (trial.summary.images_per_second_mean or 0) > 0:
         raise ValueError("no throughput")
     return trial
@@ -115,176 +83,181 @@ def read_trials(folder: Path) -> list[Trial]:
     Raises:
         UsageError: they cannot be read.
     """
-    return json_lines.read(folder / LINES, _trial, "comparison")
+    return records.read(folder / LINES, _trial, "comparison")
 
 
-def run_order(methods: Sequence[Method], repeats: int) -> Iterator[tuple[Method, int]]:
-    """Yield the runs, the methods in turn (A B A B), so that a slow period affects all of them."""
-    for repeat in range(1, repeats + 1):
-        for method in methods:
-            yield method, repeat
+def append_trial(folder: Path, trial: Trial) -> None:
+    """Append a run to the records in a comparison's directory."""
+    records.append(folder / LINES, trial.to_json(), _trial)
 
 
-def command(
-    plan: Comparison, method: Method, repeat: int, environ: Mapping[str, str] = os.environ
-) -> Command:
-    """Return the launcher's command for one run.
+@dataclass(frozen=True)
+class Comparison:
+    """The requested runs of one training by several methods."""
 
-    Raises:
-        UsageError: the ranks do not fit on the hosts, or there is no MPI.
-    """
-    words = method_words(plan.words, method, plan.batch)
-    return launch(plan, method, [*words, *file_options(plan.stem(method, repeat))], environ)
+    options: CompareOptions
+    words: tuple[str, ...]  # the command as typed
+    methods: tuple[Method, ...]
+    batch: int  # global: samples per update, in every row
+    share: HostShare  # of a host, also for the baseline
 
+    @property
+    def plan(self) -> Plan:
+        """The runs: the methods in turn (A B A B)."""
+        variants = tuple(self.variant(method, self.batch) for method in self.methods)
+        repeats = self.options.repeat or REPEATS
+        return Plan(self.options.folder, variants, repeats, self.options.timeout)
 
-def launch(
-    plan: Comparison,
-    method: Method,
-    words: Sequence[str],
-    environ: Mapping[str, str] = os.environ,
-) -> Command:
-    """Return the launcher's command for ``words`` on the ranks of a method.
+    def variant(self, method: Method, batch: int) -> Variant:
+        """Return the variant of a method, with a global batch."""
+        words = method_words(self.words, method, batch)
+        bind = not method.uses_all_devices
+        request = self.share.request(self.options, method.ranks, words, bind=bind)
+        return Variant(method.name, title(method), request, unavailable_reason(method))
 
-    Raises:
-        UsageError: the ranks do not fit on the hosts, or there is no MPI.
-    """
-    unbound = method.uses_all_devices
-    request = Request(
-        method.ranks,
-        words,
-        ppn=None if plan.ppn is None else min(plan.ppn, method.ranks),
-        threads=None if unbound else plan.threads,
-        ranks_per_host=None if unbound else plan.ranks_per_host,
-        bind=not unbound,
-        hosts=plan.hosts,
-        hostfile=plan.hostfile,
-    )
-    return prepare(request, environ).command
+    def missing(self) -> list[Planned]:
+        """Return the runs that are not complete, in order.
 
-
-def missing_runs(plan: Comparison) -> list[tuple[Method, int]]:
-    """Return the runs that are not complete, in order.
-
-    Raises:
-        UsageError: the complete runs belong to another comparison.
-    """
-    trials = read_trials(plan.folder)
-    for trial in trials:
-        if trial.command != plan.words:
-            raise UsageError(
-                f"{plan.folder} has runs of another command: "
-                f"{difference(trial.command, plan.words)}. Use another --out"
+        Raises:
+            UsageError: the complete runs belong to another comparison.
+        """
+        trials = read_trials(self.options.folder)
+        for trial in trials:
+            engine.check_continues(
+                self.options.folder,
+                f"{trial.method.name}-{trial.repeat}",
+                (trial.command, self.words),
+                [
+                    RecordedSetting("global batch", trial.batch, self.batch),
+                    RecordedSetting("machine", trial.machine, self.share.machine),
+                    RecordedSetting(
+                        "number of threads per rank", trial.threads, self.share.threads
+                    ),
+                ],
             )
-        for label, old, now in (
-            ("global batch", trial.batch, plan.batch),
-            ("machine", trial.machine, plan.machine),
-            ("number of threads per rank", trial.threads, plan.threads),
-        ):
-            if old != now:
-                raise UsageError(
-                    f"{plan.folder} has runs of another {label}: {old}, now {now}. "
-                    "Use another --out"
-                )
-    complete = {(trial.method, trial.repeat) for trial in trials if trial.summary}
-    return [pair for pair in run_order(plan.methods, plan.repeats) if pair not in complete]
+        return self.plan.missing({(t.method.name, t.repeat) for t in trials if t.summary})
+
+    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
+        """Append a run, or the reason for its absence, to the records.
+
+        Raises:
+            UsageError: the command is invalid, even for a single process.
+        """
+        method = next(method for method in self.methods if method.name == variant.name)
+        if outcome.invalid and method.is_baseline and method.precision == AUTO:
+            raise UsageError(
+                f"the command cannot be run, even in a single process: {outcome.reason}. Put "
+                "options of single strategies after their names, e.g. --strategies 'horovod "
+                "--autotune'"
+            )
+        trial = Trial(
+            method,
+            repeat,
+            self.words,
+            self.batch,
+            self.share.machine,
+            self.share.threads,
+            outcome.summary,
+            outcome.reason,
+            outcome.failed,
+        )
+        append_trial(self.options.folder, trial)
 
 
-def run_comparison(plan: Comparison, hint: str = "") -> None:
-    """Execute the missing runs, and record each as it ends.
-
-    A method that cannot run is reported once, then skipped. ``hint``: how to reduce the runs.
+def make_comparison(options: CompareOptions, words: Sequence[str]) -> Comparison:
+    """Return the comparison of the requested methods.
 
     Raises:
-        UsageError: the command is invalid, even for a single process.
-        KeyboardInterrupt: completed runs are kept.
+        UsageError: an option or the command is wrong.
     """
-    missing, total = missing_runs(plan), len(plan.methods) * plan.repeats
-    durations: dict[Method, float] = {}
-    skipped: set[Method] = set()
-
-    def can_run(method: Method) -> bool:
-        return method not in skipped and not unavailable_reason(method)
-
-    if runs := sum(can_run(method) for method, _ in missing):
-        estimate = "time estimate after the first run"
-        log.info("%s%s; %s", plural(runs, "run"), hint, estimate)
-    try:
-        for position, (method, repeat) in enumerate(missing, total - len(missing) + 1):
-            if method in skipped:
-                continue
-            head = f"[{position}/{total}] {title(method)}, run {repeat} of {plan.repeats}"
-            reason = unavailable_reason(method)
-            if not reason:
-                remaining = [m for m, _ in missing[position - total - 1 :] if can_run(m)]
-                log.info("%s%s", head, time_left(durations, remaining))
-            start_time = time.monotonic()
-            trial = _not_run(plan, method, repeat, reason) if reason else _run(plan, method, repeat)
-            json_lines.append(plan.folder / LINES, trial.to_json(), _trial)
-            if trial.summary is None:
-                skipped.add(method)
-                log.info("%s: %s", head, failure_text(trial))
-            else:
-                durations[method] = time.monotonic() - start_time
-                rate = number(trial.summary.images_per_second_mean or 0.0)
-                log.info("    %s images/s, after %s", rate, duration(durations[method]))
-    except KeyboardInterrupt:
-        log.info(KEPT, plan.folder)
-        raise
+    check_measurable(words, os.environ)
+    if strategy := value_of(words, "--strategy"):
+        raise UsageError(
+            f"--strategy {strategy} in the command: it varies between runs; use "
+            f"hvdtrain compare --strategies {strategy},single -- ..."
+        )
+    ranks = options.ranks or RANKS
+    methods = tuple(choose(options, words))
+    share = find_share(options, (ranks,))
+    return Comparison(options, tuple(words), methods, global_batch(words, ranks), share)
 
 
-def failure_text(trial: Trial) -> str:
-    """Return the message for a method without a run."""
-    return f"{'failed' if trial.failed else 'not available'}: {trial.reason}"
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batch per rank of a method."""
+
+    method: Method
+    batch: int | None  # None: unknown
+    predicted: bool = False  # by an older version, which did not run it
 
 
-def _not_run(
-    plan: Comparison, method: Method, repeat: int, reason: str, *, failed: bool = False
-) -> Trial:
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    return Trial(
-        method,
-        repeat,
-        command=plan.words,
-        batch=plan.batch,
-        machine=plan.machine,
-        threads=plan.threads,
-        reason=reason,
-        failed=failed,
-    )
+def search(fits: Callable[[int], bool], start: int, most: int) -> int:
+    """Return the largest batch that fits, within 1 / FINE; 0 if none fits.
+
+    Args:
+        fits: returns whether a batch fits; every smaller batch then fits, too.
+        start: the first batch to try, then doubled.
+        most: upper limit.
+    """
+    low, high = 0, min(start, most)
+    while fits(high):
+        low = high
+        if low == most:
+            return low
+        high = min(2 * high, most)
+    while high - low > max(1, low // FINE):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
-def _run(plan: Comparison, method: Method, repeat: int) -> Trial:
-    """Start the ranks, wait for them, and read their summary."""
-    stem = plan.stem(method, repeat)
-    result = start(command(plan, method, repeat), stem, plan.timeout, title(method))
-    if not result.ok:
-        reason, failed = classify_failure(result, plan.batch)
-        if method.is_baseline and result.exit_code == EXIT_USAGE and method.precision == AUTO:
-            raise UsageError(
-                f"the command cannot be run, even in a single process: {reason}. Put options of "
-                "single strategies after their names, e.g. --strategies 'horovod --autotune'"
-            )
-        if failed:
-            for line in result.output.splitlines()[-SHOWN:]:
-                log.info("  %s", line)
-            reason = f"{reason}; see its output in {file_path(stem, LOG)}"
-        return _not_run(plan, method, repeat, reason, failed=failed)
-    try:
-        summary = read_summary(stem, title(method))
-    except HvdtrainError as error:
-        return _not_run(plan, method, repeat, str(error), failed=True)
-    if not summary.images_per_second_mean:
-        return _not_run(plan, method, repeat, "no step was run", failed=True)
-    return Trial(method, repeat, plan.words, plan.batch, plan.machine, plan.threads, summary)
+def find_largest(comparison: Comparison) -> None:
+    """Search the largest batch of each method that has run on GPUs; record each result."""
+    folder = comparison.options.folder
+    complete = {largest.method for largest in read_largest(folder)}
+    summaries = {trial.method: trial.summary for trial in read_trials(folder) if trial.summary}
+    for method, summary in summaries.items():
+        if method not in comparison.methods or method in complete:
+            continue
+        if not (summary.environment or {}).get("gpus_of_this_host"):
+            log.warning("%s: --batch-size max needs a GPU; not searched", title(method))
+            continue
+        log.info("%s: the largest batch", title(method))
+        batch = _search(comparison, method, summary)
+        content = asdict(LargestBatch(method, batch))
+        records.append(folder / LARGEST, content, _largest)
+        log.info("    %s", batch or "unknown")
 
 
-def classify_failure(result: Result, batch: int) -> tuple[str, bool]:
-    """Return the reason for an unsuccessful run, and whether it failed or is just unavailable."""
-    if NO_MEMORY.search(result.output):
-        return (
-            f"the global batch of {batch} does not fit in memory; use --accumulate-steps in the "
-            "command to split it"
-        ), False
-    messages = MESSAGE.findall(result.output)
-    reason = messages[-1].strip() if messages else exit_reason(result)
-    return reason, result.exit_code != EXIT_USAGE
+def read_largest(folder: Path) -> list[LargestBatch]:
+    """Return the largest batches found in a comparison's directory."""
+    lines = records.read(folder / LARGEST, _largest, "search for the largest batch")
+    return [largest for largest in lines if not largest.predicted]
+
+
+def _largest(content: Any) -> LargestBatch:
+    return records.decode(LargestBatch, content)
+
+
+def _search(comparison: Comparison, method: Method, summary: Summary) -> int | None:
+    """Return the largest batch per rank by short runs; None if none fits.
+
+    Raises:
+        HvdtrainError: a run failed for another reason.
+    """
+    options = comparison.options
+
+    def fits(batch: int) -> bool:
+        variant = comparison.variant(method, batch * method.ranks)
+        words = [*without_option(variant.request.words, "--num-steps"), "--num-steps", str(STEPS)]
+        stem = options.folder / RUNS / f"{method.name}-{batch}"
+        command = launch_command(replace(variant.request, words=words), stem)
+        outcome = measure(command, stem, options.timeout, f"batch {batch} per rank")
+        if outcome.failed:
+            reason = f"with a batch of {batch} per rank: {outcome.reason}"
+            raise HvdtrainError(f"{title(method)}, {reason}")
+        return outcome.summary is not None
+
+    share = max(1, comparison.batch // method.ranks)
+    most = max(share, (summary.training_samples or share) // method.ranks)
+    return search(fits, share, most) or None

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from hvdtrain.commands.runs.curves import Record, TrainingCurves
+from hvdtrain.commands.study.curves import Record, TrainingCurves
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import plural, short
 

@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.compare.trials import Trial, read_trials
-from hvdtrain.commands.runs.comparable import check_comparable
-from hvdtrain.commands.runs.curves import Record, TrainingCurves, read_curves
-from hvdtrain.commands.runs.records import LINES, TABLE, WEAK, read_folder, read_table
-from hvdtrain.commands.scaling.study import Study, make_study
+from hvdtrain.commands.scaling.results import Study, make_study
+from hvdtrain.commands.scaling.runs import (
+    LINES,
+    TABLE,
+    WEAK,
+    check_comparable,
+    read_folder,
+    read_table,
+)
+from hvdtrain.commands.study.curves import Record, TrainingCurves, read_curves
 from hvdtrain.commands.timeline.facts import analyse
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.checkpoint import PREFIX

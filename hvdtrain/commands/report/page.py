@@ -14,14 +14,14 @@ import jinja2
 from hvdtrain import __version__
 from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
-from hvdtrain.commands.compare.trials import Trial, run_stem
+from hvdtrain.commands.compare.trials import Trial
 from hvdtrain.commands.report import curve_plot
 from hvdtrain.commands.report.find import Contents
-from hvdtrain.commands.runs.curves import Record, TrainingCurves
-from hvdtrain.commands.runs.records import SPLIT
-from hvdtrain.commands.runs.start import CURVES, file_path
 from hvdtrain.commands.scaling import plot, report
-from hvdtrain.commands.scaling.study import Study, title
+from hvdtrain.commands.scaling.results import Study, title
+from hvdtrain.commands.scaling.runs import SPLIT
+from hvdtrain.commands.study.curves import Record, TrainingCurves
+from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
 from hvdtrain.steps.summary import Summary, unit_of
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import plots
@@ -92,7 +92,7 @@ def _methods(contents: Contents) -> dict[Path, str]:
     """Return the labels of a comparison's runs, by the paths of their curves."""
     labels = compare_plot.names([trial.method for trial in contents.comparison])
     return {
-        file_path(run_stem(Path(), trial.method, trial.repeat), CURVES): label
+        file_path(run_stem(Path(), trial.method.name, trial.repeat), CURVES): label
         for trial, label in zip(contents.comparison, labels, strict=True)
     }
 

@@ -20,7 +20,7 @@ modelled: links shared by ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,9 +31,8 @@ BACKWARD = 2 / 3  # of the compute time
 RANKS = tuple(2**power for power in range(4, 13))  # 16 ... 4096: predicted by default
 NOTABLE = 0.02  # smallest slowdown that is reported
 LEAST_LIMIT = 0.05  # fraction of a step: a smaller cost is not a limit
-LOW, MIDDLE, HIGH = 2.5, 50.0, 97.5  # percentiles: the median and 95 %
-# The mean over all samples would not fit the median: rings and trees differ too much at many ranks.
-NEAR_MEDIAN = 0.4, 0.6
+LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % range
+LEAST_WEIGHT = 0.05  # of a law whose range is part of that of a prediction
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best fit of one law; the ``weight`` is its likelihood, normalized over the laws."""
+    """The fit of one law."""
 
     law: Law
     costs: Costs
-    weight: float
+    weight: float  # its likelihood, normalized over the laws
+    samples: tuple[Costs, ...]  # fits to measurements drawn anew from their errors
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,6 @@ class Fit:
     strong: bool  # strong scaling: constant global batch
     base: int  # smallest number of ranks fitted; the model's efficiencies are relative to it
     candidates: tuple[Candidate, ...]  # the best first
-    samples: tuple[tuple[Law, Costs], ...]  # that fit within the errors, all equally likely
     misfit: float  # factor by which the errors had to be widened for the best law to fit; 1: none
     at_base: float = 1.0  # measured efficiency; below 1 if fewer ranks were measured, not fitted
 
@@ -144,6 +143,16 @@ class Fit:
     def best(self) -> Candidate:
         """The law that fits best."""
         return self.candidates[0]
+
+    def forecast(self, value: Callable[[Law, Costs], float]) -> Forecast:
+        """Return ``value`` of the best fit, with the range over each law that fits."""
+        middle = value(self.best.law, self.best.costs)
+        bounds = [middle]
+        for candidate in self.candidates:
+            if candidate.weight >= LEAST_WEIGHT and candidate.samples:
+                values = [value(candidate.law, costs) for costs in candidate.samples]
+                bounds += np.percentile(values, [LOW, HIGH]).tolist()
+        return Forecast(middle, min(bounds), max(bounds))
 
 
 @dataclass(frozen=True)
@@ -179,40 +188,32 @@ class Remedy:
     efficiencies: tuple[Forecast, ...]
 
 
-def _forecast(values: Sequence[float]) -> Forecast:
-    low, middle, high = np.percentile(values, [LOW, MIDDLE, HIGH])
-    return Forecast(float(middle), float(low), float(high))
-
-
 def efficiency_at(fit: Fit, ranks: int, passes: int = 1) -> Forecast:
     """Return the efficiency at ``ranks``, relative to the smallest number of ranks measured."""
-    values = [
-        costs.efficiency(law, ranks, fit.base, strong=fit.strong, passes=passes)
-        for law, costs in fit.samples
-    ]
-    return _forecast([fit.at_base * value for value in values])
 
+    def efficiency(law: Law, costs: Costs) -> float:
+        value = costs.efficiency(law, ranks, fit.base, strong=fit.strong, passes=passes)
+        return fit.at_base * value
 
-def _steps(fit: Fit, ranks: int) -> list[Parts]:
-    """Return the step at ``ranks`` of each sample, the shortest first."""
-    steps = [costs.step(law, ranks, fit.base, strong=fit.strong) for law, costs in fit.samples]
-    return sorted(steps, key=lambda step: step.total)
+    return fit.forecast(efficiency)
 
 
 def step_at(fit: Fit, ranks: int) -> Forecast:
     """Return the seconds of a step at ``ranks``."""
-    return _forecast([step.total for step in _steps(fit, ranks)])
+    return fit.forecast(
+        lambda law, costs: costs.step(law, ranks, fit.base, strong=fit.strong).total
+    )
 
 
 def predict(fit: Fit, ranks: int) -> Prediction:
     """Return the prediction for ``ranks``."""
-    steps = _steps(fit, ranks)
-    low, high = (int(share * (len(steps) - 1)) for share in NEAR_MEDIAN)
-    shares = np.mean([np.array(astuple(s)) / s.total for s in steps[low : high + 1]], axis=0)
-    parts = Parts(*(shares * step_at(fit, ranks).middle).tolist())
-    fixed = min(fit.best.costs.fixed, parts.compute)
-    costs = {"latency": parts.latency, "bandwidth": parts.transfer}
-    costs |= {"slowdown": parts.slowdown, "fixed": fixed}
+    parts = fit.best.costs.step(fit.best.law, ranks, fit.base, strong=fit.strong)
+    costs = {
+        "latency": parts.latency,
+        "bandwidth": parts.transfer,
+        "slowdown": parts.slowdown,
+        "fixed": min(fit.best.costs.fixed, parts.compute),
+    }
     limit = max(costs, key=lambda name: costs[name])
     notable = costs[limit] >= LEAST_LIMIT * parts.total
     return Prediction(ranks, efficiency_at(fit, ranks), parts, limit if notable else "")
@@ -276,8 +277,15 @@ def remedies(fit: Fit, traffic: Traffic | None, ranks: Sequence[int] = RANKS) ->
     messages = traffic.messages if traffic else 1
     applicable = []
     for change in (change for change in CHANGES if change.applies(fit, traffic)):
-        samples = tuple((law, change.costs(costs, messages)) for law, costs in fit.samples)
-        changed = replace(fit, samples=samples)
+        candidates = tuple(
+            replace(
+                candidate,
+                costs=change.costs(candidate.costs, messages),
+                samples=tuple(change.costs(costs, messages) for costs in candidate.samples),
+            )
+            for candidate in fit.candidates
+        )
+        changed = replace(fit, candidates=candidates)
         efficiencies = tuple(efficiency_at(changed, number, change.passes) for number in ranks)
         name = change.name.format(messages=messages)
         applicable.append(Remedy(name, change.action, efficiencies))

@@ -1,12 +1,10 @@
-"""Fit the cost model to measured steps, by least squares; the covariance gives the uncertainty.
+"""Fit the cost model to measured steps with ``scipy.optimize.curve_fit``, once per law.
 
 The data are the measured seconds per step, or its parts if known, and optionally a table of
-allreduce times. Two or three points cannot determine latency and bandwidth, so each parameter has
-a weak prior, a half-Cauchy distribution, which decides only what the points leave undetermined (A.
-Gelman, "Prior distributions for variance parameters in hierarchical models", Bayesian Analysis 1,
-2006). Other costs that fit within the errors are sampled from the normal distribution of the least
-squares; a sample with a negative cost is replaced by the nearest one without. Ring and tree are
-both fitted; each gets a number of samples in proportion to its likelihood.
+allreduce times; at least three numbers of ranks are needed to distinguish computing, latency and
+bandwidth. The ranges come from a bootstrap: the model is fitted again to measurements drawn anew
+from the errors of the repeats (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap", 1993,
+section 6.5).
 
 Step times without a table cannot distinguish a hidden reduction from a short one. Then ``overlap``
 is 0, and latency and transfer are those that computing does not hide.
@@ -16,22 +14,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares, nnls
+from scipy.optimize import curve_fit
 
 from hvdtrain.collectives.cost import Law
 from hvdtrain.commands.scaling.cost_model import LAWS, Candidate, Costs, Fit, Traffic
-from hvdtrain.commands.scaling.results import Estimate
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, STRATEGIES
 from hvdtrain.errors import UsageError
 
-SAMPLES = 200
+SAMPLES = 100
 SEED = 20250601  # the same points give the same answer
+TOLERANCE = 1e-5  # relative, of a fit
+ENOUGH = 3  # numbers of ranks that a fit needs
 
 # Relative standard errors.
 UNKNOWN_ERROR = 0.03  # of a point that was measured once
@@ -40,9 +39,9 @@ PART_ERROR = 0.03  # of a part of a step, at least: the last rank to arrive is a
 LEAST_PART = 1e-3  # of a step: smaller parts cannot be measured
 TABLE_ERROR = 0.2  # latency plus bytes over bandwidth is a crude model of an allreduce
 
-# Scales of the priors: seconds in units of the longest step, the overlap as a fraction.
-PRIORS = {"compute": 10.0, "latency": 0.008}
-PRIORS |= dict.fromkeys(("transfer", "fixed", "slowdown", "overlap"), 1.0)
+# Scales of the parameters: seconds in units of the longest step, and fractions.
+SECONDS = {"compute": 1.0, "latency": 0.01, "transfer": 0.1, "fixed": 0.1}
+FRACTIONS = {"slowdown": 0.1, "overlap": 0.5}
 OVERLAP_STARTS = (0.1, 0.5, 0.9)  # the hidden time is bounded: there may be several minima
 
 # Preferred tables of allreduce times: those of the training's own library, then the fastest.
@@ -70,20 +69,6 @@ class Reduction:
     seconds: float
 
 
-def errors(rates: Mapping[int, Estimate]) -> dict[int, float]:
-    """Return relative standard errors of the points, with one deviation pooled over all sizes.
-
-    A few repeats of one size estimate its deviation poorly; all sizes together do better.
-    """
-    repeated = [rate for rate in rates.values() if rate.deviation is not None]
-    if not repeated:
-        return dict.fromkeys(rates, UNKNOWN_ERROR)
-    degrees = sum(rate.count - 1 for rate in repeated)
-    squares = sum((r.count - 1) * (r.deviation or 0.0) ** 2 / r.mean**2 for r in repeated)
-    pooled = math.sqrt(squares / degrees)
-    return {ranks: max(LEAST_ERROR, pooled / math.sqrt(r.count)) for ranks, r in rates.items()}
-
-
 def fit(
     steps: Sequence[Step],
     *,
@@ -95,27 +80,40 @@ def fit(
     """Fit the model with each law.
 
     Args:
-        steps: measured points, of two or more numbers of ranks.
+        steps: measured points, of at least ``ENOUGH`` numbers of ranks.
         strong: strong scaling (constant global batch), else weak (constant batch per rank).
         reductions: a table of allreduce times, on two or more ranks; needs ``traffic``.
         traffic: the gradient messages of a step.
-        samples: number of samples.
+        samples: number of fits for the ranges.
     """
     steps = sorted(steps, key=lambda step: step.ranks)
-    solutions = [_LeastSquares(law, steps, strong, reductions, traffic) for law in LAWS]
-    misfit = min(solution.misfit() for solution in solutions)
-    squares = [solution.squares(misfit) for solution in solutions]
-    likelihoods = [math.exp((min(squares) - value) / 2) for value in squares]
-    generator = np.random.default_rng(SEED)
-    drawn: list[tuple[Law, Costs]] = []
-    candidates = []
-    for solution, likelihood in zip(solutions, likelihoods, strict=True):
-        weight = likelihood / sum(likelihoods)
-        candidates.append(Candidate(solution.law, solution.costs(solution.best), weight))
-        draws = solution.draw(round(weight * samples), misfit, generator)
-        drawn += [(solution.law, costs) for costs in draws]
-    candidates.sort(key=lambda candidate: -candidate.weight)
-    return Fit(strong, steps[0].ranks, tuple(candidates), tuple(drawn), misfit)
+    rows = _rows(steps, strong)
+    rows += [_table_row(row, traffic) for row in reductions if traffic]
+    divided = all(step.exposed is not None for step in steps)
+    names = ["compute", "latency", "transfer"]
+    if strong and (divided or len(steps) > ENOUGH):
+        names.append("fixed")
+    if divided and not strong:
+        names.append("slowdown")
+    if reductions:
+        names.append("overlap")
+    problems = [_Problem(law, rows, names) for law in LAWS]
+    least, free = min(problem.squares for problem in problems), len(rows) - len(names)
+    misfit = max(1.0, math.sqrt(least / free)) if free > 0 else 1.0
+    scatter = np.random.default_rng(SEED).standard_normal((samples, len(rows)))
+    ratios = np.abs(1 + misfit * scatter * problems[0].errors)
+    likelihoods = [math.exp((least - problem.squares) / 2 / misfit**2) for problem in problems]
+    candidates = [
+        Candidate(
+            problem.law,
+            problem.costs(problem.best),
+            likelihood / sum(likelihoods),
+            tuple(problem.costs(problem.solve(problem.best, drawn)) for drawn in ratios),
+        )
+        for problem, likelihood in zip(problems, likelihoods, strict=True)
+    ]
+    candidates.sort(key=lambda candidate: -round(candidate.weight, 2))  # equal: in order
+    return Fit(strong, steps[0].ranks, tuple(candidates), misfit)
 
 
 @dataclass(frozen=True)
@@ -123,113 +121,92 @@ class _Row:
     """A measured value, and the model for it; seconds."""
 
     seconds: float
-    error: float  # standard error of ``seconds``
-    model: Callable[[Costs], float]
+    error: float  # relative standard error of ``seconds``
+    model: Callable[[Law, Costs], float]
 
 
-def _rows(law: Law, steps: Sequence[Step], strong: bool) -> list[_Row]:
+def _rows(steps: Sequence[Step], strong: bool) -> list[_Row]:
     """Return the measured steps, or parts of steps, by increasing number of ranks."""
 
     def part(name: str, step: Step, seconds: float, error: float) -> _Row:
-        def model(costs: Costs) -> float:
+        def model(law: Law, costs: Costs) -> float:
             parts = costs.step(law, step.ranks, steps[0].ranks, strong=strong)
             return float(getattr(parts, name))
 
         return _Row(seconds, error, model)
 
     if any(step.exposed is None for step in steps):
-        return [part("total", step, step.seconds, step.error * step.seconds) for step in steps]
+        return [part("total", step, step.seconds, step.error) for step in steps]
     rows = []
     for step in steps:
-        exposed = step.exposed or 0.0
+        exposed, least = step.exposed or 0.0, LEAST_PART * step.seconds
         # In weak scaling the slowdown of computing depends on the ranks per host; for more ranks
         # the slowdown at the largest size counts.
         if strong or step in (steps[0], steps[-1]):
-            local = step.seconds - exposed
-            rows.append(part("local", step, local, step.error * local))
+            rows.append(part("local", step, step.seconds - exposed, step.error))
         if step.ranks > 1:
-            error = max(step.exposed_error, PART_ERROR) * exposed
-            rows.append(part("exposed", step, exposed, max(error, LEAST_PART * step.seconds)))
+            measured = max(exposed, least)
+            error = max(step.exposed_error, PART_ERROR, least / measured)
+            rows.append(part("exposed", step, measured, error))
     return rows
 
 
-def _table_row(law: Law, row: Reduction, traffic: Traffic) -> _Row:
-    latency = law.hops(row.ranks) / traffic.messages
-    transfer = law.volume(row.ranks) * row.nbytes / traffic.nbytes
-    return _Row(
-        row.seconds,
-        TABLE_ERROR * row.seconds,
-        lambda costs: costs.latency * latency + costs.transfer * transfer,
-    )
+def _table_row(row: Reduction, traffic: Traffic) -> _Row:
+    def model(law: Law, costs: Costs) -> float:
+        latency = costs.latency / traffic.messages * law.hops(row.ranks)
+        return latency + costs.transfer * law.volume(row.ranks) * row.nbytes / traffic.nbytes
+
+    return _Row(row.seconds, TABLE_ERROR, model)
 
 
-class _LeastSquares:
-    """The least squares of one law; a vector x has the parameters, in units of their priors."""
+class _Problem:
+    """The least squares of one law; a vector has the parameters in the order of ``names``."""
 
-    def __init__(
-        self,
-        law: Law,
-        steps: Sequence[Step],
-        strong: bool,
-        reductions: Sequence[Reduction],
-        traffic: Traffic | None,
-    ) -> None:
-        self.law, self.rows = law, _rows(law, steps, strong)
-        self.rows += [_table_row(law, row, traffic) for row in reductions if traffic]
-        self.names = names = ["compute", "latency", "transfer"]
-        names += ["fixed"] if strong else []
-        divided = all(step.exposed is not None for step in steps)
-        names += ["slowdown"] if divided and not strong else []
-        names += ["overlap"] if reductions else []
-        longest = max(step.seconds for step in steps)
-        self.unit = np.array([PRIORS[n] * (1.0 if n == "overlap" else longest) for n in names])
-        self.least = np.array([1e-9 if name == "compute" else 0.0 for name in names])
+    def __init__(self, law: Law, rows: Sequence[_Row], names: Sequence[str]) -> None:
+        self.law, self.rows, self.names = law, rows, names
+        self.errors = np.array([row.error for row in rows])
+        longest = max(row.seconds for row in rows)
+        self.scale = np.array([FRACTIONS.get(name) or SECONDS[name] * longest for name in names])
         self.most = np.array([1.0 if name == "overlap" else np.inf for name in names])
-        starts = OVERLAP_STARTS if "overlap" in names else (0.0,)
-        best = min((self._solve(overlap) for overlap in starts), key=lambda result: result.cost)
-        self.best, self.jacobian, self.residuals = best.x, best.jac, best.fun
+        starts = [[rows[0].seconds, *self.scale[1:]]]
+        if "overlap" in names:
+            starts = [[*starts[0][:-1], overlap] for overlap in OVERLAP_STARTS]
+        solutions = [self.solve(start, np.ones(len(rows))) for start in starts]
+        self.squares, self.best = min(
+            ((self._squares(solution), solution) for solution in solutions),
+            key=lambda pair: pair[0],
+        )
 
-    def costs(self, x: Any) -> Costs:
-        """Return the costs of the parameters ``x``."""
-        values = dict(zip(self.names, (x * self.unit).tolist(), strict=True))
-        values["compute"] += values.get("fixed", 0.0)  # in x the part that shrinks with the batch
-        if "slowdown" in values:  # in x seconds
-            values["slowdown"] /= values["compute"]
-        return Costs(**values)
+    def costs(self, values: Sequence[float]) -> Costs:
+        """Return the costs of a vector, in which ``compute`` excludes the fixed part."""
+        costs = dict(zip(self.names, map(float, values), strict=True))
+        costs["compute"] += costs.get("fixed", 0.0)
+        return Costs(**costs)
 
-    def _solve(self, overlap: float) -> Any:
-        """Return scipy's solution starting from this ``overlap``."""
-        start = np.array([overlap if name == "overlap" else 0.01 for name in self.names])
-        start[0] = self.rows[0].seconds / self.unit[0]
+    def solve(self, start: Any, ratios: Any) -> Any:
+        """Return the vector that fits the measured seconds times ``ratios`` best."""
+        values, _ = curve_fit(
+            lambda _, *values: self._modelled(values),
+            np.arange(len(self.rows)),
+            ratios,
+            start,
+            sigma=self.errors,
+            absolute_sigma=True,
+            bounds=(1e-9 * self.scale * (np.arange(len(start)) == 0), self.most),
+            x_scale=self.scale,
+            ftol=TOLERANCE,
+            xtol=TOLERANCE,
+            gtol=TOLERANCE,
+        )
+        return values
 
-        def residuals(x: Any) -> Any:
-            costs = self.costs(x)
-            data = [(row.model(costs) - row.seconds) / row.error for row in self.rows]
-            return np.concatenate([data, np.sqrt(2 * np.log1p(x**2))])
+    def _modelled(self, values: Sequence[float]) -> Any:
+        """Return the modelled seconds over the measured ones."""
+        costs = self.costs(values)
+        return np.array([row.model(self.law, costs) / row.seconds for row in self.rows])
 
-        return least_squares(residuals, start, bounds=(self.least, self.most))
-
-    def misfit(self) -> float:
-        """Return the factor by which to widen the errors to match the scatter; at least 1."""
-        free = len(self.rows) - len(self.names)
-        squares = float(np.sum(self.residuals[: len(self.rows)] ** 2))
-        return max(1.0, math.sqrt(squares / free)) if free > 0 else 1.0
-
-    def squares(self, misfit: float) -> float:
-        """Return the sum of squares, including priors, with errors widened by ``misfit``."""
-        return float(np.sum((self.residuals / self._widening(misfit)) ** 2))
-
-    def draw(self, count: int, misfit: float, generator: np.random.Generator) -> list[Costs]:
-        """Return costs sampled from the covariance, with errors widened by ``misfit``."""
-        # R of the Jacobian: the inverse of RᵀR is the covariance, |R (x - y)| the distance of y.
-        factor = np.linalg.qr(self.jacobian / self._widening(misfit)[:, None], mode="r")
-        draws = factor @ self.best + generator.standard_normal((count, len(factor)))
-        positive = [nnls(factor, draw)[0] for draw in draws]
-        return [self.costs(np.clip(x, self.least, self.most)) for x in positive]
-
-    def _widening(self, misfit: float) -> Any:
-        """Return the divisors of the residuals: ``misfit`` for data, 1 for priors."""
-        return np.where(np.arange(len(self.residuals)) < len(self.rows), misfit, 1.0)
+    def _squares(self, values: Sequence[float]) -> float:
+        return float(np.sum(((self._modelled(values) - 1) / self.errors) ** 2))
 
 
 def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reduction]:

@@ -10,10 +10,9 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib import ticker
 
-from hvdtrain.commands.runs.records import SPLIT
 from hvdtrain.commands.scaling.cost_model import efficiency_at
-from hvdtrain.commands.scaling.results import RankResult
-from hvdtrain.commands.scaling.study import Study, title
+from hvdtrain.commands.scaling.results import RankResult, Study, title
+from hvdtrain.commands.scaling.runs import SPLIT
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import plural
 

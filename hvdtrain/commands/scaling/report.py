@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.runs.comparable import check_comparable
-from hvdtrain.commands.runs.records import SPLIT, STRONG, TABLE, WEAK, Run, table_text
-from hvdtrain.commands.runs.target import Target
 from hvdtrain.commands.scaling import plot
-from hvdtrain.commands.scaling import target as time_to
 from hvdtrain.commands.scaling.cost_model import NOTABLE, Fit, Forecast, Parts
 from hvdtrain.commands.scaling.fit import UNKNOWN_ERROR, read_reductions
-from hvdtrain.commands.scaling.results import RankResult
-from hvdtrain.commands.scaling.study import WIDEST, LeftOut, Study, make_study, study_data, title
-from hvdtrain.errors import UsageError
+from hvdtrain.commands.scaling.results import WIDEST, LeftOut, RankResult, Study, make_study, title
+from hvdtrain.commands.scaling.runs import (
+    SPLIT,
+    STRONG,
+    TABLE,
+    WEAK,
+    Run,
+    check_comparable,
+    table_text,
+)
+from hvdtrain.commands.scaling.sweep import ScalingOptions
+from hvdtrain.commands.study import curves
+from hvdtrain.commands.study.curves import Evaluation, Target
+from hvdtrain.commands.study.engine import CURVES, file_path, make_folder, run_stem
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.tables import Table, entry, known, message, paragraph, table
 from hvdtrain.system.output.text import duration, number, plural, size
 
 PLOT = "scaling"  # the stem of its files
-ENOUGH = 3  # sizes needed to distinguish computing, latency and bandwidth
-TOO_FEW = f"No prediction from fewer than {ENOUGH} sizes by default; use --predict 8,16 to add one."
 SPREAD = ("±", "95 % interval", "95 %")  # columns that belong to the preceding one
 LIMITS = {
     "latency": "latency",
@@ -35,45 +42,54 @@ LIMITS = {
 
 
 def report(
-    runs: Sequence[Run],
-    source: Path,
-    *,
-    scaling: str | None = None,
-    folder: Path | None = None,
-    tables: Sequence[Path] = (),
-    target: Target | None = None,
-    **options: Any,
+    runs: Sequence[Run], source: Path, options: ScalingOptions, folder: Path | None
 ) -> Report:
     """Evaluate ``runs``, and write table and plots if a folder is given.
 
     Args:
         runs: one or more.
         source: their file or directory, for messages.
-        scaling: ``weak`` or ``strong``; None: the scaling of the runs, by default weak.
+        options: those of the report; without --weak and --strong the scaling is that of the runs.
         folder: for table and plots; None: nothing is written.
-        tables: files with allreduce times.
-        target: the metric value to report the time to, if any.
-        options: ``ranks`` to predict and the size to ``leave_out``, see ``make_study``.
 
     Raises:
         UsageError: the runs are not comparable, or a table or the folder cannot be used.
     """
-    scaling = scaling or runs[0].scaling or WEAK
+    requested = options.scaling if options.weak or options.strong else runs[0].scaling
+    scaling = requested or WEAK
     check_comparable(runs, scaling, str(source))
-    reductions = read_reductions(tables, runs[0].summary.strategy)
-    study = make_study(runs, scaling, reductions=reductions, **options)
-    requested = any((options.get("ranks"), options.get("leave_out"), tables))
-    predicted = requested or sum(not size.oversubscribed for size in study.sizes) >= ENOUGH
-    data, sections = study_data(study), [study_text(study, predicted=predicted)]
+    study = make_study(
+        runs,
+        scaling,
+        ranks=options.predict,
+        reductions=read_reductions(options.allreduce, runs[0].summary.strategy),
+        leave_out=options.leave_out,
+    )
+    data, sections = study_data(study), [study_text(study)]
     if folder is not None:
         data["files"] = [str(file) for file in write(study, folder)]
-        if target is not None:
-            times = time_to.results(runs, folder, target)
-            data["target"] = time_to.data(times, target)
-            sections.append(time_to.text(times, target))
-            data["files"] += map(str, time_to.draw(times, target, folder))
+        if target := options.target:
+            times = curves.target_results(_evaluations(runs, folder, target), folder, target)
+            data["target"] = curves.target_data(times, target)
+            sections.append(curves.target_text(times, target))
+            data["files"] += map(str, curves.draw_target(times, target, folder))
         sections.append(message("written: " + ", ".join(data["files"])))
     return Report("\n\n".join(sections), data)
+
+
+def _evaluations(
+    runs: Sequence[Run], folder: Path, target: Target
+) -> dict[int, list[list[Evaluation]]]:
+    """Return the evaluations of each run by ranks; sizes submitted as jobs have subdirectories."""
+    evaluated: dict[int, list[list[Evaluation]]] = {run.ranks: [] for run in runs}
+    for run in runs:
+        for base in (folder, folder / f"ranks-{run.ranks}"):
+            path = file_path(run_stem(base, str(run.ranks), run.repeat), CURVES)
+            with contextlib.suppress(OSError, ValueError):
+                if records := curves.read_curves(path):
+                    evaluated[run.ranks].append(curves.evaluations(records, target.metric))
+                    break
+    return evaluated
 
 
 def write(study: Study, folder: Path) -> list[Path]:
@@ -82,25 +98,78 @@ def write(study: Study, folder: Path) -> list[Path]:
     Raises:
         UsageError: they cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        table = folder / TABLE
-        with replacing(table, "--out") as file:
-            file.write(table_text(study.runs).encode())
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from error
+    make_folder(folder)
+    table = folder / TABLE
+    with replacing(table, "--out") as file:
+        file.write(table_text(study.runs).encode())
     return [table, *plot.draw(study, folder / PLOT)]
 
 
-def study_text(study: Study, *, predicted: bool = True) -> str:
-    """Return the report: the headline, the measurements, and the prediction if ``predicted``."""
+def study_data(study: Study) -> dict[str, Any]:
+    """Return the study as JSON: fractions, seconds, images per second."""
+    fit, traffic = study.fit, study.traffic
+    return {
+        "ok": True,
+        "scaling": study.scaling,
+        "sizes": [_size_data(size) for size in study.sizes],
+        "runs": len(study.runs),
+        "fit": fit
+        and {
+            "base": fit.base,
+            "efficiency_at_base": fit.at_base,
+            "misfit": fit.misfit,
+            "laws": [
+                {"law": candidate.law.name, "weight": candidate.weight, **asdict(candidate.costs)}
+                for candidate in fit.candidates
+            ],
+            "traffic": traffic and asdict(traffic),
+        },
+        "why_no_fit": study.no_fit_reason or None,
+        "predictions": [asdict(prediction) for prediction in study.predictions],
+        "remedies": [
+            {
+                "name": remedy.name,
+                "what": remedy.action,
+                "efficiency": {
+                    str(ranks): asdict(expected)
+                    for ranks, expected in zip(study.remedies_at, remedy.efficiencies, strict=True)
+                },
+            }
+            for remedy in study.remedies
+        ],
+        "passed_over": list(study.not_predicted),
+        "left_out": study.left_out and asdict(study.left_out),
+    }
+
+
+def _size_data(size: RankResult) -> dict[str, Any]:
+    rate, slowest = size.rate, size.slowest
+    return {
+        "ranks": size.ranks,
+        "hosts": size.hosts,
+        "runs": rate.count,
+        "images_per_second_mean": rate.mean,
+        "images_per_second_std": rate.deviation,
+        "images_per_second_interval": rate.interval,
+        "speedup": size.speedup,
+        "efficiency": size.efficiency,
+        "efficiency_interval": size.interval,
+        "step_seconds": size.seconds,
+        "step_split": dict(size.split) or None,
+        "slowest": dict(zip(("rank", "share"), slowest, strict=True)) if slowest else None,
+        "shares_cores": size.oversubscribed,
+    }
+
+
+def study_text(study: Study) -> str:
+    """Return the report: the headline, the measurements, and the prediction."""
     sections = [
         paragraph(headline(study)),
         paragraph(title(study)),
         table(*size_table(study.sizes, study.unit), joined=SPREAD),
         table(*split) if (split := step_table(study.sizes)) else "",
-        paragraph(notes(study, predicted=predicted)),
-        *(_prediction(study) if predicted or study.fit is None else [paragraph(TOO_FEW)]),
+        paragraph(notes(study)),
+        *_prediction(study),
     ]
     return "\n\n".join(section for section in sections if section)
 
@@ -164,9 +233,10 @@ def _interval(value: tuple[float, float] | None, show: Callable[[float], str]) -
     return "-" if value is None else " to ".join(map(show, value))
 
 
-def notes(study: Study, *, predicted: bool = True) -> str:
+def notes(study: Study) -> str:
     """Return the notes to the tables."""
     texts = []
+    predicted = study.fit is not None
     base = study.sizes[0].ranks
     if base > 1:
         texts.append(f"Speed-up and efficiency are relative to {base} ranks, the smallest size.")

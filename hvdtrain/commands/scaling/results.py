@@ -1,25 +1,42 @@
-"""Summarize the runs of each number of ranks: throughput, efficiency, errors, parts of a step.
+"""Evaluate a scaling study: throughput and efficiency per number of ranks, fit, predictions.
 
 All results are relative to the smallest number of ranks measured, usually 1: the speed-up of n
 ranks is rate(n) / rate(base), the efficiency is the speed-up over n / base. This is the same for
 weak scaling (constant batch per rank) and strong scaling (constant global batch), because both
-compare images per second.
+compare images per second. No file is written.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from scipy.special import stdtrit
 
-from hvdtrain.commands.runs.records import SPLIT, Run
+from hvdtrain.commands.scaling.cost_model import (
+    RANKS,
+    Fit,
+    Forecast,
+    Prediction,
+    Remedy,
+    Traffic,
+    predict,
+    remedies,
+    step_at,
+)
+from hvdtrain.commands.scaling.fit import ENOUGH, LEAST_ERROR, UNKNOWN_ERROR, Reduction, Step, fit
+from hvdtrain.commands.scaling.runs import SPLIT, STRONG, Run
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import unit_of
+from hvdtrain.system.output.text import plural
 
 CONFIDENCE = 0.95
 # The sets of parts that add up to a step.
 COMPLETE = ({"data", "compute", "communication", "waiting"}, {"data", "undivided"})
+WIDEST = 0.4  # widest range of efficiencies that is reported
+NOISIEST = 0.2  # largest relative standard error of a throughput for a prediction
 
 
 @dataclass(frozen=True)
@@ -162,3 +179,189 @@ def _slowest(runs: Sequence[Run]) -> tuple[int, float] | None:
     if ranks or rank is None:
         return None
     return rank, statistics.fmean(split.slowest_share or 0.0 for split in splits if split)
+
+
+def errors(rates: Mapping[int, Estimate]) -> dict[int, float]:
+    """Return relative standard errors of the points, with one deviation pooled over all sizes.
+
+    A few repeats of one size estimate its deviation poorly; all sizes together do better.
+    """
+    repeated = [rate for rate in rates.values() if rate.deviation is not None]
+    if not repeated:
+        return dict.fromkeys(rates, UNKNOWN_ERROR)
+    degrees = sum(rate.count - 1 for rate in repeated)
+    squares = sum((r.count - 1) * (r.deviation or 0.0) ** 2 / r.mean**2 for r in repeated)
+    pooled = math.sqrt(squares / degrees)
+    return {ranks: max(LEAST_ERROR, pooled / math.sqrt(r.count)) for ranks, r in rates.items()}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A measured point, and its prediction by a fit without it; images per second."""
+
+    ranks: int
+    measured: float
+    predicted: Forecast
+
+
+@dataclass(frozen=True)
+class Study:
+    """The outcome of a scaling study."""
+
+    scaling: str
+    runs: tuple[Run, ...]
+    sizes: tuple[RankResult, ...]
+    traffic: Traffic | None
+    fit: Fit | None = None
+    no_fit_reason: str = ""
+    predictions: tuple[Prediction, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    remedies_at: tuple[int, ...] = ()
+    left_out: LeftOut | None = None
+    not_predicted: tuple[int, ...] = ()
+    """Requested numbers of ranks that were measured, or exceed the samples of a batch."""
+
+    @property
+    def unit(self) -> str:
+        """Unit of the samples, in the plural, e.g. ``images``."""
+        return unit_of(run.summary for run in self.runs)
+
+    @property
+    def shown(self) -> tuple[Prediction, ...]:
+        """The predictions that are reported: their 95 % range is at most ``WIDEST``."""
+        ranges = ((p, p.efficiency.high - p.efficiency.low) for p in self.predictions)
+        return tuple(prediction for prediction, width in ranges if width <= WIDEST)
+
+
+def title(study: Study) -> str:
+    """Return a one-line description of the measurement: training, scaling, repeats, machine."""
+    first, summary = study.runs[0], study.runs[0].summary
+    strong = study.scaling == STRONG
+    batch = first.batch if strong or not first.batch else first.batch / first.ranks
+    repeats = max(size.rate.count for size in study.sizes)
+    threads = f", {plural(first.threads, 'thread')} per rank" if first.threads else ""
+    parts = [
+        " ".join(name for name in dict.fromkeys((summary.workload, summary.model)) if name),
+        " over ".join(name for name in (summary.framework, summary.strategy) if name),
+        summary.precision or "",
+        f"{study.scaling} scaling"
+        + (f", batch {batch:g} {'over all ranks' if strong else 'per rank'}" if batch else ""),
+        f"{plural(repeats, 'run')} per size",
+        f"{first.machine}{threads}",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def make_study(
+    runs: Sequence[Run],
+    scaling: str,
+    *,
+    ranks: Sequence[int] = (),
+    reductions: Sequence[Reduction] = (),
+    leave_out: int | None = None,
+) -> Study:
+    """Summarize the runs, fit the model to them, and predict.
+
+    Args:
+        runs: one or more comparable runs (``comparable.check_comparable``).
+        scaling: ``weak`` or ``strong``.
+        ranks: numbers of ranks to predict (empty: ``RANKS``); measured ones are skipped.
+        reductions: a table of allreduce times.
+        leave_out: a size to exclude from the fit.
+
+    Raises:
+        UsageError: ``leave_out`` was not measured, or ``reductions`` cannot be used.
+    """
+    study = Study(scaling, tuple(runs), summarize(runs), _traffic(runs))
+    measured = ", ".join(str(size.ranks) for size in study.sizes)
+    if leave_out not in (None, *(size.ranks for size in study.sizes)):
+        raise UsageError(f"--leave-out {leave_out}: not among the sizes measured, {measured}")
+    if reductions and study.traffic is None:
+        raise UsageError(
+            "--allreduce: the runs do not report how many messages and bytes a step reduces "
+            "(columns messages and gradient_bytes), so the table cannot be used"
+        )
+    sizes = [size for size in study.sizes if not size.oversubscribed and size.ranks != leave_out]
+    if len(sizes) < ENOUGH:
+        shared = "non-oversubscribed " if len(study.sizes) > len(sizes) else ""
+        reason = f"it needs three {shared}sizes, e.g. --ranks 1,2,4"
+        return replace(study, no_fit_reason=reason)
+    if reason := _noise_reason(sizes):
+        return replace(study, no_fit_reason=reason)
+    images = _images(runs, scaling)
+    points, strong = _steps(sizes, images), scaling == STRONG
+    fitted = fit(points, strong=strong, reductions=reductions, traffic=study.traffic)
+    # Model and measurement must be relative to the same size, even if the fit starts at another.
+    fitted = replace(fitted, at_base=sizes[0].efficiency)
+    left_out = _left_out(fitted, study.sizes, leave_out, images)
+    return _predict(replace(study, fit=fitted, left_out=left_out), fitted, ranks)
+
+
+def _predict(study: Study, fitted: Fit, ranks: Sequence[int]) -> Study:
+    """Return ``study`` with the predictions for ``ranks`` beyond the largest measured size."""
+    larger = [number for number in ranks or RANKS if number > study.sizes[-1].ranks]
+    if study.scaling == STRONG and (batch := study.runs[0].batch):
+        larger = [number for number in larger if number <= batch]  # each rank needs a sample
+    study = replace(study, not_predicted=tuple(sorted({*ranks} - {*larger})))
+    study = replace(study, predictions=tuple(predict(fitted, number) for number in larger))
+    if not study.shown:
+        return study
+    shown = [prediction.ranks for prediction in study.shown]
+    at = tuple(dict.fromkeys((shown[0], shown[len(shown) // 2], shown[-1])))
+    return replace(study, remedies=tuple(remedies(fitted, study.traffic, at)), remedies_at=at)
+
+
+def _steps(sizes: Sequence[RankResult], images: Callable[[int], float]) -> list[Step]:
+    """Return the points of the fit, with their communication if known."""
+    relative = errors({size.ranks: size.rate for size in sizes})
+    exposed_errors = errors({s.ranks: s.communication for s in sizes if s.communication})
+    steps = []
+    for size in sizes:
+        step = Step(size.ranks, images(size.ranks) / size.rate.mean, relative[size.ranks])
+        if size.seconds and (part := size.split.get("communication")) is not None:
+            exposed = part / size.seconds * step.seconds
+            error = exposed_errors.get(size.ranks, UNKNOWN_ERROR)
+            if exposed < step.seconds:  # otherwise no compute time is left: a wrong measurement
+                step = replace(step, exposed=exposed, exposed_error=error)
+        steps.append(step)
+    return steps
+
+
+def _traffic(runs: Sequence[Run]) -> Traffic | None:
+    """Return the gradient messages of a step, from the first run that reports them."""
+    reported = (run.summary.gradient_messages for run in runs)
+    return next((Traffic(sums.count, sums.bytes) for sums in reported if sums), None)
+
+
+def _images(runs: Sequence[Run], scaling: str) -> Callable[[int], float]:
+    """Return a function for the images per step by number of ranks.
+
+    An unknown batch counts as one image per rank (strong: at the smallest size), so seconds are
+    per image.
+    """
+    first, base = runs[0], min(run.ranks for run in runs)
+    total = first.batch or (base if scaling == STRONG else first.ranks)
+    return lambda ranks: total if scaling == STRONG else total / first.ranks * ranks
+
+
+def _noise_reason(sizes: Sequence[RankResult]) -> str:
+    """Return the reason if the repeats of a size vary too much for a prediction, or ""."""
+    errors = {size.ranks: size.rate.relative_error or 0.0 for size in sizes}
+    ranks = max(errors, key=lambda ranks: errors[ranks])
+    if errors[ranks] <= NOISIEST:
+        return ""
+    return (
+        f"the runs on {plural(ranks, 'rank')} vary too much (standard error of the mean: "
+        f"± {100 * errors[ranks]:.0f} %); increase --repeat, or use an otherwise idle machine"
+    )
+
+
+def _left_out(
+    fitted: Fit, sizes: Sequence[RankResult], ranks: int | None, images: Callable[[int], float]
+) -> LeftOut | None:
+    if ranks is None:
+        return None
+    seconds = step_at(fitted, ranks)
+    rates = (images(ranks) / value for value in (seconds.middle, seconds.high, seconds.low))
+    measured = next(size.rate.mean for size in sizes if size.ranks == ranks)
+    return LeftOut(ranks, measured, Forecast(*rates))

@@ -1,234 +1,293 @@
-"""Plan the runs of a rank sweep, and execute those that are missing."""
+"""The variants of a scaling study: one training on increasing numbers of ranks.
+
+With ``--submit`` each number of ranks is a job that runs ``hvdtrain scaling`` on separate nodes.
+Each job waits for the end of the previous one: at the same time, on a shared node, they would slow
+one another down. They write to separate subdirectories of the study's directory, which
+``hvdtrain scaling --out DIR`` then reads together.
+"""
 
 from __future__ import annotations
 
+import argparse
 import logging
+import math
 import os
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
-from hvdtrain.commands.runs.command_options import batch_sizes, check_measurable, without_option
-from hvdtrain.commands.runs.comparable import check_comparable, check_continues
-from hvdtrain.commands.runs.records import LINES, STRONG, Run, append_line, read_lines
-from hvdtrain.commands.runs.start import (
-    KEPT,
-    LOG,
-    describe_machine,
-    exit_reason,
-    file_options,
-    file_path,
-    fullest_host,
-    no_throughput,
-    read_summary,
-    start,
-    time_left,
+from hvdtrain.commands.scaling.runs import (
+    LINES,
+    OUT,
+    STRONG,
+    WEAK,
+    Run,
+    append_line,
+    check_comparable,
+    check_continues,
+    read_lines,
 )
+from hvdtrain.commands.study.command_options import batch_sizes, check_measurable, without_option
+from hvdtrain.commands.study.engine import (
+    HostShare,
+    Plan,
+    Planned,
+    RunOutcome,
+    StudyOptions,
+    Variant,
+    find_share,
+)
+from hvdtrain.commands.submit.arguments import Request, add_arguments
+from hvdtrain.commands.submit.submission import submit
+from hvdtrain.config.declare import option
+from hvdtrain.config.values import counts, positive
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.machine.threads import equal_threads
-from hvdtrain.system.output.text import duration, number, plural
-from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.text import plural
 
 log = logging.getLogger(__name__)
 
-SHOWN = 12  # last lines of a failed run's output
+# Options that are set by the sweep, or make no sense for one of its jobs.
+RESERVED = ("nodes", "name", "threads", "array", "ladder", "chain", "once", "follow", "command")
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Read ``1,2,4`` as increasing numbers, without duplicates."""
+    return tuple(sorted(set(counts(text))))
+
+
+@dataclass(frozen=True)
+class ScalingOptions(StudyOptions):
+    """The options of ``hvdtrain scaling``."""
+
+    ranks: tuple[int, ...] = option((), "numbers of ranks", sizes, group="runs", metavar="N,N,...")
+    repeat: int = option(3, "number of runs per size", positive, metavar="K")
+    weak: bool = option(
+        False, "constant batch per rank (default)", bool, group="runs", either="scaling"
+    )
+    strong: bool = option(False, "constant global batch", bool, either="scaling")
+    submit: str | None = option(
+        None, "options of hvdtrain submit, in quotes: submit each size as a job", metavar="OPTIONS"
+    )
+    from_: Path | None = option(
+        None,
+        "table to report instead of runs, with columns ranks, images_per_second",
+        Path,
+        group="report",
+        metavar="FILE.csv",
+    )
+    allreduce: Sequence[Path] = option(
+        (),
+        "JSON of `hvdtrain doctor -n N --json`, for the prediction; repeatable",
+        Path,
+        metavar="FILE",
+        repeated=True,
+    )
+    predict: tuple[int, ...] = option(
+        (), "numbers of ranks to predict (default: 16 ... 4096)", sizes, metavar="N,N,..."
+    )
+    leave_out: int | None = option(
+        None, "size to exclude from the fit and compare with the prediction", positive
+    )
+
+    @property
+    def scaling(self) -> str:
+        """The scaling of the runs."""
+        return STRONG if self.strong else WEAK
+
+    @property
+    def folder(self) -> Path:
+        """The directory of the runs."""
+        return self.out or OUT
+
+
+def sweep_words(
+    words: Sequence[str], options: ScalingOptions, environ: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
+    """Return the command of each rank, with the batch size option of the scaling.
+
+    In strong scaling ``--batch-size`` is the batch per rank at the smallest size.
+
+    Raises:
+        UsageError: the command cannot be measured, or there are no sizes.
+    """
+    check_measurable(words, environ)
+    per_rank, total = batch_sizes(words)
+    if options.strong and total is None and per_rank is None:
+        raise UsageError(
+            "--strong needs a global batch size in the command, e.g. "
+            "`-- python -m hvdtrain.mnist --global-batch-size 256`"
+        )
+    if not options.strong and total is not None:
+        raise UsageError(
+            "--global-batch-size in the command or its --config file needs --strong; for weak "
+            "scaling use --batch-size, the batch per rank"
+        )
+    if not options.ranks:
+        raise UsageError("--ranks is required, e.g. --ranks 1,2,4")
+    if not options.strong or per_rank is None or total is not None:
+        return tuple(words)
+    if not re.fullmatch(r"[1-9]\d*", per_rank):
+        raise UsageError(f"--batch-size {per_rank}: must be a whole number of at least 1")
+    kept = without_option(words, "--batch-size")
+    return (*kept, "--global-batch-size", str(int(per_rank) * options.ranks[0]))
 
 
 @dataclass(frozen=True)
 class Sweep:
     """The requested runs of one training at increasing numbers of ranks."""
 
-    words: tuple[str, ...]  # the command of each rank, with the batch size option of the scaling
-    sizes: tuple[int, ...]  # numbers of ranks, increasing
-    repeats: int
-    scaling: str  # ``weak``: constant batch per rank; ``strong``: constant global batch
-    folder: Path
-    ppn: int | None = None
-    threads: int | None = None
-    ranks_per_host: int | None = None  # that share a host's cores, at every size: `fullest_host`
-    hosts: str | None = None
-    hostfile: Path | None = None
-    timeout: float | None = None  # seconds, of one run
+    options: ScalingOptions
+    words: tuple[str, ...]  # the command of each rank, see ``sweep_words``
+    share: HostShare  # of a host, at every size
 
-    def stem(self, ranks: int, repeat: int) -> Path:
-        """Return the path of a run's files, without their suffixes."""
-        return self.folder / "runs" / f"{ranks}-{repeat}"
-
-
-def check_words(words: Sequence[str], scaling: str, environ: Mapping[str, str]) -> None:
-    """Reject a command that cannot be measured.
-
-    Raises:
-        UsageError: with the name of the option.
-    """
-    check_measurable(words, environ)
-    per_rank, total = batch_sizes(words)
-    if scaling == STRONG and total is None and per_rank is None:
-        raise UsageError(
-            "--strong needs a global batch size in the command, e.g. "
-            "`-- python -m hvdtrain.mnist --global-batch-size 256`"
-        )
-    if scaling != STRONG and total is not None:
-        raise UsageError(
-            "--global-batch-size in the command or its --config file needs --strong; for weak "
-            "scaling use --batch-size, the batch per rank"
+    @property
+    def plan(self) -> Plan:
+        """The runs: increasing ranks, then decreasing, then increasing ..."""
+        variants = [
+            Variant(
+                str(ranks),
+                plural(ranks, "rank"),
+                self.share.request(self.options, ranks, self.words),
+            )
+            for ranks in self.options.ranks
+        ]
+        return Plan(
+            self.options.folder,
+            tuple(variants),
+            self.options.repeat,
+            self.options.timeout,
+            reverses=True,
         )
 
+    def new_run(self, ranks: int, repeat: int, summary: Summary) -> Run:
+        """Return the record of a run."""
+        return Run(
+            ranks,
+            repeat,
+            summary,
+            scaling=self.options.scaling,
+            command=self.words,
+            machine=self.share.machine,
+            cores=self.share.cores,
+            threads=self.share.threads,
+            ranks_per_host=self.share.ranks_per_host,
+        )
 
-def with_batch(words: Sequence[str], scaling: str, smallest: int) -> list[str]:
-    """Return ``words`` with the batch size option of the scaling.
+    def missing(self) -> list[Planned]:
+        """Return the runs that are not complete, in order.
 
-    In strong scaling ``--batch-size`` is the batch per rank at the smallest size.
+        Raises:
+            UsageError: the complete runs are of another kind, or of several.
+        """
+        folder = self.options.folder
+        runs = read_lines(folder / LINES)
+        check_continues(runs, self.new_run(1, 1, Summary()), folder)
+        check_comparable(runs, self.options.scaling, str(folder))
+        return self.plan.missing({(str(run.ranks), run.repeat) for run in runs})
 
-    Raises:
-        UsageError: it is not a number.
-    """
-    per_rank, total = batch_sizes(words)
-    if scaling != STRONG or per_rank is None or total is not None:
-        return list(words)
-    if not re.fullmatch(r"[1-9]\d*", per_rank):
-        raise UsageError(f"--batch-size {per_rank}: must be a whole number of at least 1")
-    kept = without_option(words, "--batch-size")
-    return [*kept, "--global-batch-size", str(int(per_rank) * smallest)]
+    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
+        """Append a run to the results.
+
+        Raises:
+            HvdtrainError: it failed; its output is kept in the directory of its files.
+            UsageError: it is not comparable with the earlier ones.
+        """
+        if outcome.summary is None:
+            raise HvdtrainError(
+                f"the run on {variant.title} failed: {outcome.reason}. Completed runs are kept: "
+                "run the same command again to continue"
+            )
+        file = self.options.folder / LINES
+        run = self.new_run(variant.request.ranks, repeat, outcome.summary)
+        check_comparable([*read_lines(file), run], self.options.scaling, str(file.parent))
+        append_line(file, run)
 
 
-def resolve(sweep: Sweep, *, local: bool) -> Sweep:
-    """Return ``sweep`` with the batch size, threads and ranks per host of its runs.
-
-    Args:
-        sweep: the request of the user, with the command as typed.
-        local: whether this process starts the runs; if not, each size is a job.
+def make_sweep(options: ScalingOptions, words: Sequence[str]) -> Sweep:
+    """Return the sweep that this process runs.
 
     Raises:
         UsageError: the command cannot be measured, or the ranks do not fit.
     """
-    check_words(sweep.words, sweep.scaling, os.environ)
-    if not sweep.sizes:
-        raise UsageError("--ranks is required, e.g. --ranks 1,2,4")
-    if sweep.timeout is not None and sweep.timeout <= 0:
-        raise UsageError(f"--timeout {sweep.timeout:g}: must be more than 0 seconds")
-    sweep = replace(sweep, words=tuple(with_batch(sweep.words, sweep.scaling, sweep.sizes[0])))
-    if not local:
-        return sweep
-    hosts = choose_hosts(sweep.hosts, sweep.hostfile, os.environ)
-    ranks = fullest_host(sweep.sizes, sweep.ppn, hosts)
-    threads = sweep.threads or equal_threads(ranks, os.environ)
-    return replace(sweep, ranks_per_host=ranks, threads=threads)
+    return Sweep(options, sweep_words(words, options), find_share(options, options.ranks))
 
 
-def run_order(sizes: Sequence[int], repeats: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs as (ranks, repeat): increasing ranks, then decreasing, then increasing ...
+def submit_sizes(options: ScalingOptions, words: Sequence[str]) -> Report:
+    """Submit a job for each size that is not complete, or show its script.
 
-    A machine that slows down over time then favours no size.
-    """
-    for repeat in range(1, repeats + 1):
-        for ranks in sorted(sizes, reverse=repeat % 2 == 0):
-            yield ranks, repeat
-
-
-def run_words(sweep: Sweep, ranks: int, repeat: int) -> list[str]:
-    """Return the command of one run: the sweep's command, with the options for its files."""
-    return [*sweep.words, *file_options(sweep.stem(ranks, repeat))]
-
-
-def request(sweep: Sweep, ranks: int, repeat: int) -> Request:
-    """Return the request of one run to ``hvdtrain launch``."""
-    return Request(
-        ranks,
-        run_words(sweep, ranks, repeat),
-        ppn=None if sweep.ppn is None else min(sweep.ppn, ranks),
-        threads=sweep.threads,
-        ranks_per_host=sweep.ranks_per_host,
-        hosts=sweep.hosts,
-        hostfile=sweep.hostfile,
-    )
-
-
-def command(
-    sweep: Sweep, ranks: int, repeat: int, environ: Mapping[str, str] = os.environ
-) -> Command:
-    """Return the launcher's command for one run.
+    Args:
+        options: those of the sweep; a ``--ppn`` in ``options.submit`` overrides its ``ppn``.
+        words: the command, as typed.
 
     Raises:
-        UsageError: the ranks do not fit on the hosts, or there is no MPI.
+        UsageError: an option is wrong.
+        HvdtrainError: the batch system refused a job.
     """
-    return prepare(request(sweep, ranks, repeat), environ).command
+    words = sweep_words(words, options)
+    if options.hosts or options.hostfile:
+        raise UsageError("--submit and --hosts: the batch system allocates the hosts")
+    template = _parse(options.submit or "")
+    texts: list[str] = []
+    jobs = []
+    previous = None
+    for ranks in options.ranks:
+        runs = read_lines(options.folder / f"ranks-{ranks}" / LINES)
+        if {run.repeat for run in runs}.issuperset(range(1, options.repeat + 1)):
+            log.info("%s: no job needed, all runs are complete", plural(ranks, "rank"))
+            continue
+        report = submit(_job_request(template, options, words, ranks), previous)
+        previous = next(iter(report.data.get("jobs", ())), None)
+        texts.append(report.text)
+        jobs.append({"ranks": ranks, **report.data})
+    if not options.dry_run:
+        hint = "After the jobs end, report the results" if jobs else "Nothing to submit. To report"
+        texts.append(f"{hint}: hvdtrain scaling --out {options.folder}")
+    return Report("\n\n".join(texts), {"ok": True, "jobs": jobs})
 
 
-def planned_run(sweep: Sweep, ranks: int, repeat: int) -> Run:
-    """Return the record of a run before it starts: without a summary."""
-    machine, cores = describe_machine(os.environ)
-    return Run(
-        ranks,
-        repeat,
-        Summary(),
-        scaling=sweep.scaling,
-        command=sweep.words,
-        machine=machine,
-        cores=cores,
-        threads=sweep.threads,
-        ranks_per_host=sweep.ranks_per_host,
-    )
-
-
-def execute(sweep: Sweep, ranks: int, repeat: int) -> Run:
-    """Start the ranks, wait for them, and read their summary.
+def _parse(options: str) -> Request:
+    """Parse the options of the jobs as ``hvdtrain submit`` does.
 
     Raises:
-        HvdtrainError: the run failed; its output is kept in the directory of its files.
+        UsageError: an option is unknown, or is set by the sweep.
     """
-    stem, label = sweep.stem(ranks, repeat), f"the run on {plural(ranks, 'rank')}"
-    result = start(command(sweep, ranks, repeat), stem, sweep.timeout, plural(ranks, "rank"))
-    if not result.ok:
-        for line in result.output.splitlines()[-SHOWN:]:
-            log.info("  %s", line)
-        raise HvdtrainError(
-            f"{label} failed ({exit_reason(result)}): see the last lines of its output above, or "
-            f"{file_path(stem, LOG)}. Completed runs are kept: run the same command again to "
-            "continue"
-        )
-    run = replace(planned_run(sweep, ranks, repeat), summary=read_summary(stem, label))
+    parser = argparse.ArgumentParser(prog="--submit", allow_abbrev=False, exit_on_error=False)
+    add_arguments(parser)
     try:
-        run.check()
-    except ValueError as error:
-        raise no_throughput(stem, label, error) from error
-    return run
+        arguments, unknown = parser.parse_known_args(shlex.split(options))
+    except (argparse.ArgumentError, ValueError) as error:
+        raise UsageError(f"--submit {options!r}: {error}") from error
+    if unknown:
+        raise UsageError(f"--submit {options!r}: hvdtrain submit has no {unknown[0]}")
+    for name in RESERVED:
+        if getattr(arguments, name) != parser.get_default(name) and getattr(arguments, name):
+            raise UsageError(f"--submit {options!r}: --{name} is set by the sweep; remove it")
+    return Request.of(arguments)
 
 
-def missing_runs(sweep: Sweep) -> list[tuple[int, int]]:
-    """Return the runs that are not complete, as (ranks, repeat), in order.
-
-    Raises:
-        UsageError: the complete runs are of another kind, or of several.
-    """
-    runs, source = read_lines(sweep.folder / LINES), str(sweep.folder)
-    check_continues(runs, planned_run(sweep, 1, 1), source)
-    check_comparable(runs, sweep.scaling, source)
-    complete = {(run.ranks, run.repeat) for run in runs}
-    return [pair for pair in run_order(sweep.sizes, sweep.repeats) if pair not in complete]
-
-
-def run_sweep(sweep: Sweep) -> None:
-    """Execute the missing runs, and record each as it ends."""
-    missing, total = missing_runs(sweep), len(sweep.sizes) * sweep.repeats
-    runs = read_lines(sweep.folder / LINES)
-    durations: dict[int, float] = {}
-    try:
-        for position, (ranks, repeat) in enumerate(missing, total - len(missing) + 1):
-            head = f"[{position}/{total}] {plural(ranks, 'rank')}, run {repeat} of {sweep.repeats}"
-            remaining = [size for size, _ in missing[position - total - 1 :]]
-            log.info("%s%s", head, time_left(durations, remaining))
-            start_time = time.monotonic()
-            run = execute(sweep, ranks, repeat)
-            check_comparable([*runs, run], sweep.scaling, str(sweep.folder))
-            append_line(sweep.folder / LINES, run)
-            runs.append(run)
-            durations[ranks] = time.monotonic() - start_time
-            log.info("    %s images/s, after %s", number(run.rate), duration(durations[ranks]))
-    except KeyboardInterrupt:
-        log.info(KEPT, sweep.folder)
-        raise
+def _job_request(
+    template: Request, options: ScalingOptions, words: Sequence[str], ranks: int
+) -> Request:
+    """Return the request to ``hvdtrain submit`` for one size."""
+    full = template.ppn or options.ppn or 1
+    ppn = min(full, ranks)
+    command = ["hvdtrain", "scaling", "--ranks", str(ranks), "--repeat", str(options.repeat)]
+    command += ["--strong"] if options.strong else []
+    # The ranks of a full host determine the threads per rank, also if fewer ranks run.
+    command += ["--ppn", str(full), "--out", str(options.folder / f"ranks-{ranks}")]
+    command += ["--threads", str(options.threads)] if options.threads else []
+    command += ["--timeout", f"{options.timeout:g}"] if options.timeout else []
+    return replace(
+        template,
+        nodes=math.ceil(ranks / ppn),
+        ppn=ppn,
+        threads=options.threads,
+        name=f"scaling-{ranks}",
+        once=True,
+        dry_run=options.dry_run,
+        command=(*command, "--", *words),
+    )

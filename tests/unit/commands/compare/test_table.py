@@ -12,8 +12,7 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.compare import plot
-from hvdtrain.commands.compare.methods import Method
-from hvdtrain.commands.compare.report import report
+from hvdtrain.commands.compare.methods import CompareOptions, Method
 from hvdtrain.commands.compare.table import (
     Row,
     csv_text,
@@ -24,7 +23,9 @@ from hvdtrain.commands.compare.table import (
     notes,
     unavailable,
 )
-from hvdtrain.commands.compare.trials import LINES, Trial, run_stem
+from hvdtrain.commands.compare.trials import LARGEST, LINES, Trial
+from hvdtrain.commands.compare.verb import report
+from hvdtrain.commands.study.engine import run_stem
 from hvdtrain.errors import UsageError
 from tests.unit.commands.compare.trials import (
     DDP,
@@ -52,7 +53,7 @@ def write(folder: Path, trials: list[Trial]) -> None:
     (folder / LINES).write_text("".join(lines))
     (folder / "runs").mkdir()
     for record in trials:
-        stem = run_stem(folder, record.method, record.repeat)
+        stem = run_stem(folder, record.method.name, record.repeat)
         factor = 1 + (record.method == DDP)
         steps = [{"kind": "step", "step": n, "loss": factor / n} for n in (1, 2, 4)]
         text = "".join(json.dumps(step) + "\n" for step in steps)
@@ -61,7 +62,7 @@ def write(folder: Path, trials: list[Trial]) -> None:
 
 
 def test_medians_and_ratios() -> None:
-    single, ddp = make_rows(THREE, price=3600.0)
+    single, ddp = make_rows(THREE)
     assert (single.images_per_second, ddp.images_per_second) == (100.0, 250.0)
     assert (single.speedup, ddp.speedup) == (1.0, 2.5)
     assert (ddp.images_per_second_lowest, ddp.images_per_second_highest) == (150.0, 500.0)
@@ -69,7 +70,6 @@ def test_medians_and_ratios() -> None:
     assert ddp.peak_memory_bytes == 3000  # the maximum
     assert ddp.setup_seconds == 6.0
     assert ddp.node_hours_per_epoch == pytest.approx(2 * 6 / 3600)
-    assert ddp.price_per_epoch == pytest.approx(12.0)
     assert (single.bytes_per_step, ddp.bytes_per_step) == (0, None)
 
 
@@ -163,11 +163,11 @@ def test_a_failed_row_is_a_failure(tmp_path: Path) -> None:
 
 def test_a_comparison_without_results(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no results in"):
-        report(tmp_path)
+        report(CompareOptions(out=tmp_path))
     write(tmp_path, [unavailable_trial(DDP, "no GPU")])
-    data, text = report(tmp_path)
-    assert "no method could be measured" in text
-    assert data["files"] == [str(tmp_path / "compare.csv")]
+    result = report(CompareOptions(out=tmp_path))
+    assert "no method could be measured" in result.text
+    assert result.data["files"] == [str(tmp_path / "compare.csv")]
 
 
 def test_the_page_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ def test_the_time_to_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         *((SINGLE, 1, 8.0, 0.9), (SINGLE, 2, 12.0, 0.95), (DDP, 1, 5.0, 0.9), (DDP, 2, 5.0, 0.9)),
         (HOROVOD, 1, 5.0, 0.89),
     ):
-        stem = run_stem(tmp_path, method, repeat)
+        stem = run_stem(tmp_path, method.name, repeat)
         early = {"kind": "epoch", "step": 1, "epoch": 0, "elapsed": 1.0, "eval_accuracy": 0.1}
         late = {**early, "step": 2, "epoch": 1, "elapsed": seconds, "eval_accuracy": accuracy}
         text = f"{json.dumps(early)}\n{json.dumps(late)}\n"
@@ -216,3 +216,21 @@ def test_the_time_to_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (horovod["target_seconds"], horovod["target_speedup"]) == (None, None)
     assert cli.main(words) == 0
     assert "target accuracy 0.9" in capsys.readouterr().out
+
+
+def test_the_largest_batches_are_in_the_rows(tmp_path: Path) -> None:
+    lines = [
+        {"method": vars(SINGLE), "batch": 4096, "predicted": False},
+        {"method": vars(HOROVOD), "batch": 512, "predicted": True},  # by an older version
+        {"method": vars(DDP), "batch": None, "predicted": False},
+    ]
+    file = tmp_path / LARGEST
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = make_rows([trial(SINGLE), trial(HOROVOD), trial(DDP)], folder=tmp_path)
+    assert [row.largest_batch for row in rows] == [4096, None, None]
+    header, cells = figures(rows)
+    assert [row[header.index("largest")] for row in cells] == ["4,096", "-", "-"]
+    for change in ({"method": {}}, {"batch": "8"}, {"batch": 1.5}):
+        file.write_text(json.dumps({**lines[0], **change}) + "\n")
+        with pytest.raises(UsageError, match=r"largest.jsonl, line 1: not a run of a search"):
+            make_rows([trial(SINGLE)], folder=tmp_path)

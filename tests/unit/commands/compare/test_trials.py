@@ -1,49 +1,74 @@
-"""The order of the runs, the missing runs, and the reasons for failed runs."""
+"""The runs of a comparison: the missing ones, their records, and the search of a batch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvdtrain import cli
 from hvdtrain.commands.compare import trials
+from hvdtrain.commands.compare.methods import CompareOptions
 from hvdtrain.commands.compare.trials import (
+    FINE,
+    LARGEST,
     LINES,
     Comparison,
-    classify_failure,
-    missing_runs,
+    append_trial,
+    find_largest,
     read_trials,
-    run_order,
+    search,
 )
-from hvdtrain.commands.runs import json_lines
-from hvdtrain.errors import UsageError
-from hvdtrain.system.runtime.command import Command, Result
+from hvdtrain.commands.study.engine import HostShare, RunOutcome
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.steps.summary import Summary
 from tests.unit.commands.compare.trials import DDP, SINGLE, WORDS, trial, unavailable_trial
 
-
-def plan(folder: Path, *, repeats: int = 2, batch: int = 64) -> Comparison:
-    return Comparison(WORDS, (SINGLE, DDP), batch, repeats, folder, "a machine", threads=1)
+SIZES = st.integers(1, 10_000)
 
 
-def test_the_methods_come_in_turn() -> None:
-    order = list(run_order("ABC", 2))  # type: ignore[arg-type]
-    assert order == [(method, repeat) for repeat in (1, 2) for method in "ABC"]
+def comparison(folder: Path, *, repeats: int = 2, batch: int = 64) -> Comparison:
+    options = CompareOptions(repeat=repeats, out=folder)
+    return Comparison(options, WORDS, (SINGLE, DDP), batch, HostShare("a machine", 4, 1, 2))
+
+
+def missing(plan: Comparison) -> list[tuple[str, int]]:
+    return [(variant.name, repeat) for variant, repeat in plan.missing()]
 
 
 def test_complete_runs_are_not_repeated(tmp_path: Path) -> None:
     for record in (trial(SINGLE), unavailable_trial(DDP, "no MPI"), trial(SINGLE, 2)):
-        json_lines.append(tmp_path / LINES, record.to_json(), trials._trial)
+        append_trial(tmp_path, record)
     assert read_trials(tmp_path)[0] == trial(SINGLE)
-    assert missing_runs(plan(tmp_path)) == [(DDP, 1), (DDP, 2)]  # MPI may be available now
-    assert missing_runs(plan(tmp_path, repeats=3))[-2:] == [(SINGLE, 3), (DDP, 3)]
+    # MPI may be available now.
+    assert missing(comparison(tmp_path)) == [(DDP.name, 1), (DDP.name, 2)]
+    assert missing(comparison(tmp_path, repeats=3))[-2:] == [(SINGLE.name, 3), (DDP.name, 3)]
     with (tmp_path / LINES).open("a") as file:
         file.write('{"method": ')  # a crash
     assert len(read_trials(tmp_path)) == 3
-    with pytest.raises(UsageError, match="has runs of another global batch: 64, now 32"):
-        missing_runs(plan(tmp_path, batch=32))
+    with pytest.raises(UsageError, match=r"has runs of another global batch: 64 .* now 32"):
+        missing(comparison(tmp_path, batch=32))
+    with pytest.raises(UsageError, match="has runs of another command: --lr was not set, now 1"):
+        missing(replace(comparison(tmp_path), words=(*WORDS, "--lr=1")))
+
+
+def test_each_outcome_is_recorded(tmp_path: Path) -> None:
+    plan = comparison(tmp_path)
+    single, ddp = plan.plan.variants
+    plan.record(single, 1, RunOutcome(trial(SINGLE).summary))
+    plan.record(ddp, 1, RunOutcome(reason="exit code 9", failed=True))
+    failed = unavailable_trial(DDP, "exit code 9", failed=True)
+    assert read_trials(tmp_path) == [trial(SINGLE), failed]
+    plan.record(ddp, 2, RunOutcome(reason="--foo: no such option", invalid=True))
+    with pytest.raises(UsageError, match="cannot be run, even in a single process: --foo"):
+        plan.record(single, 2, RunOutcome(reason="--foo", invalid=True))
+    assert len(read_trials(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
@@ -62,28 +87,6 @@ def test_an_invalid_line_is_reported(change: dict[str, object], tmp_path: Path) 
     (tmp_path / LINES).write_text(f"{line}\n")
     with pytest.raises(UsageError, match=r"compare.jsonl, line 1: not a run of a comparison"):
         read_trials(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("code", "output", "reason", "failed"),
-    [
-        (
-            2,
-            "hello\nhvdtrain: --precision fp16 needs a GPU\n--\nmpirun\n",
-            "--precision fp16",
-            False,
-        ),
-        (1, "hvdtrain: rank 1 on a: error: no luck\n", "no luck", True),
-        (1, "Traceback\n", "exit code 1", True),
-        (124, "", "timed out", True),
-        (1, "torch.OutOfMemoryError: CUDA out of memory.", "global batch of 64 does not", False),
-        (1, "hvdtrain: ResourceExhaustedError: OOM", "global batch of 64 does not", False),
-    ],
-)
-def test_failed_runs_are_classified(code: int, output: str, reason: str, failed: bool) -> None:
-    text, is_failure = classify_failure(Result(Command(("mpirun",)), code, output), 64)
-    assert reason in text
-    assert is_failure is failed
 
 
 def test_dry_run_shows_the_command_of_each_run(
@@ -123,3 +126,50 @@ def test_dry_run_shows_the_command_of_each_run(
 )
 def test_wrong_use_is_reported(words: list[str], message: str, refused: Callable[..., str]) -> None:
     assert message in refused("compare", *words)
+
+
+@given(threshold=st.integers(0, 10_000), start=SIZES, most=SIZES)
+def test_the_search_returns_a_batch_that_fits(threshold: int, start: int, most: int) -> None:
+    tried = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= threshold
+
+    batch = search(fits, start, most)
+    assert batch <= min(threshold, most)
+    assert max(tried) <= most
+    assert batch + max(1, batch // FINE) >= min(threshold, most)
+    assert len(tried) == len(set(tried)) <= 30
+
+
+def test_the_largest_batch_is_searched_on_gpus_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = {"gpus_of_this_host": ["a GPU"]}
+    append_trial(tmp_path, trial(SINGLE))
+    append_trial(tmp_path, trial(DDP, environment=environment, training_samples=1500))
+    tried = []
+
+    def measured(command: Any, stem: Path, timeout: float | None, label: str) -> RunOutcome:
+        tried.append(stem.name)
+        fits = int(stem.name.rpartition("-")[2]) <= 200
+        return RunOutcome(Summary()) if fits else RunOutcome(reason="does not fit in memory")
+
+    monkeypatch.setattr(trials, "measure", measured)
+    monkeypatch.setattr(trials, "launch_command", lambda request, stem: request.words)
+    find_largest(comparison(tmp_path))
+    assert "single pytorch, 1 rank: --batch-size max needs a GPU" in caplog.text
+    assert tried[:4] == [f"{DDP.name}-{batch}" for batch in (32, 64, 128, 256)]
+    (line,) = (tmp_path / LARGEST).read_text().splitlines()
+    content = json.loads(line)
+    assert (content["method"], content["predicted"]) == (vars(DDP), False)
+    assert 200 - 200 // FINE <= content["batch"] <= 200
+    tried.clear()
+    find_largest(comparison(tmp_path))
+    assert tried == []  # it is known
+    (tmp_path / LARGEST).unlink()
+    failed = RunOutcome(reason="exit code 1", failed=True)
+    monkeypatch.setattr(trials, "measure", lambda *_: failed)
+    with pytest.raises(HvdtrainError, match="with a batch of 32 per rank: exit code 1"):
+        find_largest(comparison(tmp_path))

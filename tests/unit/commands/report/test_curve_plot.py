@@ -11,7 +11,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from hvdtrain.commands.report.curve_plot import FEW, MOST, SMOOTH, figures, first, names, smoothed
-from hvdtrain.commands.runs.curves import TrainingCurves
+from hvdtrain.commands.study.curves import TrainingCurves
 
 STYLE = ("color", "linestyle", "marker", "markerfacecolor")
 

@@ -12,7 +12,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
-from hvdtrain.commands.runs.records import append_line
+from hvdtrain.commands.scaling.runs import append_line
 from tests.studies import run, summary
 
 COMPLETE = {"steps_completed": 7}

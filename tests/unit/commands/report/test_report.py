@@ -17,7 +17,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
-from hvdtrain.commands.runs.records import append_line
+from hvdtrain.commands.scaling.runs import append_line
 from tests.studies import TUTORIAL, run, summary
 from tests.timelines import straggling
 
@@ -113,7 +113,7 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
 
 
 def test_a_study(tmp_path: Path) -> None:
-    for record in (run(1, rate=100), run(2, rate=180), run(2, 2, rate=190)):
+    for record in (run(1, rate=100), run(2, rate=180), run(2, 2, rate=190), run(4, rate=350)):
         append_line(tmp_path / "results.jsonl", record)
     page = render(look(tmp_path))
     for word in ("Scaling study", "92.5 %", "Parts of a step", "Predicted efficiency"):

@@ -17,21 +17,14 @@ from hvdtrain.collectives.cost import RING, TREE, Law
 from hvdtrain.commands.scaling.cost_model import (
     LAWS,
     Costs,
+    Fit,
+    Traffic,
     efficiency_at,
     predict,
     remedies,
     step_at,
 )
-from hvdtrain.commands.scaling.fit import (
-    Fit,
-    Reduction,
-    Step,
-    Traffic,
-    errors,
-    fit,
-    read_reductions,
-)
-from hvdtrain.commands.scaling.results import estimate
+from hvdtrain.commands.scaling.fit import Reduction, Step, fit, read_reductions
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 
@@ -45,6 +38,7 @@ COSTS = st.builds(
     overlap=st.floats(0, 1),
 )
 TRUTH = Costs(compute=0.2, latency=5e-3, transfer=0.08)
+STRONG = replace(TRUTH, compute=4.0, fixed=0.4, latency=4e-3, transfer=0.4)
 
 
 def steps(truth: Costs, law: Law, *, strong: bool = False, noise: float = 0.0) -> list[Step]:
@@ -57,6 +51,23 @@ def steps(truth: Costs, law: Law, *, strong: bool = False, noise: float = 0.0) -
     ]
 
 
+def divided(truth: Costs, law: Law, *, strong: bool = False) -> list[Step]:
+    """Return the step times of a machine with these costs, with separate communication times."""
+    measured = []
+    for p in SIZES:
+        costs = truth if p > 1 else truth.without_slowdown()
+        parts = costs.parts(law, p, 1 / p if strong else 1.0)
+        measured.append(Step(p, parts.total, 0.01, parts.exposed))
+    return measured
+
+
+def recovered(fitted: Fit, truth: Costs, *names: str) -> None:
+    """Check these costs of the best fit."""
+    for name in ("compute", "latency", "transfer", *names):
+        expected = pytest.approx(getattr(truth, name), rel=0.05)
+        assert getattr(fitted.best.costs, name) == expected, name
+
+
 def test_ring_and_tree() -> None:
     # Thakur et al.: 2 (p - 1) and 2 log2 p messages, 2 (p - 1) / p times the data.
     assert [RING.hops(p) for p in (1, 2, 4, 8)] == [0, 2, 6, 14]
@@ -65,13 +76,13 @@ def test_ring_and_tree() -> None:
 
 
 def test_a_step_in_closed_form() -> None:
-    parts = Costs(compute=1.0, latency=0.01, transfer=0.2).parts(RING, 4)
+    costs = Costs(compute=1.0, latency=0.01, transfer=0.2)
+    parts = costs.parts(RING, 4)
     assert (parts.compute, parts.latency, parts.transfer) == pytest.approx((1.0, 0.06, 0.3))
-    slow = Costs(compute=1.0, latency=0.01, transfer=0.2, slowdown=0.5).parts(RING, 4, passes=2)
+    slow = replace(costs, slowdown=0.5).parts(RING, 4, passes=2)
     assert (slow.slowdown, slow.local, slow.total) == pytest.approx((1.0, 3.0, 3.36))
-    assert Costs(1.0, 0.01, 0.2).parts(RING, 1).total == 1.0
-    half = Costs(compute=1.0, latency=0.01, transfer=0.2, overlap=0.5).parts(RING, 4)
-    assert half.total == pytest.approx(1.18)
+    assert costs.parts(RING, 1).total == 1.0
+    assert replace(costs, overlap=0.5).parts(RING, 4).total == pytest.approx(1.18)
     # Of 3.6 s no more is hidden than the backward pass lasts.
     long = Costs(compute=1.0, latency=0.1, transfer=2.0, overlap=1.0).parts(RING, 4)
     assert long.total == pytest.approx(1.0 + 3.6 - 2 / 3)
@@ -97,12 +108,15 @@ def test_invariants_for_any_costs(costs: Costs, law: Law, ranks: int, passes: in
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-@pytest.mark.parametrize("noise", [0.0, 0.002])
-def test_the_truth_is_recovered(law: Law, noise: float) -> None:
-    fitted = fit(steps(TRUTH, law, noise=noise), samples=20).best
-    assert fitted.law is law
-    for name in ("compute", "latency", "transfer"):
-        assert getattr(fitted.costs, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
+def test_the_truth_is_recovered(law: Law) -> None:
+    slow = replace(TRUTH, slowdown=0.4)
+    for fitted, truth, names in (
+        (fit(steps(TRUTH, law), samples=0), TRUTH, ()),
+        (fit(steps(TRUTH, law, noise=0.002), samples=0), TRUTH, ()),
+        (fit(divided(slow, law), samples=0), slow, ("slowdown",)),
+    ):
+        assert fitted.best.law is law
+        recovered(fitted, truth, *names)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
@@ -117,34 +131,25 @@ def test_the_truth_is_recovered_with_overlap_from_a_table(law: Law) -> None:
         for ranks in (8, 64)
         for nbytes in (4, 4096, 2**16, 2**20, 2**24, 2**26)
     ]
-    fitted = fit(steps(truth, law), reductions=table, traffic=traffic, samples=20).best
-    assert fitted.law is law
-    for name in ("compute", "latency", "transfer", "overlap"):
-        assert getattr(fitted.costs, name) == pytest.approx(getattr(truth, name), rel=0.05), name
+    fitted = fit(steps(truth, law), reductions=table, traffic=traffic, samples=20)
+    assert fitted.best.law is law
+    recovered(fitted, truth, "overlap")
 
 
-def divided(truth: Costs, law: Law, *, strong: bool = False) -> list[Step]:
-    """Return the step times of a machine with these costs, with separate communication times."""
-    measured = []
-    for p in SIZES:
-        costs = truth if p > 1 else truth.without_slowdown()
-        parts = costs.parts(law, p, 1 / p if strong else 1.0)
-        measured.append(Step(p, parts.total, 0.01, parts.exposed))
-    return measured
+def test_the_truth_is_recovered_in_strong_scaling() -> None:
+    recovered(fit(divided(STRONG, RING, strong=True), strong=True, samples=0), STRONG, "fixed")
+    fitted = fit(steps(STRONG, RING, strong=True), strong=True, samples=0).best
+    assert fitted.law is RING
+    assert fitted.costs.compute == pytest.approx(STRONG.compute, rel=0.05)
+    assert fitted.costs.latency == pytest.approx(STRONG.latency, rel=0.05)
+    # Only two ranks, which send half as much, distinguish the constant parts.
+    both = fitted.costs.fixed + 2 * fitted.costs.transfer
+    assert both == pytest.approx(STRONG.fixed + 2 * STRONG.transfer, rel=0.05)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-def test_slower_computing_is_distinguished_from_communication(law: Law) -> None:
-    truth = replace(TRUTH, slowdown=0.4)
-    fitted = fit(divided(truth, law), samples=20).best
-    assert fitted.law is law
-    for name in ("compute", "latency", "transfer", "slowdown"):
-        assert getattr(fitted.costs, name) == pytest.approx(getattr(truth, name), rel=0.05), name
-
-
-def test_two_sizes_with_separate_communication_times_determine_the_limit() -> None:
+def test_three_sizes_with_separate_communication_times_determine_the_limit() -> None:
     truth = Costs(compute=0.4, latency=1e-4, transfer=0.02, slowdown=0.7)
-    fitted = fit(divided(truth, RING)[:2])
+    fitted = fit(divided(truth, RING)[:3])
     assert predict(fitted, 16).limit == "slowdown"
     assert 2 / step_at(fitted, 2).middle == pytest.approx(2 / 0.7002, rel=0.03)
     best = remedies(fitted, None, (16,))[0]
@@ -152,27 +157,10 @@ def test_two_sizes_with_separate_communication_times_determine_the_limit() -> No
     assert best.efficiencies[0].middle > efficiency_at(fitted, 16).middle + 0.2
 
 
-def test_strong_scaling_with_separate_communication_times() -> None:
-    truth = replace(TRUTH, compute=4.0, fixed=0.4, latency=4e-3, transfer=0.4)
-    fitted = fit(divided(truth, RING, strong=True), strong=True, samples=20).best.costs
-    for name in ("compute", "latency", "transfer", "fixed"):
-        assert getattr(fitted, name) == pytest.approx(getattr(truth, name), rel=0.05), name
-
-
-def test_the_truth_is_recovered_in_strong_scaling() -> None:
-    truth = replace(TRUTH, compute=4.0, fixed=0.4, latency=4e-3, transfer=0.4)
-    fitted = fit(steps(truth, RING, strong=True), strong=True, samples=20).best
-    assert fitted.law is RING
-    assert fitted.costs.compute == pytest.approx(truth.compute, rel=0.05)
-    assert fitted.costs.latency == pytest.approx(truth.latency, rel=0.05)
-    # Only two ranks, which send half as much, distinguish the constant parts.
-    both = fitted.costs.fixed + 2 * fitted.costs.transfer
-    assert both == pytest.approx(truth.fixed + 2 * truth.transfer, rel=0.05)
-
-
 def tutorial(*left_out: int) -> Fit:
     """Return the fit to the tutorial's figures; a step is one image per rank."""
-    return fit([Step(p, p / rate) for p, rate in TUTORIAL.items() if p not in left_out])
+    points = [Step(p, p / rate) for p, rate in TUTORIAL.items() if p not in left_out]
+    return fit(points, samples=200)
 
 
 def test_the_tutorials_eight_ranks_left_out_of_the_fit() -> None:
@@ -181,51 +169,38 @@ def test_the_tutorials_eight_ranks_left_out_of_the_fit() -> None:
     assert seconds.low < seconds.middle < seconds.high
 
 
-def test_the_fit_goes_through_the_tutorials_points() -> None:
+def test_the_fit_to_the_tutorials_points() -> None:
     fitted = tutorial()
     for ranks, rate in TUTORIAL.items():
         assert ranks / step_at(fitted, ranks).middle == pytest.approx(rate, rel=0.05)
-
-
-@pytest.mark.parametrize("ranks", [16, 256, 4096])
-def test_the_share_of_computing_is_the_efficiency(ranks: int) -> None:
-    """In weak scaling, also if rings and trees are equally likely and differ much."""
-    fitted = tutorial(8)
-    parts = predict(fitted, ranks).parts
-    middle = efficiency_at(fitted, ranks).middle
-    assert parts.compute / parts.total == pytest.approx(middle, abs=0.05)
-
-
-def test_two_points_give_a_wide_range() -> None:
-    two, four = efficiency_at(tutorial(4, 8), 4096), efficiency_at(tutorial(), 64)
-    assert two.low < 0.05 and two.high > 0.4
-    assert four.high - four.low < 0.3
-
-
-def test_the_range_grows_with_the_distance() -> None:
-    fitted = tutorial()
-    widths = [
-        forecast.high - forecast.low
-        for forecast in (efficiency_at(fitted, ranks) for ranks in (8, 64, 512, 4096))
-    ]
+    for ranks in (16, 256, 4096):  # in weak scaling the share of computing is the efficiency
+        parts, efficiency = predict(fitted, ranks).parts, efficiency_at(fitted, ranks)
+        assert parts.compute / parts.total == pytest.approx(efficiency.middle)
+        assert efficiency.low < efficiency.middle < efficiency.high
+    ranges = [efficiency_at(fitted, ranks) for ranks in (8, 64, 512, 4096)]
+    widths = [forecast.high - forecast.low for forecast in ranges]
     assert widths == sorted(widths)
-
-
-def test_the_same_points_give_the_same_answer() -> None:
-    assert efficiency_at(tutorial(), 256) == efficiency_at(tutorial(), 256)
+    three = efficiency_at(tutorial(8), 64)
+    assert three.high - three.low > widths[1] and widths[1] < 0.3
+    assert efficiency_at(tutorial(), 256) == efficiency_at(fitted, 256)  # always the same answer
 
 
 def test_points_that_scatter_more_than_their_errors_widen_the_range() -> None:
-    good = [replace(step, error=0.001) for step in steps(TRUTH, RING, noise=0.0)]
-    bad = [replace(step, error=0.001) for step in steps(TRUTH, RING, noise=0.02)]
-    assert fit(good, samples=10).misfit == 1
-    assert fit(bad, samples=10).misfit > 3
+    def fitted(noise: float) -> Fit:
+        points = [replace(step, error=0.001) for step in steps(TRUTH, RING, noise=noise)]
+        return fit(points, samples=50)
+
+    good, bad = fitted(0.0), fitted(0.02)
+    assert good.misfit == 1
+    assert bad.misfit > 3
+    widths = [(f.high - f.low) for f in (efficiency_at(good, 256), efficiency_at(bad, 256))]
+    assert widths[1] > 3 * widths[0]
 
 
 def test_the_limit_is_named() -> None:
-    slow = fit(steps(Costs(0.2, 5e-3, 1e-3), RING))
-    narrow = fit(steps(Costs(0.2, 1e-6, 0.3), RING))
-    free = fit(steps(Costs(0.2, 1e-7, 1e-5), RING))
+    slow = fit(steps(Costs(0.2, 5e-3, 1e-3), RING), samples=10)
+    narrow = fit(steps(Costs(0.2, 1e-6, 0.3), RING), samples=10)
+    free = fit(steps(Costs(0.2, 1e-7, 1e-5), RING), samples=10)
     assert predict(slow, 1024).limit == "latency"
     assert predict(narrow, 16).limit == "bandwidth"
     assert predict(free, 16).limit == ""
@@ -235,7 +210,7 @@ def test_the_limit_is_named() -> None:
 
 def test_remedies_help_against_the_limit() -> None:
     def gains(costs: Costs) -> dict[str, float]:
-        fitted = fit(steps(costs, RING), samples=50)
+        fitted = fit(steps(costs, RING), samples=10)
         base = efficiency_at(fitted, 256).middle
         changes = remedies(fitted, Traffic(4, 10**8), (64, 256))
         return {remedy.name: remedy.efficiencies[-1].middle - base for remedy in changes}
@@ -243,20 +218,15 @@ def test_remedies_help_against_the_limit() -> None:
     slow, narrow = gains(Costs(0.2, 4e-3, 1e-3)), gains(Costs(0.2, 1e-6, 0.3))
     assert slow["1 message, not 4"] > 0.1 > slow["gradients in fp16"] >= 0
     assert narrow["gradients in fp16"] > 0.1 > narrow["1 message, not 4"] >= 0
+    expected = 0.2 / (0.2 + 0.15 * RING.volume(256)) - 0.2 / (0.2 + 0.3 * RING.volume(256))
+    assert narrow["gradients in fp16"] == pytest.approx(expected, rel=0.03)  # half the bytes
     for gain in (slow, narrow):
         assert gain["batch per rank x 4"] > 0.1
         assert gain["accumulate 4 batches"] == pytest.approx(gain["batch per rank x 4"])
 
 
-def test_half_the_bytes_in_closed_form() -> None:
-    fitted = fit(steps(Costs(0.2, 1e-7, 0.3), RING), samples=20)
-    fp16 = next(r for r in remedies(fitted, None, (64,)) if r.name == "gradients in fp16")
-    expected = 0.2 / (0.2 + 0.15 * RING.volume(64))
-    assert fp16.efficiencies[0].middle == pytest.approx(expected, rel=0.03)
-
-
 def test_no_remedy_changes_the_batch_of_strong_scaling() -> None:
-    fitted = fit(steps(TRUTH, RING, strong=True), strong=True, samples=10)
+    fitted = fit(steps(STRONG, RING, strong=True), strong=True, samples=10)
     names = {remedy.name for remedy in remedies(fitted, Traffic(1, 10**8), (64,))}
     assert names == {"gradients in fp16"}
 
@@ -274,15 +244,6 @@ def test_no_remedy_names_an_option_that_the_trainers_do_not_have() -> None:
     assert any("Compression.fp16" in action for action in actions)
 
 
-def test_errors_are_pooled_over_the_sizes() -> None:
-    rates = {1: estimate([98.0, 102.0]), 2: estimate([190.0, 210.0]), 4: estimate([400.0])}
-    relative = errors(rates)
-    pooled = ((8 / 100**2 + 200 / 200**2) / 2) ** 0.5
-    assert relative == pytest.approx({1: pooled / 2**0.5, 2: pooled / 2**0.5, 4: pooled})
-    assert errors({1: estimate([5.0]), 2: estimate([9.0])}) == {1: 0.03, 2: 0.03}
-    assert errors({1: estimate([5.0, 5.0])}) == {1: 0.01}  # the model is no better
-
-
 TABLE: dict[str, Any] = {
     "ranks": 4,
     "hosts": 1,
@@ -298,10 +259,8 @@ def test_a_table_of_allreduce_times(tmp_path: Path) -> None:
     bare, doctors = tmp_path / "bare.json", tmp_path / "doctor.json"
     bare.write_text(json.dumps(TABLE))
     doctors.write_text(json.dumps({"ok": True, "allreduce": {**TABLE, "ranks": 2}}))
-    assert read_reductions([bare, doctors], "horovod") == [
-        Reduction(4, 4, 1e-3),
-        Reduction(2, 4, 1e-3),
-    ]
+    expected = [Reduction(4, 4, 1e-3), Reduction(2, 4, 1e-3)]
+    assert read_reductions([bare, doctors], "horovod") == expected
     assert read_reductions([], "horovod") == []
 
 

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import Summary
 
 log = logging.getLogger(__name__)
 
 Record = TypeVar("Record")
 INVALID = (ValueError, KeyError, TypeError, OverflowError)  # raised by parsing an invalid line
+
+
+def decode(kind: type[Record], content: Any) -> Record:
+    """Return the dataclass in the JSON of a line; a ``summary`` is checked as that of a trainer.
+
+    Raises:
+        ValueError, KeyError, TypeError: naming a key that is missing, unknown or of another type.
+    """
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := set(content) - known:
+        raise ValueError(f"unknown key {min(unknown)}")
+    if "summary" not in known:
+        return msgspec.convert(content, kind)
+    summary = content["summary"]
+    record: Any = msgspec.convert({**content, "summary": {}}, kind)
+    parsed = None if summary is None else Summary.from_json(summary)
+    return dataclasses.replace(record, summary=parsed)
 
 
 def read(path: Path, parse: Callable[[Any], Record], kind: str) -> list[Record]:

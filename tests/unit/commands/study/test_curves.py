@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvdtrain.commands.runs.curves import TrainingCurves
-from hvdtrain.commands.runs.target import Evaluation, Target, evaluations, read_target, seconds_to
+from hvdtrain.commands.study.curves import (
+    Evaluation,
+    Target,
+    TrainingCurves,
+    evaluations,
+    read_target,
+    seconds_to,
+)
 
 
 def training(*records: dict[str, Any]) -> TrainingCurves:
@@ -44,5 +49,5 @@ def test_a_target_is_read_from_the_option() -> None:
     assert read_target("accuracy=0.985") == read_target("eval_accuracy = .985")
     assert str(read_target("map50=0.4")) == "map50 0.4"
     for text in ("accuracy", "=1", "<=1", "accuracy<1", "accuracy=", "accuracy=high"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=VALUE"):
+        with pytest.raises(ValueError, match="is not NAME=VALUE"):
             read_target(text)

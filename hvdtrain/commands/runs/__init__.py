@@ -1,1 +1,0 @@
-"""Runs of a command and their summaries, for scaling, compare and report."""

@@ -1,0 +1,355 @@
+"""The runs of a scaling study, as JSON Lines or as a CSV table, and whether they are comparable.
+
+A line of ``results.jsonl`` has ``ranks``, ``repeat`` (from 1), ``scaling`` (weak or strong), the
+``command`` as typed, ``machine`` and ``cores`` of the host that started it, the ``threads`` per
+rank (null: chosen by the program), the ``room`` (number of ranks that share the cores of a host),
+and the complete ``summary`` of the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.study import engine, records
+from hvdtrain.commands.study.engine import RecordedSetting
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import Stopped, Summary
+
+LINES, TABLE = "results.jsonl", "results.csv"  # all runs, and their table
+OUT = Path("scaling")  # default directory
+WEAK, STRONG = "weak", "strong"
+MOST = sys.maxsize  # largest number in a table: sums and squares of larger ones overflow
+SHOWN = 20  # characters of a wrong value in a message
+SPLIT = ("data", "compute", "communication", "waiting", "undivided")  # parts of a step
+RUN_COLUMNS = ("ranks", "repeat", "scaling", "machine", "cores", "threads")  # fields of a run
+TEXT_COLUMNS = ("workload", "framework", "strategy", "model", "precision")  # of a summary
+# Columns of numbers, with their type and least value.
+NUMBERS: dict[str, tuple[Callable[[str], Any], float]] = {
+    "images_per_second": (float, 1 / MOST),
+    **dict.fromkeys((f"{part}_seconds" for part in SPLIT), (float, 0)),
+    **dict.fromkeys(
+        ("ranks", "messages", "gradient_bytes", "global_batch_size", "hosts"), (int, 1)
+    ),
+    **dict.fromkeys(("cores", "threads", "room"), (int, 1)),
+}
+COLUMNS = (
+    *("ranks", "repeat", "images_per_second", "images_per_second_std", "step_seconds"),
+    *(f"{part}_seconds" for part in SPLIT),
+    *("messages", "gradient_bytes", "scaling", *TEXT_COLUMNS, "global_batch_size", "hosts"),
+    *("machine", "cores", "threads", "room", "timeline"),
+)
+NAMED = 4  # maximum number of runs named in a message
+ALWAYS = "OMP_"  # variables that also tune a single rank; those of MPI and Horovod need several
+BY_LAUNCH = "OMPI_MCA_mpi_yield_when_idle"  # set by launch depending on the size
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run."""
+
+    ranks: int
+    repeat: int  # from 1
+    summary: Summary  # written by the trainer, or from the columns of a table
+    scaling: str = WEAK
+    command: tuple[str, ...] = ()
+    machine: str = ""  # processor and cores, or GPUs, of a host
+    cores: int | None = None  # of a host; None if unknown, or if GPUs are used
+    threads: int | None = None  # per rank, if set by the sweep
+    ranks_per_host: int | None = None  # that share a host's cores; None: those that run
+
+    @property
+    def name(self) -> str:
+        """Ranks and repeat, as in the names of its files: ``4-1``."""
+        return f"{self.ranks}-{self.repeat}"
+
+    @property
+    def rate(self) -> float:
+        """Images per second over all ranks; 0 before the run."""
+        return float(self.summary.images_per_second_mean or 0)
+
+    @property
+    def batch(self) -> int | None:
+        """Images per step over all ranks, if known."""
+        return self.summary.global_batch_size
+
+    @property
+    def variables(self) -> Mapping[str, str] | None:
+        """The tuning variables of the run; None if it does not report them."""
+        variables = (self.summary.environment or {}).get("variables")
+        return variables if isinstance(variables, Mapping) else None
+
+    @property
+    def split(self) -> dict[str, float]:
+        """Seconds per step by part; only the parts that the trainer measured."""
+        parts = {part: getattr(self.summary.step_split, part, None) for part in SPLIT}
+        return {part: seconds for part, seconds in parts.items() if seconds is not None}
+
+
+def read_lines(path: Path) -> list[Run]:
+    """Return the runs in a JSON Lines file; see ``records.read``."""
+    return records.read(path, _run, "sweep")
+
+
+def _run(content: Any) -> Run:
+    fields = {**content, "ranks_per_host": content.get("room")}
+    fields.pop("room", None)
+    run = records.decode(Run, fields)
+    if not (run.ranks >= 1 and math.isfinite(run.rate) and run.rate > 0):
+        raise ValueError(f"{run.rate} images/s on {run.ranks} ranks")
+    # As written by older versions.
+    return replace(run, machine=run.machine.replace(" a host", " per host"))
+
+
+def append_line(path: Path, run: Run) -> None:
+    """Append a run to a JSON Lines file."""
+    content = {**vars(run), "summary": run.summary.to_json()}
+    content["room"] = content.pop("ranks_per_host")
+    records.append(path, content, _run)
+
+
+def table_text(runs: Sequence[Run]) -> str:
+    """Return the runs as CSV, readable by ``--from``."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for run in sorted(runs, key=lambda run: (run.ranks, run.repeat)):
+        traffic = run.summary.gradient_messages
+        writer.writerow(
+            {
+                **{key: getattr(run.summary, key, None) for key in COLUMNS},
+                **{key: getattr(run, key) for key in RUN_COLUMNS},
+                "images_per_second": run.rate,
+                "step_seconds": run.batch / run.rate if run.batch else None,
+                **{f"{part}_seconds": run.split.get(part) for part in SPLIT},
+                "messages": traffic and traffic.count,
+                "gradient_bytes": traffic and traffic.bytes,
+                "room": run.ranks_per_host,
+            }
+        )
+    return text.getvalue()
+
+
+def read_table(path: Path) -> list[Run]:
+    """Return the runs in a CSV with the columns ranks, images_per_second, and any of ``COLUMNS``.
+
+    Raises:
+        UsageError: it cannot be read, a column is missing, or a value is not a number.
+    """
+    try:
+        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
+        rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"--from {path} cannot be read: {error}") from error
+    names = {name.strip() for name in reader.fieldnames or ()}
+    if missing := [name for name in ("ranks", "images_per_second") if name not in names]:
+        raise UsageError(
+            f"--from {path}: no column {' and '.join(missing)}; the first line must name the "
+            "columns, e.g. ranks,images_per_second"
+        )
+    if not rows:
+        raise UsageError(f"--from {path}: no rows after the line with the column names")
+    repeats: Counter[int] = Counter()
+    runs = []
+    for number, cells in enumerate(rows, 2):
+        texts = {(k or "").strip(): v.strip() for k, v in cells.items() if isinstance(v, str)}
+        values = _numbers(texts, f"--from {path}, line {number}")
+        ranks = values.get("ranks")
+        if ranks is None or "images_per_second" not in values:
+            raise UsageError(f"--from {path}, line {number}: ranks or images_per_second is empty")
+        repeats[ranks] += 1
+        runs.append(_from_row(texts, values, repeats[ranks]))
+    return runs
+
+
+def _numbers(texts: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Return the numbers in a row of a user's table by column; empty cells are left out."""
+    values: dict[str, Any] = {}
+    for name, (kind, least) in NUMBERS.items():
+        text = texts.get(name)
+        if not text:
+            continue
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= MOST:
+            shown = repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+            valid = "a whole number of at least 1" if kind is int else "a positive number"
+            raise UsageError(f"{where}: {name} {shown} is not {valid} in the measurable range")
+        values[name] = value
+    return values
+
+
+def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) -> Run:
+    messages, nbytes = values.get("messages"), values.get("gradient_bytes")
+    summary = {
+        **{key: texts.get(key) or None for key in (*TEXT_COLUMNS, "timeline")},
+        **{key: values.get(key) for key in ("global_batch_size", "hosts")},
+        "world_size": values["ranks"],
+        "images_per_second_mean": values["images_per_second"],
+        "step_split": {part: values.get(f"{part}_seconds") for part in SPLIT},
+        "gradient_messages": {"count": messages, "bytes": nbytes} if messages and nbytes else None,
+    }
+    return Run(
+        values["ranks"],
+        repeat,
+        Summary.from_json(summary),
+        scaling=texts.get("scaling", ""),
+        machine=texts.get("machine", ""),
+        cores=values.get("cores"),
+        threads=values.get("threads"),
+        ranks_per_host=values.get("room"),
+    )
+
+
+def read_folder(folder: Path) -> list[Run]:
+    """Return the runs in a study's directory, and in the subdirectories of its jobs.
+
+    Raises:
+        UsageError: there are none.
+    """
+    files = [folder / LINES, *sorted(folder.glob(f"ranks-*/{LINES}"))]
+    runs = [run for file in files for run in read_lines(file)]
+    if not runs:
+        raise UsageError(
+            f"no results in {folder} ({LINES}): use --ranks and a command after --, the --out of "
+            "a previous sweep, or --from FILE.csv"
+        )
+    return runs
+
+
+def check_comparable(runs: Sequence[Run], scaling: str, source: str) -> None:
+    """Reject runs that differ in more than the number of ranks.
+
+    Values that a run does not report are not compared. ``source``: their file or directory, for
+    the message.
+
+    Raises:
+        UsageError: with the difference, and the runs.
+    """
+    for run in runs:
+        _check_run(run, source)
+    _same(runs, "the scaling", lambda run: run.scaling or None, source)
+    recorded = next((run.scaling for run in runs if run.scaling), scaling)
+    if recorded != scaling:
+        raise UsageError(f"{source}: these are runs of --{recorded}, not --{scaling}")
+    for key in ("workload", "framework", "strategy", "model", "precision"):
+        _same(runs, f"the {key}", attrgetter(f"summary.{key}"), source)
+    if scaling == STRONG:
+        _same(runs, "the global batch", lambda run: run.batch, source)
+    else:
+        hint = "; for a constant global batch, use --strong"
+        _same(
+            runs,
+            "the batch per rank",
+            lambda run: run.batch and run.batch / run.ranks,
+            source,
+            hint,
+        )
+    _same(runs, "the machine", lambda run: run.machine or None, source)
+    _same(runs, "the number of ranks that share a host", attrgetter("ranks_per_host"), source)
+    _same(runs, "the number of threads per rank", attrgetter("threads"), source)
+    for ranks in sorted({run.ranks for run in runs}):
+        repeats = [run for run in runs if run.ranks == ranks]
+        _same(repeats, f"the number of hosts of {ranks} ranks", attrgetter("summary.hosts"), source)
+    _same(runs, "the command", lambda run: shlex.join(run.command) or None, source)
+    # The trainers tune MPI and Horovod only with two or more ranks, so one rank may differ.
+    for name in sorted({name for run in runs for name in run.variables or ()} - {BY_LAUNCH}):
+        tuned = [
+            run
+            for run in runs
+            if run.variables is not None and (run.ranks > 1 or name.startswith(ALWAYS))
+        ]
+        _same(tuned, name, partial(_variable, name), source)
+
+
+def _variable(name: str, run: Run) -> str:
+    return (run.variables or {}).get(name, "not set")
+
+
+def _check_run(run: Run, source: str) -> None:
+    """Reject a run that does not measure its number of ranks undisturbed."""
+    summary = run.summary
+    if summary.timeline:
+        raise UsageError(
+            f"{source}: run {run.name} recorded a timeline ({summary.timeline}), which slows it "
+            "down: repeat it without --timeline and HOROVOD_TIMELINE"
+        )
+    traffic = summary.gradient_messages
+    if traffic and not (traffic.count > 0 and traffic.bytes > 0):
+        raise UsageError(
+            f"{source}: gradient_messages in the summary of run {run.name} is {traffic.count} of "
+            f"{traffic.bytes} bytes: both must be at least 1"
+        )
+    if summary.world_size not in (None, run.ranks):
+        raise UsageError(f"{source}: run {run.name} reports a world_size of {summary.world_size}")
+    if summary.stopped == Stopped.PREEMPTED:
+        raise UsageError(f"{source}: run {run.name} was preempted; remove it")
+
+
+def _same(
+    runs: Iterable[Run], label: str, key: Callable[[Run], Any], source: str, hint: str = ""
+) -> None:
+    """Raise unless ``key`` is the same for all runs that report it."""
+    reported = [(run, key(run)) for run in runs if key(run) is not None]
+    counts = Counter(value for _, value in reported)
+    if len(counts) < 2:
+        return
+    parts = []
+    for value, _ in counts.most_common():
+        names = [run.name for run, run_value in reported if run_value == value]
+        rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        shown = f"{value:g}" if isinstance(value, float) else value
+        parts.append(f"{shown} in {', '.join(names[:NAMED])}{rest}")
+    raise UsageError(
+        f"{source}: {label} is not the same in all runs (ranks-repeat): {'; '.join(parts)}. "
+        f"Use a separate study for each{hint}"
+    )
+
+
+def check_continues(runs: Sequence[Run], new: Run, folder: Path) -> None:
+    """Reject a new run that differs from the existing ones, before it starts.
+
+    ``new``: the record of the next run, without a summary.
+
+    Raises:
+        UsageError: with the difference.
+    """
+    for run in runs:
+        old, now = run.ranks_per_host, new.ranks_per_host
+        engine.check_continues(
+            folder,
+            run.name,
+            (run.command, new.command),
+            [
+                RecordedSetting("scaling", run.scaling, new.scaling),
+                RecordedSetting("machine", run.machine, new.machine),
+                RecordedSetting(
+                    "share of a host",
+                    _share(old),
+                    _share(now),
+                    f"--ppn {old}" if old and now and now < old else "",
+                ),
+                RecordedSetting(
+                    "threads per rank",
+                    run.threads,
+                    new.threads,
+                    f"--threads {run.threads}" if run.threads else "",
+                ),
+            ],
+        )
+
+
+def _share(ranks: int | None) -> str:
+    return f"1 of {ranks} ranks" if ranks else "the whole host for each rank"

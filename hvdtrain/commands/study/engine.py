@@ -1,0 +1,390 @@
+"""Run a command in variants, in alternation, and record each run; completed ones are not repeated.
+
+A study has a list of variants, e.g. numbers of ranks or strategies. Each is run several times; the
+variants alternate, so that a slow period affects all of them. The records are those of the study.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hvdtrain.commands.launch.hosts import Allocation
+from hvdtrain.commands.launch.layout import lay_out
+from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
+from hvdtrain.commands.study.command_options import difference
+from hvdtrain.commands.study.curves import Target, read_target
+from hvdtrain.config.declare import option
+from hvdtrain.config.values import above_zero, positive
+from hvdtrain.errors import EXIT_USAGE, UsageError
+from hvdtrain.steps.summary import Summary
+from hvdtrain.system.machine.gpus import count_gpus
+from hvdtrain.system.machine.limits import physical_cores, processor
+from hvdtrain.system.machine.threads import equal_threads
+from hvdtrain.system.output.result import Report
+from hvdtrain.system.output.text import about, duration, number, plural, printable
+from hvdtrain.system.runtime import terminal
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
+
+log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind")  # of runs that take about the same time
+SUMMARY, CURVES, LOG = ".json", ".jsonl", ".log"  # suffixes of the files of a run
+SHOWN = 12  # last lines of a failed run's output
+HOSTS = "hosts and their slots (default: those of the PBS, Slurm or LSF job, or this host)"
+HOSTFILE = "file with lines `host`, `host:4` or `host slots=4`"
+TARGET = "metric to reach, e.g. accuracy=0.985: report the time to it"
+NO_COMMAND = "missing command: put it after --, e.g. `-- python train.py`"
+MESSAGE = re.compile(r"^hvdtrain: (?:rank \d+ on [^:]*: )?(?:error: )?(.+)$", re.MULTILINE)
+NO_MEMORY = re.compile(
+    r"out of memory(?!\?)|OutOfMemoryError|ResourceExhausted|can't allocate memory|std::bad_alloc"
+)
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Options of every study; a study declares ``ranks`` and ``repeat`` in its own words."""
+
+    ranks: Any = option(None, "numbers of ranks", positive, group="runs")
+    repeat: int | None = option(None, "number of runs per variant", positive, metavar="K")
+    hosts: str | None = option(None, HOSTS, metavar="A:2,B:2", either="hosts")
+    hostfile: Path | None = option(None, HOSTFILE, Path, metavar="F", either="hosts")
+    ppn: int | None = option(
+        None, "number of ranks per host (default: its slots)", positive, metavar="K"
+    )
+    threads: int | None = option(
+        None, "threads per rank in every run (default: cores per rank)", positive, metavar="T"
+    )
+    timeout: float | None = option(
+        None, "time limit of one run, in seconds", above_zero, metavar="SECONDS"
+    )
+    dry_run: bool = option(False, "print the commands, run nothing", bool)
+    out: Path | None = option(
+        None,
+        "directory for results and plots (default: the verb's name)",
+        Path,
+        group="report",
+        metavar="DIR",
+    )
+    target: Target | None = option(None, TARGET, read_target, metavar="NAME=VALUE")
+    json: bool = option(False, "print the result as one JSON object", bool)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What differs between the runs of a study."""
+
+    name: str  # of its files, e.g. ``4`` (ranks) or ``ddp-pytorch-n2``
+    title: str  # in messages
+    request: Request  # its command, ranks and hosts, for ``hvdtrain launch``
+    unavailable: str = ""  # the reason if it cannot run here
+
+
+Planned = tuple[Variant, int]  # a variant, and the number of its repeat from 1
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """The result of a run: a summary with a throughput, or the reason for its absence."""
+
+    summary: Summary | None = None
+    reason: str = ""
+    failed: bool = False  # if not, the variant is merely unavailable
+    invalid: bool = False  # the program rejected the command
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The requested runs of a study."""
+
+    folder: Path
+    variants: tuple[Variant, ...]
+    repeats: int
+    timeout: float | None = None  # seconds, of one run
+    reverses: bool = False  # every second repeat in reverse order: a steady drift favours none
+
+    def runs(self) -> list[Planned]:
+        """Return all runs in order: each variant once, then again."""
+        return [
+            (variant, repeat)
+            for repeat in range(1, self.repeats + 1)
+            for variant in self.variants[:: -1 if self.reverses and repeat % 2 == 0 else 1]
+        ]
+
+    def missing(self, completed: Container[tuple[str, int]]) -> list[Planned]:
+        """Return the runs that are not ``completed``, which are names and repeats."""
+        return [run for run in self.runs() if (run[0].name, run[1]) not in completed]
+
+    def command(
+        self, variant: Variant, repeat: int, environ: Mapping[str, str] = os.environ
+    ) -> Command:
+        """Return the launcher's command for one run.
+
+        Raises:
+            UsageError: the ranks do not fit on the hosts, or there is no MPI.
+        """
+        return launch_command(variant.request, run_stem(self.folder, variant.name, repeat), environ)
+
+    def show(self, missing: Sequence[Planned]) -> Report:
+        """Return the commands of the runs, for ``--dry-run``."""
+        lines = [self.command(*run).show() for run in missing if not run[0].unavailable]
+        return Report("\n".join(lines), {"ok": True, "commands": lines})
+
+    def carry_out(
+        self, missing: Sequence[Planned], record: Callable[[Variant, int, RunOutcome], None]
+    ) -> None:
+        """Execute the ``missing`` runs; ``record`` each outcome as the run ends.
+
+        A variant without a summary is not run again.
+
+        Raises:
+            UsageError: a run cannot be started.
+            KeyboardInterrupt: completed runs are kept.
+        """
+        make_folder(self.folder)
+        total = len(self.variants) * self.repeats
+        durations: dict[str, float] = {}
+        skipped: set[str] = set()
+        try:
+            for position, (variant, repeat) in enumerate(missing, total - len(missing) + 1):
+                if variant.name in skipped:
+                    continue
+                head = f"[{position}/{total}] {variant.title}, run {repeat} of {self.repeats}"
+                if not variant.unavailable:
+                    later = [planned[0] for planned in missing[position - total - 1 :]]
+                    remaining = [
+                        variant.name
+                        for variant in later
+                        if not variant.unavailable and variant.name not in skipped
+                    ]
+                    log.info("%s%s", head, time_left(durations, remaining))
+                start_time = time.monotonic()
+                outcome = RunOutcome(reason=variant.unavailable)
+                if not variant.unavailable:
+                    stem = run_stem(self.folder, variant.name, repeat)
+                    command = self.command(variant, repeat)
+                    outcome = measure(command, stem, self.timeout, variant.title)
+                record(variant, repeat, outcome)
+                if outcome.summary is None:
+                    skipped.add(variant.name)
+                    state = "failed" if outcome.failed else "not available"
+                    log.info("%s: %s: %s", head, state, outcome.reason)
+                    continue
+                seconds = durations[variant.name] = time.monotonic() - start_time
+                rate = number(outcome.summary.images_per_second_mean or 0.0)
+                log.info("    %s images/s, after %s", rate, duration(seconds))
+        except KeyboardInterrupt:
+            kept = "completed runs are kept in %s: run the same command again to continue"
+            log.info(kept, self.folder)
+            raise
+
+
+def run_stem(folder: Path, name: str, repeat: int) -> Path:
+    """Return the path of a run's files, without their suffixes."""
+    return folder / "runs" / f"{name}-{repeat}"
+
+
+def file_path(stem: Path, suffix: str) -> Path:
+    """Return the path of a file of a run: ``stem`` with a suffix."""
+    return stem.with_name(stem.name + suffix)
+
+
+def launch_command(
+    request: Request, stem: Path, environ: Mapping[str, str] = os.environ
+) -> Command:
+    """Return the launcher's command for a run that writes its files at ``stem``.
+
+    Raises:
+        UsageError: the ranks do not fit on the hosts, or there is no MPI.
+    """
+    files = [f"--summary={file_path(stem, SUMMARY)}", f"--metrics={file_path(stem, CURVES)}"]
+    return prepare(replace(request, words=[*request.words, *files]), environ).command
+
+
+def make_folder(folder: Path) -> None:
+    """Create the directory of ``--out``.
+
+    Raises:
+        UsageError: it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {error.strerror}") from error
+
+
+def measure(command: Command, stem: Path, timeout: float | None, label: str) -> RunOutcome:
+    """Run ``command`` to its end, and keep its output in the directory of its files.
+
+    Args:
+        command: the command, with the options for its files.
+        stem: path of its files, without their suffixes.
+        timeout: time limit in seconds.
+        label: name of the run in the status line, which also shows the last line of output.
+
+    Raises:
+        UsageError: the folder cannot be created.
+    """
+    make_folder(stem.parent)
+    for suffix in (SUMMARY, CURVES, LOG):  # of an interrupted run
+        file_path(stem, suffix).unlink(missing_ok=True)
+
+    def show(line: str) -> None:
+        if line[:1].isalnum():  # not the frame of a table
+            terminal.status(f"{label}: {printable(line)}")
+
+    with terminal.working(f"{label}: starting"):
+        result = run(command, on_line=show, timeout=timeout)
+    file_path(stem, LOG).write_text(f"{result.command.show()}\n{result.output}")
+    if result.ok:
+        return _measured(file_path(stem, SUMMARY))
+    outcome = classify_failure(result)
+    if not outcome.failed:
+        return outcome
+    for line in result.output.splitlines()[-SHOWN:]:
+        log.info("  %s", line)
+    return replace(outcome, reason=f"{outcome.reason}; see its output in {file_path(stem, LOG)}")
+
+
+def _measured(path: Path) -> RunOutcome:
+    """Return the outcome of a run that ended well."""
+    try:
+        summary = Summary.read(path, needed=["images_per_second_mean"])
+        rate = summary.images_per_second_mean or 0.0
+        if 0 < rate < float("inf"):
+            return RunOutcome(summary)
+        reason = f"{rate} images/s"
+    except UsageError as error:
+        reason = str(error)
+    return RunOutcome(
+        reason=f"wrote no throughput to {path} ({reason}): the command must accept --summary FILE "
+        "like hvdtrain's trainers, and run at least one step",
+        failed=True,
+    )
+
+
+def classify_failure(result: Result) -> RunOutcome:
+    """Return the outcome of an unsuccessful run: it failed, or its variant is just unavailable."""
+    if NO_MEMORY.search(result.output):
+        return RunOutcome(
+            reason="the global batch does not fit in memory; use --accumulate-steps in the "
+            "command to split it"
+        )
+    messages = MESSAGE.findall(result.output)
+    timed_out = result.exit_code == TIMED_OUT
+    reason = "timed out" if timed_out else f"exit code {result.exit_code}"
+    invalid = result.exit_code == EXIT_USAGE
+    return RunOutcome(
+        reason=messages[-1].strip() if messages else reason, failed=not invalid, invalid=invalid
+    )
+
+
+def time_left(durations: Mapping[Kind, float], remaining: Sequence[Kind]) -> str:
+    """Return the estimated time for the remaining runs, as text; empty before the first run.
+
+    Args:
+        durations: seconds of a run of each kind, for the kinds that have run.
+        remaining: the kinds of the remaining runs; for a new kind the mean duration is assumed.
+    """
+    if not durations:
+        return ""
+    mean = sum(durations.values()) / len(durations)
+    return f" ({about(sum(durations.get(kind, mean) for kind in remaining))} to go)"
+
+
+@dataclass(frozen=True)
+class RecordedSetting:
+    """A setting of a recorded run, and of the study that would continue it."""
+
+    label: str
+    old: object
+    new: object
+    remedy: str = ""  # option that keeps the old one
+
+
+def check_continues(
+    folder: Path,
+    run_name: str,
+    commands: tuple[Sequence[str], Sequence[str]],
+    settings: Sequence[RecordedSetting],
+) -> None:
+    """Reject a study with another command (the second) or setting than those of a recorded run.
+
+    Raises:
+        UsageError: with the difference.
+    """
+    old_command, new_command = commands
+    if tuple(old_command) != tuple(new_command):
+        raise UsageError(
+            f"{folder} has runs of another command: {difference(old_command, new_command)} "
+            f"(run {run_name}). Use another --out"
+        )
+    for setting in settings:
+        if setting.old != setting.new:
+            raise UsageError(
+                f"{folder} has runs of another {setting.label}: {setting.old} in run {run_name}, "
+                f"now {setting.new}. Use another --out{', or ' * bool(setting.remedy)}"
+                f"{setting.remedy}"
+            )
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """The machine, and the share of a host that each rank gets in every run."""
+
+    machine: str  # description, stored in the records and compared
+    cores: int | None = None  # of a host; None with GPUs
+    threads: int | None = None  # per rank
+    ranks_per_host: int | None = None  # to divide the cores among, also where fewer ranks run
+
+    def request(
+        self, options: StudyOptions, ranks: int, words: Sequence[str], *, bind: bool = True
+    ) -> Request:
+        """Return the request for ``ranks``; without ``bind``, one process has the whole host."""
+        return Request(
+            ranks,
+            words,
+            ppn=None if options.ppn is None else min(options.ppn, ranks),
+            threads=self.threads if bind else None,
+            ranks_per_host=self.ranks_per_host if bind else None,
+            bind=bind,
+            hosts=options.hosts,
+            hostfile=options.hostfile,
+        )
+
+
+def find_share(options: StudyOptions, sizes: Sequence[int]) -> HostShare:
+    """Return the share of a host per rank for runs on these numbers of ranks.
+
+    Raises:
+        UsageError: the hosts cannot be read, or the ranks do not fit.
+    """
+    hosts = choose_hosts(options.hosts, options.hostfile, os.environ)
+    ranks = fullest_host(sizes, options.ppn, hosts)
+    machine, cores = describe_machine(os.environ)
+    return HostShare(machine, cores, options.threads or equal_threads(ranks, os.environ), ranks)
+
+
+def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> int:
+    """Return the ranks on the fullest host: at every size, each rank gets its share of that host.
+
+    By default, one rank takes all cores of its host, and two ranks half of them each: then more
+    ranks would not be more hardware, and no efficiency could approach 1. Without ``ppn``, ranks
+    per host, each host is filled.
+    """
+    return ppn or max(lay_out(ranks, hosts).per_host for ranks in sizes)
+
+
+def describe_machine(environ: Mapping[str, str]) -> tuple[str, int | None]:
+    """Return a description of this host's GPUs or CPU, and its cores (None with GPUs)."""
+    count = count_gpus(environ)
+    if count:
+        return f"{plural(count, 'GPU')} per host", None
+    cores = physical_cores()
+    return f"{processor()}, {plural(cores, 'core')} per host", cores

@@ -1,0 +1,223 @@
+"""The engine of a study: order, missing runs, outcomes and the share of a host; no MPI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.commands.launch.hosts import Allocation, Host
+from hvdtrain.commands.launch.prepare import Request
+from hvdtrain.commands.study import engine
+from hvdtrain.commands.study.command_options import check_measurable, value_of, without_option
+from hvdtrain.commands.study.engine import (
+    HostShare,
+    Plan,
+    RunOutcome,
+    StudyOptions,
+    Variant,
+    classify_failure,
+    fullest_host,
+    measure,
+    time_left,
+)
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import Summary
+from hvdtrain.system.runtime.command import Command, Result
+
+NAMES = st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)
+OPTIONS = st.lists(st.sampled_from(["--lr", "0.1", "--batch_size", "--batch-size=8", "x"]))
+FOUR = tuple(Host(name, 4) for name in "ab")
+RAN = RunOutcome(Summary(images_per_second_mean=5.0))
+
+
+def plan(names: str, repeats: int, *, reverses: bool = False, unavailable: str = "") -> Plan:
+    variants = [
+        Variant(name, name, Request(1, ("python",)), "no GPU" * (name in unavailable))
+        for name in names
+    ]
+    return Plan(Path("out"), tuple(variants), repeats, reverses=reverses)
+
+
+def order(runs: list[engine.Planned]) -> str:
+    return " ".join(f"{variant.name}{repeat}" for variant, repeat in runs)
+
+
+def test_the_variants_alternate() -> None:
+    assert order(plan("abc", 2).runs()) == "a1 b1 c1 a2 b2 c2"
+    assert order(plan("abc", 3, reverses=True).runs()) == "a1 b1 c1 c2 b2 a2 a3 b3 c3"
+    assert order(plan("abc", 2).missing({("b", 1), ("c", 2)})) == "a1 c1 a2 b2"
+
+
+@given(NAMES, st.integers(1, 6))
+def test_all_variants_run_equally_often_and_none_is_favoured(
+    names: list[str], repeats: int
+) -> None:
+    runs = [v.name for v, _ in plan("".join(names), repeats, reverses=True).runs()]
+    assert sorted(runs) == sorted(names * repeats)
+    if repeats % 2 == 0:  # a steady drift affects the mean position of each equally
+        sums = {sum(i for i, run in enumerate(runs) if run == name) for name in names}
+        assert len(sums) == 1
+
+
+def test_a_variant_without_a_result_is_not_run_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Plan, "command", lambda self, variant, repeat: variant.name)
+    failed = RunOutcome(reason="exit code 1", failed=True)
+    monkeypatch.setattr(engine, "measure", lambda name, *_: {"a": RAN, "b": failed}[name])
+    caplog.set_level("INFO")
+    recorded = []
+    runs = plan("abc", 3, unavailable="c")
+    runs.carry_out(
+        runs.missing({("a", 1)}), lambda v, repeat, run: recorded.append((v.name, repeat, run))
+    )
+    absent = RunOutcome(reason="no GPU")
+    assert recorded == [("b", 1, failed), ("c", 1, absent), ("a", 2, RAN), ("a", 3, RAN)]
+    assert "[2/9] b, run 1 of 3: failed: exit code 1" in caplog.text
+    assert "[3/9] c, run 1 of 3: not available: no GPU" in caplog.text
+    assert "[7/9] a, run 3 of 3 (about" in caplog.text
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.carry_out(runs.runs(), stop)
+    assert "completed runs are kept in out: run the same command again" in caplog.text
+
+
+def test_a_run_is_a_request_to_launch() -> None:
+    share = HostShare("a machine", 4, threads=3, ranks_per_host=4)
+    options = StudyOptions(ppn=4, hosts="a:4,b:4")
+    expected = {"ppn": 2, "hosts": "a:4,b:4"}  # not more than the ranks
+    assert share.request(options, 2, ("x",)) == Request(
+        2, ("x",), threads=3, ranks_per_host=4, **expected
+    )
+    assert share.request(options, 2, ("x",), bind=False) == Request(
+        2, ("x",), bind=False, **expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "reason", "failed"),
+    [
+        (2, "hello\nhvdtrain: --precision fp16 needs a GPU\n--\nmpirun\n", "--precision", False),
+        (1, "hvdtrain: rank 1 on a: error: no luck\n", "no luck", True),
+        (1, "Traceback\n", "exit code 1", True),
+        (124, "", "timed out", True),
+        (1, "torch.OutOfMemoryError: CUDA out of memory.", "global batch does not", False),
+        (1, "hvdtrain: ResourceExhaustedError: OOM", "global batch does not", False),
+    ],
+)
+def test_failed_runs_are_classified(code: int, output: str, reason: str, failed: bool) -> None:
+    outcome = classify_failure(Result(Command(("mpirun",)), code, output))
+    assert reason in outcome.reason
+    assert (outcome.failed, outcome.invalid) == (failed, code == 2)
+
+
+@pytest.mark.parametrize(
+    ("summary", "message"),
+    [
+        (None, "No such file"),
+        ({"images_per_second_mean": None}, "no images_per_second_mean"),
+        ({"images_per_second_mean": 0}, "0 images/s"),
+        ({"images_per_second_mean": float("inf")}, "inf images/s"),
+        ({"images_per_second_mean": 5.0}, ""),
+    ],
+)
+def test_a_run_needs_a_throughput(
+    summary: dict[str, Any] | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stem = tmp_path / "runs" / "a-1"
+
+    def execute(command: Command, **_: Any) -> Result:
+        if summary is not None:
+            stem.with_name("a-1.json").write_text(json.dumps(summary))
+        return Result(command, 0, "the output")
+
+    monkeypatch.setattr(engine, "run", execute)
+    outcome = measure(Command(("mpirun", "-n", "1")), stem, None, "a")
+    assert stem.with_name("a-1.log").read_text() == "mpirun -n 1\nthe output"
+    assert outcome.failed is bool(message)
+    assert message in outcome.reason
+    assert outcome == RAN or "the command must accept --summary FILE" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("durations", "remaining", "text"),
+    [
+        ({}, "ab", ""),
+        ({"a": 10.0}, "abc", " (about 30 s to go)"),  # the mean for new kinds
+        ({"a": 10.0, "b": 30.0}, "abc", " (about 60 s to go)"),
+        ({"a": 14.0}, "a" * 39, " (about 9 min to go)"),
+        ({"a": 86_400.0}, "aaa", " (about 3 days to go)"),
+    ],
+)
+def test_the_time_left_is_estimated_from_completed_runs(
+    durations: dict[str, float], remaining: str, text: str
+) -> None:
+    assert time_left(durations, remaining) == text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ppn", "hosts", "ranks_per_host"),
+    [
+        ((1, 2, 4), None, (), 4),
+        ((1, 8), 4, FOUR, 4),
+        ((1, 2), 4, FOUR, 4),  # as one of several jobs
+        ((1, 2), None, FOUR, 2),
+        ((1, 8), None, FOUR, 4),
+        ((2, 6), None, FOUR, 4),  # the first host is filled, so it has 4 ranks, not 3
+    ],
+)
+def test_the_fullest_host_determines_the_ranks_per_host(
+    sizes: tuple[int, ...], ppn: int | None, hosts: tuple[Host, ...], ranks_per_host: int
+) -> None:
+    assert fullest_host(sizes, ppn, Allocation("PBS", hosts)) == ranks_per_host
+
+
+@given(OPTIONS)
+def test_a_removed_option_has_no_value(words: list[str]) -> None:
+    kept = without_option(words, "--batch-size")
+    assert value_of(kept, "--batch-size") is None
+    remaining = iter(words)
+    assert all(word in remaining for word in kept)  # in the same order
+    if value_of(words, "--batch-size") is None:
+        assert kept == words
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "missing command"),
+        (["p", "--summary=x"], "--summary in the command"),
+        (["p", "--metrics", "x"], "--metrics in the command"),
+        (["p", "--checkpoint_dir", "x"], "--checkpoint-dir .* resume"),
+        (["p", "--timeline", "x"], "--timeline .* slows"),
+        (["p", "--config={}"], "--checkpoint-dir in .*/options.yaml: .*; remove it"),
+    ],
+)
+def test_commands_that_cannot_be_measured(words: list[str], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("num-steps: 50\ncheckpoint_dir: x\n")
+    with pytest.raises(UsageError, match=message):
+        check_measurable([word.format(file) for word in words], {})
+
+
+def test_a_timeline_set_by_the_environment() -> None:
+    check_measurable(["p"], {"HOROVOD_TIMELINE": "DYNAMIC"})  # off until started
+    with pytest.raises(UsageError, match="HOROVOD_TIMELINE is set"):
+        check_measurable(["p"], {"HOROVOD_TIMELINE": "t.json"})
+
+
+@pytest.mark.parametrize("text", ["", "a list", "[1, 2]", "{", "timeline:\n", "\0"])
+def test_config_may_have_another_meaning_in_other_programs(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(text)
+    for words in ([f"--config={file}"], ["--config", str(tmp_path / "none")], ["--config"]):
+        check_measurable(["p", *words], {})
