@@ -39,7 +39,7 @@ from hvdtrain.commands.study.engine import (
     Variant,
     find_share,
 )
-from hvdtrain.commands.submit.arguments import Request, add_arguments
+from hvdtrain.commands.submit.job import Job, add_job_options, job_of
 from hvdtrain.commands.submit.submission import submit
 from hvdtrain.config.declare import option
 from hvdtrain.config.values import counts, positive
@@ -249,14 +249,14 @@ def submit_sizes(options: ScalingOptions, words: Sequence[str]) -> Report:
     return Report("\n\n".join(texts), {"ok": True, "jobs": jobs})
 
 
-def _parse(options: str) -> Request:
+def _parse(options: str) -> Job:
     """Parse the options of the jobs as ``hvdtrain submit`` does.
 
     Raises:
         UsageError: an option is unknown, or is set by the sweep.
     """
     parser = argparse.ArgumentParser(prog="--submit", allow_abbrev=False, exit_on_error=False)
-    add_arguments(parser)
+    add_job_options(parser)
     try:
         arguments, unknown = parser.parse_known_args(shlex.split(options))
     except (argparse.ArgumentError, ValueError) as error:
@@ -266,12 +266,10 @@ def _parse(options: str) -> Request:
     for name in RESERVED:
         if getattr(arguments, name) != parser.get_default(name) and getattr(arguments, name):
             raise UsageError(f"--submit {options!r}: --{name} is set by the sweep; remove it")
-    return Request.of(arguments)
+    return job_of(arguments)
 
 
-def _job_request(
-    template: Request, options: ScalingOptions, words: Sequence[str], ranks: int
-) -> Request:
+def _job_request(template: Job, options: ScalingOptions, words: Sequence[str], ranks: int) -> Job:
     """Return the request to ``hvdtrain submit`` for one size."""
     full = template.ppn or options.ppn or 1
     ppn = min(full, ranks)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvdtrain.commands.launch.hosts import Allocation
-from hvdtrain.commands.launch.layout import lay_out
+from hvdtrain.commands.launch.hosts import Allocation, lay_out
 from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
 from hvdtrain.commands.study.command_options import difference
 from hvdtrain.commands.study.curves import Target, read_target
