@@ -7,9 +7,9 @@ import logging
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -54,6 +54,24 @@ class GradientSums(Protocol):
     @property
     def stop_agreed(self) -> bool:
         """Whether any rank had ``stop_wanted`` at the last step; the same answer on all ranks."""
+
+
+@dataclass(frozen=True)
+class RankHooks:
+    """What the gradient sums of an optimizer need to know of their rank.
+
+    Attributes:
+        weight: factor of this rank's gradients in this pass; 0 replaces any value by zero.
+        stop_wanted: whether this rank wants to stop.
+        waits: context of a wait for the other ranks, by the name of the call.
+        may_skip: whether the passes of all ranks are known from the parts, so that this rank can
+            skip that of an empty one.
+    """
+
+    weight: Callable[[], float]
+    stop_wanted: Callable[[], bool] = lambda: False
+    waits: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
+    may_skip: Callable[[], bool] = lambda: True
 
 
 class CommonAdapter(StateAdapter):
@@ -269,7 +287,7 @@ class CommonAdapter(StateAdapter):
         """Set ``part`` of ``shards`` as the one that the next gradients are computed on."""
         self._shards = shards
         self.samples_seen += part.count
-        self._rank_buffers = {}  # also if this rank's part is empty: the others' are not
+        self.rank_buffers = {}  # also if this rank's part is empty: the others' are not
 
     def end_part(self) -> None:
         """Complete pending sums that other ranks wait for, before the next collective call."""
@@ -282,17 +300,8 @@ class CommonAdapter(StateAdapter):
     @samples_seen.setter
     def samples_seen(self, count: int) -> None:
         if count != self._seen:  # trained since loading: the loaded statistics are outdated
-            self._rank_buffers = {}
+            self.rank_buffers = {}
         self._seen = count
-
-    @together
-    def check_updates(self, model: Any, optimizer: Any, text: str) -> None:
-        """Compare the trained parameters and the optimizer state of all ranks, bit for bit.
-
-        Raises:
-            HvdtrainError: on every rank, naming the ranks that differ, and ending with ``text``.
-        """
-        self.compare(model, self.replicated(model, optimizer), text)
 
     @property
     def current_part(self) -> Part | None:

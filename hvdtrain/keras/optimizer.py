@@ -9,7 +9,7 @@ loop, in which samples are not counted, all ranks have the same weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -17,12 +17,11 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common import CommonAdapter, RankHooks
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute, reduction_of
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
-from hvdtrain.system.runtime.waits import SUM
 
 _step_sums: list[StepSum] = []  # in the order of their optimizers, the same on all ranks of a set
 
@@ -63,7 +62,8 @@ class StepSum(Reduction):
         self.local, self.local_factor = {id(variable) for variable in local}, local_factor
         self.before_first: Callable[[], None] | None = None
         with tf.device("/CPU:0"):
-            self.buckets = Buckets(name, self._reduce)
+            hooks = RankHooks(weight=self._fixed_weight, waits=self._waits)
+            self.buckets = Buckets(name, self._reduce, hooks)
             self.samples = tf.Variable(0, dtype=tf.int64, trainable=False, name="samples")
             self._nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
         self._weight: Any = None  # of this rank in the current step
@@ -101,20 +101,20 @@ class StepSum(Reduction):
         if not shared:
             return result
         weight = self._weight if self._weight is not None else self._fixed_weight()
-        waits = self.adapter.waits
-        # Within a traced function, which runs this code only once, it would measure nothing.
-        with waits.during(SUM) if tf.executing_eagerly() else nullcontext():
-            totals = self.buckets.sum(
-                [gradients[index] for index in shared],
-                [variables[index] for index in shared],
-                weight=weight / self.predivide,
-            )
+        totals = self.buckets.sum(
+            [gradients[index] for index in shared],
+            [variables[index] for index in shared],
+            weight=weight / self.predivide,
+        )
         factor = self.factor * self.predivide
         for index, total in zip(shared, totals, strict=True):
             result[index] = total if factor == 1 else total * tf.cast(factor, total.dtype)
         with tf.control_dependencies(totals):
             self._nothing.assign(0.0)
         return result
+
+    def _waits(self, call: str) -> AbstractContextManager[None]:
+        return self.adapter.waits.during(call)
 
     def _fixed_weight(self) -> float:
         return 1.0 / self.adapter.world.size if self.average else 1.0

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.adapters.common import RankHooks
+
 SIZE = 16  # a parameter that fills its place in a bucket
 
 
@@ -42,7 +44,7 @@ def torch_step(mine: float, remote: float, weight: float = 0.25) -> tuple[Any, A
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     late = LateSum(torch.full((SIZE,), 8 * remote))
-    buckets = Buckets("test", optimizer, late, lambda: weight)
+    buckets = Buckets("test", optimizer, late, RankHooks(weight=lambda: weight))
     scaler.scale((parameter * mine).sum()).backward()
     assert late.started == 0 and buckets.messages["count"] == 1
     return parameter, optimizer, scaler, late
@@ -83,12 +85,12 @@ def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
         seen.append(name)
         return flat + 1
 
-    buckets = Buckets("test", reduce)
+    buckets = Buckets("test", reduce, RankHooks(weight=lambda: 1.0))
     variables = [tf.Variable(tf.zeros((2, 3))), tf.Variable(0.0), tf.Variable(tf.zeros(4))]
 
     def total() -> Any:
         nan = tf.fill([4], np.nan)
-        return buckets.sum([tf.ones((2, 3)), None, nan], variables, weighted=False)
+        return buckets.sum([tf.ones((2, 3)), None, nan], variables)
 
     total = tf.function(total) if traced else total
     for weight, expected in ((0.0, [1.0, 1.0, 1.0]), (0.5, [1.5, 1.0, np.nan])):

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
-from hvdtrain.adapters.pytorch.buckets import Sums
-from hvdtrain.adapters.pytorch.compression import TYPES
+from hvdtrain.adapters.pytorch.buckets import BucketedAdapter
+from hvdtrain.adapters.pytorch.sums import TYPES, Sums
 from hvdtrain.errors import UsageError
 
 if TYPE_CHECKING:  # importing it starts MPI, for which the variables of step 1 come first

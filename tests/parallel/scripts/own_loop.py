@@ -54,7 +54,7 @@ class Net(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.layers(inputs)
 
-    def in_a_row(self) -> list[torch.nn.Module]:
+    def pipeline_layers(self) -> list[torch.nn.Module]:
         return list(self.layers)
 
 

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.adapters import buffers
+from hvdtrain.adapters.state_view import (
+    buffers_of_rank,
+    gather_buffers,
+    mean_buffers,
+    separate_buffers,
+)
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.steps.checkpoint_files import Arrays
 
@@ -28,7 +33,7 @@ def local_of(rank: int) -> Arrays:
 def test_the_mean_is_weighted_by_samples(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> Arrays:
         rank = communicator.rank
-        return buffers.average(communicator, local_of(rank), SEEN[rank])
+        return mean_buffers(communicator, local_of(rank), SEEN[rank])
 
     for outcome in on_ranks(3, act):
         # (3 x rank 0 + 0 x rank 1 + 1 x rank 2) / 4
@@ -48,7 +53,7 @@ def test_the_mean_is_weighted_by_samples(on_ranks: Any) -> None:
 def test_the_mean_in_whole_numbers(on_ranks: Any, ranks: list[tuple[int, int]]) -> None:
     def act(communicator: Communicator) -> float:
         seen, value = ranks[communicator.rank]
-        return float(buffers.average(communicator, {"x": np.array([float(value)])}, seen)["x"][0])
+        return float(mean_buffers(communicator, {"x": np.array([float(value)])}, seen)["x"][0])
 
     total = sum(seen for seen, _ in ranks)
     expected = Fraction(sum(seen * value for seen, value in ranks), total)
@@ -57,7 +62,7 @@ def test_the_mean_in_whole_numbers(on_ranks: Any, ranks: list[tuple[int, int]]) 
 
 def test_before_the_first_sample_each_keeps_its_own(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> Arrays:
-        return buffers.average(communicator, local_of(0), 0)
+        return mean_buffers(communicator, local_of(0), 0)
 
     for outcome in on_ranks(2, act):
         assert all(np.array_equal(outcome[name], local_of(0)[name]) for name in local_of(0))
@@ -65,7 +70,7 @@ def test_before_the_first_sample_each_keeps_its_own(on_ranks: Any) -> None:
 
 def test_averaging_does_not_touch_what_it_was_given() -> None:
     local = local_of(1)
-    buffers.average(SingleRank(), local, 7)
+    mean_buffers(SingleRank(), local, 7)
     assert all(np.array_equal(local[name], local_of(1)[name]) for name in local)
 
 
@@ -73,10 +78,10 @@ def test_averaging_does_not_touch_what_it_was_given() -> None:
 def test_each_rank_finds_its_own_row_again(on_ranks: Any, size: int) -> None:
     def act(communicator: Communicator) -> tuple[Arrays, Any]:
         rank = communicator.rank
-        gathered = buffers.gather(communicator, local_of(rank), SEEN[rank])
-        optimizer, ranks = buffers.take_out({"momentum": np.ones(2), **gathered})
+        gathered = gather_buffers(communicator, local_of(rank), SEEN[rank])
+        optimizer, ranks = separate_buffers({"momentum": np.ones(2), **gathered})
         assert set(optimizer) == {"momentum"}
-        return gathered, buffers.rank_row(ranks, rank, size)
+        return gathered, buffers_of_rank(ranks, rank, size)
 
     for rank, (gathered, row) in enumerate(on_ranks(size, act)):
         assert gathered["rank_samples"].tolist() == SEEN[:size]
@@ -91,7 +96,7 @@ def test_each_rank_finds_its_own_row_again(on_ranks: Any, size: int) -> None:
 
 
 def test_on_another_world_size_no_row_is_anybodys() -> None:
-    gathered = buffers.gather(SingleRank(), local_of(0), 3)
-    assert buffers.rank_row(gathered, 0, 2) is None
-    assert buffers.rank_row({}, 0, 1) is None
-    assert buffers.take_out({"momentum": np.ones(1)})[1] == {}
+    gathered = gather_buffers(SingleRank(), local_of(0), 3)
+    assert buffers_of_rank(gathered, 0, 2) is None
+    assert buffers_of_rank({}, 0, 1) is None
+    assert separate_buffers({"momentum": np.ones(1)})[1] == {}

@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.preflight import exchange
+from hvdtrain.adapters.state_view import StateView
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -24,11 +25,38 @@ from hvdtrain.steps.world import World
 Model = dict[str, Arrays]  # "weights", which all ranks share, and "running", each rank's own
 
 
+class ArrayView(StateView):
+    """All of it is whole on each rank."""
+
+    def trained_names(self) -> set[str]:
+        return {"w"}
+
+    def export(self, optimizer: Any) -> Checkpoint:
+        arrays = {**self.model["weights"], **self.model["running"]}
+        return Checkpoint({k: v.copy() for k, v in arrays.items()}, dict(optimizer or {}))
+
+    def restore(self, optimizer: Any, state: Checkpoint) -> None:
+        for part in ("weights", "running"):
+            if not set(self.model[part]) <= set(state.model):
+                raise UsageError("another model")
+            self.model[part] = {name: np.asarray(state.model[name]) for name in self.model[part]}
+        if optimizer is not None:
+            optimizer.clear()
+            optimizer.update({k: np.asarray(v) for k, v in state.training.items()})
+
+    def local_buffers(self) -> Arrays:
+        return {k: v.copy() for k, v in self.model["running"].items()}
+
+    def set_local_buffers(self, arrays: Arrays) -> None:
+        self.model["running"] = dict(arrays)
+
+
 class ArrayAdapter(CommonAdapter):
     """Weights, momenta and running statistics in dictionaries."""
 
     name = "horovod"
     runtime = "the threads"
+    whole_view = ArrayView
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
@@ -45,28 +73,6 @@ class ArrayAdapter(CommonAdapter):
 
     def check_trained(self, model: Any, optimizer: Any) -> None:
         pass
-
-    def trained_names(self, model: Any) -> set[str]:
-        return {"w"}
-
-    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        arrays = {**model["weights"], **model["running"]}
-        return Checkpoint({k: v.copy() for k, v in arrays.items()}, dict(optimizer or {}))
-
-    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        for part in ("weights", "running"):
-            if not set(model[part]) <= set(state.model):
-                raise UsageError("another model")
-            model[part] = {name: np.asarray(state.model[name]) for name in model[part]}
-        if optimizer is not None:
-            optimizer.clear()
-            optimizer.update({k: np.asarray(v) for k, v in state.training.items()})
-
-    def local_buffers(self, model: Any) -> Arrays:
-        return {k: v.copy() for k, v in model["running"].items()}
-
-    def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
-        model["running"] = dict(arrays)
 
 
 def model_of(rank: int) -> Model:

@@ -1,21 +1,42 @@
-"""Gradients of PyTorch, sent and summed in a 16-bit type: ``--compression``.
+"""Asynchronous sums of PyTorch tensors over the ranks, also in a 16-bit type: ``--compression``.
 
-They are multiplied by the weight of the rank's part before rounding. The weights of all ranks sum
-to 1, so no sum or partial sum exceeds the largest gradient of a rank: fp16 overflows only if a
+Gradients are multiplied by the weight of the rank's part before rounding. The weights of all ranks
+sum to 1, so no sum or partial sum exceeds the largest gradient of a rank: fp16 overflows only if a
 gradient itself exceeds 65504. The sum is then infinite on all ranks, and handled like any gradient
 that is not finite.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.buckets import Sums
-
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Sums(ABC):
+    """Asynchronous sums of buckets over all ranks, in place."""
+
+    in_order = False
+    """Whether the sums of different ranks are matched by the order of their start, not by name."""
+
+    @abstractmethod
+    def start(self, bucket: torch.Tensor, name: str) -> Any:
+        """Start summing ``bucket``, and return a handle."""
+
+    @abstractmethod
+    def wait(self, handle: Any) -> None:
+        """Wait until the bucket of ``handle`` holds the sum."""
+
+    def nbytes(self, bucket: torch.Tensor) -> int:
+        """Return the number of bytes sent for ``bucket``."""
+        return bucket.numel() * bucket.element_size()
+
+    def progress(self) -> None:  # noqa: B027 (most libraries have a thread for it)
+        """Progress the sums under way."""
 
 
 class Compressed(Sums):
