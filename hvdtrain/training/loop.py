@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from typing import Any, NoReturn
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.preemption import ANOTHER, HOSTS_CHANGED, Preemption, wait_for_agent
 from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
 from hvdtrain.system.output.text import plural
+from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import is_agreed, process_status
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.task import Task, Workload
@@ -22,7 +25,6 @@ from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
 from hvdtrain.training.plan import TrainingPlan
-from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.progress import Silent
 from hvdtrain.training.summary import (
     described,
@@ -61,7 +63,7 @@ class Run:
         self.show = Silent()
         self.clock = Clock()
         self.now = TrainState()
-        self.preemption = Preemption(adapter)
+        self.preemption = Preemption(adapter.communicator, self._want_stop)
         self.timeline = TimelineWindow(options, adapter)
         self.pending: list[tuple[Part, Any]] = []  # losses not yet read
         self.train_loss: float | None = None
@@ -115,7 +117,7 @@ class Run:
         if self.now.step:
             lines.append(
                 f"resumed from {self.checkpoints.path}: step {self.now.step}, epoch "
-                f"{self.now.position.epoch}, {self.now.position.consumed:,} of its "
+                f"{self.now.position.epoch + 1}, {self.now.position.consumed:,} of its "
                 f"{self.workload.unit} done"
             )
         self.show.begin(lines, self.total_steps, self.now.step)
@@ -128,6 +130,7 @@ class Run:
         """
         if self.options.checkpoint_dir:
             self.preemption.listen()
+            self.preemption.watch()
         try:
             stopped = self._train()
         except TrainingError as error:
@@ -137,7 +140,7 @@ class Run:
         self._end(stopped)
         if stopped is not Stopped.PREEMPTED:
             return EXIT_OK
-        self.preemption.wait_for_agent()
+        wait_for_agent(lambda: bool(self.preemption.reason))
         return EXIT_PREEMPTED
 
     def _train(self) -> Stopped:
@@ -157,8 +160,11 @@ class Run:
             self._save()
         if stopped is Stopped.PREEMPTED:
             self.show.stop()
+            restart = is_elastic(os.environ) and self.preemption.agree() == HOSTS_CHANGED
             self.preemption.announce(
-                f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
+                self.preemption.reason or ANOTHER,
+                f"stopped after step {self.now.step}, saved {self.checkpoints.path}",
+                restart=restart,
             )
         return stopped
 
@@ -214,6 +220,10 @@ class Run:
         if every and (self.now.step + 1) % every == 0 and self.adapter.world.size > 1:
             self.adapter.check_replicas(self.task.model, self.task.optimizer, step=self.now.step)
             self.clock.resume()
+
+    def _want_stop(self) -> None:
+        # It reaches the other ranks with the gradients.
+        self.adapter.stop_wanted = True
 
     def _wants_stop(self) -> bool:
         self._watch_walltime()
@@ -293,8 +303,8 @@ class Run:
             if not math.isfinite(value):
                 step = self.now.step - len(values) + back + 1
                 raise TrainingError(
-                    f"the loss is {value} at step {step} (epoch {part.start.epoch}): lower --lr, "
-                    "or check the data of this rank. Checkpoints on disk are of earlier steps"
+                    f"the loss is {value} at step {step} (epoch {part.start.epoch + 1}): lower "
+                    "--lr, or check the data of this rank. Checkpoints on disk are of earlier steps"
                 )
             self.now.loss_sum += value * part.count
             self.now.loss_count += part.count

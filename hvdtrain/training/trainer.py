@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.preemption import leave_on_signal
 from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.adapters.select import choose_strategy
 from hvdtrain.config.command_line import parse
@@ -27,9 +28,8 @@ from hvdtrain.system.runtime.scratch import use_scratch_directory
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training import timeline_window
-from hvdtrain.training.agreement import check_data, check_options
-from hvdtrain.training.early_checks import check_early
-from hvdtrain.training.evaluation_run import EvaluationRun
+from hvdtrain.training.checks import check_data, check_early, check_options
+from hvdtrain.training.evaluation import EvaluationRun
 from hvdtrain.training.loop import Run
 from hvdtrain.training.plan import (
     TrainingPlan,
@@ -41,7 +41,6 @@ from hvdtrain.training.plan import (
     notes,
     processor_has_bf16,
 )
-from hvdtrain.training.preemption import leave_on_signal
 from hvdtrain.training.progress import Progress, Silent
 from hvdtrain.training.staging import stage
 

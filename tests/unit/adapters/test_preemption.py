@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.preemption import wait_for_agent
+from hvdtrain.adapters.preemption import wait_for_agent
 
 PROGRAM = """
 import time
-from hvdtrain.training.preemption import on_stop_signal
+from hvdtrain.adapters.preemption import on_stop_signal
 stops = []
 on_stop_signal(stops.append)
 print("ready", flush=True)
@@ -51,7 +51,7 @@ def test_a_signal_asks_and_does_not_kill(number: signal.Signals) -> None:
 START = """
 import sys, time
 from pathlib import Path
-from hvdtrain.training.preemption import leave_on_signal
+from hvdtrain.adapters.preemption import leave_on_signal
 leave_on_signal(Path(sys.argv[1]), resumes=sys.argv[2] == "resumes")
 print("ready", flush=True)
 for _ in range(3000):  # one long sleep would begin after the signal now and then, and not end

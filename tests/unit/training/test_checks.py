@@ -15,7 +15,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint import read_newest_state, save
 from hvdtrain.steps.checkpoint_files import STATE_FILE, Checkpoint
 from hvdtrain.system.runtime.detect import SINGLE_RANK
-from hvdtrain.training.early_checks import check_early
+from hvdtrain.training.checks import check_early
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
 
