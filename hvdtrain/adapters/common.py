@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import weakref
@@ -248,8 +247,8 @@ class CommonAdapter(StateAdapter):
 
     def _gather_threads(self, threads: int) -> list[tuple[RankCores, int]]:
         mine = asdict(RankCores.here(self.world.host, os.environ))
-        ranks = self.communicator.gather(json.dumps([mine, threads]).encode())
-        return [(RankCores(**facts), number) for facts, number in map(json.loads, ranks)]
+        ranks = self.communicator.gather_json([mine, threads])
+        return [(RankCores(**facts), number) for facts, number in ranks]
 
     def check_devices(self, name: str, index: int, visible: int) -> None:
         """Raise, on every rank, if local ranks share a GPU; all ranks must call it, also on a CPU.

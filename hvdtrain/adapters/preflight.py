@@ -5,11 +5,13 @@ This module collects the facts; ``steps/integrity.py`` and ``steps/world.py`` ju
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+
+import msgspec
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
@@ -73,9 +75,10 @@ def exchange(communicator: Communicator) -> list[RankFacts]:
     """
     identities = sorted({library.identity for library in mpi_library.loaded()})
     mine = integrity.rank_facts(os.environ, ", ".join(identities))
-    ranks = [RankFacts.decode(data) for data in communicator.gather(mine.encode())]
-    known = integrity.MIXED_VERSIONS
-    _judge(communicator, ranks, known, lambda: integrity.check_software(ranks))
+    gathered = communicator.gather(msgspec.json.encode(mine))
+    ranks = [msgspec.json.decode(facts, type=RankFacts) for facts in gathered]
+    with _allowing(communicator, ranks, integrity.MIXED_VERSIONS):
+        integrity.check_software(ranks)
     return ranks
 
 
@@ -85,18 +88,16 @@ def check_devices(communicator: Communicator, device: Device, ranks: list[RankFa
     Raises:
         UsageError: on every rank, naming the ranks that share a device.
     """
-    gathered = communicator.gather(json.dumps(asdict(device)).encode())
-    devices = [Device(**json.loads(data)) for data in gathered]
-    known = integrity.SHARED_GPU
-    _judge(communicator, ranks, known, lambda: integrity.check_devices(devices, ranks))
+    devices = [Device(**mine) for mine in communicator.gather_json(asdict(device))]
+    with _allowing(communicator, ranks, integrity.SHARED_GPU):
+        integrity.check_devices(devices, ranks)
 
 
-def _judge(
-    communicator: Communicator, ranks: list[RankFacts], known: str, rule: Callable[[], None]
-) -> None:
-    """Raise the error of ``rule``, agreed by all ranks; only warn if the user allows ``known``."""
+@contextmanager
+def _allowing(communicator: Communicator, ranks: list[RankFacts], known: str) -> Iterator[None]:
+    """Raise an error of the block, agreed by all ranks; only warn if the user allows ``known``."""
     try:
-        rule()
+        yield
     except UsageError as error:
         if known not in ranks[0].allow:
             raise agreed(error) from None

@@ -223,8 +223,8 @@ def compare(
     right = Counter(gathered).most_common(1)[0][0]  # of most ranks, or of rank 0
     if different := [rank for rank, digest in enumerate(gathered) if digest != right]:
         mine = {name: digest.hex() for name, digest in digests.items()}
-        rows = communicator.gather(json.dumps([socket.gethostname(), mine]).encode())
-        hosts, tensors = zip(*map(json.loads, rows), strict=True)
+        rows = communicator.gather_json([socket.gethostname(), mine])
+        hosts, tensors = zip(*rows, strict=True)
         good, bad = tensors[gathered.index(right)], tensors[different[0]]
         first = next(name for name in {**good, **bad} if good.get(name) != bad.get(name))
         ranks = ranks or range(communicator.size)

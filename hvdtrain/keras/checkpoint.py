@@ -5,7 +5,6 @@ The callbacks have Keras's names; ``callbacks.py`` re-exports them.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -198,8 +197,8 @@ def save(
         state: JSON values, among them ``step``, a growing number.
     """
     note_samples(optimizer)
-    mine = json.dumps([seed.numpy().tolist() for seed in _seeds(model)]).encode()
-    seeds = [json.loads(data) for data in adapter.communicator.gather(mine)]
+    mine = [seed.numpy().tolist() for seed in _seeds(model)]
+    seeds = adapter.communicator.gather_json(mine)
     rate = rate_of(optimizer)
     state["learning_rate"] = None if rate is None else float(rate)
     adapter.save_checkpoint(directory, model, optimizer, state={**state, "seeds": seeds}, keep=keep)

@@ -8,12 +8,11 @@ facts of all ranks, so that all ranks raise the same error.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import hvdtrain
@@ -43,16 +42,6 @@ class RankFacts:
     def host_id(self) -> tuple[str, str]:
         """Return the identity of the host, unique among hosts of the same name."""
         return self.host, self.machine
-
-    def encode(self) -> bytes:
-        """Return the facts as JSON."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
-
-    @staticmethod
-    def decode(data: bytes) -> RankFacts:
-        """Return the facts from the bytes of ``encode``."""
-        facts = json.loads(data)
-        return RankFacts(**{**facts, "allow": tuple(facts["allow"])})
 
 
 def rank_facts(environ: Mapping[str, str], mpi: str) -> RankFacts:

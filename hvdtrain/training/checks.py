@@ -9,7 +9,6 @@ rates, orders or numbers of steps, or hang.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from hvdtrain.adapters.common import CommonAdapter
@@ -125,7 +124,6 @@ def check_data(adapter: CommonAdapter, task: Task) -> None:
 
 
 def _compare(adapter: CommonAdapter, mine: Mapping[str, str], remedy: str) -> None:
-    gathered = adapter.communicator.gather(json.dumps(mine).encode())
     hosts = [facts.host for facts in adapter.ranks]
-    for name, owners in differences([json.loads(data) for data in gathered], hosts):
+    for name, owners in differences(adapter.communicator.gather_json(mine), hosts):
         raise agreed(UsageError(f"{name} differs: {owners}: {remedy}"))

@@ -187,7 +187,7 @@ class Run:
             if [part.start.epoch, part.start.consumed] not in self.now.left_out
         )
         self.clock.resume()
-        for part, batch in self.clock.times.fetching(self.task.train.training(parts)):
+        for part, batch in self.clock.fetching(self.task.train.training(parts)):
             self._update(part, batch)
             if self._wants_stop():
                 self._read_losses()
@@ -320,7 +320,7 @@ class Run:
             raise _RepeatError
 
     def _log(self, part: Part, epochs: float) -> None:
-        with self.clock.times.timing_collective():
+        with self.clock.timing_collective():
             means, count = self.adapter.average_metrics(
                 self.now.loss_count, loss=self.now.loss_sum, interval=self.interval_sum
             )

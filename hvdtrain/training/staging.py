@@ -8,7 +8,6 @@ at once, and no rank waits so long in a collective that it is considered lost.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -53,7 +52,7 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
         UsageError: on every rank: the data is not packed or damaged, or a disk is too small.
         HvdtrainError: on every rank: a disk cannot be written.
     """
-    together, gather = adapter.communicator.together, adapter.communicator.gather
+    communicator, together = adapter.communicator, adapter.communicator.together
     copy = together(lambda: Copy(data, directory))
     copies = adapter.world.local_rank == 0
     if copies:
@@ -62,8 +61,7 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
     pause = FIRST_PAUSE
     while True:
         mine = [copy.done, copy.size, copy.is_over, copy.failed] if copies else None
-        rows = [json.loads(data) for data in gather(json.dumps(mine).encode())]
-        hosts = [row for row in rows if row]
+        hosts = [row for row in communicator.gather_json(mine) if row]
         if all(over for _, _, over, _ in hosts) or any(failed for *_, failed in hosts):
             break
         done, total = (sum(row[column] for row in hosts) for column in (0, 1))
@@ -77,7 +75,7 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
     if copies:
         copy.stop()
     together(copy.raise_if_failed)
-    copied = sum(int(count) for count in gather(b"%d" % copy.copied))
+    copied = sum(communicator.gather_json(copy.copied))
     report = (
         f"{size(copied)} copied in {duration(time.monotonic() - began)}" if copied else "as it was"
     )

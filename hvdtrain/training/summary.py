@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 import statistics
@@ -89,8 +88,7 @@ def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
     meter, joules = adapter.meter, None
     if meter:
         share, joules = meter.busy, {meter.identity: meter.joules}
-    mine = json.dumps([adapter.peak_memory_bytes, share, joules])
-    ranks = [json.loads(data) for data in adapter.communicator.gather(mine.encode())]
+    ranks = adapter.communicator.gather_json([adapter.peak_memory_bytes, share, joules])
     memory, shares, energies = zip(*ranks, strict=True)
     of_gpus = {gpu: value for energy in energies for gpu, value in (energy or {}).items()}
     measured, images = [*of_gpus.values()], sum(clock.images)

@@ -7,7 +7,6 @@ of each tensor, independent of the strategy and the number of ranks that wrote i
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from abc import abstractmethod
@@ -133,8 +132,8 @@ class ShardedView(TorchView):
         except HvdtrainError:
             communicator.on_root(lambda: checkpoints.remove_partial(directory))
             raise
-        rows = communicator.gather(json.dumps([asdict(file) for file in mine]).encode())
-        files = [Written(**file) for row in rows for file in json.loads(row)]
+        rows = communicator.gather_json([asdict(file) for file in mine])
+        files = [Written(**file) for row in rows for file in row]
         return communicator.on_root(lambda: checkpoints.commit(folder, files, state, keep))
 
     def _write(self, folder: Path, step: int, pieces: Sequence[Piece]) -> list[Written]:

@@ -51,11 +51,6 @@ def test_every_difference_is_reported_with_its_ranks() -> None:
     assert "HVDTRAIN_ALLOW=mixed-versions" in str(caught.value)
 
 
-def test_facts_are_encoded_and_decoded() -> None:
-    facts = RankFacts("köln", "1f", {"torch": "2.13.0+cpu"}, ("shared-gpu", "mixed-versions"))
-    assert RankFacts.decode(facts.encode()) == facts
-
-
 def test_facts_contain_loaded_and_not_installed_packages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

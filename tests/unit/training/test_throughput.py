@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.training import throughput
-from hvdtrain.training.throughput import Clock, StepTimes, split
+from hvdtrain.training.throughput import Clock, split
 from tests.unit.conftest import OnRanks
 
 
@@ -189,32 +189,32 @@ def test_the_parts_add_up_to_the_step(times: Any) -> None:
 
 
 def test_the_times_of_a_rank(fake: FakeTime) -> None:
-    clock, times = fake, StepTimes()
+    clock = Clock()
 
     def batches() -> Any:
         for seconds in (1.0, 2.0):
-            clock.now += seconds
+            fake.now += seconds
             yield seconds
 
     blocked = 0.0
-    for seconds in times.fetching(batches()):
-        clock.now += 10
+    for seconds in clock.fetching(batches()):
+        fake.now += 10
         blocked += seconds / 4
-        times.step(blocked)
-        with times.timing_collective():  # counts for the step that comes next
-            clock.now += 0.5
-    times.resume()  # what was met before an evaluation is no part of a step
-    times.step(blocked)
-    assert times.data == [1.0, 2.0, 0.0]
-    assert times.blocked == [0.25, 1.0, 0.0]
+        clock.step(8, blocked=blocked)
+        with clock.timing_collective():  # counts for the step that comes next
+            fake.now += 0.5
+    clock.resume()  # what was met before an evaluation is no part of a step
+    clock.step(8, blocked=blocked)
+    assert clock.data == [1.0, 2.0, 0.0]
+    assert clock.blocked == [0.25, 1.0, 0.0]
 
 
 def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
     def action(communicator: Communicator) -> Any:
         clock = Clock()
         for number in range(10):
-            clock.times.data.append(0.0)
-            clock.times.blocked.append(0.1 if communicator.rank else 0.3)
+            clock.data.append(0.0)
+            clock.blocked.append(0.1 if communicator.rank else 0.3)
             clock.seconds.append(1.0)
             if number == 5:  # a timeline was recorded then
                 clock.left_out.add(number)
@@ -233,10 +233,7 @@ def test_without_a_step_there_is_nothing_to_take_apart() -> None:
 
 def test_the_last_steps_of_a_long_training_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "MOST", 3)
-    times = StepTimes()
-    for seconds in (9.0, 9.0, 1.0, 2.0, 3.0):
-        times.data.append(seconds)
-        times.blocked.append(0.0)
-    mean = times.gather(SingleRank(), [10.0] * 5, [True] * 5)
+    clock = Clock(seconds=[10.0] * 4, data=[9.0, 1.0, 2.0, 3.0], blocked=[0.0] * 4)
+    mean = clock.step_split(SingleRank())
     assert mean is not None
     assert (mean.steps, mean.data) == (3, 2.0)
