@@ -77,16 +77,6 @@ def test_steps_that_do_not_count_are_left_out(fake: FakeTime) -> None:
     assert figures.step_seconds_median == 0.5
 
 
-def test_no_counted_step_means_no_throughput(fake: FakeTime) -> None:
-    clock = run(fake, [])
-    fake.now += 1
-    clock.step(8, counts=False)
-    figures = clock.figures()
-    assert figures.images_per_second_mean is figures.images_per_second_std is None
-    assert figures.step_seconds_median is None
-    assert figures.seconds_to_first_step == 17
-
-
 def test_seconds_of_the_run(fake: FakeTime) -> None:
     clock = run(fake, [(2.0, 1), (1.0, 1)])
     fake.now += 7
@@ -105,13 +95,18 @@ def test_the_time_between_steps_does_not_count(fake: FakeTime) -> None:
     assert clock.figures().seconds_to_first_step == 16.5
 
 
-def test_without_a_step_there_is_nothing_to_divide(fake: FakeTime) -> None:
-    figures = run(fake, []).figures()
-    assert figures.images_per_second_mean is None
-    assert figures.images_per_second_std is None
+@pytest.mark.parametrize("uncounted", [0, 1])
+def test_without_a_counted_step_there_is_nothing_to_divide(fake: FakeTime, uncounted: int) -> None:
+    clock = run(fake, [])
+    for _ in range(uncounted):
+        fake.now += 1
+        clock.step(8, counts=False)
+    figures = clock.figures()
+    assert figures.images_per_second_mean is figures.images_per_second_std is None
     assert figures.step_seconds_median is None
-    assert figures.seconds_to_first_step is None
+    assert figures.seconds_to_first_step == (17 if uncounted else None)
     assert Clock().recent_rate(5) == 0
+    assert Clock().step_split(SingleRank()) is None
 
 
 def test_the_recent_rate_forgets_what_is_older(fake: FakeTime) -> None:
@@ -156,8 +151,8 @@ def test_three_ranks_of_which_the_last_is_late() -> None:
 def test_who_is_late_may_change_from_step_to_step() -> None:
     early, late = [0.2, 0.0, 0.02], [0.2, 0.0, 0.06]
     mean = split(np.array([[early, early, late], [late, late, early]]))
-    assert mean.communication == pytest.approx(0.02)  # not what either has in all
-    assert mean.waiting == pytest.approx(0.02)
+    # Not what either has in all.
+    assert (mean.communication, mean.waiting) == pytest.approx((0.02, 0.02))
     assert (mean.slowest_rank, mean.slowest_share) == (0, pytest.approx(2 / 3))
 
 
@@ -225,10 +220,6 @@ def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
         assert mean.communication == pytest.approx(0.1)
         assert mean.waiting == pytest.approx(0.2 / 3)
         assert mean.slowest_rank == 1  # the first of those that come last together
-
-
-def test_without_a_step_there_is_nothing_to_take_apart() -> None:
-    assert Clock().step_split(SingleRank()) is None
 
 
 def test_the_last_steps_of_a_long_training_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
