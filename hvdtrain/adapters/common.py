@@ -184,11 +184,7 @@ class CommonAdapter(StateAdapter):
         )
 
     def bubble(self, split: StepSplit | None) -> Bubble | None:
-        """Return the share of time that pipeline stages wait for one another; None: no stages.
-
-        Args:
-            split: time of the mean step by activity; None: unknown.
-        """
+        """Return the share of time that pipeline stages wait for one another; None: no stages."""
         return None
 
     @property
@@ -253,10 +249,7 @@ class CommonAdapter(StateAdapter):
     def check_devices(self, name: str, index: int, visible: int) -> None:
         """Raise, on every rank, if local ranks share a GPU; all ranks must call it, also on a CPU.
 
-        Args:
-            name: name of this rank's device.
-            index: index of the device among the GPUs visible to this rank.
-            visible: number of visible GPUs; 0: this rank computes on the CPU.
+        ``index`` is that of this rank's device among the ``visible`` GPUs; 0 visible: a CPU.
         """
         identity = gpus.identities(visible, os.environ)[index] if visible else ""
         self.meter = GpuMeter(identity) if visible else None

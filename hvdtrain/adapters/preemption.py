@@ -45,9 +45,6 @@ def on_stop_signal(want_stop: Callable[[str], None]) -> dict[int, Any]:
 
     PBS and Slurm send TERM (if requested, USR1 or USR2 ahead of time), a terminal INT. A second
     INT ends the process at once.
-
-    Returns:
-        The previous handlers, by signal.
     """
 
     def handle(number: int, _: FrameType | None) -> None:

@@ -65,10 +65,7 @@ def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
 
 
 def exchange(communicator: Communicator) -> list[RankFacts]:
-    """Exchange the facts of all ranks in one collective; all must run the same software.
-
-    Returns:
-        The facts of all ranks, by rank.
+    """Return the facts of all ranks, exchanged in one collective; all must run the same software.
 
     Raises:
         UsageError: on every rank, listing the differing versions and their ranks.

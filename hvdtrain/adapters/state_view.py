@@ -80,11 +80,7 @@ class StateView(ABC):
         return compare(self.adapter.communicator, state, reason, when=when)
 
     def broadcast(self, optimizer: Any) -> str:
-        """Send rank 0's state to all ranks and compare it.
-
-        Returns:
-            The common SHA-256.
-        """
+        """Send rank 0's state to all ranks and compare it; return the common SHA-256."""
         communicator = self.adapter.communicator
         if communicator.size > 1:
             mine = self.export(optimizer)
@@ -102,17 +98,9 @@ class StateView(ABC):
     def write(
         self, directory: Path, optimizer: Any, state: dict[str, Any], ranks: Arrays, keep: int
     ) -> Path | None:
-        """Write a checkpoint: only on rank 0, unless the state is sharded.
+        """Write a checkpoint: only on rank 0, unless the state is sharded; return it there.
 
-        Args:
-            directory: directory of the checkpoints.
-            optimizer: optimizer of the model, which has the mean of the ranks' buffers; or None.
-            state: JSON values.
-            ranks: local buffers of all ranks.
-            keep: number of recent checkpoints to keep, in addition to the best.
-
-        Returns:
-            The checkpoint, on rank 0.
+        The model has the mean of the local buffers, ``ranks`` are those of all ranks.
         """
         arrays = self.export(optimizer)
         self.compare(self._trained(arrays), DIFFERENT)
@@ -154,8 +142,7 @@ class StateView(ABC):
     def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> dict[str, Any] | None:
         """Load, only on rank 0, the checkpoint that ``find`` returns there.
 
-        Returns:
-            The saved ``state``, with the checkpoint's ``path``, on every rank.
+        Returns the saved ``state``, with the checkpoint's ``path``, on every rank.
         """
 
         def load() -> Checkpoint | None:
@@ -199,17 +186,10 @@ def compare(
     when: str = "",
     ranks: Sequence[int] = (),
 ) -> str:
-    """Compare the ``state`` of all ranks bit for bit; all of them must call it together.
+    """Compare the ``state`` of all ranks bit for bit, and return the common SHA-256.
 
-    Args:
-        communicator: communicator of the ranks to compare.
-        state: arrays, with the same names on all ranks.
-        reason: end of the error message: cause and remedy.
-        when: beginning of the error message.
-        ranks: world ranks of those of ``communicator``, for the message; default: the same.
-
-    Returns:
-        The common SHA-256.
+    All ranks of the communicator must call it together; ``ranks`` are their world ranks, if others.
+    The error message begins with ``when`` and ends with ``reason``: cause and remedy.
 
     Raises:
         HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first

@@ -159,9 +159,7 @@ class MetricAverageCallback(ModelCallback):
             note_samples(self.model.optimizer)
             self._statistics.enter_context(self.adapter.averaged_buffers(self.model))
 
-    @override
-    def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        self._in_step = True
+    on_test_batch_begin = on_train_batch_begin
 
     @override
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:

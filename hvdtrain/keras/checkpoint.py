@@ -188,13 +188,7 @@ def save(
 ) -> None:
     """Write a checkpoint of the training; all ranks of the adapter must call it.
 
-    Args:
-        adapter: adapter of the ranks that train together.
-        directory: directory of the checkpoints.
-        model: the model, built.
-        optimizer: its optimizer.
-        keep: number of recent checkpoints to keep.
-        state: JSON values, among them ``step``, a growing number.
+    Among the JSON values of ``state`` is ``step``, a growing number.
     """
     note_samples(optimizer)
     mine = [seed.numpy().tolist() for seed in _seeds(model)]
@@ -209,8 +203,7 @@ def restore(
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint, or send the first rank's state; all ranks must call it.
 
-    Returns:
-        The saved ``state``; None if there is no checkpoint.
+    Returns the saved ``state``; None if there is no checkpoint.
 
     Raises:
         UsageError: on every rank: the directory is of another training or process set.

@@ -94,10 +94,9 @@ def begin_epoch(number: int) -> None:
 def begin_at(samples: int, consumed: int) -> int | None:
     """Skip the first ``consumed`` samples in the next epoch of the dataset of ``samples`` samples.
 
-    Skipped batches are empty.
+    Returns the number of skipped batches, which are empty; None: no such dataset, or several.
 
-    Returns:
-        The number of empty batches; None: no such dataset, or it is ambiguous.
+    Skipped batches are empty.
     """
     matching = [order for order in _orders if order.shards.samples == samples]
     numbers = {order.empty_batches(consumed) for order in matching}

@@ -362,16 +362,10 @@ class UpdateBatchStateCallback(ModelCallback):
 
 
 def _leave_out(model: Any, number: int, rest: int, logs: dict[str, Any]) -> Callable[[], None]:
-    """Make ``fit`` draw the next ``number`` batches without training on them.
+    """Make ``fit`` draw the next ``number`` batches without training on them, and return ``logs``.
 
-    Args:
-        model: the model, whose train function is replaced meanwhile.
-        number: number of batches to skip.
-        rest: number of them at the beginning of an execution that trains on its other batches.
-        logs: logs returned for skipped batches.
-
-    Returns:
-        A function that restores the model's train function at once.
+    The last ``rest`` of them begin an execution that trains on its other batches. Returns what
+    restores the model's train function at once.
     """
     original, left, several = model.train_function, number, model.steps_per_execution
 

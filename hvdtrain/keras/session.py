@@ -116,9 +116,6 @@ def add_process_set(process_set: Any) -> Any:
     Args:
         process_set: the process set, or a list of ranks.
 
-    Returns:
-        The process set.
-
     Raises:
         UsageError: Horovod was started without dynamic process sets, or the set is invalid.
     """
@@ -141,10 +138,9 @@ def add_process_set(process_set: Any) -> Any:
 
 
 def remove_process_set(process_set: Any) -> bool:
-    """Remove a process set, in which no model trains any more; all ranks must call it.
+    """Remove a process set, in which no model trains any more; return whether it existed.
 
-    Returns:
-        Whether the set existed.
+    All ranks must call it.
     """
     from horovod.tensorflow import remove_process_set as remove
 

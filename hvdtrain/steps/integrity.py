@@ -77,9 +77,6 @@ def source_digest(package: Path) -> str:
 def check_software(all_ranks: Sequence[RankFacts]) -> None:
     """Raise if ranks run different versions of a package; missing packages are not compared.
 
-    Args:
-        all_ranks: facts by rank.
-
     Raises:
         UsageError: on every rank, with the versions by rank.
     """
@@ -99,9 +96,7 @@ def differences(
 ) -> Iterator[tuple[str, str]]:
     """Yield each name whose values differ between ranks, and the values with their ranks.
 
-    Args:
-        reported: values by name, by rank; names missing on a rank are not compared.
-        hosts: hosts by rank.
+    Both arguments are by rank; names missing on a rank are not compared.
     """
     for name in dict.fromkeys(name for values in reported for name in values):
         owners: dict[str, list[int]] = {}
@@ -124,10 +119,6 @@ class Device:
 
 def check_devices(devices: Sequence[Device], all_ranks: Sequence[RankFacts]) -> None:
     """Raise if ranks of a host share a GPU, or only some ranks have a GPU.
-
-    Args:
-        devices: devices by rank.
-        all_ranks: facts by rank.
 
     Raises:
         UsageError: on every rank, naming ranks, host and device.

@@ -50,10 +50,9 @@ class CheckpointManager:
         self._lock: DirectoryLock | None = None
 
     def resume(self) -> TrainState:
-        """Load the newest checkpoint, according to ``--resume``; then call ``broadcast_state``.
+        """Return the progress of the newest checkpoint, according to ``--resume``, or of the start.
 
-        Returns:
-            The progress of the training; that of its start if there is nothing to resume.
+        Then call ``broadcast_state``.
 
         Raises:
             UsageError: on every rank: ``--resume must`` without a checkpoint, a checkpoint of
@@ -130,16 +129,10 @@ class CheckpointManager:
             if self.adapter.world.is_writer:
                 (directory / name).unlink(missing_ok=True)
 
-    def _check_lock(self) -> None:
-        if self._lock:
-            self._lock.check()
-
     def save(self, now: TrainState, stopped: Stopped | None) -> None:
         """Write a checkpoint of ``now``, unless the newest one is the same.
 
-        Args:
-            now: progress of the training.
-            stopped: reason for which the training has ended; None: it has not.
+        ``stopped`` is the reason for which the training has ended; None: it has not.
 
         Raises:
             CheckpointError: on every rank, if it could not be written.
@@ -148,7 +141,7 @@ class CheckpointManager:
         mark = _mark(now)
         if self.options.checkpoint_dir is None or self._saved == mark:
             return
-        self.adapter.communicator.on_root(self._check_lock)
+        self.adapter.communicator.on_root(lambda: self._lock and self._lock.check())
         means, count = self.adapter.average_metrics(now.loss_count, loss=now.loss_sum)
         state = {
             **asdict(now),

@@ -35,13 +35,7 @@ LOCAL = ("quiet", "summary", "metrics", "tensorboard", "workers", "local_rank")
 def check_early(
     workload: Workload, options: Options, launch: LaunchInfo, environ: Mapping[str, str]
 ) -> None:
-    """Raise if the training is impossible.
-
-    Args:
-        workload: the workload to train.
-        options: the options.
-        launch: the launcher's information on this process.
-        environ: the environment, of which variables may contradict options.
+    """Raise if the training is impossible, as far as options, launcher and environment tell.
 
     Raises:
         UsageError: naming the option and a remedy.
@@ -81,12 +75,7 @@ def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> N
 
 
 def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
-    """Compare the options of all ranks, in one collective.
-
-    Args:
-        adapter: adapter of this rank.
-        options: options of this rank.
-        file: digest of the user's file that defines the task; empty: no such file.
+    """Compare the options of all ranks, and the digest of the ``file`` that defines the task.
 
     Raises:
         UsageError: on every rank, naming the option and the values by rank.

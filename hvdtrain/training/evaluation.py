@@ -139,12 +139,6 @@ class EvaluationRun:
     def run(self, device: str) -> int:
         """Load, evaluate, write predictions and summary; all ranks must call it.
 
-        Args:
-            device: description of this rank's device.
-
-        Returns:
-            The exit code.
-
         Raises:
             UsageError: on every rank: there is nothing to evaluate on, or no such checkpoint.
         """

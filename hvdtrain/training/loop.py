@@ -94,10 +94,6 @@ class Run:
         all_epochs = self.plan.epochs * self.shards.steps_per_epoch
         return all_epochs if self.plan.num_steps is None else min(self.plan.num_steps, all_epochs)
 
-    def resume(self) -> None:
-        """Resume from the newest checkpoint, according to ``--resume``."""
-        self.now = self.checkpoints.resume()
-
     def announce(self, device: str) -> None:
         """Show the headline of the training."""
         plan, rate, updates = self.plan, self.rate, self.total_steps - self.now.step
@@ -123,11 +119,7 @@ class Run:
         self.show.begin(lines, self.total_steps, self.now.step)
 
     def run(self) -> int:
-        """Train until the end, ``--num-steps`` or a stop; save, evaluate, write the summary.
-
-        Returns:
-            The exit code.
-        """
+        """Train to the end or a stop; save, evaluate, write the summary; return the exit code."""
         if self.options.checkpoint_dir:
             self.preemption.listen()
             self.preemption.watch()
@@ -204,7 +196,9 @@ class Run:
                 self.clock.resume()
         self.now.position = Position(epoch + 1)  # also if the last global batch was skipped
         self._end_of_epoch_loss(reset=True)
-        if self._is_evaluated(epoch + 1) and not self._evaluate():
+        selected, done = self.options.evaluate_epochs, epoch + 1
+        evaluates = selected is None or done in selected or done >= self.plan.epochs
+        if evaluates and not self._evaluate():
             return Stopped.PREEMPTED
         self._save()
         shown = "  ".join(f"{name} {value}" for name, value in self._measured().items())
@@ -346,11 +340,6 @@ class Run:
         self.train_loss = means["loss"] if count else None
         if reset:
             self.now.loss_sum, self.now.loss_count = 0.0, 0
-
-    def _is_evaluated(self, epochs: int) -> bool:
-        """Return whether the model is evaluated after ``epochs`` epochs."""
-        selected = self.options.evaluate_epochs
-        return selected is None or epochs in selected or epochs >= self.plan.epochs
 
     def _evaluate(self) -> bool:
         """Evaluate on the whole test set, each sample once; False if a stop interrupted it."""

@@ -63,14 +63,8 @@ class OnNan:
     ) -> TrainState:
         """Handle the skipped update of ``part`` according to ``--on-nan``.
 
-        Args:
-            now: progress of the training.
-            part: the part whose update was not made.
-            buffers: result of ``buffers`` before that update.
-            say: function that shows a line to the user.
-
-        Returns:
-            The progress to continue from: ``now`` itself, or another one after a rollback.
+        The ``buffers`` are those before that update. Returns the progress to continue from: ``now``
+        itself, or another one after a rollback.
 
         Raises:
             TrainingError: on every rank, if the training ends.

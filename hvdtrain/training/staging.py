@@ -40,13 +40,7 @@ LINE_EVERY = 30.0  # seconds between two progress lines if there is no terminal
 def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, str]:
     """Copy the packed ``data`` to ``directory``, once per host; all ranks must call it together.
 
-    Args:
-        adapter: adapter of this rank.
-        data: a folder that all hosts share.
-        directory: a local directory of this host.
-
-    Returns:
-        The folder of the copy on this host, and a report for the user.
+    Returns the folder of the copy on this host, and a report for the user.
 
     Raises:
         UsageError: on every rank: the data is not packed or damaged, or a disk is too small.
@@ -56,11 +50,15 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
     copy = together(lambda: Copy(data, directory))
     copies = adapter.world.local_rank == 0
     if copies:
-        copy.start()
+        copy.thread.start()
     began = last = time.monotonic()
     pause = FIRST_PAUSE
     while True:
-        mine = [copy.done, copy.size, copy.is_over, copy.failed] if copies else None
+        mine = (
+            [copy.done, copy.size, not copy.thread.is_alive(), copy.error is not None]
+            if copies
+            else None
+        )
         hosts = [row for row in communicator.gather_json(mine) if row]
         if all(over for _, _, over, _ in hosts) or any(failed for *_, failed in hosts):
             break
@@ -74,7 +72,7 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
         pause = min(PAUSE, 2 * pause)
     if copies:
         copy.stop()
-    together(copy.raise_if_failed)
+    together(copy.raise_error)
     copied = sum(communicator.gather_json(copy.copied))
     report = (
         f"{size(copied)} copied in {duration(time.monotonic() - began)}" if copied else "as it was"
@@ -83,11 +81,7 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
 
 
 class Copy:
-    """Copies packed data to one host, in a thread.
-
-    Args:
-        data: folder of the packed data.
-        directory: directory in which the folder of the copy is created.
+    """Copies packed ``data`` to a folder in ``directory`` of one host, in a thread.
 
     Raises:
         UsageError: the data is not packed, or damaged.
@@ -108,38 +102,19 @@ class Copy:
         self.folder = directory / f"{data.resolve().name}-{digest[:12]}"
         self.size = sum(shard.size for shard in self.shards)  # bytes
         self.done = self.copied = 0  # bytes present; bytes copied
-        self._error: HvdtrainError | None = None
+        self.error: HvdtrainError | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="staging", daemon=True)
-
-    def start(self) -> None:
-        """Start the copy."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="staging", daemon=True)
 
     def stop(self) -> None:
         """Abort the copy, because another host has failed; no effect if it is complete."""
         self._stop.set()
-        self._thread.join()
+        self.thread.join()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the copy has ended."""
-        return not self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the copy has ended with an error."""
-        return self._error is not None
-
-    def raise_if_failed(self) -> None:
-        """Raise the error of the copy, if any.
-
-        Raises:
-            UsageError: see ``stage``.
-            HvdtrainError: see ``stage``.
-        """
-        if self._error:
-            raise self._error
+    def raise_error(self) -> None:
+        """Raise the error of the copy, if any."""
+        if self.error:
+            raise self.error
 
     def _run(self) -> None:
         try:
@@ -147,11 +122,11 @@ class Copy:
             with lock(self.folder / "lock", "copies data to this folder"):
                 self._copy()
         except HvdtrainError as error:
-            self._error = error
+            self.error = error
         except OSError as error:
             kind = HvdtrainError if error.errno in FULL else UsageError
             where = error.filename or self.folder
-            self._error = kind(f"--stage {self.directory}: {where}: {error.strerror or error}")
+            self.error = kind(f"--stage {self.directory}: {where}: {error.strerror or error}")
 
     def _copy(self) -> None:
         """Copy the missing shards, then the index."""

@@ -148,12 +148,8 @@ def rows(
 ) -> list[tuple[str, str]]:
     """Return the summary as table rows: label and formatted value.
 
-    Args:
-        summary: the summary of ``--summary``.
-        rates: images per second of the counted steps. If few steps are slow, the deviation would
-            exceed the mean, so median and range are shown.
-        measured: formatted metrics of the evaluation by name; ``-``: no evaluation.
-        unit: noun of the samples, in the plural.
+    The ``rates`` are those of the counted steps. If few steps are slow, the deviation would exceed
+    the mean, so median and range are shown.
     """
     epochs, steps = summary.epochs_completed, summary.steps_completed
     assert epochs is not None and steps is not None

@@ -46,11 +46,7 @@ from hvdtrain.training.staging import stage
 
 
 def main(workload: Workload, arguments: Sequence[str]) -> int:
-    """Read the options and train, as ``python -m hvdtrain.WORKLOAD`` does.
-
-    Returns:
-        The exit code.
-    """
+    """Read the options and train, as ``python -m hvdtrain.WORKLOAD`` does; return the exit code."""
     options = parse(
         workload.program or workload.name,
         arguments,
@@ -128,7 +124,7 @@ def train(workload: Workload, options: Options) -> int:
         task.model, task.optimizer
     )
     run = Run(workload, options, plan, adapter, task, shards, rate)
-    run.resume()
+    run.now = run.checkpoints.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
     together = adapter.communicator.together
     speed_only = bool(task.speed_only)

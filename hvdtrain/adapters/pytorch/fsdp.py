@@ -8,7 +8,6 @@ batch, so uneven and empty parts are handled correctly.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,13 @@ from typing_extensions import override
 from hvdtrain.adapters.partition import balanced_owners
 from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors, tensor_of
 from hvdtrain.adapters.pytorch.ddp import weigh
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView, layout_of
+from hvdtrain.adapters.pytorch.sharded import (
+    Piece,
+    ShardedAdapter,
+    ShardedView,
+    UpdateSums,
+    layout_of,
+)
 from hvdtrain.adapters.pytorch.sums import TYPES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
@@ -72,11 +77,7 @@ class FsdpAdapter(ShardedAdapter):
         now = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [now[names[id(value)]] for value in group["params"]]
-        communication = Communication(model, self)
-        self._replicas.append(communication)
-        self._views[model] = RowsView(self, model)
-        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
-        optimizer.register_step_pre_hook(lambda *_: communication.end_update())
+        self.register(optimizer, Communication(model, self), RowsView(self, model))
         return model, optimizer
 
     @override
@@ -164,7 +165,7 @@ class RowsView(ShardedView):
         return array_of(torch.cat(parts)[: value.shape[0]]) if parts else None
 
 
-class Communication:
+class Communication(UpdateSums):
     """Gathers the parameters of a model and sums its gradients, replacing FSDP's collectives.
 
     FSDP2 calls ``gather`` and ``scatter`` for each unit, as ``AllGather`` and ``ReduceScatter``.
@@ -172,10 +173,7 @@ class Communication:
 
     def __init__(self, model: Any, adapter: FsdpAdapter) -> None:
         self.model, self.adapter = model, adapter
-        self.blocked_seconds = 0.0
-        self.messages: dict[str, int] | None = None  # of the sums of an update
         self._counted = {"count": 0, "bytes": 0}
-        self._stops: Any = 0.0  # number of ranks that wanted to stop before the last update
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # the weights of the parts sum to 1
@@ -193,7 +191,7 @@ class Communication:
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
         """Gather the parameters of a unit."""
-        with self._blocked(GATHERING):
+        with self.blocked(GATHERING):
             return all_gather(whole, part, group=group, async_op=async_op)
 
     def scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool) -> Any:
@@ -204,7 +202,7 @@ class Communication:
         sent, received = whole.to(kind), part.to(kind)  # no copies if they are of that type
         self._counted["count"] += 1
         self._counted["bytes"] += sent.numel() * sent.element_size()
-        with self._blocked(SUM):
+        with self.blocked(SUM):
             work = reduce_scatter(received, sent, group=group, async_op=async_op)
         if received is not part:
             if async_op:
@@ -212,25 +210,10 @@ class Communication:
             part.copy_(received)
         return work
 
-    @contextmanager
-    def _blocked(self, call: str) -> Iterator[None]:
-        started = time.perf_counter()
-        with self.adapter.waits.during(call):
-            yield
-        self.blocked_seconds += time.perf_counter() - started
-
+    @override
     def end_update(self) -> None:
-        """Sum the stop requests, and update ``messages``; before an update, on all ranks."""
         self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
-        # Not by torch.tensor(..., device=), which would synchronize with a GPU.
-        self._stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
-        with self._blocked(SUM):
-            dist.all_reduce(self._stops)
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank wanted to stop before the last update."""
-        return bool(self._stops > 0)
+        super().end_update()
 
 
 class Collective:

@@ -55,9 +55,7 @@ class MpiAdapter(BucketedAdapter):
 class MpiSums(Sums):
     """Sums by MPI, which matches those of different ranks by order, on a separate communicator.
 
-    Args:
-        communicator: communicator of all ranks.
-        half: type of the buckets if it has 16 bits; None: otherwise.
+    The buckets are of the 16-bit type ``half``, unless that is None.
     """
 
     in_order = True

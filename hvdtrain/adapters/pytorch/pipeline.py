@@ -129,10 +129,7 @@ class PipelineAdapter(ShardedAdapter):
             peers=self.peers,
             micro_batches=self.micro_batches,
         )
-        self._replicas.append(pipeline)
-        self._views[pipeline] = StageView(self, pipeline)
-        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
-        optimizer.register_step_pre_hook(lambda *_: pipeline.end_update())
+        self.register(optimizer, pipeline, StageView(self, pipeline))
         return pipeline, optimizer
 
     @override

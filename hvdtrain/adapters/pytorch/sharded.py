@@ -8,16 +8,18 @@ of each tensor, independent of the strategy and the number of ranks that wrote i
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -38,6 +40,7 @@ from hvdtrain.steps.checkpoint_files import (
 )
 from hvdtrain.steps.tensor_file import Layout, TensorFile
 from hvdtrain.steps.world import World
+from hvdtrain.system.runtime.waits import SUM
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,35 @@ class Piece:
         return self.kind, -self.layout.dtype.itemsize, self.name
 
 
+class UpdateSums:
+    """Sums of a model whose strategy sums the stop requests before each update."""
+
+    adapter: ShardedAdapter
+    blocked_seconds = 0.0
+    messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
+    _stops: Any = 0.0  # number of ranks that wanted to stop before the last update
+
+    @contextmanager
+    def blocked(self, call: str = "") -> Iterator[None]:
+        """Count the time within the block as waiting for other ranks, in ``call`` if named."""
+        started = time.perf_counter()
+        with self.adapter.waits.during(call) if call else nullcontext():
+            yield
+        self.blocked_seconds += time.perf_counter() - started
+
+    def end_update(self) -> None:
+        """Sum the stop requests; before an update, on all ranks."""
+        # Not by torch.tensor(..., device=), which would synchronize with a GPU.
+        self._stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
+        with self.blocked(SUM):
+            dist.all_reduce(self._stops)
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank wanted to stop before the last update."""
+        return bool(self._stops > 0)
+
+
 class ShardedAdapter(DdpAdapter):
     """Each rank holds a part of the state; step 5 makes a view of it, by model or optimizer."""
 
@@ -75,6 +107,13 @@ class ShardedAdapter(DdpAdapter):
     def __init__(self) -> None:
         super().__init__()
         self._views: weakref.WeakKeyDictionary[Any, ShardedView] = weakref.WeakKeyDictionary()
+
+    def register(self, optimizer: Any, sums: Any, view: ShardedView) -> None:
+        """Use the ``sums`` of a distributed model before its updates, and the view of its state."""
+        self._replicas.append(sums)
+        self._views[view.model] = view
+        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
+        optimizer.register_step_pre_hook(lambda *_: sums.end_update())
 
     @override
     def view(self, model: Any, optimizer: Any = None) -> StateView:
@@ -184,12 +223,6 @@ class Writer:
 
     After an error nothing more is written, but the rank continues to gather tensors with the
     others, which wait for it; ``close`` raises the error.
-
-    Args:
-        folder: folder of the new checkpoint.
-        step: training step.
-        files: file name of each kind.
-        pieces: pieces that will be written, in order.
     """
 
     def __init__(
