@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class CheckpointManager:
         self.options, self.adapter, self.task, self.origin = options, adapter, task, origin
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``
-        self._lock: DirectoryLock | None = None
+        self._check_lock: Callable[[], None] = lambda: None
 
     def resume(self) -> TrainState:
         """Return the progress of the newest checkpoint, according to ``--resume``, or of the start.
@@ -107,7 +108,7 @@ class CheckpointManager:
         lock.take()
         process_status.at_exit.append(lambda _: lock.release())
         checkpoints.remove_partial(directory)
-        self._lock = lock
+        self._check_lock = lock.check
 
     def _check_shared(self, directory: Path) -> None:
         """Raise ``UsageError``, on every rank, if some do not see the files of rank 0."""
@@ -141,7 +142,7 @@ class CheckpointManager:
         mark = _mark(now)
         if self.options.checkpoint_dir is None or self._saved == mark:
             return
-        self.adapter.communicator.on_root(lambda: self._lock and self._lock.check())
+        self.adapter.communicator.on_root(self._check_lock)
         means, count = self.adapter.average_metrics(now.loss_count, loss=now.loss_sum)
         state = {
             **asdict(now),

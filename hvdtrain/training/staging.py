@@ -54,13 +54,10 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
     began = last = time.monotonic()
     pause = FIRST_PAUSE
     while True:
-        mine = (
-            [copy.done, copy.size, not copy.thread.is_alive(), copy.error is not None]
-            if copies
-            else None
-        )
+        over, failed = not copy.thread.is_alive(), copy.error is not None
+        mine = [copy.done, copy.size, over, failed] if copies else None
         hosts = [row for row in communicator.gather_json(mine) if row]
-        if all(over for _, _, over, _ in hosts) or any(failed for *_, failed in hosts):
+        if all(row[2] for row in hosts) or any(row[3] for row in hosts):
             break
         done, total = (sum(row[column] for row in hosts) for column in (0, 1))
         text = f"copying the data to {printable(directory)}, {size(done)} of {size(total)}"

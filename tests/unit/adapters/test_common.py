@@ -127,15 +127,6 @@ def test_a_replica_that_drifts_by_one_bit_is_named(
     assert "run the same command again" in str(outcomes[0])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_equal_replicas_have_one_digest(on_ranks: Any, size: int) -> None:
-    def act(communicator: Communicator) -> str:
-        return ArrayAdapter(communicator).check_replicas(model_of(0), {"0/m": np.array(1.0)})
-
-    (digest,) = set(on_ranks(size, act))
-    assert len(bytes.fromhex(digest)) == 32
-
-
 def test_metrics_over_all_ranks_with_uneven_and_empty_shares(on_ranks: Any) -> None:
     counts, sums = [3, 0, 1], [6.0, 0.0, 10.0]
 

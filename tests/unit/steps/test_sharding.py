@@ -17,7 +17,6 @@ from hvdtrain.steps.sharding import (
     Part,
     Position,
     Shards,
-    after,
     bounds,
     evaluation_parts,
     permutation,
@@ -131,15 +130,6 @@ def test_the_steps_after_a_resume_equal_those_without_interruption(
             assert expected.global_count == part.global_count
 
 
-@given(SAMPLES, BATCH, SIZE)
-def test_weights_of_a_global_batch_sum_to_one(samples: int, batch: int, size: int) -> None:
-    for parts in steps_of(samples, batch, 0, 0, size):
-        assert sum(Fraction(part.count, part.global_count) for part in parts) == 1
-        for part in parts:
-            assert part.weight == part.count / part.global_count
-        assert sum(part.weight for part in parts) == pytest.approx(1.0, abs=1e-12)
-
-
 @given(SAMPLES, BATCH, SIZE, st.data())
 def test_weighted_means_of_the_parts_are_the_mean_of_the_global_batch(
     samples: int, batch: int, size: int, data: st.DataObject
@@ -148,12 +138,12 @@ def test_weighted_means_of_the_parts_are_the_mean_of_the_global_batch(
     order = permutation(samples, 4, 2).tolist()
     for number, parts in enumerate(steps_of(samples, batch, 4, 2, size)):
         weighted = Fraction(0)
+        assert sum(Fraction(part.count, part.global_count) for part in parts) == 1
         for part in parts:
+            assert part.weight == part.count / part.global_count
             if part.count:  # an empty part has weight 0
                 mean = Fraction(sum(values[i] for i in part.indices), part.count)
                 weighted += Fraction(part.count, part.global_count) * mean
-            else:
-                assert part.weight == 0
         whole = order[number * batch : (number + 1) * batch]
         assert weighted == Fraction(sum(values[i] for i in whole), len(whole))
 
@@ -187,20 +177,6 @@ def test_bounds_split_a_range_evenly(total: int, size: int) -> None:
     lengths = [high - low for low, high in cuts]
     assert set(lengths) <= {total // size, -(-total // size)}
     assert lengths == sorted(lengths, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("position", "next_one"),
-    [
-        (Position(3, 0), Position(3, 0)),
-        (Position(3, 9), Position(3, 9)),
-        (Position(3, 10), Position(4, 0)),
-    ],
-)
-def test_the_end_of_an_epoch_is_the_start_of_the_next(
-    position: Position, next_one: Position
-) -> None:
-    assert after(position, 10) == next_one
 
 
 @pytest.mark.parametrize(("samples", "batch", "word"), [(0, 1, "--data"), (5, 0, "global batch")])

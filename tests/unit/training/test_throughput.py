@@ -46,18 +46,6 @@ def run(fake: FakeTime, steps: list[tuple[float, int]]) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize(
-    ("steps", "dropped"), [(1, 0), (4, 0), (5, 1), (9, 1), (10, 2), (24, 4), (25, 5), (90, 5)]
-)
-def test_the_first_steps_are_dropped(fake: FakeTime, steps: int, dropped: int) -> None:
-    # A slow step has one image in a second, a fast one 8 in half a second.
-    clock = run(fake, [(1.0, 1)] * dropped + [(0.5, 8)] * (steps - dropped))
-    figures = clock.figures()
-    assert figures.images_per_second_mean == 16
-    assert figures.images_per_second_std == 0
-    assert figures.step_seconds_median == 0.5
-
-
 def test_the_mean_is_images_over_seconds_and_the_deviation_over_steps(fake: FakeTime) -> None:
     figures = run(fake, [(1.0, 8), (0.5, 8), (0.25, 8)]).figures()  # 8, 16 and 32 a second
     assert figures.images_per_second_mean == pytest.approx(24 / 1.75)
