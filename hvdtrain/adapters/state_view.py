@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,15 +27,22 @@ from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
 from hvdtrain.steps.integrity import rank_names
 from hvdtrain.system.runtime.exit import agreed, process_status, surviving_kill
 
-if TYPE_CHECKING:
-    from hvdtrain.adapters.state import StateAdapter
-
 DIFFERENT = (
     "nothing was saved. The ranks have made different updates: gradients were changed on some of "
     "them, or broadcast_state was not called at the start"
 )
 PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
 SEEN = "rank_samples"  # int64, shape (world size,)
+
+
+class Connected(Protocol):
+    """What a view needs of its adapter."""
+
+    rank_buffers: Arrays  # of a loaded checkpoint, until this rank trains on
+
+    @property
+    def communicator(self) -> Communicator:
+        """Communicator of all ranks."""
 
 
 class StateView(ABC):
@@ -45,7 +52,7 @@ class StateView(ABC):
     model in step 5: of rows, of a stage, or of a share. All ranks must call the methods together.
     """
 
-    def __init__(self, adapter: StateAdapter, model: Any) -> None:
+    def __init__(self, adapter: Connected, model: Any) -> None:
         self.adapter, self.model = adapter, model
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Steps 4, 6, 7 and 8 for Keras: callbacks of ``model.fit``, the same on all ranks.
 
-Each prepares its model (``model.py``): any Horovod script has at least
+Each prepares its model (``data.py``): any Horovod script has at least
 ``BroadcastGlobalVariablesCallback``.
 """
 
@@ -19,7 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
-from hvdtrain.keras.model import ModelCallback, note_samples, rate_of, step_sum
+from hvdtrain.keras.data import ModelCallback, note_samples, rate_of, step_sum
 from hvdtrain.keras.optimizer import broadcast_variables, check_root
 
 __all__ = [

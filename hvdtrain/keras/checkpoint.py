@@ -18,7 +18,7 @@ from typing_extensions import override
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
-from hvdtrain.keras.model import ModelCallback, note_samples, rate_of, step_sum
+from hvdtrain.keras.data import ModelCallback, note_samples, rate_of, step_sum
 
 MARK = ".process-set-"  # prefix of the file that reserves a directory for a process set
 

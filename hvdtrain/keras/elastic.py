@@ -25,7 +25,7 @@ from hvdtrain.errors import EXIT_PREEMPTED, UsageError
 from hvdtrain.keras import checkpoint, session
 from hvdtrain.keras import data as shards
 from hvdtrain.keras.callbacks import set_learning_rate
-from hvdtrain.keras.model import ModelCallback, adapter_of, note_samples, rate_of
+from hvdtrain.keras.data import ModelCallback, adapter_of, note_samples, rate_of
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import leave, process_status
 

@@ -1,7 +1,7 @@
 """Step 5 for Keras: ``DistributedOptimizer``, and the sum of gradients weighted by samples.
 
 The weight of a rank in a step is its share of the samples of the global batch, counted in that step
-(``StepSum.step``, which ``model.py`` wraps around ``train_step``): so the means over the ranks'
+(``StepSum.step``, which ``data.py`` wraps around ``train_step``): so the means over the ranks'
 batches become the mean over all samples, including uneven and empty batches. In a custom training
 loop, in which samples are not counted, all ranks have the same weight.
 """
@@ -9,7 +9,7 @@ loop, in which samples are not counted, all ranks have the same weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -62,7 +62,9 @@ class StepSum(Reduction):
         self.local, self.local_factor = {id(variable) for variable in local}, local_factor
         self.before_first: Callable[[], None] | None = None
         with tf.device("/CPU:0"):
-            hooks = RankHooks(weight=self._fixed_weight, waits=self._waits)
+            hooks = RankHooks(
+                weight=self._fixed_weight, waits=lambda call: self.adapter.waits.during(call)
+            )
             self.buckets = Buckets(name, self._reduce, hooks)
             self.samples = tf.Variable(0, dtype=tf.int64, trainable=False, name="samples")
             self._nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
@@ -112,9 +114,6 @@ class StepSum(Reduction):
         with tf.control_dependencies(totals):
             self._nothing.assign(0.0)
         return result
-
-    def _waits(self, call: str) -> AbstractContextManager[None]:
-        return self.adapter.waits.during(call)
 
     def _fixed_weight(self) -> float:
         return 1.0 / self.adapter.world.size if self.average else 1.0

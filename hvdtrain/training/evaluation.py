@@ -74,7 +74,10 @@ def evaluate(
             loss += task.evaluate(loaded, [*metrics, *also])
             count += loaded.count
             moved(min(test.samples, count * world.data_size), test.samples)
-            if _anyone(adapter, stops()):
+            stopped = float(stops())
+            if alike:  # all make the same passes: whether any rank stops
+                stopped = adapter.communicator.sum(np.array([stopped]))[0]
+            if stopped:
                 break
     means, seen = adapter.average_metrics(count, loss=loss)
     if seen < test.samples:
@@ -83,12 +86,6 @@ def evaluate(
         metric.gather(adapter.data_communicator)
         means |= metric.result()
     return {**means, "samples": seen}
-
-
-def _anyone(adapter: CommonAdapter, stops: bool) -> bool:
-    """Return whether this rank stops; if all make the same passes, whether any rank does."""
-    alike = adapter.evaluates_together
-    return bool(adapter.communicator.sum(np.array([float(stops)]))[0]) if alike else stops
 
 
 class Lines:

@@ -83,8 +83,7 @@ def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
     time of the counted steps times its threads, that of a GPU is NVML's; mean and minimum over
     ranks. Energy is that of all GPUs, per image trained.
     """
-    busy, seconds = clock.processor_seconds(), clock.counted_seconds()
-    share = busy / (seconds * adapter.threads) if seconds and adapter.threads else None
+    share = clock.utilisation(adapter.threads)
     meter, joules = adapter.meter, None
     if meter:
         share, joules = meter.busy, {meter.identity: meter.joules}
@@ -182,7 +181,7 @@ def _end_rows(summary: Summary, rates: Sequence[float], unit: str) -> list[tuple
     files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
     return [
         (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
-        *_bubble_rows(summary.bubble),
+        *([("bubble", _bubble(summary.bubble))] if summary.bubble else []),
         *_gpu_rows(summary, unit),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
         ("stopped", STOPPED.get(stopped, stopped)),
@@ -190,14 +189,12 @@ def _end_rows(summary: Summary, rates: Sequence[float], unit: str) -> list[tuple
     ]
 
 
-def _bubble_rows(bubble: Bubble | None) -> list[tuple[str, str]]:
-    """Return the row on the waiting time of pipeline stages, if there are any."""
-    if bubble is None:
-        return []
+def _bubble(bubble: Bubble) -> str:
+    """Return the waiting time of pipeline stages."""
     measured = f"{percent(bubble.measured)} of a step, " if bubble.measured is not None else ""
     number = bubble.micro_batches
     cut = f"{plural(bubble.stages, 'stage')}, {number} micro-batch{'es' * (number > 1)}"
-    return [("bubble", f"{measured}{percent(bubble.formula)} by formula ({cut})")]
+    return f"{measured}{percent(bubble.formula)} by formula ({cut})"
 
 
 def _gpu_rows(summary: Summary, unit: str) -> list[tuple[str, str]]:

@@ -171,13 +171,12 @@ class Clock:
             seconds_to_first_step=self.first_step,
         )
 
-    def counted_seconds(self) -> float:
-        """Return the seconds of all steps that count."""
-        return sum(itertools.compress(self.seconds, self._counted()))
-
-    def processor_seconds(self) -> float:
-        """Return the processor time of this process, all its threads together, in those steps."""
-        return sum(itertools.compress(self.processor, self._counted()))
+    def utilisation(self, threads: int) -> float | None:
+        """Return the processor time of the counted steps over their time, times ``threads``."""
+        seconds = threads * sum(itertools.compress(self.seconds, self._counted()))
+        return (
+            sum(itertools.compress(self.processor, self._counted())) / seconds if seconds else None
+        )
 
     def step_split(self, communicator: Communicator) -> StepSplit | None:
         """Return the split of the mean counted step; all ranks must call it."""

@@ -162,7 +162,11 @@ class Buckets:
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-        self.buckets = _grouped(name, parameters, full)
+        kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
+        self.buckets = [
+            Bucket(f"{name}.{number}", [parameters[index] for index in group])
+            for number, group in enumerate(partition.buckets(kinds, full))
+        ]
         self.summing = True  # over the ranks; False: backward passes accumulate locally
         self.blocked_seconds = 0.0  # total wait for sums
         self._running = self._summed = False  # a backward pass runs; one of this part was summed
@@ -342,14 +346,6 @@ class ZeroGrad:
             owner.zero_grad(set_to_none)
         if not awaited:
             type(self.model).zero_grad(self.model, set_to_none)
-
-
-def _grouped(name: str, parameters: list[torch.nn.Parameter], full: int) -> list[Bucket]:
-    kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
-    return [
-        Bucket(f"{name}.{number}", [parameters[index] for index in group])
-        for number, group in enumerate(partition.buckets(kinds, full))
-    ]
 
 
 class BucketedAdapter(PyTorchAdapter):
