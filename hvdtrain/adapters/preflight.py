@@ -26,11 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def check_libraries() -> None:
-    """Raise, before MPI starts, if this process has loaded two MPI libraries.
-
-    Raises:
-        UsageError: on each rank that has loaded two, naming both.
-    """
+    """Raise, before MPI starts, if this process has loaded two MPI libraries."""
     libraries = mpi_library.loaded()
     if len(libraries) > 1:
         raise UsageError(
@@ -43,11 +39,7 @@ def check_libraries() -> None:
 
 
 def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
-    """Compare the world size of the started runtime with the launcher's.
-
-    Raises:
-        UsageError: on every rank, if they differ.
-    """
+    """Raise, on every rank, if the launcher started another number than the runtime sees."""
     evidence = Evidence()
     if launch.size != size:
         libraries = mpi_library.loaded()
@@ -65,11 +57,7 @@ def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
 
 
 def exchange(communicator: Communicator) -> list[RankFacts]:
-    """Return the facts of all ranks, exchanged in one collective; all must run the same software.
-
-    Raises:
-        UsageError: on every rank, listing the differing versions and their ranks.
-    """
+    """Return the facts of all ranks, in one collective; they must run the same software."""
     identities = sorted({library.identity for library in mpi_library.loaded()})
     mine = integrity.rank_facts(os.environ, ", ".join(identities))
     gathered = communicator.gather(msgspec.json.encode(mine))
@@ -80,11 +68,7 @@ def exchange(communicator: Communicator) -> list[RankFacts]:
 
 
 def check_devices(communicator: Communicator, device: Device, ranks: list[RankFacts]) -> None:
-    """Exchange the devices of all ranks in one collective; each rank must have a separate one.
-
-    Raises:
-        UsageError: on every rank, naming the ranks that share a device.
-    """
+    """Raise, on every rank, naming the ranks, if two share a device; it is one collective."""
     devices = [Device(**mine) for mine in communicator.gather_json(asdict(device))]
     with _allowing(communicator, ranks, integrity.SHARED_GPU):
         integrity.check_devices(devices, ranks)

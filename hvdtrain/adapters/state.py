@@ -53,11 +53,7 @@ class StateAdapter(Adapter):
         return self.view(model, optimizer).export(optimizer)
 
     def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        """Load ``state`` into model and optimizer.
-
-        Raises:
-            UsageError: names or shapes are not those of this model.
-        """
+        """Load ``state`` into model and optimizer."""
         self.view(model, optimizer).restore(optimizer, state)
 
     @property
@@ -94,18 +90,6 @@ class StateAdapter(Adapter):
 
         Neither running statistics, which are local to each rank in training, nor sharded state,
         of which each rank holds another part, are compared.
-
-        Args:
-            model: the trained model.
-            optimizer: its optimizer.
-            step: number of completed updates, for the message.
-
-        Returns:
-            The common SHA-256.
-
-        Raises:
-            HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
-                tensor.
         """
         view = self.view(model, optimizer)
         return view.compare(
@@ -173,15 +157,8 @@ class StateAdapter(Adapter):
     ) -> dict[str, Any]:
         """Load the weights of one checkpoint; only rank 0 has them until ``broadcast_state``.
 
-        Running statistics are the saved mean over the ranks that trained.
-
-        Args:
-            path: folder of a checkpoint, or directory of several: the newest is loaded.
-            model: model of the same shapes as the saved one.
-            origin: see ``resume``.
-
-        Returns:
-            The saved ``state``, with the checkpoint's ``path``, on every rank.
+        Of a directory of several, the newest is loaded; for ``origin`` and the result see
+        ``resume``. Running statistics are the saved mean over the ranks that trained.
 
         Raises:
             UsageError: on every rank: no checkpoint can be read, or it is of another model.

@@ -120,9 +120,6 @@ class MetricAverageCallback(ModelCallback):
     correctly. ``EarlyStopping``, ``ReduceLROnPlateau``, ``ModelCheckpoint`` and ``History`` see
     the same numbers on all ranks, in any order of the list. In a validation, the running statistics
     of BatchNorm are the mean over the ranks, weighted by samples seen.
-
-    Args:
-        device: not used.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -299,14 +296,9 @@ class LearningRateScheduleCallback(ModelCallback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Increase the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs.
 
-    Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
+    With ``verbose`` rank 0 prints a line at the end; see ``LearningRateScheduleCallback``.
 
-    Args:
-        initial_lr: the final learning rate, that of one rank times the world size.
-        warmup_epochs: length of the warm-up, in epochs.
-        momentum_correction: see ``LearningRateScheduleCallback``.
-        steps_per_epoch: see ``LearningRateScheduleCallback``.
-        verbose: 1: print a line at the end of the warm-up, on rank 0.
+    Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
     """
 
     def __init__(

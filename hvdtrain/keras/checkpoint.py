@@ -87,15 +87,9 @@ class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
 
 
 class BestModelCheckpoint(ModelCheckpoint):
-    """Save the best model by ``monitor``, on rank 0.
+    """Save the best model by ``monitor``, on rank 0; by default in ``best.keras``.
 
-    Args:
-        monitor: name of a value in the logs.
-        verbose: 1: print a line per save.
-        save_weights_only: whether to save only the weights.
-        mode: ``min``, ``max`` or ``auto``.
-        save_freq: ``epoch``, or a number of batches.
-        filepath: path of the file; default: ``best.keras`` or ``best.weights.h5``.
+    The options are those of Keras; of weights alone the file is ``best.weights.h5``.
     """
 
     def __init__(

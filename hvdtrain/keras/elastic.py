@@ -224,11 +224,7 @@ class KerasState(TensorFlowKerasState):
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return ``value`` as a JSON value.
-
-    Raises:
-        UsageError: it cannot be converted.
-    """
+    """Return ``value`` as a JSON value."""
     value = value.tolist() if hasattr(value, "tolist") else value
     try:
         json.dumps(value)

@@ -302,18 +302,10 @@ def load_model(
 ) -> Any:
     """Load a compiled model, and distribute its optimizer, which keeps its state.
 
+    The ``custom_optimizers`` are classes other than Keras's, the ``custom_objects`` other classes
+    and functions by name; for the others see ``DistributedOptimizer``.
+
     The file contains a plain optimizer: ``keras.models.load_model`` loads it undistributed.
-
-    Args:
-        filepath: as in ``keras.models.load_model``.
-        custom_optimizers: optimizer classes other than Keras's.
-        custom_objects: other classes and functions by name.
-        compression: see ``DistributedOptimizer``.
-        legacy_opts: not supported by Keras 3.
-        process_set: see ``DistributedOptimizer``.
-
-    Raises:
-        UsageError: ``legacy_opts`` was set; the model has no optimizer.
     """
     if legacy_opts:
         raise UsageError("load_model: Keras 3 has no legacy optimizers; omit legacy_opts")
@@ -342,11 +334,7 @@ def _next_name(process_set: Any) -> str:
 
 
 def _is_average(op: Any) -> bool:
-    """Return whether Horovod's ``op`` is the mean, not the sum.
-
-    Raises:
-        UsageError: ``op`` is neither.
-    """
+    """Return whether Horovod's ``op`` is the mean, not the sum; others are refused."""
     if op is None:
         return True
     from horovod.tensorflow import Average, Sum

@@ -111,10 +111,7 @@ def _check_sets(sets: Iterable[Any], size: int) -> None:
 
 
 def add_process_set(process_set: Any) -> Any:
-    """Create a process set after ``init``; all ranks must call it, also those of other sets.
-
-    Args:
-        process_set: the process set, or a list of ranks.
+    """Create a process set, also from ranks, after ``init``; all ranks must call it.
 
     Raises:
         UsageError: Horovod was started without dynamic process sets, or the set is invalid.

@@ -75,11 +75,7 @@ def source_digest(package: Path) -> str:
 
 
 def check_software(all_ranks: Sequence[RankFacts]) -> None:
-    """Raise if ranks run different versions of a package; missing packages are not compared.
-
-    Raises:
-        UsageError: on every rank, with the versions by rank.
-    """
+    """Raise if ranks run different versions of a package; missing packages are not compared."""
     hosts = [facts.host for facts in all_ranks]
     software = [facts.software for facts in all_ranks]
     mixed = [f"{name} {owners}" for name, owners in differences(software, hosts)]
@@ -118,11 +114,7 @@ class Device:
 
 
 def check_devices(devices: Sequence[Device], all_ranks: Sequence[RankFacts]) -> None:
-    """Raise if ranks of a host share a GPU, or only some ranks have a GPU.
-
-    Raises:
-        UsageError: on every rank, naming ranks, host and device.
-    """
+    """Raise if ranks of a host share a GPU, or only some ranks have a GPU."""
     without = [rank for rank, device in enumerate(devices) if not device.identity]
     if without and len(without) < len(devices):
         hosts = [facts.host for facts in all_ranks]

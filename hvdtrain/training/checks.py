@@ -35,11 +35,7 @@ LOCAL = ("quiet", "summary", "metrics", "tensorboard", "workers", "local_rank")
 def check_early(
     workload: Workload, options: Options, launch: LaunchInfo, environ: Mapping[str, str]
 ) -> None:
-    """Raise if the training is impossible, as far as options, launcher and environment tell.
-
-    Raises:
-        UsageError: naming the option and a remedy.
-    """
+    """Raise if the training is impossible, as far as options, launcher and environment tell."""
     world = World(launch.rank, launch.size, launch.local_rank, launch.local_size, "", 1)
     plan = make_plan(workload, options, world)
     if not options.evaluates_only:
@@ -75,11 +71,7 @@ def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> N
 
 
 def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
-    """Compare the options of all ranks, and the digest of the ``file`` that defines the task.
-
-    Raises:
-        UsageError: on every rank, naming the option and the values by rank.
-    """
+    """Compare the options of all ranks, and the digest of the ``file`` that defines the task."""
     mine = {
         f"--{field.name.replace('_', '-')}": str(getattr(options, field.name))
         for field in declared(type(options))
@@ -95,11 +87,7 @@ def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
 
 
 def check_data(adapter: CommonAdapter, task: Task) -> None:
-    """Compare the number and the digests of the samples of all ranks, in one collective.
-
-    Raises:
-        UsageError: on every rank, naming the values by rank.
-    """
+    """Compare the number and the digests of the samples of all ranks, in one collective."""
     mine = {
         "the number of training samples": f"{task.train.samples:,}",
         "the number of test samples": f"{task.test.samples if task.test else 0:,}",

@@ -89,13 +89,7 @@ def evaluate(
 
 
 class Lines:
-    """The lines of ``--predict``: each rank buffers those of its slice until they are written.
-
-    Args:
-        columns: columns of the task.
-        samples: number of samples of the test set.
-        world: world of this rank.
-    """
+    """The lines of ``--predict``: each rank buffers those of its slice until they are written."""
 
     def __init__(self, columns: Columns, samples: int, world: World) -> None:
         self.columns, self._rank = columns, world.data_rank

@@ -53,11 +53,7 @@ class TrainingPlan:
 
 
 def make_plan(workload: Workload, options: Options, world: World) -> TrainingPlan:
-    """Fill in the defaults.
-
-    Raises:
-        UsageError: an unknown model.
-    """
+    """Fill in the defaults."""
     model = choose_model(workload, options)
     recipe = workload.recipe(options)
     epochs = _or_default(options.epochs, recipe.epochs)
@@ -129,11 +125,7 @@ def _or_default(value: Any, default: Any) -> Any:
 
 
 def choose_model(workload: Workload, options: Options) -> str:
-    """Return the name of the network.
-
-    Raises:
-        UsageError: the workload has no such model.
-    """
+    """Return the name of the network, one of the workload."""
     model = options.model or next(iter(workload.models), workload.name)
     if workload.models and model not in workload.models:
         raise UsageError(f"--model {model}: choose one of {', '.join(workload.models)}")

@@ -123,13 +123,7 @@ class Silent:
 class Progress(Silent):
     """Progress output of the writing rank.
 
-    Args:
-        options: options, for ``quiet`` and the files.
-        unit: noun of the samples, in the plural.
-        speed_only: only the speed is measured: neither epochs nor losses are shown.
-
-    Raises:
-        UsageError: a file cannot be written, or TensorBoard is not installed.
+    ``unit`` is the plural noun of the samples; ``speed_only`` hides epochs and losses.
     """
 
     def __init__(self, options: Options, unit: str = "images", *, speed_only: bool = False) -> None:

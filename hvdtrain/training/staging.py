@@ -78,11 +78,7 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
 
 
 class Copy:
-    """Copies packed ``data`` to a folder in ``directory`` of one host, in a thread.
-
-    Raises:
-        UsageError: the data is not packed, or damaged.
-    """
+    """Copies packed ``data`` to a folder in ``directory`` of one host, in a thread."""
 
     def __init__(self, data: Path, directory: Path) -> None:
         if not data.is_dir():
@@ -157,11 +153,7 @@ class Copy:
         return True
 
     def _fetch(self, shard: Shard) -> None:
-        """Copy a shard, and verify its checksum.
-
-        Raises:
-            UsageError: the checksum differs.
-        """
+        """Copy a shard, and verify its checksum."""
         source, digest = self.data / shard.name, hashlib.sha256()
         partial = self.folder / f"{shard.name}.part"
         try:

@@ -29,13 +29,10 @@ MOST = 2000  # number of steps per rank that are gathered: the last ones
 
 
 def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
-    """Return the mean step, split by activity.
+    """Return the mean step over ranks and steps, split by activity.
 
-    Args:
-        times: seconds, of shape (ranks, steps, 3): the step, its data, and blocked; nan: unknown.
-
-    Returns:
-        Means over ranks and steps.
+    The ``times`` are seconds, of shape (ranks, steps, 3): the step, its data, and blocked (nan:
+    unknown).
     """
     step, data, blocked = np.moveaxis(times, -1, 0)
     whole = StepSplit(steps=step.shape[1], data=float(data.mean()))

@@ -85,11 +85,7 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
 
 
 def _spawn(options: Options, size: int) -> int:
-    """Start the ranks; this process only waits for them.
-
-    Raises:
-        UsageError: this process was started by a launcher, or the strategy needs one.
-    """
+    """Start the ranks; this process only waits for them."""
     spawn.check_no_launcher(os.environ)
     choose_strategy(options.strategy, options.framework, spawn.spawned(size), STRATEGIES)
     terminal.clear()
@@ -99,11 +95,7 @@ def _spawn(options: Options, size: int) -> int:
 def train(workload: Workload, options: Options) -> int:
     """Train ``workload`` in eight steps; every rank calls it with the same options.
 
-    Returns:
-        0, or 75 when a signal stopped it and a checkpoint was saved.
-
-    Raises:
-        HvdtrainError: see ``errors.py``.
+    Returns 0, or 75 when a signal stopped it and a checkpoint was saved.
     """
     model = choose_model(workload, options)
     adapter = _prepare(options)

@@ -41,9 +41,7 @@ ALIGNMENT = 16  # elements: a cache line of 64 bytes in fp32
 class Bucket:
     """Gradients of some parameters of one type and device, in one flat tensor.
 
-    Args:
-        name: name of the bucket, the same on all ranks.
-        parameters: parameters in the expected order of their gradients.
+    The name is the same on all ranks; the parameters are in the expected order of their gradients.
     """
 
     def __init__(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
@@ -113,9 +111,7 @@ class Bucket:
     def close(self, absent: set[int], *, dropped: bool = False) -> None:
         """End the pass: set the gradients to the sums over the ranks plus the previous gradients.
 
-        Args:
-            absent: indices of the parameters without a gradient on this rank.
-            dropped: whether to discard the previous gradients.
+        Parameters in ``absent`` have no gradient here; ``dropped`` discards the previous ones.
         """
         holders = self.holders.tolist() if absent else []  # synchronizes with a GPU
         for index, parameter in enumerate(self.parameters):

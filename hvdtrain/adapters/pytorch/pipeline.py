@@ -234,9 +234,6 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     For a ``Sequential`` its layers, and those of each ``Sequential`` in it; any other model must
     have a method ``pipeline_layers`` that returns them; ``in_a_row`` is its former name.
-
-    Raises:
-        UsageError: the layers are unknown.
     """
     if type(model) is torch.nn.Sequential:
         return [layer for child in model for layer in _unfolded(child)]
@@ -285,12 +282,9 @@ def _stride(module: torch.nn.Module) -> int:
 def owners_of(
     model: torch.nn.Module, stages: Sequence[Sequence[torch.nn.Module]]
 ) -> dict[str, int]:
-    """Return the stage of each parameter and buffer of ``model``, by name.
+    """Return the stage of each parameter and buffer of ``model``, by name; none may be in two.
 
     Those that belong to no layer are assigned to the first stage.
-
-    Raises:
-        UsageError: several stages share a parameter or buffer.
     """
     owners: dict[int, int] = {}
     state = model.state_dict(keep_vars=True)

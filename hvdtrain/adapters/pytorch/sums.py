@@ -40,12 +40,7 @@ class Sums(ABC):
 
 
 class Compressed(Sums):
-    """Sums of buckets in ``kind``: each gradient and each sum of two is rounded to it.
-
-    Args:
-        sums: sums of tensors of that type.
-        kind: a value of ``TYPES``.
-    """
+    """Sums of buckets in ``kind``: each gradient and each sum of two is rounded to it."""
 
     def __init__(self, sums: Sums, kind: torch.dtype) -> None:
         self.sums, self.kind, self.in_order = sums, kind, sums.in_order
