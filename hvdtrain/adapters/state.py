@@ -13,12 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from hvdtrain.adapters.base import Adapter
-from hvdtrain.adapters.state_view import (
-    StateView,
-    buffers_of_rank,
-    gather_buffers,
-    mean_buffers,
-)
+from hvdtrain.adapters.state_view import StateView, buffers_of_rank, gather_buffers, mean_buffers
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints

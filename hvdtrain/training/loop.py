@@ -351,11 +351,7 @@ class Run:
             return self.adapter.stop_wanted
 
         self.now.metrics = evaluate(
-            self.adapter,
-            self.task,
-            self.plan.global_batch,
-            stops=stops,
-            moved=self.show.evaluating,
+            self.adapter, self.task, self.plan.global_batch, stops=stops, moved=self.show.evaluating
         )
         return self.now.metrics is not None
 

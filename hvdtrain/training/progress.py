@@ -175,12 +175,7 @@ class Progress(Silent):
         if name not in self._pieces:
             fields: dict[str, Any] = {"figures": "", "each": None, "stride": 1}
             self._pieces[name] = bar.add_task(
-                label,
-                total=total,
-                completed=done,
-                visible=False,
-                moved=time.monotonic(),
-                **fields,
+                label, total=total, completed=done, visible=False, moved=time.monotonic(), **fields
             )
         for key, task in self._pieces.items():
             bar.update(task, visible=key == name)

@@ -21,14 +21,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import FULL, lock
 from hvdtrain.system.output.text import duration, plural, printable, size
 from hvdtrain.system.runtime import terminal
-from hvdtrain.workloads.data.packed import (
-    CHUNK,
-    INDEX,
-    Pack,
-    Shard,
-    file_digest,
-    is_packed,
-)
+from hvdtrain.workloads.data.packed import CHUNK, INDEX, Pack, Shard, file_digest, is_packed
 
 log = logging.getLogger(__name__)
 
