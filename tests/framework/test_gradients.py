@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdtrain.adapters.common import RankHooks
+from hvdtrain.errors import UsageError
 
 SIZE = 16  # a parameter that fills its place in a bucket
 
@@ -72,6 +75,37 @@ def test_a_part_without_samples_counts_nothing_even_if_its_loss_is_nan() -> None
     parameter, optimizer, scaler, _ = torch_step(mine=np.nan, remote=2.0, weight=0.0)
     scaler.step(optimizer)
     assert parameter.tolist() == [-2.0] * SIZE
+
+
+def test_zero_grad_of_a_distributed_model_is_its_own_also_in_copies() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdtrain.adapters.pytorch.buckets import ZeroGrad
+
+    model = torch.nn.Linear(1, 1)
+    model.__dict__["zero_grad"] = ZeroGrad(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for module in (model, *copies):
+        module(torch.ones(1)).backward()
+    for module in copies:
+        module.zero_grad()
+        assert module.weight.grad is None and model.weight.grad is not None
+
+
+def test_awaited_gradients_that_are_discarded_otherwise_are_reported() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdtrain.adapters.pytorch.buckets import Buckets
+
+    parameter = torch.nn.Parameter(torch.zeros(SIZE))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    hooks = RankHooks(weight=lambda: 0.0)
+    buckets = Buckets("test", optimizer, LateSum(torch.ones(SIZE)), hooks)
+    buckets.begin(empty=True)
+    optimizer.zero_grad()  # keeps them
+    optimizer.step()
+    buckets.begin(empty=True)
+    parameter.grad = None
+    with pytest.raises(UsageError, match="use zero_grad of the optimizer, or of the model"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("traced", [False, True])
