@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
+from hvdtrain.adapters.preemption import SIGNALS
 from hvdtrain.keras import session
 from tests.parallel.global_batches import global_batches
 
@@ -90,7 +91,7 @@ def train(state: Any) -> None:
     state.model.fit(data, callbacks=callbacks, verbose=0, **left)
 
 
-by_default = [signal.getsignal(number) for number in hvd.elastic.SIGNALS]
+by_default = [signal.getsignal(number) for number in SIGNALS]
 model = net(hvd.rank())
 model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
 where = {"directory": options.directory} if options.directory else {}
@@ -100,7 +101,7 @@ if options.directory:  # a signal is heard before the training has begun
     assert state._reason == "SIGUSR1"
     state._reason = ""
 train(state)
-assert [signal.getsignal(number) for number in hvd.elastic.SIGNALS] == by_default
+assert [signal.getsignal(number) for number in SIGNALS] == by_default
 assert (state.epoch, state.batch) == (options.epochs, 0)
 flat = np.concatenate([value.ravel() for value in model.get_weights()])
 assert len(set(session.adapter().communicator.gather(flat.tobytes()))) == 1
