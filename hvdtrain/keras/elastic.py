@@ -97,13 +97,16 @@ class TensorFlowKerasState:
             )
         self.directory = Path(directory)
         self._plain_values()
-        self._preemption = Preemption(self.adapter.communicator)
         self._preemption.listen()
 
     @property
     def adapter(self) -> CommonAdapter:
         """The adapter of the ranks that train the model."""
         return adapter_of(self.optimizer)
+
+    @functools.cached_property
+    def _preemption(self) -> Preemption:
+        return Preemption(self.adapter.communicator)
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Register ``callbacks`` to call before restoring a commit of another number of ranks."""

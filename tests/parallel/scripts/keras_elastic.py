@@ -98,8 +98,8 @@ where = {"directory": options.directory} if options.directory else {}
 state = hvd.elastic.KerasState(model, batch=0, epoch=0, **where)
 if options.directory:  # a signal is heard before the training has begun
     signal.raise_signal(signal.SIGUSR1)
-    assert state._reason == "SIGUSR1"
-    state._reason = ""
+    assert state._preemption.reason == "SIGUSR1"
+    state._preemption.reason = ""
 train(state)
 assert [signal.getsignal(number) for number in SIGNALS] == by_default
 assert (state.epoch, state.batch) == (options.epochs, 0)
