@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -54,6 +53,24 @@ class GradientSums(Protocol):
     @property
     def stop_agreed(self) -> bool:
         """Whether any rank had ``stop_wanted`` at the last step; the same answer on all ranks."""
+
+
+@dataclass(frozen=True)
+class RankHooks:
+    """What the gradient sums of an optimizer need to know of their rank.
+
+    Attributes:
+        weight: factor of this rank's gradients in this pass; 0 replaces any value by zero.
+        stop_wanted: whether this rank wants to stop.
+        waits: context of a wait for the other ranks, by the name of the call.
+        may_skip: whether the passes of all ranks are known from the parts, so that this rank can
+            skip that of an empty one.
+    """
+
+    weight: Callable[[], float]
+    stop_wanted: Callable[[], bool] = lambda: False
+    waits: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
+    may_skip: Callable[[], bool] = lambda: True
 
 
 class CommonAdapter(StateAdapter):
@@ -167,11 +184,7 @@ class CommonAdapter(StateAdapter):
         )
 
     def bubble(self, split: StepSplit | None) -> Bubble | None:
-        """Return the share of time that pipeline stages wait for one another; None: no stages.
-
-        Args:
-            split: time of the mean step by activity; None: unknown.
-        """
+        """Return the share of time that pipeline stages wait for one another; None: no stages."""
         return None
 
     @property
@@ -230,16 +243,13 @@ class CommonAdapter(StateAdapter):
 
     def _gather_threads(self, threads: int) -> list[tuple[RankCores, int]]:
         mine = asdict(RankCores.here(self.world.host, os.environ))
-        ranks = self.communicator.gather(json.dumps([mine, threads]).encode())
-        return [(RankCores(**facts), number) for facts, number in map(json.loads, ranks)]
+        ranks = self.communicator.gather_json([mine, threads])
+        return [(RankCores(**facts), number) for facts, number in ranks]
 
     def check_devices(self, name: str, index: int, visible: int) -> None:
         """Raise, on every rank, if local ranks share a GPU; all ranks must call it, also on a CPU.
 
-        Args:
-            name: name of this rank's device.
-            index: index of the device among the GPUs visible to this rank.
-            visible: number of visible GPUs; 0: this rank computes on the CPU.
+        ``index`` is that of this rank's device among the ``visible`` GPUs; 0 visible: a CPU.
         """
         identity = gpus.identities(visible, os.environ)[index] if visible else ""
         self.meter = GpuMeter(identity) if visible else None
@@ -269,7 +279,7 @@ class CommonAdapter(StateAdapter):
         """Set ``part`` of ``shards`` as the one that the next gradients are computed on."""
         self._shards = shards
         self.samples_seen += part.count
-        self._rank_buffers = {}  # also if this rank's part is empty: the others' are not
+        self.rank_buffers = {}  # also if this rank's part is empty: the others' are not
 
     def end_part(self) -> None:
         """Complete pending sums that other ranks wait for, before the next collective call."""
@@ -282,17 +292,8 @@ class CommonAdapter(StateAdapter):
     @samples_seen.setter
     def samples_seen(self, count: int) -> None:
         if count != self._seen:  # trained since loading: the loaded statistics are outdated
-            self._rank_buffers = {}
+            self.rank_buffers = {}
         self._seen = count
-
-    @together
-    def check_updates(self, model: Any, optimizer: Any, text: str) -> None:
-        """Compare the trained parameters and the optimizer state of all ranks, bit for bit.
-
-        Raises:
-            HvdtrainError: on every rank, naming the ranks that differ, and ending with ``text``.
-        """
-        self.compare(model, self.replicated(model, optimizer), text)
 
     @property
     def current_part(self) -> Part | None:

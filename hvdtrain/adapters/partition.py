@@ -30,13 +30,6 @@ def balanced_cuts(costs: Sequence[int], number: int) -> list[range]:
 
     Of equally good cuts the last is taken: behind layers without cost, e.g. a pooling layer, whose
     output is smaller to send.
-
-    Args:
-        costs: cost of each layer.
-        number: number of stages, at most one per layer.
-
-    Returns:
-        The indices of the layers of each stage, at least one each.
     """
     ends = [*itertools.accumulate(costs, initial=0)]
     # Least cost of the costliest stage, and the cuts for it, by the number of layers covered.
@@ -58,13 +51,10 @@ def balanced_cuts(costs: Sequence[int], number: int) -> list[range]:
 
 
 def balanced_owners(sizes: Sequence[int], number: int) -> list[int]:
-    """Assign each of ``sizes`` to one of ``number`` ranks, so that their totals are balanced.
+    """Return the rank of each of ``sizes``, among ``number`` ranks with balanced totals.
 
     Largest first, each to the rank with the smallest total so far (Graham, "Bounds on
     Multiprocessing Timing Anomalies", 1969: at most 4/3 of the optimum).
-
-    Returns:
-        The rank of each size.
     """
     totals, owners = [0] * number, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

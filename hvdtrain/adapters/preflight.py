@@ -5,11 +5,13 @@ This module collects the facts; ``steps/integrity.py`` and ``steps/world.py`` ju
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+
+import msgspec
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
@@ -24,11 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def check_libraries() -> None:
-    """Raise, before MPI starts, if this process has loaded two MPI libraries.
-
-    Raises:
-        UsageError: on each rank that has loaded two, naming both.
-    """
+    """Raise, before MPI starts, if this process has loaded two MPI libraries."""
     libraries = mpi_library.loaded()
     if len(libraries) > 1:
         raise UsageError(
@@ -41,11 +39,7 @@ def check_libraries() -> None:
 
 
 def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
-    """Compare the world size of the started runtime with the launcher's.
-
-    Raises:
-        UsageError: on every rank, if they differ.
-    """
+    """Raise, on every rank, if the launcher started another number than the runtime sees."""
     evidence = Evidence()
     if launch.size != size:
         libraries = mpi_library.loaded()
@@ -63,40 +57,28 @@ def check_world(launch: LaunchInfo, size: int, runtime: str) -> None:
 
 
 def exchange(communicator: Communicator) -> list[RankFacts]:
-    """Exchange the facts of all ranks in one collective; all must run the same software.
-
-    Returns:
-        The facts of all ranks, by rank.
-
-    Raises:
-        UsageError: on every rank, listing the differing versions and their ranks.
-    """
+    """Return the facts of all ranks, in one collective; they must run the same software."""
     identities = sorted({library.identity for library in mpi_library.loaded()})
     mine = integrity.rank_facts(os.environ, ", ".join(identities))
-    ranks = [RankFacts.decode(data) for data in communicator.gather(mine.encode())]
-    known = integrity.MIXED_VERSIONS
-    _judge(communicator, ranks, known, lambda: integrity.check_software(ranks))
+    gathered = communicator.gather(msgspec.json.encode(mine))
+    ranks = [msgspec.json.decode(facts, type=RankFacts) for facts in gathered]
+    with _allowing(communicator, ranks, integrity.MIXED_VERSIONS):
+        integrity.check_software(ranks)
     return ranks
 
 
 def check_devices(communicator: Communicator, device: Device, ranks: list[RankFacts]) -> None:
-    """Exchange the devices of all ranks in one collective; each rank must have a separate one.
-
-    Raises:
-        UsageError: on every rank, naming the ranks that share a device.
-    """
-    gathered = communicator.gather(json.dumps(asdict(device)).encode())
-    devices = [Device(**json.loads(data)) for data in gathered]
-    known = integrity.SHARED_GPU
-    _judge(communicator, ranks, known, lambda: integrity.check_devices(devices, ranks))
+    """Raise, on every rank, naming the ranks, if two share a device; it is one collective."""
+    devices = [Device(**mine) for mine in communicator.gather_json(asdict(device))]
+    with _allowing(communicator, ranks, integrity.SHARED_GPU):
+        integrity.check_devices(devices, ranks)
 
 
-def _judge(
-    communicator: Communicator, ranks: list[RankFacts], known: str, rule: Callable[[], None]
-) -> None:
-    """Raise the error of ``rule``, agreed by all ranks; only warn if the user allows ``known``."""
+@contextmanager
+def _allowing(communicator: Communicator, ranks: list[RankFacts], known: str) -> Iterator[None]:
+    """Raise an error of the block, agreed by all ranks; only warn if the user allows ``known``."""
     try:
-        rule()
+        yield
     except UsageError as error:
         if known not in ranks[0].allow:
             raise agreed(error) from None

@@ -99,6 +99,10 @@ class Communicator(ABC):
             buffer[start : start + CHUNK] = self.broadcast(buffer[start : start + CHUNK])
         return buffer.tobytes()
 
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks, by rank."""
+        return [json.loads(data) for data in self.gather(json.dumps(value).encode())]
+
     def broadcast_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return rank 0's arrays by name; the argument of other ranks is ignored."""
         header = json.dumps([[k, v.dtype.str, v.shape] for k, v in arrays.items()]).encode()

@@ -7,14 +7,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from hvdtrain.collectives.base import (
-    Bytes,
-    Communicator,
-    Operations,
-    Tensor,
-    Vector,
-    split,
-)
+from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector, split
 from hvdtrain.system.machine import accelerator
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import json
 import os
 import secrets
 import socket
@@ -246,8 +245,9 @@ def _host_of_rank_0(mpi: Communicator) -> str:
         UsageError: on a rank without a route to rank 0.
     """
     interface = os.environ.get(INTERFACE)
-    mine = json.dumps([socket.gethostname(), addresses(interface)]).encode()
-    hosts: dict[str, list[str]] = dict(json.loads(data) for data in mpi.gather(mine))
+    hosts: dict[str, list[str]] = dict(
+        mpi.gather_json([socket.gethostname(), addresses(interface)])
+    )
     if len(hosts) == 1:
         return "127.0.0.1"
     address = address_for_all(hosts) or next(iter(hosts))

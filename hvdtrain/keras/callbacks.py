@@ -1,6 +1,6 @@
 """Steps 4, 6, 7 and 8 for Keras: callbacks of ``model.fit``, the same on all ranks.
 
-Each prepares its model (``model.py``): any Horovod script has at least
+Each prepares its model (``data.py``): any Horovod script has at least
 ``BroadcastGlobalVariablesCallback``.
 """
 
@@ -19,7 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
-from hvdtrain.keras.model import ModelCallback, note_samples, rate_of, step_sum
+from hvdtrain.keras.data import ModelCallback, note_samples, rate_of, step_sum
 from hvdtrain.keras.optimizer import broadcast_variables, check_root
 
 __all__ = [
@@ -120,9 +120,6 @@ class MetricAverageCallback(ModelCallback):
     correctly. ``EarlyStopping``, ``ReduceLROnPlateau``, ``ModelCheckpoint`` and ``History`` see
     the same numbers on all ranks, in any order of the list. In a validation, the running statistics
     of BatchNorm are the mean over the ranks, weighted by samples seen.
-
-    Args:
-        device: not used.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -159,9 +156,7 @@ class MetricAverageCallback(ModelCallback):
             note_samples(self.model.optimizer)
             self._statistics.enter_context(self.adapter.averaged_buffers(self.model))
 
-    @override
-    def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        self._in_step = True
+    on_test_batch_begin = on_train_batch_begin
 
     @override
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -301,14 +296,9 @@ class LearningRateScheduleCallback(ModelCallback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Increase the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs.
 
-    Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
+    With ``verbose`` rank 0 prints a line at the end; see ``LearningRateScheduleCallback``.
 
-    Args:
-        initial_lr: the final learning rate, that of one rank times the world size.
-        warmup_epochs: length of the warm-up, in epochs.
-        momentum_correction: see ``LearningRateScheduleCallback``.
-        steps_per_epoch: see ``LearningRateScheduleCallback``.
-        verbose: 1: print a line at the end of the warm-up, on rank 0.
+    Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
     """
 
     def __init__(

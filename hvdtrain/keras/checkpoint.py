@@ -5,7 +5,6 @@ The callbacks have Keras's names; ``callbacks.py`` re-exports them.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -19,7 +18,7 @@ from typing_extensions import override
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
-from hvdtrain.keras.model import ModelCallback, note_samples, rate_of, step_sum
+from hvdtrain.keras.data import ModelCallback, note_samples, rate_of, step_sum
 
 MARK = ".process-set-"  # prefix of the file that reserves a directory for a process set
 
@@ -88,15 +87,9 @@ class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
 
 
 class BestModelCheckpoint(ModelCheckpoint):
-    """Save the best model by ``monitor``, on rank 0.
+    """Save the best model by ``monitor``, on rank 0; by default in ``best.keras``.
 
-    Args:
-        monitor: name of a value in the logs.
-        verbose: 1: print a line per save.
-        save_weights_only: whether to save only the weights.
-        mode: ``min``, ``max`` or ``auto``.
-        save_freq: ``epoch``, or a number of batches.
-        filepath: path of the file; default: ``best.keras`` or ``best.weights.h5``.
+    The options are those of Keras; of weights alone the file is ``best.weights.h5``.
     """
 
     def __init__(
@@ -189,17 +182,11 @@ def save(
 ) -> None:
     """Write a checkpoint of the training; all ranks of the adapter must call it.
 
-    Args:
-        adapter: adapter of the ranks that train together.
-        directory: directory of the checkpoints.
-        model: the model, built.
-        optimizer: its optimizer.
-        keep: number of recent checkpoints to keep.
-        state: JSON values, among them ``step``, a growing number.
+    Among the JSON values of ``state`` is ``step``, a growing number.
     """
     note_samples(optimizer)
-    mine = json.dumps([seed.numpy().tolist() for seed in _seeds(model)]).encode()
-    seeds = [json.loads(data) for data in adapter.communicator.gather(mine)]
+    mine = [seed.numpy().tolist() for seed in _seeds(model)]
+    seeds = adapter.communicator.gather_json(mine)
     rate = rate_of(optimizer)
     state["learning_rate"] = None if rate is None else float(rate)
     adapter.save_checkpoint(directory, model, optimizer, state={**state, "seeds": seeds}, keep=keep)
@@ -210,8 +197,7 @@ def restore(
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint, or send the first rank's state; all ranks must call it.
 
-    Returns:
-        The saved ``state``; None if there is no checkpoint.
+    Returns the saved ``state``; None if there is no checkpoint.
 
     Raises:
         UsageError: on every rank: the directory is of another training or process set.

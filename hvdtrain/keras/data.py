@@ -1,17 +1,26 @@
-"""Step 3 for Keras: this rank's part of every global batch, for ``model.fit``."""
+"""Step 3 for Keras: this rank's part of every global batch, and models that weight it.
+
+Every callback of this package prepares its model, before its step is traced.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.tensorflow.distributed import distribute, reduction_of, undistribute
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
+from hvdtrain.keras.optimizer import StepSum
 from hvdtrain.steps.sharding import Shards, bounds
 from hvdtrain.steps.world import World
 
@@ -94,10 +103,9 @@ def begin_epoch(number: int) -> None:
 def begin_at(samples: int, consumed: int) -> int | None:
     """Skip the first ``consumed`` samples in the next epoch of the dataset of ``samples`` samples.
 
-    Skipped batches are empty.
+    Returns the number of skipped batches, which are empty; None: no such dataset, or several.
 
-    Returns:
-        The number of empty batches; None: no such dataset, or it is ambiguous.
+    Skipped batches are empty.
     """
     matching = [order for order in _orders if order.shards.samples == samples]
     numbers = {order.empty_batches(consumed) for order in matching}
@@ -164,3 +172,104 @@ def _cut(world: World) -> Callable[..., Any]:
         return tf.nest.map_structure(lambda tensor: tensor[low:high], structure)
 
     return part
+
+
+def prepare(model: Any) -> None:
+    """Turn off XLA, agree on overflows, and weight each batch by its samples.
+
+    XLA does not support Horovod. A loss-scale optimizer that ``compile`` has wrapped around the
+    distributed one would check one rank's gradients for overflows; it must check their sum, so it
+    becomes the distributed optimizer.
+    """
+    optimizer = model.optimizer
+    if adapter_of(optimizer).world.size == 1:
+        return
+    inner = getattr(optimizer, "inner_optimizer", None)
+    reduction = reduction_of(inner)
+    if isinstance(reduction, StepSum):
+        undistribute(inner)
+        distribute(optimizer, reduction)
+        reduction.optimizer = optimizer
+    if step_sum(optimizer) is None:
+        return
+    if model.jit_compile:
+        model.jit_compile = False
+        model.train_function = None
+    if not hasattr(model.train_step, "counts_samples"):
+        model.train_step = _counting(model, model.train_step)
+        model.train_function = None
+
+
+def step_sum(optimizer: Any) -> StepSum | None:
+    """Return the gradient sum of a model's optimizer; None if it is not distributed."""
+    # Before ``prepare`` a loss-scale optimizer may wrap the distributed one.
+    reduction = reduction_of(optimizer) or reduction_of(getattr(optimizer, "inner_optimizer", None))
+    return reduction if isinstance(reduction, StepSum) else None
+
+
+def adapter_of(optimizer: Any) -> CommonAdapter:
+    """Return the adapter of the ranks that train a model together: all or a process set."""
+    reduction = step_sum(optimizer)
+    return reduction.adapter if reduction else session.adapter()
+
+
+def rate_of(optimizer: Any) -> Any:
+    """Return the variable of the learning rate; None if it is a schedule's.
+
+    A loss-scale optimizer has one, too, which is 0 and unused.
+    """
+    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
+
+
+class ModelCallback(keras.callbacks.Callback):
+    """A callback that prepares its model, and sets the epoch of the shards."""
+
+    @override
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.adapter = adapter_of(model.optimizer)
+        prepare(model)
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        begin_epoch(epoch)
+
+
+def note_samples(optimizer: Any) -> None:
+    """Set the adapter's count of samples trained on, the weight of this rank's statistics."""
+    if reduction := step_sum(optimizer):
+        reduction.adapter.samples_seen = int(reduction.samples.numpy())
+
+
+def _counting(model: Any, original: Any) -> Any:
+    """Return a ``train_step`` that exchanges the sample counts of the ranks' batches."""
+
+    @functools.wraps(original)
+    def train_step(data: Any) -> Any:
+        reduction = step_sum(model.optimizer)
+        if reduction is None:  # recompiled
+            return original(data)
+        x = keras.utils.unpack_x_y_sample_weight(data)[0]
+        if not model.built:  # variables created in a trace would be initialized too late
+            shapes = tf.nest.map_structure(lambda tensor: (None, *tensor.shape[1:]), x)
+            with tf.init_scope():
+                model.build(shapes)
+            reduction.begin()
+        first = next(tensor for tensor in tf.nest.flatten(x) if tensor is not None)
+        count = tf.shape(first)[0]
+        # A batch of no samples has no statistics: BatchNorm would make them nan.
+        kept = [(weight, tf.identity(weight.value)) for weight in model.non_trainable_weights]
+        with reduction.step(count):
+            if tf.executing_eagerly() and int(count) == 0:  # Keras's losses fail on empty batches
+                variables = model.trainable_variables
+                model.optimizer.apply([tf.zeros_like(value) for value in variables], variables)
+                return model.get_metrics_result()
+            result = original(data)
+        for weight, value in kept:
+            weight.assign(tf.where(count > 0, weight.value, value))
+        return result
+
+    train_step.counts_samples = True  # type: ignore[attr-defined]
+    return train_step

@@ -11,40 +11,25 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption
 from hvdtrain.errors import EXIT_PREEMPTED, UsageError
 from hvdtrain.keras import checkpoint, session
+from hvdtrain.keras import data as shards
 from hvdtrain.keras.callbacks import set_learning_rate
-from hvdtrain.keras.elastic_callbacks import (
-    CommitStateCallback,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-)
-from hvdtrain.keras.model import adapter_of, note_samples, rate_of
-from hvdtrain.system.runtime import elastic
+from hvdtrain.keras.data import ModelCallback, adapter_of, note_samples, rate_of
 from hvdtrain.system.runtime.detect import is_elastic
-from hvdtrain.system.runtime.exit import announce, leave, process_status, restart_ranks
-from hvdtrain.system.runtime.walltime import Walltime, ends_at
+from hvdtrain.system.runtime.exit import leave, process_status
 
-__all__ = [
-    "CommitStateCallback",
-    "KerasState",
-    "TensorFlowKerasState",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "run",
-]
-
-HOSTS_CHANGED, WALLTIME = "the hosts have changed", "the walltime is near"
-# Stop signals of the elastic worker, of batch systems and of the terminal.
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+Logs = dict[str, Any] | None
 
 
 class TensorFlowKerasState:
@@ -85,7 +70,6 @@ class TensorFlowKerasState:
         self.keep = keep
         self._names = tuple(values)
         self._set(values)
-        self._reason = ""  # of a stop after the next commit
         self._reset: list[Callable[[], object]] = []
         self._commits = 0
         self._rate: float | None = None  # set by the script
@@ -93,11 +77,9 @@ class TensorFlowKerasState:
         # of the dataset of ``shard`` (samples, samples trained on), and the last logs.
         self.of_epoch: dict[str, Any] = {}
         self.restored: dict[str, Any] | None = None  # the commit from which ``run`` has begun
-        self._walltime = Walltime(ends=None)
         self._last_commit: float | None = None  # time of the last commit or check
         self._longest = 0.0  # seconds between two of them
         self._runs = 0  # number of active calls of ``run``
-        self._former: dict[signal.Signals, Any] = {}  # previous signal handlers
         if is_elastic(os.environ):
             self._keep_in(directory)
 
@@ -115,12 +97,16 @@ class TensorFlowKerasState:
             )
         self.directory = Path(directory)
         self._plain_values()
-        self._listen()
+        self._preemption.listen()
 
     @property
     def adapter(self) -> CommonAdapter:
         """The adapter of the ranks that train the model."""
         return adapter_of(self.optimizer)
+
+    @functools.cached_property
+    def _preemption(self) -> Preemption:
+        return Preemption(self.adapter.communicator)
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Register ``callbacks`` to call before restoring a commit of another number of ranks."""
@@ -172,7 +158,7 @@ class TensorFlowKerasState:
             of_epoch=self.of_epoch,
             values=self._plain_values(),
         )
-        self._walltime.saved(time.monotonic() - began)
+        self._preemption.walltime.saved(time.monotonic() - began)
 
     def commit(self) -> None:
         """Write a checkpoint, and exit to restart if the hosts changed; all ranks must call it."""
@@ -196,53 +182,29 @@ class TensorFlowKerasState:
         if self.directory is None:
             yield
             return
-        self._listen()
-        if self.adapter.world.is_writer and not self._runs:
-            self._walltime.ends = ends_at()
-            elastic.watch_hosts(lambda: self._want_stop(HOSTS_CHANGED))
+        self._preemption.listen()
+        if not self._runs:
+            self._preemption.watch()
         self._runs += 1
         try:
             yield
         finally:
             self._runs -= 1
-            while self._former and not self._runs:
-                signal.signal(*self._former.popitem())
-
-    def _listen(self) -> None:
-        if not self._former:
-            for number in SIGNALS:
-                self._former[number] = signal.signal(number, self._hear) or signal.SIG_DFL
-
-    def _hear(self, number: int, _: Any) -> None:
-        self._want_stop(signal.Signals(number).name)
-        if number == signal.SIGINT:  # a second one ends the process at once
-            signal.signal(number, signal.default_int_handler)
-
-    def _want_stop(self, reason: str) -> None:
-        if self._reason in ("", HOSTS_CHANGED):
-            self._reason = reason
+            if not self._runs:
+                self._preemption.ignore()
 
     def _agreed_reason(self) -> str:
         """Return the reason to stop, the same on all ranks; empty: continue."""
         now = time.monotonic()
         self._longest = max(self._longest, now - (self._last_commit or now))
         self._last_commit = now
-        if self._walltime.is_near(self._longest):
-            self._want_stop(WALLTIME)
-        gathered = self.adapter.communicator.gather(self._reason.encode())
-        reasons = {reason.decode() for reason in gathered}
-        stops = sorted(reasons - {"", HOSTS_CHANGED})
-        return stops[0] if stops else max(reasons)
+        self._preemption.watch_walltime(self._longest)
+        return self._preemption.agree()
 
     def _leave(self, reason: str) -> None:
-        restart = reason == HOSTS_CHANGED
-        if reason and self.adapter.world.is_writer:
-            hint = "the ranks restart" if restart else "run the same command again to continue"
-            text = f"{reason}: committed {process_status.checkpoint}: {hint}"
-            announce(text, mpirun_ends=False)
-        if restart:
-            restart_ranks()
-        elif reason:
+        if reason:
+            done = f"committed {process_status.checkpoint}"
+            self._preemption.announce(reason, done, restart=reason == HOSTS_CHANGED)
             leave(EXIT_PREEMPTED)
 
     def _restore(self, directory: Path) -> dict[str, Any] | None:
@@ -265,11 +227,7 @@ class KerasState(TensorFlowKerasState):
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return ``value`` as a JSON value.
-
-    Raises:
-        UsageError: it cannot be converted.
-    """
+    """Return ``value`` as a JSON value."""
     value = value.tolist() if hasattr(value, "tolist") else value
     try:
         json.dumps(value)
@@ -297,3 +255,184 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(state, *args, **kwargs)
 
     return wrapper
+
+
+class UpdateEpochStateCallback(ModelCallback):
+    """Set ``state.epoch`` to the number of completed epochs.
+
+    ``fit`` may continue at ``initial_epoch=state.epoch``, or train ``epochs=ALL - state.epoch`` and
+    count from 0, as in Horovod's examples: ``shard`` and the learning-rate callbacks of this
+    package use the epoch of the whole training in both cases.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    @override
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._first = True
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if self._first:
+            self._first = False
+            shards.offset.epochs = self.state.epoch - epoch
+        super().on_epoch_begin(epoch, logs)
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self.state.epoch = shards.offset.epochs + epoch + 1
+
+    @override
+    def on_train_end(self, logs: Logs = None) -> None:
+        shards.offset.epochs = 0
+
+
+class UpdateBatchStateCallback(ModelCallback):
+    """Set ``state.batch`` to the number of completed batches of the epoch, and resume after them.
+
+    The first epoch begins with the completed batches of the commit: they are drawn but not trained
+    on, and callbacks see the commit's logs for them. Batches of ``shard`` are counted in samples,
+    so they are exact on any number of ranks.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._order: Any = None  # from which the epoch's batches are drawn; None: not of shard
+        self._restore: Callable[[], None] = lambda: None  # restores the model's train function
+
+    @property
+    def _steps(self) -> int | None:
+        steps: int | None = self.params.get("steps")
+        return steps
+
+    @override
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._first = True
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+        self._order = None
+        if self._first and self.state.batch:
+            self.state.batch = done = self._done()
+            rest = 0 if done == self._steps else done % self.model.steps_per_execution
+            shards.offset.left_out = done - rest
+            self.state.of_epoch["steps"] = self._steps  # the unit of ``batch`` from now on
+            logs = self.state.of_epoch.get("logs", {})
+            self._restore = _leave_out(self.model, done, rest, logs)
+        self._first = False
+
+    def _done(self) -> int:
+        """Return the number of completed batches of the commit, in batches of the current size."""
+        state, steps = self.state, self._steps
+        drawn, before = state.of_epoch.get("drawn"), state.of_epoch.get("steps")
+        batches = shards.begin_at(*drawn) if drawn else None
+        if batches is not None:
+            return batches
+        if steps and before:  # the same share of the epoch, whatever the batch size
+            return min(round(state.batch * steps / before), steps - 1)  # one is left for metrics
+        size = self.adapter.world.size
+        return int(state.batch * (state.restored or {"world_size": size})["world_size"] // size)
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        order = self._order = self._order or shards.drawn_last()  # later it may be the validation's
+        if batch < shards.offset.left_out:
+            return
+        done = min(batch + 1, self._steps or batch + 1)  # the last execution may have fewer batches
+        self.state.batch = done
+        self.state.of_epoch = {
+            "steps": self._steps,
+            "drawn": order and [order.shards.samples, order.consumed(done)],
+            "logs": {name: value for name, value in (logs or {}).items() if type(value) is float},
+        }
+        epoch = shards.offset.epochs + self._epoch
+        process_status.stage = f"epoch {epoch + 1}, batch {done}"
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._restore()
+        self.state.batch, self.state.of_epoch = 0, {}
+        shards.offset.left_out = 0
+
+
+def _leave_out(model: Any, number: int, rest: int, logs: dict[str, Any]) -> Callable[[], None]:
+    """Make ``fit`` draw the next ``number`` batches without training on them, and return ``logs``.
+
+    The last ``rest`` of them begin an execution that trains on its other batches. Returns what
+    restores the model's train function at once.
+    """
+    original, left, several = model.train_function, number, model.steps_per_execution
+
+    def restore() -> None:
+        if model.train_function is train_function:
+            model.train_function = original
+
+    def train_function(iterator: Any) -> Any:
+        nonlocal left
+        drawn = min(left, several)
+        for _ in range(drawn):
+            next(iterator)
+        left -= drawn
+        if left == 0:
+            restore()
+        if left or not rest:
+            return logs
+        model.steps_per_execution = several - rest
+        model.make_train_function(force=True)
+        try:
+            return model.train_function(iterator)
+        finally:
+            model.train_function, model.steps_per_execution = original, several
+
+    if number:
+        model.train_function = train_function
+    return restore
+
+
+class CommitStateCallback(ModelCallback):
+    """Commit the state after every ``batches_per_commit`` batches, and after each epoch.
+
+    It commits after all callbacks have handled the batch or the epoch, in any order of the list.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state, self.batches_per_commit = state, batches_per_commit
+
+    @override
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._batches, self._due = 0, False
+
+    @override
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        self._commit()
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if batch >= shards.offset.left_out:
+            several = self.model.steps_per_execution
+            self._batches += several
+            self._due = self._batches % self.batches_per_commit < several
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._commit()
+        super().on_epoch_begin(epoch, logs)
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._due = True
+
+    @override
+    def on_train_end(self, logs: Logs = None) -> None:
+        self._commit()
+
+    def _commit(self) -> None:
+        if self._due:
+            self._due = False
+            self.state.commit()

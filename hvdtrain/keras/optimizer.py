@@ -1,7 +1,7 @@
 """Step 5 for Keras: ``DistributedOptimizer``, and the sum of gradients weighted by samples.
 
 The weight of a rank in a step is its share of the samples of the global batch, counted in that step
-(``StepSum.step``, which ``model.py`` wraps around ``train_step``): so the means over the ranks'
+(``StepSum.step``, which ``data.py`` wraps around ``train_step``): so the means over the ranks'
 batches become the mean over all samples, including uneven and empty batches. In a custom training
 loop, in which samples are not counted, all ranks have the same weight.
 """
@@ -17,12 +17,11 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common import CommonAdapter, RankHooks
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute, reduction_of
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
-from hvdtrain.system.runtime.waits import SUM
 
 _step_sums: list[StepSum] = []  # in the order of their optimizers, the same on all ranks of a set
 
@@ -63,7 +62,10 @@ class StepSum(Reduction):
         self.local, self.local_factor = {id(variable) for variable in local}, local_factor
         self.before_first: Callable[[], None] | None = None
         with tf.device("/CPU:0"):
-            self.buckets = Buckets(name, self._reduce)
+            hooks = RankHooks(
+                weight=self._fixed_weight, waits=lambda call: self.adapter.waits.during(call)
+            )
+            self.buckets = Buckets(name, self._reduce, hooks)
             self.samples = tf.Variable(0, dtype=tf.int64, trainable=False, name="samples")
             self._nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
         self._weight: Any = None  # of this rank in the current step
@@ -101,14 +103,11 @@ class StepSum(Reduction):
         if not shared:
             return result
         weight = self._weight if self._weight is not None else self._fixed_weight()
-        waits = self.adapter.waits
-        # Within a traced function, which runs this code only once, it would measure nothing.
-        with waits.during(SUM) if tf.executing_eagerly() else nullcontext():
-            totals = self.buckets.sum(
-                [gradients[index] for index in shared],
-                [variables[index] for index in shared],
-                weight=weight / self.predivide,
-            )
+        totals = self.buckets.sum(
+            [gradients[index] for index in shared],
+            [variables[index] for index in shared],
+            weight=weight / self.predivide,
+        )
         factor = self.factor * self.predivide
         for index, total in zip(shared, totals, strict=True):
             result[index] = total if factor == 1 else total * tf.cast(factor, total.dtype)
@@ -303,18 +302,10 @@ def load_model(
 ) -> Any:
     """Load a compiled model, and distribute its optimizer, which keeps its state.
 
+    The ``custom_optimizers`` are classes other than Keras's, the ``custom_objects`` other classes
+    and functions by name; for the others see ``DistributedOptimizer``.
+
     The file contains a plain optimizer: ``keras.models.load_model`` loads it undistributed.
-
-    Args:
-        filepath: as in ``keras.models.load_model``.
-        custom_optimizers: optimizer classes other than Keras's.
-        custom_objects: other classes and functions by name.
-        compression: see ``DistributedOptimizer``.
-        legacy_opts: not supported by Keras 3.
-        process_set: see ``DistributedOptimizer``.
-
-    Raises:
-        UsageError: ``legacy_opts`` was set; the model has no optimizer.
     """
     if legacy_opts:
         raise UsageError("load_model: Keras 3 has no legacy optimizers; omit legacy_opts")
@@ -343,11 +334,7 @@ def _next_name(process_set: Any) -> str:
 
 
 def _is_average(op: Any) -> bool:
-    """Return whether Horovod's ``op`` is the mean, not the sum.
-
-    Raises:
-        UsageError: ``op`` is neither.
-    """
+    """Return whether Horovod's ``op`` is the mean, not the sum; others are refused."""
     if op is None:
         return True
     from horovod.tensorflow import Average, Sum

@@ -111,13 +111,7 @@ def _check_sets(sets: Iterable[Any], size: int) -> None:
 
 
 def add_process_set(process_set: Any) -> Any:
-    """Create a process set after ``init``; all ranks must call it, also those of other sets.
-
-    Args:
-        process_set: the process set, or a list of ranks.
-
-    Returns:
-        The process set.
+    """Create a process set, also from ranks, after ``init``; all ranks must call it.
 
     Raises:
         UsageError: Horovod was started without dynamic process sets, or the set is invalid.
@@ -141,10 +135,9 @@ def add_process_set(process_set: Any) -> Any:
 
 
 def remove_process_set(process_set: Any) -> bool:
-    """Remove a process set, in which no model trains any more; all ranks must call it.
+    """Remove a process set, in which no model trains any more; return whether it existed.
 
-    Returns:
-        Whether the set existed.
+    All ranks must call it.
     """
     from horovod.tensorflow import remove_process_set as remove
 

@@ -8,12 +8,11 @@ facts of all ranks, so that all ranks raise the same error.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import hvdtrain
@@ -43,16 +42,6 @@ class RankFacts:
     def host_id(self) -> tuple[str, str]:
         """Return the identity of the host, unique among hosts of the same name."""
         return self.host, self.machine
-
-    def encode(self) -> bytes:
-        """Return the facts as JSON."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
-
-    @staticmethod
-    def decode(data: bytes) -> RankFacts:
-        """Return the facts from the bytes of ``encode``."""
-        facts = json.loads(data)
-        return RankFacts(**{**facts, "allow": tuple(facts["allow"])})
 
 
 def rank_facts(environ: Mapping[str, str], mpi: str) -> RankFacts:
@@ -86,14 +75,7 @@ def source_digest(package: Path) -> str:
 
 
 def check_software(all_ranks: Sequence[RankFacts]) -> None:
-    """Raise if ranks run different versions of a package; missing packages are not compared.
-
-    Args:
-        all_ranks: facts by rank.
-
-    Raises:
-        UsageError: on every rank, with the versions by rank.
-    """
+    """Raise if ranks run different versions of a package; missing packages are not compared."""
     hosts = [facts.host for facts in all_ranks]
     software = [facts.software for facts in all_ranks]
     mixed = [f"{name} {owners}" for name, owners in differences(software, hosts)]
@@ -110,9 +92,7 @@ def differences(
 ) -> Iterator[tuple[str, str]]:
     """Yield each name whose values differ between ranks, and the values with their ranks.
 
-    Args:
-        reported: values by name, by rank; names missing on a rank are not compared.
-        hosts: hosts by rank.
+    Both arguments are by rank; names missing on a rank are not compared.
     """
     for name in dict.fromkeys(name for values in reported for name in values):
         owners: dict[str, list[int]] = {}
@@ -134,15 +114,7 @@ class Device:
 
 
 def check_devices(devices: Sequence[Device], all_ranks: Sequence[RankFacts]) -> None:
-    """Raise if ranks of a host share a GPU, or only some ranks have a GPU.
-
-    Args:
-        devices: devices by rank.
-        all_ranks: facts by rank.
-
-    Raises:
-        UsageError: on every rank, naming ranks, host and device.
-    """
+    """Raise if ranks of a host share a GPU, or only some ranks have a GPU."""
     without = [rank for rank, device in enumerate(devices) if not device.identity]
     if without and len(without) < len(devices):
         hosts = [facts.host for facts in all_ranks]

@@ -17,11 +17,7 @@ SCHEDULES = ("constant", "linear", "cosine", "multistep")
 
 
 def scale_factor(scaling: str, size: int) -> float:
-    """Return the factor of the learning rate on ``size`` ranks.
-
-    Raises:
-        UsageError: unknown ``scaling``.
-    """
+    """Return the factor of the learning rate on ``size`` ranks."""
     factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
     if scaling not in factors:
         raise UsageError(f"--lr-scaling {scaling}: choose one of {', '.join(SCALINGS)}")

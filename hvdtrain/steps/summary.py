@@ -9,22 +9,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
+
+import msgspec
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
 
 MOST = 2**20  # maximum bytes of a file; a summary is far smaller
-LARGEST = 2**63  # bound of integers: a larger one is no measurement, and too large for a float
+Count = Annotated[int, msgspec.Meta(le=2**53)]  # a larger one is no measurement
 # Keys that are omitted if their value is None.
 MAY_LACK = ("bubble", "joules_per_image", "steps_skipped", "rollbacks")
-SHOWN = 40  # characters of an invalid value in a message
+Kind = TypeVar("Kind")
 
 
 class Stopped(StrEnum):
@@ -40,13 +40,13 @@ class Stopped(StrEnum):
 class StepSplit:
     """Seconds of the mean step by part, see ``training/throughput.py``."""
 
-    steps: int | None = None  # number of steps averaged
+    steps: Count | None = None  # number of steps averaged
     data: float | None = None
     compute: float | None = None
     communication: float | None = None
     waiting: float | None = None
     undivided: float | None = None  # compute, communication and waiting, if not measured separately
-    slowest_rank: int | None = None  # the rank that was last most often
+    slowest_rank: Count | None = None  # the rank that was last most often
     slowest_share: float | None = None  # share of steps in which it was last
 
 
@@ -54,16 +54,16 @@ class StepSplit:
 class GradientMessages:
     """Messages in which the gradients of a step are reduced."""
 
-    count: int
-    bytes: int
+    count: Count
+    bytes: Count
 
 
 @dataclass(frozen=True)
 class Bubble:
     """Share of a step in which a pipeline stage waits for the others."""
 
-    stages: int
-    micro_batches: int  # maximum of a pass
+    stages: Count
+    micro_batches: Count  # maximum of a pass
     formula: float  # (stages - 1) / (micro_batches + stages - 1)
     measured: float | None = None  # mean over steps and ranks
 
@@ -76,24 +76,24 @@ class Summary:
     framework: str | None = None
     strategy: str | None = None
     model: str | None = None
-    world_size: int | None = None
+    world_size: Count | None = None
     """Number of ranks."""
-    devices: int | None = None
+    devices: Count | None = None
     """Over all ranks; more than the ranks only with ``data-parallel``."""
-    hosts: int | None = None
+    hosts: Count | None = None
     """Number of hosts."""
     precision: str | None = None
     """Of the forward pass."""
     compression: str | None = None
     """Type in which gradients were sent."""
     reduction: str | None = None
-    global_batch_size: int | None = None
+    global_batch_size: Count | None = None
     """Samples per update; None if nothing was trained."""
-    epochs_completed: int | None = None
-    steps_completed: int | None = None
-    samples_trained: int | None = None
+    epochs_completed: Count | None = None
+    steps_completed: Count | None = None
+    samples_trained: Count | None = None
     """Over all ranks."""
-    training_samples: int | None = None
+    training_samples: Count | None = None
     """Of an epoch."""
     unit: str | None = None
     """Plural noun of the samples, e.g. ``images``."""
@@ -105,7 +105,7 @@ class Summary:
     """A fraction."""
     eval_metrics: Mapping[str, float | None] | None = None
     """Metrics of the task except the loss, by name."""
-    eval_samples: int | None = None
+    eval_samples: Count | None = None
     """Number of samples of the last evaluation, each counted once."""
     images_per_second_mean: float | None = None
     """Over all ranks, after the first min(5, steps // 5) steps."""
@@ -122,7 +122,7 @@ class Summary:
     """Of a pipeline."""
     gradient_messages: GradientMessages | None = None
     """Messages and bytes in which the gradients of a step are reduced."""
-    peak_memory_bytes: int | None = None
+    peak_memory_bytes: Count | None = None
     """Maximum over the ranks: on the GPU, else resident."""
     utilisation_mean: float | None = None
     """Of the cores of a rank, or of its GPU, a fraction; over the ranks."""
@@ -132,9 +132,9 @@ class Summary:
     """Energy of all GPUs since step 2; None if unknown."""
     parameter_norm: float | None = None
     """L2 norm over all trainable parameters, in float64."""
-    steps_skipped: int | None = None
+    steps_skipped: Count | None = None
     """Updates skipped by ``--on-nan skip``; None if there were none."""
-    rollbacks: int | None = None
+    rollbacks: Count | None = None
     """Of ``--on-nan rollback``; None if there were none."""
     stopped: Stopped | None = None
     """``finished``, ``steps``, ``preempted`` or ``diverged``."""
@@ -167,9 +167,7 @@ class Summary:
         Raises:
             ValueError: naming a key that is missing or has a value of the wrong type.
         """
-        if not isinstance(content, dict):
-            raise ValueError("no JSON object, so no summary of a training")
-        summary: Self = typed(cls, content, "")
+        summary = typed(cls, content)
         for key in needed:
             if getattr(summary, key) is None:
                 raise ValueError(f"there is no {key}")
@@ -202,46 +200,15 @@ def nan_to_null(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def typed(kind: Any, value: Any, key: str = "") -> Any:
-    """Return a JSON value as type ``kind``; ``key`` is its name for the errors.
+def typed(kind: type[Kind], value: Any) -> Kind:
+    """Return a JSON value as ``kind``, a dataclass; unknown keys are ignored.
 
     Raises:
-        ValueError: it has another type, or lacks a field.
+        ValueError: naming the key that is missing, or whose value is of another type.
     """
-    if typing.get_origin(kind) is types.UnionType:  # X | None
-        return None if value is None else typed(typing.get_args(kind)[0], value, key)
-    if kind in (int, float):
-        # A float may have been written as an integer; bool is a subclass of int.
-        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
-        if not (whole or (kind is float and isinstance(value, float))):
-            raise ValueError(f"{key} is {_shown(value)}, no {'whole ' * (kind is int)}number")
-        return value
-    if kind is str and not isinstance(value, str):
-        raise ValueError(f"{key} is {_shown(value)}, no text")
-    if kind is Stopped:
-        if value not in list(Stopped):
-            raise ValueError(f"{key} is {_shown(value)}, none of {', '.join(Stopped)}")
-        return Stopped(value)
-    if kind in (str, Any):
-        return value
-    if not isinstance(value, dict):
-        raise ValueError(f"{key} is {_shown(value)}, no object")
-    if dataclasses.is_dataclass(kind):
-        hints, start = typing.get_type_hints(kind), f"{key}." if key else ""
-        fields = {
-            name: typed(hint, value[name], start + name)
-            for name, hint in hints.items()
-            if name in value
-        }
-        required = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
-        for name in required:
-            if name not in fields:
-                raise ValueError(f"{key} has no {name}")
-        return kind(**fields)  # type: ignore[operator]  # a class, not an instance
-    entry = typing.get_args(kind)[1]
-    return {name: typed(entry, item, f"{key}.{name}") for name, item in value.items()}
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text, _, key = str(error).partition(" - at `$.")
+        text = text[0].lower() + text[1:]
+        raise ValueError(f"{key.rstrip('`')}: {text}" if key else text) from error

@@ -77,12 +77,6 @@ def check_launch(
     Usually these are N worlds of size one: the runtime was built for another MPI than that of the
     launcher. Without this check each process would train independently.
 
-    Args:
-        launch: launch information (see ``hvdtrain.system.runtime.detect``).
-        runtime_size: world size reported by the runtime.
-        runtime: name of the runtime for the message, e.g. ``Horovod``.
-        evidence: MPI library and launcher of this process.
-
     Raises:
         UsageError: on all ranks, as all have the same two numbers.
     """

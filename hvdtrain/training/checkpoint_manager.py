@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,12 @@ class CheckpointManager:
         self.options, self.adapter, self.task, self.origin = options, adapter, task, origin
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``
-        self._lock: DirectoryLock | None = None
+        self._check_lock: Callable[[], None] = lambda: None
 
     def resume(self) -> TrainState:
-        """Load the newest checkpoint, according to ``--resume``; then call ``broadcast_state``.
+        """Return the progress of the newest checkpoint, according to ``--resume``, or of the start.
 
-        Returns:
-            The progress of the training; that of its start if there is nothing to resume.
+        Then call ``broadcast_state``.
 
         Raises:
             UsageError: on every rank: ``--resume must`` without a checkpoint, a checkpoint of
@@ -108,7 +108,7 @@ class CheckpointManager:
         lock.take()
         process_status.at_exit.append(lambda _: lock.release())
         checkpoints.remove_partial(directory)
-        self._lock = lock
+        self._check_lock = lock.check
 
     def _check_shared(self, directory: Path) -> None:
         """Raise ``UsageError``, on every rank, if some do not see the files of rank 0."""
@@ -130,16 +130,10 @@ class CheckpointManager:
             if self.adapter.world.is_writer:
                 (directory / name).unlink(missing_ok=True)
 
-    def _check_lock(self) -> None:
-        if self._lock:
-            self._lock.check()
-
     def save(self, now: TrainState, stopped: Stopped | None) -> None:
         """Write a checkpoint of ``now``, unless the newest one is the same.
 
-        Args:
-            now: progress of the training.
-            stopped: reason for which the training has ended; None: it has not.
+        ``stopped`` is the reason for which the training has ended; None: it has not.
 
         Raises:
             CheckpointError: on every rank, if it could not be written.

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from typing import Any, NoReturn
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.preemption import ANOTHER, HOSTS_CHANGED, Preemption, wait_for_agent
 from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
 from hvdtrain.system.output.text import plural
+from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import is_agreed, process_status
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.task import Task, Workload
@@ -22,7 +25,6 @@ from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
 from hvdtrain.training.plan import TrainingPlan
-from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.progress import Silent
 from hvdtrain.training.summary import (
     described,
@@ -61,7 +63,7 @@ class Run:
         self.show = Silent()
         self.clock = Clock()
         self.now = TrainState()
-        self.preemption = Preemption(adapter)
+        self.preemption = Preemption(adapter.communicator, self._want_stop)
         self.timeline = TimelineWindow(options, adapter)
         self.pending: list[tuple[Part, Any]] = []  # losses not yet read
         self.train_loss: float | None = None
@@ -92,10 +94,6 @@ class Run:
         all_epochs = self.plan.epochs * self.shards.steps_per_epoch
         return all_epochs if self.plan.num_steps is None else min(self.plan.num_steps, all_epochs)
 
-    def resume(self) -> None:
-        """Resume from the newest checkpoint, according to ``--resume``."""
-        self.now = self.checkpoints.resume()
-
     def announce(self, device: str) -> None:
         """Show the headline of the training."""
         plan, rate, updates = self.plan, self.rate, self.total_steps - self.now.step
@@ -115,19 +113,16 @@ class Run:
         if self.now.step:
             lines.append(
                 f"resumed from {self.checkpoints.path}: step {self.now.step}, epoch "
-                f"{self.now.position.epoch}, {self.now.position.consumed:,} of its "
+                f"{self.now.position.epoch + 1}, {self.now.position.consumed:,} of its "
                 f"{self.workload.unit} done"
             )
         self.show.begin(lines, self.total_steps, self.now.step)
 
     def run(self) -> int:
-        """Train until the end, ``--num-steps`` or a stop; save, evaluate, write the summary.
-
-        Returns:
-            The exit code.
-        """
+        """Train to the end or a stop; save, evaluate, write the summary; return the exit code."""
         if self.options.checkpoint_dir:
             self.preemption.listen()
+            self.preemption.watch()
         try:
             stopped = self._train()
         except TrainingError as error:
@@ -137,7 +132,7 @@ class Run:
         self._end(stopped)
         if stopped is not Stopped.PREEMPTED:
             return EXIT_OK
-        self.preemption.wait_for_agent()
+        wait_for_agent(lambda: bool(self.preemption.reason))
         return EXIT_PREEMPTED
 
     def _train(self) -> Stopped:
@@ -157,8 +152,11 @@ class Run:
             self._save()
         if stopped is Stopped.PREEMPTED:
             self.show.stop()
+            restart = is_elastic(os.environ) and self.preemption.agree() == HOSTS_CHANGED
             self.preemption.announce(
-                f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
+                self.preemption.reason or ANOTHER,
+                f"stopped after step {self.now.step}, saved {self.checkpoints.path}",
+                restart=restart,
             )
         return stopped
 
@@ -181,7 +179,7 @@ class Run:
             if [part.start.epoch, part.start.consumed] not in self.now.left_out
         )
         self.clock.resume()
-        for part, batch in self.clock.times.fetching(self.task.train.training(parts)):
+        for part, batch in self.clock.fetching(self.task.train.training(parts)):
             self._update(part, batch)
             if self._wants_stop():
                 self._read_losses()
@@ -198,7 +196,9 @@ class Run:
                 self.clock.resume()
         self.now.position = Position(epoch + 1)  # also if the last global batch was skipped
         self._end_of_epoch_loss(reset=True)
-        if self._is_evaluated(epoch + 1) and not self._evaluate():
+        selected, done = self.options.evaluate_epochs, epoch + 1
+        evaluates = selected is None or done in selected or done >= self.plan.epochs
+        if evaluates and not self._evaluate():
             return Stopped.PREEMPTED
         self._save()
         shown = "  ".join(f"{name} {value}" for name, value in self._measured().items())
@@ -214,6 +214,10 @@ class Run:
         if every and (self.now.step + 1) % every == 0 and self.adapter.world.size > 1:
             self.adapter.check_replicas(self.task.model, self.task.optimizer, step=self.now.step)
             self.clock.resume()
+
+    def _want_stop(self) -> None:
+        # It reaches the other ranks with the gradients.
+        self.adapter.stop_wanted = True
 
     def _wants_stop(self) -> bool:
         self._watch_walltime()
@@ -293,8 +297,8 @@ class Run:
             if not math.isfinite(value):
                 step = self.now.step - len(values) + back + 1
                 raise TrainingError(
-                    f"the loss is {value} at step {step} (epoch {part.start.epoch}): lower --lr, "
-                    "or check the data of this rank. Checkpoints on disk are of earlier steps"
+                    f"the loss is {value} at step {step} (epoch {part.start.epoch + 1}): lower "
+                    "--lr, or check the data of this rank. Checkpoints on disk are of earlier steps"
                 )
             self.now.loss_sum += value * part.count
             self.now.loss_count += part.count
@@ -310,7 +314,7 @@ class Run:
             raise _RepeatError
 
     def _log(self, part: Part, epochs: float) -> None:
-        with self.clock.times.timing_collective():
+        with self.clock.timing_collective():
             means, count = self.adapter.average_metrics(
                 self.now.loss_count, loss=self.now.loss_sum, interval=self.interval_sum
             )
@@ -337,11 +341,6 @@ class Run:
         if reset:
             self.now.loss_sum, self.now.loss_count = 0.0, 0
 
-    def _is_evaluated(self, epochs: int) -> bool:
-        """Return whether the model is evaluated after ``epochs`` epochs."""
-        selected = self.options.evaluate_epochs
-        return selected is None or epochs in selected or epochs >= self.plan.epochs
-
     def _evaluate(self) -> bool:
         """Evaluate on the whole test set, each sample once; False if a stop interrupted it."""
         if self.task.test is None or self.now.metrics is not None or self.options.benchmark:
@@ -352,11 +351,7 @@ class Run:
             return self.adapter.stop_wanted
 
         self.now.metrics = evaluate(
-            self.adapter,
-            self.task,
-            self.plan.global_batch,
-            stops=stops,
-            moved=self.show.evaluating,
+            self.adapter, self.task, self.plan.global_batch, stops=stops, moved=self.show.evaluating
         )
         return self.now.metrics is not None
 

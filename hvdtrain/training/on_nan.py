@@ -42,7 +42,7 @@ class OnNan:
         repeated = self._may_defer and not self._task.may_defer
         skips = self._mode == "skip" and not self._task.deferred
         if repeated or (skips and self._task.options.precision != "fp16"):
-            return self._adapter.local_buffers(self._task.model)
+            return self._adapter.view(self._task.model).local_buffers()
         return {}
 
     def note_update(self) -> None:
@@ -63,19 +63,13 @@ class OnNan:
     ) -> TrainState:
         """Handle the skipped update of ``part`` according to ``--on-nan``.
 
-        Args:
-            now: progress of the training.
-            part: the part whose update was not made.
-            buffers: result of ``buffers`` before that update.
-            say: function that shows a line to the user.
-
-        Returns:
-            The progress to continue from: ``now`` itself, or another one after a rollback.
+        The ``buffers`` are those before that update. Returns the progress to continue from: ``now``
+        itself, or another one after a rollback.
 
         Raises:
             TrainingError: on every rank, if the training ends.
         """
-        self._adapter.set_local_buffers(self._task.model, buffers)
+        self._adapter.view(self._task.model).set_local_buffers(buffers)
         assert self._task.not_finite
         trouble = self._report(now, part, self._task.not_finite)
         if self._mode == "skip" and self._consecutive < MOST_SKIPPED:

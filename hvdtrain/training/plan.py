@@ -53,11 +53,7 @@ class TrainingPlan:
 
 
 def make_plan(workload: Workload, options: Options, world: World) -> TrainingPlan:
-    """Fill in the defaults.
-
-    Raises:
-        UsageError: an unknown model.
-    """
+    """Fill in the defaults."""
     model = choose_model(workload, options)
     recipe = workload.recipe(options)
     epochs = _or_default(options.epochs, recipe.epochs)
@@ -100,13 +96,7 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
 
 
 def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]:
-    """Return lines on options without effect, or with an unexpected one.
-
-    Args:
-        options: the user's options.
-        plan: the plan from these options.
-        samples: number of samples of an epoch.
-    """
+    """Return lines on options without effect, or with an unexpected one, by samples per epoch."""
     lines = []
     epochs = plural(plan.epochs, "epoch")
     if plan.global_batch > samples:
@@ -135,11 +125,7 @@ def _or_default(value: Any, default: Any) -> Any:
 
 
 def choose_model(workload: Workload, options: Options) -> str:
-    """Return the name of the network.
-
-    Raises:
-        UsageError: the workload has no such model.
-    """
+    """Return the name of the network, one of the workload."""
     model = options.model or next(iter(workload.models), workload.name)
     if workload.models and model not in workload.models:
         raise UsageError(f"--model {model}: choose one of {', '.join(workload.models)}")
@@ -161,13 +147,7 @@ def check_tf32(requested: bool, *, gpu: bool) -> None:
 
 
 def choose_precision(requested: str, *, prefers_bf16: bool, gpu: bool, has_bf16: bool) -> str:
-    """Choose the precision of the forward pass.
-
-    Args:
-        requested: ``auto``, ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
-        prefers_bf16: whether bf16 was measured to be faster for the workload.
-        gpu: whether the device is a GPU.
-        has_bf16: whether the device has bfloat16 instructions.
+    """Return the precision of the forward pass; bf16 by default only if it was measured faster.
 
     Raises:
         UsageError: fp16 on a CPU, on which it needs loss scaling and is not faster.
@@ -183,12 +163,9 @@ MOST_WORKERS = 8  # by default: each keeps batches in shared memory
 
 
 def choose_workers(requested: int | None, *, gpu: bool, cores: int) -> int:
-    """Choose the number of processes that read the samples of a rank.
+    """Return the number of processes that read the samples of a rank.
 
-    Args:
-        requested: the user's number; None: not specified.
-        gpu: whether the rank computes on a GPU. On a CPU the training itself uses all cores.
-        cores: number of cores of the rank, of which one is for the training process.
+    By default one core is left for the training process; on a CPU it uses all of them.
     """
     if requested is not None:
         return requested

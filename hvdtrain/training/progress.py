@@ -123,13 +123,7 @@ class Silent:
 class Progress(Silent):
     """Progress output of the writing rank.
 
-    Args:
-        options: options, for ``quiet`` and the files.
-        unit: noun of the samples, in the plural.
-        speed_only: only the speed is measured: neither epochs nor losses are shown.
-
-    Raises:
-        UsageError: a file cannot be written, or TensorBoard is not installed.
+    ``unit`` is the plural noun of the samples; ``speed_only`` hides epochs and losses.
     """
 
     def __init__(self, options: Options, unit: str = "images", *, speed_only: bool = False) -> None:
@@ -181,12 +175,7 @@ class Progress(Silent):
         if name not in self._pieces:
             fields: dict[str, Any] = {"figures": "", "each": None, "stride": 1}
             self._pieces[name] = bar.add_task(
-                label,
-                total=total,
-                completed=done,
-                visible=False,
-                moved=time.monotonic(),
-                **fields,
+                label, total=total, completed=done, visible=False, moved=time.monotonic(), **fields
             )
         for key, task in self._pieces.items():
             bar.update(task, visible=key == name)

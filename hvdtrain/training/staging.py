@@ -8,7 +8,6 @@ at once, and no rank waits so long in a collective that it is considered lost.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -22,14 +21,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import FULL, lock
 from hvdtrain.system.output.text import duration, plural, printable, size
 from hvdtrain.system.runtime import terminal
-from hvdtrain.workloads.data.packed import (
-    CHUNK,
-    INDEX,
-    Pack,
-    Shard,
-    file_digest,
-    is_packed,
-)
+from hvdtrain.workloads.data.packed import CHUNK, INDEX, Pack, Shard, file_digest, is_packed
 
 log = logging.getLogger(__name__)
 
@@ -41,30 +33,24 @@ LINE_EVERY = 30.0  # seconds between two progress lines if there is no terminal
 def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, str]:
     """Copy the packed ``data`` to ``directory``, once per host; all ranks must call it together.
 
-    Args:
-        adapter: adapter of this rank.
-        data: a folder that all hosts share.
-        directory: a local directory of this host.
-
-    Returns:
-        The folder of the copy on this host, and a report for the user.
+    Returns the folder of the copy on this host, and a report for the user.
 
     Raises:
         UsageError: on every rank: the data is not packed or damaged, or a disk is too small.
         HvdtrainError: on every rank: a disk cannot be written.
     """
-    together, gather = adapter.communicator.together, adapter.communicator.gather
+    communicator, together = adapter.communicator, adapter.communicator.together
     copy = together(lambda: Copy(data, directory))
     copies = adapter.world.local_rank == 0
     if copies:
-        copy.start()
+        copy.thread.start()
     began = last = time.monotonic()
     pause = FIRST_PAUSE
     while True:
-        mine = [copy.done, copy.size, copy.is_over, copy.failed] if copies else None
-        rows = [json.loads(data) for data in gather(json.dumps(mine).encode())]
-        hosts = [row for row in rows if row]
-        if all(over for _, _, over, _ in hosts) or any(failed for *_, failed in hosts):
+        over, failed = not copy.thread.is_alive(), copy.error is not None
+        mine = [copy.done, copy.size, over, failed] if copies else None
+        hosts = [row for row in communicator.gather_json(mine) if row]
+        if all(row[2] for row in hosts) or any(row[3] for row in hosts):
             break
         done, total = (sum(row[column] for row in hosts) for column in (0, 1))
         text = f"copying the data to {printable(directory)}, {size(done)} of {size(total)}"
@@ -76,8 +62,8 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
         pause = min(PAUSE, 2 * pause)
     if copies:
         copy.stop()
-    together(copy.raise_if_failed)
-    copied = sum(int(count) for count in gather(b"%d" % copy.copied))
+    together(copy.raise_error)
+    copied = sum(communicator.gather_json(copy.copied))
     report = (
         f"{size(copied)} copied in {duration(time.monotonic() - began)}" if copied else "as it was"
     )
@@ -85,15 +71,7 @@ def stage(adapter: CommonAdapter, data: Path, directory: Path) -> tuple[Path, st
 
 
 class Copy:
-    """Copies packed data to one host, in a thread.
-
-    Args:
-        data: folder of the packed data.
-        directory: directory in which the folder of the copy is created.
-
-    Raises:
-        UsageError: the data is not packed, or damaged.
-    """
+    """Copies packed ``data`` to a folder in ``directory`` of one host, in a thread."""
 
     def __init__(self, data: Path, directory: Path) -> None:
         if not data.is_dir():
@@ -110,38 +88,19 @@ class Copy:
         self.folder = directory / f"{data.resolve().name}-{digest[:12]}"
         self.size = sum(shard.size for shard in self.shards)  # bytes
         self.done = self.copied = 0  # bytes present; bytes copied
-        self._error: HvdtrainError | None = None
+        self.error: HvdtrainError | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="staging", daemon=True)
-
-    def start(self) -> None:
-        """Start the copy."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="staging", daemon=True)
 
     def stop(self) -> None:
         """Abort the copy, because another host has failed; no effect if it is complete."""
         self._stop.set()
-        self._thread.join()
+        self.thread.join()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the copy has ended."""
-        return not self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the copy has ended with an error."""
-        return self._error is not None
-
-    def raise_if_failed(self) -> None:
-        """Raise the error of the copy, if any.
-
-        Raises:
-            UsageError: see ``stage``.
-            HvdtrainError: see ``stage``.
-        """
-        if self._error:
-            raise self._error
+    def raise_error(self) -> None:
+        """Raise the error of the copy, if any."""
+        if self.error:
+            raise self.error
 
     def _run(self) -> None:
         try:
@@ -149,11 +108,11 @@ class Copy:
             with lock(self.folder / "lock", "copies data to this folder"):
                 self._copy()
         except HvdtrainError as error:
-            self._error = error
+            self.error = error
         except OSError as error:
             kind = HvdtrainError if error.errno in FULL else UsageError
             where = error.filename or self.folder
-            self._error = kind(f"--stage {self.directory}: {where}: {error.strerror or error}")
+            self.error = kind(f"--stage {self.directory}: {where}: {error.strerror or error}")
 
     def _copy(self) -> None:
         """Copy the missing shards, then the index."""
@@ -187,11 +146,7 @@ class Copy:
         return True
 
     def _fetch(self, shard: Shard) -> None:
-        """Copy a shard, and verify its checksum.
-
-        Raises:
-            UsageError: the checksum differs.
-        """
+        """Copy a shard, and verify its checksum."""
         source, digest = self.data / shard.name, hashlib.sha256()
         partial = self.folder / f"{shard.name}.part"
         try:

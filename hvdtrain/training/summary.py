@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 import statistics
@@ -84,13 +83,11 @@ def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
     time of the counted steps times its threads, that of a GPU is NVML's; mean and minimum over
     ranks. Energy is that of all GPUs, per image trained.
     """
-    busy, seconds = clock.processor_seconds(), clock.counted_seconds()
-    share = busy / (seconds * adapter.threads) if seconds and adapter.threads else None
+    share = clock.utilisation(adapter.threads)
     meter, joules = adapter.meter, None
     if meter:
         share, joules = meter.busy, {meter.identity: meter.joules}
-    mine = json.dumps([adapter.peak_memory_bytes, share, joules])
-    ranks = [json.loads(data) for data in adapter.communicator.gather(mine.encode())]
+    ranks = adapter.communicator.gather_json([adapter.peak_memory_bytes, share, joules])
     memory, shares, energies = zip(*ranks, strict=True)
     of_gpus = {gpu: value for energy in energies for gpu, value in (energy or {}).items()}
     measured, images = [*of_gpus.values()], sum(clock.images)
@@ -150,12 +147,8 @@ def rows(
 ) -> list[tuple[str, str]]:
     """Return the summary as table rows: label and formatted value.
 
-    Args:
-        summary: the summary of ``--summary``.
-        rates: images per second of the counted steps. If few steps are slow, the deviation would
-            exceed the mean, so median and range are shown.
-        measured: formatted metrics of the evaluation by name; ``-``: no evaluation.
-        unit: noun of the samples, in the plural.
+    The ``rates`` are those of the counted steps. If few steps are slow, the deviation would exceed
+    the mean, so median and range are shown.
     """
     epochs, steps = summary.epochs_completed, summary.steps_completed
     assert epochs is not None and steps is not None
@@ -188,7 +181,7 @@ def _end_rows(summary: Summary, rates: Sequence[float], unit: str) -> list[tuple
     files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
     return [
         (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
-        *_bubble_rows(summary.bubble),
+        *([("bubble", _bubble(summary.bubble))] if summary.bubble else []),
         *_gpu_rows(summary, unit),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
         ("stopped", STOPPED.get(stopped, stopped)),
@@ -196,14 +189,12 @@ def _end_rows(summary: Summary, rates: Sequence[float], unit: str) -> list[tuple
     ]
 
 
-def _bubble_rows(bubble: Bubble | None) -> list[tuple[str, str]]:
-    """Return the row on the waiting time of pipeline stages, if there are any."""
-    if bubble is None:
-        return []
+def _bubble(bubble: Bubble) -> str:
+    """Return the waiting time of pipeline stages."""
     measured = f"{percent(bubble.measured)} of a step, " if bubble.measured is not None else ""
     number = bubble.micro_batches
     cut = f"{plural(bubble.stages, 'stage')}, {number} micro-batch{'es' * (number > 1)}"
-    return [("bubble", f"{measured}{percent(bubble.formula)} by formula ({cut})")]
+    return f"{measured}{percent(bubble.formula)} by formula ({cut})"
 
 
 def _gpu_rows(summary: Summary, unit: str) -> list[tuple[str, str]]:

@@ -28,80 +28,11 @@ from hvdtrain.steps.summary import StepSplit, Summary
 MOST = 2000  # number of steps per rank that are gathered: the last ones
 
 
-class StepTimes:
-    """The times that this rank measures."""
-
-    def __init__(self) -> None:
-        self.data: list[float] = []
-        self.blocked: list[float | None] = []
-        self._fetching = 0.0
-        self._meeting = 0.0
-        self._blocked_before = 0.0
-
-    def fetching(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield ``batches``, and measure the wait for each."""
-        started = time.perf_counter()
-        for batch in batches:
-            self._fetching = time.perf_counter() - started
-            yield batch
-            started = time.perf_counter()
-
-    @contextmanager
-    def timing_collective(self) -> Iterator[None]:
-        """Measure a collective of the trainer, which counts for the next step."""
-        started = time.perf_counter()
-        yield
-        self._meeting += time.perf_counter() - started
-
-    def resume(self) -> None:
-        """Start the time of the next step now."""
-        self._meeting = 0.0
-
-    def step(self, blocked: float | None) -> None:
-        """Record the times of the step that has just ended.
-
-        Args:
-            blocked: total seconds that this rank has waited for sums of gradients since the start
-                of the training; None: unknown.
-        """
-        self.data.append(self._fetching)
-        if blocked is None:
-            self.blocked.append(None)
-        else:
-            self.blocked.append(blocked - self._blocked_before + self._meeting)
-            self._blocked_before = blocked
-        self._fetching = self._meeting = 0.0
-
-    def gather(
-        self, communicator: Communicator, seconds: list[float], counted: list[bool]
-    ) -> StepSplit | None:
-        """Return the split of the mean step, for the summary; all ranks must call it.
-
-        Args:
-            communicator: communicator of all ranks.
-            seconds: duration of each step of this rank.
-            counted: whether each step counts for the throughput; the same on all ranks.
-        """
-        rows = [
-            (second, data, np.nan if blocked is None else blocked)
-            for second, data, blocked, counts in zip(
-                seconds, self.data, self.blocked, counted, strict=True
-            )
-            if counts
-        ]
-        mine = np.array(rows[-MOST:], np.float64).reshape(-1, 3)
-        ranks = [np.frombuffer(row).reshape(-1, 3) for row in communicator.gather(mine.tobytes())]
-        return split(np.stack(ranks)) if len(mine) else None
-
-
 def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
-    """Return the mean step, split by activity.
+    """Return the mean step over ranks and steps, split by activity.
 
-    Args:
-        times: seconds, of shape (ranks, steps, 3): the step, its data, and blocked; nan: unknown.
-
-    Returns:
-        Means over ranks and steps.
+    The ``times`` are seconds, of shape (ranks, steps, 3): the step, its data, and blocked (nan:
+    unknown).
     """
     step, data, blocked = np.moveaxis(times, -1, 0)
     whole = StepSplit(steps=step.shape[1], data=float(data.mean()))
@@ -124,31 +55,54 @@ def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
 
 @dataclass
 class Clock:
-    """Duration of each step, without the time between steps (evaluation, saving)."""
+    """Duration of each step, without the time between steps (evaluation, saving), and its parts."""
 
     seconds: list[float] = field(default_factory=list)
     images: list[int] = field(default_factory=list)
-    left_out: set[int] = field(default_factory=set)
+    data: list[float] = field(default_factory=list)  # seconds of the wait for the batch
+    blocked: list[float | None] = field(default_factory=list)  # by other ranks; None: unknown
     processor: list[float] = field(default_factory=list)  # seconds of all threads of this process
-    times: StepTimes = field(default_factory=StepTimes)
+    left_out: set[int] = field(default_factory=set)
     started: float = field(default_factory=lambda: psutil.Process().create_time())
     first_step: float | None = None
     _begun: float | None = None
     _last: float = 0.0
     _last_processor: float = 0.0
+    _fetching: float = 0.0
+    _meeting: float = 0.0  # seconds in collectives of the trainer since the last step
+    _blocked_before: float = 0.0
+
+    def fetching(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield ``batches``, and measure the wait for each."""
+        started = time.perf_counter()
+        for batch in batches:
+            self._fetching = time.perf_counter() - started
+            yield batch
+            started = time.perf_counter()
+
+    @contextmanager
+    def timing_collective(self) -> Iterator[None]:
+        """Measure a collective of the trainer, which counts for the next step."""
+        started = time.perf_counter()
+        yield
+        self._meeting += time.perf_counter() - started
 
     def resume(self) -> None:
         """Start the time of the next step now."""
         self._last, self._last_processor = time.perf_counter(), time.process_time()
         if self._begun is None:
             self._begun = self._last
-        self.times.resume()
+        self._meeting = 0.0
 
     def step(self, images: int, *, counts: bool = True, blocked: float | None = None) -> None:
         """Record the time of a step over ``images`` samples, of all ranks, that has just ended.
 
-        It ``counts`` for the throughput unless it was slowed down, e.g. by a timeline. For
-        ``blocked`` see ``StepTimes.step``.
+        Args:
+            images: number of samples.
+            counts: whether it counts for the throughput: not if it was slowed down, e.g. by a
+                timeline.
+            blocked: total seconds that this rank has waited for sums of gradients since the start
+                of the training; None: unknown.
         """
         now, processor = time.perf_counter(), time.process_time()
         if not counts:
@@ -156,7 +110,13 @@ class Clock:
         self.seconds.append(now - self._last)
         self.processor.append(processor - self._last_processor)
         self.images.append(images)
-        self.times.step(blocked)
+        self.data.append(self._fetching)
+        if blocked is None:
+            self.blocked.append(None)
+        else:
+            self.blocked.append(blocked - self._blocked_before + self._meeting)
+            self._blocked_before = blocked
+        self._fetching = self._meeting = 0.0
         self._last, self._last_processor = now, processor
         if self.first_step is None:
             self.first_step = time.time() - self.started
@@ -208,17 +168,21 @@ class Clock:
             seconds_to_first_step=self.first_step,
         )
 
-    def counted_seconds(self) -> float:
-        """Return the seconds of all steps that count."""
-        return sum(itertools.compress(self.seconds, self._counted()))
-
-    def processor_seconds(self) -> float:
-        """Return the processor time of this process, all its threads together, in those steps."""
-        return sum(itertools.compress(self.processor, self._counted()))
+    def utilisation(self, threads: int) -> float | None:
+        """Return the processor time of the counted steps over their time, times ``threads``."""
+        seconds = threads * sum(itertools.compress(self.seconds, self._counted()))
+        return (
+            sum(itertools.compress(self.processor, self._counted())) / seconds if seconds else None
+        )
 
     def step_split(self, communicator: Communicator) -> StepSplit | None:
         """Return the split of the mean counted step; all ranks must call it."""
-        return self.times.gather(communicator, self.seconds, self._counted())
+        blocked = [np.nan if seconds is None else seconds for seconds in self.blocked]
+        steps = zip(self.seconds, self.data, blocked, strict=True)
+        rows = list(itertools.compress(steps, self._counted()))
+        mine = np.array(rows[-MOST:], np.float64).reshape(-1, 3)
+        ranks = [np.frombuffer(row).reshape(-1, 3) for row in communicator.gather(mine.tobytes())]
+        return split(np.stack(ranks)) if len(mine) else None
 
     def _counted(self) -> list[bool]:
         drop = min(5, len(self.seconds) // 5)

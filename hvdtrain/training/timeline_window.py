@@ -87,11 +87,7 @@ class TimelineWindow:
         self.adapter.communicator.gather(b"")
 
     def leave(self, step: int) -> bool:
-        """Stop the timeline after the window's last step; ``step`` steps are done.
-
-        Returns:
-            Whether the last step was recorded.
-        """
+        """Stop the timeline after the window's last step; return whether ``step`` was recorded."""
         recorded = self._open or self._everything
         if step >= self.end:
             self._stop()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.preemption import leave_on_signal
 from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.adapters.select import choose_strategy
 from hvdtrain.config.command_line import parse
@@ -27,9 +28,8 @@ from hvdtrain.system.runtime.scratch import use_scratch_directory
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training import timeline_window
-from hvdtrain.training.agreement import check_data, check_options
-from hvdtrain.training.early_checks import check_early
-from hvdtrain.training.evaluation_run import EvaluationRun
+from hvdtrain.training.checks import check_data, check_early, check_options
+from hvdtrain.training.evaluation import EvaluationRun
 from hvdtrain.training.loop import Run
 from hvdtrain.training.plan import (
     TrainingPlan,
@@ -41,17 +41,12 @@ from hvdtrain.training.plan import (
     notes,
     processor_has_bf16,
 )
-from hvdtrain.training.preemption import leave_on_signal
 from hvdtrain.training.progress import Progress, Silent
 from hvdtrain.training.staging import stage
 
 
 def main(workload: Workload, arguments: Sequence[str]) -> int:
-    """Read the options and train, as ``python -m hvdtrain.WORKLOAD`` does.
-
-    Returns:
-        The exit code.
-    """
+    """Read the options and train, as ``python -m hvdtrain.WORKLOAD`` does; return the exit code."""
     options = parse(
         workload.program or workload.name,
         arguments,
@@ -90,11 +85,7 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
 
 
 def _spawn(options: Options, size: int) -> int:
-    """Start the ranks; this process only waits for them.
-
-    Raises:
-        UsageError: this process was started by a launcher, or the strategy needs one.
-    """
+    """Start the ranks; this process only waits for them."""
     spawn.check_no_launcher(os.environ)
     choose_strategy(options.strategy, options.framework, spawn.spawned(size), STRATEGIES)
     terminal.clear()
@@ -104,11 +95,7 @@ def _spawn(options: Options, size: int) -> int:
 def train(workload: Workload, options: Options) -> int:
     """Train ``workload`` in eight steps; every rank calls it with the same options.
 
-    Returns:
-        0, or 75 when a signal stopped it and a checkpoint was saved.
-
-    Raises:
-        HvdtrainError: see ``errors.py``.
+    Returns 0, or 75 when a signal stopped it and a checkpoint was saved.
     """
     model = choose_model(workload, options)
     adapter = _prepare(options)
@@ -129,7 +116,7 @@ def train(workload: Workload, options: Options) -> int:
         task.model, task.optimizer
     )
     run = Run(workload, options, plan, adapter, task, shards, rate)
-    run.resume()
+    run.now = run.checkpoints.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
     together = adapter.communicator.together
     speed_only = bool(task.speed_only)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
+
+from hvdtrain.adapters.common import RankHooks
+from hvdtrain.errors import UsageError
 
 SIZE = 16  # a parameter that fills its place in a bucket
 
@@ -42,7 +47,7 @@ def torch_step(mine: float, remote: float, weight: float = 0.25) -> tuple[Any, A
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     late = LateSum(torch.full((SIZE,), 8 * remote))
-    buckets = Buckets("test", optimizer, late, lambda: weight)
+    buckets = Buckets("test", optimizer, late, RankHooks(weight=lambda: weight))
     scaler.scale((parameter * mine).sum()).backward()
     assert late.started == 0 and buckets.messages["count"] == 1
     return parameter, optimizer, scaler, late
@@ -72,6 +77,37 @@ def test_a_part_without_samples_counts_nothing_even_if_its_loss_is_nan() -> None
     assert parameter.tolist() == [-2.0] * SIZE
 
 
+def test_zero_grad_of_a_distributed_model_is_its_own_also_in_copies() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdtrain.adapters.pytorch.buckets import ZeroGrad
+
+    model = torch.nn.Linear(1, 1)
+    model.__dict__["zero_grad"] = ZeroGrad(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for module in (model, *copies):
+        module(torch.ones(1)).backward()
+    for module in copies:
+        module.zero_grad()
+        assert module.weight.grad is None and model.weight.grad is not None
+
+
+def test_awaited_gradients_that_are_discarded_otherwise_are_reported() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdtrain.adapters.pytorch.buckets import Buckets
+
+    parameter = torch.nn.Parameter(torch.zeros(SIZE))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    hooks = RankHooks(weight=lambda: 0.0)
+    buckets = Buckets("test", optimizer, LateSum(torch.ones(SIZE)), hooks)
+    buckets.begin(empty=True)
+    optimizer.zero_grad()  # keeps them
+    optimizer.step()
+    buckets.begin(empty=True)
+    parameter.grad = None
+    with pytest.raises(UsageError, match="use zero_grad of the optimizer, or of the model"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("traced", [False, True])
 def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
     tf = pytest.importorskip("tensorflow")
@@ -83,12 +119,12 @@ def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
         seen.append(name)
         return flat + 1
 
-    buckets = Buckets("test", reduce)
+    buckets = Buckets("test", reduce, RankHooks(weight=lambda: 1.0))
     variables = [tf.Variable(tf.zeros((2, 3))), tf.Variable(0.0), tf.Variable(tf.zeros(4))]
 
     def total() -> Any:
         nan = tf.fill([4], np.nan)
-        return buckets.sum([tf.ones((2, 3)), None, nan], variables, weighted=False)
+        return buckets.sum([tf.ones((2, 3)), None, nan], variables)
 
     total = tf.function(total) if traced else total
     for weight, expected in ((0.0, [1.0, 1.0, 1.0]), (0.5, [1.5, 1.0, np.nan])):

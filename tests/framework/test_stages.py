@@ -11,7 +11,7 @@ from hvdtrain.adapters.partition import balanced_cuts
 from hvdtrain.errors import UsageError
 
 torch = pytest.importorskip("torch")
-stages = pytest.importorskip("hvdtrain.adapters.pytorch.stages")
+stages = pytest.importorskip("hvdtrain.adapters.pytorch.pipeline")
 
 
 def resnet(name: str) -> Any:
@@ -19,7 +19,7 @@ def resnet(name: str) -> Any:
 
     pytest.importorskip("torchvision")
     model = pytorch.torchvision().models.get_model(name, weights=None, num_classes=5)
-    return model, pytorch.in_a_row(model)
+    return model, pytorch.pipeline_layers(model)
 
 
 @pytest.mark.parametrize(("name", "cut"), [("tutorial", 7), ("small", 3)])
@@ -61,21 +61,29 @@ def test_a_resnet_is_its_stem_blocks_and_head(name: str) -> None:
     assert set(owners.values()) == {0, 1}
 
 
+class Custom(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.first, self.second]
+
+
 def test_a_model_can_define_its_layers() -> None:
-    class Custom(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)
-            self.unused = torch.nn.Parameter(torch.zeros(1))
-
-        def in_a_row(self) -> list[Any]:
-            return [self.first, self.second]
-
     model = Custom()
     layers = stages.layers_of(model)
     assert layers == [model.first, model.second]
     owners = stages.owners_of(model, [layers[:1], layers[1:]])
     assert (owners["unused"], owners["first.bias"], owners["second.bias"]) == (0, 0, 1)
+
+
+def test_the_former_name_of_the_method_is_deprecated() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.in_a_row = lambda: [model]
+    with pytest.warns(DeprecationWarning, match="pipeline_layers"):
+        assert stages.layers_of(model) == [model]
 
 
 def test_what_cannot_be_cut() -> None:

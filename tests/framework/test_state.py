@@ -9,6 +9,7 @@ import pytest
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.select import adapter
+from hvdtrain.config.strategies import PACKAGES, STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Checkpoint
 
@@ -62,7 +63,9 @@ def test_a_state_comes_back_bit_for_bit(single_rank: tuple[CommonAdapter, Any]) 
     copies = [{name: np.array(value) for name, value in part.items()} for part in parts]
     hvd.import_state(*loaded, Checkpoint(*copies))
     assert exported(hvd, loaded) == before
-    assert hvd.trained_names(loaded[0]) < set(state.model)  # running statistics are not trained
+    assert hvd.view(loaded[0]).trained_names() < set(
+        state.model
+    )  # running statistics are not trained
 
 
 def test_the_state_of_another_model_is_named(single_rank: tuple[CommonAdapter, Any]) -> None:
@@ -80,3 +83,14 @@ def test_state_of_a_missing_parameter_is_refused() -> None:
     fewer = torch.optim.Adam(list(model.parameters())[:-1], lr=0.1)
     with pytest.raises(UsageError, match=r"which has 5 parameters: it has state of parameter 6"):
         hvd.import_state(model, fewer, state)
+
+
+@pytest.mark.parametrize("framework", PACKAGES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_adapter_can_be_created(framework: str, strategy: str) -> None:
+    if framework not in STRATEGIES[strategy].adapters:
+        return
+    selected = adapter(framework, strategy, environ={})
+    assert selected.name == strategy
+    file = strategy.replace("-", "_")
+    assert type(selected).__module__ == f"hvdtrain.adapters.{framework}.{file}"

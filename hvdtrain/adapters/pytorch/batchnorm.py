@@ -89,12 +89,9 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def convert(model: nn.Module, total: SumOverRanks, share: Weight) -> int:
-    """Convert every ``nn.BatchNorm2d`` in ``model`` to a ``SyncBatchNorm2d``, in place.
+    """Convert every ``nn.BatchNorm2d`` in ``model``, in place; return their number.
 
     Parameters and buffers remain the same objects, so an existing optimizer stays valid.
-
-    Returns:
-        The number of converted layers.
     """
     number = 0
     for module in model.modules():

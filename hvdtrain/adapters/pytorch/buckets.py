@@ -17,50 +17,31 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils import _pytree
+from typing_extensions import override
 
-from hvdtrain.adapters.partition import buckets
+from hvdtrain.adapters import partition
+from hvdtrain.adapters.common import RankHooks
+from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums
 from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM
 
 ALIGNMENT = 16  # elements: a cache line of 64 bytes in fp32
 
 
-class Sums(ABC):
-    """Asynchronous sums of buckets over all ranks, in place."""
-
-    in_order = False
-    """Whether the sums of different ranks are matched by the order of their start, not by name."""
-
-    @abstractmethod
-    def start(self, bucket: torch.Tensor, name: str) -> Any:
-        """Start summing ``bucket``, and return a handle."""
-
-    @abstractmethod
-    def wait(self, handle: Any) -> None:
-        """Wait until the bucket of ``handle`` holds the sum."""
-
-    def nbytes(self, bucket: torch.Tensor) -> int:
-        """Return the number of bytes sent for ``bucket``."""
-        return bucket.numel() * bucket.element_size()
-
-    def progress(self) -> None:  # noqa: B027 (most libraries have a thread for it)
-        """Progress the sums under way."""
-
-
 class Bucket:
     """Gradients of some parameters of one type and device, in one flat tensor.
 
-    Args:
-        name: name of the bucket, the same on all ranks.
-        parameters: parameters in the expected order of their gradients.
+    The name is the same on all ranks; the parameters are in the expected order of their gradients.
     """
 
     def __init__(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
@@ -105,6 +86,11 @@ class Bucket:
             self.touched.add(index)
             self.parameters[index].grad = None
 
+    def has_lost(self) -> bool:
+        """Return whether an awaited gradient was set to None by other means than ``zero_grad``."""
+        rows = enumerate(self.parameters)
+        return any(index not in self.touched and p.grad is None for index, p in rows)
+
     def fill(self, index: int, weight: Callable[[], float]) -> None:
         """Copy the gradient of a parameter, times ``weight``, into the bucket.
 
@@ -125,9 +111,7 @@ class Bucket:
     def close(self, absent: set[int], *, dropped: bool = False) -> None:
         """End the pass: set the gradients to the sums over the ranks plus the previous gradients.
 
-        Args:
-            absent: indices of the parameters without a gradient on this rank.
-            dropped: whether to discard the previous gradients.
+        Parameters in ``absent`` have no gradient here; ``dropped`` discards the previous ones.
         """
         holders = self.holders.tolist() if absent else []  # synchronizes with a GPU
         for index, parameter in enumerate(self.parameters):
@@ -155,7 +139,7 @@ class Buckets:
         name: name of the optimizer, the same on all ranks.
         optimizer: the optimizer whose gradients are summed.
         sums: sums over all ranks, used only for these buckets.
-        weight: factor of this rank's gradients in this pass; 0 replaces any value by zero.
+        rank: what depends on this rank.
         full: size in bytes from which on a bucket takes no further gradient.
     """
 
@@ -164,21 +148,21 @@ class Buckets:
         name: str,
         optimizer: torch.optim.Optimizer,
         sums: Sums,
-        weight: Callable[[], float],
+        rank: RankHooks,
         full: int = BUCKET_BYTES,
     ) -> None:
-        self.sums, self.weight = sums, weight
+        self.sums, self.rank = sums, rank
         parameters = [
             parameter
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-        self.buckets = _grouped(name, parameters, full)
-        self.stop_wanted: Callable[[], bool] = lambda: False
-        # Whether the passes of all ranks are known from the parts, so that one can be skipped.
-        self.may_skip: Callable[[], bool] = lambda: True
-        self.waiting: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
+        kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
+        self.buckets = [
+            Bucket(f"{name}.{number}", [parameters[index] for index in group])
+            for number, group in enumerate(partition.buckets(kinds, full))
+        ]
         self.summing = True  # over the ranks; False: backward passes accumulate locally
         self.blocked_seconds = 0.0  # total wait for sums
         self._running = self._summed = False  # a backward pass runs; one of this part was summed
@@ -212,7 +196,7 @@ class Buckets:
     def _arrived(self, bucket: Bucket, index: int, _: torch.Tensor) -> None:
         if not self.summing:
             return
-        bucket.fill(index, self.weight)
+        bucket.fill(index, self.rank.weight)
         if not bucket.missing:
             self._start_full()
         self.sums.progress()
@@ -229,7 +213,7 @@ class Buckets:
     def _start(self, bucket: Bucket) -> None:
         if bucket is self.buckets[-1]:
             bucket.flat[-2:-1].fill_(float(self._holds_sums()))
-            bucket.flat[-1:].fill_(float(self.stop_wanted()))
+            bucket.flat[-1:].fill_(float(self.rank.stop_wanted()))
         bucket.handle = self.sums.start(bucket.flat, bucket.name)
 
     def _holds_sums(self) -> bool:
@@ -240,17 +224,22 @@ class Buckets:
     def finish(self) -> None:
         """Complete the sums of all gradients over the ranks."""
         absent = []
+        if self._awaited and any(bucket.has_lost() for bucket in self.buckets):
+            raise UsageError(
+                "gradients of a part without samples were set to None before the other ranks' were "
+                "added: use zero_grad of the optimizer, or of the model that was distributed"
+            )
         for bucket in self.buckets:
             bucket.open()
             missing = set(bucket.missing or ())
             absent.append(missing - bucket.touched)
             for index in missing:
                 bucket.expect(index)
-                bucket.fill(index, self.weight)
+                bucket.fill(index, self.rank.weight)
             if bucket.handle is None:
                 self._start(bucket)
         started = time.perf_counter()
-        with self.waiting(SUM):
+        with self.rank.waits(SUM):
             for bucket in self.buckets:
                 self.sums.wait(bucket.handle)
         self.blocked_seconds += time.perf_counter() - started
@@ -269,7 +258,7 @@ class Buckets:
         """
         self.whole()  # after an empty part, if several parts are accumulated
         self._summed = self._zeroed = False
-        self._awaited = empty and self.may_skip() and torch.is_grad_enabled()
+        self._awaited = empty and self.rank.may_skip() and torch.is_grad_enabled()
         for bucket in self.buckets if self._awaited else ():
             bucket.open()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -295,7 +284,7 @@ class Buckets:
             self.finish()
 
     def _before_step(self, *_: Any) -> None:
-        if not (self._summed or self.may_skip()):
+        if not (self._summed or self.rank.may_skip()):
             raise UsageError(
                 "optimizer.step() without a previous backward pass: with several optimizers every "
                 "rank must make all backward passes, even on a part without samples (its loss may "
@@ -339,27 +328,77 @@ class Awaited(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _zero_awaited(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``Module.zero_grad`` that keeps awaited gradients, as the optimizer's does."""
+class ZeroGrad:
+    """``zero_grad`` of a distributed ``model``, which keeps awaited gradients."""
 
-    @functools.wraps(original)
-    def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
-        gradients = [parameter.grad for parameter in module.parameters()]
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as ``Module.zero_grad`` does."""
+        gradients = [parameter.grad for parameter in self.model.parameters()]
         awaited = {grad.__dict__["buckets"] for grad in gradients if isinstance(grad, Awaited)}
         for owner in awaited:
             owner.zero_grad(set_to_none)
         if not awaited:
-            original(module, set_to_none)
-
-    return zero_grad
+            type(self.model).zero_grad(self.model, set_to_none)
 
 
-torch.nn.Module.zero_grad = _zero_awaited(torch.nn.Module.zero_grad)  # type: ignore[method-assign]
+class BucketedAdapter(PyTorchAdapter):
+    """Each rank holds the whole model; gradients are summed in buckets during backward."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._distributions = 0
+        self._all_buckets: list[Buckets] = []  # of each optimizer
 
-def _grouped(name: str, parameters: list[torch.nn.Parameter], full: int) -> list[Bucket]:
-    kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
-    return [
-        Bucket(f"{name}.{number}", [parameters[index] for index in group])
-        for number, group in enumerate(buckets(kinds, full))
-    ]
+    @abstractmethod
+    def open_sums(self) -> Sums:
+        """Return the sums for the buckets of another optimizer; all ranks call it together."""
+
+    @override
+    def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        name = f"gradients.{self._distributions}" if self._distributions else "gradients"
+        self._distributions += 1
+        sums, kind = self.open_sums(), TYPES.get(self.comm_options.compression)
+        sums = Compressed(sums, kind) if kind else sums
+        hooks = RankHooks(
+            weight=lambda: self.comm_options.weight(self.part_weight),
+            stop_wanted=lambda: self.stop_wanted,
+            waits=self.waits.during,
+            may_skip=lambda: len(self.gradient_sums) == 1,
+        )
+        buckets = Buckets(name, optimizer, sums, hooks, self.comm_options.bucket_bytes)
+        self._all_buckets = [*self.gradient_sums, buckets]
+        self.waits.before = self.end_part
+        # Of this model only, and copied with it; torch's would discard awaited gradients.
+        model.__dict__["zero_grad"] = ZeroGrad(model)
+        return model, optimizer
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        try:
+            for buckets in self.gradient_sums:
+                buckets.summing = False
+            yield
+        finally:
+            for buckets in self.gradient_sums:
+                buckets.summing = True
+
+    @property
+    @override
+    def gradient_sums(self) -> list[Buckets]:
+        # Of the optimizers that still exist.
+        return [buckets for buckets in self._all_buckets if buckets.optimizer() is not None]
+
+    @override
+    def begin_part(self, shards: Shards, part: Part) -> None:
+        super().begin_part(shards, part)
+        for buckets in self.gradient_sums:
+            buckets.begin(empty=not part.count)
+
+    @override
+    def end_part(self) -> None:
+        for buckets in self.gradient_sums:
+            buckets.whole()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,88 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.pytorch import batchnorm
-from hvdtrain.adapters.state import check_names
+from hvdtrain.adapters.state_view import StateView, check_names
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output.text import plural
 
 
+class Wrapper(torch.nn.Module):
+    """Wrapper of a strategy around the user's ``module``."""
+
+    module: torch.nn.Module
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model within a strategy's wrapper: its names are those of a checkpoint."""
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, Wrapper)
+    return model.module if isinstance(model, wrappers) else model
+
+
+class TorchView(StateView):
+    """State of a PyTorch model and its optimizer."""
+
+    adapter: PyTorchAdapter
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers (no copies), by their names in a checkpoint."""
+        return dict(unwrapped(self.model).state_dict(keep_vars=True))
+
+    @override
+    def trained_names(self) -> set[str]:
+        named = unwrapped(self.model).named_parameters()
+        return {name for name, value in named if value.requires_grad}
+
+    @override
+    def export(self, optimizer: Any) -> Checkpoint:
+        return Checkpoint(
+            {name: array_of(value) for name, value in self.tensors().items()},
+            {name: array_of(value) for name, value in optimizer_tensors(optimizer).items()},
+        )
+
+    @override
+    def restore(self, optimizer: Any, state: Checkpoint) -> None:
+        tensors = self.tensors()
+        self.check_model(tensors, state)
+        with torch.no_grad():
+            for name, value in tensors.items():
+                self.set_tensor(value, state.model[name])
+            load_optimizer(optimizer, state, self.optimizer_state)
+
+    def check_model(self, tensors: Mapping[str, Any], state: Checkpoint) -> None:
+        """Raise ``UsageError`` if the whole ``tensors`` differ from ``state`` in name or shape."""
+        source = state.path or "the state of rank 0"
+        check_names(tensors, state.model, f"{source} is not of this model")
+
+    def set_tensor(self, tensor: torch.Tensor, saved: Any) -> None:
+        """Set a parameter or buffer to its ``saved`` value."""
+        tensor.copy_(tensor_of(saved))
+
+    def optimizer_state(self, index: int, parameter: Any, saved: Any) -> torch.Tensor | None:
+        """Return this rank's part of the ``saved`` state of a parameter; None: it has none."""
+        return tensor_of(saved)
+
+    @override
+    def local_buffers(self) -> Arrays:
+        return {
+            name: array_of(value).copy()
+            for name, value in unwrapped(self.model).named_buffers()
+            if value.is_floating_point()
+        }
+
+    @override
+    def set_local_buffers(self, arrays: Arrays) -> None:
+        for name, value in unwrapped(self.model).named_buffers():
+            if name in arrays:
+                value.copy_(tensor_of(arrays[name]))
+
+
 class PyTorchAdapter(CommonAdapter):
     """PyTorch's part of an adapter; a strategy adds ``connect`` and step 5."""
 
     device: torch.device = torch.device("cpu")
+    whole_view = TorchView
     kinds = (("torch.nn.Module", torch.nn.Module), ("torch.optim.Optimizer", torch.optim.Optimizer))
 
     @override
@@ -46,10 +117,6 @@ class PyTorchAdapter(CommonAdapter):
         if not self.has_gpu:
             return super().peak_memory_bytes
         return accelerator.peak_memory()
-
-    @override
-    def trained_names(self, model: Any) -> set[str]:
-        return {name for name, value in unwrapped(model).named_parameters() if value.requires_grad}
 
     @override
     def synchronize_batchnorm(self, task: Any) -> None:
@@ -78,66 +145,19 @@ class PyTorchAdapter(CommonAdapter):
     def use_tf32(self, wanted: bool) -> None:
         accelerator.use_tf32(wanted)
 
-    @override
-    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        tensors = {} if optimizer is None else optimizer_tensors(optimizer)
-        return Checkpoint(
-            {name: array_of(value) for name, value in self.named_state(model).items()},
-            {name: array_of(value) for name, value in tensors.items()},
-        )
-
-    def named_state(self, model: Any) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers (no copies), by their names in a checkpoint."""
-        return dict(unwrapped(model).state_dict(keep_vars=True))
-
-    @override
-    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        tensors = self.named_state(model)
-        source = state.path or "the state of rank 0"
-        check_names(tensors, state.model, f"{source} is not of this model")
-        with torch.no_grad():
-            for name, value in tensors.items():
-                value.copy_(tensor_of(state.model[name]))
-        if optimizer is not None:
-            load_optimizer(optimizer, state, lambda index, like, value: tensor_of(value))
-
-    @override
-    def local_buffers(self, model: Any) -> Arrays:
-        return {
-            name: array_of(value).copy()
-            for name, value in unwrapped(model).named_buffers()
-            if value.is_floating_point()
-        }
-
-    @override
-    def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
-        for name, value in unwrapped(model).named_buffers():
-            if name in arrays:
-                value.copy_(tensor_of(arrays[name]))
-
-
-class Wrapper(torch.nn.Module):
-    """Wrapper of a strategy around the user's ``module``."""
-
-    module: torch.nn.Module
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model within a strategy's wrapper: its names are those of a checkpoint."""
-    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, Wrapper)
-    return model.module if isinstance(model, wrappers) else model
-
 
 def array_of(value: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the tensor as an array, which may share its memory."""
     return value.detach().cpu().contiguous().numpy()
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the optimizer state by name.
+def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """Return the optimizer state by name; without an optimizer nothing.
 
     ``3/momentum_buffer`` is of the fourth parameter, numbered as ``state_dict`` does.
     """
+    if optimizer is None:
+        return {}
     return {
         f"{index}/{key}": torch.as_tensor(value)
         for index, entries in sorted(optimizer.state_dict()["state"].items())
@@ -152,14 +172,14 @@ def tensor_of(value: Any) -> torch.Tensor:
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     saved: Checkpoint,
     local: Callable[[int, torch.Tensor, Any], torch.Tensor | None],
 ) -> None:
     """Restore the state returned by ``optimizer_tensors``.
 
     Args:
-        optimizer: the optimizer to load into.
+        optimizer: the optimizer to load into; None: nothing is loaded.
         saved: the names and values.
         local: function of a parameter's index, the parameter and the saved value, which returns
             this rank's part of the value; None: this rank has no part of it.
@@ -167,6 +187,8 @@ def load_optimizer(
     Raises:
         UsageError: the optimizer has fewer parameters than the saved one.
     """
+    if optimizer is None:
+        return
     state: dict[int, dict[str, torch.Tensor]] = {}
     parameters = [value for group in optimizer.param_groups for value in group["params"]]
     for name, stored in saved.training.items():

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common import GradientSums
 from hvdtrain.adapters.pytorch.common import PyTorchAdapter
-from hvdtrain.adapters.pytorch.compression import TYPES
+from hvdtrain.adapters.pytorch.sums import TYPES
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import TorchDistributed
 from hvdtrain.errors import UsageError

@@ -8,7 +8,6 @@ batch, so uneven and empty parts are handled correctly.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,17 +23,16 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners
-from hvdtrain.adapters.pytorch.common import (
-    array_of,
-    load_optimizer,
-    optimizer_tensors,
-    tensor_of,
-)
-from hvdtrain.adapters.pytorch.compression import TYPES
+from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors, tensor_of
 from hvdtrain.adapters.pytorch.ddp import weigh
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, layout_of
-from hvdtrain.adapters.replicas import compare
-from hvdtrain.adapters.state import check_names
+from hvdtrain.adapters.pytorch.sharded import (
+    Piece,
+    ShardedAdapter,
+    ShardedView,
+    UpdateSums,
+    layout_of,
+)
+from hvdtrain.adapters.pytorch.sums import TYPES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
@@ -62,7 +60,9 @@ class FsdpAdapter(ShardedAdapter):
                 "this model's parameters without state; resume loads one"
             )
         check_parameters(model)
-        for value in self.named_state(model).values():  # after sharding no rank has them whole
+        for value in (
+            TorchView(self, model).tensors().values()
+        ):  # after sharding no rank has them whole
             if not value.is_contiguous():  # fully_shard takes no other
                 value.data = value.data.contiguous()
             dist.broadcast(value.detach(), src=0)
@@ -77,10 +77,7 @@ class FsdpAdapter(ShardedAdapter):
         now = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [now[names[id(value)]] for value in group["params"]]
-        communication = Communication(model, self)
-        self._replicas.append(communication)
-        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
-        optimizer.register_step_pre_hook(lambda *_: communication.end_update())
+        self.register(optimizer, Communication(model, self), RowsView(self, model))
         return model, optimizer
 
     @override
@@ -90,67 +87,66 @@ class FsdpAdapter(ShardedAdapter):
                 dist.all_reduce(values)
         return values
 
-    @override
-    def is_sharded(self, model: Any, optimizer: Any) -> bool:
-        return isinstance(model, FSDPModule)
+
+class RowsView(ShardedView):
+    """This rank's rows of each parameter and of its optimizer state."""
 
     @override
-    def send_state(self, model: Any, optimizer: Any) -> str:
-        if not self.is_sharded(model, optimizer):
-            return super().send_state(model, optimizer)
-        local = {name: array_of(value) for name, value in model.named_buffers()}
-        sent = self.communicator.broadcast_arrays(local)
-        for name, value in model.named_buffers():
+    def broadcast(self, optimizer: Any) -> str:
+        # Step 5 has sent the parameters, and each rank has read its rows of a checkpoint.
+        local = {name: array_of(value) for name, value in self.model.named_buffers()}
+        sent = self.adapter.communicator.broadcast_arrays(local)
+        for name, value in self.model.named_buffers():
             value.copy_(tensor_of(sent[name]))
-        return compare(
-            self.communicator, Checkpoint(sent, {}), "right after the broadcast: please report it"
-        )
+        return self.compare(Checkpoint(sent, {}), "right after the broadcast: please report it")
 
     @override
-    def replicated(self, model: Any, optimizer: Any) -> Checkpoint:
-        if not self.is_sharded(model, optimizer):
-            return super().replicated(model, optimizer)
+    def replicated(self, optimizer: Any) -> Checkpoint:
         return Checkpoint({}, {})  # each rank has different rows
 
     @override
-    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        if not self.is_sharded(model, optimizer):
-            super().import_state(model, optimizer, state)
-            return
-        tensors = self.named_state(model)
-        source = state.path or "the state of rank 0"
-        check_names(tensors, state.model, f"{source} is not of this model")
-        with torch.no_grad():
-            for name, value in tensors.items():
-                _local(value).copy_(self._rows(value, state.model[name]))
-            if optimizer is not None:
-                load_optimizer(
-                    optimizer, state, lambda index, like, value: self._state_of(like, value)
-                )
+    def set_tensor(self, tensor: torch.Tensor, saved: Any) -> None:
+        _local(tensor).copy_(self._rows(tensor, saved))
 
     @override
-    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        """Return the whole state on every rank: to inspect a small one, not to save it."""
-        tensors = {} if optimizer is None else optimizer_tensors(optimizer)
+    def optimizer_state(self, index: int, parameter: Any, saved: Any) -> torch.Tensor:
+        # Sharded if it has the shape of the parameter.
+        rows = self._rows(parameter, saved)
+        if not isinstance(parameter, DTensor) or saved.shape != tuple(parameter.shape):
+            return rows
+        sharded = torch.empty_like(parameter, dtype=rows.dtype, requires_grad=False)
+        _local(sharded).copy_(rows)
+        return sharded
+
+    def _rows(self, like: torch.Tensor, stored: Any) -> torch.Tensor:
+        """Return this rank's rows of the ``stored`` values of the whole tensor ``like``."""
+        if isinstance(like, DTensor) and stored.shape == tuple(like.shape):
+            most = -(-stored.shape[0] // self.world.size)
+            first = min(self.world.rank * most, stored.shape[0])
+            stored = stored[first : min(first + most, stored.shape[0])]
+        return tensor_of(stored)
+
+    @override
+    def export(self, optimizer: Any) -> Checkpoint:
         return Checkpoint(
-            {name: array_of(_whole(value)) for name, value in self.named_state(model).items()},
-            {name: array_of(_whole(value)) for name, value in tensors.items()},
+            {name: array_of(_whole(value)) for name, value in self.tensors().items()},
+            {name: array_of(_whole(value)) for name, value in optimizer_tensors(optimizer).items()},
         )
 
     @override
-    def pieces(self, model: Any, optimizer: Any) -> Iterator[Piece]:
-        state, trained = self.named_state(model), self.trained_names(model)
-        sizes = [value.numel() * value.element_size() for value in state.values()]
+    def pieces(self, optimizer: Any) -> Iterator[Piece]:
+        tensors, trained = self.tensors(), self.trained_names()
+        sizes = [value.numel() * value.element_size() for value in tensors.values()]
         ranks = balanced_owners(sizes, self.world.size)
-        owners = dict(zip(map(id, state.values()), ranks, strict=True))
-        for name, value in state.items():
+        owners = dict(zip(map(id, tensors.values()), ranks, strict=True))
+        for name, value in tensors.items():
             piece = self._piece(MODEL_FILE, name, value, owners[id(value)])
             yield replace(piece, infinite=name not in trained)
-        if optimizer is not None:
-            parameters = [entry for group in optimizer.param_groups for entry in group["params"]]
-            for name, value in optimizer_tensors(optimizer).items():
-                owner = owners[id(parameters[int(name.partition("/")[0])])]
-                yield self._piece(TRAINING_FILE, name, value, owner)
+        groups = optimizer.param_groups if optimizer else ()
+        parameters = [value for group in groups for value in group["params"]]
+        for name, value in optimizer_tensors(optimizer).items():
+            owner = owners[id(parameters[int(name.partition("/")[0])])]
+            yield self._piece(TRAINING_FILE, name, value, owner)
 
     def _piece(self, kind: str, name: str, value: torch.Tensor, owner: int) -> Piece:
         return Piece(kind, name, layout_of(value), owner, lambda: self._gather(value, owner))
@@ -168,25 +164,8 @@ class FsdpAdapter(ShardedAdapter):
         dist.gather(padded, parts, dst=owner)
         return array_of(torch.cat(parts)[: value.shape[0]]) if parts else None
 
-    def _rows(self, like: torch.Tensor, stored: Any) -> torch.Tensor:
-        """Return this rank's rows of the ``stored`` values of the whole tensor ``like``."""
-        if isinstance(like, DTensor) and stored.shape == tuple(like.shape):
-            most = -(-stored.shape[0] // self.world.size)
-            first = min(self.world.rank * most, stored.shape[0])
-            stored = stored[first : min(first + most, stored.shape[0])]
-        return tensor_of(stored)
 
-    def _state_of(self, parameter: torch.Tensor, stored: Any) -> torch.Tensor:
-        """Return optimizer state of ``parameter``: sharded if it has its shape."""
-        rows = self._rows(parameter, stored)
-        if not isinstance(parameter, DTensor) or stored.shape != tuple(parameter.shape):
-            return rows
-        sharded = torch.empty_like(parameter, dtype=rows.dtype, requires_grad=False)
-        _local(sharded).copy_(rows)
-        return sharded
-
-
-class Communication:
+class Communication(UpdateSums):
     """Gathers the parameters of a model and sums its gradients, replacing FSDP's collectives.
 
     FSDP2 calls ``gather`` and ``scatter`` for each unit, as ``AllGather`` and ``ReduceScatter``.
@@ -194,10 +173,7 @@ class Communication:
 
     def __init__(self, model: Any, adapter: FsdpAdapter) -> None:
         self.model, self.adapter = model, adapter
-        self.blocked_seconds = 0.0
-        self.messages: dict[str, int] | None = None  # of the sums of an update
         self._counted = {"count": 0, "bytes": 0}
-        self._stops: Any = 0.0  # number of ranks that wanted to stop before the last update
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # the weights of the parts sum to 1
@@ -215,7 +191,7 @@ class Communication:
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
         """Gather the parameters of a unit."""
-        with self._blocked(GATHERING):
+        with self.blocked(GATHERING):
             return all_gather(whole, part, group=group, async_op=async_op)
 
     def scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool) -> Any:
@@ -226,7 +202,7 @@ class Communication:
         sent, received = whole.to(kind), part.to(kind)  # no copies if they are of that type
         self._counted["count"] += 1
         self._counted["bytes"] += sent.numel() * sent.element_size()
-        with self._blocked(SUM):
+        with self.blocked(SUM):
             work = reduce_scatter(received, sent, group=group, async_op=async_op)
         if received is not part:
             if async_op:
@@ -234,25 +210,10 @@ class Communication:
             part.copy_(received)
         return work
 
-    @contextmanager
-    def _blocked(self, call: str) -> Iterator[None]:
-        started = time.perf_counter()
-        with self.adapter.waits.during(call):
-            yield
-        self.blocked_seconds += time.perf_counter() - started
-
+    @override
     def end_update(self) -> None:
-        """Sum the stop requests, and update ``messages``; before an update, on all ranks."""
         self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
-        # Not by torch.tensor(..., device=), which would synchronize with a GPU.
-        self._stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
-        with self._blocked(SUM):
-            dist.all_reduce(self._stops)
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank wanted to stop before the last update."""
-        return bool(self._stops > 0)
+        super().end_update()
 
 
 class Collective:

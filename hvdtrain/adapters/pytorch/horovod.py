@@ -8,8 +8,8 @@ import horovod.torch as hvd
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
-from hvdtrain.adapters.pytorch.buckets import Sums
+from hvdtrain.adapters.pytorch.buckets import BucketedAdapter
+from hvdtrain.adapters.pytorch.sums import Sums
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_torch import HorovodTorch, summable
 from hvdtrain.config.comm_options import ADASUM, check_nccl

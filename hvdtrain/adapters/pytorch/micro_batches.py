@@ -10,7 +10,6 @@ micro-batch twice, and after the first stage uninitialized memory.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.pytorch.common import Wrapper
 from hvdtrain.adapters.pytorch.ddp import weigh
-from hvdtrain.adapters.pytorch.sharded import ShardedAdapter
+from hvdtrain.adapters.pytorch.sharded import ShardedAdapter, UpdateSums
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import Subgroup
 from hvdtrain.errors import UsageError
@@ -58,7 +57,7 @@ class Layout:
         return (value.permute(0, 2, 3, 1) if self.channels_last else value).contiguous()
 
 
-class Pipeline(Wrapper):
+class Pipeline(UpdateSums, Wrapper):
     """A model of which this rank holds and computes only one stage.
 
     All ranks of a group of stages must call it with the same batch, and all get the output of the
@@ -96,8 +95,6 @@ class Pipeline(Wrapper):
         self._copy, self._peers, self._micro_batches = copy, peers, micro_batches
         self.stage, self.stages = adapter.world.stage, adapter.world.stages
         self.most = 0
-        self.blocked_seconds = 0.0
-        self.messages: dict[str, int] | None = None  # not counted: not only gradients are sent
         self._layers = tuple(layers)
         self._names = [name for name, owner in owners.items() if owner == self.stage]
         state = module.state_dict(keep_vars=True)
@@ -113,7 +110,6 @@ class Pipeline(Wrapper):
         self._root = torch.zeros((), device=adapter.device, requires_grad=True)
         self._summing = True
         self._unsummed: list[torch.Tensor | None] = [None] * len(self._trained)
-        self._stops: Any = 0.0  # number of ranks that wanted to stop before the last update
 
     def stage_state(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of this stage (no copies), by name."""
@@ -195,9 +191,7 @@ class Pipeline(Wrapper):
     def backward(self, passes: Passes, gradient: torch.Tensor) -> None:
         """Run the backward passes of all micro-batches, and sum gradients over equal stages.
 
-        Args:
-            passes: micro-batches of the forward pass.
-            gradient: gradient of the whole output, used by the last stage.
+        The last stage uses ``gradient``, that of the whole output.
         """
         with self.adapter.waits.during(SUM):
             weight = self.adapter.part_weight
@@ -287,30 +281,11 @@ class Pipeline(Wrapper):
         finally:
             self._summing = True
 
-    def end_update(self) -> None:
-        """Sum the stop requests; before an update, on all ranks."""
-        wanted = float(self.adapter.stop_wanted)
-        self._stops = torch.full((1,), wanted, device=self.adapter.device)
-        with self.adapter.waits.during(SUM), self.blocked():
-            dist.all_reduce(self._stops)
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank wanted to stop before the last update."""
-        return bool(self._stops > 0)
-
     # Messages
 
     def _rank(self, step: int) -> int:
         """Return the rank of the stage ``step`` after this one."""
         return self._copy.ranks[self.stage + step]
-
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
-        """Count the time within the block as waiting for other ranks."""
-        started = time.perf_counter()
-        yield
-        self.blocked_seconds += time.perf_counter() - started
 
     def _send(self, message: torch.Tensor, to: int) -> list[Any]:
         """Start sending; return the request, with the message to keep alive until it completes."""

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
-from hvdtrain.adapters.pytorch.buckets import Sums
-from hvdtrain.adapters.pytorch.compression import TYPES
+from hvdtrain.adapters.pytorch.buckets import BucketedAdapter
+from hvdtrain.adapters.pytorch.sums import TYPES, Sums
 from hvdtrain.errors import UsageError
 
 if TYPE_CHECKING:  # importing it starts MPI, for which the variables of step 1 come first
@@ -56,9 +55,7 @@ class MpiAdapter(BucketedAdapter):
 class MpiSums(Sums):
     """Sums by MPI, which matches those of different ranks by order, on a separate communicator.
 
-    Args:
-        communicator: communicator of all ranks.
-        half: type of the buckets if it has 16 bits; None: otherwise.
+    The buckets are of the 16-bit type ``half``, unless that is None.
     """
 
     in_order = True

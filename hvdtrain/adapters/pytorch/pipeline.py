@@ -8,7 +8,9 @@ holds the whole model and processes a share of the data; ranks of equal stage su
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,27 +22,22 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_cuts
-from hvdtrain.adapters.pytorch.common import (
-    array_of,
-    load_optimizer,
-    optimizer_tensors,
-    tensor_of,
-)
+from hvdtrain.adapters.pytorch.common import TorchView, tensor_of
 from hvdtrain.adapters.pytorch.micro_batches import Pipeline
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, local_piece
-from hvdtrain.adapters.pytorch.stages import check_number, costs_of, layers_of, owners_of
-from hvdtrain.adapters.replicas import compare
-from hvdtrain.adapters.state import check_names
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
+from hvdtrain.adapters.state_view import compare
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.collectives.torch_distributed import Subgroup, TorchDistributed
 from hvdtrain.config.comm_options import check_stages
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
 from hvdtrain.steps.summary import Bubble, StepSplit
 from hvdtrain.steps.world import World
+from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.system.runtime.waits import SUM
 
+LAST_MAP = 7 * 7  # positions in the last map of a network for images of ImageNet's size
 FEW = 4  # default number of micro-batches per stage: the bubble is a fifth at most (GPipe)
 
 
@@ -81,11 +78,6 @@ class PipelineAdapter(ShardedAdapter):
     def data_communicator(self) -> Communicator:
         return self.peers
 
-    @property
-    @override
-    def writers(self) -> int:
-        return self.world.stages
-
     # Not supported
 
     @override
@@ -124,7 +116,7 @@ class PipelineAdapter(ShardedAdapter):
             owners = owners_of(model, stages)
         except UsageError as error:
             raise agreed(error) from None  # raised alike on every rank
-        for value in self.named_state(model).values():  # afterwards no rank has them all
+        for value in TorchView(self, model).tensors().values():  # afterwards no rank has them all
             sent = value.detach().contiguous()
             dist.broadcast(sent, src=0)
             value.data.copy_(sent)
@@ -137,9 +129,7 @@ class PipelineAdapter(ShardedAdapter):
             peers=self.peers,
             micro_batches=self.micro_batches,
         )
-        self._replicas.append(pipeline)
-        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
-        optimizer.register_step_pre_hook(lambda *_: pipeline.end_update())
+        self.register(optimizer, pipeline, StageView(self, pipeline))
         return pipeline, optimizer
 
     @override
@@ -161,101 +151,159 @@ class PipelineAdapter(ShardedAdapter):
         stages = self.world.stages
         return Bubble(stages, number, (stages - 1) / (number + stages - 1), measured)
 
-    # The state of this rank's stage
+
+class StageView(ShardedView):
+    """The parameters and buffers of this rank's stage, and their optimizer state."""
+
+    adapter: PipelineAdapter
+    model: Pipeline
+
+    @property
+    @override
+    def writers(self) -> int:
+        return self.world.stages
 
     @override
-    def is_sharded(self, model: Any, optimizer: Any) -> bool:
-        return isinstance(model, Pipeline)
-
-    @override
-    def compare(self, model: Any, state: Checkpoint, reason: str, *, when: str = "") -> str:
-        if not isinstance(model, Pipeline):
-            return super().compare(model, state, reason, when=when)
-        when = f"{when}in stage {self.world.stage} "
+    def compare(self, state: Checkpoint, reason: str, *, when: str = "") -> str:
+        adapter, when = self.adapter, f"{when}in stage {self.world.stage} "
         same = range(self.world.stage, self.world.size, self.world.stages)
-        digest = self.communicator.together(
-            lambda: compare(self.peers, state, reason, when=when, ranks=same), alike=True
+        digest = adapter.communicator.together(
+            lambda: compare(adapter.peers, state, reason, when=when, ranks=same), alike=True
         )
-        stages = self.copy.gather(digest.encode())
+        stages = adapter.copy.gather(digest.encode())
         return hashlib.sha256(b"".join(stages)).hexdigest()
 
     @override
-    def send_state(self, model: Any, optimizer: Any) -> str:
-        if not isinstance(model, Pipeline):
-            return super().send_state(model, optimizer)
+    def broadcast(self, optimizer: Any) -> str:
         # Step 5 has sent rank 0's state, and each rank has read its part of a checkpoint.
         remedy = "right after the broadcast: please report it"
-        return self.compare(model, self._stage_state(model, optimizer), remedy)
+        return self.compare(super().export(optimizer), remedy)
 
     @override
-    def replicated(self, model: Any, optimizer: Any) -> Checkpoint:
-        if not isinstance(model, Pipeline):
-            return super().replicated(model, optimizer)
+    def replicated(self, optimizer: Any) -> Checkpoint:
         if self.world.data_size == 1:
             return Checkpoint({}, {})  # no state is replicated
-        state, trained = self._stage_state(model, optimizer), self.trained_names(model)
+        state, trained = super().export(optimizer), self.trained_names()
         trained_state = {name: value for name, value in state.model.items() if name in trained}
         return replace(state, model=trained_state)
 
-    def _stage_state(self, model: Pipeline, optimizer: Any) -> Checkpoint:
-        tensors = {} if optimizer is None else optimizer_tensors(optimizer)
-        return Checkpoint(
-            {name: array_of(value) for name, value in model.stage_state().items()},
-            {name: array_of(value) for name, value in tensors.items()},
-        )
+    @override
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.model.stage_state()
 
     @override
-    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        """Return the whole state on every rank: to inspect a small one, not to save it."""
-        if not isinstance(model, Pipeline):
-            return super().export_state(model, optimizer)
-        state = self._stage_state(model, optimizer)
+    def export(self, optimizer: Any) -> Checkpoint:
+        state = super().export(optimizer)
         whole: list[Arrays] = []
         for tensors in (state.model, state.training):
             arrays = {name: np.array(value) for name, value in tensors.items()}
             merged: Arrays = {}
-            for data in self.copy.gather(safetensors.numpy.save(arrays)):
+            for data in self.adapter.copy.gather(safetensors.numpy.save(arrays)):
                 merged |= safetensors.numpy.load(data)
             whole.append(merged)
-        return Checkpoint({name: whole[0][name] for name in model.shapes}, whole[1])
+        return Checkpoint({name: whole[0][name] for name in self.model.shapes}, whole[1])
 
     @override
-    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        if not isinstance(model, Pipeline):
-            super().import_state(model, optimizer, state)
-            return
-        trouble = f"{state.path or 'the state of rank 0'} is not of this model"
-        shapes = {name: SimpleNamespace(shape=shape) for name, shape in model.shapes.items()}
-        check_names(shapes, state.model, trouble)
-        with torch.no_grad():
-            for name, value in model.stage_state().items():
-                value.copy_(tensor_of(state.model[name]))
-        if optimizer is not None:
-            load_optimizer(
-                optimizer,
-                state,
-                lambda index, like, value: None if id(like) in model.freed else tensor_of(value),
-            )
+    def check_model(self, tensors: Mapping[str, Any], state: Checkpoint) -> None:
+        shapes = self.model.shapes.items()
+        super().check_model({name: SimpleNamespace(shape=shape) for name, shape in shapes}, state)
 
     @override
-    def pieces(self, model: Any, optimizer: Any) -> Iterator[Piece]:
-        if self.world.data_rank:
-            return
-        rank, trained = self.world.rank, self.trained_names(model)
-        for name, value in model.stage_state().items():
-            yield replace(local_piece(MODEL_FILE, name, value, rank), infinite=name not in trained)
-        for name, value in optimizer_tensors(optimizer).items():  # of this rank's parameters
-            yield local_piece(TRAINING_FILE, name, value, rank)
+    def optimizer_state(self, index: int, parameter: Any, saved: Any) -> torch.Tensor | None:
+        return None if id(parameter) in self.model.freed else tensor_of(saved)
 
     @override
-    def local_buffers(self, model: Any) -> Arrays:
-        arrays = super().local_buffers(model)
-        if not isinstance(model, Pipeline):
-            return arrays
-        return {name: value for name, value in arrays.items() if name in model.stage_state()}
+    def pieces(self, optimizer: Any) -> Iterator[Piece]:
+        return iter(()) if self.world.data_rank else self.local_pieces(self.tensors(), optimizer)
 
     @override
-    def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
-        if isinstance(model, Pipeline):  # a checkpoint contains those of all stages
-            arrays = {name: value for name, value in arrays.items() if name in model.stage_state()}
-        super().set_local_buffers(model, arrays)
+    def local_buffers(self) -> Arrays:
+        return self._of_stage(super().local_buffers())
+
+    @override
+    def set_local_buffers(self, arrays: Arrays) -> None:
+        super().set_local_buffers(self._of_stage(arrays))  # a checkpoint has those of all stages
+
+    def _of_stage(self, arrays: Arrays) -> Arrays:
+        names = self.tensors()
+        return {name: value for name, value in arrays.items() if name in names}
+
+
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers of ``model`` in order: the input of each is the output of the previous.
+
+    For a ``Sequential`` its layers, and those of each ``Sequential`` in it; any other model must
+    have a method ``pipeline_layers`` that returns them; ``in_a_row`` is its former name.
+    """
+    if type(model) is torch.nn.Sequential:
+        return [layer for child in model for layer in _unfolded(child)]
+    custom: Any = model
+    if hasattr(model, "pipeline_layers"):
+        return list(custom.pipeline_layers())
+    if hasattr(model, "in_a_row"):
+        text = "a model's method in_a_row() is deprecated: call it pipeline_layers()"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return list(custom.in_a_row())
+    raise UsageError(
+        f"--strategy pipeline cuts a model between its layers, those of {type(model).__name__} are "
+        "unknown: use a torch.nn.Sequential, or add a method pipeline_layers() that returns the "
+        "layers in order, each of which takes the output of the previous"
+    )
+
+
+def _unfolded(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    return layers_of(layer) if type(layer) is torch.nn.Sequential else [layer]
+
+
+def costs_of(layers: Sequence[torch.nn.Module]) -> list[int]:
+    """Return the approximate cost of each layer: multiplications per sample, by its weights.
+
+    A weight of a convolution is used at each position of its map, any other one once. Maps shrink
+    by the strides of the layers (of each, the largest: parallel branches of a block have the same);
+    the size of the input is unknown, so the last map is assumed to have ``LAST_MAP`` positions.
+    """
+    strides = [max((_stride(child) for child in layer.modules()), default=1) for layer in layers]
+    positions, costs = LAST_MAP * math.prod(strides), []
+    for layer, stride in zip(layers, strides, strict=True):
+        positions //= stride
+        weights = [value for value in layer.parameters() if value.ndim > 1]
+        costs.append(sum(w.numel() * (positions if w.ndim > 2 else 1) for w in weights))
+    return costs
+
+
+def _stride(module: torch.nn.Module) -> int:
+    """Return the number of positions merged into one; 1 for other than convolution and pooling."""
+    stride, kind = getattr(module, "stride", 1), type(module).__name__
+    if isinstance(stride, int):
+        return stride ** int(kind[-2]) if kind[-2:] in ("1d", "2d", "3d") else 1
+    return math.prod(stride)
+
+
+def owners_of(
+    model: torch.nn.Module, stages: Sequence[Sequence[torch.nn.Module]]
+) -> dict[str, int]:
+    """Return the stage of each parameter and buffer of ``model``, by name; none may be in two.
+
+    Those that belong to no layer are assigned to the first stage.
+    """
+    owners: dict[int, int] = {}
+    state = model.state_dict(keep_vars=True)
+    for stage, layers in enumerate(stages):
+        for layer in layers:
+            for value in (*layer.parameters(), *layer.buffers()):
+                if owners.setdefault(id(value), stage) != stage:
+                    name = next((key for key, held in state.items() if held is value), "a buffer")
+                    raise UsageError(
+                        f"--strategy pipeline: {name} is in stage {owners[id(value)]} and in stage "
+                        f"{stage}, and cannot be in both: use fewer --stages"
+                    )
+    return {name: owners.get(id(value), 0) for name, value in state.items()}
+
+
+def check_number(layers: Sequence[torch.nn.Module], stages: int) -> None:
+    """Raise ``UsageError`` if there are fewer layers than stages."""
+    if len(layers) < stages:
+        raise UsageError(
+            f"--stages {stages}: the model has only {plural(len(layers), 'layer')} in sequence: "
+            f"use at most --stages {len(layers)}"
+        )

@@ -7,27 +7,30 @@ of each tensor, independent of the strategy and the number of ranks that wrote i
 
 from __future__ import annotations
 
-import json
 import os
+import time
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from hvdtrain.adapters import buffers
-from hvdtrain.adapters.pytorch.common import array_of
+from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter
-from hvdtrain.adapters.state import DIFFERENT
+from hvdtrain.adapters.state_view import DIFFERENT, SEEN, StateView, separate_buffers
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import (
     DAMAGE,
+    MODEL_FILE,
     TRAINING_FILE,
     Arrays,
     Checkpoint,
@@ -36,6 +39,8 @@ from hvdtrain.steps.checkpoint_files import (
     unchecked,
 )
 from hvdtrain.steps.tensor_file import Layout, TensorFile
+from hvdtrain.steps.world import World
+from hvdtrain.system.runtime.waits import SUM
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,66 @@ class Piece:
         return self.kind, -self.layout.dtype.itemsize, self.name
 
 
+class UpdateSums:
+    """Sums of a model whose strategy sums the stop requests before each update."""
+
+    adapter: ShardedAdapter
+    blocked_seconds = 0.0
+    messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
+    _stops: Any = 0.0  # number of ranks that wanted to stop before the last update
+
+    @contextmanager
+    def blocked(self, call: str = "") -> Iterator[None]:
+        """Count the time within the block as waiting for other ranks, in ``call`` if named."""
+        started = time.perf_counter()
+        with self.adapter.waits.during(call) if call else nullcontext():
+            yield
+        self.blocked_seconds += time.perf_counter() - started
+
+    def end_update(self) -> None:
+        """Sum the stop requests; before an update, on all ranks."""
+        # Not by torch.tensor(..., device=), which would synchronize with a GPU.
+        self._stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
+        with self.blocked(SUM):
+            dist.all_reduce(self._stops)
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank wanted to stop before the last update."""
+        return bool(self._stops > 0)
+
+
 class ShardedAdapter(DdpAdapter):
-    """Saves and loads the state of a training in pieces; a strategy yields them."""
+    """Each rank holds a part of the state; step 5 makes a view of it, by model or optimizer."""
 
     shards_state = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._views: weakref.WeakKeyDictionary[Any, ShardedView] = weakref.WeakKeyDictionary()
+
+    def register(self, optimizer: Any, sums: Any, view: ShardedView) -> None:
+        """Use the ``sums`` of a distributed model before its updates, and the view of its state."""
+        self._replicas.append(sums)
+        self._views[view.model] = view
+        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
+        optimizer.register_step_pre_hook(lambda *_: sums.end_update())
+
+    @override
+    def view(self, model: Any, optimizer: Any = None) -> StateView:
+        sharded = self._views.get(model)
+        if sharded is None and optimizer is not None:
+            sharded = self._views.get(optimizer)
+        return sharded or super().view(model)
+
+
+class ShardedView(TorchView):
+    """Sharded state, saved and loaded in pieces."""
+
+    @property
+    def world(self) -> World:
+        """World of this rank."""
+        return self.adapter.world
 
     @property
     def writers(self) -> int:
@@ -76,45 +137,43 @@ class ShardedAdapter(DdpAdapter):
         return self.world.size
 
     @abstractmethod
-    def is_sharded(self, model: Any, optimizer: Any) -> bool:
-        """Return whether step 5 has sharded model and optimizer."""
-
-    @abstractmethod
-    def pieces(self, model: Any, optimizer: Any) -> Iterator[Piece]:
+    def pieces(self, optimizer: Any) -> Iterator[Piece]:
         """Yield the tensors of the state that this rank writes or helps to gather."""
 
+    def local_pieces(self, tensors: Mapping[str, torch.Tensor], optimizer: Any) -> Iterator[Piece]:
+        """Yield ``tensors`` of the model and the optimizer's, which this rank holds whole."""
+        rank, trained = self.world.rank, self.trained_names()
+        for name, value in tensors.items():
+            whole = partial(array_of, value)
+            infinite = name not in trained
+            yield Piece(MODEL_FILE, name, layout_of(value), rank, whole, infinite)
+        for name, value in optimizer_tensors(optimizer).items():
+            yield Piece(TRAINING_FILE, name, layout_of(value), rank, partial(array_of, value))
+
     @override
-    def write_state(
-        self,
-        directory: Path,
-        model: Any,
-        optimizer: Any,
-        state: dict[str, Any],
-        ranks: Arrays,
-        keep: int,
+    def write(
+        self, directory: Path, optimizer: Any, state: dict[str, Any], ranks: Arrays, keep: int
     ) -> Path | None:
-        if not self.is_sharded(model, optimizer):
-            return super().write_state(directory, model, optimizer, state, ranks, keep)
-        self.compare(model, self.replicated(model, optimizer), DIFFERENT)
-        root, step = self.communicator.on_root, state["step"]
-        begun = root(lambda: checkpoints.begin(directory, step))
-        partial = Path(os.fsdecode(self.communicator.broadcast_bytes(os.fsencode(str(begun)))))
-        pieces = list(self.pieces(model, optimizer))
+        self.compare(self.replicated(optimizer), DIFFERENT)
+        communicator, step = self.adapter.communicator, state["step"]
+        begun = communicator.on_root(lambda: checkpoints.begin(directory, step))
+        folder = Path(os.fsdecode(communicator.broadcast_bytes(os.fsencode(str(begun)))))
+        pieces = list(self.pieces(optimizer))
         rank = self.world.rank
         if not self.world.data_rank:
             pieces += (
                 Piece(TRAINING_FILE, name, Layout.of(value), rank, lambda value=value: value, True)  # type: ignore[misc]
                 for name, value in ranks.items()
-                if name != buffers.SEEN or not rank
+                if name != SEEN or not rank
             )
         try:
-            mine = self.communicator.together(lambda: self._write(partial, step, pieces))
+            mine = communicator.together(lambda: self._write(folder, step, pieces))
         except HvdtrainError:
-            root(lambda: checkpoints.remove_partial(directory))
+            communicator.on_root(lambda: checkpoints.remove_partial(directory))
             raise
-        rows = self.communicator.gather(json.dumps([asdict(file) for file in mine]).encode())
-        files = [Written(**file) for row in rows for file in json.loads(row)]
-        return root(lambda: checkpoints.commit(partial, files, state, keep))
+        rows = communicator.gather_json([asdict(file) for file in mine])
+        files = [Written(**file) for row in rows for file in row]
+        return communicator.on_root(lambda: checkpoints.commit(folder, files, state, keep))
 
     def _write(self, folder: Path, step: int, pieces: Sequence[Piece]) -> list[Written]:
         """Write this rank's files, in the common order in which all ranks gather the pieces."""
@@ -132,35 +191,26 @@ class ShardedAdapter(DdpAdapter):
         return writer.close()
 
     @override
-    def load_state(
-        self, find: Callable[[], Checkpoint | None], model: Any, optimizer: Any
-    ) -> dict[str, Any] | None:
-        if not self.is_sharded(model, optimizer):
-            return super().load_state(find, model, optimizer)
+    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> dict[str, Any] | None:
         state = self.share_state(find)
         if state:
-            self.communicator.together(lambda: self._read(state, model, optimizer))
+            self.adapter.communicator.together(lambda: self._read(state, optimizer))
         return state
 
-    def _read(self, state: dict[str, Any], model: Any, optimizer: Any) -> None:
+    def _read(self, state: dict[str, Any], optimizer: Any) -> None:
         """Read this rank's part of the checkpoint that rank 0 has found and checked."""
         path = Path(state["path"])
         try:
             checkpoint = unchecked(path, state)
-            training, ranks = buffers.take_out(checkpoint.training)
+            training, ranks = separate_buffers(checkpoint.training)
         except DAMAGE as error:
             raise UsageError(
-                f"{path}: cannot be read on this host ({error}): --strategy {self.name} needs a "
-                "checkpoint directory that all hosts share"
+                f"{path}: cannot be read on this host ({error}): --strategy "
+                f"{self.adapter.name} needs a checkpoint directory that all hosts share"
             ) from error
-        self.import_state(model, optimizer, replace(checkpoint, training=training))
+        self.restore(optimizer, replace(checkpoint, training=training))
         if optimizer is not None:
-            self._rank_buffers = ranks
-
-
-def local_piece(kind: str, name: str, value: torch.Tensor, rank: int) -> Piece:
-    """Return the piece of a tensor that this ``rank`` holds whole and writes."""
-    return Piece(kind, name, layout_of(value), rank, lambda: array_of(value))
+            self.adapter.rank_buffers = ranks
 
 
 def layout_of(value: torch.Tensor) -> Layout:
@@ -173,12 +223,6 @@ class Writer:
 
     After an error nothing more is written, but the rank continues to gather tensors with the
     others, which wait for it; ``close`` raises the error.
-
-    Args:
-        folder: folder of the new checkpoint.
-        step: training step.
-        files: file name of each kind.
-        pieces: pieces that will be written, in order.
     """
 
     def __init__(

@@ -9,9 +9,7 @@ kept; torch's ZeroRedundancyOptimizer would have to replace it.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +17,11 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners, buckets
-from hvdtrain.adapters.pytorch.common import load_optimizer, optimizer_tensors, tensor_of
+from hvdtrain.adapters.pytorch.common import tensor_of
 from hvdtrain.adapters.pytorch.ddp import Replica
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, local_piece
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
+from hvdtrain.steps.checkpoint_files import Checkpoint
 from hvdtrain.system.runtime.waits import SUM
 
 
@@ -31,10 +29,6 @@ class ZeroAdapter(ShardedAdapter):
     """Each rank holds the whole model, and the optimizer state of its share of parameters."""
 
     name = "zero"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._shares: weakref.WeakKeyDictionary[Any, Share] = weakref.WeakKeyDictionary()
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -44,44 +38,35 @@ class ZeroAdapter(ShardedAdapter):
                 "optimizer without state; resume loads one"
             )
         model, optimizer = super().distribute(model, optimizer)
-        self._shares[optimizer] = Share(optimizer, self, model)
+        self._views[optimizer] = ShareView(self, model, Share(optimizer, self, model))
         return model, optimizer
 
-    @override
-    def is_sharded(self, model: Any, optimizer: Any) -> bool:
-        return optimizer in self._shares
+
+class ShareView(ShardedView):
+    """The whole model, and the optimizer state of this rank's share."""
+
+    def __init__(self, adapter: ZeroAdapter, model: Any, share: Share) -> None:
+        super().__init__(adapter, model)
+        self.share = share
 
     @override
-    def send_state(self, model: Any, optimizer: Any) -> str:
-        return super().send_state(model, None if optimizer in self._shares else optimizer)
+    def broadcast(self, optimizer: Any) -> str:
+        return super().broadcast(None)
 
     @override
-    def replicated(self, model: Any, optimizer: Any) -> Checkpoint:
-        return super().replicated(model, None if optimizer in self._shares else optimizer)
+    def replicated(self, optimizer: Any) -> Checkpoint:
+        return super().replicated(None)
 
     @override
-    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        share = self._shares.get(optimizer) if optimizer is not None else None
-        super().import_state(model, None if share else optimizer, state)
-        if share:
-            load_optimizer(
-                optimizer,
-                state,
-                lambda index, like, value: tensor_of(value) if index in share.mine else None,
-            )
+    def optimizer_state(self, index: int, parameter: Any, saved: Any) -> torch.Tensor | None:
+        return tensor_of(saved) if index in self.share.mine else None
 
     @override
-    def pieces(self, model: Any, optimizer: Any) -> Iterator[Piece]:
-        share, trained = self._shares[optimizer], self.trained_names(model)
-        owners = dict(zip(map(id, share.parameters), share.owners, strict=True))
-        for name, value in self.named_state(model).items():
-            owner = owners.get(id(value), 0)
-            if owner == self.world.rank:
-                yield replace(
-                    local_piece(MODEL_FILE, name, value, owner), infinite=name not in trained
-                )
-        for name, value in optimizer_tensors(optimizer).items():  # of this rank's parameters
-            yield local_piece(TRAINING_FILE, name, value, self.world.rank)
+    def pieces(self, optimizer: Any) -> Iterator[Piece]:
+        owners = dict(zip(map(id, self.share.parameters), self.share.owners, strict=True))
+        tensors = self.tensors().items()
+        mine = {name: t for name, t in tensors if owners.get(id(t), 0) == self.world.rank}
+        return self.local_pieces(mine, optimizer)
 
 
 class Share:

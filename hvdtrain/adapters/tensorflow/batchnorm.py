@@ -21,9 +21,6 @@ def convert(model: Any, sum_over_ranks: Sum) -> int:
 
     In training every rank must then run the model forward and backward in each step, even on an
     empty part, with the loss weighted by ``optimizer.scale_loss`` before the backward pass.
-
-    Returns:
-        The number of converted layers.
     """
     layers = [
         layer
@@ -68,11 +65,6 @@ def normalize(layer: Any, inputs: Any, reduce: Callable[[Any], Any]) -> Any:
 
     Each rank computes the mean and squared deviations of its local part; count, sum and sum of
     squares are merged in float64, in which the cancellation does not matter.
-
-    Args:
-        layer: the layer, for its weights, momentum and epsilon.
-        inputs: shape (n, ..., channels) with the channels at ``layer.axis``; n may be 0.
-        reduce: a differentiable sum over all ranks.
     """
     rank = inputs.shape.rank
     axes = [axis for axis in range(rank) if axis != layer.axis % rank]

@@ -8,19 +8,27 @@ order of the backward pass, so the sum of one overlaps the computation of the ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
+from typing_extensions import override
 
-from hvdtrain.adapters.partition import buckets
-from hvdtrain.config.comm_options import BUCKET_BYTES
-from hvdtrain.system.runtime.waits import TracedCalls
+from hvdtrain.adapters import partition
+from hvdtrain.adapters.common import GradientSums, RankHooks
+from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
+from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute
+from hvdtrain.config.comm_options import ADASUM, BUCKET_BYTES
+from hvdtrain.steps.sharding import Part, Shards
+from hvdtrain.system.runtime.waits import SUM, TracedCalls
+
+TYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 Reduce = Callable[[Any, str], Any]
 """(flat tensor, name) -> its sum over all ranks."""
 
 
-class Buckets:
+class Buckets(Reduction):
     """Sums the gradients of an optimizer over the ranks, inside a traced function or outside.
 
     Every rank must call ``sum`` for the same variables; a rank without samples contributes zeros.
@@ -28,16 +36,25 @@ class Buckets:
     Args:
         name: name of the optimizer, the same on all ranks.
         reduce: function that sums a tensor over all ranks, under the same name on all of them.
+        rank: what depends on this rank; its weight is checked here, and used as ``self.weight``.
         kind: 16-bit type in which gradients are sent and summed; None: that of the gradients. See
-            ``adapters/pytorch/compression.py`` for overflows.
+            ``adapters/pytorch/sums.py`` for overflows.
         full: size in bytes from which on a bucket takes no further gradient.
+        combine: function that combines a bucket's gradients instead of summing them.
     """
 
     def __init__(
-        self, name: str, reduce: Reduce, kind: Any = None, full: int = BUCKET_BYTES
+        self,
+        name: str,
+        reduce: Reduce,
+        rank: RankHooks,
+        *,
+        kind: Any = None,
+        full: int = BUCKET_BYTES,
+        combine: Reduce | None = None,
     ) -> None:
-        self.name, self.reduce, self.kind, self.full = name, reduce, kind, full
-        self.combine: Reduce | None = None  # combines a bucket's gradients instead of summing them
+        self.name, self.reduce, self.rank = name, reduce, rank
+        self.kind, self.full, self.combine = kind, full, combine
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_begun")
@@ -48,25 +65,36 @@ class Buckets:
         self.messages: dict[str, int] | None = None  # of a step: count and bytes
         self._blocked = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="blocked")
         self._watched = False
+        self._weighted = False  # the loss, in the current trace or update
 
+    @override
+    def scale_loss(self, loss: Any) -> Any:
+        # If it is called, as by model.fit, it saves a pass over all gradients.
+        self._weighted = True
+        return loss * tf.cast(self.weight, loss.dtype)
+
+    @override
     def sum(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        *,
-        weighted: bool = False,
-        weight: Any = None,
+        self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any = None
     ) -> list[Any]:
         """Sum the gradients, times ``weight``, over all ranks.
 
         Args:
             gradients: one per variable; None: zeros.
             variables: the variables, in the same order on all ranks.
-            weighted: whether the loss was already multiplied by ``weight``. Otherwise a weight of
-                0 replaces any gradient by zeros: the mean over no samples is not a number.
-            weight: weight of this rank, a number or a tensor; None: the variable of that name.
+            weight: weight of this rank, a number or a tensor; None: the variable of that name,
+                unless ``scale_loss`` has already multiplied the loss by it. A weight of 0 replaces
+                any gradient by zeros: the mean over no samples is not a number.
         """
-        weight = None if weighted else self.weight if weight is None else weight
+        if weight is None:
+            self.rank.weight()  # raises if it is unknown
+            weight = None if self._weighted else self.weight
+            self._weighted = False
+        # A traced function, which runs this code only once, counts its sums itself.
+        with self.rank.waits(SUM) if tf.executing_eagerly() else nullcontext():
+            return self._sum(gradients, variables, weight)
+
+    def _sum(self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         result: list[Any] = [None] * len(dense)
         ready, done = [], []
@@ -95,7 +123,7 @@ class Buckets:
         lengths = [gradient.shape.num_elements() for gradient in dense]
         sizes = [length * g.dtype.size for length, g in zip(lengths, dense, strict=True)]
         kinds = [(gradient.dtype, size) for gradient, size in zip(dense, sizes, strict=True)]
-        groups = buckets(kinds, self.full)
+        groups = partition.buckets(kinds, self.full)
         sent = self.kind.size * sum(lengths) if self.kind else sum(sizes)
         self.messages = {"count": len(groups), "bytes": sent}
         return groups
@@ -161,3 +189,61 @@ def _dense(gradient: Any, variable: Any) -> Any:
         return tf.zeros(variable.shape, variable.dtype)
     gradient = tf.convert_to_tensor(gradient)  # the sparse gradient of an embedding too
     return tf.ensure_shape(gradient, variable.shape)
+
+
+class BucketedAdapter(TensorFlowAdapter):
+    """Each rank holds the whole model; ``sum_tensor`` sums the gradients, bucket by bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buckets: list[Buckets] = []  # of each optimizer
+        self._assigned: tuple[float, bool] | None = None  # weight and stop request in the variables
+        self._sums = 0  # number of sums before the current part
+
+    def combine(self, values: Any, name: str) -> Any:
+        """Return Adasum of the ranks' ``values``, a gradient (source: PyTorch's adapter)."""
+        raise NotImplementedError(f"{self.name} has no Adasum")
+
+    @override
+    def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        number = len(self._buckets)
+        name = f"gradients.{number}" if number else "gradients"
+        hooks = RankHooks(weight=lambda: self.part_weight, waits=self.waits.during)
+        adasum = self.comm_options.reduction == ADASUM
+        with tf.device("/CPU:0"):
+            buckets = Buckets(
+                name,
+                self.sum_tensor,
+                hooks,
+                kind=TYPES.get(self.comm_options.compression),
+                full=self.comm_options.bucket_bytes,
+                combine=self.combine if adasum else None,
+            )
+        self._buckets.append(buckets)
+        self.waits.traced.append(buckets.traced_calls)
+        self._assigned = None
+        if self._shards is None:  # without shards all ranks weigh the same
+            buckets.weight.assign(self.comm_options.weight(self.part_weight))
+        distribute(optimizer, buckets)
+        return model, optimizer
+
+    @override
+    def begin_part(self, shards: Shards, part: Part) -> None:
+        super().begin_part(shards, part)
+        if not self._buckets:
+            return
+        sums = sum(int(buckets.sums) for buckets in self._buckets)
+        if sums > self._sums and shards.current:
+            shards.use()  # a traced function has used it
+        self._sums = sums
+        values = (self.comm_options.weight(part.weight), self.stop_wanted)
+        if values != self._assigned:  # most parts of an epoch have the same weight
+            self._assigned = values
+            for buckets in self._buckets:
+                buckets.weight.assign(values[0])
+                buckets.stop.assign(float(self.stop_wanted))
+
+    @property
+    @override
+    def gradient_sums(self) -> Sequence[GradientSums]:
+        return self._buckets

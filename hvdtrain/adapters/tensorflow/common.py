@@ -12,7 +12,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from hvdtrain.adapters.common import CommonAdapter
-from hvdtrain.adapters.state import check_names
+from hvdtrain.adapters.state_view import StateView, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
@@ -22,10 +22,46 @@ from hvdtrain.system.output.text import plural
 INTER_OP_THREADS = 1  # concurrent operations: on one core a second one would only wait
 
 
+class KerasView(StateView):
+    """State of a Keras model and its optimizer."""
+
+    @override
+    def trained_names(self) -> set[str]:
+        trained = {id(value) for value in self.model.trainable_weights}
+        return {name for name, value in _named_weights(self.model).items() if id(value) in trained}
+
+    @override
+    def export(self, optimizer: Any) -> Checkpoint:
+        weights = {name: _array(value) for name, value in _named_weights(self.model).items()}
+        if optimizer is None:
+            return Checkpoint(weights, {})
+        state = _named_state(self.model, optimizer)
+        return Checkpoint(weights, {name: _array(value) for name, value in state.items()})
+
+    @override
+    def restore(self, optimizer: Any, state: Checkpoint) -> None:
+        source = state.path or "the state of rank 0"
+        _assign(_named_weights(self.model), state.model, f"{source} is not of this model")
+        if optimizer is not None:
+            state_variables = _named_state(self.model, optimizer)
+            _assign(state_variables, state.training, f"{source} is not of this optimizer")
+
+    @override
+    def local_buffers(self) -> Arrays:
+        return {name: _array(value).copy() for name, value in _running(self.model).items()}
+
+    @override
+    def set_local_buffers(self, arrays: Arrays) -> None:
+        for name, value in _running(self.model).items():
+            if name in arrays:
+                value.assign(arrays[name])
+
+
 class TensorFlowAdapter(CommonAdapter):
     """TensorFlow's part of an adapter; a strategy adds ``connect`` and step 5."""
 
     device: str = "/CPU:0"
+    whole_view = KerasView
     kinds = (
         ("keras.Model", keras.Model),
         ("keras.optimizers.Optimizer", keras.optimizers.Optimizer),
@@ -85,11 +121,6 @@ class TensorFlowAdapter(CommonAdapter):
             return super().peak_memory_bytes
         return int(tf.config.experimental.get_memory_info(self.device)["peak"])
 
-    @override
-    def trained_names(self, model: Any) -> set[str]:
-        trained = {id(value) for value in model.trainable_weights}
-        return {name for name, value in _named_weights(model).items() if id(value) in trained}
-
     def sum_tensor(self, values: Any, name: str) -> Any:
         """Return the sum of ``values`` over all ranks, not differentiable."""
         return self.communicator.sum_tensor(values, name)
@@ -106,32 +137,6 @@ class TensorFlowAdapter(CommonAdapter):
     @override
     def make_deterministic(self) -> None:
         tf.config.experimental.enable_op_determinism()
-
-    @override
-    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        weights = {name: _array(value) for name, value in _named_weights(model).items()}
-        if optimizer is None:
-            return Checkpoint(weights, {})
-        state = _named_state(model, optimizer)
-        return Checkpoint(weights, {name: _array(value) for name, value in state.items()})
-
-    @override
-    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        source = state.path or "the state of rank 0"
-        _assign(_named_weights(model), state.model, f"{source} is not of this model")
-        if optimizer is not None:
-            state_variables = _named_state(model, optimizer)
-            _assign(state_variables, state.training, f"{source} is not of this optimizer")
-
-    @override
-    def local_buffers(self, model: Any) -> Arrays:
-        return {name: _array(value).copy() for name, value in _running(model).items()}
-
-    @override
-    def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
-        for name, value in _running(model).items():
-            if name in arrays:
-                value.assign(arrays[name])
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:

@@ -16,12 +16,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients that the optimizer should apply, one per variable.
-
-        Args:
-            gradients: one per variable, or None.
-            variables: the variables, in the same order on all ranks.
-        """
+        """Return the gradients to apply, one per variable; those passed may be None."""
 
     def scale_loss(self, loss: Any) -> Any:
         """Return ``loss`` scaled for the gradients; called by ``optimizer.scale_loss``."""

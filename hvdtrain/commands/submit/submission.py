@@ -248,7 +248,7 @@ def note_walltime(job: Job) -> str:
     """Return a warning about a walltime that leaves little time for training; empty: none.
 
     The trainers take seconds to start, and stop half a minute and two steps before the end
-    (``training.preemption``). A job of a chain that has saved is followed by another.
+    (``adapters.preemption``). A job of a chain that has saved is followed by another.
     """
     if not (0 < job.seconds < SHORT and checkpoint_dir(job.command)):
         return ""

@@ -68,7 +68,7 @@ def task(options: ImageOptions, train: Dataset, test: Dataset | None, classes: i
     for module in model.modules():
         if type(module) is torch.nn.BatchNorm2d:
             module.__class__ = BatchNorm2d
-    model.in_a_row = functools.partial(in_a_row, model)
+    model.pipeline_layers = functools.partial(pipeline_layers, model)
     if isinstance(train, Synthetic):
         return TorchTask(model, options, train, test)
     return TorchTask(model, options, train, test, scale=normalization())
@@ -80,7 +80,7 @@ def normalization() -> tuple[torch.Tensor, torch.Tensor]:
     return 1 / (255 * deviation), -mean / deviation
 
 
-def in_a_row(model: torch.nn.Module) -> list[torch.nn.Module]:
+def pipeline_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return stem, blocks and head of a ResNet in order: each takes the output of the previous."""
     of: Any = model
     stem = torch.nn.Sequential(of.conv1, of.bn1, of.relu, of.maxpool)

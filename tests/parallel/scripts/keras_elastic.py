@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
+from hvdtrain.adapters.preemption import SIGNALS
 from hvdtrain.keras import session
 from tests.parallel.global_batches import global_batches
 
@@ -90,17 +91,17 @@ def train(state: Any) -> None:
     state.model.fit(data, callbacks=callbacks, verbose=0, **left)
 
 
-by_default = [signal.getsignal(number) for number in hvd.elastic.SIGNALS]
+by_default = [signal.getsignal(number) for number in SIGNALS]
 model = net(hvd.rank())
 model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
 where = {"directory": options.directory} if options.directory else {}
 state = hvd.elastic.KerasState(model, batch=0, epoch=0, **where)
 if options.directory:  # a signal is heard before the training has begun
     signal.raise_signal(signal.SIGUSR1)
-    assert state._reason == "SIGUSR1"
-    state._reason = ""
+    assert state._preemption.reason == "SIGUSR1"
+    state._preemption.reason = ""
 train(state)
-assert [signal.getsignal(number) for number in hvd.elastic.SIGNALS] == by_default
+assert [signal.getsignal(number) for number in SIGNALS] == by_default
 assert (state.epoch, state.batch) == (options.epochs, 0)
 flat = np.concatenate([value.ravel() for value in model.get_weights()])
 assert len(set(session.adapter().communicator.gather(flat.tobytes()))) == 1

@@ -450,7 +450,8 @@ def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
             np.testing.assert_allclose(velocity.numpy(), 3.0, rtol=1e-6)
         assert state._agreed_reason() == ""
         if RANK == 0:
-            state._walltime.ends = time.time() + 20  # too few for a step, a save and a reserve
+            # Too few seconds for a step, a save and a reserve.
+            state._preemption.walltime.ends = time.time() + 20
         assert state._agreed_reason() == "the walltime is near"
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
+from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.select import adapter
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.sharding import Shards
@@ -54,7 +55,7 @@ class Net(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.layers(inputs)
 
-    def in_a_row(self) -> list[torch.nn.Module]:
+    def pipeline_layers(self) -> list[torch.nn.Module]:
         return list(self.layers)
 
 
@@ -96,7 +97,7 @@ def train(step: Callable[..., None], *, skips: bool = False, loader: bool = Fals
     hvd.check_replicas(net, optimizer)
 
 
-def distance(net: torch.nn.Module, other: torch.nn.Module) -> float:
+def distance(net: torch.nn.Module, other: torch.nn.Module, hvd: CommonAdapter = hvd) -> float:
     """Return the largest difference between the parameters of a net and of one that is whole."""
     found = hvd.export_state(net, None).model  # all ranks: a strategy may hold them in parts
     wanted = other.state_dict()
@@ -251,7 +252,7 @@ def adversarial() -> None:
     shards = other.shard_data(SAMPLES, global_batch=BATCH, seed=3)
     run(maker, discriminator, first, second, shards.epoch(0))
     for mine, theirs in zip((maker, discriminator), alone, strict=True):
-        assert distance(mine, theirs) < 1e-12
+        assert distance(mine, theirs, other) < 1e-12
     first.zero_grad()
     if size > 1 and not hvd.needs_empty_forward:
         expect_error(first.step, "without a previous backward pass", "every rank must make all")

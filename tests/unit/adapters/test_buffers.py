@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.adapters import buffers
+from hvdtrain.adapters.state_view import (
+    buffers_of_rank,
+    gather_buffers,
+    mean_buffers,
+    separate_buffers,
+)
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.steps.checkpoint_files import Arrays
 
@@ -25,20 +30,6 @@ def local_of(rank: int) -> Arrays:
     }
 
 
-def test_the_mean_is_weighted_by_samples(on_ranks: Any) -> None:
-    def act(communicator: Communicator) -> Arrays:
-        rank = communicator.rank
-        return buffers.average(communicator, local_of(rank), SEEN[rank])
-
-    for outcome in on_ranks(3, act):
-        # (3 x rank 0 + 0 x rank 1 + 1 x rank 2) / 4
-        assert outcome["mean"].tolist() == [[1.5, 3.0], [6.0, 12.0]]
-        assert outcome["scalar"] == 5.0
-        assert outcome["half"].tolist() == [0.5, -0.5]
-        for name, value in local_of(0).items():
-            assert (outcome[name].dtype, outcome[name].shape) == (value.dtype, value.shape)
-
-
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.integers(-99, 99)), min_size=1, max_size=4).filter(
@@ -48,35 +39,42 @@ def test_the_mean_is_weighted_by_samples(on_ranks: Any) -> None:
 def test_the_mean_in_whole_numbers(on_ranks: Any, ranks: list[tuple[int, int]]) -> None:
     def act(communicator: Communicator) -> float:
         seen, value = ranks[communicator.rank]
-        return float(buffers.average(communicator, {"x": np.array([float(value)])}, seen)["x"][0])
+        return float(mean_buffers(communicator, {"x": np.array([float(value)])}, seen)["x"][0])
 
     total = sum(seen for seen, _ in ranks)
     expected = Fraction(sum(seen * value for seen, value in ranks), total)
     assert on_ranks(len(ranks), act) == pytest.approx([float(expected)] * len(ranks))
 
 
-def test_before_the_first_sample_each_keeps_its_own(on_ranks: Any) -> None:
-    def act(communicator: Communicator) -> Arrays:
-        return buffers.average(communicator, local_of(0), 0)
+@pytest.mark.parametrize("seen", [(3, 0, 1), (0, 0, 0)])
+def test_the_mean_is_weighted_by_samples_if_there_are_any(
+    on_ranks: Any, seen: tuple[int, ...]
+) -> None:
+    def act(communicator: Communicator) -> tuple[Arrays, Arrays]:
+        rank = communicator.rank
+        local = local_of(rank if any(seen) else 0)  # nothing trained yet: all have the same
+        return mean_buffers(communicator, local, seen[rank]), local
 
-    for outcome in on_ranks(2, act):
-        assert all(np.array_equal(outcome[name], local_of(0)[name]) for name in local_of(0))
-
-
-def test_averaging_does_not_touch_what_it_was_given() -> None:
-    local = local_of(1)
-    buffers.average(SingleRank(), local, 7)
-    assert all(np.array_equal(local[name], local_of(1)[name]) for name in local)
+    for rank, (mean, local) in enumerate(on_ranks(3, act)):
+        # (3 x rank 0 + 0 x rank 1 + 1 x rank 2) / 4
+        assert mean["mean"].tolist() == (
+            [[1.5, 3.0], [6.0, 12.0]] if any(seen) else [[1, 2], [4, 8]]
+        )
+        assert mean["scalar"] == (5.0 if any(seen) else 0.0)
+        assert mean["half"].tolist() == ([0.5, -0.5] if any(seen) else [0, 0])
+        for name, value in local_of(rank if any(seen) else 0).items():
+            assert np.array_equal(local[name], value)  # unchanged
+            assert (mean[name].dtype, mean[name].shape) == (value.dtype, value.shape)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_each_rank_finds_its_own_row_again(on_ranks: Any, size: int) -> None:
     def act(communicator: Communicator) -> tuple[Arrays, Any]:
         rank = communicator.rank
-        gathered = buffers.gather(communicator, local_of(rank), SEEN[rank])
-        optimizer, ranks = buffers.take_out({"momentum": np.ones(2), **gathered})
+        gathered = gather_buffers(communicator, local_of(rank), SEEN[rank])
+        optimizer, ranks = separate_buffers({"momentum": np.ones(2), **gathered})
         assert set(optimizer) == {"momentum"}
-        return gathered, buffers.rank_row(ranks, rank, size)
+        return gathered, buffers_of_rank(ranks, rank, size)
 
     for rank, (gathered, row) in enumerate(on_ranks(size, act)):
         assert gathered["rank_samples"].tolist() == SEEN[:size]
@@ -91,7 +89,7 @@ def test_each_rank_finds_its_own_row_again(on_ranks: Any, size: int) -> None:
 
 
 def test_on_another_world_size_no_row_is_anybodys() -> None:
-    gathered = buffers.gather(SingleRank(), local_of(0), 3)
-    assert buffers.rank_row(gathered, 0, 2) is None
-    assert buffers.rank_row({}, 0, 1) is None
-    assert buffers.take_out({"momentum": np.ones(1)})[1] == {}
+    gathered = gather_buffers(SingleRank(), local_of(0), 3)
+    assert buffers_of_rank(gathered, 0, 2) is None
+    assert buffers_of_rank({}, 0, 1) is None
+    assert separate_buffers({"momentum": np.ones(1)})[1] == {}

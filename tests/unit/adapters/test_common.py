@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.preflight import exchange
+from hvdtrain.adapters.state_view import StateView
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -24,11 +25,38 @@ from hvdtrain.steps.world import World
 Model = dict[str, Arrays]  # "weights", which all ranks share, and "running", each rank's own
 
 
+class ArrayView(StateView):
+    """All of it is whole on each rank."""
+
+    def trained_names(self) -> set[str]:
+        return {"w"}
+
+    def export(self, optimizer: Any) -> Checkpoint:
+        arrays = {**self.model["weights"], **self.model["running"]}
+        return Checkpoint({k: v.copy() for k, v in arrays.items()}, dict(optimizer or {}))
+
+    def restore(self, optimizer: Any, state: Checkpoint) -> None:
+        for part in ("weights", "running"):
+            if not set(self.model[part]) <= set(state.model):
+                raise UsageError("another model")
+            self.model[part] = {name: np.asarray(state.model[name]) for name in self.model[part]}
+        if optimizer is not None:
+            optimizer.clear()
+            optimizer.update({k: np.asarray(v) for k, v in state.training.items()})
+
+    def local_buffers(self) -> Arrays:
+        return {k: v.copy() for k, v in self.model["running"].items()}
+
+    def set_local_buffers(self, arrays: Arrays) -> None:
+        self.model["running"] = dict(arrays)
+
+
 class ArrayAdapter(CommonAdapter):
     """Weights, momenta and running statistics in dictionaries."""
 
     name = "horovod"
     runtime = "the threads"
+    whole_view = ArrayView
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
@@ -45,28 +73,6 @@ class ArrayAdapter(CommonAdapter):
 
     def check_trained(self, model: Any, optimizer: Any) -> None:
         pass
-
-    def trained_names(self, model: Any) -> set[str]:
-        return {"w"}
-
-    def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
-        arrays = {**model["weights"], **model["running"]}
-        return Checkpoint({k: v.copy() for k, v in arrays.items()}, dict(optimizer or {}))
-
-    def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        for part in ("weights", "running"):
-            if not set(model[part]) <= set(state.model):
-                raise UsageError("another model")
-            model[part] = {name: np.asarray(state.model[name]) for name in model[part]}
-        if optimizer is not None:
-            optimizer.clear()
-            optimizer.update({k: np.asarray(v) for k, v in state.training.items()})
-
-    def local_buffers(self, model: Any) -> Arrays:
-        return {k: v.copy() for k, v in model["running"].items()}
-
-    def set_local_buffers(self, model: Any, arrays: Arrays) -> None:
-        model["running"] = dict(arrays)
 
 
 def model_of(rank: int) -> Model:
@@ -121,15 +127,6 @@ def test_a_replica_that_drifts_by_one_bit_is_named(
     assert "run the same command again" in str(outcomes[0])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_equal_replicas_have_one_digest(on_ranks: Any, size: int) -> None:
-    def act(communicator: Communicator) -> str:
-        return ArrayAdapter(communicator).check_replicas(model_of(0), {"0/m": np.array(1.0)})
-
-    (digest,) = set(on_ranks(size, act))
-    assert len(bytes.fromhex(digest)) == 32
-
-
 def test_metrics_over_all_ranks_with_uneven_and_empty_shares(on_ranks: Any) -> None:
     counts, sums = [3, 0, 1], [6.0, 0.0, 10.0]
 
@@ -173,27 +170,18 @@ def trained(communicator: Communicator) -> tuple[ArrayAdapter, Model]:
     return adapter, model
 
 
-def test_within_an_evaluation_the_statistics_are_the_mean_and_after_it_the_own(
+def test_statistics_are_the_mean_in_an_evaluation_and_local_after_it(
     on_ranks: Any,
 ) -> None:
     def act(communicator: Communicator) -> tuple[float, float]:
         adapter, model = trained(communicator)
-        with adapter.averaged_buffers(model):
+        with pytest.raises(ZeroDivisionError), adapter.averaged_buffers(model):
             inside = float(model["running"]["mean"][0])
+            raise ZeroDivisionError
         return inside, float(model["running"]["mean"][0])
 
     # (2 x 0 + 1 x 8 + 1 x 16) / 4
     assert on_ranks(3, act) == [(6.0, 0.0), (6.0, 8.0), (6.0, 16.0)]
-
-
-def test_an_evaluation_that_fails_gives_the_own_statistics_back(on_ranks: Any) -> None:
-    def act(communicator: Communicator) -> float:
-        adapter, model = trained(communicator)
-        with pytest.raises(ZeroDivisionError), adapter.averaged_buffers(model):
-            raise ZeroDivisionError
-        return float(model["running"]["mean"][0])
-
-    assert on_ranks(3, act) == [0.0, 8.0, 16.0]
 
 
 @pytest.mark.parametrize(
@@ -310,16 +298,6 @@ def test_the_world_counts_hosts(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) 
     assert {world.hosts for world in worlds} == {2}
 
 
-def test_several_worlds_of_one_are_refused(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMPI_MCA_mpi_yield_when_idle", "HOROVOD_FUSION_THRESHOLD"):
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
-    (outcome,) = on_ranks(1, lambda communicator: ArrayAdapter(communicator).initialize())
-    assert isinstance(outcome, UsageError)
-    assert "world of 1" in str(outcome)
-
-
 @pytest.mark.parametrize("allowed", [False, True])
 def test_ranks_of_two_versions(
     on_ranks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, allowed: bool
@@ -346,63 +324,51 @@ def test_ranks_of_two_versions(
         assert all(text in str(outcome) for outcome in outcomes)
 
 
-def on_host(communicator: Communicator, *visible: int) -> Any:
-    """Step 2 of a rank that sees ``visible[rank]`` of its host's GPUs."""
-    adapter = ArrayAdapter(communicator)
-    adapter.ranks = [RankFacts("node1", "", {})] * communicator.size
-    count = visible[communicator.rank]
-    return adapter.check_devices("a GPU", communicator.rank % max(1, count), count)
-
-
-def test_two_ranks_on_one_gpu_are_reported_on_all_ranks(
-    on_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    outcomes = on_ranks(2, lambda c: on_host(c, 1, 1))
-    assert {type(outcome) for outcome in outcomes} == {UsageError}
-    assert len({str(outcome) for outcome in outcomes}) == 1
-    assert "ranks 0-1 on host node1 use the same GPU" in str(outcomes[0])
-    assert "CUDA_VISIBLE_DEVICES=3" in str(outcomes[0])
-
-
-def test_ranks_with_gpus_of_their_own_and_ranks_without_any_pass(on_ranks: Any) -> None:
-    assert on_ranks(2, lambda c: on_host(c, 2, 2)) == [None, None]
-    assert on_ranks(2, lambda c: on_host(c, 0, 0)) == [None, None]
-
-
-def test_a_single_rank_without_a_gpu_is_reported(on_ranks: Any) -> None:
-    outcomes = on_ranks(3, lambda c: on_host(c, 3, 3, 0))
-    assert {type(outcome) for outcome in outcomes} == {UsageError}
-    assert "node1 (rank 2) sees no GPU" in str(outcomes[0])
-
-
-def test_the_user_may_let_ranks_share_a_gpu(
-    on_ranks: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("visible", "message"),
+    [
+        ((1, 1), "ranks 0-1 on host node1 use the same GPU"),
+        ((3, 3, 0), "node1 (rank 2) sees no GPU"),
+        ((2, 2), None),
+        ((0, 0), None),
+    ],
+)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_gpus_that_are_shared_or_missing_are_reported_on_all_ranks(
+    on_ranks: Any,
+    caplog: pytest.LogCaptureFixture,
+    visible: tuple[int, ...],
+    message: str | None,
+    allowed: bool,
 ) -> None:
     def act(communicator: Communicator) -> Any:
         adapter = ArrayAdapter(communicator)
-        adapter.ranks = [RankFacts("node1", "", {}, ("shared-gpu",))] * 2
-        return adapter.check_devices("a GPU", 0, 1)
+        allow = ("shared-gpu",) if allowed else ()
+        adapter.ranks = [RankFacts("node1", "", {}, allow)] * communicator.size
+        count = visible[communicator.rank]
+        return adapter.check_devices("a GPU", communicator.rank % max(1, count), count)
 
-    assert on_ranks(2, act) == [None, None]
-    assert len([r for r in caplog.records if "same GPU" in r.message]) == 1  # by one rank
+    outcomes = on_ranks(len(visible), act)
+    if message and not allowed:
+        assert {type(outcome) for outcome in outcomes} == {UsageError}
+        assert len({str(outcome) for outcome in outcomes}) == 1
+        assert message in str(outcomes[0])
+    else:
+        assert outcomes == [None] * len(visible)
+        assert len([r for r in caplog.records if message and message in r.message]) == (
+            message is not None  # by one rank
+        )
 
 
-@pytest.mark.parametrize("value", ["3", "12"])
-def test_threads_are_those_that_the_user_sets(
-    on_ranks: Any, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", value)
-    assert on_ranks(2, lambda c: ArrayAdapter(c).cpu_threads()) == [int(value)] * 2
-
-
-@pytest.mark.parametrize("value", ["", "many", "0"])
-def test_threads_are_the_share_of_the_cores(
-    on_ranks: Any, monkeypatch: pytest.MonkeyPatch, value: str
+@pytest.mark.parametrize(
+    ("value", "threads"), [("3", 3), ("12", 12), ("", 4), ("many", 4), ("0", 4)]
+)
+def test_threads_are_those_of_the_user_or_the_share_of_the_cores(
+    on_ranks: Any, monkeypatch: pytest.MonkeyPatch, value: str, threads: int
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    assert on_ranks(3, lambda c: ArrayAdapter(c).cpu_threads()) == [4, 4, 4]
+    assert on_ranks(3, lambda c: ArrayAdapter(c).cpu_threads()) == [threads] * 3
 
 
 def test_sums_of_several_optimizers_are_combined() -> None:

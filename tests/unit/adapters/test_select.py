@@ -26,30 +26,30 @@ def choose(requested: str | None, launch: LaunchInfo, *, horovod: bool = True) -
     return choose_strategy(requested, "pytorch", launch, installed).name
 
 
-@pytest.mark.parametrize("launch", [SINGLE_RANK, ONE_RANK, TWO_RANKS])
-@pytest.mark.parametrize("requested", [None, "horovod"])
-def test_horovod_if_it_is_installed(requested: str | None, launch: LaunchInfo) -> None:
-    assert choose(requested, launch) == "horovod"
-
-
-@pytest.mark.parametrize("launch", [SINGLE_RANK, ONE_RANK])
-def test_one_process_without_horovod_is_single_with_a_warning(
-    launch: LaunchInfo, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("requested", "launches", "horovod", "name"),
+    [
+        (None, (SINGLE_RANK, ONE_RANK, TWO_RANKS), True, "horovod"),
+        ("horovod", (SINGLE_RANK, ONE_RANK, TWO_RANKS), True, "horovod"),
+        (None, (SINGLE_RANK, ONE_RANK), False, "single"),
+        ("single", (SINGLE_RANK, ONE_RANK), False, "single"),
+        ("single", (SINGLE_RANK, ONE_RANK), True, "single"),
+        ("ddp", (SINGLE_RANK, ONE_RANK, TWO_RANKS, TORCHRUN, SPAWNED), True, "ddp"),
+    ],
+)
+def test_the_requested_strategy_or_one_that_is_installed(
+    requested: str | None,
+    launches: tuple[LaunchInfo, ...],
+    horovod: bool,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="hvdtrain"):
-        assert choose(None, launch, horovod=False) == "single"
-    assert caplog.messages == [
-        "Horovod is not installed: training in one process (--strategy single)"
-    ]
-
-
-@pytest.mark.parametrize("horovod", [True, False])
-@pytest.mark.parametrize("launch", [SINGLE_RANK, ONE_RANK])
-def test_single_if_requested(
-    horovod: bool, launch: LaunchInfo, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert choose("single", launch, horovod=horovod) == "single"
-    assert caplog.text == ""
+    text = "Horovod is not installed: training in one process (--strategy single)"
+    for launch in launches:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="hvdtrain"):
+            assert choose(requested, launch, horovod=horovod) == name
+        assert caplog.messages == ([] if horovod or requested else [text])
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,9 @@ def test_impossible_strategies_are_refused(
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("launch", [SINGLE_RANK, ONE_RANK, TWO_RANKS, TORCHRUN, SPAWNED])
-def test_ddp_under_any_launcher_for_pytorch(launch: LaunchInfo) -> None:
-    assert choose("ddp", launch) == "ddp"
+def test_a_strategy_for_another_framework_is_refused() -> None:
     with pytest.raises(UsageError, match="--strategy ddp is for pytorch, not for --framework ten"):
-        choose_strategy("ddp", "tensorflow", launch, STRATEGIES)
+        choose_strategy("ddp", "tensorflow", TWO_RANKS, STRATEGIES)
 
 
 def test_a_framework_that_is_too_old_is_refused() -> None:

@@ -30,59 +30,58 @@ OTHER = Evidence(
 )
 
 
-def refusal(launch: LaunchInfo, seen: int, evidence: Evidence = OTHER) -> str:
-    with pytest.raises(UsageError) as caught:
-        check_launch(launch, seen, "Horovod", evidence)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_worlds_of_one_under_another_mpi() -> None:
-    message = refusal(LaunchInfo("mpiexec (Hydra)", 7, 8, 7, 8), 1)
-    assert "mpiexec (Hydra) started 8 processes, but Horovod sees a world of 1: " in message
-    assert "Open MPI 5.0.11, /env/lib/libmpi.so.40" in message
-    assert "(/opt/mpich/bin/hydra_pmi_proxy). Start with /env/bin/mpirun, or run " in message
-    assert "`hvdtrain install-horovod --rebuild`" in message
-
-
-def test_without_evidence_there_is_a_cause_and_a_remedy() -> None:
-    message = refusal(launched(8), 1, Evidence())
-    assert "mpirun (Open MPI) started 8 processes, but Horovod sees a world of 1: no MPI" in message
-    assert "the mpirun of this environment, or run `hvdtrain install-horovod" in message
-
-
-def test_worlds_of_one_under_srun() -> None:
-    message = refusal(LaunchInfo("srun", 1, 2, 1, 2), 1)
-    assert "srun started 2 processes" in message
-    assert "`srun --mpi=pmix`" in message
-    assert "/env/bin/mpirun" in message
-
-
-def test_srun_with_the_variables_of_hydra_is_still_srun() -> None:
-    evidence = Evidence(started_by="/usr/sbin/slurmstepd")  # srun --mpi=pmi2
-    assert "`srun --mpi=pmix`" in refusal(LaunchInfo("mpiexec (Hydra)", 1, 2, 1, 2), 1, evidence)
-
-
-def test_a_world_announced_by_variables_only() -> None:
-    message = refusal(LaunchInfo(BY_HAND, 1, 4, 1, 4), 1)
-    assert "RANK and WORLD_SIZE announce 4 processes, but Horovod sees a world of 1: " in message
-    assert "`/env/bin/mpirun -n 4`, or unset RANK and WORLD_SIZE" in message
+HYDRA = LaunchInfo("mpiexec (Hydra)", 7, 8, 7, 8)
+SLURMSTEPD = Evidence(started_by="/usr/sbin/slurmstepd")  # of srun --mpi=pmi2
 
 
 @pytest.mark.parametrize(
-    ("launch", "seen", "words"),
+    ("launch", "seen", "evidence", "words"),
     [
-        (SINGLE_RANK, 4, "the command line started 1 process, but Horovod sees a world of 4"),
-        (launched(2), 4, "mpirun (Open MPI) started 2 processes, but Horovod sees a world of 4"),
+        (
+            HYDRA,
+            1,
+            OTHER,
+            "mpiexec (Hydra) started 8 processes, but Horovod sees a world of 1: its MPI (Open MPI "
+            "5.0.11, /env/lib/libmpi.so.40) is not the one that started it "
+            "(/opt/mpich/bin/hydra_pmi_proxy). Start with /env/bin/mpirun, or run "
+            "`hvdtrain install-horovod --rebuild`",
+        ),
+        (
+            launched(8),
+            1,
+            Evidence(),
+            "mpirun (Open MPI) started 8 processes, but Horovod sees a world of 1: no MPI is "
+            "loaded in this process. Start with the mpirun of this environment, or run `hvdtrain",
+        ),
+        (LaunchInfo("srun", 1, 2, 1, 2), 1, OTHER, "srun started 2 processes"),
+        (HYDRA, 1, SLURMSTEPD, "mpiexec (Hydra) started 8 processes"),
+        (
+            LaunchInfo(BY_HAND, 1, 4, 1, 4),
+            1,
+            OTHER,
+            "RANK and WORLD_SIZE announce 4 processes, but Horovod sees a world of 1: Horovod does "
+            "not read these variables. Start with `/env/bin/mpirun -n 4`, or unset RANK and WORLD",
+        ),
+        (
+            SINGLE_RANK,
+            4,
+            OTHER,
+            "the command line started 1 process, but Horovod sees a world of 4: a script between",
+        ),
+        (launched(2), 4, OTHER, "mpirun (Open MPI) started 2 processes, but Horovod sees a world"),
     ],
 )
-def test_a_world_larger_than_that_of_the_launcher(
-    launch: LaunchInfo, seen: int, words: str
+def test_another_size_is_refused_with_its_cause_and_a_remedy(
+    launch: LaunchInfo, seen: int, evidence: Evidence, words: str
 ) -> None:
-    message = refusal(launch, seen)
+    with pytest.raises(UsageError) as caught:
+        check_launch(launch, seen, "Horovod", evidence)
+    message = str(caught.value)
     assert message.startswith(words)
-    assert "env -i" in message
-    assert "OMPI_*" in message
+    assert "\n" not in message
+    by_srun = launch.launcher == "srun" or evidence is SLURMSTEPD
+    assert ("`srun --mpi=pmix`" in message) == by_srun
+    assert ("OMPI_*" in message and "env -i" in message) == (seen == 4)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 5])

@@ -127,10 +127,32 @@ def test_a_rate_in_proportion_to_the_global_batch(
     assert training_plan.lr_scaling == scaling
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.1), ("adam", 0.002), ("adamw", 0.003)])
-def test_each_optimizer_has_its_rate_unless_one_is_given(optimizer: str, lr: float) -> None:
-    assert plan(optimizer=optimizer).lr == lr
-    assert plan(optimizer=optimizer, lr=0.03).lr == 0.03
+PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"optimizer": "sgd"}, {"lr": 0.1}),
+    ({"optimizer": "adam"}, {"lr": 0.002}),
+    ({"optimizer": "adamw"}, {"lr": 0.003}),
+    ({"optimizer": "adam", "lr": 0.03}, {"lr": 0.03}),
+    ({"benchmark": "training"}, {"num_steps": 100}),
+    ({"benchmark": "training", "num_steps": 7}, {"num_steps": 7}),
+    ({"seed": 9}, {"num_steps": 100}),  # of which the workload has a default number
+    ({"seed": 9, "num_steps": 7}, {"num_steps": 7}),
+    ({"seed": 9, "num_steps": 0}, {"num_steps": 0}),  # a value, not a default
+    ({"lr": 0.0, "weight_decay": 0.0}, {"lr": 0.0, "weight_decay": 0.0}),
+    ({"size": 1}, {"global_batch": 32}),
+    ({"size": 3}, {"global_batch": 96}),
+    ({"size": 8, "batch_size": 5}, {"global_batch": 40, "lr_scaling": "linear"}),
+    ({"size": 8, "global_batch_size": 7}, {"global_batch": 7, "lr_scaling": "none"}),
+    ({"global_batch_size": 96, "lr_scaling": "sqrt"}, {"lr_scaling": "sqrt"}),
+    ({"reduction": "adasum"}, {"lr_scaling": "none"}),
+    ({"reduction": "adasum", "lr_scaling": "sqrt"}, {"lr_scaling": "sqrt"}),
+    ({"model": "second", "weight_decay": 0.01}, {"model": "second", "weight_decay": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("options", "fields"), PLANS)
+def test_options_and_defaults(options: dict[str, Any], fields: dict[str, Any]) -> None:
+    training_plan = plan(**options)
+    assert {name: getattr(training_plan, name) for name in fields} == fields
 
 
 def test_milestones_of_a_recipe_move_with_the_length() -> None:
@@ -143,11 +165,6 @@ def test_milestones_of_a_recipe_move_with_the_length() -> None:
     ):
         training_plan = make_plan(workload, options, World(0, 1, 0, 1, "host", 1))
         assert training_plan.schedule["milestones"] == milestones
-
-
-def test_a_benchmark_ends_by_itself() -> None:
-    assert plan(benchmark="training").num_steps == 100
-    assert plan(benchmark="training", num_steps=7).num_steps == 7
 
 
 def test_defaults_are_the_recipe() -> None:
@@ -169,21 +186,6 @@ def test_defaults_are_the_recipe() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_the_batch_is_a_ranks_or_all_ranks(size: int) -> None:
-    assert plan(size).global_batch == 32 * size
-    assert plan(size, batch_size=5).global_batch == 5 * size
-    assert plan(size, global_batch_size=7).global_batch == 7
-
-
-def test_a_fixed_global_batch_scales_no_learning_rate_unless_requested() -> None:
-    assert plan(global_batch_size=96).lr_scaling == "none"
-    assert plan(global_batch_size=96, lr_scaling="sqrt").lr_scaling == "sqrt"
-    assert plan(batch_size=96).lr_scaling == "linear"
-    assert plan(reduction="adasum").lr_scaling == "none"
-    assert plan(reduction="adasum", lr_scaling="sqrt").lr_scaling == "sqrt"
-
-
 @pytest.mark.parametrize(
     ("epochs", "warmup"), [(8, 1.6), (5, 1.0), (4, 1.0), (2, 1.0), (1, 0.5), (10, 2.0), (40, 2.0)]
 )
@@ -201,40 +203,15 @@ def test_a_workload_of_one_network_takes_any_name() -> None:
     assert choose_model(custom, Options(model="wide")) == "wide"
 
 
-def test_zero_is_a_value_and_no_default() -> None:
-    training_plan = plan(warmup_epochs=0.0, lr=0.0, weight_decay=0.0, num_steps=0, seed=9)
-    assert training_plan.schedule["warmup_epochs"] == 0
-    assert (training_plan.lr, training_plan.weight_decay, training_plan.num_steps) == (0, 0, 0)
-
-
-def test_endless_data_has_a_default_number_of_steps() -> None:
-    assert plan(seed=9).num_steps == 100
-    assert plan(seed=9, num_steps=7).num_steps == 7
-    assert plan().num_steps is None
-
-
 def test_num_steps_does_not_change_the_schedule() -> None:
     assert plan(num_steps=3).schedule == plan().schedule
 
 
-def test_specified_values_are_used() -> None:
-    training_plan = plan(
-        lr=0.3,
-        lr_schedule="multistep",
-        lr_milestones=(3.0, 6.0),
-        lr_decay=0.5,
-        warmup_epochs=1.0,
-        weight_decay=0.01,
-        model="second",
-    )
-    assert (training_plan.lr, training_plan.weight_decay, training_plan.model) == (
-        0.3,
-        0.01,
-        "second",
-    )
-    assert training_plan.schedule == {
+def test_a_specified_schedule_is_used() -> None:
+    names = {"warmup_epochs": 0.0, "lr_schedule": "multistep", "lr_milestones": (3.0, 6.0)}
+    assert plan(**names, lr_decay=0.5).schedule == {
         "epochs": 10,
-        "warmup_epochs": 1.0,
+        "warmup_epochs": 0.0,
         "schedule": "multistep",
         "milestones": (3.0, 6.0),
         "decay": 0.5,
@@ -248,27 +225,19 @@ def test_an_unknown_model_is_refused_with_the_valid_ones() -> None:
         plan(model="third")
 
 
-@pytest.mark.parametrize("requested", ["fp64", "fp32", "bf16"])
-def test_the_requested_precision_is_used(requested: str) -> None:
+def test_the_precision() -> None:
     for prefers, gpu, has in itertools.product((True, False), repeat=3):
-        assert choose_precision(requested, prefers_bf16=prefers, gpu=gpu, has_bf16=has) == requested
+        for requested in ("fp64", "fp32", "bf16", "auto"):
+            chosen = choose_precision(requested, prefers_bf16=prefers, gpu=gpu, has_bf16=has)
+            auto = "bf16" if prefers and has else "fp32"
+            assert chosen == (auto if requested == "auto" else requested)
 
 
-def test_auto_is_bf16_if_preferred_and_supported() -> None:
-    for gpu in (True, False):
-        assert choose_precision("auto", prefers_bf16=True, gpu=gpu, has_bf16=True) == "bf16"
-        assert choose_precision("auto", prefers_bf16=True, gpu=gpu, has_bf16=False) == "fp32"
-        assert choose_precision("auto", prefers_bf16=False, gpu=gpu, has_bf16=True) == "fp32"
-
-
-def test_tf32_wants_a_gpu() -> None:
+def test_what_needs_a_gpu() -> None:
     check_tf32(True, gpu=True)
     check_tf32(False, gpu=False)
     with pytest.raises(UsageError, match="--tf32 is for GPUs"):
         check_tf32(True, gpu=False)
-
-
-def test_fp16_wants_a_gpu() -> None:
     assert choose_precision("fp16", prefers_bf16=True, gpu=True, has_bf16=True) == "fp16"
     with pytest.raises(UsageError, match="--precision fp16 needs a GPU"):
         choose_precision("fp16", prefers_bf16=True, gpu=False, has_bf16=True)
@@ -288,9 +257,6 @@ def test_fp16_wants_a_gpu() -> None:
 def test_flags_of_the_processor(tmp_path: Path, text: str, has: bool) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     assert processor_has_bf16(tmp_path / "cpuinfo") is has
-
-
-def test_without_cpuinfo_there_is_none(tmp_path: Path) -> None:
     assert processor_has_bf16(tmp_path / "absent") is False
 
 

@@ -55,15 +55,14 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_an_epoch_without_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
-    untested = dict.fromkeys(("eval_loss", "eval_accuracy", "eval_samples"))
-    Progress(Options()).epoch({**EPOCH, **untested}, "accuracy -")
-    assert capsys.readouterr().out == "epoch 2 done: loss 0.1250\n"
-
-
-def test_an_epoch_of_which_every_update_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    Progress(Options()).epoch({**EPOCH, "loss": None, "eval_loss": None})
-    assert capsys.readouterr().out.strip().endswith("done: loss -")
+@pytest.mark.parametrize(
+    ("changed", "loss"), [({"eval_loss": None}, "0.1250"), ({"loss": None, "eval_loss": None}, "-")]
+)
+def test_an_epoch_without_evaluation_or_update(
+    capsys: pytest.CaptureFixture[str], changed: dict[str, None], loss: str
+) -> None:
+    Progress(Options()).epoch({**EPOCH, **changed}, "accuracy -")
+    assert capsys.readouterr().out == f"epoch 2 done: loss {loss}\n"
 
 
 def test_a_line_every_few_seconds_only(
@@ -80,36 +79,26 @@ def test_a_line_every_few_seconds_only(
     assert 3 <= len(lines) <= 1 + 20 / progress.PLAIN_SECONDS
 
 
-def test_quiet_says_nothing_and_still_writes(
+def test_quiet_and_other_ranks_say_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    play(Progress(Options(quiet=True, metrics=tmp_path / "m.jsonl")))
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "")
+    for show in (Progress(Options(quiet=True, metrics=tmp_path / "m.jsonl")), Silent()):
+        play(show)
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("", "")
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
-
-
-def test_the_others_say_and_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    play(Silent())
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "")
 
 
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "new" / "m.jsonl"
-    play(Progress(Options(quiet=True, metrics=path)))
-    first, second = (json.loads(line) for line in path.read_text().splitlines())
-    assert first == {"kind": "step", **STEP}
-    assert second == {"kind": "epoch", **EPOCH}
+    show = Progress(Options(quiet=True, metrics=path))
+    show.step(STEP)
+    assert json.loads(path.read_text()) == {"kind": "step", **STEP}  # while the training runs
+    show.epoch(EPOCH)
+    show.end("", [])
+    assert json.loads(path.read_text().splitlines()[1]) == {"kind": "epoch", **EPOCH}
     play(Progress(Options(quiet=True, metrics=path)))  # a resumed run goes on in the same file
     assert len(path.read_text().splitlines()) == 4
-
-
-def test_json_lines_can_be_read_while_the_training_runs(tmp_path: Path) -> None:
-    show = Progress(Options(quiet=True, metrics=tmp_path / "m.jsonl"))
-    show.step(STEP)
-    assert json.loads((tmp_path / "m.jsonl").read_text())["step"] == 20
-    show.end("", [])
 
 
 def test_a_metrics_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:

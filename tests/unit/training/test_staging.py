@@ -31,10 +31,9 @@ def data(tmp_path: Path) -> Path:
 
 def staged(data: Path, directory: Path) -> Copy:
     copy = Copy(data, directory)
-    copy.start()
-    copy._thread.join()
-    assert copy.is_over
-    copy.raise_if_failed()
+    copy.thread.start()
+    copy.thread.join()
+    copy.raise_error()
     return copy
 
 
@@ -94,8 +93,8 @@ def then(self, shard):
     fetch(self, shard)
 staging.Copy._fetch, staging.AT_ONCE = then, 1
 copy = staging.Copy(Path(sys.argv[1]), Path(sys.argv[2]))
-copy.start()
-copy._thread.join()
+copy.thread.start()
+copy.thread.join()
 """
 
 

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.training import throughput
-from hvdtrain.training.throughput import Clock, StepTimes, split
+from hvdtrain.training.throughput import Clock, split
 from tests.unit.conftest import OnRanks
 
 
@@ -46,18 +46,6 @@ def run(fake: FakeTime, steps: list[tuple[float, int]]) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize(
-    ("steps", "dropped"), [(1, 0), (4, 0), (5, 1), (9, 1), (10, 2), (24, 4), (25, 5), (90, 5)]
-)
-def test_the_first_steps_are_dropped(fake: FakeTime, steps: int, dropped: int) -> None:
-    # A slow step has one image in a second, a fast one 8 in half a second.
-    clock = run(fake, [(1.0, 1)] * dropped + [(0.5, 8)] * (steps - dropped))
-    figures = clock.figures()
-    assert figures.images_per_second_mean == 16
-    assert figures.images_per_second_std == 0
-    assert figures.step_seconds_median == 0.5
-
-
 def test_the_mean_is_images_over_seconds_and_the_deviation_over_steps(fake: FakeTime) -> None:
     figures = run(fake, [(1.0, 8), (0.5, 8), (0.25, 8)]).figures()  # 8, 16 and 32 a second
     assert figures.images_per_second_mean == pytest.approx(24 / 1.75)
@@ -75,16 +63,6 @@ def test_steps_that_do_not_count_are_left_out(fake: FakeTime) -> None:
     assert figures.images_per_second_mean == 16
     assert figures.images_per_second_std == 0
     assert figures.step_seconds_median == 0.5
-
-
-def test_no_counted_step_means_no_throughput(fake: FakeTime) -> None:
-    clock = run(fake, [])
-    fake.now += 1
-    clock.step(8, counts=False)
-    figures = clock.figures()
-    assert figures.images_per_second_mean is figures.images_per_second_std is None
-    assert figures.step_seconds_median is None
-    assert figures.seconds_to_first_step == 17
 
 
 def test_seconds_of_the_run(fake: FakeTime) -> None:
@@ -105,13 +83,18 @@ def test_the_time_between_steps_does_not_count(fake: FakeTime) -> None:
     assert clock.figures().seconds_to_first_step == 16.5
 
 
-def test_without_a_step_there_is_nothing_to_divide(fake: FakeTime) -> None:
-    figures = run(fake, []).figures()
-    assert figures.images_per_second_mean is None
-    assert figures.images_per_second_std is None
+@pytest.mark.parametrize("uncounted", [0, 1])
+def test_without_a_counted_step_there_is_nothing_to_divide(fake: FakeTime, uncounted: int) -> None:
+    clock = run(fake, [])
+    for _ in range(uncounted):
+        fake.now += 1
+        clock.step(8, counts=False)
+    figures = clock.figures()
+    assert figures.images_per_second_mean is figures.images_per_second_std is None
     assert figures.step_seconds_median is None
-    assert figures.seconds_to_first_step is None
+    assert figures.seconds_to_first_step == (17 if uncounted else None)
     assert Clock().recent_rate(5) == 0
+    assert Clock().step_split(SingleRank()) is None
 
 
 def test_the_recent_rate_forgets_what_is_older(fake: FakeTime) -> None:
@@ -156,8 +139,8 @@ def test_three_ranks_of_which_the_last_is_late() -> None:
 def test_who_is_late_may_change_from_step_to_step() -> None:
     early, late = [0.2, 0.0, 0.02], [0.2, 0.0, 0.06]
     mean = split(np.array([[early, early, late], [late, late, early]]))
-    assert mean.communication == pytest.approx(0.02)  # not what either has in all
-    assert mean.waiting == pytest.approx(0.02)
+    # Not what either has in all.
+    assert (mean.communication, mean.waiting) == pytest.approx((0.02, 0.02))
     assert (mean.slowest_rank, mean.slowest_share) == (0, pytest.approx(2 / 3))
 
 
@@ -189,32 +172,32 @@ def test_the_parts_add_up_to_the_step(times: Any) -> None:
 
 
 def test_the_times_of_a_rank(fake: FakeTime) -> None:
-    clock, times = fake, StepTimes()
+    clock = Clock()
 
     def batches() -> Any:
         for seconds in (1.0, 2.0):
-            clock.now += seconds
+            fake.now += seconds
             yield seconds
 
     blocked = 0.0
-    for seconds in times.fetching(batches()):
-        clock.now += 10
+    for seconds in clock.fetching(batches()):
+        fake.now += 10
         blocked += seconds / 4
-        times.step(blocked)
-        with times.timing_collective():  # counts for the step that comes next
-            clock.now += 0.5
-    times.resume()  # what was met before an evaluation is no part of a step
-    times.step(blocked)
-    assert times.data == [1.0, 2.0, 0.0]
-    assert times.blocked == [0.25, 1.0, 0.0]
+        clock.step(8, blocked=blocked)
+        with clock.timing_collective():  # counts for the step that comes next
+            fake.now += 0.5
+    clock.resume()  # what was met before an evaluation is no part of a step
+    clock.step(8, blocked=blocked)
+    assert clock.data == [1.0, 2.0, 0.0]
+    assert clock.blocked == [0.25, 1.0, 0.0]
 
 
 def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
     def action(communicator: Communicator) -> Any:
         clock = Clock()
         for number in range(10):
-            clock.times.data.append(0.0)
-            clock.times.blocked.append(0.1 if communicator.rank else 0.3)
+            clock.data.append(0.0)
+            clock.blocked.append(0.1 if communicator.rank else 0.3)
             clock.seconds.append(1.0)
             if number == 5:  # a timeline was recorded then
                 clock.left_out.add(number)
@@ -227,16 +210,9 @@ def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
         assert mean.slowest_rank == 1  # the first of those that come last together
 
 
-def test_without_a_step_there_is_nothing_to_take_apart() -> None:
-    assert Clock().step_split(SingleRank()) is None
-
-
 def test_the_last_steps_of_a_long_training_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "MOST", 3)
-    times = StepTimes()
-    for seconds in (9.0, 9.0, 1.0, 2.0, 3.0):
-        times.data.append(seconds)
-        times.blocked.append(0.0)
-    mean = times.gather(SingleRank(), [10.0] * 5, [True] * 5)
+    clock = Clock(seconds=[10.0] * 4, data=[9.0, 1.0, 2.0, 3.0], blocked=[0.0] * 4)
+    mean = clock.step_split(SingleRank())
     assert mean is not None
     assert (mean.steps, mean.data) == (3, 2.0)

@@ -89,30 +89,23 @@ def run(
     return log.done, recorded, window
 
 
-def test_a_window() -> None:
-    done, recorded, window = run(range(6), (2, 4))
-    assert done == ["0", "1", "start t.json", "together", "2", "3", "stop", "4", "5"]
-    assert recorded == [2, 3]
+@pytest.mark.parametrize(
+    ("steps", "span", "done", "recorded"),
+    [
+        (range(6), (2, 4), "0, 1, start t.json, together, 2, 3, stop, 4, 5", [2, 3]),
+        (range(3), None, "start t.json, together, 0, 1, 2, stop", [0, 1, 2]),
+        (range(3), (0, None), "start t.json, together, 0, 1, 2, stop", [0, 1, 2]),
+        (range(3), (2, 99), "0, 1, start t.json, together, 2, stop", [2]),
+        (range(10, 13), (5, 12), "start t.json, together, 10, 11, stop, 12", [10, 11]),  # resumed
+    ],
+)
+def test_the_steps_of_the_window_are_recorded(
+    steps: range, span: tuple[int, int | None] | None, done: str, recorded: list[int]
+) -> None:
+    calls, steps_recorded, window = run(steps, span)
+    assert ", ".join(calls) == done
+    assert steps_recorded == recorded
     assert window.recorded == "t.json"
-
-
-@pytest.mark.parametrize("span", [None, (0, None)])
-def test_all_steps(span: tuple[int, int | None] | None) -> None:
-    done, recorded, _ = run(range(3), span)
-    assert done == ["start t.json", "together", "0", "1", "2", "stop"]
-    assert recorded == [0, 1, 2]
-
-
-def test_a_window_that_outlasts_the_run() -> None:
-    done, recorded, _ = run(range(3), (2, 99))
-    assert done == ["0", "1", "start t.json", "together", "2", "stop"]
-    assert recorded == [2]
-
-
-def test_a_resumed_run_within_the_window() -> None:
-    done, recorded, _ = run(range(10, 13), (5, 12))
-    assert done == ["start t.json", "together", "10", "11", "stop", "12"]
-    assert recorded == [10, 11]
 
 
 def test_a_window_that_was_missed_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,11 +117,12 @@ def test_a_window_that_was_missed_is_reported(caplog: pytest.LogCaptureFixture) 
     assert "--timeline-steps 5:9: no such step was taken" in caplog.text
 
 
-def test_without_the_option_nothing_happens() -> None:
-    done, recorded, window = run(range(2), None, file=None)
-    assert (done, recorded, window.recorded) == (["0", "1"], [], None)
-
-
-def test_a_recording_by_horovod_itself_is_left_alone() -> None:
-    done, recorded, window = run(range(2), None, {"HOROVOD_TIMELINE": "a.json"}, file=None)
-    assert (done, recorded, window.recorded) == (["0", "1"], [0, 1], "a.json")
+@pytest.mark.parametrize(
+    ("environ", "recorded", "file"),
+    [({}, [], None), ({"HOROVOD_TIMELINE": "a.json"}, [0, 1], "a.json")],
+)
+def test_without_the_option_horovods_own_recording_is_left_alone(
+    environ: dict[str, str], recorded: list[int], file: str | None
+) -> None:
+    done, steps, window = run(range(2), None, environ, file=None)
+    assert (done, steps, window.recorded) == (["0", "1"], recorded, file)

@@ -30,15 +30,24 @@ def step(number: Any, **values: Any) -> str:
 @pytest.mark.parametrize(
     ("values", "cause"),
     [
-        ({"images_per_second_mean": "10"}, "images_per_second_mean is '10', no number"),
-        ({"images_per_second_mean": True}, "images_per_second_mean is True, no number"),
-        ({"seconds_total": 10**400}, "seconds_total is 1000"),
-        ({"eval_accuracy": [0.5]}, "eval_accuracy is [0.5], no number"),
-        ({"gradient_messages": {}}, "gradient_messages has no count"),
-        ({"gradient_messages": {"count": 3}}, "gradient_messages has no bytes"),
-        ({"gradient_messages": 3}, "gradient_messages is 3, no object"),
-        ({"step_split": {"data": "much"}}, "step_split.data is 'much', no number"),
-        ({"step_split": [1]}, "step_split is [1], no object"),
+        (
+            {"images_per_second_mean": "10"},
+            "images_per_second_mean: expected `float | null`, got `str`",
+        ),
+        (
+            {"images_per_second_mean": True},
+            "images_per_second_mean: expected `float | null`, got `bool`",
+        ),
+        ({"seconds_total": 10**400}, "seconds_total: number out of range"),
+        ({"eval_accuracy": [0.5]}, "eval_accuracy: expected `float | null`"),
+        ({"gradient_messages": {}}, "gradient_messages: object missing required field `count`"),
+        (
+            {"gradient_messages": {"count": 3}},
+            "gradient_messages: object missing required field `bytes`",
+        ),
+        ({"gradient_messages": 3}, "gradient_messages: expected `object | null`, got `int`"),
+        ({"step_split": {"data": "much"}}, "step_split.data: expected `float | null`"),
+        ({"step_split": [1]}, "step_split: expected `object | null`, got `array`"),
     ],
 )
 def test_a_summary_with_invalid_values(values: dict[str, Any], cause: str, tmp_path: Path) -> None:
@@ -65,8 +74,8 @@ def test_the_summary_of_a_diverged_training_is_shown(value: Any, tmp_path: Path)
     [
         ("{}", "missing step"),
         ("[1]", "not a JSON object"),
-        ('{"step": 3, "metrics": [1]}', "metrics is [1], no object"),
-        ('{"step": 3, "metrics": {"accuracy": "all"}}', "accuracy is 'all', no number"),
+        ('{"step": 3, "metrics": [1]}', "metrics: expected `object | null`"),
+        ('{"step": 3, "metrics": {"accuracy": "all"}}', "accuracy: expected `float | null`"),
         ('{"a":' * 100_000, ""),
     ],
 )
@@ -87,9 +96,9 @@ def test_a_checkpoint_without_a_valid_state(state: str, cause: str, tmp_path: Pa
     ("line", "cause"),
     [
         ("garbage\n", "line 2: "),
-        (step(2, loss="x"), "line 2: loss is 'x', no number"),
+        (step(2, loss="x"), "line 2: loss: expected `float | null`"),
         (step(None), "line 2: missing step"),
-        (step("2"), "line 2: step is '2', no number"),
+        (step("2"), "line 2: step: expected `float | null`"),
         (step(float("inf")), "line 2: "),
         ('{"kind": "step", "step": 1e999}\n', "line 2: "),
         ("[1]\n", "line 2: not a training record"),
@@ -124,7 +133,7 @@ def test_a_study_with_an_incomplete_summary(tmp_path: Path) -> None:
     assert contents.study is None
     (note,) = contents.notes
     assert "results.jsonl, line 1: not a run of a sweep" in note
-    assert "gradient_messages has no count" in note
+    assert "gradient_messages: object missing required field `count`" in note
     render(contents)
 
 
@@ -137,7 +146,7 @@ def test_an_invalid_study_does_not_affect_other_results(
     printed = capsys.readouterr().out
     assert "summaries: 1" in printed
     assert "results.jsonl, line 1: not a run of a sweep" in printed
-    assert "hosts is 'one', no whole number" in printed
+    assert "hosts: expected `int | null`, got `str`" in printed
 
 
 def test_the_causes_are_reported_if_no_file_is_valid(
@@ -145,4 +154,4 @@ def test_the_causes_are_reported_if_no_file_is_valid(
 ) -> None:
     write_summary(tmp_path, "odd.json", gradient_messages={})
     message = refused("report", str(tmp_path))
-    assert "Left out: odd.json: gradient_messages has no count" in message
+    assert "Left out: odd.json: gradient_messages: object missing required field `count`" in message

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.preemption import wait_for_agent
+from hvdtrain.adapters.preemption import wait_for_agent
 
 PROGRAM = """
 import time
-from hvdtrain.training.preemption import on_stop_signal
+from hvdtrain.adapters.preemption import on_stop_signal
 stops = []
 on_stop_signal(stops.append)
 print("ready", flush=True)
@@ -25,17 +25,20 @@ for _ in range(3000):  # half a minute
 """
 
 
+def started(*words: str) -> subprocess.Popen[str]:
+    """Start a program, and return it when it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
 def test_a_signal_asks_and_does_not_kill(number: signal.Signals) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
+    with started(PROGRAM) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
             process.send_signal(number)
             assert process.stdout.readline() == f"asked by {number.name}\n"
             process.send_signal(number)
@@ -51,7 +54,7 @@ def test_a_signal_asks_and_does_not_kill(number: signal.Signals) -> None:
 START = """
 import sys, time
 from pathlib import Path
-from hvdtrain.training.preemption import leave_on_signal
+from hvdtrain.adapters.preemption import leave_on_signal
 leave_on_signal(Path(sys.argv[1]), resumes=sys.argv[2] == "resumes")
 print("ready", flush=True)
 for _ in range(3000):  # one long sleep would begin after the signal now and then, and not end
@@ -64,14 +67,7 @@ for _ in range(3000):  # one long sleep would begin after the signal now and the
 def test_a_signal_before_the_first_step(number: signal.Signals, case: str, tmp_path: Path) -> None:
     if case != "has none":
         (tmp_path / "step-000000012").mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", START, str(tmp_path), case],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    with started(START, str(tmp_path), case) as process:
         process.send_signal(number)
         _, message = process.communicate(timeout=60)
     if case == "resumes":

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.system.runtime import elastic
@@ -35,11 +36,11 @@ AGAIN = "run the same command again to continue"
 NOTHING_SAVED = "nothing was saved (no --checkpoint-dir)"
 ANOTHER = "another rank was asked to stop"  # and this one was not
 HOSTS_CHANGED = "the hosts have changed"
-
+# Stop signals of batch systems, of the elastic worker and of the terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
-def on_stop_signal(want_stop: Callable[[str], None]) -> None:
+def on_stop_signal(want_stop: Callable[[str], None]) -> dict[int, Any]:
     """Call ``want_stop`` with the signal's name when this process receives a stop signal.
 
     PBS and Slurm send TERM (if requested, USR1 or USR2 ahead of time), a terminal INT. A second
@@ -51,8 +52,7 @@ def on_stop_signal(want_stop: Callable[[str], None]) -> None:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    for number in SIGNALS:
-        signal.signal(number, handle)
+    return {number: signal.signal(number, handle) or signal.SIG_DFL for number in SIGNALS}
 
 
 def resume_hint(*, restart: bool) -> str:
@@ -134,48 +134,65 @@ def wait_for_agent(stop_requested: Callable[[], bool]) -> None:
 class Preemption:
     """Requests to stop a training before its end, and their announcement.
 
-    A request on one rank reaches the others with the gradients, by ``adapter.stop_wanted``.
+    Args:
+        communicator: communicator of all ranks.
+        on_request: called when this rank is asked to stop.
+
+    Attributes:
+        reason: why this rank was asked to stop; empty: it was not.
+        walltime: walltime of the job, known on rank 0 since ``watch``.
     """
 
-    def __init__(self, adapter: CommonAdapter) -> None:
-        self.adapter = adapter
+    def __init__(
+        self, communicator: Communicator, on_request: Callable[[], None] = lambda: None
+    ) -> None:
+        self.communicator, self._on_request = communicator, on_request
+        self.reason = ""
         self.walltime = Walltime(ends=None)
-        self._reason = ANOTHER
+        self._former: dict[int, Any] = {}  # previous signal handlers
 
     def listen(self) -> None:
-        """Enable stops by signals; on rank 0 also by the walltime and by new slots."""
-        on_stop_signal(self._want_stop)
-        if self.adapter.world.is_writer:
-            self.walltime = Walltime(ends_at())
+        """Take stop signals as requests, until ``ignore``."""
+        if not self._former:
+            self._former = on_stop_signal(self.want_stop)
+
+    def ignore(self) -> None:
+        """Restore the previous signal handlers."""
+        while self._former:
+            signal.signal(*self._former.popitem())
+
+    def watch(self) -> None:
+        """Watch on rank 0 for the end of the walltime and for changed hosts of an elastic job."""
+        if self.communicator.is_root:
+            self.walltime.ends = ends_at()
             if is_elastic(os.environ):
-                elastic.watch_hosts(lambda: self._want_stop(HOSTS_CHANGED))
+                elastic.watch_hosts(lambda: self.want_stop(HOSTS_CHANGED))
 
     def watch_walltime(self, longest_step: float) -> None:
         """Request a stop if the walltime is near; ``longest_step``: seconds to the next check."""
         if self.walltime.is_near(longest_step):
-            self._want_stop("the walltime is near")
+            self.want_stop("the walltime is near")
 
-    def _want_stop(self, reason: str) -> None:
-        if not self.adapter.stop_wanted or self._reason == HOSTS_CHANGED:
-            self.adapter.stop_wanted, self._reason = True, reason
+    def want_stop(self, reason: str) -> None:
+        """Request a stop on this rank."""
+        if self.reason in ("", HOSTS_CHANGED):
+            self.reason = reason
+            self._on_request()
 
-    def announce(self, done: str) -> None:
-        """Report the reason of the stop, and what was ``done``; all ranks must call it.
+    def agree(self) -> str:
+        """Return a reason to stop, the same on all ranks, which call it together; empty: none.
 
-        If only the slots of an elastic job have changed, each rank exits to be restarted.
+        It is ``HOSTS_CHANGED`` only if no rank has another reason.
         """
-        restart = is_elastic(os.environ) and self._only_hosts_changed()
-        if self.adapter.world.is_writer:
-            text = f"{self._reason}: {done}: {resume_hint(restart=restart)}"
-            announce(text, mpirun_ends=self._reason in ENDING)
+        gathered = self.communicator.gather(self.reason.encode())
+        reasons = {reason.decode() for reason in gathered}
+        stops = sorted(reasons - {"", HOSTS_CHANGED})
+        return stops[0] if stops else max(reasons)
+
+    def announce(self, reason: str, done: str, *, restart: bool) -> None:
+        """Report on rank 0 why the training stops and what was ``done``; or restart the ranks."""
+        if self.communicator.is_root:
+            text = f"{reason}: {done}: {resume_hint(restart=restart)}"
+            announce(text, mpirun_ends=reason in ENDING)
         if restart:
             restart_ranks()
-
-    def _only_hosts_changed(self) -> bool:
-        """Return whether no rank stops for another reason; all ranks must call it."""
-        reason = self._reason if self.adapter.stop_wanted else HOSTS_CHANGED
-        return set(self.adapter.communicator.gather(reason.encode())) == {HOSTS_CHANGED.encode()}
-
-    def wait_for_agent(self) -> None:
-        """Wait for torchrun's agent to ask this rank to stop; see ``wait_for_agent``."""
-        wait_for_agent(lambda: self._reason != ANOTHER)

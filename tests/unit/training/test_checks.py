@@ -15,7 +15,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint import read_newest_state, save
 from hvdtrain.steps.checkpoint_files import STATE_FILE, Checkpoint
 from hvdtrain.system.runtime.detect import SINGLE_RANK
-from hvdtrain.training.early_checks import check_early
+from hvdtrain.training.checks import check_early
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
 
@@ -48,6 +48,7 @@ def test_what_is_not() -> None:
     look(4, strategy="pipeline", stages=2)
     look(2, reduction="adasum")
     look(workload=SSD300)  # its recipe has milestones
+    look(workload=replace(MNIST, options=Options, models=()), model="whatever")
     look(lr_schedule="multistep", lr_milestones=(3.0,))
     look(lr_schedule="multistep", evaluate_only=True, checkpoint=Path("nowhere"))
 
@@ -113,8 +114,3 @@ def test_no_framework_is_imported_for_it() -> None:
     refused, loaded = result.stdout.splitlines()
     assert "needs --lr-milestones" in refused
     assert loaded == "[]"
-
-
-def test_options_of_a_custom_workload_are_checked_too() -> None:
-    custom = replace(MNIST, options=Options, models=())
-    look(workload=custom, model="whatever")

@@ -1,0 +1,276 @@
+"""State of a model as a rank holds it: what must be equal on all ranks, and what differs by rank.
+
+Parameters and optimizer state are compared bit for bit. Running statistics are local to each rank
+in training: BatchNorm keeps means over the samples of its rank. For evaluating and saving they are
+averaged over the ranks, weighted by samples seen. The local ones stay unchanged and are saved in
+the checkpoint too, so neither an evaluation nor a save alters the training that follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
+from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
+from hvdtrain.steps.integrity import rank_names
+from hvdtrain.system.runtime.exit import agreed, process_status, surviving_kill
+
+DIFFERENT = (
+    "nothing was saved. The ranks have made different updates: gradients were changed on some of "
+    "them, or broadcast_state was not called at the start"
+)
+PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
+SEEN = "rank_samples"  # int64, shape (world size,)
+
+
+class Connected(Protocol):
+    """What a view needs of its adapter."""
+
+    rank_buffers: Arrays  # of a loaded checkpoint, until this rank trains on
+
+    @property
+    def communicator(self) -> Communicator:
+        """Communicator of all ranks."""
+
+
+class StateView(ABC):
+    """State of one model and its optimizer on this rank, which holds all of it.
+
+    A framework exports and imports it. A strategy that shards the state makes another view of the
+    model in step 5: of rows, of a stage, or of a share. All ranks must call the methods together.
+    """
+
+    def __init__(self, adapter: Connected, model: Any) -> None:
+        self.adapter, self.model = adapter, model
+
+    @abstractmethod
+    def export(self, optimizer: Any) -> Checkpoint:
+        """Return the whole state; see ``StateAdapter.export_state``."""
+
+    @abstractmethod
+    def restore(self, optimizer: Any, state: Checkpoint) -> None:
+        """Load what this rank holds of ``state``; see ``StateAdapter.import_state``."""
+
+    @abstractmethod
+    def local_buffers(self) -> Arrays:
+        """Return copies of the float buffers that differ by rank (running statistics)."""
+
+    @abstractmethod
+    def set_local_buffers(self, arrays: Arrays) -> None:
+        """Restore the arrays returned by ``local_buffers``."""
+
+    @abstractmethod
+    def trained_names(self) -> set[str]:
+        """Return the names in ``export`` of the parameters that are trained."""
+
+    def replicated(self, optimizer: Any) -> Checkpoint:
+        """Return the part of the state that is identical on all ranks after each update."""
+        return self._trained(self.export(optimizer))
+
+    def _trained(self, state: Checkpoint) -> Checkpoint:
+        return replace(state, model={name: state.model[name] for name in self.trained_names()})
+
+    def compare(self, state: Checkpoint, reason: str, *, when: str = "") -> str:
+        """Compare the ``state`` that ranks share; see the function ``compare``."""
+        return compare(self.adapter.communicator, state, reason, when=when)
+
+    def broadcast(self, optimizer: Any) -> str:
+        """Send rank 0's state to all ranks and compare it; return the common SHA-256."""
+        communicator = self.adapter.communicator
+        if communicator.size > 1:
+            mine = self.export(optimizer)
+            # Names and shapes first: the others may lack some, e.g. an optimizer state.
+            state = Checkpoint(
+                model=communicator.broadcast_arrays(mine.model),
+                training=communicator.broadcast_arrays(mine.training),
+            )
+            communicator.together(lambda: self.restore(optimizer, state))
+        return self.compare(
+            self.export(optimizer),
+            "right after the broadcast: please report it; continuing would give wrong results",
+        )
+
+    def write(
+        self, directory: Path, optimizer: Any, state: dict[str, Any], ranks: Arrays, keep: int
+    ) -> Path | None:
+        """Write a checkpoint: only on rank 0, unless the state is sharded; return it there.
+
+        The model has the mean of the local buffers, ``ranks`` are those of all ranks.
+        """
+        arrays = self.export(optimizer)
+        self.compare(self._trained(arrays), DIFFERENT)
+        checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
+
+        def save() -> Path:
+            return checkpoints.save(directory, checkpoint, keep)
+
+        def write() -> Path:
+            try:
+                self.check_finite(checkpoint)
+            except ValueError as error:
+                raise TrainingError(
+                    f"{error} after step {state['step']}: nothing was saved; the checkpoints on "
+                    "disk are older"
+                ) from error
+            with surviving_kill(save):
+                path = save()
+                # Recorded at once: if a rank is lost now, the error message names this path.
+                process_status.checkpoint = str(path)
+            return path
+
+        return self.adapter.communicator.on_root(write)
+
+    def check_finite(self, checkpoint: Checkpoint) -> None:
+        """Raise ``ValueError`` naming a tensor that is not finite; masks may contain infinities."""
+        names = self.trained_names()
+        optimizer, ranks = separate_buffers(checkpoint.training)
+        trained = {name: value for name, value in checkpoint.model.items() if name in names}
+        others = {name: value for name, value in checkpoint.model.items() if name not in names}
+        bad = (
+            checkpoints.not_finite(trained)
+            or checkpoints.not_finite(optimizer)
+            or checkpoints.not_finite({**others, **ranks}, infinite=True)
+        )
+        if bad:
+            raise ValueError(f"{bad} is not finite")
+
+    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> dict[str, Any] | None:
+        """Load, only on rank 0, the checkpoint that ``find`` returns there.
+
+        Returns the saved ``state``, with the checkpoint's ``path``, on every rank.
+        """
+
+        def load() -> Checkpoint | None:
+            checkpoint = find()
+            if checkpoint:
+                training, self.adapter.rank_buffers = separate_buffers(checkpoint.training)
+                self.restore(optimizer, replace(checkpoint, training=training))
+            return checkpoint
+
+        return self.share_state(load)
+
+    def share_state(self, load: Callable[[], Checkpoint | None]) -> dict[str, Any] | None:
+        """Return on every rank the state and path of the checkpoint that rank 0 loads."""
+        communicator = self.adapter.communicator
+        loaded = communicator.on_root(load)
+        message = json.dumps(loaded and {**loaded.state, "path": str(loaded.path)}).encode()
+        state: dict[str, Any] | None = json.loads(communicator.broadcast_bytes(message))
+        return state
+
+
+def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> None:
+    """Raise ``UsageError``, beginning with ``trouble``, if names or shapes differ."""
+    wrong = [
+        name
+        for name in sorted(tensors.keys() | arrays.keys())
+        if name not in tensors
+        or name not in arrays
+        or tuple(tensors[name].shape) != arrays[name].shape
+    ]
+    if wrong:
+        raise UsageError(
+            f"{trouble}: {len(wrong)} tensors differ in name or shape, the first is {wrong[0]}"
+        )
+
+
+def compare(
+    communicator: Communicator,
+    state: Checkpoint,
+    reason: str,
+    *,
+    when: str = "",
+    ranks: Sequence[int] = (),
+) -> str:
+    """Compare the ``state`` of all ranks bit for bit, and return the common SHA-256.
+
+    All ranks of the communicator must call it together; ``ranks`` are their world ranks, if others.
+    The error message begins with ``when`` and ends with ``reason``: cause and remedy.
+
+    Raises:
+        HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
+            tensor.
+    """
+    digests = {name: _digest(name, state.model[name]) for name in sorted(state.model)}
+    for name in sorted(state.training):
+        digests[f"{name} of the optimizer"] = _digest(name, state.training[name])
+    whole = hashlib.sha256(b"".join(digests.values())).digest()
+    gathered = communicator.gather(whole)
+    right = Counter(gathered).most_common(1)[0][0]  # of most ranks, or of rank 0
+    if different := [rank for rank, digest in enumerate(gathered) if digest != right]:
+        mine = {name: digest.hex() for name, digest in digests.items()}
+        rows = communicator.gather_json([socket.gethostname(), mine])
+        hosts, tensors = zip(*rows, strict=True)
+        good, bad = tensors[gathered.index(right)], tensors[different[0]]
+        first = next(name for name in {**good, **bad} if good.get(name) != bad.get(name))
+        ranks = ranks or range(communicator.size)
+        others = "the other ranks'" if 0 in different else f"rank {ranks[0]}'s"
+        where = rank_names(
+            [ranks[rank] for rank in different], dict(zip(ranks, hosts, strict=True))
+        )
+        raise agreed(
+            HvdtrainError(
+                f"{when}the model of {where} differs from {others}, first in {first}: {reason}"
+            )
+        )
+    return whole.hex()
+
+
+def _digest(name: str, array: np.ndarray[Any, Any]) -> bytes:
+    """Return the SHA-256 of a tensor's name and bytes, which are not copied."""
+    digest = hashlib.sha256(name.encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.digest()
+
+
+def mean_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
+    """Return the mean of the ranks' buffers, weighted by ``seen``, each rank's sample count."""
+    flat = np.concatenate([value.ravel().astype(np.float64) for value in local.values()])
+    total = communicator.sum(np.append(flat * seen, float(seen)))
+    if total[-1] == 0:  # nothing trained yet: all ranks have the same
+        return local
+    mean = total[:-1] / total[-1]
+    result, offset = {}, 0
+    for name, value in local.items():
+        part = mean[offset : offset + value.size]
+        result[name] = part.reshape(value.shape).astype(value.dtype)
+        offset += value.size
+    return result
+
+
+def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
+    """Return all ranks' buffers and sample counts, for a checkpoint."""
+    counts = communicator.gather(seen.to_bytes(8, "big"))
+    arrays: Arrays = {SEEN: np.array([int.from_bytes(count, "big") for count in counts])}
+    gathered = communicator.gather(b"".join(value.tobytes() for value in local.values()))
+    offset = 0
+    for name, value in local.items():
+        rows = [np.frombuffer(data, value.dtype, value.size, offset) for data in gathered]
+        arrays[PREFIX + name] = np.stack([row.reshape(value.shape) for row in rows])
+        offset += value.nbytes
+    return arrays
+
+
+def separate_buffers(training: Tensors) -> tuple[Tensors, Arrays]:
+    """Split the arrays of a checkpoint into optimizer state and those of ``gather_buffers``."""
+    ranks = {k: np.asarray(v) for k, v in training.items() if k == SEEN or k.startswith(PREFIX)}
+    return {k: v for k, v in training.items() if k not in ranks}, ranks
+
+
+def buffers_of_rank(ranks: Arrays, rank: int, size: int) -> tuple[Arrays, int] | None:
+    """Return this rank's saved buffers and sample count; None if the world size differs."""
+    if SEEN not in ranks or len(ranks[SEEN]) != size:
+        return None
+    local = {k.removeprefix(PREFIX): v[rank] for k, v in ranks.items() if k != SEEN}
+    return local, int(ranks[SEEN][rank])

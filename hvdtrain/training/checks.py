@@ -1,0 +1,106 @@
+"""Checks before the first step: of this rank's options, then of those and the data of all ranks.
+
+The early checks need no framework, and are made before it is imported. They are repeated later with
+all ranks, whose values may differ from those that the launcher reports for this one. The ranks of a
+job may have been started with different command lines (mpirun's application contexts, a wrapper
+script), and a host may have another copy of the data: they would train with different learning
+rates, orders or numbers of steps, or hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.select import check_fit
+from hvdtrain.config.comm_options import check_adasum, check_comm_options, check_stages
+from hvdtrain.config.declare import declared
+from hvdtrain.config.options import Options
+from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.errors import UsageError
+from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps.integrity import differences
+from hvdtrain.steps.learning_rate import LearningRate
+from hvdtrain.steps.world import World
+from hvdtrain.system.runtime.detect import LaunchInfo
+from hvdtrain.system.runtime.exit import agreed
+from hvdtrain.tasks.task import Task, Workload
+from hvdtrain.training.plan import TrainingPlan, make_plan
+
+SHOWN = 12  # digits of a digest
+# Options that only rank 0 uses, or that do not affect results.
+LOCAL = ("quiet", "summary", "metrics", "tensorboard", "workers", "local_rank")
+
+
+def check_early(
+    workload: Workload, options: Options, launch: LaunchInfo, environ: Mapping[str, str]
+) -> None:
+    """Raise if the training is impossible, as far as options, launcher and environment tell."""
+    world = World(launch.rank, launch.size, launch.local_rank, launch.local_size, "", 1)
+    plan = make_plan(workload, options, world)
+    if not options.evaluates_only:
+        LearningRate(plan.lr, **plan.schedule)
+    if options.strategy:
+        record = STRATEGIES[options.strategy]
+        check_fit(record, options.framework, launch)
+        check_comm_options(options.comm_options, record, options.framework, environ)
+        if record.splits_model:
+            check_stages(options.comm_options, launch.size)
+    check_adasum(options.comm_options, launch.size, gpu=False)
+    _check_origin(workload, options, plan)
+
+
+def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> None:
+    """Raise if the checkpoint is of another training, as far as the options determine it."""
+    origin = {
+        "framework": options.framework,
+        "workload": workload.name,
+        "model": plan.model,
+        "optimizer": options.optimizer,
+        "seed": options.seed,
+    }
+    path, source = options.checkpoint_dir, "--checkpoint-dir"
+    if options.evaluates_only:
+        origin = {name: origin[name] for name in ("framework", "workload", "model")}
+        path, source = options.checkpoint or path, "checkpoint"
+    elif options.resume == "never":
+        return
+    checkpoint = checkpoints.read_newest_state(path) if path else None
+    if checkpoint:
+        checkpoints.check_origin(checkpoint, origin, source)
+
+
+def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
+    """Compare the options of all ranks, and the digest of the ``file`` that defines the task."""
+    mine = {
+        f"--{field.name.replace('_', '-')}": str(getattr(options, field.name))
+        for field in declared(type(options))
+        if field.name not in LOCAL
+    }
+    # Each host may have its copy in another directory; but the embedded data is different data.
+    for name in ("data", "stage"):
+        mine[f"--{name}"] = "given" if getattr(options, name) else "not given"
+    mine["the file that defines the task (a digest)"] = file[:SHOWN]
+    remedy = "start all ranks with the same options"
+    plain = {"": "not given", "None": "not given", "True": "given", "False": "not given"}
+    _compare(adapter, {name: plain.get(value, value) for name, value in mine.items()}, remedy)
+
+
+def check_data(adapter: CommonAdapter, task: Task) -> None:
+    """Compare the number and the digests of the samples of all ranks, in one collective."""
+    mine = {
+        "the number of training samples": f"{task.train.samples:,}",
+        "the number of test samples": f"{task.test.samples if task.test else 0:,}",
+        "the training data (a digest of labels and names)": task.train.digest[:SHOWN],
+        "the test data (a digest of labels and names)": (
+            task.test.digest[:SHOWN] if task.test else ""
+        ),
+    }
+    remedy = "use the same data on every host (--data), preferably on a shared file system"
+    _compare(adapter, mine, remedy)
+
+
+def _compare(adapter: CommonAdapter, mine: Mapping[str, str], remedy: str) -> None:
+    hosts = [facts.host for facts in adapter.ranks]
+    for name, owners in differences(adapter.communicator.gather_json(mine), hosts):
+        raise agreed(UsageError(f"{name} differs: {owners}: {remedy}"))
