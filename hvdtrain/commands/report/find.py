@@ -14,7 +14,8 @@ from hvdtrain.commands.runs.comparable import check_comparable
 from hvdtrain.commands.runs.curves import Record, TrainingCurves, read_curves
 from hvdtrain.commands.runs.records import LINES, TABLE, WEAK, read_folder, read_table
 from hvdtrain.commands.scaling.study import Study, make_study
-from hvdtrain.commands.timeline.facts import analyse
+from hvdtrain.commands.timeline.facts import TimelineFacts
+from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.checkpoint import PREFIX
 from hvdtrain.steps.checkpoint_files import STATE_FILE
@@ -57,7 +58,7 @@ class Contents:
     summaries: dict[Path, Summary] = field(default_factory=dict)
     curves: list[TrainingCurves] = field(default_factory=list)
     checkpoints: dict[Path, Record] = field(default_factory=dict)
-    timelines: dict[Path, Record] = field(default_factory=dict)
+    timelines: dict[Path, TimelineFacts] = field(default_factory=dict)
     pictures: list[Path] = field(default_factory=list)
     study: Study | None = None
     comparison: list[Trial] = field(default_factory=list)
@@ -139,7 +140,7 @@ def _json(path: Path, relative: Path, contents: Contents) -> None:
         start = file.read(64).lstrip()
     if start.startswith((b"[", b"\x1f\x8b")):
         facts, _ = analyse(path)
-        if facts["file"]["events"]:
+        if facts.file.events:
             contents.timelines[relative] = facts
     elif start.startswith(b"{") and path.stat().st_size < MOST:
         content = json.loads(path.read_bytes())

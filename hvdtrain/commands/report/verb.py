@@ -41,7 +41,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError(f"{folder}: no such directory")
     with terminal.working(f"reading {printable(folder)}"):
         from hvdtrain.commands.report.find import look  # imported here to keep --help fast
-        from hvdtrain.commands.report.page import write
+        from hvdtrain.commands.report.page import render
+        from hvdtrain.system.output.page import write
 
         contents = look(folder)
     if contents.is_empty:
@@ -54,7 +55,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         )
     target = arguments.html or folder / NAME
     with terminal.working(f"writing {printable(target)}"):
-        write(target, contents)
+        write(target, render(contents))
     counts = contents.counts()
     names = {**{name: name for name in counts}, "courses": "training curves"}
     shown = ", ".join(f"{names[name]}: {number}" for name, number in counts.items() if number)

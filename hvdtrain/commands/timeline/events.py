@@ -23,14 +23,14 @@ first beginning to the last end of them, without the copies around it.
 from __future__ import annotations
 
 import re
+import statistics
+from array import array
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from hvdtrain.commands.timeline.streaming_stats import Sample
-
-Facts = dict[str, Any]
-"""Plain data, serializable as JSON."""
+MICRO = 1e-6
+KEPT = 1 << 13  # number of values kept of a sample
 
 # The phases of a tensor, in order of time.
 NEGOTIATE, OPERATION, SET_UP = "negotiate", "operation", "set-up"
@@ -91,6 +91,90 @@ def bytes_of(dtype: str, shape: str) -> int:
     if sum(map(len, sizes)) > MAX_DIGITS:
         return 0
     return _SIZES.get(dtype, 0) * prod(map(int, sizes))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Statistics of a sample of times, in seconds."""
+
+    median: float
+    mean: float
+    total: float
+
+
+class Sample:
+    """Count, sum and maximum of a stream of values, and its quantiles.
+
+    Quantiles are exact up to 8,192 values. Beyond, every second value is dropped, repeatedly: an
+    even, deterministic selection of the whole stream.
+    """
+
+    __slots__ = ("_count", "_every", "_kept", "_maximum", "_new", "_total")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._total = 0.0
+        self._maximum = 0.0
+        self._every = 1
+        self._kept = array("d")
+        self._new = array("d")  # values that are not in the other fields yet
+
+    def add(self, value: float) -> None:
+        """Add a value, 0 or more."""
+        self._new.append(value)
+        if len(self._new) > KEPT:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._new:
+            return
+        self._kept.extend(self._new[-self._count % self._every :: self._every])
+        self._count += len(self._new)
+        self._total += sum(self._new)
+        self._maximum = max(self._maximum, max(self._new))
+        self._new = array("d")
+        while len(self._kept) > KEPT:
+            self._kept = self._kept[::2]
+            self._every *= 2
+
+    @property
+    def count(self) -> int:
+        """Return the number of values."""
+        return self._count + len(self._new)
+
+    @property
+    def total(self) -> float:
+        """Return the sum of the values."""
+        self._settle()
+        return self._total
+
+    @property
+    def maximum(self) -> float:
+        """Return the largest value; 0 if there are none."""
+        self._settle()
+        return self._maximum
+
+    @property
+    def mean(self) -> float:
+        """Return the mean; 0 if there are no values."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, fraction: float) -> float:
+        """Return the quantile for ``fraction``; 0 if there are no values."""
+        self._settle()
+        ordered = sorted(self._kept)
+        return ordered[int(fraction * (len(ordered) - 1))] if ordered else 0.0
+
+    @property
+    def times(self) -> Times:
+        """Return the statistics in seconds, of values in microseconds."""
+        return Times(self.median * MICRO, self.mean * MICRO, self.total * MICRO)
+
+    @property
+    def median(self) -> float:
+        """Return the median; 0 if there are no values."""
+        self._settle()
+        return statistics.median(self._kept) if self._kept else 0.0
 
 
 @dataclass(slots=True, eq=False)

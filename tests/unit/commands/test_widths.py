@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from hvdtrain.commands.scaling.study import make_study
 from hvdtrain.commands.scaling.target import TargetResult
 from hvdtrain.commands.scaling.target import text as target_text
 from hvdtrain.commands.timeline import report as timeline
-from hvdtrain.commands.timeline.facts import analyse
+from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.commands.verify import verb as verify
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row
 from hvdtrain.steps.summary import StepSplit
@@ -36,7 +37,7 @@ from hvdtrain.training.summary import rows
 from tests.studies import run
 from tests.terminal import record, screen
 from tests.timelines import straggling
-from tests.unit.collectives import test_report, test_study_report
+from tests.unit.commands.collectives import test_report, test_study_report
 from tests.unit.commands.doctor import test_data
 from tests.unit.commands.install_horovod.machines import BOTH
 from tests.unit.training import test_summary
@@ -124,9 +125,9 @@ def timelines(folder: Path) -> str:
         analyse(timeline.write(folder, name), None)[0]
         for timeline, name in ((one, "one.json"), (other, "other.json"))
     ]
-    for found, name in zip(facts, ("one.json", "other.json"), strict=True):
-        found["file"]["path"] = name
-    return f"{timeline.text(facts[0])}\n\n{timeline.comparison(timeline.compare(*facts))}"
+    difference = replace(timeline.compare(*facts), one="one.json", other="other.json")
+    first = replace(facts[0], file=replace(facts[0].file, path="one.json"))
+    return f"{timeline.text(first)}\n\n{timeline.comparison(difference)}"
 
 
 def collectives() -> str:

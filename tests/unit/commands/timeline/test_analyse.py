@@ -13,16 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.commands.timeline import read
-from hvdtrain.commands.timeline.facts import analyse
-from tests.timelines import Timeline, straggling
+from hvdtrain.commands.timeline.verdict import analyse
+from tests.timelines import Timeline, facts_of, straggling
 
 Facts = dict[str, Any]
-
-
-def facts_of(timeline: Timeline | str, folder: Path, **options: Any) -> Facts:
-    path = folder / "timeline.json"
-    path.write_text(timeline if isinstance(timeline, str) else timeline.text)
-    return analyse(path, **options)[0]
 
 
 def phase(facts: Facts, name: str) -> Facts:

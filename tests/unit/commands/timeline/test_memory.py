@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands.timeline import events
-from hvdtrain.commands.timeline.facts import analyse
-from hvdtrain.commands.timeline.streaming_stats import KEPT as KEPT_VALUES
+from hvdtrain.commands.timeline.verdict import analyse
 from tests.conftest import ROOT
 from tests.timelines import Timeline
 
@@ -21,7 +20,7 @@ PEAK = f"""
 import sys
 from pathlib import Path
 from hvdtrain.commands.timeline import events
-from hvdtrain.commands.timeline.facts import analyse
+from hvdtrain.commands.timeline.verdict import analyse
 events.MAX_NAMES = {KEPT}
 analyse(Path(sys.argv[1]))
 # Not ru_maxrss, which includes the memory of the parent process.
@@ -54,7 +53,7 @@ def peak(path: Path) -> int:
 
 
 def test_names_that_do_not_recur_take_bounded_memory(tmp_path: Path) -> None:
-    filled = KEPT_VALUES + KEPT  # number of steps after which all samples are full
+    filled = events.KEPT + KEPT  # number of steps after which all samples are full
     short = losses(filled).write(tmp_path, "short.json")
     long = losses(2 * filled).write(tmp_path, "long.json")
     more = long.stat().st_size - short.stat().st_size
@@ -69,10 +68,10 @@ def test_tensors_beyond_the_limit_are_counted_together(
     facts, analysis = analyse(losses(50).write(tmp_path))
     assert len(analysis.tensors) == 10
     assert len(analysis.fusion._sizes) <= 10
-    times = {row["name"]: row["times"] for row in facts["tensors"]}
+    times = {row.name: row.times for row in facts.tensors}
     assert (times["a"], times["b"], times["loss.step.7"]) == (50, 50, 1)
     assert times[events.OTHERS] == 50 - 8
-    assert not facts["file"]["unfamiliar"]
-    assert (facts["steps"]["seen"], facts["lateness"]["with_ticks"]) == (50, 3 * 50)
-    (row,) = facts["operations"]
-    assert (row["count"], row["bytes"]) == (150, 3 * 4 * sum(range(51)))
+    assert not facts.file.unfamiliar
+    assert (facts.steps and facts.steps.seen, facts.lateness.with_ticks) == (50, 3 * 50)
+    (row,) = facts.operations
+    assert (row.count, row.bytes) == (150, 3 * 4 * sum(range(51)))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands.timeline import report
-from hvdtrain.commands.timeline.facts import analyse
-from tests.timelines import Timeline
+from hvdtrain.commands.timeline.verdict import analyse
+from tests.timelines import Timeline, facts_of
 
 OPERATIONS = 10  # per step
 LENGTH = 900  # microseconds of an operation
@@ -54,13 +54,13 @@ def broadcast(timeline: Timeline, name: str, time: int, length: int) -> int:
 
 
 def test_initial_broadcasts_do_not_affect_the_verdict(tmp_path: Path) -> None:
-    (finding,) = analyse(started().write(tmp_path))[0]["verdict"]
+    (finding,) = facts_of(started(), tmp_path)["verdict"]
     assert finding["kind"] == "small tensors"
     assert f"about {OPERATIONS}.0 operations per step of 400 B" in finding["text"]
 
 
 def test_only_operations_of_whole_steps_count(tmp_path: Path) -> None:
-    facts = analyse(started(between=3).write(tmp_path))[0]
+    facts = facts_of(started(between=3), tmp_path)
     whole = facts["steps"]["whole"]
     small = whole * OPERATIONS * LENGTH * 1e-6
     assert facts["steps"]["operations"] == {
@@ -78,27 +78,25 @@ def test_start_up_that_was_mistaken_for_steps_does_not_count(tmp_path: Path) -> 
     for step in range(5):  # one recurring tensor before the first real step
         timeline.negotiate("check", 1_000 * step, {0: 0, 1: 10})
         timeline.allreduce(["check"], 1_000 * step + 10, LENGTH, (5_000_000,))
-    facts = analyse(started(0, after=timeline).write(tmp_path))[0]
+    facts = facts_of(started(0, after=timeline), tmp_path)
     whole = facts["steps"]["whole"]
     assert facts["steps"]["operations"]["bytes"] == whole * OPERATIONS * 400
 
 
 def test_a_phase_outside_the_steps_has_no_time_per_step(tmp_path: Path) -> None:
     facts = analyse(started().write(tmp_path))[0]
-    times = {row["name"]: row["a_step_seconds"] for row in facts["phases"]}
+    times = {row.name: row.a_step_seconds for row in facts.phases}
     assert times["BROADCAST"] is times["MPI_BCAST"] is times["NEGOTIATE_BROADCAST"] is None
     assert times["ALLREDUCE"] == pytest.approx(OPERATIONS * LENGTH * 1e-6)
     lines = report.text(facts).splitlines()
     (line,) = (line for line in lines if line.split()[:2] == ["collective", "MPI_BCAST"])
     assert line.split()[-1] == "-"
-    rows = {row["name"]: row for row in report.compare(facts, facts)["rows"]}
+    rows = {row.name: row for row in report.compare(facts, facts).rows}
     assert "MPI_BCAST" not in rows
-    assert rows["MPI_ALLREDUCE"]["one"] == pytest.approx(OPERATIONS * LENGTH * 1e-6)
+    assert rows["MPI_ALLREDUCE"].one == pytest.approx(OPERATIONS * LENGTH * 1e-6)
 
 
 def test_whole_steps_of_several_timelines_in_a_file_are_summed(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    path.write_text(started().text + started(3).text)
-    steps = analyse(path)[0]["steps"]
+    steps = facts_of(started().text + started(3).text, tmp_path)["steps"]
     assert steps["seen"] == steps["whole"] + 2
     assert steps["operations"]["bytes"] == steps["whole"] * OPERATIONS * 400

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.commands.timeline.streaming_stats import BINS, KEPT, Sample, StateHistory
+from hvdtrain.commands.timeline.analyse import BINS, StateHistory
+from hvdtrain.commands.timeline.events import KEPT, Sample
 
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=60))

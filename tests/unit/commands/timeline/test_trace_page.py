@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from hvdtrain.commands.timeline import events
 from hvdtrain.commands.timeline.analyse import Recorder
-from hvdtrain.commands.timeline.facts import analyse
 from hvdtrain.commands.timeline.trace_page import picture, render, ticks
+from hvdtrain.commands.timeline.verdict import analyse
 from tests.timelines import HOSTILE, Timeline, hostile, straggling
 
 

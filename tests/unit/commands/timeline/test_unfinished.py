@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 
 from hvdtrain.commands.timeline.analyse import Recorder
-from hvdtrain.commands.timeline.facts import analyse
 from hvdtrain.commands.timeline.trace_page import render
 from hvdtrain.commands.timeline.verb import add_arguments, run_verb
-from hvdtrain.commands.timeline.verdict import GROUPS, NAMES
-from tests.timelines import Timeline, straggling
+from hvdtrain.commands.timeline.verdict import GROUPS, NAMES, analyse
+from tests.timelines import Timeline, facts_of, straggling
 
 Facts = dict[str, Any]
-
-
-def facts_of(text: str, folder: Path, **options: Any) -> Facts:
-    path = folder / "timeline.json"
-    path.write_text(text)
-    return analyse(path, **options)[0]
 
 
 def waiting(tensors: int, ready: tuple[int, ...], after: Timeline | None = None) -> Timeline:

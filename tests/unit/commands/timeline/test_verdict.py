@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.timeline.facts import analyse
-from tests.timelines import Timeline, straggling
+from tests.timelines import Timeline, facts_of, straggling
 
 Facts = dict[str, Any]
 
 
 def verdict_of(timeline: Timeline | str, folder: Path) -> list[Facts]:
-    path = folder / "timeline.json"
-    path.write_text(timeline if isinstance(timeline, str) else timeline.text)
-    findings: list[Facts] = analyse(path)[0]["verdict"]
+    findings: list[Facts] = facts_of(timeline, folder)["verdict"]
     return findings
 
 
