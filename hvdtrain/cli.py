@@ -20,6 +20,7 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.config.parser import CommandParser, nearest
 from hvdtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, HvdtrainError, UsageError
+from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.runtime import terminal
 
 
@@ -34,6 +35,8 @@ class Verb:
     module: str | None = None
     """Module with ``add_arguments(parser)`` and ``run_verb(arguments) -> Report``; None: not
     implemented yet, and hidden."""
+    draws: bool = False
+    """Whether it needs the packages of the extra ``studies``."""
 
 
 VERBS = (
@@ -76,11 +79,13 @@ VERBS = (
         "scaling",
         "measure how a training scales with the number of ranks",
         "hvdtrain.commands.scaling.verb",
+        draws=True,
     ),
     Verb(
         "compare",
         "compare strategies, frameworks and precisions by measurement",
         "hvdtrain.commands.compare.verb",
+        draws=True,
     ),
     Verb(
         "timeline",
@@ -91,6 +96,7 @@ VERBS = (
         "report",
         "write one HTML page about a run or a study",
         "hvdtrain.commands.report.verb",
+        draws=True,
     ),
 )
 PROGRAMS = """programs, launched by `hvdtrain launch -n N -- python -m PROGRAM`:
@@ -128,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb.module is None:
         return _complain(f"{verb.name} is not implemented in hvdtrain {__version__}")
     module = importlib.import_module(verb.module)
-    return _run(module, _declare(verb, module, CommandParser), words[1:])
+    return _run(verb, module, words[1:])
 
 
 def _implemented() -> list[Verb]:
@@ -186,10 +192,10 @@ def _completion(shell: str) -> int:
     return EXIT_OK
 
 
-def _run(module: ModuleType, parser: CommandParser, words: Sequence[str]) -> int:
+def _run(verb: Verb, module: ModuleType, words: Sequence[str]) -> int:
     """Parse the options of a verb, run it, and print its report."""
     try:
-        arguments = parser.read(words)
+        arguments = _declare(verb, module, CommandParser).read(words)
     except UsageError as error:
         return _complain(str(error))
     as_json = getattr(arguments, "json", False)
@@ -199,6 +205,8 @@ def _run(module: ModuleType, parser: CommandParser, words: Sequence[str]) -> int
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("hvdtrain").setLevel(logging.INFO)
     try:
+        if verb.draws:
+            check_installed(f"hvdtrain {verb.name}")
         report = module.run_verb(arguments)
     except HvdtrainError as error:
         if as_json:

@@ -101,16 +101,30 @@ def fit(messages: Sequence[Message]) -> Link:
 
     With absolute errors only the largest message would be significant.
     """
-    from scipy.optimize import nnls
-
     rows = [[sent.hops / sent.seconds, sent.nbytes / sent.seconds] for sent in messages]
     # Scaled, as seconds per byte are a millionth of seconds per message.
     largest = [max(column) or 1.0 for column in zip(*rows, strict=True)]
     scaled = [[hops / largest[0], sent / largest[1]] for hops, sent in rows]
-    shares, _ = nnls(scaled, [1.0] * len(rows))
+    shares = _non_negative_shares(scaled)
     # A ten-thousandth of every time is not significant.
-    latency, transfer = (float(share) if share > LEAST_SHARE else 0.0 for share in shares)
+    latency, transfer = (share if share > LEAST_SHARE else 0.0 for share in shares)
     return Link(latency / largest[0], transfer / largest[1])
+
+
+def _non_negative_shares(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return x, y >= 0 that minimize the sum of (a x + b y - 1)^2 over the rows (a, b).
+
+    The minimum over the quadrant is that of the plane, or is on an axis.
+    """
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        x, y = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if x >= 0 and y >= 0:
+            return x, y
+    axes = ((a / aa if aa else 0.0, 0.0), (0.0, b / bb if bb else 0.0))
+    return min(axes, key=lambda xy: sum((r[0] * xy[0] + r[1] * xy[1] - 1) ** 2 for r in rows))
 
 
 def bandwidths(size: int, seconds: float, ranks: int) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from hvdtrain.config.values import number, positive
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.machine.mpi_library import not_loaded
+from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, keep_freed_memory, set_defaults
 
@@ -146,8 +147,10 @@ def _above_zero(text: str) -> float:
 def main() -> int:
     """Run the command line on all ranks; rank 0 writes the result."""
     options = parse(sys.argv[1:])
-    check_writable(options.html, "--html")
-    check_writable(options.plot, "--plot")
+    for path, option in ((options.html, "--html"), (options.plot, "--plot")):
+        check_writable(path, option)
+        if path:
+            check_installed(option)
     set_defaults(MPI_VARIABLES)
     if options.time:
         for strategy in STRATEGIES.values():

@@ -12,6 +12,7 @@ from hvdtrain.commands.timeline.analyse import Recorder
 from hvdtrain.commands.timeline.read import repair
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import UsageError
+from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import printable
@@ -71,6 +72,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
 
 
 def _read_and_report(arguments: argparse.Namespace, span: tuple[float, float] | None) -> Report:
+    if arguments.html:
+        check_installed("--html")
     recorder = Recorder() if arguments.html else None
     facts, analysis = analyse(arguments.file, span, recorder)
     data = dataclasses.asdict(facts)

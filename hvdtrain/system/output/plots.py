@@ -10,10 +10,12 @@ matplotlib is imported on use, to keep ``hvdtrain VERB --help`` fast.
 from __future__ import annotations
 
 import base64
+import importlib.util
 import io
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.errors import UsageError
 from hvdtrain.system.files import replacing
 
 # The palette of Okabe and Ito ("Color Universal Design", 2008), less its yellow, which is lost on
@@ -41,6 +43,20 @@ SETTINGS: dict[str, Any] = {
     "legend.frameon": False,
     "pdf.fonttype": 42,  # embedded TrueType fonts: editable, and accepted by journals
 }
+
+
+def check_installed(purpose: str) -> None:
+    """Raise if a package is missing that plots, pages or fits need.
+
+    Args:
+        purpose: the verb or option, for the message.
+
+    Raises:
+        UsageError: naming the package and the extra.
+    """
+    for name in ("matplotlib", "scipy", "jinja2"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"{purpose} needs {name}: pip install 'hvdtrain[studies]'")
 
 
 def style() -> None:

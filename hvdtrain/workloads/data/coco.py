@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
@@ -107,7 +107,9 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
             "images are drawn"
         )
     try:
-        names, columns = _parse(orjson.loads(read_file(directory, _annotations(split))), split)
+        names, columns = _parse(
+            msgspec.json.decode(read_file(directory, _annotations(split))), split
+        )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         reason = printable(f"there is no {error}" if isinstance(error, KeyError) else error)
         raise UsageError(f"{file} is not in COCO's form ({reason}): copy it again") from error

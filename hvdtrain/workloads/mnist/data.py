@@ -1,4 +1,4 @@
-"""MNIST from its IDX files, or the digits included in scikit-learn.
+"""MNIST from its IDX files, or the digits included in the package.
 
 IDX, gzipped or not: two zero bytes, the type (8 = uint8), the number of dimensions, each dimension
 as a big-endian 32-bit number, then the values. Source: LeCun's MNIST page.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import importlib.util
 import io
 import math
 import zlib
@@ -128,23 +127,15 @@ def _read(directory: Path, name: str) -> tuple[str, NDArray[Any]]:
 
 
 def embedded_digits() -> tuple[Samples, Samples]:
-    """Return scikit-learn's 1,797 digits of 8x8, resized to 28x28; the last 297 are the test.
+    """Return 1,797 digits of 8x8, resized to 28x28; the last 297 are the test.
 
-    Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits" (1998).
+    Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits" (1998); its licence is
+    in ``digits.LICENSE``. They are those of scikit-learn's ``load_digits``.
     """
-    # Read from its file: to import scikit-learn, and SciPy with it, takes a second or more.
-    package = importlib.util.find_spec("sklearn")
-    folders = (package and package.submodule_search_locations) or ["sklearn"]
-    try:
-        from PIL import Image
+    from PIL import Image
 
-        with gzip.open(Path(folders[0], "datasets", "data", "digits.csv.gz"), "rt") as lines:
-            digits = np.loadtxt(lines, delimiter=",", dtype=np.int64)
-    except (ImportError, OSError) as error:
-        raise UsageError(
-            "without --data the digits of scikit-learn are used, and it is not installed; "
-            "pip install scikit-learn pillow, or use --data DIR with the MNIST files"
-        ) from error
+    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as lines:
+        digits = np.loadtxt(lines, delimiter=",", dtype=np.int64)
     small = np.round(digits[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     large = np.stack(
         [

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import nnls
 
 from hvdtrain.collectives.cost import (
     RABENSEIFNER,
@@ -14,12 +17,14 @@ from hvdtrain.collectives.cost import (
     Law,
     Link,
     Message,
+    _non_negative_shares,
     bandwidths,
     fit,
 )
 
 LAWS = (RING, TREE, RECURSIVE_DOUBLING, RABENSEIFNER)
 SIZES = (4, 4096, 2**20, 2**26)
+SHARES = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,15 @@ def test_the_largest_message_does_not_dominate_the_fit() -> None:
     measured = [Message(1, size, 1e-5 + 1e-9 * size) for size in SIZES[:-1]]
     measured.append(Message(1, SIZES[-1], 1.3 * (1e-5 + 1e-9 * SIZES[-1])))
     assert fit(measured).latency == pytest.approx(truth.latency, rel=0.1)
+
+
+@given(st.lists(st.tuples(SHARES, SHARES), min_size=1, max_size=8))
+def test_the_shares_are_the_non_negative_least_squares(rows: list[tuple[float, float]]) -> None:
+    def misfit(x: float, y: float) -> float:
+        return sum((a * x + b * y - 1) ** 2 for a, b in rows)
+
+    shares, _ = nnls(rows, [1.0] * len(rows))
+    assert misfit(*_non_negative_shares(rows)) <= misfit(*shares) + 1e-6
 
 
 def test_a_time_that_size_does_not_change_has_no_bandwidth() -> None:
