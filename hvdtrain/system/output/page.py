@@ -7,19 +7,33 @@ tensors and files are untrusted.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from hvdtrain import __version__
 from hvdtrain.system.files import replacing
+from hvdtrain.system.output.tables import TitledTable
 
 FOLDER = Path(__file__).parent
 
 
+@dataclass(frozen=True)
+class Section:
+    """A section of a page: notes, and optionally a plot (data URI), tables and diagrams."""
+
+    title: str
+    notes: Sequence[str] = ()
+    plot: str = ""
+    tables: Sequence[TitledTable] = ()
+    diagrams: Sequence[Any] = ()
+
+
 def render(template: Path, **values: Any) -> str:
     """Return the text of a page, whose template extends ``base.html``."""
+    import jinja2  # of the extra ``studies``
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, FOLDER]),
         autoescape=True,

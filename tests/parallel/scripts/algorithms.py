@@ -9,7 +9,7 @@ from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 set_defaults(MPI_VARIABLES)
 
 from hvdtrain.collectives.mpi4py import Mpi4py  # noqa: E402
-from hvdtrain.commands.collectives import algorithms, open_mpi  # noqa: E402
+from hvdtrain.commands.collectives import algorithms, study  # noqa: E402
 
 ranks = Mpi4py()
 everyone = ranks.world
@@ -42,9 +42,9 @@ everyone = everyone.Split(int(ranks.rank < 4), ranks.rank)
 if ranks.rank < 4:
     parts = np.array([1, 1e8, 1, -1e8], np.float32)
     sums = {}
-    for number in open_mpi.ALGORITHMS:
+    for number in study.OPEN_MPI_ALGORITHMS:
         data = np.full(64, parts[everyone.rank], np.float32)
-        open_mpi.choose(everyone, number).Allreduce(open_mpi.IN_PLACE, data)
+        study.with_algorithm(everyone, number).Allreduce(study.MPI.IN_PLACE, data)
         sums[number] = set(data.tolist())
     a, b, c, d = parts
     assert sums[1] == {float(((d + c) + b) + a)} == {1.0}, sums

@@ -1,6 +1,7 @@
 """Gloo on two ranks, of which one loses its connections in the middle of the measurement."""
 
 import json
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,4 +27,4 @@ mpi = Mpi4py()
 timing.start = lambda *_: Breaking(gpu=False, timeout=timedelta(seconds=5))
 found = timing.measure(mpi, "gloo", ["allreduce"], [4], 0.1)
 after = timing._first(mpi, "")  # the ranks are still together
-mpi.on_root(lambda: print(json.dumps([found, after])))
+mpi.on_root(lambda: print(json.dumps([asdict(found), after])))

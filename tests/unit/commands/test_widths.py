@@ -15,7 +15,7 @@ from rich.console import Console
 
 from homework import grade
 from hvdtrain.collectives.cost import bandwidths
-from hvdtrain.commands.collectives import lesson, report, study_report
+from hvdtrain.commands.collectives import lesson, report
 from hvdtrain.commands.compare.report import text as comparison_text
 from hvdtrain.commands.compare.table import Row as Compared
 from hvdtrain.commands.doctor import diagnosis
@@ -37,7 +37,7 @@ from hvdtrain.training.summary import rows
 from tests.studies import run
 from tests.terminal import record, screen
 from tests.timelines import straggling
-from tests.unit.commands.collectives import test_report, test_study_report
+from tests.unit.commands.collectives import test_report
 from tests.unit.commands.doctor import test_data
 from tests.unit.commands.install_horovod.machines import BOTH
 from tests.unit.training import test_summary
@@ -137,8 +137,8 @@ def collectives() -> str:
         for one in lesson.COLLECTIVES
         for before in [[one.before(rank, size) for rank in range(size)]]
     ]
-    parts = lesson.text(outcomes), report.time_text(test_report.REPORT)
-    return "\n\n".join([*parts, study_report.text(test_study_report.REPORT)])
+    parts = lesson.text(outcomes), report.time_text(test_report.TIMES)
+    return "\n\n".join([*parts, report.study_text(test_report.STUDY)])
 
 
 def trained() -> str:
