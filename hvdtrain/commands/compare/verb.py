@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.commands.launch.prepare import add_host_options, count
 from hvdtrain.commands.runs.target import read_target
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt

@@ -39,7 +39,7 @@ from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.machine import gpus, toolchain
 from hvdtrain.system.machine.limits import find_resources
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, run

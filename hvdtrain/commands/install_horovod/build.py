@@ -22,7 +22,7 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.files import FULL
 from hvdtrain.system.machine.toolchain import Toolchain
-from hvdtrain.system.output.display import Display
+from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.runtime.command import Command, run
 
 # Stages in order: the text at the beginning of each in the log, and its name.

@@ -39,7 +39,7 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
 )
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError
 from hvdtrain.system.machine.toolchain import Toolchain, find
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import entry
 from hvdtrain.system.runtime.command import Command, HeldSignals, run, termination_as_interrupt
 

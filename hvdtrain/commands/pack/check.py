@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.output.display import Display
+from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
 from hvdtrain.workloads.data.files import Names

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from hvdtrain.commands.pack.source import LOOSE, Group, Source, find
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import lock
-from hvdtrain.system.output.display import Display
+from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
 from hvdtrain.workloads.data.packed import (

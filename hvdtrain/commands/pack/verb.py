@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.commands.pack.check import problems
 from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.workloads.data.packed import IMAGES, MNIST, Pack, is_packed

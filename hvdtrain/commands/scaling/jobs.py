@@ -20,7 +20,7 @@ from hvdtrain.commands.scaling.sweep import Sweep, run_order
 from hvdtrain.commands.submit.arguments import Request, add_arguments
 from hvdtrain.commands.submit.submission import submit
 from hvdtrain.errors import UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from hvdtrain.commands.scaling.results import RankResult
 from hvdtrain.commands.scaling.study import WIDEST, LeftOut, Study, make_study, study_data, title
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import replacing
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import Table, entry, known, message, paragraph, table
 from hvdtrain.system.output.text import duration, number, plural, size
 

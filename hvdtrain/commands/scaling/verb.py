@@ -11,7 +11,7 @@ from hvdtrain.commands.launch.prepare import add_host_options, count
 from hvdtrain.commands.runs.records import OUT, STRONG, WEAK, Run, read_folder, read_table
 from hvdtrain.commands.runs.target import read_target
 from hvdtrain.errors import UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt

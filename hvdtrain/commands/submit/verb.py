@@ -6,7 +6,7 @@ import argparse
 
 from hvdtrain.commands.submit.arguments import Request, add_arguments
 from hvdtrain.commands.submit.submission import submit
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 
 __all__ = ["add_arguments", "run_verb"]
 

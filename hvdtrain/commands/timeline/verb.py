@@ -12,8 +12,8 @@ from hvdtrain.commands.timeline.analyse import Recorder
 from hvdtrain.commands.timeline.read import repair
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import UsageError
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.plots import check_installed
-from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import printable
 from hvdtrain.system.runtime import terminal
