@@ -1,15 +1,21 @@
-"""Memory is bounded, whatever the tensor names of a long file."""
+"""Memory is bounded, whatever the tensor names of a long file; the statistics of streams."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvdtrain.commands.timeline import events
+from hvdtrain.commands.timeline.analyse import BINS, StateHistory
+from hvdtrain.commands.timeline.events import KEPT as KEPT_VALUES
+from hvdtrain.commands.timeline.events import Sample
 from hvdtrain.commands.timeline.verdict import analyse
 from tests.conftest import ROOT
 from tests.timelines import Timeline
@@ -20,6 +26,9 @@ PEAK = f"""
 import sys
 from pathlib import Path
 from hvdtrain.commands.timeline import events
+from hvdtrain.commands.timeline.analyse import BINS, StateHistory
+from hvdtrain.commands.timeline.events import KEPT as KEPT_VALUES
+from hvdtrain.commands.timeline.events import Sample
 from hvdtrain.commands.timeline.verdict import analyse
 events.MAX_NAMES = {KEPT}
 analyse(Path(sys.argv[1]))
@@ -53,7 +62,7 @@ def peak(path: Path) -> int:
 
 
 def test_names_that_do_not_recur_take_bounded_memory(tmp_path: Path) -> None:
-    filled = events.KEPT + KEPT  # number of steps after which all samples are full
+    filled = KEPT_VALUES + KEPT  # number of steps after which all samples are full
     short = losses(filled).write(tmp_path, "short.json")
     long = losses(2 * filled).write(tmp_path, "long.json")
     more = long.stat().st_size - short.stat().st_size
@@ -75,3 +84,55 @@ def test_tensors_beyond_the_limit_are_counted_together(
     assert (facts.steps and facts.steps.seen, facts.lateness.with_ticks) == (50, 3 * 50)
     (row,) = facts.operations
     assert (row.count, row.bytes) == (150, 3 * 4 * sum(range(51)))
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=60))
+def test_a_short_sample_is_exact(values: list[float]) -> None:
+    sample = Sample()
+    for value in values:
+        sample.add(value)
+    assert sample.count == len(values)
+    assert sample.total == pytest.approx(sum(values))
+    assert sample.mean == pytest.approx(statistics.fmean(values))
+    assert sample.median == statistics.median(values)
+    assert sample.maximum == max(values)
+    assert sample.quantile(0) == min(values)
+
+
+def test_statistics_of_no_values_are_zero() -> None:
+    sample = Sample()
+    assert (sample.mean, sample.median, sample.quantile(0.5), sample.maximum) == (0, 0, 0, 0)
+
+
+def test_a_long_sample_keeps_an_even_selection() -> None:
+    sample = Sample()
+    count = 5 * KEPT_VALUES + 7
+    for value in range(count):
+        sample.add(value)
+    assert sample.count == count
+    assert sample.total == count * (count - 1) / 2
+    assert sample.median == pytest.approx(count / 2, rel=1e-3)
+    assert sample.quantile(0.25) == pytest.approx(count / 4, rel=1e-3)
+    assert len(sample._kept) <= KEPT_VALUES
+    assert list(sample._kept) == list(range(0, count, sample._every))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100_000)), min_size=1, max_size=200))
+def test_the_state_history_is_exact(stretches: list[tuple[int, int]]) -> None:
+    history, sums, now = StateHistory(3), [0.0, 0.0, 0.0], 0
+    for state, length in stretches:
+        if now + length >= history.border:
+            history.extend(sums, state, now, now + length)
+        sums[state] += length
+        now += length
+    columns = history.columns(sums)
+    assert len(columns[0]) <= BINS + 1
+    assert [sum(column) for column in columns] == pytest.approx(sums)
+    # Each stretch against the definition.
+    for index in range(len(columns[0])):
+        low, high = index * history.width, (index + 1) * history.width
+        expected, start = [0.0, 0.0, 0.0], 0
+        for state, length in stretches:
+            expected[state] += max(0.0, min(high, start + length) - max(low, start))
+            start += length
+        assert [column[index] for column in columns] == pytest.approx(expected)
