@@ -1,18 +1,10 @@
 """Compare allreduce algorithms by message size and number of ranks.
 
-    mpirun -n 4 python -m hvdtrain.collectives --study --json
+Each repeat runs every algorithm once, in random order, so that drift and order affect all
+algorithms equally.
 
-Rank 0 prints one JSON object:
-
-    {"ranks": 4, "hosts": 1, "cores": 2, "gradient_bytes": 102000000, "notes": [...],
-     "algorithms": {NAME: {"origin": "Open MPI" or "hvdtrain", "variables": {...}}},
-     "rows": [ROW, ...], "best": [BEST, ...], "link": {...}}
-
-A ROW is a ``StudyRow``, a BEST a ``Best``. Each repeat runs every algorithm once, in random order,
-so that drift and order affect all algorithms equally.
-
-``link`` has ``latency_seconds`` and ``bytes_per_second``, fitted to the rows whose algorithm has a
-law in ``model``: of Open MPI, or, if these are not available, of hvdtrain (slower, in Python).
+The link is fitted to the rows whose algorithm has a law in ``cost``: of Open MPI, or, if these are
+not available, of hvdtrain (slower, in Python).
 """
 
 from __future__ import annotations

@@ -1,16 +1,5 @@
 """Time collectives by message size and library on the ranks of this job.
 
-    mpirun -n 4 python -m hvdtrain.collectives --time --json
-
-Rank 0 prints one JSON object:
-
-    {"ranks": 4, "hosts": 1, "backends": {
-        "mpi4py":  {"state": "ok", "rows": [ROW, ...], "fits": [FIT, ...], "left_out": {}},
-        "horovod": {"state": "ok", "rows": [...], ...},
-        "gloo":    {"state": "error", "reason": "..."},
-        "nccl":    {"state": "absent", "reason": "..."}}}
-
-A ROW is a ``TimeRow``, a FIT a ``TimeFit``.
 ``horovod`` is Horovod with PyTorch as used by the trainers: its ``HOROVOD_CYCLE_TIME`` is part of
 the latency.
 

@@ -109,50 +109,26 @@ class Sample:
     even, deterministic selection of the whole stream.
     """
 
-    __slots__ = ("_count", "_every", "_kept", "_maximum", "_new", "_total")
+    __slots__ = ("_every", "_kept", "count", "maximum", "total")
 
     def __init__(self) -> None:
-        self._count = 0
-        self._total = 0.0
-        self._maximum = 0.0
+        self.count = 0
+        self.total = 0.0
+        self.maximum = 0.0  # 0 if there are no values
         self._every = 1
         self._kept = array("d")
-        self._new = array("d")  # values that are not in the other fields yet
 
     def add(self, value: float) -> None:
         """Add a value, 0 or more."""
-        self._new.append(value)
-        if len(self._new) > KEPT:
-            self._settle()
-
-    def _settle(self) -> None:
-        if not self._new:
-            return
-        self._kept.extend(self._new[-self._count % self._every :: self._every])
-        self._count += len(self._new)
-        self._total += sum(self._new)
-        self._maximum = max(self._maximum, max(self._new))
-        self._new = array("d")
-        while len(self._kept) > KEPT:
-            self._kept = self._kept[::2]
-            self._every *= 2
-
-    @property
-    def count(self) -> int:
-        """Return the number of values."""
-        return self._count + len(self._new)
-
-    @property
-    def total(self) -> float:
-        """Return the sum of the values."""
-        self._settle()
-        return self._total
-
-    @property
-    def maximum(self) -> float:
-        """Return the largest value; 0 if there are none."""
-        self._settle()
-        return self._maximum
+        if self.count % self._every == 0:
+            self._kept.append(value)
+            if len(self._kept) > KEPT:
+                self._kept = self._kept[::2]
+                self._every *= 2
+        self.count += 1
+        self.total += value
+        if value > self.maximum:
+            self.maximum = value
 
     @property
     def mean(self) -> float:
@@ -161,7 +137,6 @@ class Sample:
 
     def quantile(self, fraction: float) -> float:
         """Return the quantile for ``fraction``; 0 if there are no values."""
-        self._settle()
         ordered = sorted(self._kept)
         return ordered[int(fraction * (len(ordered) - 1))] if ordered else 0.0
 
@@ -173,7 +148,6 @@ class Sample:
     @property
     def median(self) -> float:
         """Return the median; 0 if there are no values."""
-        self._settle()
         return statistics.median(self._kept) if self._kept else 0.0
 
 

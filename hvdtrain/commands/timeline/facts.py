@@ -165,49 +165,39 @@ def make_facts(
 ) -> TimelineFacts:
     """Return the facts of the file, within ``window`` (seconds), without the verdict."""
     open_tensors = [tensor for tensor in analysis.tensors.values() if tensor.bars]
-    phases = _phases(analysis)
+    phases, origin = _phases(analysis), reading.first or 0
     negotiations = sum(row.bars for row in phases if row.kind == NEGOTIATE)
     return TimelineFacts(
-        file=_file(reading, analysis, open_tensors, window),
+        file=FileFacts(
+            path=str(reading.path),
+            bytes=reading.size,
+            events=analysis.events,
+            recorded_at=_moment(reading),
+            first=origin,
+            begin=((analysis.first or 0) - origin) * MICRO,
+            cut=reading.cut,
+            closed=reading.closed,
+            skipped_bytes=reading.skipped,
+            files=max(1, reading.files),
+            unfamiliar=dict(analysis.unfamiliar),
+            headless_events=analysis.headless,
+            bars_begin=bool(analysis.rows.phases),
+            open_bars=sum(len(tensor.bars) for tensor in open_tensors),
+            open_tensors=len(open_tensors),
+            slice=window and (window[0], None if window[1] == inf else window[1]),
+        ),
         seconds=sum(analysis.times) * MICRO,
         ranks=len(analysis.ranks) or None,
         states=dict(zip(STATES, (t * MICRO for t in analysis.times), strict=True)),
-        steps=analysis.steps.facts(reading.first or 0),
+        steps=analysis.steps.facts(origin),
         lateness=analysis.steps.lateness_facts(negotiations),
-        open=_open(open_tensors, analysis, reading.first or 0),
+        open=_open(open_tensors, analysis, origin),
         phases=phases,
         collectives=_collectives(phases),
         operations=_operations(analysis),
         cycles=_cycles(analysis),
         tensor_rows=len(analysis.rows.by_name),
         tensors=_tensors(analysis),
-    )
-
-
-def _file(
-    reading: Reading,
-    analysis: Analysis,
-    open_tensors: Sequence[Tensor],
-    window: tuple[float, float] | None,
-) -> FileFacts:
-    origin = reading.first or 0
-    return FileFacts(
-        path=str(reading.path),
-        bytes=reading.size,
-        events=analysis.events,
-        recorded_at=_moment(reading),
-        first=origin,
-        begin=((analysis.first or 0) - origin) * MICRO,
-        cut=reading.cut,
-        closed=reading.closed,
-        skipped_bytes=reading.skipped,
-        files=max(1, reading.files),
-        unfamiliar=dict(analysis.unfamiliar),
-        headless_events=analysis.headless,
-        bars_begin=bool(analysis.rows.phases),
-        open_bars=sum(len(tensor.bars) for tensor in open_tensors),
-        open_tensors=len(open_tensors),
-        slice=window and (window[0], None if window[1] == inf else window[1]),
     )
 
 

@@ -206,35 +206,32 @@ class StepTotals:
 
     def reset(self) -> None:
         """Drop all steps so far: they were the start-up."""
-        self._sums: list[float] = []  # of the steps before the last ``begin``
-        self._start: list[float] = []
-        self._end: list[float] = []
+        self._sums: list[float] = []  # of the whole steps
+        self._start: list[float] = []  # of the file, when the current step began
 
     def begin(self) -> None:
         """Begin a step without a predecessor."""
-        self._sums = self._all()
-        self._start = self._end = self._now()
+        self._start = self._now()
 
     def close(self) -> None:
         """End a step and begin the next."""
-        self._end = self._now()
+        now = self._now()
+        columns = zip_longest(self._sums, self._start, now, fillvalue=0.0)
+        self._sums = [total + end - start for total, start, end in columns]
+        self._start = now
 
     @property
     def operations(self) -> list[float]:
         """Return the totals of the operations in whole steps."""
-        return (self._all() or [0.0] * len(self._totals))[: len(self._totals)]
+        return (self._sums or [0.0] * len(self._totals))[: len(self._totals)]
 
     @property
     def walls(self) -> dict[Phase, float]:
         """Return the microseconds within whole steps in which a bar was open, by phase."""
-        return dict(zip(self._phases.values(), self._all()[len(self._totals) :], strict=False))
+        return dict(zip(self._phases.values(), self._sums[len(self._totals) :], strict=False))
 
     def _now(self) -> list[float]:
         return [*self._totals, *[phase.wall for phase in self._phases.values()]]
-
-    def _all(self) -> list[float]:
-        columns = zip_longest(self._sums, self._start, self._end, fillvalue=0.0)
-        return [before + end - start for before, start, end in columns]
 
 
 class Steps:
