@@ -76,10 +76,13 @@ def check_measured(times: JobTimes) -> None:
 
 def left_out(times: JobTimes) -> list[str]:
     """Return a line for each library and collective that could not be measured."""
-    return [
-        f"{NAMES[name]}{f', {collective}' if collective else ''}: {reason}"
-        for name, collective, reason in times.left_out
-    ]
+    lines = []
+    for name, entry in times.backends.items():
+        if isinstance(entry, Measured):
+            lines += [f"{NAMES[name]}, {kind}: {reason}" for kind, reason in entry.left_out.items()]
+        else:
+            lines.append(f"{NAMES[name]}: {entry.reason}")
+    return lines
 
 
 def time_figure(times: JobTimes) -> Any:

@@ -105,17 +105,6 @@ class JobTimes:
         """Return the libraries that could be measured."""
         return {n: entry for n, entry in self.backends.items() if isinstance(entry, Measured)}
 
-    @property
-    def left_out(self) -> list[tuple[str, str, str]]:
-        """Return library, collective and reason of each failure; collective empty: all."""
-        failures = []
-        for name, entry in self.backends.items():
-            if isinstance(entry, Unmeasured):
-                failures.append((name, "", entry.reason))
-            else:
-                failures += [(name, *failure) for failure in entry.left_out.items()]
-        return failures
-
 
 def missing(name: str) -> str:
     """Return the reason why back end ``name`` is not available; empty if it is."""

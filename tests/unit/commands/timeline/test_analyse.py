@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.commands.timeline import read, report
+from hvdtrain.commands.timeline import report
 from hvdtrain.commands.timeline.verdict import analyse
 from tests.timelines import Timeline, facts_of, straggling
 
@@ -345,17 +344,6 @@ def test_memory_does_not_grow_with_nameless_tensors(tmp_path: Path) -> None:
     _, analysis = analyse(timeline.write(tmp_path))
     assert len(analysis.tensors) == 0
     assert list(analysis.rows.by_name) == ["allreduce.noname.*"]
-
-
-@pytest.mark.parametrize("chunk", [50, 997])
-def test_chunks_make_no_difference(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = random.Random(chunk)
-    timeline = straggling(5, late=rng.randrange(2_000, 9_000))
-    whole = facts_of(timeline, tmp_path)
-    monkeypatch.setattr(read, "CHUNK", chunk)
-    assert facts_of(timeline, tmp_path) == whole
 
 
 # Operations outside the steps do not affect the numbers of the steps
