@@ -196,7 +196,7 @@ def _broadcast(world: World, data: Data) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """How to select an algorithm; ``variables`` select it in a training."""
 
     origin: str
@@ -252,7 +252,7 @@ class AllreduceStudy:
     cores: int
     gradient_bytes: int
     notes: list[str]
-    algorithms: dict[str, Choice]
+    algorithms: dict[str, Selection]
     rows: list[StudyRow]
     best: list[Best]
     link: LinkFacts | None

@@ -209,7 +209,8 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
         name: timing.measure(ranks, name, collectives, sizes, seconds)
         for name in _chosen(options.libraries, timing.BACKENDS, "--libraries")
     }
-    times = timing.JobTimes(ranks.size, hosts_of(ranks), backends)
+    hosts = len(set(ranks.gather(socket.gethostname().encode())))
+    times = timing.JobTimes(ranks.size, hosts, backends)
     ranks.on_root(lambda: report.check_measured(times))
     return Result(
         report.time_text(times),
@@ -249,11 +250,6 @@ def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
         partial(report.study_sections, measured),
         partial(report.study_figure, measured),
     )
-
-
-def hosts_of(ranks: Mpi4py) -> int:
-    """Return the number of hosts."""
-    return len(set(ranks.gather(socket.gethostname().encode())))
 
 
 def _chosen(requested: Sequence[str] | None, known: Sequence[str], option: str) -> Sequence[str]:

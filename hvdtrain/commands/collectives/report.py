@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain.collectives.cost import RABENSEIFNER, RECURSIVE_DOUBLING, RING, Link
 from hvdtrain.commands.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN, AllreduceStudy
-from hvdtrain.commands.collectives.timing import BACKENDS, JobTimes, Measured
+from hvdtrain.commands.collectives.timing import BACKENDS, JobTimes, LibraryTimes
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.page import Section
@@ -78,7 +78,7 @@ def left_out(times: JobTimes) -> list[str]:
     """Return a line for each library and collective that could not be measured."""
     lines = []
     for name, entry in times.backends.items():
-        if isinstance(entry, Measured):
+        if isinstance(entry, LibraryTimes):
             lines += [f"{NAMES[name]}, {kind}: {reason}" for kind, reason in entry.left_out.items()]
         else:
             lines.append(f"{NAMES[name]}: {entry.reason}")
@@ -114,7 +114,7 @@ def time_figure(times: JobTimes) -> Any:
     return figure
 
 
-def _draw_times(panel: Any, name: str, entry: Measured, collective: str) -> Any:
+def _draw_times(panel: Any, name: str, entry: LibraryTimes, collective: str) -> Any:
     """Draw points and fit of a library; return the points."""
     rows, fit = entry.rows_of(collective), entry.fit_of(collective)
     sizes = [row.bytes for row in rows]

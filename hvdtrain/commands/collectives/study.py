@@ -39,8 +39,8 @@ from hvdtrain.commands.collectives.algorithms import (
     OWN,
     AllreduceStudy,
     Best,
-    Choice,
     LinkFacts,
+    Selection,
     StudyRow,
 )
 from hvdtrain.commands.collectives.timing import ELEMENT, repeats_for
@@ -208,7 +208,7 @@ def measure(
     rows: list[StudyRow] = []
     notes: list[str] = []
     laws: dict[str, Law | None] = {}
-    described: dict[str, Choice] = {}
+    described: dict[str, Selection] = {}
     for count in counts:
         world = all_ranks.Split(0 if all_ranks.rank < count else MPI.UNDEFINED, all_ranks.rank)
         if world != MPI.COMM_NULL:
@@ -216,7 +216,7 @@ def measure(
             origins = {entry.origin for entry in compared}
             fitted = OPEN_MPI if OPEN_MPI in origins else OWN
             laws = {entry.name: entry.law for entry in compared if entry.origin == fitted}
-            described = {e.name: Choice(e.origin, e.variables) for e in compared}
+            described = {e.name: Selection(e.origin, e.variables) for e in compared}
             for size in sorted({*sizes, gradient}):
                 rows += compare(world, compared, size, budget)
         wait_for_all(all_ranks)

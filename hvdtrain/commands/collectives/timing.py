@@ -67,7 +67,7 @@ class TimeFit:
 
 
 @dataclass(frozen=True)
-class Unmeasured:
+class LibraryFailure:
     """A library that is ``absent``, or failed: ``error``."""
 
     state: str
@@ -75,7 +75,7 @@ class Unmeasured:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LibraryTimes:
     """Times of a library; ``left_out``: reasons by collective that failed."""
 
     state: str = field(default="ok", init=False)
@@ -98,12 +98,12 @@ class JobTimes:
 
     ranks: int
     hosts: int
-    backends: dict[str, Measured | Unmeasured]
+    backends: dict[str, LibraryTimes | LibraryFailure]
 
     @property
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, LibraryTimes]:
         """Return the libraries that could be measured."""
-        return {n: entry for n, entry in self.backends.items() if isinstance(entry, Measured)}
+        return {n: entry for n, entry in self.backends.items() if isinstance(entry, LibraryTimes)}
 
 
 def missing(name: str) -> str:
@@ -166,7 +166,7 @@ def repeats_for(seconds: float, budget: float, longest: float = math.inf) -> int
 
 def measure(
     mpi: Communicator, name: str, collectives: Sequence[str], sizes: Sequence[int], budget: float
-) -> Measured | Unmeasured:
+) -> LibraryTimes | LibraryFailure:
     """Measure a back end; all ranks together, or none if it fails on one.
 
     Args:
@@ -178,14 +178,14 @@ def measure(
     """
     reason = _first(mpi, missing(name))
     if reason:
-        return Unmeasured("absent", reason)
+        return LibraryFailure("absent", reason)
     started: list[Communicator] = []  # to be closed also if it failed to start on other ranks
     try:
         _together(mpi, lambda: started.append(start(name, mpi)))
         _together(mpi, lambda: _check_sum(started[0]))
         return _measure_all(mpi, started[0], collectives, sizes, budget)
     except _FailedError as failure:
-        return Unmeasured("error", str(failure))
+        return LibraryFailure("error", str(failure))
     finally:
         for backend in started:
             with contextlib.suppress(Exception):  # it may have failed
@@ -198,7 +198,7 @@ def _measure_all(
     collectives: Sequence[str],
     sizes: Sequence[int],
     budget: float,
-) -> Measured:
+) -> LibraryTimes:
     rows: list[TimeRow] = []
     left_out: dict[str, str] = {}
     for size in sizes:
@@ -214,7 +214,7 @@ def _measure_all(
     if left_out and not rows:
         raise _FailedError(next(iter(left_out.values())))
     fits = [_fit(name, rows) for name in dict.fromkeys(row.collective for row in rows)]
-    return Measured(rows, fits, left_out)
+    return LibraryTimes(rows, fits, left_out)
 
 
 def _fit(name: str, rows: Sequence[TimeRow]) -> TimeFit:

@@ -1,4 +1,4 @@
-"""Draw the training curves of a report, embedded in the page."""
+"""Draw the training curves of a report."""
 
 from __future__ import annotations
 
@@ -21,22 +21,6 @@ ROW = 0.2  # height of a row of the legend, inches
 FULL = 0.95  # maximum width of a legend, as a fraction of the figure
 LONG = 60  # maximum characters of a label
 LOSS = "step_loss"  # training loss since the previous record, not since the start of the epoch
-
-
-def inline_plots(
-    runs: Sequence[TrainingCurves],
-    unit: str = "images",
-    methods: Mapping[Path, str] | None = None,
-) -> list[tuple[str, str]]:
-    """Draw each quantity that some run has, as (title, data URI).
-
-    Args:
-        runs: the curves of each run.
-        unit: unit of the samples, in the plural.
-        methods: labels of the runs of a comparison, by path.
-    """
-    plotted = figures(first(runs), unit, methods)
-    return [(title, plots.inline(figure)) for title, figure in plotted]
 
 
 def first(runs: Sequence[TrainingCurves]) -> list[TrainingCurves]:
@@ -63,7 +47,13 @@ def figures(
     unit: str = "images",
     methods: Mapping[Path, str] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (title, figure) for each quantity, see ``inline_plots``; the caller closes them."""
+    """Yield (title, figure) for each quantity that some run has; the caller closes them.
+
+    Args:
+        runs: the curves of each run.
+        unit: unit of the samples, in the plural.
+        methods: labels of the runs of a comparison, by path.
+    """
     panels = [
         ("Loss", "loss", [("steps", LOSS, "training"), ("epochs", "eval_loss", "test")]),
         ("Test accuracy", "accuracy, %", [("epochs", "eval_accuracy", "test")]),

@@ -76,11 +76,6 @@ class Contents:
             "comparisons": int(bool(self.comparison)),
         }
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
-        return not any(self.counts().values())
-
 
 def look(folder: Path) -> Contents:
     """Return the results in ``folder`` and its subdirectories."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ Rows = list[tuple[str, str]]
 def render(contents: Contents) -> str:
     """Return the HTML of the page."""
     folder, summaries, trials = contents.folder, contents.summaries, contents.comparison
+    shown = curve_plot.first(contents.curves)
     few, count = len(summaries) <= FEW, len(contents.curves)
     unit, most = unit_of(summaries.values()), curve_plot.MOST
     return page.render(
@@ -44,13 +45,17 @@ def render(contents: Contents) -> str:
         common=[] if few else _common(summaries),
         study=_study(contents.study) if contents.study else None,
         comparison=_comparison(trials, folder) if trials else None,
-        curves=curve_plot.inline_plots(contents.curves, unit, _methods(contents)),
+        curves=_inlined(curve_plot.figures(shown, unit, _methods(contents))),
         curve_note=f"The first {most} of {count} runs." if count > most else "",
         timelines=[_timeline(path, facts) for path, facts in contents.timelines.items()],
         checkpoints=_checkpoints(contents.checkpoints),
         pictures=[(path.stem, _inline(folder / path)) for path in contents.pictures],
         notes=contents.notes,
     )
+
+
+def _inlined(figures: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
+    return [(name, plots.inline(figure)) for name, figure in figures]
 
 
 def _inline(path: Path) -> str:
@@ -213,7 +218,7 @@ def _study(study: Study) -> dict[str, Any]:
         ]
     return {
         "title": title(study),
-        "plots": [(name, plots.inline(figure)) for name, figure in plot.panel_figures(study)],
+        "plots": _inlined(plot.panel_figures(study)),
         "tables": tables,
         "notes": [report.notes(study), report.fit_text(study), report.uncertain_text(study)],
         "limit": report.limit_text(study) if study.shown else "",
@@ -225,10 +230,9 @@ def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, Any]:
     rows = compare_table.make_rows(trials, folder=folder)
     unit = unit_of(trial.summary for trial in trials)
     header, cells = compare_table.figures(rows, unit)
-    panels = compare_plot.panel_figures(rows, unit)
     return {
         "title": compare_table.headline(trials),
-        "plots": [(name, plots.inline(figure)) for name, figure in panels],
+        "plots": _inlined(compare_plot.panel_figures(rows, unit)),
         "table": (header, cells) if cells else None,
         "meanings": compare_table.notes(header),
         "unavailable": compare_table.unavailable(rows),
@@ -252,7 +256,7 @@ def _timeline(path: Path, facts: TimelineFacts) -> dict[str, Any]:
     late and are not representative.
     """
     tables = [timeline_report.states(facts)]
-    tables += [timeline_report.lateness(facts)] if facts.lateness.told else []
+    tables += [timeline_report.lateness(facts)] if facts.lateness.recorded else []
     head = timeline_report.head(facts)
     return {
         "path": printable(path),

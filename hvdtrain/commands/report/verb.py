@@ -45,7 +45,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         from hvdtrain.system.output.page import write
 
         contents = look(folder)
-    if contents.is_empty:
+    counts = contents.counts()
+    if not any(counts.values()):
         left_out = f". Left out: {printable('; '.join(contents.notes))}" if contents.notes else ""
         raise UsageError(
             f"{folder}: no results of a run or a study. A report needs a summary "
@@ -56,7 +57,6 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     target = arguments.html or folder / NAME
     with terminal.working(f"writing {printable(target)}"):
         write(target, render(contents))
-    counts = contents.counts()
     names = {**{name: name for name in counts}, "courses": "training curves"}
     shown = ", ".join(f"{names[name]}: {number}" for name, number in counts.items() if number)
     lines = [f"{target}: {shown}", *(f"left out: {note}" for note in contents.notes)]

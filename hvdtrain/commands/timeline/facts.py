@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from math import inf
+from typing import Any
 
 from hvdtrain.commands.timeline.analyse import Analysis
 from hvdtrain.commands.timeline.events import (
@@ -24,6 +25,8 @@ from hvdtrain.commands.timeline.events import (
 from hvdtrain.commands.timeline.read import Reading
 from hvdtrain.commands.timeline.steps import LatenessFacts, StepFacts, Steps
 
+# Keys of the JSON that differ from the fields.
+JSON_KEYS = {"recorded": "told", "before": "one", "after": "other", "per_step": "a_step"}
 TENSORS = 200  # rows of the table of tensors, and of that of open tensors
 
 
@@ -158,6 +161,15 @@ class TimelineFacts:
     tensor_rows: int
     tensors: list[TensorFacts]
     verdict: Sequence[TimelineFinding] = ()
+
+
+def to_json(facts: Any) -> dict[str, Any]:
+    """Return a dataclass of this command as in ``--json``."""
+
+    def renamed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {JSON_KEYS.get(name, name): value for name, value in pairs}
+
+    return asdict(facts, dict_factory=renamed)
 
 
 def make_facts(

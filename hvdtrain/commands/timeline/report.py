@@ -28,22 +28,22 @@ UNSEEN = (
 
 @dataclass(frozen=True)
 class Change:
-    """The time of a phase or state in two timelines, in seconds; ``ratio``: other / one."""
+    """The time of a phase or state in two timelines, in seconds; ``ratio``: after / before."""
 
     phase: str
     name: str
-    one: float | None
-    other: float | None
+    before: float | None
+    after: float | None
     ratio: float | None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two timelines side by side; ``a_step``: times are per step, not of the whole file."""
+    """Two timelines side by side; ``per_step``: times are per step, not of the whole file."""
 
-    a_step: bool
-    one: str
-    other: str
+    per_step: bool
+    before: str  # path
+    after: str
     rows: list[Change]
 
 
@@ -137,7 +137,7 @@ def states(facts: TimelineFacts) -> TitledTable:
 def _lateness(facts: TimelineFacts) -> str:
     if not facts.lateness.negotiations or facts.ranks == 1:
         return ""
-    if facts.lateness.told:
+    if facts.lateness.recorded:
         return lateness(facts, RANKS).text
     few = ", the first ones" if facts.lateness.with_ticks else ""
     return paragraph(
@@ -301,7 +301,7 @@ def _times(facts: TimelineFacts, *, per_step: bool) -> dict[tuple[str, str], flo
     if per_step and steps:
         times["step", ""] = steps.seconds.median
         times |= {("step", name): steps.states[name].median for name in reversed(STATES)}
-        if facts.lateness.told:
+        if facts.lateness.recorded:
             times["step", "lateness"] = facts.lateness.cost_seconds / steps.whole
     else:
         times["file", ""] = facts.seconds
@@ -319,13 +319,13 @@ def comparison(difference: Difference) -> str:
         [
             row.phase,
             short(row.name),
-            _seconds(row.one),
-            _seconds(row.other),
+            _seconds(row.before),
+            _seconds(row.after),
             "-" if row.ratio is None else f"{row.ratio:.2f}",
         ]
         for row in difference.rows
     ]
-    scope = "per step" if difference.a_step else "of the whole file"
+    scope = "per step" if difference.per_step else "of the whole file"
     times = table(["", "", "one", "other", "other/one"], rows, names=2)
-    files = f"one: {printable(difference.one)}\nother: {printable(difference.other)}"
+    files = f"one: {printable(difference.before)}\nother: {printable(difference.after)}"
     return f"{files}\n\nTimes {scope}\n{times}"

@@ -180,12 +180,12 @@ class RankLateness:
 
 @dataclass(frozen=True)
 class LatenessFacts:
-    """How late the ranks were; ``told``: whether the file records it for most steps."""
+    """How late the ranks were; ``recorded``: whether the file records it for most steps."""
 
     negotiations: int
     with_ticks: int
     steps_with_ticks: int
-    told: bool
+    recorded: bool
     cost_seconds: float
     spread_seconds: Times
     ranks: list[RankLateness]
@@ -374,7 +374,7 @@ class Steps:
             with_ticks=self.lateness.negotiations + self.start_up.negotiations,
             steps_with_ticks=self.ticked,
             # With its response cache on, Horovod records ticks in the first steps only.
-            told=bool(rows) and self.ticked > 0 and 2 * self.ticked >= self.lengths.count,
+            recorded=bool(rows) and self.ticked > 0 and 2 * self.ticked >= self.lengths.count,
             cost_seconds=sum(row.cost_seconds for row in rows),
             spread_seconds=self.spread.times,
             ranks=rows,

@@ -49,7 +49,7 @@ def render(facts: TimelineFacts, analysis: Analysis, recorder: Recorder) -> str:
 
 def _tables(facts: TimelineFacts) -> list[TitledTable]:
     tables = [report.states(facts)]
-    tables += [report.lateness(facts)] if facts.lateness.told else []
+    tables += [report.lateness(facts)] if facts.lateness.recorded else []
     tables += [report.phases(facts)]
     tables += [report.operations(facts)] if facts.operations else []
     return [*tables, report.tensors(facts, ROWS)]

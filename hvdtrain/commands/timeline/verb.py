@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from pathlib import Path
 
 from hvdtrain.commands.timeline import report
 from hvdtrain.commands.timeline.analyse import Recorder
+from hvdtrain.commands.timeline.facts import to_json
 from hvdtrain.commands.timeline.read import repair
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import UsageError
@@ -76,11 +76,11 @@ def _read_and_report(arguments: argparse.Namespace, span: tuple[float, float] | 
         check_installed("--html")
     recorder = Recorder() if arguments.html else None
     facts, analysis = analyse(arguments.file, span, recorder)
-    data = dataclasses.asdict(facts)
+    data = to_json(facts)
     parts = [report.text(facts)]
     if arguments.diff:
         difference = report.compare(facts, analyse(arguments.diff, span)[0])
-        data["diff"] = dataclasses.asdict(difference)
+        data["diff"] = to_json(difference)
         parts = [report.comparison(difference)]
     if recorder:
         from hvdtrain.commands.timeline import trace_page
@@ -91,7 +91,7 @@ def _read_and_report(arguments: argparse.Namespace, span: tuple[float, float] | 
         parts.append(message(f"{written}: report and trace written; open it in a browser"))
     if arguments.repair:
         counts = repair(arguments.file, arguments.repair, span)
-        data["repaired"] = dataclasses.asdict(counts)
+        data["repaired"] = to_json(counts)
         summary = (
             f"{printable(arguments.repair)}: {counts.events:,} events written; "
             f"{counts.closed:,} bars closed at the end, {counts.dropped:,} events dropped"

@@ -161,7 +161,7 @@ def _finding(kind: str, seconds: float, share: float, text: str, advice: str) ->
 def _lateness(facts: TimelineFacts, steps: StepFacts) -> list[TimelineFinding]:
     lateness, total = facts.lateness, steps.seconds.total
     waiting = steps.states["waiting"]
-    if not lateness.told:
+    if not lateness.recorded:
         if waiting.share < NOTABLE or facts.ranks == 1:
             return []
         text = (

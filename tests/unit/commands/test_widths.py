@@ -125,7 +125,7 @@ def timelines(folder: Path) -> str:
         analyse(timeline.write(folder, name), None)[0]
         for timeline, name in ((one, "one.json"), (other, "other.json"))
     ]
-    difference = replace(timeline.compare(*facts), one="one.json", other="other.json")
+    difference = replace(timeline.compare(*facts), before="one.json", after="other.json")
     first = replace(facts[0], file=replace(facts[0].file, path="one.json"))
     return f"{timeline.text(first)}\n\n{timeline.comparison(difference)}"
 

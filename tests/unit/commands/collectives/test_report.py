@@ -12,8 +12,8 @@ from hvdtrain.commands.collectives.algorithms import (
     OWN,
     AllreduceStudy,
     Best,
-    Choice,
     LinkFacts,
+    Selection,
     StudyRow,
 )
 from hvdtrain.commands.collectives.report import (
@@ -30,10 +30,10 @@ from hvdtrain.commands.collectives.report import (
 )
 from hvdtrain.commands.collectives.timing import (
     JobTimes,
-    Measured,
+    LibraryFailure,
+    LibraryTimes,
     TimeFit,
     TimeRow,
-    Unmeasured,
     repeats_for,
 )
 from hvdtrain.errors import HvdtrainError
@@ -44,17 +44,17 @@ def timed(collective: str, *times: float) -> list[TimeRow]:
     return [TimeRow(collective, size, 5, t, t, t) for size, t in zip(sizes, times, strict=True)]
 
 
-MPI = Measured(
+MPI = LibraryTimes(
     rows=timed("scatter", 1e-6, 1e-3) + timed("allreduce", 2e-6, 4e-3),
     fits=[TimeFit("scatter", 1e-6, 1e9), TimeFit("allreduce", 0.0, 2.5e8)],
     left_out={},
 )
-GLOO = Measured(
+GLOO = LibraryTimes(
     rows=timed("allreduce", 3e-5, 6e-3),
     fits=[TimeFit("allreduce", 3e-5, None)],
     left_out={"scatter": "it has none"},
 )
-NCCL = Unmeasured("absent", "no GPU")
+NCCL = LibraryFailure("absent", "no GPU")
 TIMES = JobTimes(4, 1, {"mpi4py": MPI, "gloo": GLOO, "nccl": NCCL})
 
 GRADIENT = 10**8
@@ -74,9 +74,9 @@ STUDY = AllreduceStudy(
     gradient_bytes=GRADIENT,
     notes=["a note"],
     algorithms={
-        MPI_CHOICE: Choice(MPI_CHOICE, {}),
-        "ring": Choice(OPEN_MPI, VARIABLES),
-        "ring, ours": Choice(OWN, {}),
+        MPI_CHOICE: Selection(MPI_CHOICE, {}),
+        "ring": Selection(OPEN_MPI, VARIABLES),
+        "ring, ours": Selection(OWN, {}),
     },
     rows=[
         StudyRow(ranks, size, name, 5, ratio * usual, 0, 1, ratio, 0.9 * ratio, 1.1 * ratio)
