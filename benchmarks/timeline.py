@@ -16,7 +16,7 @@ from pathlib import Path
 
 GROUPS = 4  # operations per step
 PROGRAMS = {
-    "read and cut, orjson": (
+    "read and cut": (
         "from pathlib import Path\nfrom hvdtrain.commands.timeline.read import Reading, chunks\n"
         "for _ in chunks(Reading(Path(FILE))): pass"
     ),

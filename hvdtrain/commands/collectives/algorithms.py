@@ -190,3 +190,88 @@ def _broadcast(world: World, data: Data) -> None:
         distance //= 2
         if world.rank + distance < world.size:
             world.Send(data, dest=world.rank + distance)
+
+
+# Times of algorithms
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How to select an algorithm; ``variables`` select it in a training."""
+
+    origin: str
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True)
+class StudyRow:
+    """Times of an algorithm at one size and number of ranks.
+
+    The seconds are those of the slowest rank over the repeats. The ratios are median and quartiles
+    of its time to that of MPI's default in the same repeat.
+    """
+
+    ranks: int  # the first ranks of the job; the others sleep
+    bytes: int
+    algorithm: str
+    repeats: int
+    seconds: float  # median
+    seconds_min: float
+    seconds_max: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+
+
+@dataclass(frozen=True)
+class Best:
+    """The algorithm with the smallest ratio at one size and number of ranks."""
+
+    ranks: int
+    bytes: int
+    algorithm: str
+    seconds: float
+    ratio: float
+    clear: bool  # faster than MPI's default in three of four repeats
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """Latency and bandwidth between ranks; None if time does not depend on size."""
+
+    latency_seconds: float
+    bytes_per_second: float | None
+
+
+@dataclass(frozen=True)
+class AllreduceStudy:
+    """Times of all algorithms; without rows and link on ranks other than 0."""
+
+    ranks: int
+    hosts: int
+    cores: int
+    gradient_bytes: int
+    notes: list[str]
+    algorithms: dict[str, Selection]
+    rows: list[StudyRow]
+    best: list[Best]
+    link: LinkFacts | None
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the numbers of ranks."""
+        return sorted({row.ranks for row in self.rows})
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the message sizes."""
+        return sorted({row.bytes for row in self.rows})
+
+    def names(self, origin: str) -> list[str]:
+        """Return the names of the algorithms of an origin."""
+        return [name for name, entry in self.algorithms.items() if entry.origin == origin]
+
+    def rows_of(self, ranks: int, nbytes: int) -> dict[str, StudyRow]:
+        """Return the row of each algorithm, by name."""
+        rows = [row for row in self.rows if (row.ranks, row.bytes) == (ranks, nbytes)]
+        return {row.algorithm: row for row in rows}

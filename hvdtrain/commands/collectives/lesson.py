@@ -13,11 +13,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.system.output.tables import entry, message, table
+from hvdtrain.system.output.page import Section
+from hvdtrain.system.output.tables import TitledTable, entry
 
 Cells = list[int]
 Numbers = NDArray[np.int64]
 World = Any  # an mpi4py communicator
+
+# Dimensions of a diagram in pixels.
+WIDE, HIGH = 34, 24  # of a cell
+ROW = 32  # distance of rows
+LEFT, TOP = 52, 26  # of the first cell
+GAP = 110  # between the columns before and after
+DIGIT = 9  # additional width per digit beyond two
+
+HOW_TO_READ = (
+    "Each rank has a row and a colour. A number has the colour of the rank from which it "
+    "originates; a sum over all ranks is grey. Lines show which ranks receive data of a rank."
+)
 
 UNIT = 10  # the first number of rank r is UNIT (r + 1); a power of 10
 
@@ -65,14 +78,72 @@ def run_all(world: World) -> list[Outcome]:
 def text(outcomes: list[Outcome]) -> str:
     """Return a table per collective, with a line per rank."""
     size = len(outcomes[0].before)
-    parts = [f"{size} rank{'s' * (size > 1)}: use `mpirun -n N` for another number", ""]
+    parts = [f"{size} rank{'s' * (size > 1)}: use `mpirun -n N` for another number"]
     for outcome in outcomes:
         done = outcome.collective
         pairs = zip(outcome.before, outcome.after, strict=True)
         rows = [[str(rank), *map(_cells, pair)] for rank, pair in enumerate(pairs)]
-        parts += [message(f"{done.name}: {done.effect}"), table(("rank", "before", "after"), rows)]
-        parts += [entry("  ", f"In training: {done.use}"), ""]
-    return "\n".join(parts[:-1])
+        title = f"{done.name}: {done.effect}"
+        shown = TitledTable(title, ("rank", "before", "after"), rows).text
+        parts.append(f"{shown}\n{entry('  ', f'In training: {done.use}')}")
+    return "\n\n".join(parts)
+
+
+def section(outcomes: list[Outcome]) -> Section:
+    """Return the section of the page, with a diagram per collective."""
+    diagrams = [(outcome.collective, diagram(outcome)) for outcome in outcomes]
+    return Section("Effect of each collective", (HOW_TO_READ,), diagrams=diagrams)
+
+
+def diagram(outcome: Outcome) -> dict[str, Any]:
+    """Return cells and lines of a diagram: a row per rank, before on the left, after on the right.
+
+    A line leads from each rank to those that receive a number of it. Line and cell have the colour
+    of the rank from which the number originates; a sum has none.
+    """
+    ranks = len(outcome.before)
+    longest = max(len(str(v)) for rows in (outcome.before, outcome.after) for r in rows for v in r)
+    wide = WIDE + DIGIT * max(0, longest - 2)
+    right = LEFT + wide * _columns(outcome.before) + GAP
+    cells, ways = [], set()
+    for side, rows in ((LEFT, outcome.before), (right, outcome.after)):
+        for rank, column, value in _numbered(rows):
+            sources = outcome.origins(value)
+            hue = _hue(sources[0][0], ranks) if len(sources) == 1 else None
+            x, y = side + wide * column, TOP + ROW * rank
+            cells.append({"x": x, "y": y, "value": value, "hue": hue})
+            ways |= {(source, rank) for source, _ in sources if side == right}
+    rows_at = [TOP + ROW * rank + HIGH // 2 for rank in range(ranks)]
+    lines = [
+        {
+            "from": (LEFT + wide * len(outcome.before[source]), rows_at[source]),
+            "to": (right, rows_at[rank]),
+            "hue": _hue(source, ranks),
+        }
+        for source, rank in sorted(ways)
+    ]
+    return {
+        "cells": cells,
+        "lines": lines,
+        "cell": (wide, HIGH),
+        "size": (right + wide * _columns(outcome.after) + 4, TOP + ROW * ranks),
+        "rows": list(enumerate(rows_at)),
+        "heads": ((LEFT, "before"), (right, "after")),
+    }
+
+
+def _columns(rows: list[Cells]) -> int:
+    return max(map(len, rows))
+
+
+def _numbered(rows: list[Cells]) -> list[tuple[int, int, int]]:
+    """Return (rank, column, number) of all numbers."""
+    return [(rank, column, v) for rank, row in enumerate(rows) for column, v in enumerate(row)]
+
+
+def _hue(rank: int, ranks: int) -> int:
+    """Return the hue of a rank in degrees."""
+    return (210 + 360 * rank // ranks) % 360
 
 
 def _cells(numbers: Cells) -> str:

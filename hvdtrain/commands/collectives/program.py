@@ -7,23 +7,25 @@ import json
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.command_line import Parser
+from hvdtrain.config.declare import add_options, declared, option
 from hvdtrain.config.strategies import STRATEGIES
-from hvdtrain.config.values import number, positive
+from hvdtrain.config.values import above_zero, counts, names
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.machine.mpi_library import not_loaded
 from hvdtrain.system.output.plots import check_installed
-from hvdtrain.system.output.text import page
+from hvdtrain.system.output.text import page, plural
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, keep_freed_memory, set_defaults
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mpi4py import Mpi4py
-    from hvdtrain.commands.collectives.page import Section
+    from hvdtrain.system.output.page import Section
 
 USAGE = """
   mpirun -n N python -m hvdtrain.collectives [--json] [--html FILE]
@@ -37,16 +39,64 @@ examples:
   mpirun -n 4 python -m hvdtrain.collectives --study --gradient-mb 45 --html study.html
 
 {page("collectives")} explains the output."""
-# Switches of which each option needs one.
-BELONGS = {
-    "collectives": ("time",),
-    "libraries": ("time",),
-    "ranks": ("study",),
-    "gradient_mb": ("study",),
-    "sizes": ("time", "study"),
-    "seconds": ("time", "study"),
-    "plot": ("time", "study"),
-}
+TEMPLATE = Path(__file__).with_name("page.html")
+TIME, STUDY = ("time",), ("study",)  # switches of which an option needs one
+
+
+def message_sizes(text: str) -> tuple[int, ...]:
+    """Read ascending message sizes, each at least a float32."""
+    sizes = tuple(sorted(set(counts(text))))
+    if sizes[0] < 4:
+        raise ValueError(f"{sizes[0]} bytes: must be at least 4, a float32")
+    return sizes
+
+
+def rank_counts(text: str) -> tuple[int, ...]:
+    """Read ascending numbers of ranks."""
+    ranks = tuple(sorted(set(counts(text))))
+    if ranks[0] < 2:
+        raise ValueError("must be at least 2 ranks")
+    return ranks
+
+
+def megabytes(text: str) -> int:
+    """Read a number of megabytes (10^6 bytes) as bytes."""
+    return round(1e6 * above_zero(text))
+
+
+@dataclass(frozen=True)
+class MeasurementOptions:
+    """Options of ``--time`` and ``--study``."""
+
+    sizes: tuple[int, ...] = option(
+        (),
+        "message sizes, e.g. 4,1e6 (default: 4 B to 64 MiB)",
+        message_sizes,
+        metavar="BYTES,...",
+        group="measurement options",
+    )
+    seconds: float = option(
+        0.0,
+        "seconds per size and collective (default: 0.1), or per size in a study (default: 1)",
+        above_zero,
+        metavar="S",
+    )
+    collectives: tuple[str, ...] = option(
+        (), "collectives to time (default: all)", names, metavar="NAME,..."
+    )
+    libraries: tuple[str, ...] = option(
+        (), "mpi4py, horovod, gloo, nccl (default: all)", names, metavar="NAME,..."
+    )
+    ranks: tuple[int, ...] = option(
+        (), "numbers of ranks to study (default: 2, 4, 8 ... and all)", rank_counts, metavar="N,..."
+    )
+    gradient_mb: int = option(
+        0, "gradient size to study (default: 102, ResNet-50)", megabytes, metavar="MB"
+    )
+    plot: Path | None = option(None, "write a plot to STEM.png and STEM.pdf", Path, metavar="STEM")
+
+
+NEEDS = {"collectives": TIME, "libraries": TIME, "ranks": STUDY, "gradient_mb": STUDY}
 
 
 @dataclass(frozen=True)
@@ -56,7 +106,7 @@ class Result:
     text: str
     data: dict[str, Any]
     sections: Callable[[], Sequence[Section]]
-    figure: Callable[[], Any] | None = field(default=None)
+    figure: Callable[[], Any] | None = None
 
 
 def build_parser() -> Parser:
@@ -81,22 +131,7 @@ def build_parser() -> Parser:
         action="store_true",
         help="compare allreduce algorithms by message size and number of ranks",
     )
-    add = parser.add_argument_group("measurement options").add_argument
-    for name, kind, metavar, text in (
-        ("--sizes", _sizes, "BYTES,...", "message sizes, e.g. 4,1e6 (default: 4 B to 64 MiB)"),
-        (
-            "--seconds",
-            _above_zero,
-            "S",
-            "seconds per size and collective (default: 0.1), or per size in a study (default: 1)",
-        ),
-        ("--collectives", _words, "NAME,...", "collectives to time (default: all)"),
-        ("--libraries", _words, "NAME,...", "mpi4py, horovod, gloo, nccl (default: all)"),
-        ("--ranks", _ranks, "N,...", "numbers of ranks to study (default: 2, 4, 8 ... and all)"),
-        ("--gradient-mb", _megabytes, "MB", "gradient size to study (default: 102, ResNet-50)"),
-        ("--plot", Path, "STEM", "write a plot to STEM.png and STEM.pdf"),
-    ):
-        add(name, type=kind, metavar=metavar, help=text)
+    add_options(parser, MeasurementOptions)
     return parser
 
 
@@ -107,50 +142,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         UsageError: unknown option, invalid value, or options that cannot be combined.
     """
     options = build_parser().read(arguments)
-    for name, switches in BELONGS.items():
-        if getattr(options, name) and not any(getattr(options, switch) for switch in switches):
-            option, needed = name.replace("_", "-"), " or --".join(switches)
-            raise UsageError(f"--{option} needs --{needed}")
+    for field in declared(MeasurementOptions):
+        switches = NEEDS.get(field.name, TIME + STUDY)
+        if getattr(options, field.name) and not any(getattr(options, name) for name in switches):
+            name, needed = field.name.replace("_", "-"), " or --".join(switches)
+            raise UsageError(f"--{name} needs --{needed}")
     return options
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(","))
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """Return ascending message sizes, each at least a float32."""
-    sizes = sorted({positive(word) for word in _words(text)})
-    if sizes[0] < 4:
-        raise ValueError(f"{sizes[0]} bytes: must be at least 4, a float32")
-    return tuple(sizes)
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    counts = sorted({positive(word) for word in _words(text)})
-    if counts[0] < 2:
-        raise ValueError("must be at least 2 ranks")
-    return tuple(counts)
-
-
-def _megabytes(text: str) -> int:
-    """Return bytes from a number of megabytes (10^6 bytes)."""
-    return round(1e6 * _above_zero(text))
-
-
-def _above_zero(text: str) -> float:
-    if not 0 < number(text) < float("inf"):
-        raise ValueError(f"{text} is not a number above 0")
-    return number(text)
 
 
 def main() -> int:
     """Run the command line on all ranks; rank 0 writes the result."""
     options = parse(sys.argv[1:])
-    for path, option in ((options.html, "--html"), (options.plot, "--plot")):
-        check_writable(path, option)
+    for path, name in ((options.html, "--html"), (options.plot, "--plot")):
+        check_writable(path, name)
         if path:
-            check_installed(option)
+            check_installed(name)
     set_defaults(MPI_VARIABLES)
     if options.time:
         for strategy in STRATEGIES.values():
@@ -182,14 +188,8 @@ def show_lesson(ranks: Mpi4py) -> Result:
     from hvdtrain.commands.collectives import lesson
 
     outcomes = lesson.run_all(ranks.world)
-
-    def sections() -> Sequence[Section]:
-        from hvdtrain.commands.collectives.page import lesson_section
-
-        return [lesson_section(outcomes)]
-
     data = {"ranks": ranks.size, "lesson": [outcome.to_json() for outcome in outcomes]}
-    return Result(lesson.text(outcomes), data, sections)
+    return Result(lesson.text(outcomes), data, lambda: [lesson.section(outcomes)])
 
 
 def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
@@ -202,28 +202,21 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
     from hvdtrain.commands.collectives import report, timing
     from hvdtrain.commands.collectives.lesson import COLLECTIVES
 
-    names = [collective.name for collective in COLLECTIVES]
-    collectives = _chosen(options.collectives, names, "--collectives")
-    libraries = _chosen(options.libraries, timing.BACKENDS, "--libraries")
-    measured: dict[str, Any] = {"ranks": ranks.size, "hosts": hosts_of(ranks), "backends": {}}
-    for name in libraries:
-        measured["backends"][name] = timing.measure(
-            ranks,
-            name,
-            collectives,
-            options.sizes or timing.SIZES,
-            options.seconds or timing.SECONDS,
-        )
-    ranks.on_root(lambda: report.check_measured(measured))
-
-    def sections() -> Sequence[Section]:
-        from hvdtrain.commands.collectives.page import Section
-
-        tables, notes = report.time_tables(measured), report.left_out(measured)
-        return [Section("Duration", notes, report.time_figure(measured), tables)]
-
+    known = [collective.name for collective in COLLECTIVES]
+    collectives = _chosen(options.collectives, known, "--collectives")
+    sizes, seconds = options.sizes or timing.SIZES, options.seconds or timing.SECONDS
+    backends = {
+        name: timing.measure(ranks, name, collectives, sizes, seconds)
+        for name in _chosen(options.libraries, timing.BACKENDS, "--libraries")
+    }
+    hosts = len(set(ranks.gather(socket.gethostname().encode())))
+    times = timing.JobTimes(ranks.size, hosts, backends)
+    ranks.on_root(lambda: report.check_measured(times))
     return Result(
-        report.time_text(measured), measured, sections, lambda: report.time_figure(measured)
+        report.time_text(times),
+        asdict(times),
+        partial(report.time_sections, times),
+        partial(report.time_figure, times),
     )
 
 
@@ -234,36 +227,29 @@ def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
         UsageError: more ranks are requested than the job has, or it has one.
         HvdtrainError: an algorithm gives a wrong sum.
     """
-    from hvdtrain.commands.collectives import study, study_report
+    from hvdtrain.commands.collectives import report, study
 
     if ranks.size < 2:
         raise UsageError("--study needs 2 ranks or more: mpirun -n 4")
-    counts = options.ranks or study.rank_counts(ranks.size)
-    if counts[-1] > ranks.size:
-        raise UsageError(f"--ranks {counts[-1]}: the job has {ranks.size}; mpirun -n {counts[-1]}")
+    numbers = options.ranks or study.rank_counts(ranks.size)
+    if numbers[-1] > ranks.size:
+        raise UsageError(
+            f"--ranks {numbers[-1]}: the job has {ranks.size}; mpirun -n {numbers[-1]}"
+        )
     keep_freed_memory()  # hvdtrain's algorithms allocate a buffer in each call
     measured = study.measure(
         ranks.world,
-        counts,
+        numbers,
         options.sizes or study.SIZES,
         options.gradient_mb or study.GRADIENT,
         options.seconds or study.SECONDS,
     )
-
-    def sections() -> Sequence[Section]:
-        from hvdtrain.commands.collectives.page import Section
-
-        notes = [study_report.headline(measured), *study_report.verdict(measured)]
-        plot, tables = study_report.figure(measured), study_report.tables(measured)
-        return [Section("Allreduce algorithms", notes, plot, tables)]
-
-    text = study_report.text(measured) if ranks.is_root else ""  # the rows are on rank 0
-    return Result(text, measured, sections, lambda: study_report.figure(measured))
-
-
-def hosts_of(ranks: Mpi4py) -> int:
-    """Return the number of hosts."""
-    return len(set(ranks.gather(socket.gethostname().encode())))
+    return Result(
+        report.study_text(measured) if ranks.is_root else "",  # the rows are on rank 0
+        asdict(measured),
+        partial(report.study_sections, measured),
+        partial(report.study_figure, measured),
+    )
 
 
 def _chosen(requested: Sequence[str] | None, known: Sequence[str], option: str) -> Sequence[str]:
@@ -286,9 +272,10 @@ def publish(result: Result, options: argparse.Namespace, size: int) -> None:
 
         written += plots.save(result.figure(), options.plot)
     if options.html:
-        from hvdtrain.commands.collectives import page
+        from hvdtrain.system.output.page import render, write
 
-        page.write(options.html, size, result.sections())
+        html = render(TEMPLATE, subject="", ranks=plural(size, "rank"), sections=result.sections())
+        write(options.html, html)
         written.append(options.html)
     text = "\n".join([result.text, *([""] if written else []), *map(str, written)])
     sys.stdout.write(f"{json.dumps(result.data) if options.json else text}\n")

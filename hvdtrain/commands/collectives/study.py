@@ -1,28 +1,15 @@
 """Compare allreduce algorithms by message size and number of ranks.
 
-    mpirun -n 4 python -m hvdtrain.collectives --study --json
+Each repeat runs every algorithm once, in random order, so that drift and order affect all
+algorithms equally.
 
-Rank 0 prints one JSON object:
-
-    {"ranks": 4, "hosts": 1, "cores": 2, "gradient_bytes": 102000000, "notes": [...],
-     "algorithms": {NAME: {"origin": "Open MPI" or "hvdtrain", "variables": {...}}},
-     "rows": [ROW, ...], "best": [BEST, ...], "link": {...}}
-
-A ROW has ``ranks`` (the first ranks of the job; the others sleep), ``bytes``, ``algorithm``,
-``repeats``, ``seconds`` (median of the slowest rank's time), ``seconds_min``, ``seconds_max``, and
-``ratio``, ``ratio_low``, ``ratio_high``: median and quartiles over the repeats of the ratio of its
-time to that of MPI's default in the same repeat. Each repeat runs every algorithm once, in random
-order, so that drift and order affect all algorithms equally.
-
-A BEST has, for ``ranks`` and ``bytes``, the ``algorithm`` with the smallest ratio, its ``ratio``,
-and whether it is ``clear``: faster than MPI's default in three of four repeats.
-
-``link`` has ``latency_seconds`` and ``bytes_per_second``, fitted to the rows whose algorithm has a
-law in ``model``: of Open MPI, or, if these are not available, of hvdtrain (slower, in Python).
+The link is fitted to the rows whose algorithm has a law in ``cost``: of Open MPI, or, if these are
+not available, of hvdtrain (slower, in Python).
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import socket
@@ -41,13 +28,21 @@ from hvdtrain.collectives.cost import (
     RECURSIVE_DOUBLING,
     RING,
     Law,
-    Link,
     Message,
     fit,
 )
 from hvdtrain.collectives.mpi4py import wait_for_all
-from hvdtrain.commands.collectives import algorithms, open_mpi
-from hvdtrain.commands.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN
+from hvdtrain.commands.collectives import algorithms
+from hvdtrain.commands.collectives.algorithms import (
+    MPI_CHOICE,
+    OPEN_MPI,
+    OWN,
+    AllreduceStudy,
+    Best,
+    LinkFacts,
+    Selection,
+    StudyRow,
+)
 from hvdtrain.commands.collectives.timing import ELEMENT, repeats_for
 from hvdtrain.errors import HvdtrainError
 
@@ -62,9 +57,26 @@ SIZES = (
 SECONDS = 1.0  # for all algorithms, per size and number of ranks
 GRADIENT = 102 * 10**6  # bytes of ResNet-50's 25.6 million weights in float32
 
+# Open MPI's algorithms are selected per communicator by control variables of MPI's tool interface
+# (MPI standard, "Tool Support"), which mpi4py lacks. In Open MPI 5.0.6 and later they are
+# writable (open-mpi/ompi, pull request 12864), and read when a communicator is created. So one job
+# can compare all algorithms; environment variables would need a job for each.
+RULES, ALGORITHM = "coll_tuned_use_dynamic_rules", "coll_tuned_allreduce_algorithm"
+# Across hosts component "han" would take precedence over "tuned", which has these algorithms.
+PRIORITY = "coll_han_priority"
+# `ompi_info --param coll tuned --level 9` lists them.
+OPEN_MPI_ALGORITHMS = {
+    1: "linear",
+    2: "reduce, broadcast",
+    3: "recursive doubling",
+    4: "ring",
+    5: "segmented ring",
+    6: "Rabenseifner",
+}
+OPEN_MPI_LAWS: dict[int, Law] = {3: RECURSIVE_DOUBLING, 4: RING, 6: RABENSEIFNER}
+
 Floats = NDArray[np.float32]
 World = Any  # an mpi4py communicator
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ def candidates(world: World) -> tuple[list[Algorithm], list[str]]:
     compared = [Algorithm(MPI_CHOICE, MPI_CHOICE, lambda data: world.Allreduce(MPI.IN_PLACE, data))]
     notes = []
     try:
-        compared += [_of_open_mpi(world, number) for number in open_mpi.ALGORITHMS]
+        compared += [_of_open_mpi(world, number) for number in OPEN_MPI_ALGORITHMS]
     except HvdtrainError as error:
         notes.append(f"algorithms of Open MPI are not available: {error}")
     names = world.allgather(socket.gethostname())
@@ -103,18 +115,74 @@ def candidates(world: World) -> tuple[list[Algorithm], list[str]]:
 
 
 def _of_open_mpi(world: World, number: int) -> Algorithm:
-    chosen = open_mpi.choose(world, number)
+    chosen = with_algorithm(world, number)
     return Algorithm(
-        open_mpi.ALGORITHMS[number],
+        OPEN_MPI_ALGORITHMS[number],
         OPEN_MPI,
         lambda data: chosen.Allreduce(MPI.IN_PLACE, data),
-        open_mpi.LAWS.get(number),
-        open_mpi.variables(number),
+        OPEN_MPI_LAWS.get(number),
+        variables(number),
     )
 
 
 def _on(world: World, run: algorithms.Algorithm) -> Callable[[Floats], object]:
     return lambda data: run(world, data)
+
+
+def variables(number: int) -> dict[str, str]:
+    """Return the environment variables that select algorithm ``number``."""
+    return {f"OMPI_MCA_{RULES}": "1", f"OMPI_MCA_{ALGORITHM}": str(number)}
+
+
+def with_algorithm(world: Any, number: int) -> Any:
+    """Return a copy of ``world`` that uses algorithm ``number``; all its ranks together.
+
+    Raises:
+        HvdtrainError: not supported by this MPI.
+    """
+    library = ctypes.CDLL(MPI.__file__)  # linked with MPI, whose symbols are found through it
+    wanted = {RULES: 1, ALGORITHM: number}
+    before: dict[str, int] = {}
+    try:
+        _check_code(library.MPI_T_init_thread(0, ctypes.byref(ctypes.c_int())), "MPI_T_init_thread")
+        if _index(library, PRIORITY) is not None:
+            wanted[PRIORITY] = 0
+        for name, value in wanted.items():
+            before[name] = _exchange(library, name, value)
+        return world.Dup()
+    except AttributeError as error:  # no such function
+        raise HvdtrainError(f"this MPI has no tool interface: {error}") from error
+    finally:
+        for name, value in before.items():
+            _exchange(library, name, value)
+
+
+def _index(library: ctypes.CDLL, name: str) -> int | None:
+    """Return the index of a control variable, or None if there is no such variable."""
+    index = ctypes.c_int()
+    code = library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(index))
+    return index.value if code == MPI.SUCCESS else None
+
+
+def _exchange(library: ctypes.CDLL, name: str, value: int) -> int:
+    """Write a control variable of type int or bool, and return its previous value."""
+    index = _index(library, name)
+    if index is None:
+        raise HvdtrainError(f"this MPI has no {name}")
+    handle, count = ctypes.c_void_p(), ctypes.c_int()
+    allocate = library.MPI_T_cvar_handle_alloc
+    _check_code(allocate(index, None, ctypes.byref(handle), ctypes.byref(count)), name)
+    # Longer than either type; a bool is its first byte on little-endian machines.
+    old, new = ctypes.c_int64(0), ctypes.c_int64(value)
+    _check_code(library.MPI_T_cvar_read(handle, ctypes.byref(old)), name)
+    _check_code(library.MPI_T_cvar_write(handle, ctypes.byref(new)), name)
+    library.MPI_T_cvar_handle_free(ctypes.byref(handle))
+    return old.value
+
+
+def _check_code(code: int, name: str) -> None:
+    if code != MPI.SUCCESS:
+        raise HvdtrainError(f"{name} cannot be set at run time in this MPI (error {code})")
 
 
 def rank_counts(size: int) -> tuple[int, ...]:
@@ -124,7 +192,7 @@ def rank_counts(size: int) -> tuple[int, ...]:
 
 def measure(
     all_ranks: World, counts: Sequence[int], sizes: Sequence[int], gradient: int, budget: float
-) -> dict[str, Any]:
+) -> AllreduceStudy:
     """Measure all algorithms for each number of ranks and size; all ranks together.
 
     Args:
@@ -134,16 +202,13 @@ def measure(
         gradient: an additional size, bytes of the gradients of a training.
         budget: seconds per size and number of ranks.
 
-    Returns:
-        The JSON object of ``--json`` on rank 0; elsewhere without rows.
-
     Raises:
         HvdtrainError: an algorithm gives a wrong sum.
     """
-    rows: list[Row] = []
+    rows: list[StudyRow] = []
     notes: list[str] = []
     laws: dict[str, Law | None] = {}
-    described: dict[str, Any] = {}
+    described: dict[str, Selection] = {}
     for count in counts:
         world = all_ranks.Split(0 if all_ranks.rank < count else MPI.UNDEFINED, all_ranks.rank)
         if world != MPI.COMM_NULL:
@@ -151,28 +216,27 @@ def measure(
             origins = {entry.origin for entry in compared}
             fitted = OPEN_MPI if OPEN_MPI in origins else OWN
             laws = {entry.name: entry.law for entry in compared if entry.origin == fitted}
-            described = {
-                entry.name: {"origin": entry.origin, "variables": entry.variables}
-                for entry in compared
-            }
+            described = {e.name: Selection(e.origin, e.variables) for e in compared}
             for size in sorted({*sizes, gradient}):
                 rows += compare(world, compared, size, budget)
         wait_for_all(all_ranks)
     hosts, cores = _machine(all_ranks)
-    return {
-        "ranks": all_ranks.size,
-        "hosts": hosts,
-        "cores": cores,
-        "gradient_bytes": gradient,
-        "notes": notes,
-        "algorithms": described,
-        "rows": rows,
-        "best": best(rows),
-        "link": _link(rows, laws) if rows else None,
-    }
+    return AllreduceStudy(
+        ranks=all_ranks.size,
+        hosts=hosts,
+        cores=cores,
+        gradient_bytes=gradient,
+        notes=notes,
+        algorithms=described,
+        rows=rows,
+        best=best(rows),
+        link=_link(rows, laws) if rows else None,
+    )
 
 
-def compare(world: World, compared: Sequence[Algorithm], size: int, budget: float) -> list[Row]:
+def compare(
+    world: World, compared: Sequence[Algorithm], size: int, budget: float
+) -> list[StudyRow]:
     """Time each of ``compared`` on messages of ``size`` bytes; return rows on rank 0 only.
 
     Raises:
@@ -214,44 +278,43 @@ def _once(world: World, algorithm: Algorithm, data: Floats) -> float:
     return time.perf_counter() - began
 
 
-def _row(ranks: int, size: int, name: str, slowest: Any, index: int) -> Row:
+def _row(ranks: int, size: int, name: str, slowest: Any, index: int) -> StudyRow:
     """Return the row of an algorithm; ``slowest``: seconds by repeat and algorithm."""
     times = slowest[:, index]
     low, middle, high = np.percentile(times / slowest[:, 0], [25, 50, 75])
-    return {
-        "ranks": ranks,
-        "bytes": size,
-        "algorithm": name,
-        "repeats": len(times),
-        "seconds": statistics.median(times.tolist()),
-        "seconds_min": float(times.min()),
-        "seconds_max": float(times.max()),
-        "ratio": float(middle),
-        "ratio_low": float(low),
-        "ratio_high": float(high),
-    }
+    return StudyRow(
+        ranks=ranks,
+        bytes=size,
+        algorithm=name,
+        repeats=len(times),
+        seconds=statistics.median(times.tolist()),
+        seconds_min=float(times.min()),
+        seconds_max=float(times.max()),
+        ratio=float(middle),
+        ratio_low=float(low),
+        ratio_high=float(high),
+    )
 
 
-def best(rows: Sequence[Row]) -> list[Row]:
+def best(rows: Sequence[StudyRow]) -> list[Best]:
     """Return the fastest algorithm for each number of ranks and size."""
     winners = []
-    for ranks, size in dict.fromkeys((row["ranks"], row["bytes"]) for row in rows):
-        compared = [row for row in rows if (row["ranks"], row["bytes"]) == (ranks, size)]
-        first = min(compared, key=lambda row: float(row["ratio"]))
-        kept = {key: first[key] for key in ("ranks", "bytes", "algorithm", "seconds", "ratio")}
-        winners.append({**kept, "clear": first["ratio_high"] < 1})
+    for ranks, size in dict.fromkeys((row.ranks, row.bytes) for row in rows):
+        compared = [row for row in rows if (row.ranks, row.bytes) == (ranks, size)]
+        first = min(compared, key=lambda row: row.ratio)
+        clear = first.ratio_high < 1
+        winners.append(Best(ranks, size, first.algorithm, first.seconds, first.ratio, clear))
     return winners
 
 
-def _link(rows: Sequence[Row], laws: dict[str, Law | None]) -> dict[str, Any]:
+def _link(rows: Sequence[StudyRow], laws: dict[str, Law | None]) -> LinkFacts:
     messages = [
-        Message(law.hops(row["ranks"]), law.volume(row["ranks"]) * row["bytes"], row["seconds"])
+        Message(law.hops(row.ranks), law.volume(row.ranks) * row.bytes, row.seconds)
         for row in rows
-        if (law := laws.get(row["algorithm"]))
+        if (law := laws.get(row.algorithm))
     ]
-    link: Link = fit(messages)
-    speed = link.bandwidth if math.isfinite(link.bandwidth) else None
-    return {"latency_seconds": link.latency, "bytes_per_second": speed}
+    link = fit(messages)
+    return LinkFacts(link.latency, link.bandwidth if math.isfinite(link.bandwidth) else None)
 
 
 def _machine(world: World) -> tuple[int, int]:

@@ -1,20 +1,5 @@
 """Time collectives by message size and library on the ranks of this job.
 
-    mpirun -n 4 python -m hvdtrain.collectives --time --json
-
-Rank 0 prints one JSON object:
-
-    {"ranks": 4, "hosts": 1, "backends": {
-        "mpi4py":  {"state": "ok", "rows": [ROW, ...], "fits": [FIT, ...], "left_out": {}},
-        "horovod": {"state": "ok", "rows": [...], ...},
-        "gloo":    {"state": "error", "reason": "..."},
-        "nccl":    {"state": "absent", "reason": "..."}}}
-
-A ROW has ``collective``, ``bytes`` (of the float32 message on each rank; the larger buffer if each
-rank has a part), ``repeats``, ``seconds`` (median over the repeats of the slowest rank's time),
-``seconds_min``, ``seconds_max``, and for an allreduce two bandwidths in GB/s (1e9 bytes),
-``algorithm_gb_per_second`` and ``bus_gb_per_second``: see ``model.bandwidths``. A FIT has
-``collective``, ``latency_seconds`` and ``bytes_per_second`` (null if time does not depend on size).
 ``horovod`` is Horovod with PyTorch as used by the trainers: its ``HOROVOD_CYCLE_TIME`` is part of
 the latency.
 
@@ -30,9 +15,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.cost import Message, bandwidths, fit
@@ -49,6 +35,75 @@ ELEMENT = 4  # bytes of a float32
 # by more than 15 s.
 PATIENCE = timedelta(seconds=60)
 BACKENDS = ("mpi4py", "horovod", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """Times of a collective at one message size: of the slowest rank, over the repeats."""
+
+    collective: str
+    bytes: int  # of the float32 message on each rank; the larger buffer if each rank has a part
+    repeats: int
+    seconds: float  # median
+    seconds_min: float
+    seconds_max: float
+
+
+@dataclass(frozen=True)
+class AllreduceRow(TimeRow):
+    """Times of an allreduce, and its bandwidths in GB/s (1e9 bytes): see ``cost.bandwidths``."""
+
+    algorithm_gb_per_second: float
+    bus_gb_per_second: float
+
+
+@dataclass(frozen=True)
+class TimeFit:
+    """Latency and bandwidth of a collective; None if time does not depend on size."""
+
+    collective: str
+    latency_seconds: float
+    bytes_per_second: float | None
+
+
+@dataclass(frozen=True)
+class LibraryFailure:
+    """A library that is ``absent``, or failed: ``error``."""
+
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LibraryTimes:
+    """Times of a library; ``left_out``: reasons by collective that failed."""
+
+    state: str = field(default="ok", init=False)
+    rows: list[TimeRow]
+    fits: list[TimeFit]
+    left_out: dict[str, str]
+
+    def rows_of(self, collective: str) -> list[TimeRow]:
+        """Return the rows of a collective, by size."""
+        return [row for row in self.rows if row.collective == collective]
+
+    def fit_of(self, collective: str) -> TimeFit:
+        """Return the fit to the rows of a collective."""
+        return next(fit for fit in self.fits if fit.collective == collective)
+
+
+@dataclass(frozen=True)
+class JobTimes:
+    """Times of each library in a job."""
+
+    ranks: int
+    hosts: int
+    backends: dict[str, LibraryTimes | LibraryFailure]
+
+    @property
+    def measured(self) -> dict[str, LibraryTimes]:
+        """Return the libraries that could be measured."""
+        return {n: entry for n, entry in self.backends.items() if isinstance(entry, LibraryTimes)}
 
 
 def missing(name: str) -> str:
@@ -111,7 +166,7 @@ def repeats_for(seconds: float, budget: float, longest: float = math.inf) -> int
 
 def measure(
     mpi: Communicator, name: str, collectives: Sequence[str], sizes: Sequence[int], budget: float
-) -> dict[str, Any]:
+) -> LibraryTimes | LibraryFailure:
     """Measure a back end; all ranks together, or none if it fails on one.
 
     Args:
@@ -123,14 +178,14 @@ def measure(
     """
     reason = _first(mpi, missing(name))
     if reason:
-        return {"state": "absent", "reason": reason}
+        return LibraryFailure("absent", reason)
     started: list[Communicator] = []  # to be closed also if it failed to start on other ranks
     try:
         _together(mpi, lambda: started.append(start(name, mpi)))
         _together(mpi, lambda: _check_sum(started[0]))
         return _measure_all(mpi, started[0], collectives, sizes, budget)
     except _FailedError as failure:
-        return {"state": "error", "reason": str(failure)}
+        return LibraryFailure("error", str(failure))
     finally:
         for backend in started:
             with contextlib.suppress(Exception):  # it may have failed
@@ -143,8 +198,8 @@ def _measure_all(
     collectives: Sequence[str],
     sizes: Sequence[int],
     budget: float,
-) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
+) -> LibraryTimes:
+    rows: list[TimeRow] = []
     left_out: dict[str, str] = {}
     for size in sizes:
         count = max(1, size // ELEMENT)
@@ -155,18 +210,18 @@ def _measure_all(
                 left_out[name] = reason
                 continue
             rows.append(_row(mpi, backend, name, operations[name], size, budget))
-    rows = [row for row in rows if row["collective"] not in left_out]
+    rows = [row for row in rows if row.collective not in left_out]
     if left_out and not rows:
         raise _FailedError(next(iter(left_out.values())))
-    fits = [_fit(name, rows) for name in dict.fromkeys(row["collective"] for row in rows)]
-    return {"state": "ok", "rows": rows, "fits": fits, "left_out": left_out}
+    fits = [_fit(name, rows) for name in dict.fromkeys(row.collective for row in rows)]
+    return LibraryTimes(rows, fits, left_out)
 
 
-def _fit(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    chosen = [row for row in rows if row["collective"] == name]
-    link = fit([Message(1, row["bytes"], row["seconds"]) for row in chosen])
+def _fit(name: str, rows: Sequence[TimeRow]) -> TimeFit:
+    chosen = [row for row in rows if row.collective == name]
+    link = fit([Message(1, row.bytes, row.seconds) for row in chosen])
     speed = link.bandwidth if math.isfinite(link.bandwidth) else None
-    return {"collective": name, "latency_seconds": link.latency, "bytes_per_second": speed}
+    return TimeFit(name, link.latency, speed)
 
 
 class _FailedError(Exception):
@@ -185,13 +240,9 @@ def _together(mpi: Communicator, action: Callable[[], Result]) -> Result:
         result.append(action())
     except Exception as error:  # each library has its own error types
         reason = _line(error)
-    _check(mpi, reason)
-    return result[0]
-
-
-def _check(mpi: Communicator, reason: str) -> None:
     if first := _first(mpi, reason):
         raise _FailedError(first)
+    return result[0]
 
 
 def _first(mpi: Communicator, reason: str) -> str:
@@ -234,7 +285,7 @@ def _row(
     operation: Callable[[], object],
     size: int,
     budget: float,
-) -> dict[str, Any]:
+) -> TimeRow:
     """Return the row of ``operation``, which has been warmed up."""
     estimate = _together(mpi, lambda: _once(backend, operation))
     # The same number on all ranks.
@@ -244,18 +295,11 @@ def _row(
     all_ranks = [json.loads(times) for times in mpi.gather(json.dumps(mine).encode())]
     slowest = [max(times) for times in zip(*all_ranks, strict=True)]
     median = statistics.median(slowest)
-    row: dict[str, Any] = {
-        "collective": collective,
-        "bytes": size,
-        "repeats": repeats,
-        "seconds": median,
-        "seconds_min": min(slowest),
-        "seconds_max": max(slowest),
-    }
-    if collective == "allreduce":
-        algorithm, bus = bandwidths(size, median, backend.size)
-        row |= {"algorithm_gb_per_second": algorithm, "bus_gb_per_second": bus}
-    return row
+    row = TimeRow(collective, size, repeats, median, min(slowest), max(slowest))
+    if collective != "allreduce":
+        return row
+    algorithm, bus = bandwidths(size, median, backend.size)
+    return AllreduceRow(**vars(row), algorithm_gb_per_second=algorithm, bus_gb_per_second=bus)
 
 
 def _once(backend: Communicator, operation: Callable[[], object]) -> float:

@@ -13,7 +13,7 @@ from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.steps.summary import nan_to_null, unit_of
 from hvdtrain.system.files import replacing
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime.command import termination_as_interrupt
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import check_folder, lock, resumable
-from hvdtrain.system.output.display import Display
+from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdtrain.commands.data_fetch.catalogue import DATA_SETS
 from hvdtrain.commands.data_fetch.fetch import Fetch
 from hvdtrain.errors import UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import size
 
 WIDTH = max(len(data_set.name) for data_set in DATA_SETS)

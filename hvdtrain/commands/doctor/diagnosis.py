@@ -36,7 +36,7 @@ from hvdtrain.system.machine import gpus
 from hvdtrain.system.machine.frameworks import versions
 from hvdtrain.system.machine.limits import find_resources
 from hvdtrain.system.machine.network import has_fabric
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, Result, run

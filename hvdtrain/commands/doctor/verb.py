@@ -12,7 +12,7 @@ from pathlib import Path
 from hvdtrain.commands.launch.prepare import Request, add_host_options
 from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 

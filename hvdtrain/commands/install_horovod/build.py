@@ -28,7 +28,7 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
 )
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.files import FULL
-from hvdtrain.system.output.display import Display
+from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
 

@@ -37,7 +37,7 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
 )
 from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import entry
 from hvdtrain.system.runtime.command import Command, HeldSignals, run, termination_as_interrupt
 

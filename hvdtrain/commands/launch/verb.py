@@ -22,7 +22,7 @@ from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents
 from hvdtrain.commands.launch.watch import watch
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime.scratch import clear_leftovers
 from hvdtrain.system.runtime.spawn import StopSignals

@@ -38,7 +38,7 @@ from hvdtrain.commands.pack.source import (
 )
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import check_folder, lock, resumable
-from hvdtrain.system.output.display import Display
+from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
 from hvdtrain.workloads.data.files import Names

@@ -11,7 +11,7 @@ from hvdtrain.commands.pack.packing import Packing, problems
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.workloads.data.packed import IMAGES, MNIST, Pack, is_packed

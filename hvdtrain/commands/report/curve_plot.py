@@ -1,4 +1,4 @@
-"""Draw the training curves of a report, embedded in the page."""
+"""Draw the training curves of a report."""
 
 from __future__ import annotations
 
@@ -23,37 +23,23 @@ LONG = 60  # maximum characters of a label
 LOSS = "step_loss"  # training loss since the previous record, not since the start of the epoch
 
 
-def inline_plots(
-    runs: Sequence[TrainingCurves],
-    unit: str = "images",
-    methods: Mapping[Path, str] | None = None,
-) -> list[tuple[str, str]]:
-    """Draw each quantity that some run has, as (title, data URI).
-
-    Args:
-        runs: the curves of each run.
-        unit: unit of the samples, in the plural.
-        methods: labels of the runs of a comparison, by path.
-    """
-    plotted = figures(first(runs), unit, methods)
-    return [(title, plots.inline(figure)) for title, figure in plotted]
-
-
 def first(runs: Sequence[TrainingCurves]) -> list[TrainingCurves]:
     """Return the runs for one plot, at most ``MOST``: first repeats before later ones."""
-    return sorted(runs, key=lambda run: (_repeat(run.path), _size_and_repeat(run.path)))[:MOST]
+
+    def repeat_and_ranks(run: TrainingCurves) -> tuple[int, int]:
+        ranks, repeat = _ranks_and_repeat(run.path)
+        return repeat, ranks
+
+    return sorted(runs, key=repeat_and_ranks)[:MOST]
 
 
-def _repeat(path: Path) -> int:
-    """Return the repeat from the file name of a run of a study; zero for other runs."""
-    number = re.fullmatch(r"runs/.*-(\d{1,9})", f"{path.parent.name}/{path.stem}")
-    return int(number[1]) if number else 0
+def _ranks_and_repeat(path: Path) -> tuple[int, int]:
+    """Return ranks and repeat of a run from its file name; 0 if it has none.
 
-
-def _size_and_repeat(path: Path) -> tuple[int, int]:
-    """Return ranks and repeat from the file name of a run of a study; zeros for other runs."""
-    numbers = re.fullmatch(r"runs/(\d{1,9})-(\d{1,9})", f"{path.parent.name}/{path.stem}")
-    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    ``runs/RANKS-REPEAT`` is of a scaling study, ``runs/METHOD-REPEAT`` of a comparison.
+    """
+    name = re.fullmatch(r"runs/(?:(\d{1,9})|.*)-(\d{1,9})", f"{path.parent.name}/{path.stem}")
+    return (int(name[1] or 0), int(name[2])) if name else (0, 0)
 
 
 def figures(
@@ -61,7 +47,13 @@ def figures(
     unit: str = "images",
     methods: Mapping[Path, str] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (title, figure) for each quantity, see ``inline_plots``; the caller closes them."""
+    """Yield (title, figure) for each quantity that some run has; the caller closes them.
+
+    Args:
+        runs: the curves of each run.
+        unit: unit of the samples, in the plural.
+        methods: labels of the runs of a comparison, by path.
+    """
     panels = [
         ("Loss", "loss", [("steps", LOSS, "training"), ("epochs", "eval_loss", "test")]),
         ("Test accuracy", "accuracy, %", [("epochs", "eval_accuracy", "test")]),
@@ -101,13 +93,15 @@ def names(paths: Sequence[Path], methods: Mapping[Path, str] | None = None) -> l
     """
     if len(paths) < 2:
         return [""] * len(paths)
+    numbers = [_ranks_and_repeat(path) for path in paths]
     if methods and all(path in methods for path in paths):
-        several = any(_repeat(path) > 1 for path in paths)
-        runs = [f", run {_repeat(path)}" * several for path in paths]
-        return [short(methods[path], LONG) + run for path, run in zip(paths, runs, strict=True)]
-    sizes = [_size_and_repeat(path) for path in paths]
-    if all(ranks for ranks, _ in sizes):
-        return [f"{plural(ranks, 'rank')}, run {repeat}" for ranks, repeat in sizes]
+        several = any(repeat > 1 for _, repeat in numbers)
+        return [
+            short(methods[path], LONG) + f", run {repeat}" * several
+            for path, (_, repeat) in zip(paths, numbers, strict=True)
+        ]
+    if all(ranks for ranks, _ in numbers):
+        return [f"{plural(ranks, 'rank')}, run {repeat}" for ranks, repeat in numbers]
     stems = [path.stem for path in paths]
     ambiguous = len(set(stems)) < len(stems)
     labels = [short(str(path.with_suffix("")) if ambiguous else path.stem, LONG) for path in paths]

@@ -20,7 +20,8 @@ from hvdtrain.commands.scaling.runs import (
     read_table,
 )
 from hvdtrain.commands.study.curves import Record, TrainingCurves, read_curves
-from hvdtrain.commands.timeline.facts import analyse
+from hvdtrain.commands.timeline.facts import TimelineFacts
+from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.checkpoint import PREFIX
 from hvdtrain.steps.checkpoint_files import STATE_FILE
@@ -63,7 +64,7 @@ class Contents:
     summaries: dict[Path, Summary] = field(default_factory=dict)
     curves: list[TrainingCurves] = field(default_factory=list)
     checkpoints: dict[Path, Record] = field(default_factory=dict)
-    timelines: dict[Path, Record] = field(default_factory=dict)
+    timelines: dict[Path, TimelineFacts] = field(default_factory=dict)
     pictures: list[Path] = field(default_factory=list)
     study: Study | None = None
     comparison: list[Trial] = field(default_factory=list)
@@ -80,11 +81,6 @@ class Contents:
             "studies": int(self.study is not None),
             "comparisons": int(bool(self.comparison)),
         }
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
-        return not any(self.counts().values())
 
 
 def look(folder: Path) -> Contents:
@@ -145,7 +141,7 @@ def _json(path: Path, relative: Path, contents: Contents) -> None:
         start = file.read(64).lstrip()
     if start.startswith((b"[", b"\x1f\x8b")):
         facts, _ = analyse(path)
-        if facts["file"]["events"]:
+        if facts.file.events:
             contents.timelines[relative] = facts
     elif start.startswith(b"{") and path.stat().st_size < MOST:
         content = json.loads(path.read_bytes())

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import base64
-import time
-from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from hvdtrain import __version__
 from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
 from hvdtrain.commands.compare.trials import Trial
@@ -22,54 +17,45 @@ from hvdtrain.commands.scaling.results import Study, title
 from hvdtrain.commands.scaling.runs import SPLIT
 from hvdtrain.commands.study.curves import Record, TrainingCurves
 from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
+from hvdtrain.commands.timeline import report as timeline_report
+from hvdtrain.commands.timeline.facts import TimelineFacts
 from hvdtrain.steps.summary import Summary, unit_of
-from hvdtrain.system.files import replacing
-from hvdtrain.system.output import plots
+from hvdtrain.system.output import page, plots
 from hvdtrain.system.output.tables import Table
-from hvdtrain.system.output.text import duration, number, percent, printable, size
+from hvdtrain.system.output.text import duration, number, printable, size
 
+TEMPLATE = Path(__file__).with_name("report.html")
 FEW = 3  # maximum number of runs with separate sections
 
 Rows = list[tuple[str, str]]
 
 
-def write(target: Path, contents: Contents) -> None:
-    """Write the page atomically.
-
-    Raises:
-        UsageError, HvdtrainError: it cannot be written.
-    """
-    with replacing(target) as file:
-        # Lone surrogates, in file names or contents, cannot be encoded.
-        file.write(render(contents).encode(errors="replace"))
-
-
 def render(contents: Contents) -> str:
-    """Return the HTML of the page; all text from files is escaped."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(
-        (files("hvdtrain.commands.report") / "report.html").read_text()
-    )
+    """Return the HTML of the page."""
     folder, summaries, trials = contents.folder, contents.summaries, contents.comparison
+    shown = curve_plot.first(contents.curves)
     few, count = len(summaries) <= FEW, len(contents.curves)
     unit, most = unit_of(summaries.values()), curve_plot.MOST
-    return template.render(
+    return page.render(
+        TEMPLATE,
         title=_title(contents),
-        folder=folder.resolve().name,
-        created=time.strftime("%d %B %Y, %H:%M"),
-        version=__version__,
+        subject=folder.resolve().name,
         runs=_runs(contents) if few else [],
         run_table=None if few else _run_table(summaries, unit),
         common=[] if few else _common(summaries),
         study=_study(contents.study) if contents.study else None,
         comparison=_comparison(trials, folder) if trials else None,
-        curves=curve_plot.inline_plots(contents.curves, unit, _methods(contents)),
+        curves=_inlined(curve_plot.figures(shown, unit, _methods(contents))),
         curve_note=f"The first {most} of {count} runs." if count > most else "",
         timelines=[_timeline(path, facts) for path, facts in contents.timelines.items()],
         checkpoints=_checkpoints(contents.checkpoints),
         pictures=[(path.stem, _inline(folder / path)) for path in contents.pictures],
         notes=contents.notes,
     )
+
+
+def _inlined(figures: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
+    return [(name, plots.inline(figure)) for name, figure in figures]
 
 
 def _inline(path: Path) -> str:
@@ -232,7 +218,7 @@ def _study(study: Study) -> dict[str, Any]:
         ]
     return {
         "title": title(study),
-        "plots": [(name, plots.inline(figure)) for name, figure in plot.panel_figures(study)],
+        "plots": _inlined(plot.panel_figures(study)),
         "tables": tables,
         "notes": [report.notes(study), report.fit_text(study), report.uncertain_text(study)],
         "limit": report.limit_text(study) if study.shown else "",
@@ -244,10 +230,9 @@ def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, Any]:
     rows = compare_table.make_rows(trials, folder=folder)
     unit = unit_of(trial.summary for trial in trials)
     header, cells = compare_table.figures(rows, unit)
-    panels = compare_plot.panel_figures(rows, unit)
     return {
         "title": compare_table.headline(trials),
-        "plots": [(name, plots.inline(figure)) for name, figure in panels],
+        "plots": _inlined(compare_plot.panel_figures(rows, unit)),
         "table": (header, cells) if cells else None,
         "meanings": compare_table.notes(header),
         "unavailable": compare_table.unavailable(rows),
@@ -264,42 +249,18 @@ def _checkpoints(checkpoints: Mapping[Path, Record]) -> Table | None:
     return ["checkpoint", "step", "completed epochs", "test accuracy", "size"], rows
 
 
-def _timeline(path: Path, facts: Record) -> dict[str, Any]:
-    """Return heading, verdict and tables of a timeline."""
-    file, steps = facts["file"], facts["steps"]
-    head = f"{file['events']:,} events in {duration(facts['seconds'])}"
-    states: Table | None = None
-    if steps:
-        head += f", {steps['whole']:,} complete steps, {duration(steps['seconds']['median'])} each"
-        names = {"neither": "neither: computing, data"}
-        rows = [
-            [names.get(name, name), duration(state["median"]), percent(state["share"])]
-            for name, state in steps["states"].items()
-        ]
-        states = ["state of rank 0", "median per step", "share"], rows
+def _timeline(path: Path, facts: TimelineFacts) -> dict[str, Any]:
+    """Return heading, verdict and tables of a timeline.
+
+    With its response cache enabled, Horovod records lateness only in the first steps, which start
+    late and are not representative.
+    """
+    tables = [timeline_report.states(facts)]
+    tables += [timeline_report.lateness(facts)] if facts.lateness.recorded else []
+    head = timeline_report.head(facts)
     return {
         "path": printable(path),
         "head": head,
-        "verdict": [(finding["text"], finding["advice"]) for finding in facts["verdict"]],
-        "tables": [table for table in (states, _lateness(facts["lateness"])) if table],
+        "verdict": facts.verdict,
+        "tables": tables,
     }
-
-
-def _lateness(lateness: Record) -> Table | None:
-    """Return the lateness of the ranks; None if the file does not show it for most steps.
-
-    With its response cache enabled, Horovod records it only in the first steps, which start late
-    and are not representative.
-    """
-    if not lateness["told"]:
-        return None
-    rows = [
-        [
-            str(row["rank"]),
-            percent(row["late_steps_share"]) + " of steps",
-            duration(row["late_in_step_seconds"]["median"]),
-            duration(row["cost_seconds"]),
-        ]
-        for row in lateness["ranks"]
-    ]
-    return ["rank", "last to be ready", "median lateness", "total cost"], rows

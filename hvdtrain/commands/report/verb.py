@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import printable
 from hvdtrain.system.runtime import terminal
@@ -41,10 +41,12 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError(f"{folder}: no such directory")
     with terminal.working(f"reading {printable(folder)}"):
         from hvdtrain.commands.report.find import look  # imported here to keep --help fast
-        from hvdtrain.commands.report.page import write
+        from hvdtrain.commands.report.page import render
+        from hvdtrain.system.output.page import write
 
         contents = look(folder)
-    if contents.is_empty:
+    counts = contents.counts()
+    if not any(counts.values()):
         left_out = f". Left out: {printable('; '.join(contents.notes))}" if contents.notes else ""
         raise UsageError(
             f"{folder}: no results of a run or a study. A report needs a summary "
@@ -54,8 +56,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         )
     target = arguments.html or folder / NAME
     with terminal.working(f"writing {printable(target)}"):
-        write(target, contents)
-    counts = contents.counts()
+        write(target, render(contents))
     names = {**{name: name for name in counts}, "courses": "training curves"}
     shown = ", ".join(f"{names[name]}: {number}" for name, number in counts.items() if number)
     lines = [f"{target}: {shown}", *(f"left out: {note}" for note in contents.notes)]

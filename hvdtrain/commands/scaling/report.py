@@ -26,7 +26,7 @@ from hvdtrain.commands.study import curves
 from hvdtrain.commands.study.curves import Evaluation, Target
 from hvdtrain.commands.study.engine import CURVES, file_path, make_folder, run_stem
 from hvdtrain.system.files import replacing
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import Table, entry, known, message, paragraph, table
 from hvdtrain.system.output.text import duration, number, plural, size
 

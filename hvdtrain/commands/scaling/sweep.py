@@ -45,7 +45,7 @@ from hvdtrain.config.declare import option
 from hvdtrain.config.values import counts, positive
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural
 
 log = logging.getLogger(__name__)

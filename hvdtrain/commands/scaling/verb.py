@@ -9,7 +9,7 @@ from hvdtrain.commands.scaling.sweep import ScalingOptions, make_sweep, submit_s
 from hvdtrain.commands.study.engine import NO_COMMAND
 from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt

@@ -26,7 +26,7 @@ from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.machine.threads import equal_threads
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import about, duration, number, plural, printable
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run

@@ -22,7 +22,7 @@ from hvdtrain.commands.submit.script import script_text
 from hvdtrain.commands.submit.site import Site, check_limits, load_site
 from hvdtrain.commands.submit.slurm import Slurm
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.runtime.command import NOT_FOUND, run
 from hvdtrain.system.runtime.walltime import show_clock
 

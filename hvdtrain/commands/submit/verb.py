@@ -6,7 +6,7 @@ import argparse
 
 from hvdtrain.commands.submit.job import add_job_options, job_of
 from hvdtrain.commands.submit.submission import submit
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 
 EPILOG = """example:
   hvdtrain submit --nodes 2 --ppn 4 --walltime 1:00:00 -- python -m hvdtrain.resnet --synthetic

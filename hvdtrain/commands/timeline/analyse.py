@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -18,16 +19,51 @@ from hvdtrain.commands.timeline.events import (
     Fusion,
     Phase,
     Rows,
+    Sample,
     Tensor,
 )
 from hvdtrain.commands.timeline.read import EARLIEST, LATEST, Event, has_time
 from hvdtrain.commands.timeline.steps import Steps, StepTotals, is_tie
-from hvdtrain.commands.timeline.streaming_stats import Sample, StateHistory
 
 # Errors caused by malformed events.
 _MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError)
 NO_TIME = "invalid time"
 MAX_RECORDED = 150_000  # bars and ticks; a browser draws this number smoothly
+
+
+BINS = 1 << 10  # number of intervals of a history
+
+
+class StateHistory:
+    """Time by state, in equal intervals of the time of a file.
+
+    Beyond ``BINS`` intervals, neighbours are merged in pairs. Times count from 0.
+    """
+
+    def __init__(self, states: int) -> None:
+        self.width = 10.0  # of an interval, in the unit of the times (microseconds)
+        self.border = self.width  # end of the current interval
+        self._sums: list[list[float]] = []  # time by state up to the end of each interval
+        self._states = states
+
+    def extend(self, sums: list[float], state: int, since: float, time: float) -> None:
+        """Complete the intervals that end by ``time``; call when ``time >= border``.
+
+        ``sums`` is the time by state up to ``since``, when ``state`` began.
+        """
+        while self.border <= time:
+            self._sums.append(list(sums))
+            self._sums[-1][state] += self.border - since
+            if len(self._sums) > BINS:
+                self._sums = self._sums[1::2]
+                self.width *= 2
+            self.border = (len(self._sums) + 1) * self.width
+
+    def columns(self, sums: list[float]) -> list[list[float]]:
+        """Return the time by state and interval; ``sums``: time by state up to the end."""
+        edges = [[0.0] * self._states, *self._sums, sums]
+        pairs = list(itertools.pairwise(edges))
+        return [[after[s] - before[s] for before, after in pairs] for s in range(self._states)]
 
 
 class Recorder:

@@ -23,14 +23,14 @@ first beginning to the last end of them, without the copies around it.
 from __future__ import annotations
 
 import re
+import statistics
+from array import array
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from hvdtrain.commands.timeline.streaming_stats import Sample
-
-Facts = dict[str, Any]
-"""Plain data, serializable as JSON."""
+MICRO = 1e-6
+KEPT = 1 << 13  # number of values kept of a sample
 
 # The phases of a tensor, in order of time.
 NEGOTIATE, OPERATION, SET_UP = "negotiate", "operation", "set-up"
@@ -91,6 +91,64 @@ def bytes_of(dtype: str, shape: str) -> int:
     if sum(map(len, sizes)) > MAX_DIGITS:
         return 0
     return _SIZES.get(dtype, 0) * prod(map(int, sizes))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Statistics of a sample of times, in seconds."""
+
+    median: float
+    mean: float
+    total: float
+
+
+class Sample:
+    """Count, sum and maximum of a stream of values, and its quantiles.
+
+    Quantiles are exact up to 8,192 values. Beyond, every second value is dropped, repeatedly: an
+    even, deterministic selection of the whole stream.
+    """
+
+    __slots__ = ("_every", "_kept", "count", "maximum", "total")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.maximum = 0.0  # 0 if there are no values
+        self._every = 1
+        self._kept = array("d")
+
+    def add(self, value: float) -> None:
+        """Add a value, 0 or more."""
+        if self.count % self._every == 0:
+            self._kept.append(value)
+            if len(self._kept) > KEPT:
+                self._kept = self._kept[::2]
+                self._every *= 2
+        self.count += 1
+        self.total += value
+        if value > self.maximum:
+            self.maximum = value
+
+    @property
+    def mean(self) -> float:
+        """Return the mean; 0 if there are no values."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, fraction: float) -> float:
+        """Return the quantile for ``fraction``; 0 if there are no values."""
+        ordered = sorted(self._kept)
+        return ordered[int(fraction * (len(ordered) - 1))] if ordered else 0.0
+
+    @property
+    def times(self) -> Times:
+        """Return the statistics in seconds, of values in microseconds."""
+        return Times(self.median * MICRO, self.mean * MICRO, self.total * MICRO)
+
+    @property
+    def median(self) -> float:
+        """Return the median; 0 if there are no values."""
+        return statistics.median(self._kept) if self._kept else 0.0
 
 
 @dataclass(slots=True, eq=False)

@@ -5,80 +5,212 @@ All times are seconds. ``events`` and ``steps`` define the numbers.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from math import inf
-from pathlib import Path
+from typing import Any
 
-from hvdtrain.commands.timeline.analyse import Analysis, Recorder
+from hvdtrain.commands.timeline.analyse import Analysis
 from hvdtrain.commands.timeline.events import (
-    BYTES,
-    COMMUNICATING,
-    COUNT,
     KINDS,
+    MICRO,
     NEGOTIATE,
     OPERATION,
-    SMALL_TIME,
     STATES,
-    TIME,
-    Cell,
-    Facts,
     Phase,
     Tensor,
 )
-from hvdtrain.commands.timeline.read import Reading, timeline
-from hvdtrain.commands.timeline.steps import Steps
-from hvdtrain.commands.timeline.streaming_stats import Sample
-from hvdtrain.commands.timeline.verdict import verdict
-from hvdtrain.errors import UsageError
+from hvdtrain.commands.timeline.read import Reading
+from hvdtrain.commands.timeline.steps import LatenessFacts, StepFacts, Steps
 
-log = logging.getLogger(__name__)
-
-MICRO = 1e-6
+# Keys of the JSON that differ from the fields.
+JSON_KEYS = {"recorded": "told", "before": "one", "after": "other", "per_step": "a_step"}
 TENSORS = 200  # rows of the table of tensors, and of that of open tensors
-PROGRESS_INTERVAL = 5.0  # seconds between two progress messages
 
 
-def facts(reading: Reading, analysis: Analysis, window: tuple[float, float] | None = None) -> Facts:
-    """Return the facts of the file, within ``window`` (seconds)."""
-    low, high = window or (0.0, inf)
+@dataclass(frozen=True)
+class FileFacts:
+    """The file: its size, and what is damaged, unknown or open in it."""
+
+    path: str
+    bytes: int
+    events: int
+    recorded_at: str | None  # UTC
+    first: float  # time of the first event on the clock of the file, microseconds
+    begin: float  # of the slice, after the first event
+    cut: bool
+    closed: bool
+    skipped_bytes: int
+    files: int  # consecutive timelines in it
+    unfamiliar: dict[str, int]  # events by kind
+    headless_events: int
+    bars_begin: bool
+    open_bars: int
+    open_tensors: int
+    slice: tuple[float, float | None] | None
+
+
+@dataclass(frozen=True)
+class OpenTensor:
+    """A tensor that is open at the end of the file.
+
+    ``since`` counts from the first event. ``ready`` and ``missing`` are the ranks that have
+    submitted the tensor and those that have not, of the ranks anywhere in the file; both are None
+    if unknown: the negotiation has ended, or Horovod's response cache was on.
+    """
+
+    tensor: str
+    phase: str
+    kind: str
+    since: float
+    seconds: float
+    ready: list[int] | None
+    missing: list[int] | None
+
+
+@dataclass(frozen=True)
+class PhaseFacts:
+    """All bars of one name."""
+
+    kind: str
+    name: str
+    bars: int
+    seconds: float
+    a_step_seconds: float | None  # mean per whole step; None: it is in none of them
+    tensor_seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveFacts:
+    """Number of tensors of one kind of collective."""
+
+    name: str
+    negotiated: int
+    carried_out: int
+
+
+@dataclass(frozen=True)
+class OperationFacts:
+    """All operations of one implementation."""
+
+    name: str
+    count: int
+    tensors: int
+    tensors_mean: float
+    bytes: int
+    bytes_mean: float
+    bytes_median: float
+    seconds: float
+    seconds_median: float
+    small_seconds: float
+
+
+@dataclass(frozen=True)
+class CycleFacts:
+    """Horovod's cycles."""
+
+    count: int
+    configured_estimate_seconds: float
+    median_seconds: float
+    longest_seconds: float
+    with_work: int
+    operations_per_cycle: float | None
+    tensors_per_cycle: float | None
+    bytes_per_cycle: float | None
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor's times in negotiation and operation together, and by phase."""
+
+    name: str
+    times: int
+    bytes: int
+    seconds: float
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TimelineFinding:
+    """One cause of lost time; ``kind`` is a key of ``verdict.HEADS``."""
+
+    kind: str
+    seconds: float
+    share: float  # of the time of the whole steps
+    text: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class TimelineFacts:
+    """Everything that is known of a timeline."""
+
+    file: FileFacts
+    seconds: float
+    ranks: int | None
+    states: dict[str, float]
+    steps: StepFacts | None
+    lateness: LatenessFacts
+    open: list[OpenTensor]
+    phases: list[PhaseFacts]
+    collectives: list[CollectiveFacts]
+    operations: list[OperationFacts]
+    cycles: CycleFacts | None
+    tensor_rows: int
+    tensors: list[TensorFacts]
+    verdict: Sequence[TimelineFinding] = ()
+
+
+def to_json(facts: Any) -> dict[str, Any]:
+    """Return a dataclass of this command as in ``--json``."""
+
+    def renamed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {JSON_KEYS.get(name, name): value for name, value in pairs}
+
+    return asdict(facts, dict_factory=renamed)
+
+
+def make_facts(
+    reading: Reading, analysis: Analysis, window: tuple[float, float] | None = None
+) -> TimelineFacts:
+    """Return the facts of the file, within ``window`` (seconds), without the verdict."""
     open_tensors = [tensor for tensor in analysis.tensors.values() if tensor.bars]
-    origin = reading.first or 0
-    return {
-        "file": {
-            "path": str(reading.path),
-            "bytes": reading.size,
-            "events": analysis.events,
-            "recorded_at": _moment(reading),
-            "first": origin,
-            "begin": ((analysis.first or 0) - origin) * MICRO,
-            "cut": reading.cut,
-            "closed": reading.closed,
-            "skipped_bytes": reading.skipped,
-            "files": max(1, reading.files),
-            "unfamiliar": dict(analysis.unfamiliar),
-            "headless_events": analysis.headless,
-            "bars_begin": bool(analysis.rows.phases),
-            "open_bars": sum(len(tensor.bars) for tensor in open_tensors),
-            "open_tensors": len(open_tensors),
-            "slice": [low, None if high == inf else high] if window else None,
-        },
-        "seconds": sum(analysis.times) * MICRO,
-        "ranks": len(analysis.ranks) or None,
-        "states": dict(zip(STATES, (t * MICRO for t in analysis.times), strict=True)),
-        "steps": _steps(analysis, origin),
-        "lateness": _lateness(analysis),
-        "open": _open(open_tensors, analysis, origin),
-        "phases": _phases(analysis),
-        "collectives": _collectives(analysis),
-        "operations": _operations(analysis),
-        "cycles": _cycles(analysis),
-        "tensor_rows": len(analysis.rows.by_name),
-        "tensors": _tensors(analysis),
-    }
+    phases, origin = _phases(analysis), reading.first or 0
+    negotiations = sum(row.bars for row in phases if row.kind == NEGOTIATE)
+    return TimelineFacts(
+        file=FileFacts(
+            path=str(reading.path),
+            bytes=reading.size,
+            events=analysis.events,
+            recorded_at=_moment(reading),
+            first=origin,
+            begin=((analysis.first or 0) - origin) * MICRO,
+            cut=reading.cut,
+            closed=reading.closed,
+            skipped_bytes=reading.skipped,
+            files=max(1, reading.files),
+            unfamiliar=dict(analysis.unfamiliar),
+            headless_events=analysis.headless,
+            bars_begin=bool(analysis.rows.phases),
+            open_bars=sum(len(tensor.bars) for tensor in open_tensors),
+            open_tensors=len(open_tensors),
+            slice=window and (window[0], None if window[1] == inf else window[1]),
+        ),
+        seconds=sum(analysis.times) * MICRO,
+        ranks=len(analysis.ranks) or None,
+        states=dict(zip(STATES, (t * MICRO for t in analysis.times), strict=True)),
+        steps=analysis.steps.facts(origin),
+        lateness=analysis.steps.lateness_facts(negotiations),
+        open=_open(open_tensors, analysis, origin),
+        phases=phases,
+        collectives=_collectives(phases),
+        operations=_operations(analysis),
+        cycles=_cycles(analysis),
+        tensor_rows=len(analysis.rows.by_name),
+        tensors=_tensors(analysis),
+    )
 
 
 def _moment(reading: Reading) -> str | None:
@@ -92,29 +224,26 @@ def _moment(reading: Reading) -> str | None:
     return moment.isoformat(timespec="milliseconds")
 
 
-def _cells(analysis: Analysis) -> Iterator[Cell]:
-    return (cell for row in analysis.rows.by_name.values() for cell in row.cells.values())
-
-
-def _phases(analysis: Analysis) -> list[Facts]:
+def _phases(analysis: Analysis) -> list[PhaseFacts]:
     counts: Counter[Phase] = Counter()
     totals: defaultdict[Phase, float] = defaultdict(float)
-    for cell in _cells(analysis):
-        counts[cell.phase] += cell.count
-        totals[cell.phase] += cell.total
-    rows = [
-        {
-            "kind": phase.kind,
-            "name": phase.name,
-            "bars": counts[phase],
-            "seconds": phase.wall * MICRO,
-            "a_step_seconds": _per_step(phase, analysis.steps),
-            "tensor_seconds": totals[phase] * MICRO,
-        }
+    for row in analysis.rows.by_name.values():
+        for cell in row.cells.values():
+            counts[cell.phase] += cell.count
+            totals[cell.phase] += cell.total
+    facts = [
+        PhaseFacts(
+            kind=phase.kind,
+            name=phase.name,
+            bars=counts[phase],
+            seconds=phase.wall * MICRO,
+            a_step_seconds=_per_step(phase, analysis.steps),
+            tensor_seconds=totals[phase] * MICRO,
+        )
         for phase in analysis.rows.phases.values()
         if counts[phase]
     ]
-    return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), -row["seconds"]))
+    return sorted(facts, key=lambda facts: (KINDS.index(facts.kind), -facts.seconds))
 
 
 def _per_step(phase: Phase, steps: Steps) -> float | None:
@@ -125,61 +254,59 @@ def _per_step(phase: Phase, steps: Steps) -> float | None:
     return wall / count * MICRO
 
 
-def _collectives(analysis: Analysis) -> list[Facts]:
+def _collectives(phases: Sequence[PhaseFacts]) -> list[CollectiveFacts]:
     """Count the tensors negotiated and carried out, per kind of collective."""
     negotiated: Counter[str] = Counter()
     executed: Counter[str] = Counter()
-    for row in _phases(analysis):
-        if row["kind"] == NEGOTIATE:
-            negotiated[row["name"].removeprefix("NEGOTIATE_")] += row["bars"]
-        elif row["kind"] == OPERATION:
-            executed[row["name"]] += row["bars"]
-    return [
-        {"name": name, "negotiated": negotiated[name], "carried_out": executed[name]}
-        for name in sorted({*negotiated, *executed})
-    ]
+    for row in phases:
+        if row.kind == NEGOTIATE:
+            negotiated[row.name.removeprefix("NEGOTIATE_")] += row.bars
+        elif row.kind == OPERATION:
+            executed[row.name] += row.bars
+    names = sorted({*negotiated, *executed})
+    return [CollectiveFacts(name, negotiated[name], executed[name]) for name in names]
 
 
-def _operations(analysis: Analysis) -> list[Facts]:
+def _operations(analysis: Analysis) -> list[OperationFacts]:
     return [
-        {
-            "name": name,
-            "count": operations.tensors.count,
-            "tensors": int(operations.tensors.total),
-            "tensors_mean": operations.tensors.mean,
-            "bytes": int(operations.nbytes.total),
-            "bytes_mean": operations.nbytes.mean,
-            "bytes_median": operations.nbytes.median,
-            "seconds": operations.microseconds.total * MICRO,
-            "seconds_median": operations.microseconds.median * MICRO,
-            "small_seconds": operations.small * MICRO,
-        }
+        OperationFacts(
+            name=name,
+            count=operations.tensors.count,
+            tensors=int(operations.tensors.total),
+            tensors_mean=operations.tensors.mean,
+            bytes=int(operations.nbytes.total),
+            bytes_mean=operations.nbytes.mean,
+            bytes_median=operations.nbytes.median,
+            seconds=operations.microseconds.total * MICRO,
+            seconds_median=operations.microseconds.median * MICRO,
+            small_seconds=operations.small * MICRO,
+        )
         for name, operations in sorted(analysis.fusion.operations.items())
     ]
 
 
-def _cycles(analysis: Analysis) -> Facts | None:
+def _cycles(analysis: Analysis) -> CycleFacts | None:
     """Return Horovod's cycles; None if they are not marked in the file."""
     cycles, busy = analysis.cycles, analysis.fusion.busy_cycles
     if not cycles.count:
         return None
     operations = analysis.fusion.operations.values()
-    return {
-        "count": cycles.count,
+    return CycleFacts(
+        count=cycles.count,
         # No cycle is shorter than HOROVOD_CYCLE_TIME: idle cycles take as long, busy ones longer.
-        "configured_estimate_seconds": cycles.quantile(0.01) * MICRO,
-        "median_seconds": cycles.median * MICRO,
-        "longest_seconds": cycles.maximum * MICRO,
-        "with_work": busy,
-        "operations_per_cycle": sum(o.tensors.count for o in operations) / busy if busy else None,
-        "tensors_per_cycle": sum(o.tensors.total for o in operations) / busy if busy else None,
-        "bytes_per_cycle": sum(o.nbytes.total for o in operations) / busy if busy else None,
-    }
+        configured_estimate_seconds=cycles.quantile(0.01) * MICRO,
+        median_seconds=cycles.median * MICRO,
+        longest_seconds=cycles.maximum * MICRO,
+        with_work=busy,
+        operations_per_cycle=sum(o.tensors.count for o in operations) / busy if busy else None,
+        tensors_per_cycle=sum(o.tensors.total for o in operations) / busy if busy else None,
+        bytes_per_cycle=sum(o.nbytes.total for o in operations) / busy if busy else None,
+    )
 
 
-def _tensors(analysis: Analysis) -> list[Facts]:
-    """Return the tensors that took the most time, in negotiation and operation together."""
-    rows: list[Facts] = []
+def _tensors(analysis: Analysis) -> list[TensorFacts]:
+    """Return the tensors that took the most time."""
+    rows = []
     for row in analysis.rows.by_name.values():
         outer = [c for c in row.cells.values() if c.phase.kind in (NEGOTIATE, OPERATION)]
         times = max((cell.count for cell in outer), default=0)
@@ -188,140 +315,27 @@ def _tensors(analysis: Analysis) -> list[Facts]:
             for cell in row.cells.values():
                 kind = cell.phase.kind
                 phases[kind] = phases.get(kind, 0.0) + cell.total * MICRO
-            total = sum(cell.total * MICRO for cell in outer)
-            fields = {"name": row.name, "times": times, "bytes": row.nbytes, "seconds": total}
-            rows.append({**fields, "phases": phases})
-    return sorted(rows, key=lambda row: row["seconds"], reverse=True)[:TENSORS]
+            seconds = sum(cell.total * MICRO for cell in outer)
+            rows.append(TensorFacts(row.name, times, row.nbytes, seconds, phases))
+    return sorted(rows, key=lambda row: row.seconds, reverse=True)[:TENSORS]
 
 
-def _sample(sample: Sample) -> dict[str, float]:
-    return {name: getattr(sample, name) * MICRO for name in ("median", "mean", "total")}
-
-
-def _steps(analysis: Analysis, origin: float) -> Facts | None:
-    """Return the whole steps, times since ``origin``; None if there are none."""
-    steps = analysis.steps
-    if not steps.lengths.count:
-        return None
-    total = steps.lengths.total
-    states = zip(STATES, steps.states, strict=True)
-    communicating = steps.states[COMMUNICATING].total
-    overlapped = steps.overlapped.total
-    operations = steps.step_totals.operations
-    return {
-        "seen": steps.number,
-        "whole": steps.lengths.count,
-        "seconds": _sample(steps.lengths),
-        "states": {name: {**_sample(s), "share": s.total / total} for name, s in states},
-        "overlap": {
-            "overlapped_seconds": overlapped * MICRO,
-            "exposed_seconds": (communicating - overlapped) * MICRO,
-            "overlapped_share": overlapped / communicating if communicating else None,
-        },
-        "operations": {
-            "count": int(operations[COUNT]),
-            "bytes": int(operations[BYTES]),
-            "seconds": operations[TIME] * MICRO,
-            "small_seconds": operations[SMALL_TIME] * MICRO,
-        },
-        "slowest": [
-            {
-                "step": step.number,
-                "start": (step.start - origin) * MICRO,
-                "seconds": step.length * MICRO,
-                "late_rank": None if step.late_rank is None else int(step.late_rank),
-                "late_seconds": step.late * MICRO,
-            }
-            for step in sorted(steps.slowest, reverse=True)
-        ],
-    }
-
-
-def _lateness(analysis: Analysis) -> Facts:
-    """Return how late the ranks were, rank by rank."""
-    steps = analysis.steps
-    lateness = steps.lateness if steps.lateness.negotiations else steps.start_up
-    negotiated = sum(cell.count for cell in _cells(analysis) if cell.phase.kind == NEGOTIATE)
-    none = Sample()
-    rows = []
-    for rank in sorted(lateness.behind, key=int):
-        step, negotiation = steps.late.get(rank, none), lateness.late.get(rank, none)
-        rows.append(
-            {
-                "rank": int(rank),
-                "late_steps": step.count,
-                "late_steps_share": step.count / steps.ticked if steps.ticked else None,
-                "late_in_step_seconds": _sample(step),
-                "cost_seconds": step.total * MICRO,
-                "late_negotiations": negotiation.count,
-                "late_negotiations_share": negotiation.count / lateness.negotiations,
-                "late_in_negotiation_seconds": _sample(negotiation),
-                "behind_first_seconds": lateness.behind[rank] / lateness.negotiations * MICRO,
-            }
-        )
-    return {
-        "negotiations": negotiated,
-        "with_ticks": steps.lateness.negotiations + steps.start_up.negotiations,
-        "steps_with_ticks": steps.ticked,
-        # With its response cache on, Horovod records ticks in the first steps only.
-        "told": bool(rows) and steps.ticked > 0 and 2 * steps.ticked >= steps.lengths.count,
-        "cost_seconds": sum(row["cost_seconds"] for row in rows),
-        "spread_seconds": _sample(steps.spread),
-        "ranks": rows,
-    }
-
-
-def _open(tensors: Sequence[Tensor], analysis: Analysis, origin: float) -> list[Facts]:
-    """Return a row per open tensor, the longest open first.
-
-    ``since`` counts from ``origin``. ``ready`` and ``missing`` are the ranks that have submitted
-    the tensor and those that have not, of the ranks anywhere in the file; both are None if
-    unknown: the negotiation has ended, or Horovod's response cache was on.
-    """
+def _open(tensors: Sequence[Tensor], analysis: Analysis, origin: float) -> list[OpenTensor]:
+    """Return a row per open tensor, the longest open first."""
     seen = {int(rank) for rank in analysis.ranks}
     rows = []
     for tensor in sorted(tensors, key=lambda tensor: tensor.bars[-1][1])[:TENSORS]:
         cell, since = tensor.bars[-1]
         phase = cell.phase
         ready = {int(rank) for _, rank in tensor.ticks} if phase.kind == NEGOTIATE else set()
-        rows.append(
-            {
-                "tensor": tensor.row.name,
-                "phase": phase.name,
-                "kind": phase.kind,
-                "since": (since - origin) * MICRO,
-                "seconds": (analysis.last - since) * MICRO,
-                "ready": sorted(ready) if ready else None,
-                "missing": sorted(seen - ready) if ready else None,
-            }
+        row = OpenTensor(
+            tensor=tensor.row.name,
+            phase=phase.name,
+            kind=phase.kind,
+            since=(since - origin) * MICRO,
+            seconds=(analysis.last - since) * MICRO,
+            ready=sorted(ready) if ready else None,
+            missing=sorted(seen - ready) if ready else None,
         )
+        rows.append(row)
     return rows
-
-
-def analyse(
-    path: Path, span: tuple[float, float] | None = None, recorder: Recorder | None = None
-) -> tuple[Facts, Analysis]:
-    """Return the facts of the timeline at ``path``, with the verdict.
-
-    Args:
-        path: the file, gzipped or not.
-        span: time range to analyse, in seconds since the first event.
-        recorder: receives all bars and steps.
-
-    Raises:
-        UsageError: the file cannot be read, or is not a Horovod timeline.
-    """
-    reading, analysis = Reading(path), Analysis(recorder)
-    reported = time.monotonic()
-    for events in timeline(reading, span):
-        analysis.feed(events)
-        if time.monotonic() - reported > PROGRESS_INTERVAL:
-            reported = time.monotonic()
-            log.info("%s: %.0f of %.0f MB", path, reading.position / 1e6, path.stat().st_size / 1e6)
-    analysis.finish()
-    negotiated = any(phase.kind == NEGOTIATE for phase in analysis.rows.phases.values())
-    from_horovod = reading.files or negotiated or analysis.cycle is not None or span
-    if analysis.events and not from_horovod:
-        raise UsageError(f"{path} is not a Horovod timeline: its trace events are another tool's")
-    results = facts(reading, analysis, span)
-    return {**results, "verdict": verdict(results)}, analysis

@@ -2,15 +2,15 @@
 
 Horovod (``horovod/common/timeline.cc``) writes one JSON array of trace events. All but the
 metadata are on a single long line, tensor names are not escaped, and a run that is killed leaves
-the array unterminated. So a file may end at any byte or in a comma, and contain several arrays or
-blocks of zeros; everything readable is read. Memory is bounded by the chunk size.
+the array unterminated. So a file may end at any byte or in a comma, and contain several arrays;
+other damage costs the events in which it is. Memory is bounded by the chunk size.
 
-msgspec parses a whole chunk of events at once, which is fast. Only a damaged chunk is searched
-event by event.
+A whole chunk of events is parsed at once, which is fast; only a damaged one is split into events.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import zlib
@@ -26,27 +26,25 @@ from hvdtrain.system.files import replacing
 
 CHUNK = 1 << 15  # bytes read at once: the events parsed from them fit into the processor's cache
 MAX_HEADER = 1 << 20  # bytes without an event, after which a file is no timeline
-MAX_OBJECT = 1 << 16  # bytes; an unterminated object of this length is damaged, not cut by a chunk
-MAX_OTHER_OBJECTS = 500  # consecutive objects that are no events: the buffer is searched no further
+MAX_EVENT = 1 << 16  # bytes; longer ones are skipped
 SEPARATORS = (b"},{", b"},\n{", b"}, {")  # between two events, in Horovod's and others' files
 EARLIEST, LATEST = -(2**63), 2**63  # microseconds; Horovod writes 64 bits
-FILLER = " \t\r\n,[]"  # characters allowed between events
+FILLER = b" \t\r\n,[]"  # allowed between events, at the beginning and at the end
 
 PREAMBLE = "start_time_since_epoch_in_micros"
 
-_PREAMBLE = PREAMBLE.encode()
 Event = dict[str, Any]
 
 TENSORS = 10_000_000  # tensor numbers reserved for each timeline of a file
 
+# Between two events, or where another array begins in the middle of one.
+_BETWEEN = re.compile(rb"(?<=\})[\s,\[\]]*(?=\{)|\[\s*(?=\{)")
 # A tensor's name as Horovod writes it: unescaped quotes or backslashes make it invalid JSON.
 _NAMING = re.compile(
-    r'\{"name": "process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.{0,4096}?)"\}\}'
-    r"(?=[,\s\]]*(?:\{|$))",
-    re.DOTALL,
+    rb'\{"name": "process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.*)"\}\}', re.DOTALL
 )
 _END = re.compile(rb"\}[\s,]*\]\s*\Z")
-_decoder = json.JSONDecoder(strict=False)  # accepts control characters in names
+_decoder = msgspec.json.Decoder(list[Event])
 
 
 @dataclass
@@ -143,7 +141,8 @@ def chunks(reading: Reading) -> Iterator[tuple[list[Event], bool]]:
         buffer = rest + data
         reading.closed = last and _END.search(buffer) is not None
         events, rest = _parse(buffer, reading, last=last)
-        if not any_events and not events and (last or reading.size > MAX_HEADER):
+        any_events = any_events or any("ph" in event for event in events)
+        if not any_events and (last or reading.size > MAX_HEADER):
             if last and _is_beginning(buffer):
                 return
             raise UsageError(
@@ -151,8 +150,7 @@ def chunks(reading: Reading) -> Iterator[tuple[list[Event], bool]]:
                 "--timeline FILE of hvdtrain's trainers, to record one"
             )
         if events:
-            any_events = True
-            yield events, _PREAMBLE in buffer
+            yield events, PREAMBLE.encode() in buffer
 
 
 def _is_beginning(buffer: bytes) -> bool:
@@ -189,85 +187,43 @@ def _blocks(reading: Reading) -> Iterator[tuple[bytes, bool]]:
 
 def _inflated(file: IO[bytes], reading: Reading) -> Iterator[bytes]:
     """Yield the decompressed content of a gzipped file, up to any damage."""
-    unpacker = zlib.decompressobj(wbits=31)
-    in_member = False
-    while packed := file.read(CHUNK):
-        while packed:
-            try:
-                data = unpacker.decompress(packed, CHUNK)
-            except zlib.error:
-                reading.cut = True
-                return
-            in_member = True
-            if data:
+    with gzip.open(file) as unpacked:
+        try:
+            while data := unpacked.read1(CHUNK):
                 yield data
-            packed = unpacker.unconsumed_tail
-            if unpacker.eof:  # another gzip member may follow
-                packed, in_member = unpacker.unused_data, False
-                unpacker = zlib.decompressobj(wbits=31)
-    reading.cut = reading.cut or in_member
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            reading.cut = True
 
 
 def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event], bytes]:
     """Return the events in ``buffer``, and its last bytes: the beginning of the next event."""
     cut = len(buffer) if last else max(buffer.rfind(mark) for mark in SEPARATORS) + 1
-    piece = buffer[:cut].lstrip(b" \t\r\n,[").rstrip(b" \t\r\n,]")
+    piece, rest = buffer[:cut].strip(FILLER), buffer[cut:]
+    if len(rest) > MAX_EVENT:
+        reading.skipped += len(rest)
+        rest = b""
     try:
-        events = msgspec.json.decode(b"[" + piece + b"]")
+        return _decoder.decode(b"[" + piece + b"]"), rest
     except (ValueError, RecursionError):
-        events = None
-    if events and set(map(type, events)) == {dict} and "ph" in events[0]:
-        return events, buffer[cut:]
-    return _search(buffer, reading, last=last)
+        return _intact(_BETWEEN.split(piece), reading, last=last), rest
 
 
-def _search(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event], bytes]:
-    """Parse ``buffer`` like ``_parse``, but object by object, skipping anything else."""
-    text = buffer.decode("utf-8", "surrogateescape")
-    clean = re.sub("[\ud800-\udfff]", "\ufffd", text)  # same length as the text
+def _intact(pieces: list[bytes], reading: Reading, *, last: bool) -> list[Event]:
+    """Return the events that can be parsed, and count the bytes of the others."""
     events: list[Event] = []
-    done, skipped_objects = 0, 0  # end of the last event, number of objects after it
-    start = text.find("{")
-    while start >= 0:
-        object_events, end = _object(clean, start)
-        if end == start and not last and len(text) - start < MAX_OBJECT:
-            break  # perhaps only cut by the end of the buffer
-        skipped_objects += 1
-        if object_events:
-            reading.skipped += _count_invalid(text[done:start])
-            events += object_events
-            done, skipped_objects = end, 0
-        start = text.find("{", max(end, start + 1)) if skipped_objects < MAX_OTHER_OBJECTS else -1
-    if start >= 0:
-        reading.skipped += _count_invalid(text[done:start])
-        return events, text[start:].encode("utf-8", "surrogateescape")
-    tail = text[done:]
-    if last and "{" in tail and len(tail) < MAX_OBJECT:
-        reading.cut = True
-    else:
-        reading.skipped += _count_invalid(tail)
-    return events, b""
-
-
-def _object(text: str, start: int) -> tuple[list[Event], int]:
-    """Return the events in the object at ``start``, and its end; ``start`` if unterminated."""
-    try:
-        value, end = _decoder.raw_decode(text, start)
-    except (ValueError, RecursionError):
-        naming = _NAMING.match(text, start)
-        if naming is None:
-            return [], start
-        name = {"name": naming[2]}
-        event = {"name": "process_name", "ph": "M", "pid": int(naming[1]), "args": name}
-        return [event], naming.end()
-    inner = value.get("traceEvents", [value])  # an object around the array is a valid form too
-    events = inner if isinstance(inner, list) else []
-    return [event for event in events if isinstance(event, dict) and "ph" in event], end
-
-
-def _count_invalid(text: str) -> int:
-    """Count the characters of ``text``, from between two events, that are not filler."""
-    return len(text.strip(FILLER))
+    for number, piece in enumerate(pieces, 1):
+        try:
+            events += _decoder.decode(b"[" + piece + b"]")
+        except (ValueError, RecursionError):
+            if naming := _NAMING.fullmatch(piece):
+                name = {"name": naming[2].decode(errors="replace")}
+                event = {"name": "process_name", "ph": "M", "pid": int(naming[1]), "args": name}
+                events.append(event)
+            elif last and number == len(pieces):
+                reading.cut = True
+            else:
+                reading.skipped += len(piece)
+    return events
 
 
 def has_time(event: Any) -> bool:
@@ -345,9 +301,5 @@ def _ends(open_bars: dict[Any, int], time: float, counts: Repaired) -> Iterator[
 def _encode(event: Event) -> bytes:
     try:
         return msgspec.json.encode(event)
-    except (
-        TypeError,
-        OverflowError,
-        ValueError,
-    ):  # a lone surrogate in a name, or a number of more than 64 bits
+    except OverflowError:  # a number of more than 64 bits
         return json.dumps(event).encode()

@@ -26,12 +26,19 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from hvdtrain.commands.timeline.events import COMMUNICATING, Phase, Tensor
-from hvdtrain.commands.timeline.streaming_stats import Sample
+from hvdtrain.commands.timeline.events import (
+    COMMUNICATING,
+    MICRO,
+    STATES,
+    Phase,
+    Sample,
+    Tensor,
+    Times,
+)
 
 SLOWEST = 5  # number of steps listed individually
 UNRESOLVED = 1000.0  # microseconds: the default of HOROVOD_CYCLE_TIME
@@ -106,15 +113,82 @@ class LastReady:
         return rank, times[-1] - times[-2], spread
 
 
-@dataclass(frozen=True, order=True)
-class WholeStep:
-    """A whole step; times in microseconds."""
+@dataclass(frozen=True)
+class StateTimes(Times):
+    """Times of a state of rank 0 in whole steps."""
 
-    length: float  # from its beginning to that of the next
-    number: int  # the first step of the file is 1
-    start: float  # on the clock of the file
-    late_rank: str | None
-    late: float  # lateness of that rank
+    share: float  # of the time of the whole steps
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Communication in whole steps, by whether computing hides it."""
+
+    overlapped_seconds: float
+    exposed_seconds: float
+    overlapped_share: float | None
+
+
+@dataclass(frozen=True)
+class StepOperations:
+    """All operations in whole steps."""
+
+    count: int
+    bytes: int
+    seconds: float
+    small_seconds: float
+
+
+@dataclass(frozen=True, order=True)
+class SlowStep:
+    """One of the slowest whole steps."""
+
+    step: int  # the first one of the file is 1
+    start: float  # since the first event of the file
+    seconds: float
+    late_rank: int | None
+    late_seconds: float
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """The whole steps."""
+
+    seen: int
+    whole: int
+    seconds: Times
+    states: dict[str, StateTimes]
+    overlap: Overlap
+    operations: StepOperations
+    slowest: list[SlowStep]
+
+
+@dataclass(frozen=True)
+class RankLateness:
+    """How late a rank was: in the steps, and in all negotiations."""
+
+    rank: int
+    late_steps: int
+    late_steps_share: float | None
+    late_in_step_seconds: Times
+    cost_seconds: float
+    late_negotiations: int
+    late_negotiations_share: float
+    late_in_negotiation_seconds: Times
+    behind_first_seconds: float
+
+
+@dataclass(frozen=True)
+class LatenessFacts:
+    """How late the ranks were; ``recorded``: whether the file records it for most steps."""
+
+    negotiations: int
+    with_ticks: int
+    steps_with_ticks: int
+    recorded: bool
+    cost_seconds: float
+    spread_seconds: Times
+    ranks: list[RankLateness]
 
 
 class StepTotals:
@@ -132,35 +206,32 @@ class StepTotals:
 
     def reset(self) -> None:
         """Drop all steps so far: they were the start-up."""
-        self._sums: list[float] = []  # of the steps before the last ``begin``
-        self._start: list[float] = []
-        self._end: list[float] = []
+        self._sums: list[float] = []  # of the whole steps
+        self._start: list[float] = []  # of the file, when the current step began
 
     def begin(self) -> None:
         """Begin a step without a predecessor."""
-        self._sums = self._all()
-        self._start = self._end = self._now()
+        self._start = self._now()
 
     def close(self) -> None:
         """End a step and begin the next."""
-        self._end = self._now()
+        now = self._now()
+        columns = zip_longest(self._sums, self._start, now, fillvalue=0.0)
+        self._sums = [total + end - start for total, start, end in columns]
+        self._start = now
 
     @property
     def operations(self) -> list[float]:
         """Return the totals of the operations in whole steps."""
-        return (self._all() or [0.0] * len(self._totals))[: len(self._totals)]
+        return (self._sums or [0.0] * len(self._totals))[: len(self._totals)]
 
     @property
     def walls(self) -> dict[Phase, float]:
         """Return the microseconds within whole steps in which a bar was open, by phase."""
-        return dict(zip(self._phases.values(), self._all()[len(self._totals) :], strict=False))
+        return dict(zip(self._phases.values(), self._sums[len(self._totals) :], strict=False))
 
     def _now(self) -> list[float]:
         return [*self._totals, *[phase.wall for phase in self._phases.values()]]
-
-    def _all(self) -> list[float]:
-        columns = zip_longest(self._sums, self._start, self._end, fillvalue=0.0)
-        return [before + end - start for before, start, end in columns]
 
 
 class Steps:
@@ -187,7 +258,8 @@ class Steps:
         self.late: dict[str, Sample] = {}  # by rank, over the steps in which it was late
         self.spread = Sample()  # from the first ready rank to the last
         self.ticked = 0  # number of whole steps with ticks of two ranks or more
-        self.slowest: list[WholeStep] = []
+        # By length; their starts are microseconds on the clock of the file.
+        self.slowest: list[tuple[float, SlowStep]] = []
 
     def is_next(self, tensor: Tensor) -> bool:
         """Return whether the negotiation of ``tensor`` begins a step."""
@@ -246,7 +318,64 @@ class Steps:
         self.spread.add(spread)
         if rank is not None:
             self.late.setdefault(rank, Sample()).add(late)
-        if len(self.slowest) < SLOWEST or length > self.slowest[0].length:
-            heapq.heappush(self.slowest, WholeStep(length, self.number, self._start, rank, late))
+        if len(self.slowest) < SLOWEST or length > self.slowest[0][0]:
+            late_rank = None if rank is None else int(rank)
+            slow = SlowStep(self.number, self._start, length * MICRO, late_rank, late * MICRO)
+            heapq.heappush(self.slowest, (length, slow))
             if len(self.slowest) > SLOWEST:
                 heapq.heappop(self.slowest)
+
+    def facts(self, origin: float) -> StepFacts | None:
+        """Return the whole steps; ``origin``: time of the first event; None if there are none."""
+        if not self.lengths.count:
+            return None
+        communicating, overlapped = self.states[COMMUNICATING].total, self.overlapped.total
+        count, nbytes, time, small = self.step_totals.operations
+        return StepFacts(
+            seen=self.number,
+            whole=self.lengths.count,
+            seconds=self.lengths.times,
+            states={
+                name: StateTimes(**vars(sample.times), share=sample.total / self.lengths.total)
+                for name, sample in zip(STATES, self.states, strict=True)
+            },
+            overlap=Overlap(
+                overlapped_seconds=overlapped * MICRO,
+                exposed_seconds=(communicating - overlapped) * MICRO,
+                overlapped_share=overlapped / communicating if communicating else None,
+            ),
+            operations=StepOperations(int(count), int(nbytes), time * MICRO, small * MICRO),
+            slowest=[
+                replace(step, start=(step.start - origin) * MICRO)
+                for _, step in sorted(self.slowest, reverse=True)
+            ],
+        )
+
+    def lateness_facts(self, negotiations: int) -> LatenessFacts:
+        """Return how late the ranks were; ``negotiations``: number of those in the file."""
+        lateness = self.lateness if self.lateness.negotiations else self.start_up
+        rows = []
+        for rank in sorted(lateness.behind, key=int):
+            step, late = self.late.get(rank, Sample()), lateness.late.get(rank, Sample())
+            row = RankLateness(
+                rank=int(rank),
+                late_steps=step.count,
+                late_steps_share=step.count / self.ticked if self.ticked else None,
+                late_in_step_seconds=step.times,
+                cost_seconds=step.total * MICRO,
+                late_negotiations=late.count,
+                late_negotiations_share=late.count / lateness.negotiations,
+                late_in_negotiation_seconds=late.times,
+                behind_first_seconds=lateness.behind[rank] / lateness.negotiations * MICRO,
+            )
+            rows.append(row)
+        return LatenessFacts(
+            negotiations=negotiations,
+            with_ticks=self.lateness.negotiations + self.start_up.negotiations,
+            steps_with_ticks=self.ticked,
+            # With its response cache on, Horovod records ticks in the first steps only.
+            recorded=bool(rows) and self.ticked > 0 and 2 * self.ticked >= self.lengths.count,
+            cost_seconds=sum(row.cost_seconds for row in rows),
+            spread_seconds=self.spread.times,
+            ranks=rows,
+        )

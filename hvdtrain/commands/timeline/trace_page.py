@@ -7,60 +7,58 @@ that no name can end the script element.
 from __future__ import annotations
 
 import math
-from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
+from hvdtrain.commands.timeline import report
 from hvdtrain.commands.timeline.analyse import Analysis, Recorder
-from hvdtrain.commands.timeline.events import COMMUNICATING, KINDS, STATES, WAITING, Facts
-from hvdtrain.commands.timeline.report import UNSEEN, ranks
-from hvdtrain.system.files import replacing
-from hvdtrain.system.output.text import duration, percent, printable, short, size
+from hvdtrain.commands.timeline.events import COMMUNICATING, KINDS, STATES, WAITING
+from hvdtrain.commands.timeline.facts import TimelineFacts
+from hvdtrain.system.output import page
+from hvdtrain.system.output.tables import TitledTable
+from hvdtrain.system.output.text import printable
 
+WEB = Path(__file__).with_name("web")
 SCRIPTS = ("data.js", "draw.js", "page.js")
 PICTURE = 512  # columns of the static picture
+ROWS = 20  # of the table of tensors
 TICKS = 5  # maximum number of intervals on its axis
 
 
-def write(target: Path, facts: Facts, analysis: Analysis, recorder: Recorder) -> None:
-    """Write the page, atomically.
-
-    Raises:
-        UsageError, HvdtrainError: see ``replacing``.
-    """
-    with replacing(target) as file:
-        # A lone surrogate, in a tensor name or the path, cannot be encoded.
-        file.write(render(facts, analysis, recorder).encode(errors="replace"))
-
-
-def render(facts: Facts, analysis: Analysis, recorder: Recorder) -> str:
+def render(facts: TimelineFacts, analysis: Analysis, recorder: Recorder) -> str:
     """Return the text of the page."""
     columns = [[round(v) for v in row] for row in analysis.history.columns(analysis.times)]
     width = analysis.history.width
-    web = files("hvdtrain.commands.timeline") / "web"
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    filters = (duration, percent, printable, short, size)
-    environment.filters |= {function.__name__: function for function in filters}
-    template = environment.from_string((web / "page.html").read_text())
-    return template.render(
-        facts=facts,
-        kinds=KINDS,
-        style=Markup((web / "page.css").read_text()),
-        script=Markup("\n".join((web / name).read_text() for name in SCRIPTS)),
-        picture=picture(columns, width, facts["seconds"]),
-        ticks=ticks(facts["file"]["begin"], facts["seconds"]),
+    return page.render(
+        WEB / "page.html",
+        subject=printable(facts.file.path),
+        head=report.head(facts),
+        verdict=facts.verdict,
+        script=Markup("\n".join((WEB / name).read_text() for name in SCRIPTS)),
+        picture=picture(columns, width, facts.seconds),
+        ticks=ticks(facts.file.begin, facts.seconds),
+        tables=_tables(facts),
+        slowest=report.slowest(facts),
+        cycles=report.cycles(facts),
+        unseen=report.UNSEEN,
         data={**data(facts, recorder), "history": {"width": width, "rows": columns}},
-        unseen=UNSEEN,
-        ranks=ranks(facts),
     )
 
 
-def data(facts: Facts, recorder: Recorder) -> Facts:
+def _tables(facts: TimelineFacts) -> list[TitledTable]:
+    tables = [report.states(facts)]
+    tables += [report.lateness(facts)] if facts.lateness.recorded else []
+    tables += [report.phases(facts)]
+    tables += [report.operations(facts)] if facts.operations else []
+    return [*tables, report.tensors(facts, ROWS)]
+
+
+def data(facts: TimelineFacts, recorder: Recorder) -> dict[str, Any]:
     """Return the data of the interactive view; times are microseconds since the first event."""
-    begin = facts["file"]["begin"]
-    origin = facts["file"]["first"] + 1e6 * begin
+    begin = facts.file.begin
+    origin = facts.file.first + 1e6 * begin
 
     def since(times: list[float]) -> list[int]:
         return [round(time - origin) for time in times]
@@ -70,7 +68,7 @@ def data(facts: Facts, recorder: Recorder) -> Facts:
     lengths = [round(e - s) for s, e in zip(bar["start"], bar["end"], strict=True)]
     return {
         "begin": round(begin * 1e6),
-        "span": round(facts["seconds"] * 1e6),
+        "span": round(facts.seconds * 1e6),
         "detail": None if recorder.end is None else round(recorder.end - origin),
         "rows": list(recorder.rows),
         "kinds": KINDS,
@@ -82,7 +80,7 @@ def data(facts: Facts, recorder: Recorder) -> Facts:
     }
 
 
-def picture(columns: list[list[int]], width: float, seconds: float) -> list[Facts]:
+def picture(columns: list[list[int]], width: float, seconds: float) -> list[dict[str, Any]]:
     """Return the states over the time of the file as areas of a picture 1000 wide and 100 high.
 
     Each state except ``neither``, from the bottom up, has a name and the points of a polygon;
@@ -103,7 +101,7 @@ def picture(columns: list[list[int]], width: float, seconds: float) -> list[Fact
     return areas
 
 
-def ticks(begin: float, seconds: float) -> list[Facts]:
+def ticks(begin: float, seconds: float) -> list[dict[str, Any]]:
     """Return the ticks of the axis: round times from ``begin`` on, ``at`` % of its width."""
     if not seconds:
         return []

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from pathlib import Path
 
 from hvdtrain.commands.timeline import report
 from hvdtrain.commands.timeline.analyse import Recorder
-from hvdtrain.commands.timeline.facts import analyse
+from hvdtrain.commands.timeline.facts import to_json
 from hvdtrain.commands.timeline.read import repair
+from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import UsageError
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.plots import check_installed
-from hvdtrain.system.output.result import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import printable
 from hvdtrain.system.runtime import terminal
@@ -76,23 +76,25 @@ def _read_and_report(arguments: argparse.Namespace, span: tuple[float, float] | 
         check_installed("--html")
     recorder = Recorder() if arguments.html else None
     facts, analysis = analyse(arguments.file, span, recorder)
+    data = to_json(facts)
     parts = [report.text(facts)]
     if arguments.diff:
-        other_facts, _ = analyse(arguments.diff, span)
-        facts["diff"] = report.compare(facts, other_facts)
-        parts = [report.comparison(facts["diff"])]
+        difference = report.compare(facts, analyse(arguments.diff, span)[0])
+        data["diff"] = to_json(difference)
+        parts = [report.comparison(difference)]
     if recorder:
-        from hvdtrain.commands.timeline.trace_page import write
+        from hvdtrain.commands.timeline import trace_page
+        from hvdtrain.system.output import page
 
-        write(arguments.html, facts, analysis, recorder)
-        page = printable(arguments.html)
-        parts.append(message(f"{page}: report and trace written; open it in a browser"))
+        page.write(arguments.html, trace_page.render(facts, analysis, recorder))
+        written = printable(arguments.html)
+        parts.append(message(f"{written}: report and trace written; open it in a browser"))
     if arguments.repair:
         counts = repair(arguments.file, arguments.repair, span)
-        facts["repaired"] = dataclasses.asdict(counts)
+        data["repaired"] = to_json(counts)
         summary = (
             f"{printable(arguments.repair)}: {counts.events:,} events written; "
             f"{counts.closed:,} bars closed at the end, {counts.dropped:,} events dropped"
         )
         parts.append(message(summary))
-    return Report("\n\n".join(parts), facts)
+    return Report("\n\n".join(parts), data)

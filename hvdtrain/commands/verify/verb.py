@@ -17,7 +17,7 @@ from hvdtrain.config.strategies import DEFAULT, PACKAGES, STRATEGIES
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.machine.frameworks import is_installed
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal

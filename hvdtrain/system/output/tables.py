@@ -9,12 +9,13 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Collection, Sequence
-from itertools import zip_longest
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.system.runtime import terminal
 
 if TYPE_CHECKING:
+    import rich.console
     import rich.table
 
 FILE = 100  # width without a terminal
@@ -56,54 +57,74 @@ def table(
         joined: headings of columns that are never separated from the preceding one.
     """
     columns: list[Column] = list(zip(header, *rows, strict=True))
-    if _fits(whole := _block(columns, names, GAPS[0])):
-        return whole
-    columns = _folded(columns, names)
-    first, groups = columns[:names], [[column] for column in columns[names:]]
-    together = [groups[0]]
-    for name, group in zip(header[names + 1 :], groups[1:], strict=True):
-        together[-1:] = [together[-1] + group] if name in joined else [together[-1], group]
-    if all(_fits(_block([*first, *group], names, GAPS[1])) for group in together):
-        groups = together
+    if _fits(columns, GAPS[0]):
+        return _drawn(columns, names, GAPS[0])
+    first = columns[:names]
+    groups: list[list[Column]] = []
+    for name, column in zip(header[names:], columns[names:], strict=True):
+        if groups and name in joined:
+            groups[-1].append(column)
+        else:
+            groups.append([column])
+    if not all(_fits([*first, *group], GAPS[1]) for group in groups):
+        groups = [[column] for column in columns[names:]]
     blocks: list[list[Column]] = []
     for group in groups:
-        if blocks and _fits(_block([*blocks[-1], *group], names, GAPS[1])):
+        if blocks and _fits([*blocks[-1], *group], GAPS[1]):
             blocks[-1] += group
         else:
             blocks.append([*first, *group])
-    return "\n\n".join(_block(block, names, GAPS[1]) for block in blocks)
+    return "\n\n".join(_drawn(block, names, GAPS[1]) for block in blocks)
 
 
-def _fits(text: str) -> bool:
-    return max(map(len, text.splitlines())) <= width()
+def _fits(columns: Sequence[Column], gap: int) -> bool:
+    widths = [max(map(len, column)) for column in columns]
+    return INDENT + sum(widths) + gap * (len(columns) - 1) <= width()
 
 
-def _folded(columns: Sequence[Column], names: int) -> list[Column]:
-    """Return columns that each fit next to the names; cells are wrapped between words."""
-    room = width() - INDENT - names * GAPS[1]
-    sizes = [max(map(len, column)) for column in columns]
-    spare = room - min(max(sizes[names:]), room // 2)  # for all name columns
-    widths = sizes[:names]
-    while sum(widths) > max(spare, names):
-        widths[widths.index(max(widths))] -= 1
-    widths += [room - sum(widths)] * (len(columns) - names)
-    return [
-        ["\n".join(wrapped(cell, limit, cut=True)) for cell in column]
-        for column, limit in zip(columns, widths, strict=True)
-    ]
+def _drawn(columns: Sequence[Column], names: int, gap: int) -> str:
+    """Return the text of a block of columns; cells are wrapped if it is wider than the output."""
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid.grid(padding=(0, gap, 0, 0))
+    for index in range(len(columns)):
+        grid.add_column(justify="left" if index < names else "right", overflow="fold")
+    for cells in zip(*columns, strict=True):
+        grid.add_row(*map(Text, cells))
+    console = _console(width=width() - INDENT)
+    with console.capture() as captured:
+        console.print(grid)
+    lines = captured.get().splitlines()
+    return "\n".join((" " * INDENT + line).rstrip() for line in lines)
 
 
-def _block(columns: Sequence[Column], names: int, gap: int) -> str:
-    """Return the text of a block of columns; a cell may have several lines."""
-    cells = [[cell.splitlines() or [""] for cell in column] for column in columns]
-    sizes = [max(len(line) for cell in column for line in cell) for column in cells]
-    sides = "<" * names + ">" * (len(columns) - names)
-    lines = []
-    for row in zip(*cells, strict=True):
-        for parts in zip_longest(*row, fillvalue=""):
-            shown = [f"{part:{s}{n}}" for part, s, n in zip(parts, sides, sizes, strict=True)]
-            lines.append((" " * INDENT + (" " * gap).join(shown)).rstrip())
-    return "\n".join(lines)
+def _console(**settings: Any) -> rich.console.Console:
+    from rich.console import Console
+
+    return Console(file=io.StringIO(), highlight=False, **settings)
+
+
+@dataclass(frozen=True)
+class TitledTable:
+    """A table with its title, for the terminal and for a page.
+
+    ``names`` and ``joined``: see ``table``.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    names: int = 1
+    joined: Collection[str] = ()
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return the text of the table, below its title."""
+        lines = table(self.header, self.rows, names=self.names, joined=self.joined)
+        note = f"\n{' ' * INDENT}{self.note}" if self.note else ""
+        return f"{message(self.title)}\n{lines}{note}"
 
 
 def wrapped(text: str, room: int, *, hang: str = "", cut: bool | None = None) -> list[str]:
@@ -155,16 +176,10 @@ def entry(name: str, text: str) -> str:
 
 def coloured(pieces: Sequence[tuple[str, str]]) -> str:
     """Return the pieces (text, style) joined, with colours on a terminal."""
-    from rich.console import Console
     from rich.text import Text
 
     is_terminal = terminal.columns() is not None
-    console = Console(
-        file=io.StringIO(),
-        force_terminal=is_terminal,
-        highlight=False,
-        no_color=None if is_terminal else True,
-    )
+    console = _console(force_terminal=is_terminal, no_color=None if is_terminal else True)
     with console.capture() as captured:
         console.print(Text.assemble(*pieces), soft_wrap=True, end="")
     return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from homework import grade
 from hvdtrain.collectives.cost import bandwidths
-from hvdtrain.commands.collectives import lesson, report, study_report
+from hvdtrain.commands.collectives import lesson, report
 from hvdtrain.commands.compare.table import Row as Compared
 from hvdtrain.commands.compare.table import report_text as comparison_text
 from hvdtrain.commands.doctor import diagnosis
@@ -25,7 +26,7 @@ from hvdtrain.commands.scaling.report import study_text
 from hvdtrain.commands.scaling.results import make_study
 from hvdtrain.commands.study.curves import TargetResult, read_target, target_text
 from hvdtrain.commands.timeline import report as timeline
-from hvdtrain.commands.timeline.facts import analyse
+from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.commands.verify import verb as verify
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row
 from hvdtrain.steps.summary import StepSplit
@@ -34,7 +35,7 @@ from hvdtrain.training.summary import rows
 from tests.studies import run
 from tests.terminal import record, screen
 from tests.timelines import straggling
-from tests.unit.commands.collectives import test_report, test_study_report
+from tests.unit.commands.collectives import test_report
 from tests.unit.commands.doctor import test_data
 from tests.unit.commands.install_horovod.machines import BOTH
 from tests.unit.training import test_summary
@@ -122,9 +123,9 @@ def timelines(folder: Path) -> str:
         analyse(timeline.write(folder, name), None)[0]
         for timeline, name in ((one, "one.json"), (other, "other.json"))
     ]
-    for found, name in zip(facts, ("one.json", "other.json"), strict=True):
-        found["file"]["path"] = name
-    return f"{timeline.text(facts[0])}\n\n{timeline.comparison(timeline.compare(*facts))}"
+    difference = replace(timeline.compare(*facts), before="one.json", after="other.json")
+    first = replace(facts[0], file=replace(facts[0].file, path="one.json"))
+    return f"{timeline.text(first)}\n\n{timeline.comparison(difference)}"
 
 
 def collectives() -> str:
@@ -134,8 +135,8 @@ def collectives() -> str:
         for one in lesson.COLLECTIVES
         for before in [[one.before(rank, size) for rank in range(size)]]
     ]
-    parts = lesson.text(outcomes), report.time_text(test_report.REPORT)
-    return "\n\n".join([*parts, study_report.text(test_study_report.REPORT)])
+    parts = lesson.text(outcomes), report.time_text(test_report.TIMES)
+    return "\n\n".join([*parts, report.study_text(test_report.STUDY)])
 
 
 def trained() -> str:

@@ -18,7 +18,7 @@ from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row, show
 from hvdtrain.commands.verify.script import judge
 from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
-from hvdtrain.system.output.result import Report
+from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal

@@ -185,9 +185,12 @@ def test_an_incomplete_line_is_replaced(cut: int, tmp_path_factory: Any) -> None
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"gradient_messages": {"bytes": 8}}, "gradient_messages has no count"),
-        ({"gradient_messages": 3}, "gradient_messages is 3, no object"),
-        ({"hosts": "one"}, "hosts is 'one', no whole number"),
+        (
+            {"gradient_messages": {"bytes": 8}},
+            "gradient_messages: object missing required field `count`",
+        ),
+        ({"gradient_messages": 3}, "gradient_messages: expected `object | null`"),
+        ({"hosts": "one"}, "hosts: expected `int | null`"),
         ({"images_per_second_mean": 0}, "0.0 images/s on 1 ranks"),
         ({"images_per_second_mean": None}, "0.0 images/s on 1 ranks"),
         ({"images_per_second_mean": float("inf")}, "inf images/s on 1 ranks"),

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.commands.timeline.facts import analyse
 from hvdtrain.commands.timeline.read import repair
+from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import HvdtrainError
 from tests.timelines import Timeline, straggling
 
@@ -50,9 +50,9 @@ def test_a_file_cut_anywhere_is_repaired(
     check(events)
     assert len(events) == counts.events
     assert counts.dropped == 0
-    file = analyse(source)[0]["file"]
-    assert counts.events == file["events"] + file["open_bars"]
-    assert counts.closed == file["open_bars"]
+    file = analyse(source)[0].file
+    assert counts.events == file.events + file.open_bars
+    assert counts.closed == file.open_bars
 
 
 def test_a_complete_file_gains_only_thread_numbers(tmp_path: Path) -> None:
@@ -89,13 +89,12 @@ def test_several_timelines_in_a_file_become_one(tmp_path: Path) -> None:
     assert sorted(named.values()) == sorted(2 * ["gradient.0", "gradient.1", "gradient.2"])
 
 
-@pytest.mark.parametrize("name", ['a "b"', "line\nbreak", "\\", "\ud800 half", "é🔥"])
+@pytest.mark.parametrize("name", ['a "b"', "line\nbreak", "\\", "é🔥"])
 def test_special_characters_in_names_are_escaped(name: str, tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.negotiate("NAME", 0, {0: 0, 1: 9})
     source, target = tmp_path / "t.json", tmp_path / "out.json"
-    half = name.startswith("\ud800")
-    source.write_text(timeline.text.replace("NAME", "\\ud800 half" if half else name))
+    source.write_text(timeline.text.replace("NAME", name))
     repair(source, target)
     events = json.loads(target.read_text())
     assert [e["args"]["name"] for e in events if "name" in e.get("args", {})] == [name]

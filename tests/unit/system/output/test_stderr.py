@@ -1,13 +1,17 @@
-"""Standard error without unwanted lines."""
+"""Standard error: progress on a terminal and without one, and without unwanted lines."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-PROGRAM = """
+from tests.conftest import run
+from tests.terminal import record, screen
+
+FILTERED = """
 import os, sys
 from hvdtrain.system.output import stderr
 {before}
@@ -32,7 +36,7 @@ print("done")
 )
 def test_unwanted_lines_are_dropped(before: str, within: str, code: int, lines: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(before=before, within=within)],
+        [sys.executable, "-c", FILTERED.format(before=before, within=within)],
         capture_output=True,
         text=True,
         check=False,
@@ -40,3 +44,35 @@ def test_unwanted_lines_are_dropped(before: str, within: str, code: int, lines: 
     )
     assert (done.returncode, done.stderr.splitlines()) == (code, lines)
     assert done.stdout == ("" if code else "done\n")
+
+
+PROGRAM = """
+import logging, sys, time
+from hvdtrain.system.output import stderr
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+with stderr.Display() as shown:
+    shown.stage("unpack")
+    shown.show("compile [1/2]", 0.25)
+    time.sleep(1.0)  # a bar is drawn ten times a second
+    stderr.LINE_EVERY = 0.0
+    shown.show("compile [2/2]", 0.5)
+    time.sleep(1.0)
+    shown.show("pack")
+print("done")
+"""
+
+
+def test_the_bar_is_removed_at_the_end() -> None:
+    seen = record([sys.executable, "-c", PROGRAM])
+    assert seen.code == 0, seen.text
+    assert "compile [1/2]" in seen.text
+    assert "compile [2/2]" in seen.text
+    shown = re.sub(r"\x1b\[\?25[lh]", "", seen.text)  # codes that hide and show the cursor
+    assert [line for line in screen(shown) if line.strip()] == ["done"]
+
+
+def test_lines_without_a_terminal() -> None:
+    outcome = run([sys.executable, "-c", PROGRAM])
+    assert outcome.out == "done\n"
+    words = [line.split(" s  ")[1] for line in outcome.err.splitlines()]
+    assert words == ["unpack", "compile [2/2] 50 %", "pack"]

@@ -53,9 +53,9 @@ def test_a_table_that_is_too_wide_is_split_into_blocks(
 def test_a_wide_cell_is_wrapped_between_words(terminal_of: Callable[[int], None]) -> None:
     terminal_of(20)
     assert table(["", "n"], [["a name of four words", "10 11 12 13 14"]]).splitlines() == [
-        "                  n",
-        "  a name   10 11 12",
-        "  of four     13 14",
+        "                   n",
+        "  a name    10 11 12",
+        "  of four      13 14",
         "  words",
     ]
 
