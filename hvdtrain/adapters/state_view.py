@@ -25,7 +25,8 @@ from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
 from hvdtrain.steps.integrity import rank_names
-from hvdtrain.system.runtime.exit import agreed, process_status, surviving_kill
+from hvdtrain.system.runtime.exit import agreed, process_status
+from hvdtrain.system.runtime.outlive import surviving_kill
 
 DIFFERENT = (
     "nothing was saved. The ranks have made different updates: gradients were changed on some of "

@@ -66,7 +66,7 @@ class StudyOptions:
     dry_run: bool = option(False, "print the commands, run nothing", bool)
     out: Path | None = option(
         None,
-        "directory for results and plots (default: the verb's name)",
+        "directory for results and plots (default: scaling, compare)",
         Path,
         group="report",
         metavar="DIR",

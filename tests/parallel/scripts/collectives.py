@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def breaking() -> None:
     timing.start = lambda *_: Breaking(gpu=False, timeout=timedelta(seconds=5))
     found = timing.measure(mpi, "gloo", ["allreduce"], [4], 0.1)
     after = timing._first(mpi, "")  # the ranks are still together
-    mpi.on_root(lambda: print(json.dumps([found, after])))
+    mpi.on_root(lambda: print(json.dumps([asdict(found), after])))
 
 
 def order() -> None:
@@ -110,7 +111,7 @@ def order() -> None:
 
 def algorithms() -> None:
     """Check the allreduce algorithms on 1 to 5 ranks against closed forms."""
-    from hvdtrain.commands.collectives import algorithms, open_mpi
+    from hvdtrain.commands.collectives import algorithms, study
 
     def check(world: Any, run: Any) -> None:
         size, rank = world.size, world.rank
@@ -137,9 +138,9 @@ def algorithms() -> None:
     four = ranks.world.Split(int(ranks.rank < 4), ranks.rank)
     if ranks.rank < 4:
         sums = {}
-        for number in open_mpi.ALGORITHMS:
+        for number in study.OPEN_MPI_ALGORITHMS:
             data = np.full(64, PARTS[four.rank], np.float32)
-            open_mpi.choose(four, number).Allreduce(open_mpi.IN_PLACE, data)
+            study.with_algorithm(four, number).Allreduce(study.MPI.IN_PLACE, data)
             sums[number] = set(data.tolist())
         a, b, c, d = PARTS
         assert sums[1] == {float(((d + c) + b) + a)} == {1.0}, sums

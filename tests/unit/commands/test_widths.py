@@ -37,7 +37,7 @@ from tests.terminal import record, screen
 from tests.timelines import straggling
 from tests.unit.commands.collectives import test_report
 from tests.unit.commands.doctor import test_data
-from tests.unit.commands.install_horovod.machines import BOTH
+from tests.unit.commands.install_horovod.conftest import BOTH
 from tests.unit.training import test_summary
 
 FIGURE = re.compile(r"[-+±]?\d[\d,.]*\d|\d|[µm]?s\b|\b[KMGk]?i?B(?:/s)?\b|%")
