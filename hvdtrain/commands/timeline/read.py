@@ -5,8 +5,8 @@ metadata are on a single long line, tensor names are not escaped, and a run that
 the array unterminated. So a file may end at any byte or in a comma, and contain several arrays or
 blocks of zeros; everything readable is read. Memory is bounded by the chunk size.
 
-orjson parses a whole chunk of events at once, which is fast. Only a damaged chunk is searched event
-by event.
+msgspec parses a whole chunk of events at once, which is fast. Only a damaged chunk is searched
+event by event.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import orjson
+import msgspec
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import replacing
@@ -213,8 +213,8 @@ def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event],
     cut = len(buffer) if last else max(buffer.rfind(mark) for mark in SEPARATORS) + 1
     piece = buffer[:cut].lstrip(b" \t\r\n,[").rstrip(b" \t\r\n,]")
     try:
-        events = orjson.loads(b"[" + piece + b"]")
-    except orjson.JSONDecodeError:
+        events = msgspec.json.decode(b"[" + piece + b"]")
+    except (ValueError, RecursionError):
         events = None
     if events and set(map(type, events)) == {dict} and "ph" in events[0]:
         return events, buffer[cut:]
@@ -344,6 +344,10 @@ def _ends(open_bars: dict[Any, int], time: float, counts: Repaired) -> Iterator[
 
 def _encode(event: Event) -> bytes:
     try:
-        return orjson.dumps(event)
-    except TypeError:  # a lone surrogate in a name, or a number of more than 64 bits
+        return msgspec.json.encode(event)
+    except (
+        TypeError,
+        OverflowError,
+        ValueError,
+    ):  # a lone surrogate in a name, or a number of more than 64 bits
         return json.dumps(event).encode()

@@ -36,7 +36,7 @@ from hvdtrain.training.summary import rows
 from tests.studies import run
 from tests.terminal import record, screen
 from tests.timelines import straggling
-from tests.unit.collectives import test_report, test_study_report
+from tests.unit.commands.collectives import test_report, test_study_report
 from tests.unit.commands.doctor import test_data
 from tests.unit.commands.install_horovod.machines import BOTH
 from tests.unit.training import test_summary
