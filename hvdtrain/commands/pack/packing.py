@@ -309,10 +309,10 @@ def _contents(
     """Return the index of the shards."""
     splits, loose = {}, {}
     for group in source.groups:
-        own = [number for number, part in enumerate(parts) if part.group is group]
-        shard = np.repeat(np.array(own, np.int32), [len(records[n].offsets) for n in own])
-        offset = np.concatenate([np.array(records[n].offsets, np.int64) for n in own])
-        size = np.concatenate([np.array(records[n].sizes, np.int64) for n in own])
+        numbers = [number for number, part in enumerate(parts) if part.group is group]
+        shard = np.repeat(np.array(numbers, np.int32), [len(records[n].offsets) for n in own])
+        offset = np.concatenate([np.array(records[n].offsets, np.int64) for n in numbers])
+        size = np.concatenate([np.array(records[n].sizes, np.int64) for n in numbers])
         names = group.files.names
         if group.name == LOOSE:
             columns = zip(shard.tolist(), offset.tolist(), size.tolist(), strict=True)

@@ -19,6 +19,7 @@ from hvdtrain.commands.collectives import lesson, report
 from hvdtrain.commands.compare.table import Row as Compared
 from hvdtrain.commands.compare.table import report_text as comparison_text
 from hvdtrain.commands.doctor import diagnosis
+from hvdtrain.commands.doctor.checks.ranks import Times
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.install_horovod.plan import BuildPlan
 from hvdtrain.commands.install_horovod.verb import rows_of
@@ -61,7 +62,7 @@ def doctor(ranks: int) -> str:
     checks = (("torch", OK), ("current directory", WARNING), ("MPI agreement", ERROR))
     found = [Finding(name, state, LONG, f"do {LONG}" * (state != OK)) for name, state in checks]
     found.append(Finding("allreduce, torch.distributed, Gloo", ABSENT, LONG))
-    return diagnosis.report(found, None, allreduce(ranks), test_data.FOUND).text
+    return diagnosis.report(found, None, Times(**allreduce(ranks)), test_data.FOUND).text
 
 
 def verified() -> str:

@@ -87,14 +87,14 @@ def find(directory: Path) -> ImageFolder | Finding:
     """
     if not directory.is_dir():
         raise UsageError(f"--data {directory}: no such directory")
-    other = ""
+    form = ""
     if is_packed(directory):
         kind = Pack(directory).contents.kind
-        other = "" if kind == IMAGES else f"packed {kind}"
+        form = "" if kind == IMAGES else f"packed {kind}"
     elif not (directory / "train").is_dir() and any(directory.glob("annotations/instances_*.json")):
-        other = "COCO's layout"
-    if other:
-        evidence = f"{directory} has {other}; its reading speed is not measured"
+        form = "COCO's layout"
+    if form:
+        evidence = f"{directory} has {form}; its reading speed is not measured"
         return Finding("data", ABSENT, evidence, "specify an image folder: train/CLASS/*.jpg")
     if (directory / "train").is_dir() or is_packed(directory):
         return image_folder.load(directory)[0]

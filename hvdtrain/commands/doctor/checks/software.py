@@ -34,14 +34,14 @@ def python_finding() -> Finding:
 
 def framework_findings(toolchain: Toolchain) -> Iterator[Finding]:
     """Judge PyTorch and TensorFlow: at least one must be installed."""
-    some = toolchain.torch or toolchain.tensorflow
-    remedy = "" if some else "pip install 'hvdtrain[pytorch]' (or [tensorflow])"
+    installed = toolchain.torch or toolchain.tensorflow
+    remedy = "" if installed else "pip install 'hvdtrain[pytorch]' (or [tensorflow])"
     for name, framework in (("PyTorch", toolchain.torch), ("TensorFlow", toolchain.tensorflow)):
         if framework:
             built = f"for CUDA {framework.cuda}" if framework.cuda else "for the CPU"
             yield Finding(name, OK, f"{framework.version}, built {built}")
         else:
-            yield Finding(name, ABSENT if some else ERROR, "not installed", remedy)
+            yield Finding(name, ABSENT if installed else ERROR, "not installed", remedy)
 
 
 def torchvision_finding(version: str, loaded: Loaded, *, mended: bool) -> Finding:
