@@ -310,7 +310,7 @@ def _contents(
     splits, loose = {}, {}
     for group in source.groups:
         numbers = [number for number, part in enumerate(parts) if part.group is group]
-        shard = np.repeat(np.array(numbers, np.int32), [len(records[n].offsets) for n in own])
+        shard = np.repeat(np.array(numbers, np.int32), [len(records[n].offsets) for n in numbers])
         offset = np.concatenate([np.array(records[n].offsets, np.int64) for n in numbers])
         size = np.concatenate([np.array(records[n].sizes, np.int64) for n in numbers])
         names = group.files.names
