@@ -1,4 +1,4 @@
-"""The files of containers/ agree with one another and with the project; CI builds the image."""
+"""Manifests, compose file and ssh settings agree with one another and with the image."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.install_horovod.plan import TOOLKIT
 from tests.conftest import ROOT
-from tests.manifests import FOLDER, manifests, services
+from tests.containers.dockerfile import parse
+from tests.containers.manifests import FOLDER, manifests, services
 
-DOCKERFILE = (FOLDER / "Dockerfile").read_text().replace("\\\n", " ")
-_, *_PARTS = re.split(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, flags=re.MULTILINE)
-BASES = dict(zip(_PARTS[1::3], _PARTS[::3], strict=True))
-STAGES = dict(zip(_PARTS[1::3], _PARTS[2::3], strict=True))
 HOME = "/home/hvdtrain"
 (MPIJOB,) = manifests("mpijob.yaml")
 SERVICE, JOB = manifests("torchrun-job.yaml")
@@ -36,7 +32,9 @@ def test_a_pod_runs_the_image_as_its_user(name: str) -> None:
     pod, security = PODS[name], PODS[name]["securityContext"]
     assert container(pod)["image"] == "hvdtrain:cpu"
     assert security["runAsNonRoot"] is True
-    assert f"\nUSER {security['runAsUser']}:{security['runAsGroup']}\n" in STAGES["cpu"]
+    stages = parse((FOLDER / "Dockerfile").read_text())
+    (user,) = stages["cpu"].of("USER")
+    assert f"{security['runAsUser']}:{security['runAsGroup']}" == user.text
 
 
 @pytest.mark.parametrize("name", ["Worker", "torchrun"])
@@ -105,53 +103,3 @@ def test_what_the_definition_takes_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
     pins = re.search(r"^PINS := (.*)$", makefile, re.MULTILINE)
     assert pins and {"setup.cfg", "pyproject.toml", *pins[1].split()} <= names
-
-
-def test_the_base_is_pinned_by_release_and_digest() -> None:
-    base = re.search(
-        r"^ARG BASE=(debian:bookworm-\d{8}-slim)@sha256:[0-9a-f]{64}$", DOCKERFILE, re.M
-    )
-    assert base and f"From: {base[1]}\n" in (FOLDER / "hvdtrain.def").read_text()
-
-
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_both_images_are_built_alike_and_leave_the_compilers(target: str) -> None:
-    assert BASES == {
-        "system": "${BASE}",
-        "environment": "system",
-        "environment-cpu": "environment",
-        "environment-cuda": "environment",
-        "build-cpu": "environment-cpu",
-        "build-cuda": "environment-cuda",
-        "cpu": "environment-cpu",
-        "cuda": "environment-cuda",
-    }
-    assert f"\nCOPY --from=build-{target} /wheels /wheels\n" in STAGES[target]
-    assert "\nUSER 1000:1000\n" in STAGES[target]  # by number: Kubernetes checks runAsNonRoot
-    used = ("system", "environment", f"environment-{target}", target)
-    assert not any("g++" in STAGES[name] for name in used)
-
-
-@pytest.mark.parametrize(
-    ("stage", "words"),
-    [
-        ("build-cpu", "install-horovod --gpu none"),
-        ("build-cuda", "install-horovod --gpu nccl"),
-        ("build-cuda", f"'{TOOLKIT}'"),
-        ("environment", "--require-hashes --requirement requirements.txt"),
-        ("environment-cpu", "--constraint constraints.txt torch torchvision"),
-        ("environment-cuda", "--constraint constraints.txt torch torchvision"),
-        ("environment-cuda", "--require-hashes --requirement requirements-cuda.txt"),
-    ],
-)
-def test_the_images_differ_as_the_pages_say(stage: str, words: str) -> None:
-    assert words in STAGES[stage]
-    assert "==" not in STAGES[stage]  # versions are in the files of the project
-
-
-def test_the_copied_files_exist_and_docker_sees_them() -> None:
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)
-    sources = {word for words in copied for word in words.split()}
-    assert sources == {line[1:] for line in lines if line.startswith("!")}
-    assert all((ROOT / source).exists() for source in sources)

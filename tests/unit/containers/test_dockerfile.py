@@ -1,0 +1,114 @@
+"""The parser of `tests.containers.build`, and the containers/Dockerfile that it reads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hvdtrain.commands.install_horovod.plan import TOOLKIT
+from tests.conftest import ROOT
+from tests.containers.dockerfile import Instruction, fill_in, needed, pairs, parse
+
+TEXT = """\
+# A comment.
+ARG BASE=debian:x
+FROM ${BASE} AS one
+RUN --mount=type=cache,target=/c first \\
+    # between the lines
+    && second
+
+ENV A=1 B="two words" PATH=/bin:$PATH
+from one as two
+COPY --from=one /a /b ./
+FROM scratch
+COPY --from=two /x /y
+"""
+
+
+def test_stages_flags_and_continued_lines() -> None:
+    stages = parse(TEXT)
+    assert [(one.name, one.base) for one in stages.values()] == [
+        ("one", "debian:x"), ("two", "one"), ("2", "scratch")
+    ]  # fmt: skip
+    run, env = stages["one"].instructions
+    assert (run.line, run.flags) == (4, {"mount": "type=cache,target=/c"})
+    assert run.text.split() == ["first", "&&", "second"]
+    assert run.shown.splitlines()[-1] == "    && second"
+    assert pairs(env, {"PATH": "/usr/bin"}) == {
+        "A": "1", "B": "two words", "PATH": "/bin:/usr/bin"
+    }  # fmt: skip
+    assert stages["two"].of("COPY")[0].flags == {"from": "one"}
+    assert parse(TEXT, {"BASE": "mirror/debian:x"})["one"].base == "mirror/debian:x"
+
+
+def test_a_stage_is_built_after_all_that_it_takes() -> None:
+    stages = parse(TEXT)
+    assert needed(stages, "one") == ["one"]
+    assert needed(stages, "2") == ["one", "two", "2"]
+
+
+def test_variables() -> None:
+    assert fill_in("$A/${B}/$C", {"A": "1", "B": "2"}) == "1/2/"
+
+
+@pytest.mark.parametrize(
+    "line", ["HEALTHCHECK NONE", "RUN <<EOF", "RUN true \\", "FROM a AS b c"]
+)  # fmt: skip
+def test_what_it_does_not_know_is_named_by_its_line(line: str) -> None:
+    with pytest.raises(ValueError, match="line 2"):
+        parse(f"FROM debian\n{line}\n")
+
+
+STAGES = parse((ROOT / "containers" / "Dockerfile").read_text())
+
+
+def runs(*names: str) -> str:
+    """The RUN lines of these stages."""
+    return "\n".join(one.text for name in names for one in STAGES[name].of("RUN"))
+
+
+def test_the_base_is_pinned_by_release_and_digest() -> None:
+    assert re.fullmatch(r"debian:bookworm-\d{8}-slim@sha256:[0-9a-f]{64}", STAGES["system"].base)
+    definition = (ROOT / "containers" / "hvdtrain.def").read_text()
+    assert f"From: {STAGES['system'].base.partition('@')[0]}\n" in definition
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_both_images_are_built_alike_and_leave_the_compilers(target: str) -> None:
+    assert needed(STAGES, target) == [
+        "system", "environment", f"environment-{target}", f"build-{target}", target
+    ]  # fmt: skip
+    final = STAGES[target]
+    assert final.base == f"environment-{target}"
+    assert [(one.flags, one.text) for one in final.of("COPY")] == [
+        ({"from": f"build-{target}"}, "/wheels /wheels")
+    ]
+    (user,) = final.of("USER")
+    assert user.text == "1000:1000"  # by number: runAsNonRoot of Kubernetes asks for it
+    assert "g++" not in runs("system", "environment", f"environment-{target}", target)
+
+
+def test_the_images_differ_as_the_pages_say() -> None:
+    assert "install-horovod --gpu none" in runs("build-cpu")
+    assert "install-horovod --gpu nccl" in runs("build-cuda")
+    assert f"'{TOOLKIT}'" in runs("build-cuda")
+    assert "--require-hashes --requirement requirements-cuda.txt" in runs("environment-cuda")
+    assert "--require-hashes --requirement requirements.txt" in runs("environment")
+
+
+def test_versions_stand_in_the_files_of_the_project_alone() -> None:
+    lines = [one for stage in STAGES.values() for one in stage.of("RUN")]
+    assert not [one.shown for one in lines if "==" in one.text]
+    torch = [one for one in lines if "torch torchvision" in one.text]
+    assert len(torch) == 2
+    assert all("--constraint constraints.txt" in one.text for one in torch)
+
+
+def test_what_is_copied_is_there_and_docker_is_let_see_it() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    seen = {line[1:] for line in lines if line.startswith("!")}
+    copied: list[Instruction] = [one for stage in STAGES.values() for one in stage.of("COPY")]
+    sources = {word for one in copied if "from" not in one.flags for word in one.text.split()[:-1]}
+    assert sources == seen
+    assert all((ROOT / source).exists() for source in sources)
