@@ -1,52 +1,68 @@
-"""HTML pages as tests read them."""
+"""Scripts shown in the documentation."""
 
 from __future__ import annotations
 
-import html.parser
+import re
+import textwrap
 
-VOID = ("meta", "img", "br", "input", "rect", "line", "path", "polygon")
+from tests.conftest import ROOT
 
 
-class Page(html.parser.HTMLParser):
-    """The elements of a page with their attributes, and its scripts; all elements are closed."""
+def blocks(page: str) -> list[str]:
+    """Return the Python blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.feed(page)
-        assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
+def own_script() -> str:
+    """Return the script of docs/own.md."""
+    return blocks("own.md")[1]
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
 
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] == ["script"]:
-            self.scripts.append(data)
+def own_script_with_all() -> str:
+    """Return the same with all optional parts of the page, and their imports and data."""
+    _, script, evaluation, scheduler, saving = blocks("own.md")
+    before, rate, after = _pieces(scheduler)
+    resume, epochs, save = _pieces(saving)
+    imports = (
+        "from torch.optim.lr_scheduler import ReduceLROnPlateau\n"
+        "from torch.utils.data import Subset\n"
+    )
+    rate_line = r" +optimizer\.param_groups\[0\]\[.*\n"
+    script = _put(script, r"import torch\n", imports, keep=True)
+    script = _put(
+        script, r" +optimizer = torch.*\n", "test = Subset(data, range(101))\n", keep=True
+    )
+    script = _put(script, rate_line, rate)
+    script = _put(script, r" +hvd\.broadcast_state.*\n", before + resume)
+    script = _put(script, r" +for epoch in .*\n", f"for epoch in {epochs.rstrip()}:\n")
+    script = _put(script, r" +means, count = .*\n", after, keep=True)
+    return _put(script, r" +hvd\.save_checkpoint.*\n", evaluation + save)
 
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
-    @property
-    def tags(self) -> set[str]:
-        """Return the kinds of its elements."""
-        return {tag for tag, _ in self.elements}
+def _pieces(block: str) -> list[str]:
+    """Return the parts of a block; each begins with a comment on its position."""
+    return re.split(r"^#.*\n", block, flags=re.MULTILINE)[1:]
 
-    @property
-    def images(self) -> list[dict[str, str | None]]:
-        """Return the attributes of its images."""
-        return [attributes for tag, attributes in self.elements if tag == "img"]
 
-    def check_self_contained(self) -> None:
-        """Check that it loads nothing, and that no text became a handler of an event."""
-        assert not self.tags & {"link", "iframe", "object", "embed"}
-        for _, attributes in self.elements:
-            assert not attributes.keys() & {"href", "action"}
-            assert not any(name.startswith("on") for name in attributes)
-            assert (attributes.get("src") or "data:").startswith("data:")
+def _put(text: str, pattern: str, more: str, *, keep: bool = False) -> str:
+    """Replace the line that ``pattern`` matches by ``more``, or insert it after it (``keep``)."""
+    line = re.search(pattern, text)
+    assert line, pattern
+    space = re.match(" *", line.group()).group()  # type: ignore[union-attr]
+    new = line.group() * keep + textwrap.indent(more, space)
+    return text[: line.start()] + new + text[line.end() :]
+
+
+def keras_script() -> str:
+    """Return the script of docs/keras.md with data and a model."""
+    return (
+        "import hvdtrain.keras as hvd\n"
+        "import keras\n"
+        "import numpy as np\n"
+        "hvd.init()\n"
+        "random = np.random.default_rng(0)\n"
+        "x, val_x = random.normal(size=(203, 5)), random.normal(size=(31, 5))\n"
+        "y, val_y = np.arange(203) % 3, np.arange(31) % 3\n"
+        "model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, 'softmax')])\n"
+        + blocks("keras.md")[0]
+    )

@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.commands.collectives.lesson import COLLECTIVES, Outcome, diagram, section, text
 from hvdtrain.commands.collectives.program import TEMPLATE
 from hvdtrain.system.output.page import render
-from tests.pages import Page
+from tests.html import Page
 
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}
 ALLTOALL = Outcome(BY_NAME["alltoall"], [[10, 11], [20, 21]], [[10, 20], [11, 21]])

@@ -17,7 +17,7 @@ from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
 from hvdtrain.commands.scaling.runs import append_line
-from tests.pages import Page
+from tests.html import Page
 from tests.studies import TUTORIAL, run, summary
 from tests.timelines import straggling
 

@@ -18,7 +18,7 @@ from hvdtrain.commands.timeline import events
 from hvdtrain.commands.timeline.analyse import Recorder
 from hvdtrain.commands.timeline.trace_page import picture, render, ticks
 from hvdtrain.commands.timeline.verdict import analyse
-from tests.pages import Page
+from tests.html import Page
 from tests.timelines import HOSTILE, Timeline, hostile, straggling
 
 
