@@ -16,6 +16,7 @@ from hvdtrain.system.output.text import plural
 from hvdtrain.tasks.task import Workload
 
 BENCHMARK_STEPS = 100
+FEW_UPDATES = 30  # of a training whose number of epochs the user has set
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,12 @@ def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]
         lines.append(
             f"--evaluate-epochs {','.join(later)}: the training ends after {epochs}, and is "
             "evaluated then"
+        )
+    updates = plan.epochs * math.ceil(samples / plan.global_batch)
+    if options.epochs and plan.num_steps is None and updates < FEW_UPDATES:
+        lines.append(
+            f"only {plural(updates, 'update')} in {epochs}, too few to learn much: use more "
+            "--epochs or a smaller --batch-size"
         )
     return tuple(lines)
 

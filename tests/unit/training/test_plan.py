@@ -86,17 +86,28 @@ def test_a_warmup_in_updates_ends_where_that_update_begins(
         ({"warmup_epochs": 10.0}, []),
         (
             {"warmup_epochs": 100.0, "epochs": 3},
-            ["the warm-up of 100 epochs is longer than the training of 3 epochs: the learning"],
+            [
+                "the warm-up of 100 epochs is longer than the training of 3 epochs: the learning",
+                "only 9 updates in 3 epochs, too few to learn much: use more --epochs",
+            ],
         ),
-        ({"warmup_steps": 9, "epochs": 3}, []),
+        ({"warmup_steps": 9, "epochs": 3}, ["only 9 updates in 3 epochs"]),
         (
             {"warmup_steps": 12, "epochs": 3},
-            ["the warm-up of 4 epochs is longer than the training of 3 epochs: the learning rate"],
+            [
+                "the warm-up of 4 epochs is longer than the training of 3 epochs: the learning rate",
+                "only 9 updates in 3 epochs",
+            ],
         ),
+        ({"epochs": 10}, []),  # 30 updates
+        ({"epochs": 1, "num_steps": 2}, []),
         ({"evaluate_epochs": (5, 10)}, []),
         (
             {"evaluate_epochs": (1, 9, 12), "epochs": 1},
-            ["--evaluate-epochs 9,12: the training ends after 1 epoch, and is evaluated then"],
+            [
+                "--evaluate-epochs 9,12: the training ends after 1 epoch, and is evaluated then",
+                "only 3 updates in 1 epoch",
+            ],
         ),
     ],
 )
