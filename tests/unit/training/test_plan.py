@@ -95,7 +95,7 @@ def test_a_warmup_in_updates_ends_where_that_update_begins(
         (
             {"warmup_steps": 12, "epochs": 3},
             [
-                "the warm-up of 4 epochs is longer than the training of 3 epochs: the learning rate",
+                "the warm-up of 4 epochs is longer than the training of 3 epochs: the learning",
                 "only 9 updates in 3 epochs",
             ],
         ),
