@@ -143,7 +143,7 @@ def test_a_slow_step_and_a_slow_evaluation_show_that_they_go_on(tmp_path: Path) 
     ("words", "due", "kept"),
     [
         (("verify", "-n", "2"), "starting 2 ranks", False),
-        (("doctor", "-n", "2"), "checking 2 ranks", False),
+        (("doctor", "-n", "2"), "timing allreduce on 2 ranks", False),
         (("scaling", "--ranks=1,2", "--out=OUT", "--", "python", "SLOW"), "epoch 1 step", True),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -14,8 +15,10 @@ from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.steps.summary import nan_to_null, unit_of
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report
-from hvdtrain.system.output.text import page
+from hvdtrain.system.output.text import page, plural
 from hvdtrain.system.runtime.command import termination_as_interrupt
+
+log = logging.getLogger(__name__)
 
 EPILOG = f"""example:
   hvdtrain compare -- python -m hvdtrain.resnet --num-steps 30
@@ -52,6 +55,9 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     missing = comparison.missing()
     if options.dry_run:
         return comparison.plan.show(missing)
+    if runs := sum(not variant.unavailable for variant, _ in missing):
+        hint = "" if options.strategies else "; use --strategies a,b for fewer"
+        log.info("%s%s; time estimate after the first run", plural(runs, "run"), hint)
     with termination_as_interrupt():  # the ranks must not outlive this process
         comparison.plan.carry_out(missing, comparison.record)
         if options.batch_size:
