@@ -241,3 +241,24 @@ def test_an_error_is_json_too(
     with_verb(monkeypatch, HvdtrainError("bad"))
     assert cli.main(["probe", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"ok": False, "error": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("words", "purpose"),
+    [
+        (("report", "."), "hvdtrain report"),
+        (("scaling", "--out", "x"), "hvdtrain scaling"),
+        (("compare", "--out", "x"), "hvdtrain compare"),
+        (("timeline", os.devnull, "--html", "x.html"), "--html"),
+    ],
+)
+def test_what_draws_names_the_missing_extra(words: tuple[str, ...], purpose: str) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules |= dict.fromkeys(('matplotlib', 'scipy', 'jinja2', 'sklearn'))\n"
+        "from hvdtrain import cli\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    message = f"hvdtrain: error: {purpose} needs matplotlib: pip install 'hvdtrain[studies]'\n"
+    assert (outcome.returncode, outcome.stderr) == (2, message)
