@@ -57,7 +57,7 @@ def test_a_program_runs_with_a_status_line() -> None:
 
 
 def test_make_setup_announces_its_steps_and_shows_progress() -> None:
-    line = ["make", "--dry-run", "--always-make", "setup"]
+    line = ["make", "--no-print-directory", "--dry-run", "--always-make", "setup"]
     recipe = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     steps = recipe.replace("\\\n", "").splitlines()
     assert re.match(r"echo .* \(3 GB.*some minutes", steps[0])
