@@ -1,4 +1,4 @@
-"""A task of your own: how diabetes will go on, from ten measurements (scikit-learn's data set).
+"""A task of your own: diabetes progression from ten measurements (scikit-learn's data set).
 
 mpirun -n 2 python -m hvdtrain.train examples/own_task.py --epochs 20 --hidden 64
 """

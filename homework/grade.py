@@ -41,7 +41,8 @@ STEPS = (
     ("scale learning rate", "multiply the learning rate by hvd.size()"),
     (
         "distribute optimizer",
-        "wrap the optimizer (hvd.DistributedOptimizer) or the tape (hvd.DistributedGradientTape); "
+        "wrap PyTorch's optimizer (hvd.DistributedOptimizer) or the tape of TensorFlow "
+        "(hvd.DistributedGradientTape); "
         "a sum needs losses divided by the global batch, an average equal parts",
     ),
     (

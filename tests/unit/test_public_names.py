@@ -41,6 +41,26 @@ def test_the_reference_lists_every_name() -> None:
     assert sorted([*listed, "__version__"]) == hvdtrain.__all__
 
 
+def test_the_names_in_the_pages_exist() -> None:
+    """Modules and what they define, without importing them: a framework may be missing."""
+    pages = [
+        *set(ROOT.glob("*.md")) - {ROOT / "CHANGELOG.md"},
+        *ROOT.glob("*/*.md"),
+        *ROOT.glob("examples/*.py"),
+    ]
+    text = "\n".join(page.read_text() for page in pages)
+    names = set(re.findall(r"\bhvdtrain(?:\.[A-Za-z_0-9]+){2,}", text))
+    assert "hvdtrain.system.runtime.walltime.seconds_left" in names
+    for name in names:
+        path = ROOT / name.replace(".", "/")
+        if path.is_dir() or path.with_suffix(".py").is_file():
+            continue
+        source = path.parent.with_suffix(".py")
+        assert source.is_file(), name
+        defined = {getattr(node, "name", "") for node in ast.parse(source.read_text()).body}
+        assert path.name in defined, name
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'hvdtrain' has no attribute 'adaptor'"):
         hvdtrain.adaptor  # type: ignore[attr-defined]  # noqa: B018

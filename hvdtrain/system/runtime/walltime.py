@@ -82,6 +82,15 @@ def ends_at(environ: Mapping[str, str] = os.environ) -> float | None:
     return None if left is None else time.time() + left
 
 
+def seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return the seconds until this process's job ends; None as for ``ends_at``.
+
+    For programs of users (docs/jobs.md).
+    """
+    ends = ends_at(environ)
+    return None if ends is None else ends - time.time()
+
+
 def question(environ: Mapping[str, str]) -> Command | None:
     """Return the command that queries the batch system for this job; None outside of a job."""
     # Slurm with PBS wrappers sets both; its qstat does not report the remaining time.

@@ -21,6 +21,7 @@ from hvdtrain.system.runtime.walltime import (
     parse_clock,
     question,
     read_answer,
+    seconds_left,
     show_clock,
 )
 
@@ -56,6 +57,9 @@ def test_the_environment_takes_precedence() -> None:
     both = {"HVDTRAIN_WALLTIME_ENDS": "1700000000", "SLURM_JOB_END_TIME": "1"}
     assert ends_at(both) == 1.7e9
     assert ends_at({"SLURM_JOB_END_TIME": "1700000000", "SLURM_JOB_ID": "1"}) == 1.7e9
+    left = seconds_left({"HVDTRAIN_WALLTIME_ENDS": str(time.time() + 100)})
+    assert left is not None and 50 < left <= 100
+    assert seconds_left({}) is None
     assert ends_at({}) is None
     # Empty: the batch system has been queried already.
     assert ends_at({"HVDTRAIN_WALLTIME_ENDS": "", "SLURM_JOB_ID": "1"}) is None
