@@ -81,8 +81,8 @@ class Adapter(ABC):
 
         Args:
             base: the learning rate for one rank.
-            scaling: ``linear``, ``sqrt`` or ``none``: its growth with the number of data-parallel
-                parts of a batch, the world size unless a strategy splits the model.
+            scaling: growth with the number of model replicas, which is the world size unless a
+                strategy splits the model: ``linear``, ``sqrt`` or ``none``.
             schedule: ``epochs``, ``warmup_epochs``, ``schedule``, ``milestones``, ``decay`` of
                 ``LearningRate``.
         """
@@ -130,7 +130,7 @@ class Adapter(ABC):
     ) -> Path:
         """Step 7: write a checkpoint atomically; all ranks call it.
 
-        Rank 0 writes; with ``zero``, ``fsdp`` and ``pipeline`` each rank writes its part.
+        Rank 0 writes; with ``zero`` and ``fsdp`` every rank, with ``pipeline`` the first group.
 
         Args:
             directory: directory of the checkpoints; with several hosts, on a shared file system.

@@ -63,8 +63,8 @@ class RankHooks:
         weight: factor of this rank's gradients in this pass; 0 replaces any value by zero.
         stop_wanted: whether this rank wants to stop.
         waits: context of a wait for the other ranks, by the name of the call.
-        may_skip: whether the passes of all ranks are known from the parts, so that this rank can
-            skip that of an empty one.
+        may_skip: whether a rank with an empty part may skip its backward pass (only with one
+            optimizer).
     """
 
     weight: Callable[[], float]
@@ -136,14 +136,14 @@ class CommonAdapter(StateAdapter):
         return nullcontext()
 
     def sum_shards(self, values: Any) -> Any:
-        """Sum a tensor of results that each rank has for its shard of parameters or gradients.
+        """Return the sum over the ranks of per-shard results, e.g. squared norms.
 
         If they are not sharded, each rank has the whole result, and ``values`` is returned.
         """
         return values
 
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Return both such that gradients are summed over the ranks, two or more."""
+        """Return both, made to sum gradients over the ranks (two or more)."""
         raise NotImplementedError(f"{self.name} is for one process")
 
     def start_timeline(self, file: str) -> None:

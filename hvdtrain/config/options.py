@@ -68,8 +68,8 @@ class Options(CommOptions):
     )
     strategy: str | None = option(
         None,
-        "how gradients are synchronized across ranks (default: horovod; for one process without it "
-        "single)",
+        "how ranks synchronize gradients (default: horovod; if it is missing, single for one "
+        "process)",
         choices=tuple(STRATEGIES),
     )
     data: Path | None = option(None, "directory of the dataset (see below)", Path)
@@ -85,7 +85,7 @@ class Options(CommOptions):
     optimizer: str = option("sgd", "optimizer", choices=("sgd", "adam", "adamw"))
     precision: str = option(
         "auto",
-        "numeric precision of the forward pass",
+        "numeric precision; bf16 and fp16: of the forward pass in training (autocast)",
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
     checkpoint_dir: Path | None = option(
@@ -115,12 +115,12 @@ class Options(CommOptions):
         group="optimization",
     )
     accumulate_steps: int = option(
-        1, "number of forward and backward passes per update, each over --batch-size samples", batch
+        1, "number of forward and backward passes per update (gradient accumulation)", batch
     )
     lr_scaling: str | None = option(
         None,
-        "scaling of the learning rate with the number of ranks (default: linear; with "
-        "--global-batch-size none)",
+        "scaling of the learning rate with the number of ranks (default: linear; none if "
+        "--global-batch-size is set, with adasum, and for ssd300)",
         choices=SCALINGS,
     )
     warmup_epochs: float | None = option(None, "number of warm-up epochs", non_negative)
@@ -137,7 +137,9 @@ class Options(CommOptions):
         0.1, "decay factor at each milestone of the multistep schedule", non_negative
     )
     momentum: float = option(0.9, "momentum of SGD", fraction)
-    weight_decay: float | None = option(None, "weight decay (L2 penalty)", non_negative)
+    weight_decay: float | None = option(
+        None, "weight decay (adamw: decoupled; otherwise an L2 penalty)", non_negative
+    )
     clip_norm: float = option(
         0.0, "maximum L2 norm of the gradients of an update; 0: no clipping", non_negative
     )
@@ -221,7 +223,7 @@ class Options(CommOptions):
         None, "file for Horovod's timeline (see hvdtrain timeline)", Path
     )
     timeline_steps: tuple[int, int | None] | None = option(
-        None, "window of --timeline: from after update A to update B (default: all)", span
+        None, "updates to record in --timeline: A:B is A + 1 to B (default: all)", span
     )
     quiet: bool = option(False, "print errors only", bool)
     device: Any = "cpu"

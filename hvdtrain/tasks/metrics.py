@@ -29,7 +29,7 @@ class Consumer(Protocol):
 
 
 class Metric(ABC):
-    """A metric of one evaluation, which uses a copy of the task's.
+    """A metric; each evaluation works on a copy of the task's.
 
     Attributes:
         names: names of the numbers in ``result``; ``loss`` and ``samples`` are reserved.

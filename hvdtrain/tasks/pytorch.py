@@ -275,7 +275,7 @@ def network_input(
 ) -> torch.Tensor:
     """Return stored pixels times the factor plus the offset of ``scale``, in the model's layout.
 
-    Two passes suffice: there are many pixels, and the training process does this work.
+    It makes two passes over the pixels, since it delays each step.
     """
     channels_last = pixels.ndim == 4 and _prefers_channels_last(pixels.shape)
     layout = torch.channels_last if channels_last else torch.preserve_format

@@ -42,8 +42,8 @@ class Task(ABC):
             checkpoint.
         columns: columns of the file of ``--predict``.
         notes: lines to show before the training.
-        speed_only: first of these lines if the samples are random and only the speed is measured,
-            without epochs and losses; contains ``{updates}``. Empty: a training.
+        speed_only: for a benchmark on random samples, the first of ``notes``, with ``{updates}``;
+            empty: a training.
         needs_empty_forward: whether an empty batch needs the forward and backward pass too,
             because other ranks wait in them.
         no_sync: context in which a backward pass of PyTorch accumulates gradients locally; the
@@ -103,7 +103,7 @@ class Task(ABC):
         """
 
     def updates_left_out(self) -> int:
-        """Return the number of the last updates that were not made; synchronizes with the device.
+        """Return how many of the latest updates were skipped; synchronizes with the device.
 
         These are the first one since the last call whose gradients are not finite, and all after
         it. Weights, optimizer state and running statistics are those before it.
@@ -151,7 +151,7 @@ class Recipe:
     """The defaults of a workload, measured to keep its accuracy at any number of ranks.
 
     Attributes:
-        batch_size: number of samples per rank and step.
+        batch_size: number of samples per rank and forward pass.
         lr: learning rates for one rank, or for ``lr_batch``.
         epochs: length of the training, in epochs.
         warmup_epochs: length of the warm-up, in epochs.

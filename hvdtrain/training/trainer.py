@@ -95,7 +95,7 @@ def _spawn(options: Options, size: int) -> int:
 def train(workload: Workload, options: Options) -> int:
     """Train ``workload`` in eight steps; every rank calls it with the same options.
 
-    Returns 0, or 75 when a signal stopped it and a checkpoint was saved.
+    Returns 0, or 75 if it was preempted and saved a checkpoint.
     """
     model = choose_model(workload, options)
     adapter = _prepare(options)

@@ -131,9 +131,9 @@ class Buckets:
     pass: it contributes zeros when its gradients are first accessed, at the step, or at the latest
     before the next collective call.
 
-    Such a rank cannot know whether ``zero_grad`` was called before the skipped pass or after it
-    (when the tail of an accumulation is dropped). The ranks that made the pass can: in the next
-    one they send whether they still hold its sums.
+    A rank that skipped its pass cannot tell whether ``zero_grad`` came before or after it (when the
+    tail of an accumulation is dropped). The others can: with their next pass they send whether
+    they still hold its sums.
 
     Args:
         name: name of the optimizer, the same on all ranks.

@@ -1,4 +1,4 @@
-"""Steps 6 and 7 for strategies that shard the state: no rank ever holds all of it.
+"""Steps 6 and 7 for strategies that shard the state: each rank saves a part.
 
 A checkpoint has a file of each kind per rank. Each tensor is whole in one of them: the rank of that
 file gathers it, writes it, and frees it before the next one. To resume, each rank reads its part

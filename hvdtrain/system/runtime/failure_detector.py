@@ -123,7 +123,7 @@ def start(
 ) -> FailureDetector:
     """Connect the ranks and start watching; all ranks must call it together.
 
-    If a rank or host is lost, this process reports it and exits with code 1.
+    If a rank or host is lost, this process exits with code 1, in an elastic job with EXIT_RESTART.
 
     Args:
         rank: rank of this process.
@@ -398,7 +398,7 @@ def connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.sock
 
 
 def receive(connection: socket.socket, length: int) -> bytes:
-    """Return exactly ``length`` bytes; fewer if the other side has closed."""
+    """Return ``length`` bytes, or fewer if the other side has closed."""
     data = b""
     while len(data) < length and (more := connection.recv(length - len(data))):
         data += more
