@@ -29,7 +29,7 @@ from hvdtrain.system.runtime.exit import (
     restart_ranks,
 )
 from hvdtrain.system.runtime.outlive import is_ended_by_mpirun
-from hvdtrain.system.runtime.walltime import Walltime, ends_at
+from hvdtrain.system.runtime.walltime import IS_NEAR, Walltime, ends_at
 
 ENDING = ("SIGTERM", "SIGINT")  # mpirun ends its ranks on these and forwards the others
 AGAIN = "run the same command again to continue"
@@ -171,7 +171,7 @@ class Preemption:
     def watch_walltime(self, longest_step: float) -> None:
         """Request a stop if the walltime is near; ``longest_step``: seconds to the next check."""
         if self.walltime.is_near(longest_step):
-            self.want_stop("the walltime is near")
+            self.want_stop(IS_NEAR)
 
     def want_stop(self, reason: str) -> None:
         """Request a stop on this rank."""

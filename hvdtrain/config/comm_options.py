@@ -1,7 +1,6 @@
 """Communication options: how gradients are exchanged between ranks, for any task.
 
-A strategy's record (``config/strategies.py``) lists the options that it supports and the
-environment variables in which its library reads them.
+A strategy's record (``config/strategies.py``) lists the options that it supports.
 """
 
 from __future__ import annotations
@@ -21,6 +20,15 @@ AVERAGE, ADASUM = REDUCTIONS = ("average", "adasum")
 MIB = 2**20
 BUCKET_BYTES = 25 * MIB  # default size of a bucket
 
+# Environment variables in which a strategy's library reads its options.
+VARIABLES = {
+    "Horovod": {
+        "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
+        "cycle_time_ms": "HOROVOD_CYCLE_TIME",
+        "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "autotune": "HOROVOD_AUTOTUNE",
+    }
+}
 CONTRADICTIONS = (
     ("autotune", "fusion_threshold_mb"),  # autotuning chooses both of these
     ("autotune", "cycle_time_ms"),
@@ -88,7 +96,7 @@ class CommOptions:
             values["fusion_threshold_mb"] = self.bucket_bytes
         return {
             variable: format(values[name], "g" if isinstance(values[name], float) else "d")
-            for name, variable in record.variables.items()
+            for name, variable in VARIABLES.get(record.library, {}).items()
             if name in values
         }
 
@@ -101,7 +109,7 @@ class CommOptions:
         """
         defaults = {**record.environment, **(record.short_steps if short_steps else {})}
         if self.autotune:  # Horovod does not tune values that are set
-            tuned = set(record.variables.values())
+            tuned = set(VARIABLES.get(record.library, {}).values())
             defaults = {name: value for name, value in defaults.items() if name not in tuned}
         return {**defaults, **self.variables(record)}
 
@@ -129,7 +137,8 @@ def check_comm_options(
             raise UsageError(f"{first} and {second} contradict each other: give one")
     for variable, value in options.variables(record).items():
         if variable in environ and _number(environ[variable]) != float(value):
-            (name,) = [name for name in record.variables if record.variables[name] == variable]
+            variables = VARIABLES[record.library]
+            (name,) = [name for name in variables if variables[name] == variable]
             raise UsageError(
                 f"{_option(name)} and {variable}={environ[variable]} in the environment contradict "
                 f"each other (the option means {value}): leave one out"

@@ -14,12 +14,6 @@ from hvdtrain.system.runtime.tuning import MPI_VARIABLES
 PACKAGES = {"pytorch": "torch", "tensorflow": "tensorflow"}  # of each framework
 WITH_TORCHRUN = frozenset(launcher.name for launcher in LAUNCHERS) - {HOROVODRUN}
 WITHOUT_TORCHRUN = WITH_TORCHRUN - {TORCHRUN, SPAWN}
-HOROVOD_VARIABLES = {
-    "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
-    "cycle_time_ms": "HOROVOD_CYCLE_TIME",
-    "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
-    "autotune": "HOROVOD_AUTOTUNE",
-}
 
 
 @dataclass(frozen=True)
@@ -52,8 +46,6 @@ class Strategy:
     """Supported values of ``--compression``."""
     comm_options: tuple[str, ...] = ()
     """Other supported communication options: attributes of ``CommOptions``."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variable of its library, by communication option."""
     splits_model: bool = False
     """Whether a model is split across ranks, some layers on each."""
     has_timeline: bool = False
@@ -100,8 +92,13 @@ STRATEGIES = {
             short_steps={"HOROVOD_CYCLE_TIME": "0.1"},
             gradient_libraries=("horovod",),
             compressions=("fp16",),  # Horovod 0.28.1 has no bfloat16, nor over NCCL
-            comm_options=("reduction", *HOROVOD_VARIABLES),
-            variables=HOROVOD_VARIABLES,
+            comm_options=(
+                "reduction",
+                "fusion_threshold_mb",
+                "cycle_time_ms",
+                "hierarchical_allreduce",
+                "autotune",
+            ),
             has_timeline=True,
         ),
         DDP,

@@ -6,10 +6,9 @@ that the loop need not distinguish ranks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from rich.text import Text
 from typing_extensions import override
 
 from hvdtrain.config.options import Options
-from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary, nan_to_null
 from hvdtrain.system.files import Output, check_writable
 from hvdtrain.system.output.tables import summary_table
 from hvdtrain.system.runtime import terminal
+from hvdtrain.training.tensorboard import TensorBoard
 
 TRAINING, EVALUATING = "training", "evaluating"  # tasks of the bar, of which one is visible
 PLAIN_SECONDS = 5.0  # between two lines if the output is no terminal
@@ -141,8 +140,7 @@ class Progress(Silent):
         self._lines = _output(options.metrics, "--metrics")
         self._summary = _output(options.summary, "--summary")
         self._predictions = _output(options.predict, "--predict")
-        self._tensorboard = options.tensorboard
-        self._board = _board(self._tensorboard) if self._tensorboard else None
+        self._board = TensorBoard(options.tensorboard) if options.tensorboard else None
         self._bar: Bar | None = None
         self._pieces: dict[str, TaskID] = {}
         self._loss, self._rate = "-", f"- {unit}/s"
@@ -283,9 +281,8 @@ class Progress(Silent):
         self.console.print(summary_table(title, rows))
         if self._lines:
             self._lines.close()
-        with self._drawing():
-            if self._board:
-                self._board.close()
+        if self._board:
+            self._board.close()
         if self._summary and summary is not None:
             with self._summary.replacing() as file:
                 file.write(json.dumps(summary.to_json(), indent=1).encode() + b"\n")
@@ -294,38 +291,13 @@ class Progress(Silent):
     def _record(self, kind: str, record: dict[str, Any]) -> None:
         if self._lines:
             self._lines.append(json.dumps({"kind": kind, **nan_to_null(record)}).encode() + b"\n")
-        with self._drawing():
-            for name, value in record.items():
-                if self._board and isinstance(value, float):
-                    self._board.add_scalar(f"{kind}/{name}", value, record["step"])
-
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # TensorBoard writes through TensorFlow if it is installed
-            raise HvdtrainError(
-                f"--tensorboard {self._tensorboard} cannot be written: {error}"
-            ) from error
+        if self._board:
+            self._board.write(kind, record)
 
 
 def _output(path: Path | None, option: str) -> Output | None:
     check_writable(path, option)
     return None if path is None else Output(path, option)
-
-
-def _board(directory: Path) -> Any:
-    try:
-        from tensorboard.summary import Writer
-    except ImportError as error:
-        raise UsageError(
-            "--tensorboard: TensorBoard is not installed; pip install tensorboard"
-        ) from error
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return Writer(str(directory))
-    except OSError as error:
-        raise UsageError(f"--tensorboard {directory}: {error.strerror or error}") from error
 
 
 def _clock(seconds: float) -> str:

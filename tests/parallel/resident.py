@@ -114,8 +114,8 @@ def load(framework: str) -> None:
         for strategy in STRATEGIES.values():
             if framework in strategy.adapters:
                 importlib.import_module(strategy.adapters[framework].partition(":")[0])
-    for module in ("tasks", "workloads.mnist", "workloads.resnet"):
-        importlib.import_module(f"hvdtrain.{module}.{framework}")
+    for module in ("workloads.mnist.", "workloads.resnet."):
+        importlib.import_module(f"hvdtrain.{module}{framework}")
     if framework == "pytorch":
         importlib.import_module("torch._dynamo")  # a second; the first optimizer imports it
     with contextlib.suppress(ImportError):

@@ -58,6 +58,14 @@ def count_gpus(environ: Mapping[str, str], devices: Path = DEVICES) -> int:
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
+def gpu_of_rank(local_rank: int, visible: int) -> int:
+    """Return which of the ``visible`` GPUs a local rank uses; 0 if there is none.
+
+    Whether ranks then share a GPU is checked by all together: ``steps/integrity.py``.
+    """
+    return local_rank % max(1, visible)
+
+
 def find_driver(library: str = DRIVER) -> Driver | None:
     """Query the driver; return None if there is no driver or no usable GPU."""
     try:

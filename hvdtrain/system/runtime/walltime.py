@@ -20,6 +20,7 @@ ENDS = "HVDTRAIN_WALLTIME_ENDS"
 
 PATIENCE = 10.0  # timeout of a query in seconds; a busy batch system must not delay a training
 
+IS_NEAR = "the walltime is near"  # the reason that rank 0 reports
 RESERVE = 10.0  # seconds for the end of the job script, and for clock differences
 FIRST_SAVE = 10.0  # assumed seconds of a save until one is measured
 

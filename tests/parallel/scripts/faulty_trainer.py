@@ -26,7 +26,7 @@ FRAMEWORK = "tensorflow" if "--framework=tensorflow" in sys.argv else "pytorch"
 SAMPLES = 1500  # of the embedded digits
 BIT = 1 << 20  # of the mantissa, so that nothing else happens
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
-tasks: Any = importlib.import_module(f"hvdtrain.tasks.{FRAMEWORK}")
+tasks: Any = importlib.import_module(f"hvdtrain.tasks.training_step_{FRAMEWORK}")
 Task: Any = tasks.TFTask if FRAMEWORK == "tensorflow" else tasks.TorchTask
 
 

@@ -27,7 +27,7 @@ from hvdtrain.system.runtime.detect import detect
 
 framework, result, selection = sys.argv[1:]
 module = importlib.import_module(f"hvdtrain.adapters.{framework}.horovod")
-tasks = importlib.import_module(f"hvdtrain.tasks.{framework}")
+tasks = importlib.import_module(f"hvdtrain.tasks.training_step_{framework}")
 Horovod = module.HorovodAdapter
 Task = tasks.TorchTask if framework == "pytorch" else tasks.TFTask
 

@@ -12,6 +12,7 @@ from hvdtrain.config.comm_options import (
     BUCKET_BYTES,
     COMPRESSIONS,
     NONE,
+    VARIABLES,
     CommOptions,
     check_adasum,
     check_comm_options,
@@ -60,7 +61,7 @@ def test_a_strategy_supports_the_compressions_of_its_record(name: str) -> None:
 def test_a_strategy_supports_the_options_of_its_record(name: str) -> None:
     record = STRATEGIES[name]
     assert {field.name for field in dataclasses.fields(CommOptions)} == {"compression", *VALUES}
-    assert set(record.variables) <= set(record.comm_options) <= set(VALUES)
+    assert set(VARIABLES.get(record.library, {})) <= set(record.comm_options) <= set(VALUES)
     for attribute, value in VALUES.items():
         if attribute in record.comm_options:
             check(CommOptions(**{attribute: value}), name)

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.adapters.state_view import StateView, check_names
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
 from hvdtrain.system.machine import accelerator
+from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.output.text import plural
 
 
@@ -99,7 +100,7 @@ class PyTorchAdapter(CommonAdapter):
     @override
     def pin_device(self) -> str:
         count = accelerator.count()
-        index = self.world.local_rank % max(1, count)
+        index = gpu_of_rank(self.world.local_rank, count)
         name = accelerator.name(index) if count else "cpu"
         self.check_devices(name, index, count)
         if count:

@@ -11,11 +11,12 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.state_view import StateView, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
+from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.machine.threads import local_cores, requested_threads
 from hvdtrain.system.output.text import plural
 
@@ -84,7 +85,7 @@ class TensorFlowAdapter(CommonAdapter):
         self._gpus = tf.config.list_physical_devices("GPU")
         try:
             if self._gpus:
-                mine = self._gpus[local_rank % len(self._gpus)]
+                mine = self._gpus[gpu_of_rank(local_rank, len(self._gpus))]
                 tf.config.set_visible_devices(mine, "GPU")
                 for gpu in self._gpus:  # scripts that do so later must not change the setting
                     tf.config.experimental.set_memory_growth(gpu, True)
@@ -102,7 +103,7 @@ class TensorFlowAdapter(CommonAdapter):
     @override
     def pin_device(self) -> str:
         count = len(self._gpus)
-        index = self.world.local_rank % max(1, count)
+        index = gpu_of_rank(self.world.local_rank, count)
         details = tf.config.experimental.get_device_details(self._gpus[index]) if count else {}
         name = str(details.get("device_name", "unknown"))
         self.check_devices(name, index, count)
