@@ -127,6 +127,8 @@ def _directive(line: str) -> str:
 
 
 def _each(read: Callable[[str], str], value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is not a list, such as [one, two]")
     return tuple(map(read, _convert(value, tuple[str, ...])))
 
 

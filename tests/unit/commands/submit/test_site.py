@@ -61,7 +61,7 @@ def test_the_location_of_a_site_file(tmp_path: Path) -> None:
         ("cores_per_node: true", "cores_per_node: True: Expected `int | null`, got `bool`"),
         ("name_limit: 0", "name_limit: 0: Expected `int` >= 1"),
         ("whole_nodes: 1", "whole_nodes: 1: Expected `bool`, got `int`"),
-        ("modules: one", "modules: 'one': Expected `array`, got `str`"),
+        ("modules: one", "modules: 'one' is not a list, such as [one, two]"),
         ("modules: [1]", "modules: [1]: Expected `str`, got `int` - at `$[0]`"),
         ("modules: [gcc openmpi]", "modules: 'gcc openmpi' is not one module"),
         ("modules: ['gcc; date']", "modules: 'gcc; date' is not one module"),
