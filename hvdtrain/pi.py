@@ -47,8 +47,8 @@ examples:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Result on all ranks."""
+class PiEstimate:
+    """The result, the same on all ranks."""
 
     hits: int  # number of points inside the quarter circle, over all ranks
     samples: int  # number of points, over all ranks
@@ -117,7 +117,7 @@ class _Progress:
             terminal.status(f"{percent(done / self.samples)} of the samples, {about(left)} to go")
 
 
-def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False) -> Estimate:
+def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False) -> PiEstimate:
     """Estimate pi on all ranks of an mpi4py communicator together; all return the same result.
 
     The seed and the number of ranks determine every digit.
@@ -129,7 +129,7 @@ def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False)
     hits = (count_hits_naive if naive else count_hits)(high - low, stream)
     total = np.empty(1, np.int64)
     communicator.Allreduce(np.array([hits], np.int64), total)
-    return Estimate(int(total[0]), samples)
+    return PiEstimate(int(total[0]), samples)
 
 
 def points(value: str) -> int:
@@ -181,7 +181,7 @@ def main() -> int:
     return 0
 
 
-def report(result: Estimate, seconds: float, ranks: int, *, as_json: bool) -> str:
+def report(result: PiEstimate, seconds: float, ranks: int, *, as_json: bool) -> str:
     """Return the result as text or as one line of JSON."""
     rate = result.samples / seconds
     if as_json:

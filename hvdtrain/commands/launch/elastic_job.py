@@ -203,8 +203,9 @@ class ElasticJob:
                 release(process)
             time.sleep(POLL)
         code, rank = exit_code(process.returncode), self.driver.rank_of(slot.hostname)
+        host = host_of(slot.hostname)
         if code == NO_SSH:
-            self.driver.discovery.reachable.doubt(host_of(slot.hostname))
+            self.driver.discovery.reachable.doubt(host)
         if rank is not None:
             self.driver.codes[rank] = code
             self.over = self.over or code == EXIT_USAGE
@@ -213,7 +214,7 @@ class ElasticJob:
                 log.info(
                     "hvdtrain: rank %d on %s was ended by %s",
                     rank,
-                    _shown(host_of(slot.hostname)),
+                    socket.gethostname() if host == HERE else host,
                     signal_of(code) or f"code {code}",
                 )
         del self.driver.running[slot.hostname]
@@ -269,7 +270,3 @@ class ElasticJob:
         self.over = True
         host_process.end(self.driver.running.values())
         self.driver.stop()
-
-
-def _shown(host: str) -> str:
-    return socket.gethostname() if host == HERE else host

@@ -239,8 +239,6 @@ def test_a_fixed_number_of_ranks_per_host() -> None:
 @pytest.mark.parametrize(
     ("ranks", "hosts", "ppn", "message"),
     [
-        (0, allocation(2), None, "-n 0: must be at least 1"),
-        (2, allocation(2), 0, "--ppn 0: must be at least 1"),
         (5, allocation(2, 2), None, r"-n 5 is more than the 4 slots of PBS \(n0:2,n1:2\)"),
         (3, allocation(2, 2), 2, r"-n 3 is not --ppn 2 times the 2 hosts .*2 x 2 is 4"),
         (6, allocation(2, 2), 2, r"-n 6 is not --ppn 2 times the 2 hosts"),

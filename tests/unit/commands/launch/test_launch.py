@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvdtrain import cli
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Allocation, Host, lay_out
-from hvdtrain.commands.launch.mpirun import Mpi
+from hvdtrain.commands.launch.mpirun import MpiLauncher
 from hvdtrain.commands.launch.prepare import Request, choose_threads, notes, prepare
 from hvdtrain.commands.launch.rank_output import (
     MARKS,
@@ -247,7 +247,7 @@ def test_a_script_that_cannot_be_executed(tmp_path: Path) -> None:
 
 
 def job(**settings: object) -> Launch:
-    mpi, layout = Mpi("openmpi5", "mpirun", ""), lay_out(4, Allocation("none"))
+    mpi, layout = MpiLauncher("openmpi5", "mpirun", ""), lay_out(4, Allocation("none"))
     return Launch(mpi, (), **{"layout": layout, "cores": 8, **settings})  # type: ignore[arg-type]
 
 

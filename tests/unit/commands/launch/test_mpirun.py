@@ -19,7 +19,14 @@ import pytest
 from hvdtrain.commands.launch import mpirun
 from hvdtrain.commands.launch.argv import BUILDERS, Launch, forwarded
 from hvdtrain.commands.launch.hosts import Allocation, Host, RankLayout, lay_out
-from hvdtrain.commands.launch.mpirun import AGENT, NAMES, Mpi, agent_settings, classify, find_mpi
+from hvdtrain.commands.launch.mpirun import (
+    AGENT,
+    NAMES,
+    MpiLauncher,
+    agent_settings,
+    classify,
+    find_mpi,
+)
 from hvdtrain.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden" / "launch.txt"
@@ -75,7 +82,7 @@ CASES: dict[str, Mapping[str, Any]] = {
 
 def job(dialect: str, layout: RankLayout = FULL, **settings: Any) -> Launch:
     """Return a job on hosts with 8 cores."""
-    mpi = Mpi(dialect, PROGRAMS[dialect], "1.0")
+    mpi = MpiLauncher(dialect, PROGRAMS[dialect], "1.0")
     return Launch(mpi, WORDS, layout, **{"cores": 8, **settings})
 
 
@@ -234,9 +241,9 @@ def test_the_first_launcher_on_the_path_counts(tmp_path: Path) -> None:
     first = program(tmp_path / "a", "mpirun", HYDRA)
     program(tmp_path / "b", "mpirun", OPEN_MPI)
     path = f"{tmp_path}/a:{tmp_path}/b"
-    assert find_mpi({"PATH": path}) == Mpi("mpich", first, "5.0.2")
+    assert find_mpi({"PATH": path}) == MpiLauncher("mpich", first, "5.0.2")
     only = program(tmp_path / "c", "mpiexec", "mpiexec version 1.2.12 revision 1\n")
-    assert find_mpi({"PATH": f"{tmp_path}/c"}) == Mpi("pals", only, "1.2.12")
+    assert find_mpi({"PATH": f"{tmp_path}/c"}) == MpiLauncher("pals", only, "1.2.12")
 
 
 def test_srun_counts_in_a_slurm_job_without_mpirun(tmp_path: Path) -> None:
@@ -244,7 +251,7 @@ def test_srun_counts_in_a_slurm_job_without_mpirun(tmp_path: Path) -> None:
     # Debian's Slurm brings an mpirun that only calls srun.
     program(tmp_path / "b", "mpirun", "Unknown option: version\n")
     path = f"{tmp_path}/a:{tmp_path}/b"
-    assert find_mpi({"PATH": path, **IN_JOB}) == Mpi("srun", srun, "22.05.8")
+    assert find_mpi({"PATH": path, **IN_JOB}) == MpiLauncher("srun", srun, "22.05.8")
     with pytest.raises(UsageError, match=r"no mpirun.* \(.*/b/mpirun: unknown version"):
         find_mpi({"PATH": path})
     real = program(tmp_path / "c", "mpirun", OPEN_MPI)
@@ -260,31 +267,34 @@ def test_intels_script_is_skipped(tmp_path: Path) -> None:
     script = program(tmp_path, "mpirun", INTEL)
     assert find_mpi({"PATH": str(tmp_path)}).program == script
     hydra = program(tmp_path, "mpiexec.hydra", INTEL)
-    assert find_mpi({"PATH": str(tmp_path)}) == Mpi("intel", hydra, "2021.4")
+    assert find_mpi({"PATH": str(tmp_path)}) == MpiLauncher("intel", hydra, "2021.4")
 
 
 # The ssh by which Open MPI starts its daemons on other hosts
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> tuple[Mpi, dict[str, str]]:
+def site(tmp_path: Path) -> tuple[MpiLauncher, dict[str, str]]:
     """Return an Open MPI in a temporary directory, and an environment without settings."""
     (tmp_path / "mpi" / "etc").mkdir(parents=True)
     launcher = program(tmp_path / "mpi" / "bin", "mpirun", OPEN_MPI)
     ssh = program(tmp_path / "bin", "ssh", "")
     home = tmp_path / "home"
-    return Mpi("openmpi5", launcher, "5"), {"PATH": str(Path(ssh).parent), "HOME": str(home)}
+    return MpiLauncher("openmpi5", launcher, "5"), {
+        "PATH": str(Path(ssh).parent),
+        "HOME": str(home),
+    }
 
 
 WRAPPER = Path(mpirun.__file__).with_name("deaf_to_term")
 
 
-def test_ssh_is_wrapped_to_ignore_term(site: tuple[Mpi, dict[str, str]]) -> None:
+def test_ssh_is_wrapped_to_ignore_term(site: tuple[MpiLauncher, dict[str, str]]) -> None:
     mpi, environ = site
     for dialect, name in AGENT.items():
         ours = {name: f"{WRAPPER} ssh -x"}
-        assert agent_settings(Mpi(dialect, mpi.program, ""), environ) == ours
-    assert agent_settings(Mpi("mpich", mpi.program, ""), environ) == {}
+        assert agent_settings(MpiLauncher(dialect, mpi.program, ""), environ) == ours
+    assert agent_settings(MpiLauncher("mpich", mpi.program, ""), environ) == {}
     assert agent_settings(mpi, {**environ, "PATH": "/nowhere"}) == {}  # Open MPI reports it
 
 
@@ -299,7 +309,7 @@ def test_ssh_is_wrapped_to_ignore_term(site: tuple[Mpi, dict[str, str]]) -> None
 )
 @pytest.mark.parametrize("name", ["PRTE_MCA_plm_ssh_agent", "OMPI_MCA_orte_rsh_agent"])
 def test_an_agent_in_the_environment(
-    name: str, value: str, agent: str, tmp_path: Path, site: tuple[Mpi, dict[str, str]]
+    name: str, value: str, agent: str, tmp_path: Path, site: tuple[MpiLauncher, dict[str, str]]
 ) -> None:
     mpi, environ = site
     program(tmp_path / "bin", "tmssh", "")
@@ -317,7 +327,9 @@ def test_an_agent_in_the_environment(
         "home/.prte/mca-params.conf",
     ],
 )
-def test_an_agent_in_a_file(file: str, tmp_path: Path, site: tuple[Mpi, dict[str, str]]) -> None:
+def test_an_agent_in_a_file(
+    file: str, tmp_path: Path, site: tuple[MpiLauncher, dict[str, str]]
+) -> None:
     mpi, environ = site
     settings, name = tmp_path / file, AGENT[mpi.dialect]
     settings.parent.mkdir(parents=True, exist_ok=True)
