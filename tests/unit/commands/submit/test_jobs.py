@@ -23,8 +23,8 @@ from tests.conftest import BIN, ROOT, environment
 from tests.unit.commands.submit.pbs_reader import (
     Node,
     RefusedError,
-    check_script,
     job_with,
+    put,
     read_script,
 )
 from tests.unit.commands.submit.test_script import WORDS
@@ -69,7 +69,7 @@ def test_the_scripts_are_generated_by_submit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_scripts_are_portable(name: str) -> None:
     text = (JOBS / name).read_text()
-    assert check_script(text) == []
+    read_script(text, defined(name))
     for word in ("$0", "BASH_SOURCE", "generate_pbs_nodefile", "pip ", "curl", "wget", "git "):
         assert word not in text
     # /soft exists on Polaris; other paths would be those of a developer's machine.
@@ -108,20 +108,33 @@ def test_an_elastic_job_survives_a_lost_node(by: str, node: Node) -> None:
     assert "--checkpoint-dir=results/elastic_" + by + "/checkpoints" in words
 
 
+HEAD = "#!/bin/bash\n# a comment\n\n#PBS -l walltime=1:00:00\n"
+
+
 @pytest.mark.parametrize(
-    ("lines", "reason"),
+    ("text", "reason"),
     [
-        ("#PBS -l select=1:ngpus=1", "Unknown resource: ngpus"),
-        ("#PBS -l filesystems=home", "Unknown resource: filesystems"),
-        ("#PBS -l select=1\n#PBS -l nodes=1", "exclude each other"),
-        ("#PBS -l walltime=60m", "walltime"),
-        ("#PBS -N two words", "illegal -N"),
-        ("#PBS --nodes=1", "illegal option"),
+        (HEAD + "#PBS -l select=1:ngpus=1", "Unknown resource: ngpus"),
+        (HEAD + "#PBS -l filesystems=home", "Unknown resource: filesystems"),
+        (HEAD + "#PBS -l select=1\n#PBS -l nodes=1", "exclude each other"),
+        (HEAD + "#PBS -l select=1\n#PBS -l select=2", "select is specified twice"),
+        (HEAD + "#PBS -l walltime=2:00:00", "walltime is specified twice"),
+        ("#!/bin/bash\n#PBS -l walltime=60m", "walltime"),
+        (HEAD + "#PBS -N two words", "illegal -N"),
+        (HEAD + "#PBS --nodes=1", "illegal option"),
+        (HEAD + "cd x\n#PBS -q a", r"line 6: '#PBS -q a' comes after .* command \(line 5\)"),
+        (HEAD + "cd x\n\n#SBATCH -p debug", "line 7: .* comes after"),
+        (HEAD[12:], "line 1: no #!"),
+        (HEAD.replace("\n", "\r\n"), "DOS line ends"),
+        ("#!/bin/bash\n#PBS -l select=1,walltime=1:00", "on lines of their own"),
+        (HEAD + "#PBS -l select=2:ncpus=1+1:ncpus=2", "no chunks joined by +"),
+        (HEAD + "#PBS -l select=1:mem=1gb:ncpus=1", "mem= only at the end"),
     ],
 )
-def test_the_emulation_refuses_as_pbs_does(lines: str, reason: str) -> None:
+def test_the_emulation_refuses_as_pbs_and_slurm_do(text: str, reason: str) -> None:
+    read_script(HEAD + "#PBS -q debug\ncd x\n")
     with pytest.raises(RefusedError, match=reason):
-        read_script(f"#!/bin/bash\n{lines}\n")
+        read_script(text)
 
 
 # --- run as PBS runs them -------------------------------------------------------------------------
@@ -147,11 +160,6 @@ def node(tmp_path: Path) -> Node:
     put(programs / "hvdtrain", LAUNCH)
     put(programs / "python", f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
     return node
-
-
-def put(path: Path, text: str) -> None:
-    path.write_bytes(os.fsencode(text))
-    path.chmod(0o755)
 
 
 def run_as_pbs(node: Node, text: str, name: str = "", hosts: str = "a", **values: str) -> int:
@@ -304,7 +312,7 @@ def test_any_command_in_any_directory(words: list[str], name: str) -> None:
     """The script is run by bash, with a program that records its arguments."""
     job = job_with(*words)
     text = script_text(job, Pbs(), Site())
-    assert check_script(text) == []
+    read_script(text)
     with tempfile.TemporaryDirectory() as root:
         programs = Path(root, "bin")
         programs.mkdir()

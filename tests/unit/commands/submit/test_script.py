@@ -15,7 +15,7 @@ from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import quote, render, script_text, sweep_sizes
 from hvdtrain.commands.submit.site import Site
 from hvdtrain.commands.submit.slurm import Slurm
-from tests.unit.commands.submit.pbs_reader import check_script, job_with
+from tests.unit.commands.submit.pbs_reader import job_with, read_script
 
 # All options at once, with words that are hard to quote.
 FULL = Job(
@@ -201,32 +201,8 @@ def test_pbs_refuses_arrays_that_are_not_rerunable() -> None:
 
 @pytest.mark.parametrize("dialect", [Pbs(), Slurm(), Local()])
 @pytest.mark.parametrize("job", [FULL, CHAIN])
-def test_generated_scripts_have_no_problem(job: Job, dialect: Dialect) -> None:
-    assert check_script(script_text(job, dialect, SITE, "c")) == []
-
-
-HEAD = "#!/bin/bash\n#PBS -l select=1:ncpus=1\n#PBS -l walltime=1:00:00\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (HEAD + "# a comment\n\n#PBS -q debug\ncd x\n", ""),
-        (HEAD + "cd x\n#PBS -q debug\n", "line 5: '#PBS -q debug' comes after the first command"),
-        (HEAD + "cd x\n\n#SBATCH -p debug\n", "(line 4), so no batch system reads it"),
-        (HEAD[12:], "line 1: no #!"),
-        (HEAD.replace("\n", "\r\n"), "DOS line ends"),
-        (HEAD + "#PBS -l select=2\n", "select is requested 2 times"),
-        (HEAD + "#PBS -l walltime=2:00:00\n", "walltime is requested 2 times"),
-        (HEAD + "#PBS -l nodes=2:ppn=4\n", "PBS refuses nodes= beside select="),
-        ("#!/bin/bash\n#PBS -l select=1,walltime=1:00\n", "on lines of their own"),
-        ("#!/bin/bash\n#PBS -l select=2:ncpus=1+1:ncpus=2\n", "no chunks joined by +"),
-        ("#!/bin/bash\n#PBS -l select=1:mem=1gb:ncpus=1\n", "mem= only at the end"),
-    ],
-)
-def test_problems_are_detected(text: str, problem: str) -> None:
-    problems = "; ".join(check_script(text))
-    assert problem in problems if problem else problems == ""
+def test_generated_scripts_are_accepted(job: Job, dialect: Dialect) -> None:
+    read_script(script_text(job, dialect, SITE, "c"), frozenset({"ngpus", "filesystems"}))
 
 
 @pytest.mark.parametrize(
