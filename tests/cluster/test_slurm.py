@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import safetensors.numpy
 
 from hvdtrain.commands.submit import chain
 from tests.cluster.slurm import Cluster
-from tests.conftest import BIN, LONG, ROOT, Outcome, on_demand
+from tests.conftest import BIN, LONG, ROOT, Outcome, on_demand, until
 from tests.unit.commands.submit.pbs_reader import Node, read_script
 
 PATIENCE = 240.0  # seconds for a job to end
@@ -53,13 +52,15 @@ class User:
         text = self.types("scontrol", "show", "job", number).out
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
-    def waits(self, number: str, state: str) -> dict[str, str]:
-        """Wait until a job is in a state; return its record."""
-        end = time.monotonic() + PATIENCE
-        while (job := self.job(number))["JobState"] != state:
-            assert time.monotonic() < end, job
-            time.sleep(0.2)
-        return job
+    def ended(self, number: str) -> dict[str, str]:
+        """Wait for the end of a job; return its record."""
+        running = ("PENDING", "RUNNING", "COMPLETING")
+        until(
+            lambda: self.job(number)["JobState"] not in running,
+            seconds=PATIENCE,
+            detail=lambda: self.job(number),
+        )
+        return self.job(number)
 
     def log(self, number: str) -> str:
         """Return the output of a job."""
@@ -69,10 +70,7 @@ class User:
     def runs(self, *words: str) -> str:
         """Submit a job with qsub or sbatch, wait for its completion, and return its log."""
         number = self.types(*words).out.split()[-1]
-        end = time.monotonic() + PATIENCE
-        while (job := self.job(number))["JobState"] in ("PENDING", "RUNNING", "COMPLETING"):
-            assert time.monotonic() < end, job
-            time.sleep(0.2)
+        job = self.ended(number)
         assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), self.log(number)[-3000:]
         return self.log(number)
 
@@ -224,7 +222,7 @@ def test_a_chain_of_interrupted_jobs_equals_an_uninterrupted_job(
     assert user.job(last)["JobState"] == "CANCELLED"  # by the job that finished
     assert "resumed from checkpoints/step-" in outcome.out
 
-    uncut.waits(number, "COMPLETED")
+    assert uncut.ended(number)["JobState"] == "COMPLETED"
     summaries = [owner.summary("summary.json") for owner in (user, uncut)]
     assert [summary["stopped"] for summary in summaries] == ["steps", "steps"]
     assert summaries[0]["parameter_norm"] == summaries[1]["parameter_norm"]
@@ -276,17 +274,9 @@ def test_a_script_runs_as_under_pbs(tmp_path: Path) -> None:
 def test_a_deleted_job_saves(user: User) -> None:
     steps = tuple("1000000" if word in ("100", "80") else word for word in TRAINING)
     number = user.submits("--walltime", "0:10:00", "--", *steps).out.strip()
-    end = time.monotonic() + PATIENCE
-    while "loss" not in (Path(user.job(number)["StdOut"]).read_text() if started(user) else ""):
-        assert time.monotonic() < end
-        time.sleep(0.5)
+    log = user.directory / "hvdtrain-jobs" / "mnist-1.log"
+    until(lambda: log.exists() and "loss" in log.read_text(), seconds=PATIENCE)
     user.types("qdel", number)
-    user.waits(number, "CANCELLED")
-    end = time.monotonic() + 30
-    while not list((user.directory / "checkpoints").glob("step-*")):
-        assert time.monotonic() < end, user.log(number)[-3000:]
-        time.sleep(0.2)
-
-
-def started(user: User) -> bool:
-    return (user.directory / "hvdtrain-jobs" / "mnist-1.log").exists()
+    assert user.ended(number)["JobState"] == "CANCELLED"
+    checkpoints = user.directory / "checkpoints"
+    until(lambda: list(checkpoints.glob("step-*")), seconds=30, detail=log.read_text)

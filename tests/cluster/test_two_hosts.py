@@ -21,7 +21,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
-from tests.conftest import BIN, Outcome, on_demand, run
+from tests.conftest import BIN, Outcome, on_demand, run, until
 from tests.conftest import LONG as ALL_CASES
 from tests.parallel.conftest import STRATEGIES, Training, assert_bit_equal, assert_close, train
 
@@ -191,11 +191,7 @@ class At(Training):
 
 def wait_for_checkpoints(number: int, process: subprocess.Popen[str], folder: Path) -> None:
     """Wait until the running training has saved ``number`` checkpoints."""
-    deadline = time.monotonic() + START
-    while len(list(folder.glob("checkpoints/step-*"))) < number:
-        assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.monotonic() < deadline, "the training does not come to its first steps"
-        time.sleep(0.02)
+    until(lambda: len(list(folder.glob("checkpoints/step-*"))) >= number, process, seconds=START)
 
 
 def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], event: str) -> Outcome:

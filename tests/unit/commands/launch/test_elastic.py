@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.prepare import GLOO, Pool, Request, check_gloo, make_pool
 from hvdtrain.commands.launch.remote import Reachable
 from hvdtrain.errors import HvdtrainError, UsageError
-from tests.conftest import BIN, run
+from tests.conftest import BIN, run, until
 
 ENVIRON = {"PATH": "/bin:/usr/bin"}
 WORDS = ["sh", "-c", "true"]
-SOON = 30.0  # seconds
 
 
 def pool(fewest: int, most: int, *, environ: Mapping[str, str] = ENVIRON, **options: Any) -> Pool:
@@ -130,9 +128,7 @@ def test_a_host_is_excluded_until_it_answers(
     hosts = ("node1", "node2", "localhost")
     assert reachable.among(hosts) == {"node1", "localhost"}
     (tmp_path / "node2").touch()
-    end = time.monotonic() + SOON
-    while reachable.among(hosts) != set(hosts) and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: reachable.among(hosts) == set(hosts))
     (tmp_path / "node1").unlink()
     reachable.doubt("node1")
     reachable.doubt("node1")  # by each of its ranks

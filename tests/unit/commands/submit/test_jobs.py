@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import script_text
 from hvdtrain.commands.submit.site import Site
-from tests.conftest import BIN, ROOT, environment
+from tests.conftest import BIN, ROOT, environment, until
 from tests.unit.commands.submit.pbs_reader import (
     Node,
     RefusedError,
@@ -271,10 +271,7 @@ def test_term_to_every_process_lets_the_ranks_save(node: Node) -> None:
     put(node.submit / ".venv" / "bin" / "hvdtrain", SAVES_ON_TERM)
     text = (JOBS / "mnist_1node.pbs").read_text()
     job = node.start(text, ("a",), read_script(text))
-    end = time.monotonic() + 60
-    while not (node.submit / "ready").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until((node.submit / "ready").exists)
     os.killpg(job.pid, signal.SIGTERM)
     out, err = job.communicate(timeout=60)
     assert (job.returncode, out, err) == (75, "", "")
@@ -296,10 +293,7 @@ def test_the_exit_file_of_a_followed_job(
     job = job_with(*words, walltime=600, env=".venv", once=True, setup=(setup,) if setup else ())
     text = script_text(job, Pbs(), Site(), exit_file="x.exit")
     process = node.start(text, ("a",), read_script(text))
-    end = time.monotonic() + 60
-    while signals and not (node.submit / "ready").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not signals or (node.submit / "ready").exists())
     for number in signals:
         os.killpg(process.pid, number)
     process.communicate(timeout=60)

@@ -21,7 +21,7 @@ from hvdtrain.system.runtime.command import (
     run,
     termination_as_interrupt,
 )
-from tests.conftest import unmeasured
+from tests.conftest import unmeasured, until
 
 # A program that is interrupted while it starts another one, which takes a minute.
 STARTS = """
@@ -134,10 +134,7 @@ def test_a_timeout_ends_the_children_too(tmp_path: Path) -> None:
     assert (result.exit_code, result.output) == (TIMED_OUT, "late\n")
     assert time.monotonic() - start < 15
     child = int(note.read_text())
-    deadline = time.monotonic() + 10  # the kernel takes a moment to end a killed process
-    while is_alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(child)
+    until(lambda: not is_alive(child), seconds=10)  # the kernel takes a moment
 
 
 def is_alive(pid: int) -> bool:
