@@ -292,6 +292,10 @@ def in_pbs(ncpus: int, threads: int | None) -> dict[str, str]:
         ({"OMP_NUM_THREADS": "8", "NCPUS": "8"}, Request(4, ()), None),  # no PBS job
         ({}, Request(4, ()), None),
         ({}, Request(4, (), ranks_per_host=8), 8),
+        ({}, Request(4, (), ranks_per_host=3), 16),
+        ({}, Request(4, (), ranks_per_host=65), 1),
+        ({"OMP_NUM_THREADS": "3"}, Request(4, (), ranks_per_host=8), None),
+        (in_pbs(64, 64), Request(4, (), hosts="a:4", ranks_per_host=8), 8),
     ],
 )
 def test_threads_of_a_rank_are_its_share_of_the_allocated_cores(
