@@ -112,6 +112,13 @@ def run(command: list[str], *, cwd: Path = ROOT, timeout: float = 240, **extra: 
     return Outcome(process.returncode, out, err)
 
 
+def executable(path: Path, text: str) -> Path:
+    """Write a program; return its path."""
+    path.write_bytes(os.fsencode(text))
+    path.chmod(0o755)
+    return path
+
+
 def until(
     happened: Callable[[], object],
     process: subprocess.Popen[str] | None = None,

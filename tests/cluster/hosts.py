@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tests.conftest import BIN, Outcome, environment, run
+from tests.conftest import BIN, Outcome, environment, executable, run
 
 NET = "10.99.0"
 SLOTS = 2  # per host
@@ -85,8 +85,7 @@ class TwoHosts:
         """Create the hosts and their links, after removing those of a killed run."""
         _take_down_the_forgotten()
         self.agent.parent.mkdir()
-        self.agent.write_text(AGENT.format(tag=self.tag, folder=self.folder))
-        self.agent.chmod(0o755)
+        executable(self.agent, AGENT.format(tag=self.tag, folder=self.folder))
         self._do(f"ip netns add {self.switch}")
         self._do(f"ip -n {self.switch} link add bridge type bridge")
         self._do(f"ip -n {self.switch} link set bridge up")

@@ -20,7 +20,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts, send
-from tests.conftest import BIN, Outcome, on_demand, run, until
+from tests.conftest import BIN, Outcome, executable, on_demand, run, until
 from tests.conftest import LONG as ALL_CASES
 from tests.parallel.conftest import STRATEGIES, Training, assert_bit_equal, assert_close, train
 
@@ -247,9 +247,8 @@ def test_a_host_is_lost_and_the_training_goes_on_later(
 @on_demand
 def test_horovod_elastic_goes_on_without_a_lost_host(two: TwoHosts, tmp_path: Path) -> None:
     """The names of these hosts do not resolve: ranks use the interface to the launcher."""
-    available, script = tmp_path / "hosts", tmp_path / "discover.sh"
-    script.write_text(f"#!/bin/sh\ncat {available}\n")
-    script.chmod(0o755)
+    available = tmp_path / "hosts"
+    script = executable(tmp_path / "discover.sh", f"#!/bin/sh\ncat {available}\n")
     available.write_text("".join(f"{two.address(number)}:2\n" for number in (1, 2)))
     launch = (*LAUNCH, "--elastic", "--min=2", "--max=4")
     options = ("--model=small", "--epochs=100", "--checkpoint-every=5", *EXACT, "--num-steps=400")
@@ -382,10 +381,8 @@ def test_term_to_all_that_a_job_runs_on_its_first_node(
 @on_demand
 def test_doctor_times_allreduce_on_hosts_that_share_cores(two: TwoHosts, tmp_path: Path) -> None:
     """As with sshd, the daemon of each host is in a separate session."""
-    agent = tmp_path / "ssh"
     text = two.agent.read_text().replace(" --leave-session-attached", "")
-    agent.write_text(text.replace("unshare -u sh", "unshare -u setsid -w sh"))
-    agent.chmod(0o755)
+    agent = executable(tmp_path / "ssh", text.replace("unshare -u sh", "unshare -u setsid -w sh"))
     doctor = (sys.executable, "-m", "hvdtrain.cli", "doctor", "-n", "4", "--json")
     variables = {"PBS_NODEFILE": str(two.nodefile()), "PRTE_MCA_plm_ssh_agent": str(agent)}
     outcome = two.run(two.on(1, *doctor), timeout=500, **variables)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvdtrain import cli
 from hvdtrain.commands.launch.host_process import variables
 from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.prepare import GLOO, Pool, Request, check_gloo, make_pool
 from hvdtrain.commands.launch.remote import Reachable
 from hvdtrain.errors import HvdtrainError, UsageError
-from tests.conftest import BIN, run, until
+from tests.conftest import BIN, executable, run, until
 
 ENVIRON = {"PATH": "/bin:/usr/bin"}
 WORDS = ["sh", "-c", "true"]
@@ -27,9 +26,7 @@ def pool(fewest: int, most: int, *, environ: Mapping[str, str] = ENVIRON, **opti
 
 
 def program(file: Path, text: str) -> Path:
-    file.write_text(f"#!/bin/sh\n{text}\n")
-    file.chmod(0o755)
-    return file
+    return executable(file, f"#!/bin/sh\n{text}\n")
 
 
 def test_hosts_are_those_of_launch(tmp_path: Path) -> None:
@@ -82,14 +79,8 @@ def test_a_discovery_script_is_run_each_time(tmp_path: Path) -> None:
         ("--elastic --min 1 --max 2 --discovery x --hosts a", "cannot be combined with --hosts"),
     ],
 )
-def test_wrong_use(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["launch", *words.split(), "--", "sh", "-c", "true"]
-    try:
-        code = cli.main(line)
-    except SystemExit as stop:  # of argparse
-        code = stop.code if isinstance(stop.code, int) else 1
-    assert code == 2
-    assert message in capsys.readouterr().err
+def test_wrong_use(words: str, message: str, refused: Callable[..., str]) -> None:
+    assert message in refused("launch", *words.split(), "--", "sh", "-c", "true")
 
 
 def test_horovod_must_be_built_with_gloo(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def test_a_missing_or_empty_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^PBS_NODEFILE: .*/gone: No such file or directory"):
         find_allocation({"PBS_NODEFILE": str(tmp_path / "gone")})
     empty = write(tmp_path / "empty", "\n # nobody\n")
-    with pytest.raises(UsageError, match=r"^--hostfile: .*/empty contains no host"):
-        read_hostfile(empty, "--hostfile")
+    with pytest.raises(UsageError, match=r"^PBS_NODEFILE: .*/empty contains no host"):
+        find_allocation({"PBS_NODEFILE": str(empty)})
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="not a text file"):

@@ -28,6 +28,7 @@ from hvdtrain.commands.launch.mpirun import (
     find_mpi,
 )
 from hvdtrain.errors import UsageError
+from tests.conftest import executable
 
 GOLDEN = Path(__file__).parent / "golden" / "launch.txt"
 WORDS = ("python", "-m", "hvdtrain.mnist", "--data", "/data/my mnist")
@@ -224,10 +225,7 @@ def program(folder: Path, name: str, output: str) -> str:
     """Write a program that prints ``output``, and return its path."""
     folder.mkdir(exist_ok=True)
     (folder / "output").write_text(output)
-    path = folder / name
-    path.write_text('#!/bin/sh\nexec /bin/cat "${0%/*}/output"\n')
-    path.chmod(0o755)
-    return str(path)
+    return str(executable(folder / name, '#!/bin/sh\nexec /bin/cat "${0%/*}/output"\n'))
 
 
 OPEN_MPI, HYDRA, INTEL, SLURM = (
@@ -341,8 +339,7 @@ def test_an_agent_in_a_file(
 
 
 def test_ssh_outlives_term_and_no_kill(tmp_path: Path) -> None:
-    (tmp_path / "ssh").write_text('#!/bin/sh\necho "$@"\nread line\necho "$line"\nread line\n')
-    (tmp_path / "ssh").chmod(0o755)
+    executable(tmp_path / "ssh", '#!/bin/sh\necho "$@"\nread line\necho "$line"\nread line\n')
     with subprocess.Popen(
         [str(WRAPPER), "ssh", "-x", "node 2"],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},

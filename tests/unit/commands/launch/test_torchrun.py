@@ -106,14 +106,6 @@ def test_a_dry_run_prints_a_line_per_host(capsys: pytest.CaptureFixture[str]) ->
     assert [shlex.split(line)[:4] for line in lines] == [[*SSH, host] for host in "ab"]
 
 
-@pytest.mark.parametrize("words", ["--tag", "--timeout 5"])
-def test_options_that_read_the_output_are_refused(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(f"launch -n 2 --launcher torchrun {words} -- true".split()) == 2
-    assert "--launcher torchrun does not support --tag" in capsys.readouterr().err
-
-
 def started(*programs: str, kind: type[Agents] = Agents, received: Sequence[int] = ()) -> Agents:
     """Return agents that run these Python programs."""
     running = kind(StopSignals(received))

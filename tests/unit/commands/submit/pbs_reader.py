@@ -28,13 +28,6 @@ def job_with(*command: str, **options: Any) -> Job:
     return Job(command, **{"walltime": 60, "ppn": 1, "name": "job", **options})
 
 
-def put(path: Path, text: str) -> Path:
-    """Write a program."""
-    path.write_bytes(os.fsencode(text))
-    path.chmod(0o755)
-    return path
-
-
 class RefusedError(Exception):
     """The script is refused by qsub or sbatch, or some of its directives would be ignored."""
 

@@ -23,7 +23,7 @@ from hvdtrain.commands.submit.chain import (
     write,
 )
 from hvdtrain.steps.checkpoint_files import STATE_FILE
-from tests.unit.commands.submit.pbs_reader import put
+from tests.conftest import executable
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_the_jobs_after_the_first(
 
 
 def test_the_waiting_jobs_are_deleted(file: Path, bin_directory: Path) -> None:
-    put(bin_directory / "qdel", f'#!/bin/sh\necho "$@" > {bin_directory}/deleted\n')
+    executable(bin_directory / "qdel", f'#!/bin/sh\necho "$@" > {bin_directory}/deleted\n')
     end(file, bin_directory, "1.server.domain.org", 0)  # the form of a job's id varies in PBS
     assert (bin_directory / "deleted").read_text() == "3.server 2.server\n"
 

@@ -16,7 +16,7 @@ from hvdtrain.commands.submit.follow import SubmittedJob, Tail
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import Command
-from tests.unit.commands.submit.pbs_reader import put
+from tests.conftest import executable
 
 End = tuple[str, int | None]
 
@@ -149,7 +149,7 @@ printf 'Job Id: %s\\n    job_state = R\\n    Output_Path = login:%s/%s.log\\n' "
 @pytest.fixture
 def forgetful(jobs: Folder, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of such a PBS, with the files of its jobs."""
-    put(jobs.directory / "qstat", QSTAT)
+    executable(jobs.directory / "qstat", QSTAT)
     monkeypatch.chdir(jobs.directory)
     monkeypatch.setenv("PATH", f"{jobs.directory}:/usr/bin:/bin")
     return jobs.directory

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import script_text
 from hvdtrain.commands.submit.site import Site
-from tests.conftest import BIN, ROOT, environment, until
+from tests.conftest import BIN, ROOT, environment, executable, until
 from tests.unit.commands.submit.pbs_reader import (
     Node,
     RefusedError,
     job_with,
-    put,
     read_script,
 )
 from tests.unit.commands.submit.test_script import WORDS
@@ -157,8 +156,8 @@ def node(tmp_path: Path) -> Node:
     node = Node(tmp_path)
     programs = node.submit / ".venv" / "bin"
     programs.mkdir(parents=True)
-    put(programs / "hvdtrain", LAUNCH)
-    put(programs / "python", f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    executable(programs / "hvdtrain", LAUNCH)
+    executable(programs / "python", f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
     return node
 
 
@@ -230,7 +229,7 @@ def test_a_sweep_ends_at_the_number_of_nodes(
 
 
 def test_a_failure_ends_the_sweep_with_its_code(node: Node) -> None:
-    put(node.submit / ".venv" / "bin" / "hvdtrain", LAUNCH + '[ "$3" != 2 ] || exit 3\n')
+    executable(node.submit / ".venv" / "bin" / "hvdtrain", LAUNCH + '[ "$3" != 2 ] || exit 3\n')
     assert run_as_pbs(node, (JOBS / "mnist_scaling.pbs").read_text()) == 3
     assert len(launches(node)) == 2
 
@@ -244,7 +243,7 @@ def test_a_training_without_launch_reports_its_exit_code(
 ) -> None:
     """mpirun may return 0 for an incomplete training; other programs leave no mark."""
     leave = f'printf "{mark}" > "$HVDTRAIN_END_MARK"; echo "$HVDTRAIN_END_MARK" > mark'
-    put(node.submit / ".venv" / "bin" / "mpirun", f"#!/bin/sh\n{leave}\nexit {returned}\n")
+    executable(node.submit / ".venv" / "bin" / "mpirun", f"#!/bin/sh\n{leave}\nexit {returned}\n")
     job = job_with("mpirun", "-n", "2", "python", "x.py", walltime=600, env=".venv", once=True)
     assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
     assert not Path((node.submit / "mark").read_text().strip()).exists()
@@ -268,7 +267,7 @@ def test_another_environment_or_none(node: Node) -> None:
 
 
 def test_term_to_every_process_lets_the_ranks_save(node: Node) -> None:
-    put(node.submit / ".venv" / "bin" / "hvdtrain", SAVES_ON_TERM)
+    executable(node.submit / ".venv" / "bin" / "hvdtrain", SAVES_ON_TERM)
     text = (JOBS / "mnist_1node.pbs").read_text()
     job = node.start(text, ("a",), read_script(text))
     until((node.submit / "ready").exists)
@@ -310,10 +309,10 @@ def test_any_command_in_any_directory(words: list[str], name: str) -> None:
     with tempfile.TemporaryDirectory() as root:
         programs = Path(root, "bin")
         programs.mkdir()
-        put(programs / "hvdtrain", LAUNCH)
-        put(programs / "python", "#!/bin/sh\n")
+        executable(programs / "hvdtrain", LAUNCH)
+        executable(programs / "python", "#!/bin/sh\n")
         script = Path(root, "script")
-        put(script, text.replace("bash -l", "bash"))  # a login shell resets PATH
+        executable(script, text.replace("bash -l", "bash"))  # a login shell resets PATH
         directory = Path(root, "d" + name.replace("/", ""))
         directory.mkdir()
         values = {"PBS_O_WORKDIR": str(directory), "PATH": f"{programs}:/bin"}

@@ -18,7 +18,7 @@ from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.slurm import Slurm
 from hvdtrain.commands.submit.submission import choose_dialect, default_name
 from hvdtrain.errors import UsageError
-from tests.unit.commands.submit.pbs_reader import put
+from tests.conftest import executable
 
 Captured = pytest.CaptureFixture[str]
 Refused = Callable[..., str]
@@ -38,7 +38,7 @@ def bin_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def program(directory: Path, name: str, body: str) -> None:
-    put(directory / name, f"#!/bin/sh\n{body}\n")
+    executable(directory / name, f"#!/bin/sh\n{body}\n")
 
 
 def submit(*words: str) -> int:

@@ -21,7 +21,7 @@ from hvdtrain.system.runtime.walltime import (
     read_answer,
     show_clock,
 )
-from tests.conftest import run
+from tests.conftest import executable, run
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,7 @@ def test_answers(text: str, seconds: int | None) -> None:
 
 def print_end(tmp_path: Path, answer: str, code: int, *words: str) -> str:
     """Return the output of ``python -m hvdtrain.system.runtime.walltime`` for squeue's answer."""
-    squeue = tmp_path / "squeue"
-    squeue.write_text(f"#!/bin/sh\necho '{answer}'\nexit {code}\n")
-    squeue.chmod(0o755)
+    executable(tmp_path / "squeue", f"#!/bin/sh\necho '{answer}'\nexit {code}\n")
     line = [sys.executable, "-m", "hvdtrain.system.runtime.walltime", *words]
     outcome = run(line, PATH=str(tmp_path), SLURM_JOB_ID="7")
     assert outcome.code == 0, outcome.err
