@@ -78,10 +78,10 @@ def count_hits(samples: int, stream: np.random.SeedSequence) -> int:
     next_up = np.empty(2 * BLOCK, np.uint32)
     inside = np.empty(BLOCK, np.bool_)
     x, y, total = squares[:BLOCK], squares[BLOCK:], next_up[:BLOCK]
-    hits, progress = 0, _Progress(samples)
+    hits, began = 0, time.monotonic()
     for start in range(0, samples, BLOCK):
         if start % PIECE == 0:
-            progress.show(start)
+            _show(start, samples, began)
         np.copyto(squares, draw(BLOCK // 2).view(np.uint16))
         np.add(squares, 1, out=next_up)
         np.multiply(squares, next_up, out=squares)
@@ -94,9 +94,9 @@ def count_hits(samples: int, stream: np.random.SeedSequence) -> int:
 def count_hits_naive(samples: int, stream: np.random.SeedSequence) -> int:
     """Count hits in a plain loop over scalars, for comparison."""
     draw = random.Random(int(stream.generate_state(1, np.uint64)[0])).random
-    hits, progress = 0, _Progress(samples)
+    hits, began = 0, time.monotonic()
     for start in range(0, samples, NAIVE_PIECE):
-        progress.show(start)
+        _show(start, samples, began)
         for _ in range(min(NAIVE_PIECE, samples - start)):
             x, y = draw(), draw()
             if x * x + y * y < 1.0:
@@ -104,17 +104,11 @@ def count_hits_naive(samples: int, stream: np.random.SeedSequence) -> int:
     return hits
 
 
-class _Progress:
-    """Progress of this rank and its remaining time."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples, self.began = samples, time.monotonic()
-
-    def show(self, done: int) -> None:
-        """Show progress after ``done`` points, if standard error is a terminal."""
-        if done:
-            left = (time.monotonic() - self.began) * (self.samples - done) / done
-            terminal.status(f"{percent(done / self.samples)} of the samples, {about(left)} to go")
+def _show(done: int, samples: int, began: float) -> None:
+    """Show the progress of this rank since ``began`` if standard error is a terminal."""
+    if done:
+        left = (time.monotonic() - began) * (samples - done) / done
+        terminal.status(f"{percent(done / samples)} of the samples, {about(left)} to go")
 
 
 def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False) -> PiEstimate:

@@ -111,7 +111,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     )
 
 
-def prepare_agents(request: Request, environ: Mapping[str, str] = os.environ) -> dict[str, Command]:
+def prepare_agents(request: Request, environ: Mapping[str, str]) -> dict[str, Command]:
     """Find the hosts, and return the command of torchrun's agent by host.
 
     Raises:

@@ -161,7 +161,7 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
     from hvdtrain.commands.launch.elastic_job import ElasticJob, show
 
     if arguments.dry_run:
-        return Report(show(pool, request.words, os.environ))
+        return Report(show(pool, request.words))
     with StopSignals() as signals:
         _export_job_end()
         job = ElasticJob(pool, request.words, signals)
@@ -182,7 +182,7 @@ def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
     with StopSignals() as signals:
         if not dry_run:
             _export_job_end()
-        agents = prepare_agents(request)
+        agents = prepare_agents(request, os.environ)
         shown = "\n".join(command.show() for command in agents.values())
         if dry_run:
             return Report(shown)

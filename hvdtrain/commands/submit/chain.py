@@ -158,11 +158,6 @@ def number(job: str) -> str:
     return job.partition(".")[0]
 
 
-def this_job(environ: Mapping[str, str]) -> str:
-    """Return the id of the job of this process, as reported at its submission."""
-    return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or "?"
-
-
 def main(words: Sequence[str]) -> int:
     """Run the event of a job script: ``begin`` before its command, ``end`` after it."""
     parser = argparse.ArgumentParser(
@@ -174,7 +169,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("code", type=int, nargs="?", default=0)
     arguments = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="hvdtrain: %(message)s", stream=sys.stderr)
-    job = this_job(os.environ)
+    # The id as reported at the submission of the job.
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID") or "?"
     if arguments.event == "end":
         end(arguments.file, arguments.progress, job, arguments.code)
     else:

@@ -184,11 +184,7 @@ def _submit(
 
 
 def _check_after(dialect: Dialect, job: str) -> None:
-    """Raise an error if ``job`` cannot complete: PBS silently drops jobs that depend on it.
-
-    Raises:
-        UsageError: there is no such job, or it has failed.
-    """
+    """Raise ``UsageError`` if ``job`` has failed or is unknown: PBS drops jobs that need it."""
     state, _ = query_state(dialect, job)
     if state and state.phase == GONE:
         raise UsageError(

@@ -46,14 +46,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def check_installed(purpose: str) -> None:
-    """Raise if a package is missing that plots, pages or fits need.
-
-    Args:
-        purpose: the verb or option, for the message.
-
-    Raises:
-        UsageError: naming the package and the extra.
-    """
+    """Raise ``UsageError`` if a package is missing that ``purpose``, a verb or option, needs."""
     for name in ("matplotlib", "scipy", "jinja2"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"{purpose} needs {name}: pip install 'hvdtrain[studies]'")

@@ -54,10 +54,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
 
 
-def number(value: float, like: float | None = None) -> str:
-    """Return a throughput with the decimals appropriate for it, or for the mean ``like``."""
-    size = abs(value if like is None else like)
-    return f"{value:,.{0 if size >= 10_000 else 1 if size >= 1000 else 2}f}"
+def number(value: float) -> str:
+    """Return a throughput with the decimals appropriate for it."""
+    return f"{value:,.{0 if abs(value) >= 10_000 else 1 if abs(value) >= 1000 else 2}f}"
 
 
 def plural(count: int, noun: str) -> str:
@@ -65,10 +64,10 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def rank_list(ranks: Iterable[int], most: int = RANKS) -> str:
-    """Return ``rank 2``, ``ranks 1, 3`` or ``ranks 0 to 7``; at most ``most`` ranks are listed."""
+def rank_list(ranks: Iterable[int]) -> str:
+    """Return ``rank 2``, ``ranks 1, 3`` or ``ranks 0 to 7``; at most ``RANKS`` are listed."""
     ranks = sorted(ranks)
-    shown = ", ".join(map(str, ranks[:most])) + (" ..." if len(ranks) > most else "")
+    shown = ", ".join(map(str, ranks[:RANKS])) + (" ..." if len(ranks) > RANKS else "")
     if len(ranks) > FEW and ranks[-1] - ranks[0] == len(ranks) - 1:
         shown = f"{ranks[0]} to {ranks[-1]}"
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
