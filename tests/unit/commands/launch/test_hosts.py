@@ -132,12 +132,8 @@ def test_a_compressed_nodelist_is_expanded(
         for part in parts
     )
     assert expand_nodelist(f"{prefix}[{ranges}]") == names
-    assert expand_nodelist(f"first,{prefix}[{ranges}],last[1-2]") == [
-        "first",
-        *names,
-        "last1",
-        "last2",
-    ]
+    several = expand_nodelist(f"first,{prefix}[{ranges}],last[1-2]")
+    assert several == ["first", *names, "last1", "last2"]
     assert expand_nodelist(",".join(names)) == names
 
 
@@ -190,18 +186,15 @@ def test_a_slurm_job_that_requested_only_nodes() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"SLURM_JOB_NODELIST": "a,b"}, "SLURM_TASKS_PER_NODE is not set"),
-        (
-            {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "4"},
-            "SLURM_TASKS_PER_NODE=4 is for 1 nodes, SLURM_JOB_NODELIST=a,b has 2",
-        ),
-        ({"LSB_MCPU_HOSTS": "a 2 b"}, "expected pairs `host slots`"),
-        ({"LSB_MCPU_HOSTS": "a b"}, "expected pairs `host slots`"),
+        ({}, "SLURM_TASKS_PER_NODE is not set"),
+        ({"SLURM_TASKS_PER_NODE": "4"}, "_NODE=4 is for 1 nodes, SLURM_JOB_NODELIST=a,b has 2"),
+        ({"SLURM_JOB_NODELIST": "", "LSB_MCPU_HOSTS": "a 2 b"}, "expected pairs `host slots`"),
+        ({"SLURM_JOB_NODELIST": "", "LSB_MCPU_HOSTS": "a b"}, "expected pairs `host slots`"),
     ],
 )
 def test_inconsistent_variables_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        find_allocation(environ)
+        find_allocation({"SLURM_JOB_NODELIST": "a,b", **environ})
 
 
 # Ranks on hosts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import script_text
 from hvdtrain.commands.submit.site import Site
-from tests.conftest import BIN, ROOT, environment, executable, until
+from tests.conftest import ROOT, environment, executable, until
 from tests.unit.commands.submit.pbs_reader import (
     Node,
     RefusedError,
@@ -320,18 +319,3 @@ def test_any_command_in_any_directory(words: list[str], name: str) -> None:
         record = os.fsdecode((directory / "launches").read_bytes()).split("\0")[:-1]
     assert record[0] == str(directory)
     assert record[4:] == ["launch", "-n", "1", "--ppn", "1", "--", *words]
-
-
-def test_a_dry_run_shows_the_command_of_the_submission(tmp_path: Path) -> None:
-    words = ["submit", "--scheduler", "pbs", "--walltime", "1:00:00", "--dry-run", "--json", "--"]
-    result = subprocess.run(
-        [str(BIN / "hvdtrain"), *words, "python", "train.py"],
-        cwd=tmp_path,
-        env=environment(HOME=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert json.loads(result.stdout)["submit"][0] == "qsub"
-    assert "# qsub -j oe -o hvdtrain-jobs/train-1.log" in result.stderr

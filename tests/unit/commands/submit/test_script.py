@@ -169,17 +169,13 @@ def test_a_program_with_an_equals_sign_is_no_assignment() -> None:
 
 
 EXCLUSIVE = "-l place=scatter:excl"
+WHOLE = Site(whole_nodes=True, select="system=polaris")
 
 
 @pytest.mark.parametrize(
     ("dialect", "job", "site", "line"),
     [
-        (
-            Pbs(),
-            job_with("x", nodes=2, ppn=4, gpus_per_node=4),
-            Site(whole_nodes=True, select="system=polaris"),
-            "#PBS -l select=2:system=polaris",
-        ),
+        (Pbs(), job_with("x", nodes=2, ppn=4), WHOLE, "#PBS -l select=2:system=polaris"),
         (Pbs(), job_with("x", nodes=2), Site(directives=(EXCLUSIVE,)), f"#PBS {EXCLUSIVE}"),
         # By default PBS reruns every job, and Slurm as configured.
         (Pbs(), job_with("x"), Site(), "#PBS -r n"),

@@ -168,9 +168,8 @@ def test_the_checkpoints_of_the_command(command: list[str], directory: Path | No
 
 
 def test_memory() -> None:
-    assert [memory_megabytes(text) for text in ("64gb", "1T", "512 MiB", "1kb")] == [
-        *(65536, 1048576, 512, 1),
-    ]
+    amounts = {"64gb": 65536, "1T": 1048576, "512 MiB": 512, "1kb": 1}
+    assert {text: memory_megabytes(text) for text in amounts} == amounts
 
 
 def test_the_detected_batch_system(bin_directory: Path) -> None:
@@ -199,18 +198,21 @@ def test_a_script_that_cannot_be_submitted_leaves_no_file(
     assert list(Path("a b").iterdir()) == []
 
 
-def test_a_dry_run_prints_the_script_and_writes_nothing(capsys: Captured) -> None:
+def test_a_dry_run_prints_the_script_and_writes_nothing(
+    capsys: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hvdtrain")
     assert submit(*PBS, "--dry-run", "--env", "none", "--", "python", "train.py") == 0
     streams = capsys.readouterr()
+    command = "qsub -j oe -o hvdtrain-jobs/train-1.log hvdtrain-jobs/train-1.pbs"
+    assert caplog.messages == [f"# {command}"]
     assert streams.out.startswith("#!/bin/bash -l\n#PBS -N train\n")
     assert streams.out.endswith("hvdtrain launch -n 1 --ppn 1 -- \\\n    python train.py\n")
     assert list(Path.cwd().iterdir()) == []
     assert submit(*PBS, "--dry-run", "--json", "--env", "none", "--", "python", "train.py") == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["script"] == streams.out
-    assert answer["submit"] == [
-        *("qsub", "-j", "oe", "-o", "hvdtrain-jobs/train-1.log", "hvdtrain-jobs/train-1.pbs"),
-    ]
+    assert answer["submit"] == command.split()
 
 
 def test_options_override_site_defaults(capsys: Captured) -> None:
@@ -299,13 +301,9 @@ def test_a_directory_that_qsub_cannot_accept(bin_directory: Path, capsys: Captur
 
 
 def test_a_job_that_is_followed_leaves_its_exit_code(capsys: Captured) -> None:
-    for options, number in (
-        ((), "${SLURM_JOB_ID:-${PBS_JOBID%%.*}}"),
-        (("--array", "1-2"), "$TASK"),
-    ):
-        assert submit(*PBS, *options, "--follow", "--dry-run", "--", "x") == 0
-        text = capsys.readouterr().out
-        assert f'realpath -m -- hvdtrain-jobs/x-1.exit)."{number}"' in text
+    """How: see ``test_the_exit_file_of_a_followed_job``."""
+    assert submit(*PBS, "--array", "1-2", "--follow", "--dry-run", "--", "x") == 0
+    assert 'realpath -m -- hvdtrain-jobs/x-1.exit)."$TASK"' in capsys.readouterr().out
     assert submit(*PBS, "--dry-run", "--", "x") == 0
     assert "HVDTRAIN_EXIT" not in capsys.readouterr().out
 
