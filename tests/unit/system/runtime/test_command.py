@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import tests.conftest
 from hvdtrain.system.runtime import command as running
 from hvdtrain.system.runtime.command import (
     NOT_FOUND,
@@ -94,15 +95,8 @@ def test_the_shown_command_is_equivalent(tmp_path: Path) -> None:
     command = Command((sys.executable, "-c", program), {"A": "x y", "B": None}, tmp_path)
     expected = f"x y None {tmp_path}\n"
     assert run(command).output == expected
-    shown = subprocess.run(
-        ["sh", "-c", command.show()],
-        env={**os.environ, "B": "b"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=20,
-    )
-    assert shown.stdout == expected
+    shown = tests.conftest.run(["sh", "-c", command.show()], B="b")
+    assert (shown.code, shown.out) == (0, expected)
 
 
 def test_run_returns_exit_code_and_lines() -> None:
