@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import script_text
 from hvdtrain.commands.submit.site import Site
-from tests.conftest import ROOT, environment, executable, until
+from tests.conftest import ROOT, executable, run, until
 from tests.unit.commands.submit.pbs_reader import (
     Node,
     RefusedError,
@@ -52,14 +52,9 @@ def test_the_scripts_are_generated_by_submit(tmp_path: Path) -> None:
     block = re.search(r"```sh\n(.*?)```", (JOBS / "README.md").read_text(), re.DOTALL)
     assert block is not None
     (tmp_path / "jobs").mkdir()
-    subprocess.run(
-        ["bash", "-e", "-c", block[1]],
-        cwd=tmp_path,
-        env=environment(HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path)),
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    home = str(tmp_path)
+    words = ["bash", "-e", "-c", block[1]]
+    assert run(words, cwd=tmp_path, HOME=home, XDG_CONFIG_HOME=home).code == 0
     generated = {path.name: path.read_text() for path in (tmp_path / "jobs").iterdir()}
     assert generated == {name: (JOBS / name).read_text() for name in SCRIPTS}
 
