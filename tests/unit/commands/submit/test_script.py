@@ -1,9 +1,10 @@
-"""The whole text of scripts, and their directives as a batch system reads them."""
+"""The whole text of scripts (``golden``), and their directives as a batch system reads them."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -42,79 +43,6 @@ FULL = Job(
 )
 SITE = Site(gpu_resource="ngpus", select="host=a", directives=("-m n",), modules=("base",))
 
-FULL_PBS = r"""#!/bin/bash -l
-# First line.
-# Second line.
-#PBS -N full
-#PBS -q prod
-#PBS -A me
-#PBS -l select=2:ncpus=32:mpiprocs=4:ngpus=4:host=a:mem=64gb
-#PBS -l walltime=25:01:01
-#PBS -l place=scatter
-#PBS -l filesystems=home:eagle
-#PBS -J 1-9:2
-#PBS -W depend=afterok:7.server
-#PBS -r y
-#PBS -W tolerate_node_failures=all
-#PBS -m n
-#PBS -j oe
-#PBS -k oed
-
-# PBS starts a job in the home directory.
-cd -- "${PBS_O_WORKDIR:-.}" || exit 2
-# PBS sets the first to all its cores, and every rank would take that many; one of yours
-# stays. The second makes a Slurm behind qsub -v start ranks without an environment.
-[ "$OMP_NUM_THREADS" != "$NCPUS" ] || unset OMP_NUM_THREADS
-unset SLURM_EXPORT_ENV
-
-# To change a value: qsub -v NAME=VALUE,NAME=VALUE SCRIPT
-DATA=${DATA:-}
-RESULTS=${RESULTS:-'my results'}
-export TASK=${PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}
-
-module load base cray-mpich cuda/12 || exit 2
-# The Python environment; its programs come first.
-HVDTRAIN_ENV=${HVDTRAIN_ENV:-'/opt/my env'}
-HVDTRAIN_ENV=$(realpath -e -- "$HVDTRAIN_ENV") || exit 2
-export PATH="$HVDTRAIN_ENV/bin:$PATH"
-export NCCL_DEBUG=WARN
-
-# The trainers save before the job ends and leave with exit code 75. The batch system is
-# asked when that is; where it does not answer, the time counts from now.
-HVDTRAIN_WALLTIME_ENDS=$(python -m hvdtrain.system.runtime.walltime 25:01:01)
-export HVDTRAIN_WALLTIME_ENDS
-# TERM is for the ranks, which save. Without a trap this shell would end at once, and the
-# job with it.
-trap : TERM
-
-hvdtrain launch -n 8 --ppn 4 --threads 8 -- \
-    python 'it'"'"'s.py' ${DATA:+"--data=$DATA"} "--seed=$TASK" '$HOME' \
-    $'a\012#PBS -q other'
-"""
-
-FULL_SLURM_HEAD = """#!/bin/bash -l
-# First line.
-# Second line.
-#SBATCH --job-name=full
-#SBATCH --partition=prod
-#SBATCH --account=me
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4
-#SBATCH --cpus-per-task=8
-#SBATCH --gpus-per-node=4
-#SBATCH --mem=65536M
-#SBATCH --time=25:01:01
-#SBATCH --licenses=home,eagle
-#SBATCH --array=1-9:2
-#SBATCH --dependency=afterok:7.server
-#SBATCH --kill-on-invalid-dep=yes
-#SBATCH --requeue
-#SBATCH --no-kill
-#SBATCH --constraint=gpu
-
-# To change a value: sbatch --export=ALL,NAME=VALUE SCRIPT
-"""
-
 CHAIN = Job(
     command=("python", "-m", "hvdtrain.mnist", "--checkpoint-dir", "my runs"),
     walltime=3600,
@@ -123,44 +51,17 @@ CHAIN = Job(
     chain=True,
     progress="my runs",
 )
-CHAIN_SLURM = """#!/bin/bash -l
-#SBATCH --job-name=mnist
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=2
-#SBATCH --time=01:00:00
-#SBATCH --no-requeue
-
-# The trainers save before the job ends and leave with exit code 75. The batch system is
-# asked when that is; where it does not answer, the time counts from now.
-HVDTRAIN_WALLTIME_ENDS=$(python -m hvdtrain.system.runtime.walltime 01:00:00)
-export HVDTRAIN_WALLTIME_ENDS
-# TERM is for the ranks, which save. Without a trap this shell would end at once, and the
-# job with it.
-trap : TERM
-
-# The jobs of a chain leave word to one another: is there anything left to do?
-case $(python -m hvdtrain.commands.submit.chain --file=mnist-1.chain '--progress=my runs' begin) in
-    go) ;;
-    over) exit 0 ;;
-    *) exit 1 ;;
-esac
-
-hvdtrain launch -n 2 --ppn 2 -- \\
-    python -m hvdtrain.mnist --checkpoint-dir 'my runs'
-
-code=$?
-python -m hvdtrain.commands.submit.chain --file=mnist-1.chain '--progress=my runs' end "$code"
-exit "$code"
-"""
+GOLDEN = {
+    "full.pbs": (FULL, Pbs(), SITE),
+    "full.slurm": (FULL, Slurm(), Site(directives=("--constraint=gpu",), modules=("base",))),
+    "chain.slurm": (CHAIN, Slurm(), Site()),
+}
 
 
-def test_all_options() -> None:
-    assert script_text(FULL, Pbs(), SITE) == FULL_PBS
-    text = script_text(FULL, Slurm(), Site(directives=("--constraint=gpu",), modules=("base",)))
-    assert text.startswith(FULL_SLURM_HEAD)
-    # The rest is the same.
-    assert text.split("DATA=", 1)[1] == FULL_PBS.split("DATA=", 1)[1]
-    assert script_text(CHAIN, Slurm(), Site(), "mnist-1.chain") == CHAIN_SLURM
+@pytest.mark.parametrize("name", GOLDEN)
+def test_every_script_is_the_golden_one(name: str) -> None:
+    expected = (Path(__file__).parent / "golden" / name).read_text()
+    assert script_text(*GOLDEN[name], "mnist-1.chain") == expected
 
 
 def test_a_program_with_an_equals_sign_is_no_assignment() -> None:
