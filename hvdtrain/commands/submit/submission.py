@@ -155,11 +155,7 @@ def choose_dialect(name: str | None, environ: Mapping[str, str]) -> Dialect:
 def _submit(
     job: Job, dialect: Dialect, files: JobFiles, previous: str | None
 ) -> list[SubmittedJob]:
-    """Submit the script, for a chain several times.
-
-    Raises:
-        HvdtrainError: the first job was refused.
-    """
+    """Submit the script, for a chain several times; raise an error if the first is refused."""
     jobs: list[SubmittedJob] = []
     for _ in range(job.chain_limit if job.chain else 1):
         path = str(files.log(len(jobs)))

@@ -26,6 +26,7 @@ from hvdtrain.commands.launch.rank_output import (
     split_endings,
 )
 from hvdtrain.errors import UsageError
+from tests.unit.system.machine.test_threads import in_pbs
 
 # The rank of a line
 
@@ -261,22 +262,17 @@ def test_warnings(settings: dict[str, object], warning: str) -> None:
     assert all(re.search(warning, line) for line in warnings)
 
 
-def in_pbs(ncpus: int, threads: int | None) -> dict[str, str]:
-    variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return {"PBS_JOBID": "7.pbs1", "NCPUS": str(ncpus), **variables}
-
-
 @pytest.mark.parametrize(
     ("environ", "request_", "threads"),
     [
         (in_pbs(8, 8), Request(4, ()), 2),  # set by PBS: all cores for every rank
-        (in_pbs(8, None), Request(4, ()), 2),  # a part of the host, which has 64
-        (in_pbs(8, None), Request(4, (), ranks_per_host=8), 1),
+        (in_pbs(8), Request(4, ()), 2),  # a part of the host, which has 64
+        (in_pbs(8), Request(4, (), ranks_per_host=8), 1),
         (in_pbs(2, 2), Request(4, ()), 1),
         (in_pbs(8, 3), Request(4, ()), None),  # set by the user: kept
-        (in_pbs(8, None), Request(4, (), hosts="a:4"), None),
+        (in_pbs(8), Request(4, (), hosts="a:4"), None),
         (in_pbs(64, 64), Request(4, ()), 16),
-        (in_pbs(64, None), Request(4, ()), None),  # bound, a rank sees only its cores
+        (in_pbs(64), Request(4, ()), None),  # bound, a rank sees only its cores
         ({"SLURM_CPUS_ON_NODE": "8"}, Request(4, ()), 2),
         ({"OMP_NUM_THREADS": "8", "NCPUS": "8"}, Request(4, ()), None),  # no PBS job
         ({}, Request(4, ()), None),
