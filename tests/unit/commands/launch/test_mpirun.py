@@ -101,9 +101,6 @@ def test_every_command_is_the_golden_one() -> None:
     expected, text = GOLDEN.read_text(), golden()
     changes = difflib.unified_diff(expected.splitlines(), text.splitlines(), "golden", "current")
     assert expected == text, "\n".join(changes)
-
-
-def test_every_dialect_has_a_name_and_a_builder() -> None:
     assert set(NAMES) == set(BUILDERS) == set(PROGRAMS)
 
 
@@ -211,14 +208,10 @@ VERSIONS = {
 }
 
 
-@pytest.mark.parametrize("output", VERSIONS)
+@pytest.mark.parametrize("output", [*VERSIONS, "", "Unknown option: version\nUsage:\n    mpiexec"])
 def test_versions(output: str) -> None:
-    assert classify(output) == tuple(VERSIONS[output].split())
-
-
-def test_unknown_launchers() -> None:
-    for output in ("", "Unknown option: version\nUsage:\n    mpiexec.slurm args"):
-        assert classify(output) is None
+    version = VERSIONS.get(output)
+    assert classify(output) == (tuple(version.split()) if version else None)
 
 
 def program(folder: Path, name: str, output: str) -> str:
@@ -254,9 +247,6 @@ def test_srun_counts_in_a_slurm_job_without_mpirun(tmp_path: Path) -> None:
         find_mpi({"PATH": path})
     real = program(tmp_path / "c", "mpirun", OPEN_MPI)
     assert find_mpi({"PATH": f"{tmp_path}/a:{tmp_path}/c", **IN_JOB}).program == real
-
-
-def test_no_launcher_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no mpirun, mpiexec or srun .*'hvdtrain\[mpi\]'"):
         find_mpi({"PATH": str(tmp_path)})
 

@@ -91,13 +91,8 @@ def test_directives(dialect: Dialect, job: Job, site: Site, line: str) -> None:
     assert sum("place=" in line for line in lines) <= 1
 
 
-def test_pbs_refuses_arrays_that_are_not_rerunable() -> None:
-    lines = Pbs().directives(job_with("x", array="1-3"), Site())
-    assert not [line for line in lines if " -r" in line]
-
-
 @pytest.mark.parametrize("dialect", [Pbs(), Slurm(), Local()])
-@pytest.mark.parametrize("job", [FULL, CHAIN])
+@pytest.mark.parametrize("job", [FULL, CHAIN, job_with("x", array="1-3")])
 def test_generated_scripts_are_accepted(job: Job, dialect: Dialect) -> None:
     read_script(script_text(job, dialect, SITE, "c"), frozenset({"ngpus", "filesystems"}))
 

@@ -106,13 +106,10 @@ def test_the_end_time_for_a_job_script(tmp_path: Path) -> None:
     assert print_end(tmp_path, "UNLIMITED", 0) == "\n"
 
 
-def test_without_a_walltime_the_end_is_never_near() -> None:
-    assert not Walltime(ends=None).is_near(longest_step=1e9)
-
-
 @pytest.mark.parametrize("step", [0.0, 3.0, 500.0])
 @pytest.mark.parametrize("save", [0.5, FIRST_SAVE, 90.0])
 def test_a_training_stops_two_steps_and_two_saves_before_the_end(step: float, save: float) -> None:
+    assert not Walltime(ends=None).is_near(longest_step=1e9)
     needed = RESERVE + 2 * step + 2 * max(save, FIRST_SAVE)
     for spare, near in ((5.0, False), (-5.0, True)):
         walltime = Walltime(ends=time.time() + needed + spare)
