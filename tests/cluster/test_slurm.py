@@ -1,4 +1,4 @@
-"""A real Slurm with real PBS commands in front: the scripts of jobs/, submit, follow, chains."""
+"""A real Slurm with real PBS commands in front: jobs/, submit, follow, chains, srun, doctor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,45 @@ def test_a_deleted_job_saves(user: User) -> None:
     assert user.ended(number)["JobState"] == "CANCELLED"
     checkpoints = user.directory / "checkpoints"
     until(lambda: list(checkpoints.glob("step-*")), seconds=30, detail=log.read_text)
+
+
+def test_worlds_of_one_under_srun(cluster: Cluster) -> None:
+    line = ("srun", "-n", "2", sys.executable, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet")
+    outcome = cluster.command(*line, cwd=ROOT)
+    assert outcome.code == 2, outcome.err[-2000:]
+    (said,) = outcome.said  # by rank 0; both end with 2
+    assert outcome.err.count("Exited with exit code 2") == 2
+    assert "srun started 2 processes, but Horovod sees a world of 1" in said
+    assert "slurmstepd" in said
+    remedy = f"`srun --mpi=pmix` (`srun --mpi=list` shows whether this Slurm has it), or with {BIN}"
+    assert remedy in said
+
+
+def test_doctor_in_a_job_of_four_slots(cluster: Cluster, tmp_path: Path) -> None:
+    line = ("salloc", "-n", "4", sys.executable, "-m", "hvdtrain.cli", "doctor", "--json")
+    outcome = cluster.command(*line, cwd=tmp_path, OMP_NUM_THREADS="64")
+    assert outcome.code == 0, outcome.out + outcome.err
+    findings = {finding["check"]: finding for finding in json.loads(outcome.out)["findings"]}
+    assert "inside job" in findings["scheduler"]["evidence"]
+    assert ":4, 4 slots" in findings["hosts of the job"]["evidence"]
+    assert "64 threads per rank, 4 ranks" in findings["OMP_NUM_THREADS"]["evidence"]
+
+
+TRAIN = ("python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "10")
+OPTIONS = "--walltime 0:05:00 --ppn 2 --scheduler pbs"
+
+
+def test_each_size_is_a_job_and_a_row_of_the_report(user: User) -> None:
+    verb = (str(BIN / "hvdtrain"), "scaling")
+    sweep = (*verb, "--ranks", "1,2", "--repeat", "1", "--submit", OPTIONS, "--json")
+    jobs = json.loads(user.types(*sweep, "--", *TRAIN).out)["jobs"]
+    assert [job["ranks"] for job in jobs] == [1, 2]
+    # Concurrent jobs would disturb each other.
+    assert user.job(jobs[1]["jobs"][0])["Dependency"].startswith(f"afterany:{jobs[0]['jobs'][0]}")
+    for number in (job["jobs"][0].partition(".")[0] for job in jobs):
+        assert user.ended(number)["JobState"] == "COMPLETED", user.log(number)
+    report = json.loads(user.types(*verb, "--json").out)
+    assert [(size["ranks"], size["runs"]) for size in report["sizes"]] == [(1, 1), (2, 1)]
+    assert (user.directory / "scaling" / "scaling.png").is_file()
+    second = json.loads(user.types(*sweep, "--", *TRAIN).out)
+    assert second["jobs"] == []  # nothing is missing

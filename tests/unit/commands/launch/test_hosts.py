@@ -210,13 +210,6 @@ def test_this_machine_takes_any_number_of_ranks() -> None:
     assert (layout.per_host, layout.host_of(8)) == (9, None)
 
 
-def test_hosts_are_filled_one_by_one() -> None:
-    layout = lay_out(5, allocation(4, 3, 2))
-    assert counts(layout) == [4, 1]
-    assert layout.idle == ("n2",)
-    assert [layout.host_of(rank) for rank in range(5)] == ["n0"] * 4 + ["n1"]
-
-
 def test_a_fixed_number_of_ranks_per_host() -> None:
     assert counts(lay_out(4, allocation(4, 4, 4, 4), ppn=2)) == [2, 2]
     assert lay_out(4, allocation(4, 4, 4, 4), ppn=2).idle == ("n2", "n3")
