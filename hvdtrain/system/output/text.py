@@ -54,9 +54,10 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
 
 
-def number(value: float) -> str:
-    """Return a throughput with the decimals appropriate for it."""
-    return f"{value:,.{0 if abs(value) >= 10_000 else 1 if abs(value) >= 1000 else 2}f}"
+def number(value: float, like: float | None = None) -> str:
+    """Return a throughput with the decimals appropriate for it, or for the mean ``like``."""
+    size = abs(value if like is None else like)
+    return f"{value:,.{0 if size >= 10_000 else 1 if size >= 1000 else 2}f}"
 
 
 def plural(count: int, noun: str) -> str:
