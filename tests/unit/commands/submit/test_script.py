@@ -51,17 +51,18 @@ CHAIN = Job(
     chain=True,
     progress="my runs",
 )
+SLURM_SITE = Site(directives=("--constraint=gpu",), modules=("base",))
 GOLDEN = {
-    "full.pbs": (FULL, Pbs(), SITE),
-    "full.slurm": (FULL, Slurm(), Site(directives=("--constraint=gpu",), modules=("base",))),
-    "chain.slurm": (CHAIN, Slurm(), Site()),
+    "full.pbs": (FULL, Pbs(), SITE, "", ""),
+    "full.slurm": (FULL, Slurm(), SLURM_SITE, "", ""),
+    "chain.slurm": (CHAIN, Slurm(), Site(), "mnist-1.chain", "mnist-1.exit"),
 }
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_every_script_is_the_golden_one(name: str) -> None:
     expected = (Path(__file__).parent / "golden" / name).read_text()
-    assert script_text(*GOLDEN[name], "mnist-1.chain") == expected
+    assert script_text(*GOLDEN[name]) == expected
 
 
 def test_a_program_with_an_equals_sign_is_no_assignment() -> None:
