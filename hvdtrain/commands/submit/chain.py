@@ -55,10 +55,8 @@ def write(file: Path, **event: Any) -> None:
 
 def progress_of(directory: Path) -> str:
     """Return a text that changes with every save in ``directory``: its newest entry."""
-    entries = []
-    for entry in directory.iterdir() if directory.is_dir() else []:
-        if not entry.name.startswith("."):  # incomplete
-            entries.append((entry.stat().st_mtime_ns, entry.name))
+    complete = directory.glob("[!.]*")
+    entries = [(entry.stat().st_mtime_ns, entry.name) for entry in complete]
     return "{1} {0}".format(*max(entries)) if entries else "nothing"
 
 
