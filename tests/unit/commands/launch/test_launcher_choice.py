@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.launch import mpirun
+from hvdtrain.commands.launch import launcher_choice
 from hvdtrain.commands.launch.argv import BUILDERS, Launch, forwarded
 from hvdtrain.commands.launch.hosts import Allocation, Host, RankLayout, lay_out
-from hvdtrain.commands.launch.mpirun import (
+from hvdtrain.commands.launch.launcher_choice import (
     AGENT,
     NAMES,
     MpiLauncher,
