@@ -47,8 +47,8 @@ examples:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Result on all ranks."""
+class PiEstimate:
+    """The result, the same on all ranks."""
 
     hits: int  # number of points inside the quarter circle, over all ranks
     samples: int  # number of points, over all ranks
@@ -78,10 +78,10 @@ def count_hits(samples: int, stream: np.random.SeedSequence) -> int:
     next_up = np.empty(2 * BLOCK, np.uint32)
     inside = np.empty(BLOCK, np.bool_)
     x, y, total = squares[:BLOCK], squares[BLOCK:], next_up[:BLOCK]
-    hits, progress = 0, _Progress(samples)
+    hits, began = 0, time.monotonic()
     for start in range(0, samples, BLOCK):
         if start % PIECE == 0:
-            progress.show(start)
+            _show(start, samples, began)
         np.copyto(squares, draw(BLOCK // 2).view(np.uint16))
         np.add(squares, 1, out=next_up)
         np.multiply(squares, next_up, out=squares)
@@ -94,9 +94,9 @@ def count_hits(samples: int, stream: np.random.SeedSequence) -> int:
 def count_hits_naive(samples: int, stream: np.random.SeedSequence) -> int:
     """Count hits in a plain loop over scalars, for comparison."""
     draw = random.Random(int(stream.generate_state(1, np.uint64)[0])).random
-    hits, progress = 0, _Progress(samples)
+    hits, began = 0, time.monotonic()
     for start in range(0, samples, NAIVE_PIECE):
-        progress.show(start)
+        _show(start, samples, began)
         for _ in range(min(NAIVE_PIECE, samples - start)):
             x, y = draw(), draw()
             if x * x + y * y < 1.0:
@@ -104,20 +104,14 @@ def count_hits_naive(samples: int, stream: np.random.SeedSequence) -> int:
     return hits
 
 
-class _Progress:
-    """Progress of this rank and its remaining time."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples, self.began = samples, time.monotonic()
-
-    def show(self, done: int) -> None:
-        """Show progress after ``done`` points, if standard error is a terminal."""
-        if done:
-            left = (time.monotonic() - self.began) * (self.samples - done) / done
-            terminal.status(f"{percent(done / self.samples)} of the samples, {about(left)} to go")
+def _show(done: int, samples: int, began: float) -> None:
+    """Show the progress of this rank since ``began`` if standard error is a terminal."""
+    if done:
+        left = (time.monotonic() - began) * (samples - done) / done
+        terminal.status(f"{percent(done / samples)} of the samples, {about(left)} to go")
 
 
-def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False) -> Estimate:
+def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False) -> PiEstimate:
     """Estimate pi on all ranks of an mpi4py communicator together; all return the same result.
 
     The seed and the number of ranks determine every digit.
@@ -129,7 +123,7 @@ def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False)
     hits = (count_hits_naive if naive else count_hits)(high - low, stream)
     total = np.empty(1, np.int64)
     communicator.Allreduce(np.array([hits], np.int64), total)
-    return Estimate(int(total[0]), samples)
+    return PiEstimate(int(total[0]), samples)
 
 
 def points(value: str) -> int:
@@ -181,7 +175,7 @@ def main() -> int:
     return 0
 
 
-def report(result: Estimate, seconds: float, ranks: int, *, as_json: bool) -> str:
+def report(result: PiEstimate, seconds: float, ranks: int, *, as_json: bool) -> str:
     """Return the result as text or as one line of JSON."""
     rate = result.samples / seconds
     if as_json:

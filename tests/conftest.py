@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -109,6 +110,28 @@ def run(command: list[str], *, cwd: Path = ROOT, timeout: float = 240, **extra: 
     finally:
         end_session(process.pid)
     return Outcome(process.returncode, out, err)
+
+
+def executable(path: Path, text: str) -> Path:
+    """Write a program; return its path."""
+    path.write_bytes(os.fsencode(text))
+    path.chmod(0o755)
+    return path
+
+
+def until(
+    happened: Callable[[], object],
+    process: subprocess.Popen[str] | None = None,
+    *,
+    seconds: float = 120,
+    detail: Callable[[], object] = lambda: "it did not happen",
+) -> None:
+    """Wait until something happens, while ``process`` runs; fail after so many ``seconds``."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert process is None or process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, detail()
+        time.sleep(0.05)
 
 
 def ranks(number: int, *arguments: str, timeout: float = 240, **extra: str) -> Outcome:

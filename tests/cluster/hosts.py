@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tests.conftest import BIN, Outcome, environment, run
+from tests.conftest import BIN, Outcome, environment, executable, run
 
 NET = "10.99.0"
 SLOTS = 2  # per host
@@ -84,8 +85,7 @@ class TwoHosts:
         """Create the hosts and their links, after removing those of a killed run."""
         _take_down_the_forgotten()
         self.agent.parent.mkdir()
-        self.agent.write_text(AGENT.format(tag=self.tag, folder=self.folder))
-        self.agent.chmod(0o755)
+        executable(self.agent, AGENT.format(tag=self.tag, folder=self.folder))
         self._do(f"ip netns add {self.switch}")
         self._do(f"ip -n {self.switch} link add bridge type bridge")
         self._do(f"ip -n {self.switch} link set bridge up")
@@ -185,21 +185,15 @@ class TwoHosts:
         """Return the ids of the running ranks on both hosts."""
         return [pid for pid in self.processes(1, 2) if _is_rank(pid)]
 
-    def daemons(self, number: int) -> list[int]:
-        """Return the ids of Open MPI's daemons on a host."""
-        return [pid for pid in self.processes(number) if _program(pid).startswith("prted ")]
-
-    def agents(self) -> list[int]:
-        """Return the ids of the replacements of ssh on host 1."""
-        return [pid for pid in self.processes(1) if f" {self.agent} " in _program(pid)]
+    def programs(self, number: int, pattern: str) -> list[int]:
+        """Return the ids of the processes on a host whose program and arguments begin so."""
+        return [pid for pid in self.processes(number) if re.match(pattern, _program(pid))]
 
     def kill(self, *numbers: int) -> None:
         """Kill all processes on these hosts at once."""
         deadline = time.monotonic() + DELIVERY
         while (left := self.processes(*numbers)) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            send(signal.SIGKILL, left)
             time.sleep(0.02)
 
     def cut(self) -> None:
@@ -234,13 +228,18 @@ class TwoHosts:
         assert done.code == 0, f"{command}: {done.err}"
 
 
+def send(number: signal.Signals, processes: Iterable[int]) -> None:
+    """Send a signal to processes, some of which may have ended."""
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def _take_down_the_forgotten() -> None:
     for name in {line.split()[0] for line in run(["ip", "netns"]).out.splitlines() if line}:
         maker = name.partition("-")[0].removeprefix("ht")
         if maker.isdecimal() and not Path(f"/proc/{maker}").exists():
-            for pid in run(["ip", "netns", "pids", name]).out.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            send(signal.SIGKILL, map(int, run(["ip", "netns", "pids", name]).out.split()))
             run(["ip", "netns", "del", name])
             shutil.rmtree(NAMES / name, ignore_errors=True)
 

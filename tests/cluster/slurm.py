@@ -7,14 +7,13 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from tests.conftest import Outcome, run
+from tests.conftest import Outcome, run, until
 
 PACKAGES = ("slurm-wlm", "slurm-wlm-torque", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "qsub")
@@ -131,10 +130,12 @@ class Cluster:
             ["slurmd", "-f", str(config)],
         ):
             self._daemon(daemon)
-        end = time.monotonic() + START
-        while self.command("sinfo", "-h", "-o", "%t", cwd=self.directory).out.strip() != "idle":
-            assert time.monotonic() < end, (self.directory / "slurmctld.log").read_text()[-3000:]
-            time.sleep(0.2)
+        state = ("sinfo", "-h", "-o", "%t")
+        until(
+            lambda: self.command(*state, cwd=self.directory).out.strip() == "idle",
+            seconds=START,
+            detail=(self.directory / "slurmctld.log").read_text,
+        )
 
     def _daemon(self, words: list[str]) -> None:
         # Its output goes to a file: a pipe would stay open until the daemon ends.
@@ -152,9 +153,8 @@ class Cluster:
     def stop(self) -> None:
         """Delete all jobs, stop the daemons by id, and check that no process remains."""
         self.command("scancel", "--user=root", cwd=self.directory)
-        end = time.monotonic() + START
-        while self.command("squeue", "-h", cwd=self.directory).out and time.monotonic() < end:
-            time.sleep(0.2)
+        with contextlib.suppress(AssertionError):
+            until(lambda: not self.command("squeue", "-h", cwd=self.directory).out, seconds=START)
         for file in ("slurmd.pid", "slurmctld.pid", "munge/pid"):
             if (self.directory / file).is_file():
                 _end(int((self.directory / file).read_text()))
@@ -186,10 +186,7 @@ def _end(pid: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         process.terminate()
-        end = time.monotonic() + START
-        # In a container there may be no process to reap it.
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            if time.monotonic() > end:
-                process.kill()
-                return
-            time.sleep(0.1)
+        try:  # in a container there may be no process to reap it
+            until(lambda: process.status() == psutil.STATUS_ZOMBIE, seconds=START)
+        except AssertionError:
+            process.kill()

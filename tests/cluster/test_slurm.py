@@ -1,4 +1,4 @@
-"""A real Slurm with real PBS commands in front: the scripts of jobs/, submit, follow, chains."""
+"""A real Slurm with real PBS commands in front: jobs/, submit, follow, chains, srun, doctor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import socket
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from hvdtrain.commands.submit import chain
 from tests.cluster.slurm import Cluster
-from tests.conftest import BIN, LONG, ROOT, Outcome, on_demand
+from tests.conftest import BIN, LONG, ROOT, Outcome, on_demand, until
 from tests.unit.commands.submit.pbs_reader import Node, read_script
 
 PATIENCE = 240.0  # seconds for a job to end
@@ -53,13 +53,15 @@ class User:
         text = self.types("scontrol", "show", "job", number).out
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
-    def waits(self, number: str, state: str) -> dict[str, str]:
-        """Wait until a job is in a state; return its record."""
-        end = time.monotonic() + PATIENCE
-        while (job := self.job(number))["JobState"] != state:
-            assert time.monotonic() < end, job
-            time.sleep(0.2)
-        return job
+    def ended(self, number: str) -> dict[str, str]:
+        """Wait for the end of a job; return its record."""
+        running = ("PENDING", "RUNNING", "COMPLETING")
+        until(
+            lambda: self.job(number)["JobState"] not in running,
+            seconds=PATIENCE,
+            detail=lambda: self.job(number),
+        )
+        return self.job(number)
 
     def log(self, number: str) -> str:
         """Return the output of a job."""
@@ -69,10 +71,7 @@ class User:
     def runs(self, *words: str) -> str:
         """Submit a job with qsub or sbatch, wait for its completion, and return its log."""
         number = self.types(*words).out.split()[-1]
-        end = time.monotonic() + PATIENCE
-        while (job := self.job(number))["JobState"] in ("PENDING", "RUNNING", "COMPLETING"):
-            assert time.monotonic() < end, job
-            time.sleep(0.2)
+        job = self.ended(number)
         assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), self.log(number)[-3000:]
         return self.log(number)
 
@@ -224,7 +223,7 @@ def test_a_chain_of_interrupted_jobs_equals_an_uninterrupted_job(
     assert user.job(last)["JobState"] == "CANCELLED"  # by the job that finished
     assert "resumed from checkpoints/step-" in outcome.out
 
-    uncut.waits(number, "COMPLETED")
+    assert uncut.ended(number)["JobState"] == "COMPLETED"
     summaries = [owner.summary("summary.json") for owner in (user, uncut)]
     assert [summary["stopped"] for summary in summaries] == ["steps", "steps"]
     assert summaries[0]["parameter_norm"] == summaries[1]["parameter_norm"]
@@ -276,17 +275,51 @@ def test_a_script_runs_as_under_pbs(tmp_path: Path) -> None:
 def test_a_deleted_job_saves(user: User) -> None:
     steps = tuple("1000000" if word in ("100", "80") else word for word in TRAINING)
     number = user.submits("--walltime", "0:10:00", "--", *steps).out.strip()
-    end = time.monotonic() + PATIENCE
-    while "loss" not in (Path(user.job(number)["StdOut"]).read_text() if started(user) else ""):
-        assert time.monotonic() < end
-        time.sleep(0.5)
+    log = user.directory / "hvdtrain-jobs" / "mnist-1.log"
+    until(lambda: log.exists() and "loss" in log.read_text(), seconds=PATIENCE)
     user.types("qdel", number)
-    user.waits(number, "CANCELLED")
-    end = time.monotonic() + 30
-    while not list((user.directory / "checkpoints").glob("step-*")):
-        assert time.monotonic() < end, user.log(number)[-3000:]
-        time.sleep(0.2)
+    assert user.ended(number)["JobState"] == "CANCELLED"
+    checkpoints = user.directory / "checkpoints"
+    until(lambda: list(checkpoints.glob("step-*")), seconds=30, detail=log.read_text)
 
 
-def started(user: User) -> bool:
-    return (user.directory / "hvdtrain-jobs" / "mnist-1.log").exists()
+def test_worlds_of_one_under_srun(cluster: Cluster) -> None:
+    line = ("srun", "-n", "2", sys.executable, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet")
+    outcome = cluster.command(*line, cwd=ROOT)
+    assert outcome.code == 2, outcome.err[-2000:]
+    (said,) = outcome.said  # by rank 0; both end with 2
+    assert outcome.err.count("Exited with exit code 2") == 2
+    assert "srun started 2 processes, but Horovod sees a world of 1" in said
+    assert "slurmstepd" in said
+    remedy = f"`srun --mpi=pmix` (`srun --mpi=list` shows whether this Slurm has it), or with {BIN}"
+    assert remedy in said
+
+
+def test_doctor_in_a_job_of_four_slots(cluster: Cluster, tmp_path: Path) -> None:
+    line = ("salloc", "-n", "4", sys.executable, "-m", "hvdtrain.cli", "doctor", "--json")
+    outcome = cluster.command(*line, cwd=tmp_path, OMP_NUM_THREADS="64")
+    assert outcome.code == 0, outcome.out + outcome.err
+    findings = {finding["check"]: finding for finding in json.loads(outcome.out)["findings"]}
+    assert "inside job" in findings["scheduler"]["evidence"]
+    assert ":4, 4 slots" in findings["hosts of the job"]["evidence"]
+    assert "64 threads per rank, 4 ranks" in findings["OMP_NUM_THREADS"]["evidence"]
+
+
+TRAIN = ("python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "10")
+OPTIONS = "--walltime 0:05:00 --ppn 2 --scheduler pbs"
+
+
+def test_each_size_is_a_job_and_a_row_of_the_report(user: User) -> None:
+    verb = (str(BIN / "hvdtrain"), "scaling")
+    sweep = (*verb, "--ranks", "1,2", "--repeat", "1", "--submit", OPTIONS, "--json")
+    jobs = json.loads(user.types(*sweep, "--", *TRAIN).out)["jobs"]
+    assert [job["ranks"] for job in jobs] == [1, 2]
+    # Concurrent jobs would disturb each other.
+    assert user.job(jobs[1]["jobs"][0])["Dependency"].startswith(f"afterany:{jobs[0]['jobs'][0]}")
+    for number in (job["jobs"][0].partition(".")[0] for job in jobs):
+        assert user.ended(number)["JobState"] == "COMPLETED", user.log(number)
+    report = json.loads(user.types(*verb, "--json").out)
+    assert [(size["ranks"], size["runs"]) for size in report["sizes"]] == [(1, 1), (2, 1)]
+    assert (user.directory / "scaling" / "scaling.png").is_file()
+    second = json.loads(user.types(*sweep, "--", *TRAIN).out)
+    assert second["jobs"] == []  # nothing is missing

@@ -5,7 +5,6 @@ The seconds until every rank has stopped are printed (pytest -s); 30 is the cont
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -20,13 +19,14 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import hosts
-from tests.cluster.hosts import TwoHosts
-from tests.conftest import BIN, Outcome, on_demand, run
+from tests.cluster.hosts import TwoHosts, send
+from tests.conftest import BIN, Outcome, executable, on_demand, run, until
 from tests.conftest import LONG as ALL_CASES
 from tests.parallel.conftest import STRATEGIES, Training, assert_bit_equal, assert_close, train
 
 CONTRACT = 30.0  # seconds within which a job must end after the loss of a host or a link
 START = 120.0  # seconds until the first steps of a training on a busy machine
+LAUNCH = (sys.executable, "-m", "hvdtrain.cli", "launch")
 EXACT = (
     *("--precision=fp64", "--lr-scaling=none", "--warmup-epochs=0", "--dropout=0"),
     *("--global-batch-size=96", "--seed=1"),
@@ -90,8 +90,7 @@ def test_the_world(two: TwoHosts, tmp_path: Path) -> None:
 def test_launch_by_a_nodefile_trains_as_one_rank_does(two: TwoHosts, tmp_path: Path) -> None:
     options = ("--model=small", "--num-steps=20", *EXACT)
     single = train(1, tmp_path / "one", "mnist", *options)
-    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
-    command = two.on(1, *launch, *trainer(tmp_path / "four", *options))
+    command = two.on(1, *LAUNCH, "-n", "4", "--", *trainer(tmp_path / "four", *options))
     outcome = two.run(command, PBS_NODEFILE=str(two.nodefile()))
     assert outcome.code == 0, outcome.err[-3000:]
     four = Training(outcome, tmp_path / "four")
@@ -104,8 +103,8 @@ def test_launch_by_a_nodefile_trains_as_one_rank_does(two: TwoHosts, tmp_path: P
 def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) -> None:
     """Start a training by launch with an agent per host; resume by torchrun, mpirun, launch."""
     options = ("--strategy=ddp", "--model=small", "--checkpoint-every=2", "--keep=1000", *EXACT)
-    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--launcher=torchrun")
-    command = two.on(1, *launch, "--", *trainer(tmp_path, *options, "--epochs=1000"))
+    launch = (*LAUNCH, "-n", "4", "--launcher=torchrun", "--")
+    command = two.on(1, *launch, *trainer(tmp_path, *options, "--epochs=1000"))
     variables = {"PBS_NODEFILE": str(two.nodefile()), "GLOO_SOCKET_IFNAME": "eth0"}
 
     with two.running(command, **variables) as process:
@@ -127,10 +126,9 @@ def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) 
     on = train_on(two, tmp_path, *options, "--epochs=1000", f"--num-steps={end + 2}")
     assert (on.summary["steps_completed"], on.summary["hosts"]) == (end + 2, 2)
     if ALL_CASES:
-        elastic = (*launch[:4], *launch[6:], "--elastic", "--min=2", "--max=4", "--")
-        line = two.on(
-            1, *elastic, *trainer(tmp_path, *options, "--epochs=1000"), f"--num-steps={end + 4}"
-        )
+        elastic = (*LAUNCH, "--launcher=torchrun", "--elastic", "--min=2", "--max=4", "--")
+        words = trainer(tmp_path, *options, "--epochs=1000", f"--num-steps={end + 4}")
+        line = two.on(1, *elastic, *words)
         outcome = two.run(line, **variables)
         assert outcome.code == 0, outcome.err
         assert (four.summary["steps_completed"], four.summary["world_size"]) == (end + 4, 4)
@@ -138,9 +136,7 @@ def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) 
     count = len(list(tmp_path.glob("checkpoints/step-*")))
     with two.running(command, **variables) as process:
         wait_for_checkpoints(count + 1, process, tmp_path)
-        (agent,) = (
-            pid for pid in two.processes(2) if _runs(pid, "hvdtrain.commands.launch.host_process")
-        )
+        (agent,) = two.programs(2, r"python\S* -m hvdtrain\.commands\.launch\.host_process ")
         os.kill(agent, signal.SIGKILL)
         outcome = wait_until_over(two, process, "an agent killed")
     assert outcome.code not in (0, 75), outcome.err
@@ -157,15 +153,6 @@ def _by_torchrun(two: TwoHosts, words: Sequence[str], variables: Mapping[str, st
     with two.running(first, **variables) as agent1, two.running(second, **variables) as agent2:
         outputs = [agent.communicate(timeout=START)[0] for agent in (agent1, agent2)]
     assert (agent1.returncode, agent2.returncode) == (0, 0), outputs
-
-
-def _runs(pid: int, word: str) -> bool:
-    """Return whether a process is the Python that runs the module ``word``."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return words[1:3] == [b"-m", word.encode()]
 
 
 def test_tensorflow_trains_as_one_rank_does(two: TwoHosts, tmp_path: Path) -> None:
@@ -191,11 +178,7 @@ class At(Training):
 
 def wait_for_checkpoints(number: int, process: subprocess.Popen[str], folder: Path) -> None:
     """Wait until the running training has saved ``number`` checkpoints."""
-    deadline = time.monotonic() + START
-    while len(list(folder.glob("checkpoints/step-*"))) < number:
-        assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.monotonic() < deadline, "the training does not come to its first steps"
-        time.sleep(0.02)
+    until(lambda: len(list(folder.glob("checkpoints/step-*"))) >= number, process, seconds=START)
 
 
 def wait_until_over(two: TwoHosts, process: subprocess.Popen[str], event: str) -> Outcome:
@@ -225,48 +208,49 @@ def lose(
         return wait_until_over(two, process, accident.__name__)
 
 
-@pytest.mark.parametrize("accident", [TwoHosts.power_off, *([TwoHosts.cut] * ALL_CASES)])
+@pytest.mark.parametrize(
+    ("accident", "strategy"),
+    [
+        (TwoHosts.power_off, "horovod"),
+        pytest.param(TwoHosts.cut, "horovod", marks=on_demand),
+        *(
+            pytest.param(TwoHosts.power_off, name, marks=on_demand)
+            for name in STRATEGIES
+            if name != "horovod"
+        ),
+    ],
+)
 def test_a_host_is_lost_and_the_training_goes_on_later(
-    accident: Callable[[TwoHosts], None], two: TwoHosts, uncut: Training, tmp_path: Path
+    accident: Callable[[TwoHosts], None],
+    strategy: str,
+    two: TwoHosts,
+    uncut: Training,
+    tmp_path: Path,
 ) -> None:
-    outcome = lose(two, accident, two.mpirun(*trainer(tmp_path, *LONG)), tmp_path)
+    options = (*LONG, f"--strategy={strategy}")
+    outcome = lose(two, accident, two.mpirun(*trainer(tmp_path, *options)), tmp_path)
     newest = Training(outcome, tmp_path).newest
     assert outcome.code == 1
     (said,) = outcome.said
-    assert said.startswith(f"hvdtrain: rank 0 on {two.name(1)}, step ")
+    if strategy == "horovod":
+        assert said.startswith(f"hvdtrain: rank 0 on {two.name(1)}, step ")
     assert f"host {two.name(2)} (ranks 2-3) has not answered for 15 s" in said
     assert said.endswith(f"again: it resumes from {newest}")
     step = newest.name.partition("+")[0]  # at the end of an epoch it is saved twice
     end = int(step.removeprefix("step-")) + 6
-    resumed = train_on(two, tmp_path, *LONG, f"--num-steps={end}", "--resume=must")
-    assert_bit_equal(At(uncut, end), At(resumed, end))
-
-
-@on_demand
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "horovod"])
-def test_a_host_is_lost_under_another_strategy(
-    strategy: str, two: TwoHosts, tmp_path: Path
-) -> None:
-    options = (*LONG, f"--strategy={strategy}")
-    outcome = lose(two, TwoHosts.power_off, two.mpirun(*trainer(tmp_path, *options)), tmp_path)
-    newest = Training(outcome, tmp_path).newest
-    assert outcome.code == 1
-    (said,) = outcome.said
-    assert f"host {two.name(2)} (ranks 2-3) has not answered for 15 s" in said
-    assert said.endswith(f"again: it resumes from {newest}")
-    end = int(newest.name.partition("+")[0].removeprefix("step-")) + 6
     resumed = train_on(two, tmp_path, *options, f"--num-steps={end}", "--resume=must")
     assert resumed.summary["steps_completed"] == end
+    if strategy == "horovod":
+        assert_bit_equal(At(uncut, end), At(resumed, end))
 
 
 @on_demand
 def test_horovod_elastic_goes_on_without_a_lost_host(two: TwoHosts, tmp_path: Path) -> None:
     """The names of these hosts do not resolve: ranks use the interface to the launcher."""
-    available, script = tmp_path / "hosts", tmp_path / "discover.sh"
-    script.write_text(f"#!/bin/sh\ncat {available}\n")
-    script.chmod(0o755)
+    available = tmp_path / "hosts"
+    script = executable(tmp_path / "discover.sh", f"#!/bin/sh\ncat {available}\n")
     available.write_text("".join(f"{two.address(number)}:2\n" for number in (1, 2)))
-    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "--elastic", "--min=2", "--max=4")
+    launch = (*LAUNCH, "--elastic", "--min=2", "--max=4")
     options = ("--model=small", "--epochs=100", "--checkpoint-every=5", *EXACT, "--num-steps=400")
     command = two.on(1, *launch, f"--discovery={script}", "--", *trainer(tmp_path, *options))
     with two.running(command) as process:
@@ -284,18 +268,15 @@ def test_horovod_elastic_goes_on_without_a_lost_host(two: TwoHosts, tmp_path: Pa
 
 
 def kill_daemon(two: TwoHosts) -> None:
-    for pid in two.daemons(2):
-        os.kill(pid, signal.SIGKILL)
+    send(signal.SIGKILL, two.programs(2, "prted "))
 
 
 def end_daemon(two: TwoHosts) -> None:
-    for pid in two.daemons(2):
-        os.kill(pid, signal.SIGTERM)
+    send(signal.SIGTERM, two.programs(2, "prted "))
 
 
 def kill_agent(two: TwoHosts) -> None:
-    for pid in two.agents():
-        os.kill(pid, signal.SIGKILL)
+    send(signal.SIGKILL, two.programs(1, f".* {two.agent} "))
 
 
 def kill_host(two: TwoHosts) -> None:
@@ -311,8 +292,7 @@ def test_a_host_is_lost_while_its_network_stays_up(
     way: Callable[[TwoHosts], None], number: int, two: TwoHosts, tmp_path: Path
 ) -> None:
     """mpirun detects it at once, and returns 0 for a job that it has ended early."""
-    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
-    command = two.on(1, *launch, *trainer(tmp_path, *LONG))
+    command = two.on(1, *LAUNCH, "-n", "4", "--", *trainer(tmp_path, *LONG))
     nodes = str(two.nodefile())
     outcome = lose(two, way, command, tmp_path, 1 + number, PBS_NODEFILE=nodes)
     assert outcome.code == 1
@@ -378,8 +358,7 @@ def test_term_to_all_that_a_job_runs_on_its_first_node(
     """PBS ends a job so, including ssh: the ranks save, on both nodes, before mpirun notices."""
     # Steps of more than the half second in which mpirun kills, and an evaluation after each.
     steps = ("--batch-size=375", "--precision=fp32", "--epochs=10000", "--checkpoint-every=1")
-    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "4", "--")
-    command = two.on(1, *launch, *trainer(tmp_path, *steps))
+    command = two.on(1, *LAUNCH, "-n", "4", "--", *trainer(tmp_path, *steps))
     variables = {"PBS_NODEFILE": str(two.nodefile())}
     if agent != "ssh":
         variables["PRTE_MCA_plm_ssh_agent"] = shutil.copy(two.agent, tmp_path / "tmssh")
@@ -389,9 +368,7 @@ def test_term_to_all_that_a_job_runs_on_its_first_node(
         time.sleep(chance.random())  # anywhere in a step, an evaluation or a save
         job = two.processes(1)
         chance.shuffle(job)
-        for pid in job:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+        send(signal.SIGTERM, job)
         outcome = wait_until_over(two, process, "TERM")
     assert outcome.code == 75
     summary = Training(outcome, tmp_path).summary
@@ -404,10 +381,8 @@ def test_term_to_all_that_a_job_runs_on_its_first_node(
 @on_demand
 def test_doctor_times_allreduce_on_hosts_that_share_cores(two: TwoHosts, tmp_path: Path) -> None:
     """As with sshd, the daemon of each host is in a separate session."""
-    agent = tmp_path / "ssh"
     text = two.agent.read_text().replace(" --leave-session-attached", "")
-    agent.write_text(text.replace("unshare -u sh", "unshare -u setsid -w sh"))
-    agent.chmod(0o755)
+    agent = executable(tmp_path / "ssh", text.replace("unshare -u sh", "unshare -u setsid -w sh"))
     doctor = (sys.executable, "-m", "hvdtrain.cli", "doctor", "-n", "4", "--json")
     variables = {"PBS_NODEFILE": str(two.nodefile()), "PRTE_MCA_plm_ssh_agent": str(agent)}
     outcome = two.run(two.on(1, *doctor), timeout=500, **variables)

@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from hvdtrain.config import strategies
 from hvdtrain.steps.checkpoint import newest_name
-from tests.conftest import BIN, LONG, Outcome, Ranks, begin
+from tests.conftest import BIN, LONG, Outcome, Ranks, begin, until
 from tests.parallel import resident
 
 FRAMEWORKS = ("pytorch", "tensorflow")
@@ -145,15 +145,6 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
         return [*whole.children(recursive=True), whole]
     except psutil.NoSuchProcess:
         return []
-
-
-def until(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Wait for something that a run does."""
-    end = time.monotonic() + 120
-    while not happened():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def show_seconds_lost(what: str, saved: Path, process: subprocess.Popen[str]) -> None:

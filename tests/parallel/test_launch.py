@@ -17,7 +17,7 @@ import pytest
 
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Allocation, lay_out
-from hvdtrain.commands.launch.launcher_choice import Mpi
+from hvdtrain.commands.launch.launcher_choice import MpiLauncher
 from hvdtrain.steps import checkpoint
 from tests.conftest import BIN, Outcome, on_demand, run
 from tests.parallel.conftest import Start, assert_gone, family, until
@@ -125,7 +125,7 @@ def test_mpirun_accepts_the_binding_on_larger_machines(packages: int, each: int)
     topology = f"pack:{packages} core:{each} pu:1"
     for number in (1, 2, 3, 6, packages * each):
         layout = lay_out(number, Allocation("none"))
-        mpi, cores = Mpi("openmpi5", "mpirun", ""), packages * each
+        mpi, cores = MpiLauncher("openmpi5", "mpirun", ""), packages * each
         job = Launch(mpi, ["true"], layout, cores=cores, packages=packages, root=True)
         mpirun, *words = job.command.argv
         show = ["--display", "bind", "--runtime-options", "donotlaunch"]
@@ -244,10 +244,7 @@ def test_a_save_that_mpirun_interrupts_is_finished(tmp_path: Path, started: Star
     process.communicate(timeout=120)
     assert process.returncode not in (0, 75)
     assert_gone(processes)
-    end = time.monotonic() + 60
-    while not (saved / f"step-{newest:09d}").exists():
-        assert time.monotonic() < end, f"step {newest} is not saved"
-        time.sleep(0.05)
+    until((saved / f"step-{newest:09d}").exists)
     assert checkpoint.load_newest(saved) is not None
 
 

@@ -15,7 +15,7 @@ from tests.conftest import BIN, ROOT, on_demand, run
 from tests.terminal import Recording, record, screen
 
 HVDTRAIN = str(BIN / "hvdtrain")
-GRADE = (sys.executable, str(ROOT / "homework/grade.py"))
+GRADE = f"{ROOT}/homework/grade.py SLOW"
 # A training that takes its time: it says that it has begun, and leaves a summary.
 SLOW = """
 import json, os, sys, time
@@ -52,45 +52,29 @@ def slow(tmp_path: Path) -> str:
     return str(path)
 
 
+SCRIPT = r"slow\.py runs on 2 ranks, then on 1"
+OUT = "--repeat=1 --out=OUT"
+
+
 @pytest.mark.parametrize(
-    ("verb", "text", "code"),
+    ("words", "text"),
     [
-        pytest.param(
-            ("scaling", "--ranks=1", "--repeat=1", "--out=OUT", "--", "python", "SLOW"),
-            r"1 rank: epoch 1 step 1/2",
-            0,
-            id="scaling",
+        (f"scaling --ranks=1 {OUT} -- python SLOW", "1 rank: epoch 1 step 1/2"),
+        (
+            f"compare --strategies=single {OUT} -- python SLOW --batch-size=4",
+            "single pytorch, 1 rank: epoch 1 step 1/2",
         ),
-        pytest.param(
-            ("compare", "--strategies=single", "--repeat=1", "--out=OUT", "--", "python", "SLOW"),
-            r"single pytorch, 1 rank: epoch 1 step 1/2",
-            0,
-            id="compare",
-        ),
-        pytest.param(
-            ("verify", "-n", "1"), "starting 1 rank and pytorch", 0, id="verify", marks=on_demand
-        ),
-        pytest.param(
-            ("verify", "-n", "2", "--script", "SLOW"),
-            r"slow\.py runs on 2 ranks, then on 1",
-            0,
-            id="script",
-            marks=on_demand,
-        ),
-        pytest.param(
-            ("doctor", "-n", "2"), "timing allreduce on 2 ranks", 0, id="doctor", marks=on_demand
-        ),
-        pytest.param((*GRADE, "SLOW"), r"slow\.py runs on 2 ranks, then on 1", 1, id="grade"),
+        pytest.param("verify -n 1", "starting 1 rank and pytorch", marks=on_demand),
+        pytest.param("verify -n 2 --script SLOW", SCRIPT, marks=on_demand),
+        pytest.param("doctor -n 2", "timing allreduce on 2 ranks", marks=on_demand),
+        (GRADE, SCRIPT),
     ],
 )
-def test_a_command_shows_that_it_works(
-    verb: tuple[str, ...], text: str, code: int, slow: str, tmp_path: Path
-) -> None:
-    words = [word.replace("OUT", str(tmp_path / "out")).replace("SLOW", slow) for word in verb]
-    words += ["--batch-size=4"] if verb[0] == "compare" else []
-    line = words if words[0] == sys.executable else [HVDTRAIN, *words]
-    seen = record(line, columns=80, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert seen.code == code, seen.text
+def test_a_command_shows_that_it_works(words: str, text: str, slow: str, tmp_path: Path) -> None:
+    line = words.replace("OUT", str(tmp_path / "out")).replace("SLOW", slow).split()
+    program = [sys.executable] if words == GRADE else [HVDTRAIN]
+    seen = record([*program, *line], columns=80, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert seen.code == (words == GRADE), seen.text
     assert len(shown(seen, text)) >= 3, seen.text
     rows = screen(seen.text)
     assert not any(re.search(r" \.\.\. \d+ s$", row) for row in rows), rows  # it is gone
@@ -140,25 +124,20 @@ def test_a_slow_step_and_a_slow_evaluation_show_that_they_go_on(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("words", "due", "kept"),
+    ("words", "due"),
     [
-        (("verify", "-n", "2"), "starting 2 ranks", False),
-        (("doctor", "-n", "2"), "timing allreduce on 2 ranks", False),
-        (("scaling", "--ranks=1,2", "--out=OUT", "--", "python", "SLOW"), "epoch 1 step", True),
+        ("verify -n 2", "starting 2 ranks"),
+        ("doctor -n 2", "timing allreduce on 2 ranks"),
+        ("scaling --ranks=1,2 --out=OUT -- python SLOW", "epoch 1 step"),
     ],
 )
-def test_ctrl_c_ends_a_command_in_one_line(
-    words: tuple[str, ...], due: str, kept: bool, slow: str, tmp_path: Path
-) -> None:
+def test_ctrl_c_ends_a_command_in_one_line(words: str, due: str, slow: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    line = [HVDTRAIN, *(word.replace("OUT", out).replace("SLOW", slow) for word in words)]
-    seen = record(line, columns=200, interrupt=[due])
+    line = words.replace("OUT", out).replace("SLOW", slow).split()
+    seen = record([HVDTRAIN, *line], columns=200, interrupt=[due])
     said = [row for row in screen(seen.text) if row and "mpirun" not in row and row[0] != "["]
-    expected = ["hvdtrain: error: interrupted"]
-    if kept:
-        expected.insert(
-            0, f"completed runs are kept in {out}: run the same command again to continue"
-        )
+    kept = f"completed runs are kept in {out}: run the same command again to continue"
+    expected = [kept] * ("OUT" in words) + ["hvdtrain: error: interrupted"]
     assert (seen.code, said) == (130, expected), seen.text
 
 

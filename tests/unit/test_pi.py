@@ -21,7 +21,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.pi import (
     BLOCK,
     SIDE,
-    Estimate,
+    PiEstimate,
     build_parser,
     count_hits,
     count_hits_naive,
@@ -166,7 +166,7 @@ def test_the_sum_is_over_all_ranks() -> None:
     for rank in range(3):
         others = hits[:rank] + hits[rank + 1 :]
         result = estimate(World(rank, 3, others), 100_001, 7)
-        assert result == Estimate(sum(hits), 100_001)
+        assert result == PiEstimate(sum(hits), 100_001)
 
 
 @pytest.mark.parametrize("counter", [count_hits, count_hits_naive])
@@ -174,26 +174,26 @@ def test_the_sum_is_over_all_ranks() -> None:
 def test_pi_is_within_its_error(
     counter: Callable[[int, np.random.SeedSequence], int], seed: int
 ) -> None:
-    result = Estimate(counter(400_000, np.random.SeedSequence(seed)), 400_000)
+    result = PiEstimate(counter(400_000, np.random.SeedSequence(seed)), 400_000)
     assert abs(result.pi - math.pi) < 4.5 * result.error
     assert result.pi != math.pi
 
 
 def test_the_standard_error_of_a_fair_coin() -> None:
-    assert Estimate(50, 100).pi == 2
-    assert Estimate(50, 100).error == 4 * 0.5 / 10
-    assert Estimate(20, 100).error == pytest.approx(4 * 0.4 / 10)
-    assert Estimate(7, 7).error == Estimate(0, 7).error == 0
+    assert PiEstimate(50, 100).pi == 2
+    assert PiEstimate(50, 100).error == 4 * 0.5 / 10
+    assert PiEstimate(20, 100).error == pytest.approx(4 * 0.4 / 10)
+    assert PiEstimate(7, 7).error == PiEstimate(0, 7).error == 0
     truth = round(math.pi / 4 * 10**8)
     expected = 4 * math.sqrt(math.pi / 4 * (1 - math.pi / 4) / 10**8)
-    assert Estimate(truth, 10**8).error == pytest.approx(expected)
+    assert PiEstimate(truth, 10**8).error == pytest.approx(expected)
 
 
 def test_the_error_is_the_deviation_of_repeated_runs() -> None:
     samples, runs = 20_000, 400
     streams = np.random.SeedSequence(3).spawn(runs)
     values = [4 * count_hits(samples, stream) / samples for stream in streams]
-    expected = Estimate(round(samples * math.pi / 4), samples).error
+    expected = PiEstimate(round(samples * math.pi / 4), samples).error
     # The deviation of 400 values is known to 1 / sqrt(800) = 3.5 %: four of those.
     assert np.std(values) == pytest.approx(expected, rel=0.15)
 
@@ -218,14 +218,14 @@ def test_a_wrong_command_line_is_reported(line: list[str], word: str) -> None:
 
 
 def test_the_report() -> None:
-    text = report(Estimate(785_398, 1_000_000), 0.5, 2, as_json=False)
+    text = report(PiEstimate(785_398, 1_000_000), 0.5, 2, as_json=False)
     assert "pi = 3.14159 ± 0.00164" in text or "pi = 3.1416 ± 0.0016" in text
     assert "1,000,000 samples on 2 ranks in 0.50 s: 2.0 million samples/s" in text
-    values = json.loads(report(Estimate(785_398, 1_000_000), 0.5, 2, as_json=True))
+    values = json.loads(report(PiEstimate(785_398, 1_000_000), 0.5, 2, as_json=True))
     assert values["pi"] == 3.141592
     assert values["samples_per_second"] == 2_000_000
     assert values["ranks"] == 2
-    assert "on 1 rank in" in report(Estimate(3, 3), 1.0, 1, as_json=False)
+    assert "on 1 rank in" in report(PiEstimate(3, 3), 1.0, 1, as_json=False)
 
 
 def test_a_terminal_shows_progress() -> None:

@@ -39,7 +39,7 @@ from hvdtrain.system.machine.network import has_fabric
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import Command, Result, run
+from hvdtrain.system.runtime.command import Command, CommandResult, run
 from hvdtrain.workloads.data.image_folder import ImageFolder
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def check_ranks(
     return [*findings, *ranks.allreduce_findings(times[0])], reports[0], times[0]
 
 
-def _run(command: Command, timeout: float, file: Path) -> Result:
+def _run(command: Command, timeout: float, file: Path) -> CommandResult:
     """Return the result of ``command``, including the output of rank 0 in ``file``."""
     result = run(command, timeout=timeout)
     text = file.read_text(errors="replace") if file.is_file() else ""

@@ -30,7 +30,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.files import FULL
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
 
 log = logging.getLogger(__name__)
 
@@ -298,7 +298,7 @@ def prove(commands: Sequence[tuple[str, Command]], log_file: Path) -> dict[str, 
     return answers
 
 
-def _failure(framework: str, result: Result, answer: Mapping[str, Any]) -> str:
+def _failure(framework: str, result: CommandResult, answer: Mapping[str, Any]) -> str:
     """Return the message of a failed proof: its end, and the ranks' decisive line."""
     cause = dict(answer) or decisive_line(result.output.splitlines())
     end = f"exit code {result.exit_code}"

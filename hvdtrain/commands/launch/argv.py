@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdtrain.commands.launch.hosts import RankLayout
-from hvdtrain.commands.launch.launcher_choice import NAMES, OPEN_MPI, Mpi
+from hvdtrain.commands.launch.launcher_choice import NAMES, OPEN_MPI, MpiLauncher
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command
@@ -31,7 +31,7 @@ INTEL = {"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "0", "I_MPI_JOB_SIGNAL_PROPAGATI
 class Launch:
     """A job to start: the launcher, and the ranks, on which hosts and bound to which cores."""
 
-    mpi: Mpi  # the launcher
+    mpi: MpiLauncher  # the launcher
     words: Sequence[str]  # the program that each rank runs, and its arguments
     layout: RankLayout  # ranks and hosts
     cores: int = 1  # cores per host

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import psutil
 from horovod.runner.http.http_server import RendezvousServer
@@ -56,12 +56,7 @@ ELSEWHERE = "198.51.100.1"  # a reserved address: the route to it is the default
 
 
 def worker(
-    slot: Slot,
-    words: Sequence[str],
-    threads: int | None,
-    address: str,
-    port: object,
-    environ: Mapping[str, str],
+    slot: Slot, words: Sequence[str], threads: int | None, address: str, port: object
 ) -> Command:
     """Return the command that starts ``words`` as the rank of ``slot``.
 
@@ -74,35 +69,34 @@ def worker(
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         # Also the limit of each message between two ranks, one of which may be saving.
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", LONG),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", LONG),
         elastic.ADDRESS: address,
         elastic.PORT: str(port),
         SLOT: f"{slot.hostname}:0",
     }
     command = Command(
         (*host_process.PROGRAM, "horovod", *words),
-        rank_variables | thread_variables(threads, environ),
+        rank_variables | thread_variables(threads, os.environ),
     )
-    return on_host(host, command, environ, *NOTICE)
+    return on_host(host, command, os.environ, *NOTICE)
 
 
-def show(pool: Pool, words: Sequence[str], environ: Mapping[str, str]) -> str:
+def show(pool: Pool, words: Sequence[str]) -> str:
     """Return a line per rank that would be started now, without the driver's address."""
     discovery = Discovery(pool, Reachable(lambda host: None))  # without ssh
     chosen = choose_slots(discovery.find_available_hosts_and_slots(), (), pool.most)
     slots = assign_ranks(chosen, discovery.hosts)
-    return "\n".join(
-        worker(slot, words, pool.threads, "ADDRESS", "PORT", environ).show() for slot in slots
-    )
+    workers = [worker(slot, words, pool.threads, "ADDRESS", "PORT") for slot in slots]
+    return "\n".join(command.show() for command in workers)
 
 
-def driver_address(pool: Pool, environ: Mapping[str, str]) -> str:
+def driver_address(pool: Pool) -> str:
     """Return the address of this machine for the ranks on the hosts of ``pool``.
 
     Raises:
         UsageError: there is no route to the hosts, or no such interface.
     """
-    if name := environ.get(INTERFACE):
+    if name := os.environ.get(INTERFACE):
         if name not in psutil.net_if_addrs():
             raise UsageError(f"{INTERFACE}={name}: no such network interface")
         return str(get_driver_ip([name]))
@@ -120,14 +114,8 @@ def driver_address(pool: Pool, environ: Mapping[str, str]) -> str:
 class ElasticJob:
     """A running elastic job of ``words`` in the slots of ``pool``; ``signals`` must be open."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        words: Sequence[str],
-        signals: StopSignals,
-        environ: Mapping[str, str] = os.environ,
-    ) -> None:
-        self.words, self.signals, self.environ = words, signals, environ
+    def __init__(self, pool: Pool, words: Sequence[str], signals: StopSignals) -> None:
+        self.words, self.signals = words, signals
         self.stop = ""  # the signal that requested a stop; empty: none
         self.over = False
         self.well_at = time.monotonic()  # when no slot was last waited for
@@ -137,7 +125,7 @@ class ElasticJob:
         logging.getLogger().addFilter(lambda record: False)
         self.server = RendezvousServer()
         self.driver = PoolDriver(pool, self.server)
-        self.address = driver_address(pool, environ)
+        self.address = driver_address(pool)
         self.port = self.server.start(make_handler(self.driver))
         self.server._httpd.daemon_threads = True  # requests may wait for ranks that never come
         self.server._httpd.handle_error = lambda *_: None  # a rank ended while it waited
@@ -190,7 +178,7 @@ class ElasticJob:
         if self.stop or self.over:
             return EXIT_PREEMPTED, time.time()
         threads = self.driver.pool.threads
-        command = worker(slot, self.words, threads, self.address, self.port, self.environ)
+        command = worker(slot, self.words, threads, self.address, self.port)
         try:
             process = start(command, fed=True)
         except OSError as error:
@@ -203,8 +191,9 @@ class ElasticJob:
                 release(process)
             time.sleep(POLL)
         code, rank = exit_code(process.returncode), self.driver.rank_of(slot.hostname)
+        host = host_of(slot.hostname)
         if code == NO_SSH:
-            self.driver.discovery.reachable.doubt(host_of(slot.hostname))
+            self.driver.discovery.reachable.doubt(host)
         if rank is not None:
             self.driver.codes[rank] = code
             self.over = self.over or code == EXIT_USAGE
@@ -213,7 +202,7 @@ class ElasticJob:
                 log.info(
                     "hvdtrain: rank %d on %s was ended by %s",
                     rank,
-                    _shown(host_of(slot.hostname)),
+                    socket.gethostname() if host == HERE else host,
                     signal_of(code) or f"code {code}",
                 )
         del self.driver.running[slot.hostname]
@@ -269,7 +258,3 @@ class ElasticJob:
         self.over = True
         host_process.end(self.driver.running.values())
         self.driver.stop()
-
-
-def _shown(host: str) -> str:
-    return socket.gethostname() if host == HERE else host

@@ -119,12 +119,9 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         UsageError: a part is empty or its number of slots is invalid.
     """
-    hosts = []
-    for part in text.split(","):
-        name, slots = _split(part.strip(), None)
-        if not name or not slots:
-            raise UsageError(f"--hosts {text}: must be a list such as node1:4,node2:4")
-        hosts.append(Host(name, slots))
+    hosts = [Host(*_split(part.strip(), None)) for part in text.split(",")]
+    if not all(host.name and host.slots for host in hosts):
+        raise UsageError(f"--hosts {text}: must be a list such as node1:4,node2:4")
     return merge(hosts)
 
 
@@ -250,9 +247,6 @@ def lay_out(ranks: int, allocation: Allocation, ppn: int | None = None) -> RankL
     Raises:
         UsageError: the ranks do not fit.
     """
-    for option, value in (("-n", ranks), ("--ppn", ppn)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: must be at least 1")
     if not allocation.hosts:
         if ppn not in (None, ranks):
             raise UsageError(

@@ -42,7 +42,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Mpi:
+class MpiLauncher:
     """A launcher of MPI programs."""
 
     dialect: str  # openmpi4, openmpi5, mpich (any Hydra), intel, pals or srun
@@ -53,31 +53,27 @@ class Mpi:
         return f"{NAMES[self.dialect]} {self.version}".strip()
 
 
-def find_mpi(environ: Mapping[str, str]) -> Mpi:
+def find_mpi(environ: Mapping[str, str]) -> MpiLauncher:
     """Return the first launcher on the PATH of ``environ``: mpirun, mpiexec; srun in a Slurm job.
 
     Raises:
         UsageError: there is none, or none of a known dialect.
     """
-    unrecognized = []
-    for name in ("mpirun", "mpiexec"):
+    unrecognized, names = [], ["mpirun", "mpiexec"]
+    names += ["srun"] if environ.get("SLURM_JOB_ID") else []
+    for name in names:
         program = shutil.which(name, path=environ.get("PATH"))
         if program is None:
             continue
         output = run(Command((program, "--version"), env=dict(environ)), timeout=30).output
-        if match := classify(output):
+        if match := classify(output) or (("srun", "") if name == "srun" else None):
             dialect, version = match
             hydra = Path(program).with_name("mpiexec.hydra")
             if dialect == "intel" and hydra.exists():  # mpirun is a script that forwards no signals
                 program = str(hydra)
-            return Mpi(dialect, program, version)
+            return MpiLauncher(dialect, program, version)
         # For example, Debian's Slurm has an mpirun that only calls srun.
         unrecognized.append(program)
-    srun = shutil.which("srun", path=environ.get("PATH"))
-    if srun and environ.get("SLURM_JOB_ID"):
-        output = run(Command((srun, "--version"), env=dict(environ)), timeout=30).output
-        match = classify(output)
-        return Mpi("srun", srun, match[1] if match else "")
     unknown = " and ".join(unrecognized)
     unknown = f" ({unknown}: unknown version)" if unknown else ""
     raise UsageError(f"no mpirun, mpiexec or srun of an MPI is on the PATH{unknown}: {REMEDY}")
@@ -92,7 +88,7 @@ def classify(output: str) -> tuple[str, str] | None:
     return None
 
 
-def agent_settings(mpi: Mpi, environ: Mapping[str, str]) -> dict[str, str]:
+def agent_settings(mpi: MpiLauncher, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make Open MPI's agent for other hosts ignore TERM.
 
     The agent is the one set in the environment or in a parameter file of Open MPI, by default ssh.
@@ -107,7 +103,7 @@ def agent_settings(mpi: Mpi, environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wrapped.items() if value}
 
 
-def _agent_in_file(mpi: Mpi, environ: Mapping[str, str]) -> str:
+def _agent_in_file(mpi: MpiLauncher, environ: Mapping[str, str]) -> str:
     """Return the agent set in a parameter file of Open MPI, the user's first; empty: none."""
     root, home = Path(mpi.program).absolute().parent.parent, Path(environ.get("HOME", "/"))
     files = [home / f".{name}" / "mca-params.conf" for name in ("prte", "openmpi")]

@@ -83,7 +83,9 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     Raises:
         UsageError: no launcher, no such program, or the ranks do not fit on the hosts.
     """
-    allocation, layout = find_layout(request, environ)
+    check_request(request, environ)
+    allocation = choose_hosts(request.hosts, request.hostfile, environ)
+    layout = lay_out(request.ranks, allocation, request.ppn)
     mpi = find_mpi(environ)
     cores, share = physical_cores(), batch_share(environ)
     if mpi.dialect == "srun" and share:
@@ -109,41 +111,23 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     )
 
 
-def find_layout(request: Request, environ: Mapping[str, str]) -> tuple[Allocation, RankLayout]:
-    """Return the hosts, and the layout of the ranks on them.
+def prepare_agents(request: Request, environ: Mapping[str, str]) -> dict[str, Command]:
+    """Find the hosts, and return the command of torchrun's agent by host.
 
     Raises:
         UsageError: no such program, or the ranks do not fit on the hosts.
     """
     check_request(request, environ)
     allocation = choose_hosts(request.hosts, request.hostfile, environ)
-    return allocation, lay_out(request.ranks, allocation, request.ppn)
-
-
-def prepare_agents(request: Request, environ: Mapping[str, str] = os.environ) -> dict[str, Command]:
-    """Find the hosts, and return the command of torchrun's agent by host.
-
-    Raises:
-        UsageError: no such program, or the ranks do not fit on the hosts.
-    """
-    if request.fewest:
-        request = replace(request, ranks=_available_ranks(request, request.fewest, environ))
-    _, layout = find_layout(request, environ)
+    ranks, fewest = request.ranks, request.fewest
+    if fewest:  # a host may be lost before the start: use the slots that there are
+        slots = sum(request.ppn or host.slots for host in allocation.hosts) or ranks
+        if fewest > min(slots, ranks):
+            raise UsageError(f"--min {fewest}: more than --max {ranks} or the {slots} slots")
+        ranks = min(slots, ranks)
+    layout = lay_out(ranks, allocation, request.ppn)
     threads = choose_threads(request, layout, physical_cores(), environ)
-    return agent_commands(layout, request.words, threads, environ, request.fewest)
-
-
-def _available_ranks(request: Request, fewest: int, environ: Mapping[str, str]) -> int:
-    """Return the number of ranks there are slots for: a host may be lost before the start.
-
-    Raises:
-        UsageError: there are fewer than the minimum.
-    """
-    hosts = choose_hosts(request.hosts, request.hostfile, environ).hosts
-    slots = sum(request.ppn or host.slots for host in hosts) or request.ranks
-    if fewest > min(slots, request.ranks):
-        raise UsageError(f"--min {fewest}: more than --max {request.ranks} or the {slots} slots")
-    return min(slots, request.ranks)
+    return agent_commands(layout, request.words, threads, environ, fewest)
 
 
 def choose_hosts(

@@ -42,14 +42,9 @@ LONGEST_BLOCK = 4096  # bytes of a block
 
 def split_endings(text: bytes) -> tuple[bytes, bytes]:
     """Split ``text`` into all other text, and mpirun's blocks about exit codes of ranks."""
-    endings = []
-
-    def take(block: re.Match[bytes]) -> bytes:
-        is_ending = ENDING.search(block[0])
-        endings.append(block[0] if is_ending else b"")
-        return b"" if is_ending else block[0]
-
-    return BLOCK.sub(take, text), b"".join(endings)
+    endings = [block for block in BLOCK.findall(text) if ENDING.search(block)]
+    others = BLOCK.sub(lambda block: b"" if ENDING.search(block[0]) else block[0], text)
+    return others, b"".join(endings)
 
 
 def cut_block(text: bytes) -> tuple[bytes, bytes]:
@@ -78,18 +73,15 @@ class RankOutput:
     def feed(self, data: bytes) -> list[tuple[int | None, bytes]]:
         """Return the lines that ``data`` completes, with their rank; None: the launcher's."""
         *complete, self._raw = (self._raw + data).split(b"\n")
-        lines: list[tuple[int | None, bytes]] = []
-        for line in complete:
-            lines += self._line(line)
-        return lines
+        return [self._line(line) for line in complete]
 
     def end(self) -> list[tuple[int | None, bytes]]:
         """Return the unfinished lines when the stream closes."""
-        lines = self._line(self._raw) if self._raw else []
+        lines = [self._line(self._raw)] if self._raw else []
         self._raw = b""
         return [*lines, *((rank, text) for rank, text in self._incomplete.items() if text)]
 
-    def _line(self, line: bytes) -> list[tuple[int | None, bytes]]:
+    def _line(self, line: bytes) -> tuple[int | None, bytes]:
         """Return the last piece of ``line``, which its end completes; keep the others."""
         before, *marked = MARKS[self.dialect].split(line)
         pieces: list[tuple[int | None, bytes]] = [(None, before)] if before or not marked else []
@@ -97,7 +89,7 @@ class RankOutput:
         for rank, text in pieces:
             self._incomplete[rank] = self._incomplete.get(rank, b"") + text
         last = pieces[-1][0]
-        return [(last, self._incomplete.pop(last))]
+        return last, self._incomplete.pop(last)
 
 
 @dataclass
@@ -114,8 +106,7 @@ class LastOutput:
         if rank is None or not holds_output(line):
             return
         self.rank, self.text = rank, line
-        steps = STEP.findall(line)
-        if steps:
+        if steps := STEP.findall(line):
             self.steps[rank] = int(steps[-1])
 
     def describe(self, layout: RankLayout) -> str:

@@ -98,8 +98,9 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     """Start the ranks, wait for them, and pass on the launcher's exit code.
 
     Raises:
-        UsageError: see ``prepare``.
-        HvdtrainError: the job was ended after --timeout.
+        UsageError: see ``prepare``, ``prepare_agents`` and ``make_pool``; an option is for other
+            launchers, or Horovod is missing.
+        HvdtrainError: the job was ended after --timeout, cannot be started, or has too few slots.
     """
     words, timeout = arguments.command, arguments.timeout
     if arguments.elastic is (arguments.n is not None):
@@ -145,12 +146,7 @@ def _export_job_end() -> None:
 
 
 def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
-    """Start Horovod's elastic driver, and wait for its ranks.
-
-    Raises:
-        UsageError: see ``make_pool``; an option is for other launchers, or Horovod is missing.
-        HvdtrainError: there were too few slots for too long.
-    """
+    """Start Horovod's elastic driver, and wait for its ranks."""
     if request.tag or arguments.launcher != "mpi":
         raise UsageError(
             "--elastic does not support --tag and --timeout, and --discovery does not support "
@@ -161,7 +157,7 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
     from hvdtrain.commands.launch.elastic_job import ElasticJob, show
 
     if arguments.dry_run:
-        return Report(show(pool, request.words, os.environ))
+        return Report(show(pool, request.words))
     with StopSignals() as signals:
         _export_job_end()
         job = ElasticJob(pool, request.words, signals)
@@ -171,18 +167,13 @@ def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
 
 
 def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
-    """Start an agent on each host, and wait for them.
-
-    Raises:
-        UsageError: see ``prepare_agents``; or an option requires reading the output.
-        HvdtrainError: an agent cannot be started.
-    """
+    """Start an agent on each host, and wait for them."""
     if request.tag:
         raise UsageError("--launcher torchrun does not support --tag and --timeout")
     with StopSignals() as signals:
         if not dry_run:
             _export_job_end()
-        agents = prepare_agents(request)
+        agents = prepare_agents(request, os.environ)
         shown = "\n".join(command.show() for command in agents.values())
         if dry_run:
             return Report(shown)

@@ -227,22 +227,15 @@ def watch(launch: Launch, signals: StopSignals, *, tag: bool, timeout: float | N
     """
     with JobOutcome() as outcome:
         watched = WatchedLauncher(launch, signals, outcome, tag, timeout)
-        return _judged(watched, watched.wait())
-
-
-def _judged(watched: WatchedLauncher, code: int) -> int:
-    """Return the exit code of a job that has ended, and report why."""
-    outcome, words = watched.outcome, watched.launch.words
-    code = code_after_stop(
-        code, watched.stop, words, reported=outcome.reason_reported, forced=watched.forced
-    )
-    if not outcome.reason_reported and not watched.stop:
-        write_all(sys.stderr.fileno(), watched.endings)
-    if watched.before_end:
-        silence = HvdtrainError(
-            f"no output from any rank for {watched.timeout:g} s, so the job was ended: "
-            f"{watched.before_end.describe(watched.launch.layout)}"
-        )
-        silence.exit_code = TIMED_OUT
-        raise silence
-    return outcome.exit_code(code, checkpoint_dir(words), stop_requested=bool(watched.stop))
+        code, words, reported = watched.wait(), launch.words, outcome.reason_reported
+        code = code_after_stop(code, watched.stop, words, reported=reported, forced=watched.forced)
+        if not reported and not watched.stop:
+            write_all(sys.stderr.fileno(), watched.endings)
+        if watched.before_end:
+            silence = HvdtrainError(
+                f"no output from any rank for {timeout:g} s, so the job was ended: "
+                f"{watched.before_end.describe(launch.layout)}"
+            )
+            silence.exit_code = TIMED_OUT
+            raise silence
+        return outcome.exit_code(code, checkpoint_dir(words), stop_requested=bool(watched.stop))

@@ -29,7 +29,7 @@ from hvdtrain.system.machine.threads import equal_threads
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import about, duration, number, plural, printable
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ def _measured(path: Path) -> RunOutcome:
     )
 
 
-def classify_failure(result: Result) -> RunOutcome:
+def classify_failure(result: CommandResult) -> RunOutcome:
     """Return the outcome of an unsuccessful run: it failed, or its variant is just unavailable."""
     if NO_MEMORY.search(result.output):
         return RunOutcome(

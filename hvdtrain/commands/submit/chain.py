@@ -55,10 +55,8 @@ def write(file: Path, **event: Any) -> None:
 
 def progress_of(directory: Path) -> str:
     """Return a text that changes with every save in ``directory``: its newest entry."""
-    entries = []
-    for entry in directory.iterdir() if directory.is_dir() else []:
-        if not entry.name.startswith("."):  # incomplete
-            entries.append((entry.stat().st_mtime_ns, entry.name))
+    complete = directory.glob("[!.]*")
+    entries = [(entry.stat().st_mtime_ns, entry.name) for entry in complete]
     return "{1} {0}".format(*max(entries)) if entries else "nothing"
 
 
@@ -158,11 +156,6 @@ def number(job: str) -> str:
     return job.partition(".")[0]
 
 
-def this_job(environ: Mapping[str, str]) -> str:
-    """Return the id of the job of this process, as reported at its submission."""
-    return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or "?"
-
-
 def main(words: Sequence[str]) -> int:
     """Run the event of a job script: ``begin`` before its command, ``end`` after it."""
     parser = argparse.ArgumentParser(
@@ -174,7 +167,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("code", type=int, nargs="?", default=0)
     arguments = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="hvdtrain: %(message)s", stream=sys.stderr)
-    job = this_job(os.environ)
+    # The id as reported at the submission of the job.
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID") or "?"
     if arguments.event == "end":
         end(arguments.file, arguments.progress, job, arguments.code)
     else:

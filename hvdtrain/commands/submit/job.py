@@ -229,11 +229,7 @@ def job_of(parsed: argparse.Namespace) -> Job:
 
 
 def check_job(job: Job) -> None:
-    """Raise an error if the options exclude one another.
-
-    Raises:
-        UsageError: naming the options.
-    """
+    """Raise ``UsageError`` if the options exclude one another."""
     if not job.command or not job.command[0]:
         raise UsageError("missing command: put it after `--`, e.g. `-- python train.py`")
     if job.chain_limit < 2:

@@ -186,27 +186,20 @@ def read_text(output: str) -> State | None:
 
 def _read(jobs: Mapping[str, Mapping[str, str]]) -> State | None:
     """Return the state of the first job, or of the array of the tasks."""
-    tasks: dict[str, State] = {}
-    states: list[State] = []
-    for name, values in jobs.items():
-        match = _TASK.match(name)
-        state = _state(values, match[1] if match else "")
-        if state and match:
-            tasks[match[1]] = state
-        elif state:
-            states.append(state)
-    if tasks:
-        return array_state(tasks, states[0].phase if states else None)
-    return states[0] if states else None
+    states = {name: state for name, values in jobs.items() if (state := _state(name, values))}
+    tasks = {match[1]: state for name, state in states.items() if (match := _TASK.match(name))}
+    job = next((state for name, state in states.items() if not _TASK.match(name)), None)
+    return array_state(tasks, job.phase if job else None) if tasks else job
 
 
-def _state(values: Mapping[str, str], task: str) -> State | None:
+def _state(name: str, values: Mapping[str, str]) -> State | None:
     letter = values.get("job_state", "")
     if letter not in PHASES:
         return None
     phase = PHASES[letter]
     path = values.get("Output_Path", "").partition(":")[2]
-    path = path.replace("^array_index^", task)  # the log of each task
+    task = _TASK.match(name)
+    path = path.replace("^array_index^", task[1] if task else "")  # the log of each task
     status = values.get("Exit_status", values.get("exit_status"))
     if letter == "F" and not status and "stime" not in values:
         return NEVER_RAN

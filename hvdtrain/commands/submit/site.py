@@ -127,6 +127,8 @@ def _directive(line: str) -> str:
 
 
 def _each(read: Callable[[str], str], value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is not a list, such as [one, two]")
     return tuple(map(read, _convert(value, tuple[str, ...])))
 
 
@@ -177,11 +179,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_limits(job: Job, site: Site) -> None:
-    """Raise an error if the job exceeds the limits of the site.
-
-    Raises:
-        UsageError: an option exceeds a limit.
-    """
+    """Raise ``UsageError`` if an option of the job exceeds a limit of the site."""
     if site.cores_per_node is not None and job.cores_per_node > site.cores_per_node:
         option = f"--ppn {job.ppn}" + (f" --threads {job.threads}" if job.threads else "")
         raise UsageError(f"{option}: a node of this site has {site.cores_per_node} cores")

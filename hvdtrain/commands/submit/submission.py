@@ -155,11 +155,7 @@ def choose_dialect(name: str | None, environ: Mapping[str, str]) -> Dialect:
 def _submit(
     job: Job, dialect: Dialect, files: JobFiles, previous: str | None
 ) -> list[SubmittedJob]:
-    """Submit the script, for a chain several times.
-
-    Raises:
-        HvdtrainError: the first job was refused.
-    """
+    """Submit the script, for a chain several times; raise an error if the first is refused."""
     jobs: list[SubmittedJob] = []
     for _ in range(job.chain_limit if job.chain else 1):
         path = str(files.log(len(jobs)))
@@ -184,11 +180,7 @@ def _submit(
 
 
 def _check_after(dialect: Dialect, job: str) -> None:
-    """Raise an error if ``job`` cannot complete: PBS silently drops jobs that depend on it.
-
-    Raises:
-        UsageError: there is no such job, or it has failed.
-    """
+    """Raise ``UsageError`` if ``job`` has failed or is unknown: PBS drops jobs that need it."""
     state, _ = query_state(dialect, job)
     if state and state.phase == GONE:
         raise UsageError(

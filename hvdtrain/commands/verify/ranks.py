@@ -26,7 +26,7 @@ from hvdtrain.commands.verify.probe import Facts, Probe
 from hvdtrain.commands.verify.rows import ALL, FAILED, Row, progress, read_row
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError, UsageError
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import set_defaults
@@ -213,7 +213,7 @@ def start_ranks(command: Callable[[Sequence[int]], Command], timeout: float) -> 
     return [rows[step] for step in sorted(rows)]
 
 
-def _cause(result: Result, seconds: float) -> str:
+def _cause(result: CommandResult, seconds: float) -> str:
     """Return why the ranks ended without a row, in one line."""
     lines = [line.strip() for line in result.output.splitlines() if line.strip()]
     messages = [line.removeprefix(PREFIX) for line in lines if line.startswith(PREFIX)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,20 +88,12 @@ def mpi_identity(text: str) -> str:
 def started_by() -> str:
     """Return the path of the nearest ancestor process that is a launcher; empty if none is."""
     for ancestor in psutil.Process().parents():
-        try:
-            name = ancestor.name()
-            if LAUNCHERS.match(name):
-                return _program(ancestor) or name
-        except psutil.Error:  # it has exited
-            continue
+        with suppress(psutil.Error):  # it has exited
+            if LAUNCHERS.match(name := ancestor.name()):
+                with suppress(psutil.Error):  # of another user, e.g. Slurm's daemon
+                    return ancestor.exe() or name
+                return name
     return ""
-
-
-def _program(process: psutil.Process) -> str:
-    try:
-        return process.exe()
-    except psutil.Error:  # of another user, e.g. Slurm's daemon
-        return ""
 
 
 def matching_mpirun(library: MpiLibrary) -> str:

@@ -25,7 +25,7 @@ LINES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1))
 MARKERS = ("o", "s", "^", "D", "v", "x", "P")
 GREY = "#666666"  # for anything but measurements: ideal lines, notes
 
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, object] = {
     "figure.figsize": (6.4, 4.0),  # inches
     "figure.dpi": 100,
     "savefig.dpi": 150,
@@ -46,14 +46,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def check_installed(purpose: str) -> None:
-    """Raise if a package is missing that plots, pages or fits need.
-
-    Args:
-        purpose: the verb or option, for the message.
-
-    Raises:
-        UsageError: naming the package and the extra.
-    """
+    """Raise ``UsageError`` if a package is missing that ``purpose``, a verb or option, needs."""
     for name in ("matplotlib", "scipy", "jinja2"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"{purpose} needs {name}: pip install 'hvdtrain[studies]'")
@@ -68,7 +61,7 @@ def style() -> None:
     matplotlib.rcParams.update({**SETTINGS, "axes.prop_cycle": cycler(color=COLOURS)})
 
 
-def series(number: int) -> dict[str, Any]:
+def series(number: int) -> dict[str, object]:
     """Return the arguments of ``axes.plot`` for a series, numbered from 0."""
     index = number % len(COLOURS)
     return {"color": COLOURS[index], "linestyle": LINES[index], "marker": MARKERS[index]}

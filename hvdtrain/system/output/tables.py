@@ -127,23 +127,18 @@ class TitledTable:
         return f"{message(self.title)}\n{lines}{note}"
 
 
-def wrapped(text: str, room: int, *, hang: str = "", cut: bool | None = None) -> list[str]:
-    """Return the lines of ``text``, wrapped between words.
+def wrapped(text: str, room: int, *, hang: str = "") -> list[str]:
+    """Return the lines of ``text``, wrapped between words to a width of ``room``.
 
-    Args:
-        text: one or more lines.
-        room: width of a line.
-        hang: prefix of continuation lines.
-        cut: whether to break words longer than a line; default: on a terminal, not in a file.
+    Continuation lines begin with ``hang``. Longer words are broken on a terminal, not in a file.
     """
-    cut = terminal.columns() is not None if cut is None else cut
-    lines = []
+    is_terminal, lines = terminal.columns() is not None, []
     for line in text.splitlines():
         lines += textwrap.wrap(
             line,
             max(len(hang) + 1, room),
             subsequent_indent=hang,
-            break_long_words=cut,
+            break_long_words=is_terminal,
             break_on_hyphens=False,  # in options
         ) or [""]
     return lines or [""]

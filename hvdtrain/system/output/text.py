@@ -65,10 +65,10 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def rank_list(ranks: Iterable[int], most: int = RANKS) -> str:
-    """Return ``rank 2``, ``ranks 1, 3`` or ``ranks 0 to 7``; at most ``most`` ranks are listed."""
+def rank_list(ranks: Iterable[int]) -> str:
+    """Return ``rank 2``, ``ranks 1, 3`` or ``ranks 0 to 7``; at most ``RANKS`` are listed."""
     ranks = sorted(ranks)
-    shown = ", ".join(map(str, ranks[:most])) + (" ..." if len(ranks) > most else "")
+    shown = ", ".join(map(str, ranks[:RANKS])) + (" ..." if len(ranks) > RANKS else "")
     if len(ranks) > FEW and ranks[-1] - ranks[0] == len(ranks) - 1:
         shown = f"{ranks[0]} to {ranks[-1]}"
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"

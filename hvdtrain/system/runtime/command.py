@@ -56,7 +56,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Result:
+class CommandResult:
     """Exit code and output of a program."""
 
     command: Command  # the command
@@ -71,7 +71,7 @@ class Result:
 
 def run(
     command: Command, on_line: Callable[[str], None] | None = None, timeout: float | None = None
-) -> Result:
+) -> CommandResult:
     """Run ``command`` to its end; ``on_line`` is called with each line as it is written.
 
     The program leads a new process group, which is ended after the timeout or if this process is
@@ -88,7 +88,7 @@ def run(
                 start_new_session=True,
             )
         except OSError as error:
-            return Result(command, NOT_FOUND, f"{command.argv[0]}: {error.strerror}")
+            return CommandResult(command, NOT_FOUND, f"{command.argv[0]}: {error.strerror}")
         try:
             held.release()
             lines, late = _read(process, on_line, timeout)
@@ -96,7 +96,7 @@ def run(
             _end_group(process)
             raise
     code = process.wait()
-    return Result(command, TIMED_OUT if late else code, "".join(lines))
+    return CommandResult(command, TIMED_OUT if late else code, "".join(lines))
 
 
 def _open(command: Command, **options: Any) -> subprocess.Popen[Any]:

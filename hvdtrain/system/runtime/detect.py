@@ -107,11 +107,7 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo:
 
 
 def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None:
-    """Check that ``--local-rank``, as passed by torch.distributed.launch, agrees with ``environ``.
-
-    Raises:
-        UsageError: they differ.
-    """
+    """Raise ``UsageError`` if torch.distributed.launch's --local-rank differs from ``environ``."""
     launch = detect(environ)
     names = [launcher.local_rank for launcher in LAUNCHERS if launcher.name == launch.launcher]
     known = launch.launcher is None or any(_number(environ, name) is not None for name in names)

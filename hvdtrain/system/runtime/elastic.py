@@ -14,7 +14,7 @@ import http.client
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from hvdtrain.system.runtime.detect import SLOT
 
@@ -28,15 +28,15 @@ RANK_AND_SIZE, CHANGED, LOST = "rank_and_size", "hosts_changed", "lost"
 YES, NO = "1", "0"
 
 
-def query_driver(question: str, environ: Mapping[str, str] = os.environ) -> str:
+def query_driver(question: str) -> str:
     """Return the driver's answer to a request of this rank.
 
     Raises:
         OSError: the driver cannot be reached.
     """
-    connection = http.client.HTTPConnection(environ[ADDRESS], int(environ[PORT]))
+    connection = http.client.HTTPConnection(os.environ[ADDRESS], int(os.environ[PORT]))
     try:
-        connection.request("GET", f"/{question}/{environ[SLOT]}")
+        connection.request("GET", f"/{question}/{os.environ[SLOT]}")
         return connection.getresponse().read().decode()
     except http.client.HTTPException as error:
         raise OSError(f"the driver ended during a request: {error!r}") from error

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -250,7 +250,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave_mark(environ: Mapping[str, str] = os.environ) -> None:
+def leave_mark() -> None:
     """Record in a file how this process, rank 0, ends; no-op if ranks are restarted.
 
     A launcher's exit code is not reliable: if a host dies while its network stays up, the mpirun of
@@ -259,8 +259,8 @@ def leave_mark(environ: Mapping[str, str] = os.environ) -> None:
     from the start of a training, and that of rank 0 at its end. The file of `launch` is in memory,
     and can be opened on the same machine only: on another one rank 0 leaves no mark.
     """
-    path = environ.get(END_MARK)
-    if not path or is_restarted(environ):
+    path = os.environ.get(END_MARK)
+    if not path or is_restarted(os.environ):
         return
     process, last = os.getpid(), list[int]()
 

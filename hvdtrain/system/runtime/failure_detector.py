@@ -229,12 +229,9 @@ class FailureDetector:
                 pass
         elif self.last is None:
             log.warning(
-                "rank %d on %s cannot connect to rank %d on %s by TCP: the loss of a host may be "
-                "detected late",
-                self.rank,
-                self._host(self.rank),
-                self.parent,
-                self._host(self.parent),
+                "%s cannot connect to %s by TCP: the loss of a host may be detected late",
+                self._name(self.rank),
+                self._name(self.parent),
             )
 
     def _serve(self) -> None:
@@ -331,10 +328,7 @@ class FailureDetector:
                 f"it is down, or unreachable from {self._host(self.rank)}"
             )
         else:
-            loss = (
-                f"rank {lost} on {self._host(lost)} exited unexpectedly (crashed, or killed: out "
-                "of memory?)"
-            )
+            loss = f"{self._name(lost)} exited unexpectedly (crashed, or killed: out of memory?)"
         message = f"{loss}. {process_status.resume_hint()}"
         if is_elastic(os.environ):
             gone = self._host(lost) if silent else None
@@ -352,6 +346,9 @@ class FailureDetector:
 
     def _host(self, rank: int) -> str:
         return self.hosts[rank][0]
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._host(rank)}"
 
     def _ranks(self, rank: int) -> str:
         """Return the ranks on the host of ``rank`` as text."""

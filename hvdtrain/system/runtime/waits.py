@@ -52,14 +52,6 @@ class TracedCalls(NamedTuple):
     done: int
 
 
-class Counts(NamedTuple):
-    """Calls of this rank so far."""
-
-    number: int  # of counted calls begun
-    call: Wait | None  # the current counted call
-    traced: TracedCalls
-
-
 def together(method: Method) -> Method:
     """Decorate a method that all ranks call together, of an object with ``waits``."""
 
@@ -123,8 +115,8 @@ class Waits:
 
     def check(self) -> None:
         """Report a long wait to rank 0; on rank 0 warn about late ranks, or end the job."""
-        counts = self._counts()
-        current = self._current(counts)
+        counts = number, call, traced = self._counts()
+        current = self._current(number, call, traced)
         if counts != self._counts():  # a call has begun or ended meanwhile
             return
         mine = current
@@ -136,7 +128,7 @@ class Waits:
                 self.report(json.dumps([self.rank, mine.number, mine.call]).encode())
             return
         # A call that rank 0 has completed is complete on all ranks.
-        over = counts.number + counts.traced.begun - (current is not None)
+        over = number + traced.begun - (current is not None)
         waiting = {rank: wait for rank, wait in self._waiting.items() if wait.number > over}
         if mine:
             waiting[0] = mine
@@ -153,14 +145,15 @@ class Waits:
             if self._warned < number:
                 self._warn_if_late(number, waiting)
 
-    def _counts(self) -> Counts:
+    def _counts(self) -> tuple[int, Wait | None, TracedCalls]:
+        """Return the number of counted calls begun, the current one, and the traced calls."""
         traced = [read() for read in self.traced]
         begun, done = sum(calls.begun for calls in traced), sum(calls.done for calls in traced)
-        return Counts(self.number, self._call, TracedCalls(begun, done))
+        return self.number, self._call, TracedCalls(begun, done)
 
-    def _current(self, counts: Counts) -> Wait | None:
+    def _current(self, number: int, call: Wait | None, traced: TracedCalls) -> Wait | None:
         """Return the current call of this rank, numbered among counted and traced calls."""
-        number, call, (begun, done) = counts
+        begun, done = traced
         if call:
             return call._replace(number=call.number + begun)
         if begun == done:

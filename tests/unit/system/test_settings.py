@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 import pytest
@@ -55,12 +54,6 @@ def test_hostile_settings_are_refused_in_one_line(tmp_path: Path, text: str, wor
     assert words in str(refused.value)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
-
-
-def test_a_pipe_is_refused_and_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="no regular file"):
-        read_settings(tmp_path / "pipe", "seed: 1")
 
 
 @given(st.text("[]{}:,-#\"'&*!|>@ \n\tab1", max_size=40))

@@ -11,7 +11,7 @@ from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.checks.software import PACKAGES
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.launch.launcher_choice import OPEN_MPI as OPEN_MPIS
-from hvdtrain.commands.launch.launcher_choice import REMEDY, Mpi, find_mpi
+from hvdtrain.commands.launch.launcher_choice import REMEDY, MpiLauncher, find_mpi
 from hvdtrain.errors import UsageError
 
 OPEN_MPI = "Open MPI"
@@ -27,7 +27,7 @@ MPI4PY = "pip install --no-cache-dir --force-reinstall --no-binary mpi4py mpi4py
 class MpiFacts:
     """The MPIs of this environment."""
 
-    launcher: Mpi | None  # of `hvdtrain launch`; None if there is none
+    launcher: MpiLauncher | None  # of `hvdtrain launch`; None if there is none
     error: str  # on identifying it
     environment_mpirun: str  # the mpirun of this Python's environment, on the PATH or not
     mpi4py: Loaded  # result of loading mpi4py

@@ -24,7 +24,7 @@ from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_sof
 from hvdtrain.system.machine.threads import THREADS, threads_per_rank
 from hvdtrain.system.output.tables import message, table
 from hvdtrain.system.output.text import plural, size
-from hvdtrain.system.runtime.command import TIMED_OUT, Result
+from hvdtrain.system.runtime.command import TIMED_OUT, CommandResult
 
 T = TypeVar("T")
 SHOWN_LINES = 3  # number of last lines of a failed start in the evidence
@@ -68,7 +68,7 @@ def read_reports(output: str, kind: type[T]) -> list[T]:
     return reports
 
 
-def failed_start(result: Result) -> Finding:
+def failed_start(result: CommandResult) -> Finding:
     """Return the finding on ranks that were started and did not report."""
     text, _ = split_endings(result.output.encode())  # mpirun's messages, which name no cause
     shown = ("".join(filter(str.isprintable, line)) for line in text.decode().splitlines())

@@ -22,7 +22,7 @@ from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result, run
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
 from hvdtrain.system.runtime.detect import detect
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ CAUSES = {  # known causes and remedies, by a part of the error
     "root_rank=0), likewise to the gradient method of hvd.DistributedGradientTape"
 }
 
-Run = tuple[list[Record], Result]  # the records by rank, and the result of the command
+Run = tuple[list[Record], CommandResult]  # the records by rank, and the result of the command
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _run(start: Command, folder: Path, timeout: float) -> Run:
     return [read_record(file) for file in files], result
 
 
-def _ends(records: Records, ranks: int, result: Result, timeout: float) -> list[str | None]:
+def _ends(records: Records, ranks: int, result: CommandResult, timeout: float) -> list[str | None]:
     """Return how the script ended on each rank."""
     missing = ranks - len(records)
     ended = [record.ended for record in records]
@@ -157,7 +157,7 @@ def build(
     return prepare(Request(ranks, [*module, *options, str(script), *arguments], bind=bind)).command
 
 
-def _last(result: Result) -> str:
+def _last(result: CommandResult) -> str:
     lines = [line.strip() for line in result.output.splitlines() if line.strip()]
     return lines[-1] if lines else f"exit code {result.exit_code}"
 

@@ -14,7 +14,7 @@ from hvdtrain.commands.doctor.checks import hosts, ranks
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.doctor.rank_report import RankReport, WorldReport
 from hvdtrain.commands.launch.hosts import Allocation, Host
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult
 from tests.unit.commands.doctor.doctor import PLENTY, by_check
 
 
@@ -145,10 +145,10 @@ def test_ranks_in_separate_worlds_are_an_error() -> None:
 
 def test_a_failed_start_is_an_error() -> None:
     command = Command(("mpirun", "-n", "2", "true"))
-    finding = ranks.failed_start(Result(command, 1, "-----\nno such host\n\n"))
+    finding = ranks.failed_start(CommandResult(command, 1, "-----\nno such host\n\n"))
     assert finding.evidence == "exit code 1; last output: no such host"
     assert "mpirun -n 2 true" in finding.remedy
-    assert "timed out" in ranks.failed_start(Result(command, TIMED_OUT, "")).evidence
+    assert "timed out" in ranks.failed_start(CommandResult(command, TIMED_OUT, "")).evidence
 
 
 def test_the_line_of_the_rank_that_failed_is_shown() -> None:
@@ -158,12 +158,12 @@ def test_the_line_of_the_rank_that_failed_is_shown() -> None:
         "Traceback (most recent call last):\n"
         "[node1:04441] PMIX ERROR: PMIX_ERR_LOST_CONNECTION in file x.c at line 1\n\0\n"
     )
-    finding = ranks.failed_start(Result(Command(("mpirun",)), 1, output))
+    finding = ranks.failed_start(CommandResult(Command(("mpirun",)), 1, output))
     assert finding.evidence == (
         "exit code 1; last output: hvdtrain: rank 2 on node2: failed: RuntimeError('Timed out "
         "waiting 15000ms for recv')"
     )
-    finding = ranks.failed_start(Result(Command(("mpirun",)), 1, "no such\0 host\n\0\n"))
+    finding = ranks.failed_start(CommandResult(Command(("mpirun",)), 1, "no such\0 host\n\0\n"))
     assert finding.evidence == "exit code 1; last output: no such host"
 
 

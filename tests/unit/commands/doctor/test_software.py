@@ -14,12 +14,12 @@ from hvdtrain.commands.doctor.checks import loading, machine, mpi, software
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.install_horovod.toolchain import Cuda, Nccl, Toolchain
-from hvdtrain.commands.launch.launcher_choice import Mpi, find_mpi
+from hvdtrain.commands.launch.launcher_choice import MpiLauncher, find_mpi
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import TensorFlow, Torch
 from hvdtrain.system.machine.gpus import Driver, Gpu
 from hvdtrain.system.machine.limits import GIB
-from hvdtrain.system.runtime.command import Result
+from hvdtrain.system.runtime.command import CommandResult
 from tests.unit.commands.doctor.doctor import by_check
 
 OPEN = Loaded("", (("/env/lib/libmpi.so.40", "Open MPI 5.0.11"),))
@@ -27,8 +27,8 @@ MPICH = Loaded("", (("/opt/lib/libmpi.so.12", "MPICH 5.0.2"),))
 COPY = Loaded("", (("/usr/lib/libmpi.so.40", "Open MPI 4.1.4"),))
 
 
-def mpirun(dialect: str) -> Mpi:
-    return Mpi(dialect, "/env/bin/mpirun", "5.0.11")
+def mpirun(dialect: str) -> MpiLauncher:
+    return MpiLauncher(dialect, "/env/bin/mpirun", "5.0.11")
 
 
 def mpi_facts(**changes: Any) -> mpi.MpiFacts:
@@ -222,7 +222,7 @@ def test_the_reduction_of_gpu_tensors() -> None:
 
 def test_a_library_that_crashes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        loading, "run", lambda command, timeout: Result(command, -11, "Segmentation fault\n")
+        loading, "run", lambda command, timeout: CommandResult(command, -11, "Segmentation fault\n")
     )
     assert loading.try_loading("pytorch").error == (
         "loading it crashed, exit code -11: Segmentation fault"

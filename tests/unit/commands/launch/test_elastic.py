@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvdtrain import cli
 from hvdtrain.commands.launch.host_process import variables
 from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.prepare import GLOO, Pool, Request, check_gloo, make_pool
 from hvdtrain.commands.launch.remote import Reachable
 from hvdtrain.errors import HvdtrainError, UsageError
-from tests.conftest import BIN, run
+from tests.conftest import BIN, executable, run, until
 
 ENVIRON = {"PATH": "/bin:/usr/bin"}
 WORDS = ["sh", "-c", "true"]
-SOON = 30.0  # seconds
 
 
 def pool(fewest: int, most: int, *, environ: Mapping[str, str] = ENVIRON, **options: Any) -> Pool:
@@ -29,9 +26,7 @@ def pool(fewest: int, most: int, *, environ: Mapping[str, str] = ENVIRON, **opti
 
 
 def program(file: Path, text: str) -> Path:
-    file.write_text(f"#!/bin/sh\n{text}\n")
-    file.chmod(0o755)
-    return file
+    return executable(file, f"#!/bin/sh\n{text}\n")
 
 
 def test_hosts_are_those_of_launch(tmp_path: Path) -> None:
@@ -84,14 +79,8 @@ def test_a_discovery_script_is_run_each_time(tmp_path: Path) -> None:
         ("--elastic --min 1 --max 2 --discovery x --hosts a", "cannot be combined with --hosts"),
     ],
 )
-def test_wrong_use(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["launch", *words.split(), "--", "sh", "-c", "true"]
-    try:
-        code = cli.main(line)
-    except SystemExit as stop:  # of argparse
-        code = stop.code if isinstance(stop.code, int) else 1
-    assert code == 2
-    assert message in capsys.readouterr().err
+def test_wrong_use(words: str, message: str, refused: Callable[..., str]) -> None:
+    assert message in refused("launch", *words.split(), "--", "sh", "-c", "true")
 
 
 def test_horovod_must_be_built_with_gloo(tmp_path: Path) -> None:
@@ -130,9 +119,7 @@ def test_a_host_is_excluded_until_it_answers(
     hosts = ("node1", "node2", "localhost")
     assert reachable.among(hosts) == {"node1", "localhost"}
     (tmp_path / "node2").touch()
-    end = time.monotonic() + SOON
-    while reachable.among(hosts) != set(hosts) and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: reachable.among(hosts) == set(hosts))
     (tmp_path / "node1").unlink()
     reachable.doubt("node1")
     reachable.doubt("node1")  # by each of its ranks

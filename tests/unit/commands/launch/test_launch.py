@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain import cli
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Allocation, Host, lay_out
-from hvdtrain.commands.launch.launcher_choice import Mpi
+from hvdtrain.commands.launch.launcher_choice import MpiLauncher
 from hvdtrain.commands.launch.prepare import Request, choose_threads, notes, prepare
 from hvdtrain.commands.launch.rank_output import (
     MARKS,
@@ -26,6 +26,7 @@ from hvdtrain.commands.launch.rank_output import (
     split_endings,
 )
 from hvdtrain.errors import UsageError
+from tests.unit.system.machine.test_threads import in_pbs
 
 # The rank of a line
 
@@ -213,27 +214,16 @@ def test_the_last_output() -> None:
         ("-n 0 -- true", "-n: 0 is not a whole number of 1 or more"),
         ("-n 2 --threads 0 -- true", "--threads: 0 is not a whole number"),
         ("-n 2 --timeout nan -- true", "--timeout: nan is not a number above 0"),
+        ("-n 2 --launcher torchrun --tag -- true", "--launcher torchrun does not support --tag"),
+        ("-n 2 --launcher torchrun --timeout 5 -- true", "--launcher torchrun does not support"),
         ("-n 3 --hosts a:2 -- true", "-n 3 is more than the 2 slots of --hosts (a:2)"),
         ("-n 3 --ppn 2 --hosts a:2,b:2 -- true", "-n 3 is not --ppn 2 times the 2 hosts"),
         ("-n 2 --hosts a: -- true", "--hosts a:: "),
         ("-n 2 --hostfile /nowhere/at/all -- true", "--hostfile: /nowhere/at/all: No such file"),
     ],
 )
-def test_wrong_use(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["launch", *words.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"hvdtrain: error: {message}")
-    assert err.count("\n") == 1
-
-
-def test_an_empty_nodefile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "nodes").touch()
-    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
-    assert cli.main(["launch", "-n", "2", "--", "true"]) == 2
-    assert f"PBS_NODEFILE: {tmp_path}/nodes contains no host" in capsys.readouterr().err
+def test_wrong_use(words: str, message: str, refused: Callable[..., str]) -> None:
+    assert refused("launch", *words.split()).startswith(f"hvdtrain: error: {message}")
 
 
 def test_a_script_that_cannot_be_executed(tmp_path: Path) -> None:
@@ -247,7 +237,7 @@ def test_a_script_that_cannot_be_executed(tmp_path: Path) -> None:
 
 
 def job(**settings: object) -> Launch:
-    mpi, layout = Mpi("openmpi5", "mpirun", ""), lay_out(4, Allocation("none"))
+    mpi, layout = MpiLauncher("openmpi5", "mpirun", ""), lay_out(4, Allocation("none"))
     return Launch(mpi, (), **{"layout": layout, "cores": 8, **settings})  # type: ignore[arg-type]
 
 
@@ -272,26 +262,25 @@ def test_warnings(settings: dict[str, object], warning: str) -> None:
     assert all(re.search(warning, line) for line in warnings)
 
 
-def in_pbs(ncpus: int, threads: int | None) -> dict[str, str]:
-    variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return {"PBS_JOBID": "7.pbs1", "NCPUS": str(ncpus), **variables}
-
-
 @pytest.mark.parametrize(
     ("environ", "request_", "threads"),
     [
         (in_pbs(8, 8), Request(4, ()), 2),  # set by PBS: all cores for every rank
-        (in_pbs(8, None), Request(4, ()), 2),  # a part of the host, which has 64
-        (in_pbs(8, None), Request(4, (), ranks_per_host=8), 1),
+        (in_pbs(8), Request(4, ()), 2),  # a part of the host, which has 64
+        (in_pbs(8), Request(4, (), ranks_per_host=8), 1),
         (in_pbs(2, 2), Request(4, ()), 1),
         (in_pbs(8, 3), Request(4, ()), None),  # set by the user: kept
-        (in_pbs(8, None), Request(4, (), hosts="a:4"), None),
+        (in_pbs(8), Request(4, (), hosts="a:4"), None),
         (in_pbs(64, 64), Request(4, ()), 16),
-        (in_pbs(64, None), Request(4, ()), None),  # bound, a rank sees only its cores
+        (in_pbs(64), Request(4, ()), None),  # bound, a rank sees only its cores
         ({"SLURM_CPUS_ON_NODE": "8"}, Request(4, ()), 2),
         ({"OMP_NUM_THREADS": "8", "NCPUS": "8"}, Request(4, ()), None),  # no PBS job
         ({}, Request(4, ()), None),
         ({}, Request(4, (), ranks_per_host=8), 8),
+        ({}, Request(4, (), ranks_per_host=3), 16),
+        ({}, Request(4, (), ranks_per_host=65), 1),
+        ({"OMP_NUM_THREADS": "3"}, Request(4, (), ranks_per_host=8), None),
+        (in_pbs(64, 64), Request(4, (), hosts="a:4", ranks_per_host=8), 8),
     ],
 )
 def test_threads_of_a_rank_are_its_share_of_the_allocated_cores(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from hvdtrain.commands.launch.outcome import JobOutcome
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.exit import _write_mark
-from tests.conftest import environment
+from tests.conftest import run
 
 # As Open MPI 5.0.11 writes them.
 RULE = b"-" * 74 + b"\n"
@@ -43,8 +42,7 @@ def outcome() -> Iterator[JobOutcome]:
 def run_rank_0(outcome: JobOutcome, end: str) -> None:
     """Run a rank 0 that leaves its mark, then ``end``."""
     begin = "from hvdtrain.system.runtime import exit; exit.leave_mark(); "
-    variables = environment(**outcome.environment)
-    subprocess.run([sys.executable, "-c", begin + end], env=variables, check=False, timeout=60)
+    run([sys.executable, "-c", begin + end], **outcome.environment)
 
 
 @pytest.mark.parametrize("text", [LOST, NOT_BACK])

@@ -90,11 +90,6 @@ def test_ranks_that_may_be_lost_on_one_host() -> None:
     assert agent == Command((*AGENT, *options, *WORDS), NO_SHARED_STORE)
 
 
-def test_the_port_is_torchruns() -> None:
-    for agent in agent_commands(TWO, WORDS, None, {}).values():
-        assert "--master-port=29500" in agent.show()
-
-
 def test_this_machine_has_names_and_addresses() -> None:
     assert {"localhost", "127.0.0.1"} <= names_here()
 
@@ -104,14 +99,7 @@ def test_a_dry_run_prints_a_line_per_host(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [shlex.split(line)[:4] for line in lines] == [[*SSH, host] for host in "ab"]
-
-
-@pytest.mark.parametrize("words", ["--tag", "--timeout 5"])
-def test_options_that_read_the_output_are_refused(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(f"launch -n 2 --launcher torchrun {words} -- true".split()) == 2
-    assert "--launcher torchrun does not support --tag" in capsys.readouterr().err
+    assert all("--master-port=29500" in line for line in lines)  # torchrun's
 
 
 def started(*programs: str, kind: type[Agents] = Agents, received: Sequence[int] = ()) -> Agents:

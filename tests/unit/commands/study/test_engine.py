@@ -27,7 +27,7 @@ from hvdtrain.commands.study.engine import (
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.runtime.command import Command, Result
+from hvdtrain.system.runtime.command import Command, CommandResult
 
 NAMES = st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)
 OPTIONS = st.lists(st.sampled_from(["--lr", "0.1", "--batch_size", "--batch-size=8", "x"]))
@@ -115,7 +115,7 @@ def test_a_run_is_a_request_to_launch() -> None:
     ],
 )
 def test_failed_runs_are_classified(code: int, output: str, reason: str, failed: bool) -> None:
-    outcome = classify_failure(Result(Command(("mpirun",)), code, output))
+    outcome = classify_failure(CommandResult(Command(("mpirun",)), code, output))
     assert reason in outcome.reason
     assert (outcome.failed, outcome.invalid) == (failed, code == 2)
 
@@ -135,10 +135,10 @@ def test_a_run_needs_a_throughput(
 ) -> None:
     stem = tmp_path / "runs" / "a-1"
 
-    def execute(command: Command, **_: Any) -> Result:
+    def execute(command: Command, **_: Any) -> CommandResult:
         if summary is not None:
             stem.with_name("a-1.json").write_text(json.dumps(summary))
-        return Result(command, 0, "the output")
+        return CommandResult(command, 0, "the output")
 
     monkeypatch.setattr(engine, "run", execute)
     outcome = measure(Command(("mpirun", "-n", "1")), stem, None, "a")

@@ -1,7 +1,8 @@
-"""Jobs, a checker of their scripts, and an emulation of PBS, which reads and runs them.
+"""Jobs, and an emulation of PBS, which reads and runs their scripts.
 
-It refuses the scripts that PBS refuses, and runs the others from a copy in a spool directory, in
-the home directory, with the environment of a login and without exported variables.
+It refuses the scripts that PBS or Slurm refuses or misreads, and runs the others from a copy in a
+spool directory, in the home directory, with the environment of a login and without exported
+variables.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ OPTIONS = set("aACcehIJjklmMNopPqrRSuvVWXz")
 BUILT_IN = {"select", "walltime", "place", "nodes"}
 CHUNK = {"ncpus", "mpiprocs", "ompthreads", "mem", "vmem", "host", "vnode", "arch"}
 WHOLE_JOB = {"ncpus", "mem", "walltime"}
-
-
 DIRECTIVE = re.compile(r"#(PBS|SBATCH)\b")
 
 
@@ -30,7 +29,7 @@ def job_with(*command: str, **options: Any) -> Job:
 
 
 class RefusedError(Exception):
-    """The script is refused by qsub."""
+    """The script is refused by qsub or sbatch, or some of its directives would be ignored."""
 
 
 @dataclass
@@ -48,13 +47,24 @@ class Directives:
 
 
 def read_script(text: str, site_defines: frozenset[str] = frozenset()) -> Directives:
-    """Return the directives as qsub reads them; resources of the site must be defined."""
-    directives = Directives()
-    for line in text.splitlines():
+    """Return the directives as qsub reads them; resources of the site must be defined.
+
+    Batch systems stop reading at the first command, and silently ignore directives after it.
+    """
+    if not text.startswith("#!/"):
+        raise RefusedError("line 1: no #! with a shell; PBS would take the user's own")
+    if "\r" in text:
+        raise RefusedError("it has DOS line ends, which sbatch refuses")
+    directives, command = Directives(), 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if command and DIRECTIVE.match(line):
+            raise RefusedError(
+                f"line {number}: {line!r} comes after the first command (line {command})"
+            )
         if line.startswith("#PBS"):
             _read_directive(line.removeprefix("#PBS").strip(), directives, site_defines)
-        elif line and not line.startswith("#"):
-            break  # PBS reads no further
+        elif not command and line.strip() and not line.startswith("#"):
+            command = number
     if "J" in directives.options and directives.options.get("r") == "n":
         raise RefusedError("cannot submit non-rerunable Array Job")
     return directives
@@ -72,6 +82,12 @@ def _read_directive(text: str, directives: Directives, site_defines: frozenset[s
     if option != "l":
         directives.options[option] = value
         return
+    if "walltime=" in value and "select=" in value:
+        raise RefusedError("Slurm wants select and walltime on lines of their own")
+    if value.startswith("select=") and "+" in value:
+        raise RefusedError("Slurm knows no chunks joined by +")
+    if re.search(r"\bmem=[^:,]*[:,]", value):
+        raise RefusedError("Slurm reads mem= only at the end")
     for part in value.split(","):
         name, _, amount = part.partition("=")
         if name not in BUILT_IN | WHOLE_JOB | site_defines:
@@ -136,48 +152,3 @@ class Node:
             text=True,
             start_new_session=True,
         )
-
-
-def check_script(text: str) -> list[str]:
-    """Return the problems of the script for a batch system; empty: none.
-
-    Batch systems stop reading at the first command, and silently ignore directives after it.
-    """
-    problems = []
-    lines = text.split("\n")
-    if not lines[0].startswith("#!/"):
-        problems.append("line 1: no #! with a shell; PBS would take the user's own")
-    if "\r" in text:
-        problems.append("it has DOS line ends, which sbatch refuses")
-    command: int | None = None
-    directives = []
-    for number, line in enumerate(lines, 1):
-        if DIRECTIVE.match(line):
-            directives.append(line)
-            if command is not None:
-                problems.append(
-                    f"line {number}: {line!r} comes after the first command (line {command}), so "
-                    "no batch system reads it"
-                )
-        elif command is None and line.strip() and not line.startswith("#"):
-            command = number
-    return problems + _check_directives(directives)
-
-
-def _check_directives(directives: list[str]) -> list[str]:
-    problems = []
-    resources = [line.split("-l", 1)[1].strip() for line in directives if " -l" in line]
-    for name in ("select", "walltime"):
-        lines = [line for line in resources if line.startswith(f"{name}=")]
-        if len(lines) > 1:
-            problems.append(f"{name} is requested {len(lines)} times")
-    for line in resources:
-        if "walltime=" in line and "select=" in line:
-            problems.append(f"{line!r}: Slurm wants select and walltime on lines of their own")
-        if line.startswith("select=") and "+" in line:
-            problems.append(f"{line!r}: Slurm knows no chunks joined by +")
-        if re.search(r"\bmem=[^:,]*[:,]", line):
-            problems.append(f"{line!r}: Slurm reads mem= only at the end")
-        if re.match(r"nodes=", line) and any(item.startswith("select=") for item in resources):
-            problems.append(f"{line!r}: PBS refuses nodes= beside select=")
-    return problems

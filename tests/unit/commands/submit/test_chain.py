@@ -23,6 +23,7 @@ from hvdtrain.commands.submit.chain import (
     write,
 )
 from hvdtrain.steps.checkpoint_files import STATE_FILE
+from tests.conftest import executable
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +80,7 @@ def test_the_jobs_after_the_first(
 
 
 def test_the_waiting_jobs_are_deleted(file: Path, bin_directory: Path) -> None:
-    qdel = bin_directory / "qdel"
-    qdel.write_text(f'#!/bin/sh\necho "$@" > {bin_directory}/deleted\n')
-    qdel.chmod(0o755)
+    executable(bin_directory / "qdel", f'#!/bin/sh\necho "$@" > {bin_directory}/deleted\n')
     end(file, bin_directory, "1.server.domain.org", 0)  # the form of a job's id varies in PBS
     assert (bin_directory / "deleted").read_text() == "3.server 2.server\n"
 

@@ -16,6 +16,7 @@ from hvdtrain.commands.submit.follow import SubmittedJob, Tail
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import Command
+from tests.conftest import executable
 
 End = tuple[str, int | None]
 
@@ -148,8 +149,7 @@ printf 'Job Id: %s\\n    job_state = R\\n    Output_Path = login:%s/%s.log\\n' "
 @pytest.fixture
 def forgetful(jobs: Folder, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of such a PBS, with the files of its jobs."""
-    (jobs.directory / "qstat").write_text(QSTAT)
-    (jobs.directory / "qstat").chmod(0o755)
+    executable(jobs.directory / "qstat", QSTAT)
     monkeypatch.chdir(jobs.directory)
     monkeypatch.setenv("PATH", f"{jobs.directory}:/usr/bin:/bin")
     return jobs.directory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,11 +18,10 @@ from hypothesis import strategies as st
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import script_text
 from hvdtrain.commands.submit.site import Site
-from tests.conftest import BIN, ROOT, environment
+from tests.conftest import ROOT, executable, run, until
 from tests.unit.commands.submit.pbs_reader import (
     Node,
     RefusedError,
-    check_script,
     job_with,
     read_script,
 )
@@ -54,14 +52,9 @@ def test_the_scripts_are_generated_by_submit(tmp_path: Path) -> None:
     block = re.search(r"```sh\n(.*?)```", (JOBS / "README.md").read_text(), re.DOTALL)
     assert block is not None
     (tmp_path / "jobs").mkdir()
-    subprocess.run(
-        ["bash", "-e", "-c", block[1]],
-        cwd=tmp_path,
-        env=environment(HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path)),
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    home = str(tmp_path)
+    words = ["bash", "-e", "-c", block[1]]
+    assert run(words, cwd=tmp_path, HOME=home, XDG_CONFIG_HOME=home).code == 0
     generated = {path.name: path.read_text() for path in (tmp_path / "jobs").iterdir()}
     assert generated == {name: (JOBS / name).read_text() for name in SCRIPTS}
 
@@ -69,7 +62,7 @@ def test_the_scripts_are_generated_by_submit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_scripts_are_portable(name: str) -> None:
     text = (JOBS / name).read_text()
-    assert check_script(text) == []
+    read_script(text, defined(name))
     for word in ("$0", "BASH_SOURCE", "generate_pbs_nodefile", "pip ", "curl", "wget", "git "):
         assert word not in text
     # /soft exists on Polaris; other paths would be those of a developer's machine.
@@ -108,20 +101,33 @@ def test_an_elastic_job_survives_a_lost_node(by: str, node: Node) -> None:
     assert "--checkpoint-dir=results/elastic_" + by + "/checkpoints" in words
 
 
+HEAD = "#!/bin/bash\n# a comment\n\n#PBS -l walltime=1:00:00\n"
+
+
 @pytest.mark.parametrize(
-    ("lines", "reason"),
+    ("text", "reason"),
     [
-        ("#PBS -l select=1:ngpus=1", "Unknown resource: ngpus"),
-        ("#PBS -l filesystems=home", "Unknown resource: filesystems"),
-        ("#PBS -l select=1\n#PBS -l nodes=1", "exclude each other"),
-        ("#PBS -l walltime=60m", "walltime"),
-        ("#PBS -N two words", "illegal -N"),
-        ("#PBS --nodes=1", "illegal option"),
+        (HEAD + "#PBS -l select=1:ngpus=1", "Unknown resource: ngpus"),
+        (HEAD + "#PBS -l filesystems=home", "Unknown resource: filesystems"),
+        (HEAD + "#PBS -l select=1\n#PBS -l nodes=1", "exclude each other"),
+        (HEAD + "#PBS -l select=1\n#PBS -l select=2", "select is specified twice"),
+        (HEAD + "#PBS -l walltime=2:00:00", "walltime is specified twice"),
+        ("#!/bin/bash\n#PBS -l walltime=60m", "walltime"),
+        (HEAD + "#PBS -N two words", "illegal -N"),
+        (HEAD + "#PBS --nodes=1", "illegal option"),
+        (HEAD + "cd x\n#PBS -q a", r"line 6: '#PBS -q a' comes after .* command \(line 5\)"),
+        (HEAD + "cd x\n\n#SBATCH -p debug", "line 7: .* comes after"),
+        (HEAD[12:], "line 1: no #!"),
+        (HEAD.replace("\n", "\r\n"), "DOS line ends"),
+        ("#!/bin/bash\n#PBS -l select=1,walltime=1:00", "on lines of their own"),
+        (HEAD + "#PBS -l select=2:ncpus=1+1:ncpus=2", "no chunks joined by +"),
+        (HEAD + "#PBS -l select=1:mem=1gb:ncpus=1", "mem= only at the end"),
     ],
 )
-def test_the_emulation_refuses_as_pbs_does(lines: str, reason: str) -> None:
+def test_the_emulation_refuses_as_pbs_and_slurm_do(text: str, reason: str) -> None:
+    read_script(HEAD + "#PBS -q debug\ncd x\n")
     with pytest.raises(RefusedError, match=reason):
-        read_script(f"#!/bin/bash\n{lines}\n")
+        read_script(text)
 
 
 # --- run as PBS runs them -------------------------------------------------------------------------
@@ -144,14 +150,9 @@ def node(tmp_path: Path) -> Node:
     node = Node(tmp_path)
     programs = node.submit / ".venv" / "bin"
     programs.mkdir(parents=True)
-    put(programs / "hvdtrain", LAUNCH)
-    put(programs / "python", f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    executable(programs / "hvdtrain", LAUNCH)
+    executable(programs / "python", f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
     return node
-
-
-def put(path: Path, text: str) -> None:
-    path.write_bytes(os.fsencode(text))
-    path.chmod(0o755)
 
 
 def run_as_pbs(node: Node, text: str, name: str = "", hosts: str = "a", **values: str) -> int:
@@ -222,7 +223,7 @@ def test_a_sweep_ends_at_the_number_of_nodes(
 
 
 def test_a_failure_ends_the_sweep_with_its_code(node: Node) -> None:
-    put(node.submit / ".venv" / "bin" / "hvdtrain", LAUNCH + '[ "$3" != 2 ] || exit 3\n')
+    executable(node.submit / ".venv" / "bin" / "hvdtrain", LAUNCH + '[ "$3" != 2 ] || exit 3\n')
     assert run_as_pbs(node, (JOBS / "mnist_scaling.pbs").read_text()) == 3
     assert len(launches(node)) == 2
 
@@ -236,7 +237,7 @@ def test_a_training_without_launch_reports_its_exit_code(
 ) -> None:
     """mpirun may return 0 for an incomplete training; other programs leave no mark."""
     leave = f'printf "{mark}" > "$HVDTRAIN_END_MARK"; echo "$HVDTRAIN_END_MARK" > mark'
-    put(node.submit / ".venv" / "bin" / "mpirun", f"#!/bin/sh\n{leave}\nexit {returned}\n")
+    executable(node.submit / ".venv" / "bin" / "mpirun", f"#!/bin/sh\n{leave}\nexit {returned}\n")
     job = job_with("mpirun", "-n", "2", "python", "x.py", walltime=600, env=".venv", once=True)
     assert run_as_pbs(node, script_text(job, Pbs(), Site())) == code
     assert not Path((node.submit / "mark").read_text().strip()).exists()
@@ -260,13 +261,10 @@ def test_another_environment_or_none(node: Node) -> None:
 
 
 def test_term_to_every_process_lets_the_ranks_save(node: Node) -> None:
-    put(node.submit / ".venv" / "bin" / "hvdtrain", SAVES_ON_TERM)
+    executable(node.submit / ".venv" / "bin" / "hvdtrain", SAVES_ON_TERM)
     text = (JOBS / "mnist_1node.pbs").read_text()
     job = node.start(text, ("a",), read_script(text))
-    end = time.monotonic() + 60
-    while not (node.submit / "ready").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until((node.submit / "ready").exists)
     os.killpg(job.pid, signal.SIGTERM)
     out, err = job.communicate(timeout=60)
     assert (job.returncode, out, err) == (75, "", "")
@@ -288,10 +286,7 @@ def test_the_exit_file_of_a_followed_job(
     job = job_with(*words, walltime=600, env=".venv", once=True, setup=(setup,) if setup else ())
     text = script_text(job, Pbs(), Site(), exit_file="x.exit")
     process = node.start(text, ("a",), read_script(text))
-    end = time.monotonic() + 60
-    while signals and not (node.submit / "ready").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not signals or (node.submit / "ready").exists())
     for number in signals:
         os.killpg(process.pid, number)
     process.communicate(timeout=60)
@@ -304,14 +299,14 @@ def test_any_command_in_any_directory(words: list[str], name: str) -> None:
     """The script is run by bash, with a program that records its arguments."""
     job = job_with(*words)
     text = script_text(job, Pbs(), Site())
-    assert check_script(text) == []
+    read_script(text)
     with tempfile.TemporaryDirectory() as root:
         programs = Path(root, "bin")
         programs.mkdir()
-        put(programs / "hvdtrain", LAUNCH)
-        put(programs / "python", "#!/bin/sh\n")
+        executable(programs / "hvdtrain", LAUNCH)
+        executable(programs / "python", "#!/bin/sh\n")
         script = Path(root, "script")
-        put(script, text.replace("bash -l", "bash"))  # a login shell resets PATH
+        executable(script, text.replace("bash -l", "bash"))  # a login shell resets PATH
         directory = Path(root, "d" + name.replace("/", ""))
         directory.mkdir()
         values = {"PBS_O_WORKDIR": str(directory), "PATH": f"{programs}:/bin"}
@@ -319,18 +314,3 @@ def test_any_command_in_any_directory(words: list[str], name: str) -> None:
         record = os.fsdecode((directory / "launches").read_bytes()).split("\0")[:-1]
     assert record[0] == str(directory)
     assert record[4:] == ["launch", "-n", "1", "--ppn", "1", "--", *words]
-
-
-def test_a_dry_run_shows_the_command_of_the_submission(tmp_path: Path) -> None:
-    words = ["submit", "--scheduler", "pbs", "--walltime", "1:00:00", "--dry-run", "--json", "--"]
-    result = subprocess.run(
-        [str(BIN / "hvdtrain"), *words, "python", "train.py"],
-        cwd=tmp_path,
-        env=environment(HOME=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert json.loads(result.stdout)["submit"][0] == "qsub"
-    assert "# qsub -j oe -o hvdtrain-jobs/train-1.log" in result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.slurm import Slurm
 from hvdtrain.commands.submit.submission import choose_dialect, default_name
 from hvdtrain.errors import UsageError
+from tests.conftest import executable
 
 Captured = pytest.CaptureFixture[str]
+Refused = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
@@ -35,21 +38,11 @@ def bin_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def program(directory: Path, name: str, body: str) -> None:
-    (directory / name).write_text(f"#!/bin/sh\n{body}\n")
-    (directory / name).chmod(0o755)
+    executable(directory / name, f"#!/bin/sh\n{body}\n")
 
 
 def submit(*words: str) -> int:
     return cli.main(["submit", *words])
-
-
-def refusal(captured: Captured, *words: str) -> str:
-    """Return the line of the error message."""
-    assert submit(*words) == 2
-    streams = captured.readouterr()
-    assert streams.out == ""
-    (line,) = streams.err.splitlines()
-    return line.removeprefix("hvdtrain: error: ")
 
 
 PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
@@ -91,8 +84,8 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
         ("--scheduler none --follow", "--follow, --chain and --array require"),
     ],
 )
-def test_wrong_use(options: str, message: str, capsys: Captured) -> None:
-    assert message in refusal(capsys, *PBS, *shlex.split(options), "--", "x")
+def test_wrong_use(options: str, message: str, refused: Refused) -> None:
+    assert message in refused("submit", *PBS, *shlex.split(options), "--", "x")
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -106,16 +99,17 @@ def test_wrong_use(options: str, message: str, capsys: Captured) -> None:
         ((*PBS, "--", ""), "missing command"),
     ],
 )
-def test_missing_words(words: tuple[str, ...], message: str, capsys: Captured) -> None:
-    assert message in refusal(capsys, *words)
+def test_missing_words(words: tuple[str, ...], message: str, refused: Refused) -> None:
+    assert message in refused("submit", *words)
 
 
-def test_a_job_script_is_no_command(capsys: Captured) -> None:
+def test_a_job_script_is_no_command(refused: Refused) -> None:
     Path("train.pbs").write_text("#!/bin/bash\n#PBS -q debug\npython train.py\n")
-    message = refusal(capsys, *PBS, "--", "bash", "train.pbs")
+    message = refused("submit", *PBS, "--", "bash", "train.pbs")
     assert "train.pbs is a job script" in message
     assert "`qsub train.pbs`" in message
-    assert refusal(capsys, "--scheduler", "pbs", "train.pbs", "--walltime", "0:05:00") == message
+    words = ("--scheduler", "pbs", "train.pbs", "--walltime", "0:05:00")
+    assert refused("submit", *words) == message
 
 
 @pytest.mark.parametrize(
@@ -139,11 +133,10 @@ def test_a_walltime_that_leaves_little_time_for_training(
     assert "WARNING" not in caplog.text
 
 
-def test_an_invalid_log_directory(bin_directory: Path, capsys: Captured) -> None:
+def test_an_invalid_log_directory(refused: Refused) -> None:
     Path("file").touch()
-    assert "--logs file: not a directory" in refusal(capsys, *PBS, "--logs", "file", "--", "x")
-    within = ("--logs", "file/in", "--", "x")
-    assert "--logs file/in: Not a directory" in refusal(capsys, *PBS, *within)
+    for name, reason in (("file", "not a directory"), ("file/in", "Not a directory")):
+        assert f"--logs {name}: {reason}" in refused("submit", *PBS, "--logs", name, "--", "x")
 
 
 @pytest.mark.parametrize(
@@ -175,9 +168,8 @@ def test_the_checkpoints_of_the_command(command: list[str], directory: Path | No
 
 
 def test_memory() -> None:
-    assert [memory_megabytes(text) for text in ("64gb", "1T", "512 MiB", "1kb")] == [
-        *(65536, 1048576, 512, 1),
-    ]
+    amounts = {"64gb": 65536, "1T": 1048576, "512 MiB": 512, "1kb": 1}
+    assert {text: memory_megabytes(text) for text in amounts} == amounts
 
 
 def test_the_detected_batch_system(bin_directory: Path) -> None:
@@ -198,25 +190,29 @@ def test_the_detected_batch_system(bin_directory: Path) -> None:
 
 
 def test_a_script_that_cannot_be_submitted_leaves_no_file(
-    capsys: Captured, bin_directory: Path
+    bin_directory: Path, refused: Refused
 ) -> None:
     program(bin_directory, "qsub", "# part of Slurm")
-    assert "passes 'a b/x-1.pbs' to a shell" in refusal(capsys, *PBS, "--logs", "a b", "--", "x")
+    message = refused("submit", *PBS, "--logs", "a b", "--", "x")
+    assert "passes 'a b/x-1.pbs' to a shell" in message
     assert list(Path("a b").iterdir()) == []
 
 
-def test_a_dry_run_prints_the_script_and_writes_nothing(capsys: Captured) -> None:
+def test_a_dry_run_prints_the_script_and_writes_nothing(
+    capsys: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hvdtrain")
     assert submit(*PBS, "--dry-run", "--env", "none", "--", "python", "train.py") == 0
     streams = capsys.readouterr()
+    command = "qsub -j oe -o hvdtrain-jobs/train-1.log hvdtrain-jobs/train-1.pbs"
+    assert caplog.messages == [f"# {command}"]
     assert streams.out.startswith("#!/bin/bash -l\n#PBS -N train\n")
     assert streams.out.endswith("hvdtrain launch -n 1 --ppn 1 -- \\\n    python train.py\n")
     assert list(Path.cwd().iterdir()) == []
     assert submit(*PBS, "--dry-run", "--json", "--env", "none", "--", "python", "train.py") == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["script"] == streams.out
-    assert answer["submit"] == [
-        *("qsub", "-j", "oe", "-o", "hvdtrain-jobs/train-1.log", "hvdtrain-jobs/train-1.pbs"),
-    ]
+    assert answer["submit"] == command.split()
 
 
 def test_options_override_site_defaults(capsys: Captured) -> None:
@@ -276,18 +272,17 @@ def test_a_failed_task_of_an_array_fails_the_job(bin_directory: Path, capsys: Ca
     assert "task 1\ntask 2\n" in streams.err
 
 
-def test_a_job_to_wait_for_that_does_not_exist(bin_directory: Path, capsys: Captured) -> None:
+def test_a_job_to_wait_for_that_does_not_exist(bin_directory: Path, refused: Refused) -> None:
     program(bin_directory, "qsub", "echo 9.s")
-    program(bin_directory, "qstat", QSTAT)
-    assert "--after 9999: pbs has no such job" in refusal(
-        capsys, *PBS, "--after", "9999", "--", "x"
-    )
-    finished = "echo 'Job Id: 7.s'; echo '    job_state = F'"
-    program(bin_directory, "qstat", f"{finished}; echo '    Exit_status = 3'")
     words = (*PBS, "--after", "7", "--", "x")
-    assert "--after 7: it ended with exit code 3" in refusal(capsys, *words)
-    program(bin_directory, "qstat", finished)
-    assert "it was deleted before it ran" in refusal(capsys, *words)
+    finished = "echo 'Job Id: 7.s'; echo '    job_state = F'"
+    for answer, reason in (
+        (QSTAT, "--after 7: pbs has no such job"),
+        (f"{finished}; echo '    Exit_status = 3'", "--after 7: it ended with exit code 3"),
+        (finished, "it was deleted before it ran"),
+    ):
+        program(bin_directory, "qstat", answer)
+        assert reason in refused("submit", *words)
     assert list(Path.cwd().iterdir()) == []
     program(bin_directory, "qstat", "exit 255")  # no answer is no refusal
     assert submit(*words) == 0
@@ -306,13 +301,9 @@ def test_a_directory_that_qsub_cannot_accept(bin_directory: Path, capsys: Captur
 
 
 def test_a_job_that_is_followed_leaves_its_exit_code(capsys: Captured) -> None:
-    for options, number in (
-        ((), "${SLURM_JOB_ID:-${PBS_JOBID%%.*}}"),
-        (("--array", "1-2"), "$TASK"),
-    ):
-        assert submit(*PBS, *options, "--follow", "--dry-run", "--", "x") == 0
-        text = capsys.readouterr().out
-        assert f'realpath -m -- hvdtrain-jobs/x-1.exit)."{number}"' in text
+    """How: see ``test_the_exit_file_of_a_followed_job``."""
+    assert submit(*PBS, "--array", "1-2", "--follow", "--dry-run", "--", "x") == 0
+    assert 'realpath -m -- hvdtrain-jobs/x-1.exit)."$TASK"' in capsys.readouterr().out
     assert submit(*PBS, "--dry-run", "--", "x") == 0
     assert "HVDTRAIN_EXIT" not in capsys.readouterr().out
 

@@ -14,37 +14,21 @@ from hvdtrain.system.machine.mpi_library import MpiLibrary, mapped, matching_mpi
 ROW = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 1234                       {}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "libmpi.so.40",
-        "libmpi.so.40.30.4",
-        "libmpi.so.12",
-        "libmpich.so.12",
-        "libmpi_cray.so.12",
-        "libmpi_gnu_91.so.12.0.0",
-        "libmpi_abi.so.1",
-    ],
+LIBRARIES = (
+    "libmpi.so.40 libmpi.so.40.30.4 libmpi.so.12 libmpich.so.12 libmpi_cray.so.12 libmpi_abi.so.1 "
+    "libmpi_gnu_91.so.12.0.0"
 )
+# For Fortran, C++ or GPU transport, or no library of MPI.
+OTHERS = (
+    "libmpi_mpifh.so.40 libmpi_usempif08.so.40 libmpi_cxx.so.40 libmpicxx.so.12 libmpifort.so.12 "
+    "libmpi_gtl_cuda.so.0 mpi_lib_v2.cpython-311-x86_64-linux-gnu.so libmpirtlib.so"
+)
+
+
+@pytest.mark.parametrize("name", f"{LIBRARIES} {OTHERS}".split())
 def test_mpi_libraries_are_recognized_by_name(name: str) -> None:
-    assert mapped(ROW.format(f"/opt/my mpi/lib/{name}")) == (f"/opt/my mpi/lib/{name}",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "libmpi_mpifh.so.40",
-        "libmpi_usempif08.so.40",
-        "libmpi_cxx.so.40",
-        "libmpicxx.so.12",
-        "libmpifort.so.12",
-        "libmpi_gtl_cuda.so.0",
-        "mpi_lib_v2.cpython-311-x86_64-linux-gnu.so",
-        "libmpirtlib.so",
-    ],
-)
-def test_companion_libraries_are_not_counted(name: str) -> None:
-    assert mapped(ROW.format(f"/opt/lib/{name}")) == ()
+    path = f"/opt/my mpi/lib/{name}"
+    assert mapped(ROW.format(path)) == ((path,) if name in LIBRARIES.split() else ())
 
 
 def test_libraries_are_listed_once_in_order() -> None:

@@ -186,16 +186,6 @@ def test_the_allocation_of_the_batch_system() -> None:
     assert batch_share({"NCPUS": "many"}) == 0
 
 
-@pytest.mark.parametrize(("ranks_per_host", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (64, 1)])
-def test_threads_that_use_all_cores_of_a_host(ranks_per_host: int, threads: int) -> None:
-    assert launch_threads(ranks_per_host, 8, {}, known=True, fill=True) == threads
-    assert launch_threads(ranks_per_host, 8, {}, known=True, fill=False) is None
-    by_user = {"OMP_NUM_THREADS": "3"}
-    assert launch_threads(ranks_per_host, 8, by_user, known=True, fill=True) is None
-    by_pbs = {"PBS_JOBID": "7.s", "OMP_NUM_THREADS": "8", "NCPUS": "8"}
-    assert launch_threads(ranks_per_host, 8, by_pbs, known=False, fill=True) == threads
-
-
 def test_threads_that_are_equal_at_all_sizes_of_a_study() -> None:
     no_gpus = {"CUDA_VISIBLE_DEVICES": ""}
     assert equal_threads(2, {"NCPUS": "1", **no_gpus}) == 1  # the job's part of the host

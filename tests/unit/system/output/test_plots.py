@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import matplotlib
 import pytest
@@ -23,21 +22,12 @@ def _restore() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def homework() -> ModuleType:
-    path = ROOT / "homework" / "plot_accuracy.py"
-    spec = importlib.util.spec_from_file_location("plot_accuracy", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_homework_has_the_same_style(homework: ModuleType) -> None:
+def test_the_homework_has_the_same_style() -> None:
+    homework = runpy.run_path(str(ROOT / "homework" / "plot_accuracy.py"))
     for name in ("COLOURS", "LINES", "MARKERS", "GREY", "SETTINGS"):
-        assert getattr(homework, name) == getattr(plots, name), name
+        assert homework[name] == getattr(plots, name), name
     for number in range(2 * len(plots.COLOURS)):
-        assert homework.series(number) == plots.series(number)
+        assert homework["series"](number) == plots.series(number)
 
 
 def test_style_sets_its_settings() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -35,15 +34,9 @@ print("done")
     ids=["filtered", "an error shows all", "a line without end", "closed"],
 )
 def test_unwanted_lines_are_dropped(before: str, within: str, code: int, lines: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FILTERED.format(before=before, within=within)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
-    assert (done.returncode, done.stderr.splitlines()) == (code, lines)
-    assert done.stdout == ("" if code else "done\n")
+    done = run([sys.executable, "-c", FILTERED.format(before=before, within=within)])
+    assert (done.code, done.err.splitlines()) == (code, lines)
+    assert done.out == ("" if code else "done\n")
 
 
 PROGRAM = """

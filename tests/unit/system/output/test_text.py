@@ -43,7 +43,6 @@ CASES: dict[Callable[[Any], str], dict[Any, str]] = {
         range(9): "ranks 0 to 8",
         range(0, 18, 2): "ranks 0, 2, 4, 6, 8, 10, 12, 14 ...",
     },
-    partial(rank_list, most=2): {range(3): "ranks 0, 1 ..."},
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import tests.conftest
 from hvdtrain.system.runtime import command as running
 from hvdtrain.system.runtime.command import (
     NOT_FOUND,
@@ -21,7 +22,7 @@ from hvdtrain.system.runtime.command import (
     run,
     termination_as_interrupt,
 )
-from tests.conftest import unmeasured
+from tests.conftest import unmeasured, until
 
 # A program that is interrupted while it starts another one, which takes a minute.
 STARTS = """
@@ -94,15 +95,8 @@ def test_the_shown_command_is_equivalent(tmp_path: Path) -> None:
     command = Command((sys.executable, "-c", program), {"A": "x y", "B": None}, tmp_path)
     expected = f"x y None {tmp_path}\n"
     assert run(command).output == expected
-    shown = subprocess.run(
-        ["sh", "-c", command.show()],
-        env={**os.environ, "B": "b"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=20,
-    )
-    assert shown.stdout == expected
+    shown = tests.conftest.run(["sh", "-c", command.show()], B="b")
+    assert (shown.code, shown.out) == (0, expected)
 
 
 def test_run_returns_exit_code_and_lines() -> None:
@@ -134,10 +128,7 @@ def test_a_timeout_ends_the_children_too(tmp_path: Path) -> None:
     assert (result.exit_code, result.output) == (TIMED_OUT, "late\n")
     assert time.monotonic() - start < 15
     child = int(note.read_text())
-    deadline = time.monotonic() + 10  # the kernel takes a moment to end a killed process
-    while is_alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(child)
+    until(lambda: not is_alive(child), seconds=10)  # the kernel takes a moment
 
 
 def is_alive(pid: int) -> bool:

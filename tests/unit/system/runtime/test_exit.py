@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.exit import LOSS_POLL, WAIT_FAILURE, WAIT_USAGE, agreed, is_agreed
+from tests.conftest import Outcome, begin, run, until
 
 HEAD = """\
 import sys, time
@@ -28,35 +28,14 @@ time.sleep = lambda seconds: print("slept", seconds)
 """
 
 
-@dataclass
-class End:
-    code: int
-    out: str
-    err: str
-    seconds: float
-
-
-def environment(rank: int | None, size: int) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("OMPI_")}
-    if rank is None:
-        return kept
-    return {**kept, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size)}
-
-
-def end_of(body: str, rank: int | None = None, size: int = 2, head: str = HEAD + SLEEP) -> End:
-    """Run a program whose ``main`` has ``body``, as a rank or without a launcher."""
+def end_of(body: str, rank: int | None = None, head: str = HEAD + SLEEP) -> Outcome:
+    """Run a program whose ``main`` has ``body``, as one of two ranks or without a launcher."""
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     program = f"{head}\ndef main():\n{indented}\nrun_and_exit(main)\nprint('still there')\n"
-    started = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment(rank, size),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "still there" not in result.stdout
-    return End(result.returncode, result.stdout, result.stderr, time.monotonic() - started)
+    launch = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
+    end = run([sys.executable, "-c", program], **(launch if rank is not None else {}))
+    assert "still there" not in end.out
+    return end
 
 
 HERE = f"on {socket.gethostname()}"
@@ -131,7 +110,7 @@ def test_who_reports_an_error_and_when(kind: str) -> None:
     """A usage error on rank 0 usually occurs on all ranks; any other error on one rank."""
     code, wait = KINDS[kind]
     alone = end_of(f"raise {kind}('--lr is wrong: give another')")
-    assert alone == End(code, "", "hvdtrain: error: --lr is wrong: give another\n", alone.seconds)
+    assert alone == Outcome(code, "", "hvdtrain: error: --lr is wrong: give another\n")
     for agreed_by_all in (True, False):
         error = f"agreed({kind}('why'))" if agreed_by_all else f"{kind}('why')"
         root = end_of(f"raise {error}", rank=0)
@@ -147,8 +126,9 @@ def test_who_reports_an_error_and_when(kind: str) -> None:
 def test_the_wait_is_real_and_within_the_limit() -> None:
     assert 0 < WAIT_FAILURE < WAIT_USAGE <= 5
     shorter = "sys.modules[run_and_exit.__module__].WAIT_USAGE = 0.7"
+    started = time.monotonic()
     end = end_of(f"{shorter}\nraise UsageError('why')", rank=1, head=HEAD)
-    assert end.seconds >= 0.7
+    assert time.monotonic() - started >= 0.7
     assert "why" in end.err
 
 
@@ -198,19 +178,12 @@ def test_an_interrupt_is_130_without_a_traceback() -> None:
     # A shell starts background processes with SIGINT ignored, as may a test runner.
     reset = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     program = f"{HEAD}\n{reset}\ndef main():\n{body}\nrun_and_exit(main)\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(None, 1),
-    ) as process:
+    with begin([sys.executable, "-c", program]) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err == "hvdtrain: interrupted\n"
+        output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "hvdtrain: interrupted\n")
 
 
 def test_agreement_is_a_mark_on_the_error() -> None:
@@ -265,10 +238,10 @@ def test_nothing_is_left_behind_however_it_ends(ending: str, tmp_path: Path) -> 
         folder, semaphores = result.stdout.split()
         assert Path(folder).parent == scratch and int(semaphores) >= 2
         assert not result.stderr
-        deadline = time.monotonic() + 20
         semaphore = f"sem.{Path(folder).name}-*"
-        while left := [*scratch.iterdir(), *Path("/dev/shm").glob(semaphore)]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+        until(
+            lambda: not [*scratch.iterdir(), *Path("/dev/shm").glob(semaphore)],
+            detail=lambda: [*scratch.iterdir(), *Path("/dev/shm").glob(semaphore)],
+        )
     finally:
         shutil.rmtree(scratch)

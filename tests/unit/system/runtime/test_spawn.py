@@ -50,18 +50,13 @@ def test_the_first_rank_to_fail_ends_the_others(first: int) -> None:
     assert run(3, f"sys.exit(7) if rank == {first} else time.sleep(300)") == 7
 
 
-def test_a_killed_rank_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    program = "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(300)"
-    assert run(2, program) == 128 + signal.SIGKILL
-    assert capfd.readouterr().err == "hvdtrain: rank 1 was ended by SIGKILL\n"
-
-
-def test_a_killed_rank_takes_precedence_over_one_that_ended_before(
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("seconds", "other"), [(0, "time.sleep(300)"), (0.3, "sys.exit(1)")])
+def test_a_killed_rank_is_reported(
+    seconds: float, other: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank detects the loss of one whose memory the kernel has not yet freed."""
-    later = "time.sleep(0.3), os.kill(os.getpid(), 9)"
-    assert run(2, f"({later}) if rank == 0 else sys.exit(1)") == 128 + signal.SIGKILL
+    """Also if another rank detects its loss before the kernel has freed its memory."""
+    killed = f"(time.sleep({seconds}), os.kill(os.getpid(), 9))"
+    assert run(2, f"{killed} if rank == 0 else {other}") == 128 + signal.SIGKILL
     assert capfd.readouterr().err == "hvdtrain: rank 0 was ended by SIGKILL\n"
 
 

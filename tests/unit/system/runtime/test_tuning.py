@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from hvdtrain.system.runtime.tuning import keep_freed_memory, set_defaults
+from tests.conftest import run
 
 
 def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,4 @@ ctypes.memset(block, 1, 64_000_000)
 libc.free(block)
 print(resident() - before)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert int(result.stdout) > 60_000_000
+    assert int(run([sys.executable, "-c", program]).out) > 60_000_000
