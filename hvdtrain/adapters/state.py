@@ -84,7 +84,11 @@ class StateAdapter(Adapter):
         """Compare trained parameters and optimizer state of all ranks, bit for bit.
 
         Neither running statistics, which are local to each rank in training, nor sharded state,
-        of which each rank holds another part, are compared.
+        of which each rank holds another part, are compared. Returns the common SHA-256.
+
+        Raises:
+            HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
+                tensor; after ``step`` updates.
         """
         view = self.view(model, optimizer)
         return view.compare(

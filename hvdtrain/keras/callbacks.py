@@ -296,9 +296,14 @@ class LearningRateScheduleCallback(ModelCallback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Increase the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs.
 
-    With ``verbose`` rank 0 prints a line at the end; see ``LearningRateScheduleCallback``.
-
     Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
+
+    Args:
+        initial_lr: the final learning rate, that of one rank times the world size.
+        warmup_epochs: length of the warm-up, in epochs.
+        momentum_correction: see ``LearningRateScheduleCallback``.
+        steps_per_epoch: see ``LearningRateScheduleCallback``.
+        verbose: 1: print a line at the end of the warm-up, on rank 0.
     """
 
     def __init__(

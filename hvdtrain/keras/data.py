@@ -103,9 +103,8 @@ def begin_epoch(number: int) -> None:
 def begin_at(samples: int, consumed: int) -> int | None:
     """Skip the first ``consumed`` samples in the next epoch of the dataset of ``samples`` samples.
 
-    Returns the number of skipped batches, which are empty; None: no such dataset, or several.
-
-    Skipped batches are empty.
+    Returns the number of skipped batches, which are empty; None: no such dataset, or it is
+    ambiguous.
     """
     matching = [order for order in _orders if order.shards.samples == samples]
     numbers = {order.empty_batches(consumed) for order in matching}
