@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,30 @@ class TorchView(StateView):
         with torch.no_grad():
             for name, value in tensors.items():
                 self.set_tensor(value, state.model[name])
-            load_optimizer(optimizer, state, self.optimizer_state)
+            if optimizer is not None:
+                self._restore_optimizer(optimizer, state)
+
+    def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: Checkpoint) -> None:
+        """Restore this rank's part of the state that ``optimizer_tensors`` returned."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        parameters = [value for group in optimizer.param_groups for value in group["params"]]
+        for name, stored in saved.training.items():
+            number, _, key = name.partition("/")
+            index = int(number)
+            if index >= len(parameters):
+                raise UsageError(
+                    f"{saved.path or 'the state of rank 0'} is not of this optimizer, which has "
+                    f"{len(parameters)} parameters: it has state of parameter {index + 1}"
+                )
+            like = parameters[index]
+            if (value := self.optimizer_state(index, like, stored)) is None:
+                continue
+            if value.shape == like.shape and not like.is_contiguous():
+                value = torch.empty_like(like, dtype=value.dtype).copy_(value)  # for fused kernels
+            state.setdefault(index, {})[key] = value
+        # Learning rate, momentum etc. are options of this run, not of the one that saved.
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def check_model(self, tensors: Mapping[str, Any], state: Checkpoint) -> None:
         """Raise ``UsageError`` if the whole ``tensors`` differ from ``state`` in name or shape."""
@@ -169,42 +192,3 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> dict[str, torc
 def tensor_of(value: Any) -> torch.Tensor:
     """Return a copy of an array, or of one read from a file, as a tensor."""
     return torch.from_numpy(np.array(value))
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer | None,
-    saved: Checkpoint,
-    local: Callable[[int, torch.Tensor, Any], torch.Tensor | None],
-) -> None:
-    """Restore the state returned by ``optimizer_tensors``.
-
-    Args:
-        optimizer: the optimizer to load into; None: nothing is loaded.
-        saved: the names and values.
-        local: function of a parameter's index, the parameter and the saved value, which returns
-            this rank's part of the value; None: this rank has no part of it.
-
-    Raises:
-        UsageError: the optimizer has fewer parameters than the saved one.
-    """
-    if optimizer is None:
-        return
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    parameters = [value for group in optimizer.param_groups for value in group["params"]]
-    for name, stored in saved.training.items():
-        number, _, key = name.partition("/")
-        index = int(number)
-        if index >= len(parameters):
-            raise UsageError(
-                f"{saved.path or 'the state of rank 0'} is not of this optimizer, which has "
-                f"{len(parameters)} parameters: it has state of parameter {index + 1}"
-            )
-        like = parameters[index]
-        if (value := local(index, like, stored)) is None:
-            continue
-        if value.shape == like.shape and not like.is_contiguous():
-            value = torch.empty_like(like, dtype=value.dtype).copy_(value)  # for fused kernels
-        state.setdefault(index, {})[key] = value
-    # Learning rate, momentum etc. are options of this run, not of the one that saved.
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -8,10 +8,10 @@ batch, so uneven and empty parts are handled correctly.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,9 +60,8 @@ class FsdpAdapter(ShardedAdapter):
                 "this model's parameters without state; resume loads one"
             )
         check_parameters(model)
-        for value in (
-            TorchView(self, model).tensors().values()
-        ):  # after sharding no rank has them whole
+        # After sharding no rank has them whole.
+        for value in TorchView(self, model).tensors().values():
             if not value.is_contiguous():  # fully_shard takes no other
                 value.data = value.data.contiguous()
             dist.broadcast(value.detach(), src=0)
@@ -140,16 +139,19 @@ class RowsView(ShardedView):
         ranks = balanced_owners(sizes, self.world.size)
         owners = dict(zip(map(id, tensors.values()), ranks, strict=True))
         for name, value in tensors.items():
-            piece = self._piece(MODEL_FILE, name, value, owners[id(value)])
-            yield replace(piece, infinite=name not in trained)
+            infinite = name not in trained
+            yield self._piece(MODEL_FILE, name, value, owners[id(value)], infinite=infinite)
         groups = optimizer.param_groups if optimizer else ()
         parameters = [value for group in groups for value in group["params"]]
         for name, value in optimizer_tensors(optimizer).items():
             owner = owners[id(parameters[int(name.partition("/")[0])])]
             yield self._piece(TRAINING_FILE, name, value, owner)
 
-    def _piece(self, kind: str, name: str, value: torch.Tensor, owner: int) -> Piece:
-        return Piece(kind, name, layout_of(value), owner, lambda: self._gather(value, owner))
+    def _piece(
+        self, kind: str, name: str, value: torch.Tensor, owner: int, *, infinite: bool = False
+    ) -> Piece:
+        fetch = functools.partial(self._gather, value, owner)
+        return Piece(kind, name, layout_of(value), owner, fetch, infinite)
 
     def _gather(self, value: torch.Tensor, owner: int) -> NDArray[Any] | None:
         """Return the whole tensor on its owner; all ranks must call it, also if not sharded."""
@@ -177,8 +179,8 @@ class Communication(UpdateSums):
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # the weights of the parts sum to 1
-                unit.set_custom_all_gather(Collective(self.gather))  # type: ignore[arg-type]
-                unit.set_custom_reduce_scatter(Collective(self.scatter))  # type: ignore[arg-type]
+                unit.set_custom_all_gather(UnitCollective(self.gather))  # type: ignore[arg-type]
+                unit.set_custom_reduce_scatter(UnitCollective(self.scatter))  # type: ignore[arg-type]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,8 +218,8 @@ class Communication(UpdateSums):
         super().end_update()
 
 
-class Collective:
-    """A collective with the interface that FSDP2 calls."""
+class UnitCollective:
+    """A collective of a unit, with the interface that FSDP2 calls."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
@@ -268,12 +270,12 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def check_parameters(model: torch.nn.Module) -> None:
     """Raise ``UsageError``, naming a parameter, if FSDP2 cannot shard the model."""
-    kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    kind = next((parameter.dtype for parameter in model.parameters()), None)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             trouble = "is a scalar: use the shape (1,)"
-        elif parameter.dtype != next(iter(kinds.values())):
-            trouble = f"is {parameter.dtype}, others are {next(iter(kinds.values()))}: use one type"
+        elif parameter.dtype != kind:
+            trouble = f"is {parameter.dtype}, others are {kind}: use one type"
         else:
             continue
         raise UsageError(

@@ -17,7 +17,7 @@ from typing_extensions import override
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common import GradientSums, RankHooks
 from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
-from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute
+from hvdtrain.adapters.tensorflow.distributed import GradientReduction, distribute
 from hvdtrain.config.comm_options import ADASUM, BUCKET_BYTES
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM, TracedCalls
@@ -28,7 +28,7 @@ Reduce = Callable[[Any, str], Any]
 """(flat tensor, name) -> its sum over all ranks."""
 
 
-class Buckets(Reduction):
+class Buckets(GradientReduction):
     """Sums the gradients of an optimizer over the ranks, inside a traced function or outside.
 
     Every rank must call ``sum`` for the same variables; a rank without samples contributes zeros.
