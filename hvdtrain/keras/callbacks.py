@@ -19,7 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
-from hvdtrain.keras.data import ModelCallback, note_samples, rate_of, step_sum
+from hvdtrain.keras.data import Logs, ModelCallback, note_samples, rate_of, step_sum
 from hvdtrain.keras.optimizer import broadcast_variables, check_root
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "ModelCheckpoint",
 ]
 
-Logs = dict[str, Any] | None
 REMEDY = (
     "Compile the model with hvd.DistributedOptimizer(...), and pass to fit, on every rank, "
     "hvd.callbacks.BroadcastGlobalVariablesCallback(0)"
