@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import safetensors.numpy
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
@@ -237,30 +238,18 @@ def _digest(name: str, array: np.ndarray[Any, Any]) -> bytes:
 
 def mean_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
     """Return the mean of the ranks' buffers, weighted by ``seen``, each rank's sample count."""
-    flat = np.concatenate([value.ravel().astype(np.float64) for value in local.values()])
-    total = communicator.sum(np.append(flat * seen, float(seen)))
-    if total[-1] == 0:  # nothing trained yet: all ranks have the same
+    weighted = {name: value.astype(np.float64) * seen for name, value in local.items()}
+    total = communicator.sum_arrays({**weighted, SEEN: np.array(seen)})
+    if total[SEEN] == 0:  # nothing trained yet: all ranks have the same
         return local
-    mean = total[:-1] / total[-1]
-    result, offset = {}, 0
-    for name, value in local.items():
-        part = mean[offset : offset + value.size]
-        result[name] = part.reshape(value.shape).astype(value.dtype)
-        offset += value.size
-    return result
+    return {name: (total[name] / total[SEEN]).astype(value.dtype) for name, value in local.items()}
 
 
 def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
     """Return all ranks' buffers and sample counts, for a checkpoint."""
-    counts = communicator.gather(seen.to_bytes(8, "big"))
-    arrays: Arrays = {SEEN: np.array([int.from_bytes(count, "big") for count in counts])}
-    gathered = communicator.gather(b"".join(value.tobytes() for value in local.values()))
-    offset = 0
-    for name, value in local.items():
-        rows = [np.frombuffer(data, value.dtype, value.size, offset) for data in gathered]
-        arrays[PREFIX + name] = np.stack([row.reshape(value.shape) for row in rows])
-        offset += value.nbytes
-    return arrays
+    mine = {SEEN: np.array(seen), **{PREFIX + name: value for name, value in local.items()}}
+    rows = [safetensors.numpy.load(d) for d in communicator.gather(safetensors.numpy.save(mine))]
+    return {name: np.stack([row[name] for row in rows]) for name in mine}
 
 
 def separate_buffers(training: Tensors) -> tuple[Tensors, Arrays]:

@@ -112,6 +112,16 @@ class Communicator(ABC):
             received[name] = np.frombuffer(data, dtype).reshape(shape)
         return received
 
+    def sum_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Vector]:
+        """Return the sums of ``arrays`` over all ranks by name, in float64, in one operation."""
+        flat = [value.ravel().astype(np.float64) for value in arrays.values()]
+        ends = np.cumsum([value.size for value in flat])
+        parts = np.split(self.sum(np.concatenate(flat)), ends[:-1])
+        return {
+            name: part.reshape(value.shape)
+            for (name, value), part in zip(arrays.items(), parts, strict=True)
+        }
+
     def together(self, action: Callable[[], Result], *, alike: bool = False) -> Result:
         """Do ``action`` on all ranks; if it fails on a rank, raise the same error on all.
 

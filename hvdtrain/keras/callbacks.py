@@ -179,14 +179,12 @@ class MetricAverageCallback(ModelCallback):
         get_result = type(self.model).get_metrics_result
         variables = [variable for metric in self.model.metrics for variable in metric.variables]
         kept = [np.asarray(variable.numpy()) for variable in variables]
-        flat = [value.astype(np.float64).ravel() for value in kept]
+        arrays = {str(index): value for index, value in enumerate(kept)}
         with self.adapter.waits.during("MetricAverageCallback"):
-            total = self.adapter.communicator.sum(np.concatenate([*flat, np.zeros(1)]))
-        start = 0
-        for variable, value in zip(variables, kept, strict=True):
-            part = total[start : start + value.size].reshape(value.shape)
-            variable.assign(part.astype(value.dtype))
-            start += value.size
+            # There may be no metrics: a sum needs an element.
+            total = self.adapter.communicator.sum_arrays({**arrays, "none": np.zeros(1)})
+        for index, variable in enumerate(variables):
+            variable.assign(total[str(index)].astype(kept[index].dtype))
         result = {name: np.asarray(value) for name, value in get_result(self.model).items()}
         for variable, value in zip(variables, kept, strict=True):
             variable.assign(value)

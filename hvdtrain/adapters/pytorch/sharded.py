@@ -8,11 +8,10 @@ of each tensor, independent of the strategy and the number of ranks that wrote i
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors
-from hvdtrain.adapters.pytorch.ddp import DdpAdapter
+from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
 from hvdtrain.adapters.state_view import DIFFERENT, SEEN, StateView, separate_buffers
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -70,33 +69,15 @@ class Piece:
         return self.kind, -self.layout.dtype.itemsize, self.name
 
 
-class UpdateSums:
+class UpdateSums(ModelSums):
     """Sums of a model whose strategy sums the stop requests before each update."""
-
-    adapter: ShardedAdapter
-    blocked_seconds = 0.0
-    messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
-    _stops: Any = 0.0  # number of ranks that wanted to stop before the last update
-
-    @contextmanager
-    def blocked(self, call: str = "") -> Iterator[None]:
-        """Count the time within the block as waiting for other ranks, in ``call`` if named."""
-        started = time.perf_counter()
-        with self.adapter.waits.during(call) if call else nullcontext():
-            yield
-        self.blocked_seconds += time.perf_counter() - started
 
     def end_update(self) -> None:
         """Sum the stop requests; before an update, on all ranks."""
         # Not by torch.tensor(..., device=), which would synchronize with a GPU.
-        self._stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
+        self.stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
         with self.blocked(SUM):
-            dist.all_reduce(self._stops)
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank wanted to stop before the last update."""
-        return bool(self._stops > 0)
+            dist.all_reduce(self.stops)
 
 
 class ShardedAdapter(DdpAdapter):

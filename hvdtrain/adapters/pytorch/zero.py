@@ -8,7 +8,6 @@ kept; torch's ZeroRedundancyOptimizer would have to replace it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,7 +77,7 @@ class Share:
     def __init__(
         self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter, replica: Replica
     ) -> None:
-        self.adapter, self.replica, rank = adapter, replica, adapter.world.rank
+        self.replica, rank = replica, adapter.world.rank
         self.parameters = [value for group in optimizer.param_groups for value in group["params"]]
         sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
         self.owners = balanced_owners(sizes, adapter.world.size)
@@ -106,9 +105,8 @@ class Share:
         for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
             parameter.grad = gradient
         self._hidden = []
-        started = time.perf_counter()
         before: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
-        with self.adapter.waits.during(SUM):
+        with self.replica.blocked(SUM):
             for bucket in self._buckets:
                 parameters = [self.parameters[index] for index in bucket]
                 message = torch.cat([parameter.flatten() for parameter in parameters])
@@ -118,7 +116,6 @@ class Share:
                 before = parameters, message, work
             if before:
                 _receive(*before)
-        self.replica.blocked_seconds += time.perf_counter() - started
 
 
 def _receive(parameters: list[torch.Tensor], message: torch.Tensor, work: Any) -> None:
