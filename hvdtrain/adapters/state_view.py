@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import safetensors.numpy
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -105,7 +106,7 @@ class StateView(ABC):
         )
 
     def write(
-        self, directory: Path, optimizer: Any, state: dict[str, Any], ranks: Arrays, keep: int
+        self, directory: Path, optimizer: Any, state: JsonValues, ranks: Arrays, keep: int
     ) -> Path | None:
         """Write a checkpoint: only on rank 0, unless the state is sharded; return it there.
 
@@ -148,7 +149,7 @@ class StateView(ABC):
         if bad:
             raise ValueError(f"{bad} is not finite")
 
-    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> dict[str, Any] | None:
+    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> JsonValues | None:
         """Load, only on rank 0, the checkpoint that ``find`` returns there.
 
         Returns the saved ``state``, with the checkpoint's ``path``, on every rank.
@@ -163,13 +164,12 @@ class StateView(ABC):
 
         return self.share_state(load)
 
-    def share_state(self, load: Callable[[], Checkpoint | None]) -> dict[str, Any] | None:
+    def share_state(self, load: Callable[[], Checkpoint | None]) -> JsonValues | None:
         """Return on every rank the state and path of the checkpoint that rank 0 loads."""
         communicator = self.adapter.communicator
         loaded = communicator.on_root(load)
         message = json.dumps(loaded and {**loaded.state, "path": str(loaded.path)}).encode()
-        state: dict[str, Any] | None = json.loads(communicator.broadcast_bytes(message))
-        return state
+        return json.loads(communicator.broadcast_bytes(message))
 
 
 def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> None:

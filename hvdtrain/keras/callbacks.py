@@ -6,7 +6,7 @@ Each prepares its model (``data.py``): any Horovod script has at least
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +21,7 @@ from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
 from hvdtrain.keras.data import Logs, ModelCallback, note_samples, rate_of, step_sum
 from hvdtrain.keras.optimizer import broadcast_variables, check_root
+from hvdtrain.steps.checkpoint_files import Arrays
 
 __all__ = [
     "BackupAndRestore",
@@ -166,17 +167,14 @@ class MetricAverageCallback(ModelCallback):
         self._statistics.close()
         self._step_names |= {f"val_{name}" for name in logs or {}}
 
-    def _over_all_ranks(self) -> dict[str, Any]:
+    def _over_all_ranks(self) -> Mapping[str, object]:
         """Return the metrics of the model, over all ranks outside of a step."""
-        get_result = type(self.model).get_metrics_result
         if self._in_step or tf.inside_function():
-            result: dict[str, Any] = get_result(self.model)
-            return result
+            return type(self.model).get_metrics_result(self.model)
         return self.average()
 
-    def average(self) -> dict[str, Any]:
+    def average(self) -> Arrays:
         """Return the metrics of the model over all ranks; all ranks must call it."""
-        get_result = type(self.model).get_metrics_result
         variables = [variable for metric in self.model.metrics for variable in metric.variables]
         kept = [np.asarray(variable.numpy()) for variable in variables]
         arrays = {str(index): value for index, value in enumerate(kept)}
@@ -185,7 +183,8 @@ class MetricAverageCallback(ModelCallback):
             total = self.adapter.communicator.sum_arrays({**arrays, "none": np.zeros(1)})
         for index, variable in enumerate(variables):
             variable.assign(total[str(index)].astype(kept[index].dtype))
-        result = {name: np.asarray(value) for name, value in get_result(self.model).items()}
+        metrics = type(self.model).get_metrics_result(self.model)
+        result = {name: np.asarray(value) for name, value in metrics.items()}
         for variable, value in zip(variables, kept, strict=True):
             variable.assign(value)
         self._counted |= set(result)
@@ -194,12 +193,10 @@ class MetricAverageCallback(ModelCallback):
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         # Further results of a custom train step; all ranks have the same weight.
-        others = {
-            name: float(logs[name])
-            for name in sorted(self._step_names & set(logs or {}))
-            if logs and name.removeprefix("val_") not in self._counted
-        }
-        if self.adapter.world.size > 1 and others and logs is not None:
+        logs = {} if logs is None else logs
+        names = sorted(self._step_names & set(logs))
+        others = {n: float(logs[n]) for n in names if n.removeprefix("val_") not in self._counted}
+        if self.adapter.world.size > 1 and others:
             logs.update(self.adapter.average_metrics(1, **others)[0])
 
 

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
@@ -193,7 +194,7 @@ def save(
 
 def restore(
     adapter: CommonAdapter, directory: Path, model: Any, optimizer: Any
-) -> dict[str, Any] | None:
+) -> JsonValues | None:
     """Load the newest checkpoint, or send the first rank's state; all ranks must call it.
 
     Returns the saved ``state``; None if there is no checkpoint.

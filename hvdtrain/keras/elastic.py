@@ -19,6 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption
 from hvdtrain.errors import EXIT_PREEMPTED, UsageError
@@ -28,8 +29,6 @@ from hvdtrain.keras.callbacks import set_learning_rate
 from hvdtrain.keras.data import Logs, ModelCallback, adapter_of, learning_rate, note_samples
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import leave, process_status
-
-Values = dict[str, Any]  # JSON values by name, with the types that they have in JSON
 
 
 class TensorFlowKerasState:
@@ -76,8 +75,8 @@ class TensorFlowKerasState:
         self._rate: float | None = None  # set by the script
         # Of the current epoch, by ``UpdateBatchStateCallback``: its number of steps, the progress
         # of the dataset of ``shard`` (samples, samples trained on), and the last logs.
-        self.of_epoch: Values = {}
-        self.restored: Values | None = None  # the commit from which ``run`` has begun
+        self.of_epoch: JsonValues = {}
+        self.restored: JsonValues | None = None  # the commit from which ``run`` has begun
         self._last_commit: float | None = None  # time of the last commit or check
         self._longest = 0.0  # seconds between two of them
         self._runs = 0  # number of active calls of ``run``
@@ -207,10 +206,10 @@ class TensorFlowKerasState:
         self._preemption.watch_walltime(self._longest)
         return self._preemption.agree()
 
-    def _restore(self, directory: Path) -> Values | None:
+    def _restore(self, directory: Path) -> JsonValues | None:
         return checkpoint.restore(self.adapter, directory, self.model, self.optimizer)
 
-    def _plain_values(self) -> Values:
+    def _plain_values(self) -> JsonValues:
         """Return the values of the script as JSON values."""
         plain = {}
         for name in self._names:
@@ -301,8 +300,7 @@ class UpdateBatchStateCallback(_StateCallback):
 
     @property
     def _steps(self) -> int | None:
-        steps: int | None = self.params.get("steps")
-        return steps
+        return self.params.get("steps")
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -352,7 +350,7 @@ class UpdateBatchStateCallback(_StateCallback):
         shards.offset.left_out = 0
 
 
-def _leave_out(model: Any, number: int, rest: int, logs: Values) -> Callable[[], None]:
+def _leave_out(model: Any, number: int, rest: int, logs: JsonValues) -> Callable[[], None]:
     """Make ``fit`` draw the next ``number`` batches without training on them, and return ``logs``.
 
     The last ``rest`` of them begin an execution that trains on its other batches. Returns what

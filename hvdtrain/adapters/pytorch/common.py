@@ -148,8 +148,7 @@ class PyTorchAdapter(CommonAdapter):
 
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
         """Return the sum of ``values`` over all ranks, not differentiable."""
-        total: torch.Tensor = self.communicator.sum_tensor(values.clone().contiguous(), name)
-        return total
+        return self.communicator.sum_tensor(values.clone().contiguous(), name)
 
     @override
     def make_deterministic(self) -> None:

@@ -12,7 +12,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
 from hvdtrain.adapters.state_view import DIFFERENT, SEEN, StateView, separate_buffers
@@ -133,7 +134,7 @@ class ShardedView(TorchView):
 
     @override
     def write(
-        self, directory: Path, optimizer: Any, state: dict[str, Any], ranks: Arrays, keep: int
+        self, directory: Path, optimizer: Any, state: JsonValues, ranks: Arrays, keep: int
     ) -> Path | None:
         self.compare(self.replicated(optimizer), DIFFERENT)
         communicator, step = self.adapter.communicator, state["step"]
@@ -152,8 +153,8 @@ class ShardedView(TorchView):
         except HvdtrainError:
             communicator.on_root(lambda: checkpoints.remove_partial(directory))
             raise
-        rows = communicator.gather_json([asdict(file) for file in mine])
-        files = [Written(**file) for row in rows for file in row]
+        rows = communicator.gather_json(mine, list[Written])
+        files = [file for row in rows for file in row]
         return communicator.on_root(lambda: checkpoints.commit(folder, files, state, keep))
 
     def _write(self, folder: Path, step: int, pieces: Sequence[Piece]) -> list[Written]:
@@ -172,13 +173,13 @@ class ShardedView(TorchView):
         return writer.close()
 
     @override
-    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> dict[str, Any] | None:
+    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> JsonValues | None:
         state = self.share_state(find)
         if state:
             self.adapter.communicator.together(lambda: self._read(state, optimizer))
         return state
 
-    def _read(self, state: dict[str, Any], optimizer: Any) -> None:
+    def _read(self, state: JsonValues, optimizer: Any) -> None:
         """Read this rank's part of the checkpoint that rank 0 has found and checked."""
         path = Path(state["path"])
         try:

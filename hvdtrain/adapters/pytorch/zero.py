@@ -8,7 +8,7 @@ kept; torch's ZeroRedundancyOptimizer would have to replace it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class Share:
         optimizer.register_step_pre_hook(self._hide)
         optimizer.register_step_post_hook(lambda *_: self._send())
 
-    def _hide(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _hide(self, _: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if any(arguments[1:]) or named.get("closure"):
             raise UsageError("--strategy zero takes no closure: call backward() before step()")
         self._hidden = [parameter.grad for parameter in self.parameters]
