@@ -29,6 +29,7 @@ class LateSum:
 
     def wait(self, flat: Any) -> None:
         flat[:SIZE] += self.remote
+        flat[SIZE] += 1  # rank that has this gradient
         self.started -= 1
 
     def nbytes(self, flat: Any) -> int:
@@ -99,9 +100,13 @@ def test_awaited_gradients_that_are_discarded_otherwise_are_reported() -> None:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     hooks = RankHooks(weight=lambda: 0.0)
     buckets = Buckets("test", optimizer, LateSum(torch.ones(SIZE)), hooks)
-    buckets.begin(empty=True)
-    optimizer.zero_grad()  # keeps them
-    optimizer.step()
+    # Zeroed in place, also by a module around the model: kept, as by the optimizer's zero_grad.
+    around = torch.nn.ParameterList([parameter])
+    for updates, zero in enumerate((optimizer.zero_grad, around.zero_grad), 1):
+        buckets.begin(empty=True)
+        zero(set_to_none=False)
+        optimizer.step()
+        assert parameter.tolist() == [-updates] * SIZE
     buckets.begin(empty=True)
     parameter.grad = None
     with pytest.raises(UsageError, match="use zero_grad of the optimizer, or of the model"):

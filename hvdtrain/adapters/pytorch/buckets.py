@@ -35,6 +35,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM
 
+GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 ALIGNMENT = 16  # elements: a cache line of 64 bytes in fp32
 
 
@@ -315,7 +316,16 @@ class Awaited(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Wait, then call ``func`` with the gradients as plain tensors."""
+        """Wait, then call ``func`` with the gradients as plain tensors; zeroing does not wait.
+
+        The calls are those of ``Module.zero_grad(set_to_none=False)``, also of another module.
+        """
+        if func == GRAD_FN:
+            return None
+        if func == torch.Tensor.zero_:
+            args[0].__dict__["buckets"].zero_grad()
+        if func in (torch.Tensor.zero_, torch.Tensor.requires_grad_):
+            return args[0]
 
         def plain(value: Any) -> Any:
             if not isinstance(value, Awaited):
