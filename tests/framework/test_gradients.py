@@ -80,16 +80,18 @@ def test_a_part_without_samples_counts_nothing_even_if_its_loss_is_nan() -> None
 
 def test_zero_grad_of_a_distributed_model_is_its_own_also_in_copies() -> None:
     torch = pytest.importorskip("torch")
-    from hvdtrain.adapters.pytorch.buckets import ZeroGrad
+    from hvdtrain.adapters.pytorch.buckets import ZeroGrad, keep_awaited
 
-    model = torch.nn.Linear(1, 1)
-    model.__dict__["zero_grad"] = ZeroGrad(model)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    keep_awaited(model)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for module in (model, *copies):
         module(torch.ones(1)).backward()
     for module in copies:
-        module.zero_grad()
-        assert module.weight.grad is None and model.weight.grad is not None
+        assert isinstance(module.zero_grad, ZeroGrad)
+        module[0].zero_grad()  # of a layer, too
+        assert isinstance(module[0].zero_grad, ZeroGrad)
+        assert module[0].weight.grad is None and model[0].weight.grad is not None
 
 
 def test_awaited_gradients_that_are_discarded_otherwise_are_reported() -> None:

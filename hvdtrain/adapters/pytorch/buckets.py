@@ -338,6 +338,15 @@ class Awaited(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def keep_awaited(model: torch.nn.Module) -> None:
+    """Make ``zero_grad`` of ``model`` and of its layers keep awaited gradients.
+
+    Of these modules only, and copied with them; torch's would discard awaited gradients.
+    """
+    for module in model.modules():
+        module.__dict__["zero_grad"] = ZeroGrad(module)
+
+
 class ZeroGrad:
     """``zero_grad`` of a distributed ``model``, which keeps awaited gradients."""
 
@@ -381,8 +390,7 @@ class BucketedAdapter(PyTorchAdapter):
         buckets = Buckets(name, optimizer, sums, hooks, self.comm_options.bucket_bytes)
         self._all_buckets = [*self.gradient_sums, buckets]
         self.waits.before = self.end_part
-        # Of this model only, and copied with it; torch's would discard awaited gradients.
-        model.__dict__["zero_grad"] = ZeroGrad(model)
+        keep_awaited(model)
         return model, optimizer
 
     @override
