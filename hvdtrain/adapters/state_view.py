@@ -83,7 +83,8 @@ class StateView(ABC):
         return self._trained(self.export(optimizer))
 
     def _trained(self, state: Checkpoint) -> Checkpoint:
-        return replace(state, model={name: state.model[name] for name in self.trained_names()})
+        names = self.trained_names()
+        return replace(state, model={k: v for k, v in state.model.items() if k in names})
 
     def compare(self, state: Checkpoint, reason: str, *, when: str = "") -> str:
         """Compare the ``state`` that ranks share; see the function ``compare``."""

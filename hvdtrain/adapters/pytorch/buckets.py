@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common import RankHooks
-from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.adapters.pytorch.common import PyTorchAdapter, parameters_of
 from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums
 from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError
@@ -153,12 +153,7 @@ class Buckets:
         full: int = BUCKET_BYTES,
     ) -> None:
         self.sums, self.rank = sums, rank
-        parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
+        parameters = [value for value in parameters_of(optimizer) if value.requires_grad]
         kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
         self.buckets = [
             Bucket(f"{name}.{number}", [parameters[index] for index in group])

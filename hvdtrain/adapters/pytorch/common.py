@@ -48,9 +48,13 @@ class TorchView(StateView):
     @override
     def export(self, optimizer: Any) -> Checkpoint:
         return Checkpoint(
-            {name: array_of(value) for name, value in self.tensors().items()},
-            {name: array_of(value) for name, value in optimizer_tensors(optimizer).items()},
+            {name: self.array(value) for name, value in self.tensors().items()},
+            {name: self.array(value) for name, value in optimizer_tensors(optimizer).items()},
         )
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Return a tensor of the state for ``export``."""
+        return array_of(tensor)
 
     @override
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
@@ -65,7 +69,7 @@ class TorchView(StateView):
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: Checkpoint) -> None:
         """Restore this rank's part of the state that ``optimizer_tensors`` returned."""
         state: dict[int, dict[str, torch.Tensor]] = {}
-        parameters = [value for group in optimizer.param_groups for value in group["params"]]
+        parameters = parameters_of(optimizer)
         for name, stored in saved.training.items():
             number, _, key = name.partition("/")
             index = int(number)
@@ -171,6 +175,11 @@ class PyTorchAdapter(CommonAdapter):
 def array_of(value: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the tensor as an array, which may share its memory."""
     return value.detach().cpu().contiguous().numpy()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of an optimizer, numbered as in its ``state_dict``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:

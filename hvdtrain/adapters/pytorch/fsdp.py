@@ -23,7 +23,13 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners
-from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors, tensor_of
+from hvdtrain.adapters.pytorch.common import (
+    TorchView,
+    array_of,
+    optimizer_tensors,
+    parameters_of,
+    tensor_of,
+)
 from hvdtrain.adapters.pytorch.ddp import weigh
 from hvdtrain.adapters.pytorch.sharded import (
     Piece,
@@ -52,14 +58,9 @@ class FsdpAdapter(ShardedAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        names = {id(value): name for name, value in model.named_parameters()}
-        optimized = [value for group in optimizer.param_groups for value in group["params"]]
-        if optimizer.state or any(id(value) not in names for value in optimized):
-            raise UsageError(
-                "distribute_optimizer: --strategy fsdp shards the parameters: use an optimizer of "
-                "this model's parameters without state; resume loads one"
-            )
+        self.check_optimizer(model, optimizer, "shards the parameters")
         check_parameters(model)
+        names = {id(value): name for name, value in model.named_parameters()}
         # After sharding no rank has them whole.
         for value in TorchView(self, model).tensors().values():
             if not value.is_contiguous():  # fully_shard takes no other
@@ -126,11 +127,8 @@ class RowsView(ShardedView):
         return tensor_of(stored)
 
     @override
-    def export(self, optimizer: Any) -> Checkpoint:
-        return Checkpoint(
-            {name: array_of(_whole(value)) for name, value in self.tensors().items()},
-            {name: array_of(_whole(value)) for name, value in optimizer_tensors(optimizer).items()},
-        )
+    def array(self, tensor: torch.Tensor) -> NDArray[Any]:
+        return array_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
     @override
     def pieces(self, optimizer: Any) -> Iterator[Piece]:
@@ -141,8 +139,7 @@ class RowsView(ShardedView):
         for name, value in tensors.items():
             infinite = name not in trained
             yield self._piece(MODEL_FILE, name, value, owners[id(value)], infinite=infinite)
-        groups = optimizer.param_groups if optimizer else ()
-        parameters = [value for group in groups for value in group["params"]]
+        parameters = parameters_of(optimizer) if optimizer else []
         for name, value in optimizer_tensors(optimizer).items():
             owner = owners[id(parameters[int(name.partition("/")[0])])]
             yield self._piece(TRAINING_FILE, name, value, owner)
@@ -292,7 +289,3 @@ def _reshard(model: Any, *_: Any) -> None:
 
 def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value

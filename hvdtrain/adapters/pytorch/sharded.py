@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
-from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors
+from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors, parameters_of
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
 from hvdtrain.adapters.state_view import DIFFERENT, SEEN, StateView, separate_buffers
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
@@ -96,6 +96,15 @@ class ShardedAdapter(DdpAdapter):
         self._views[view.model] = view
         optimizer.register_step_pre_hook(lambda *_: self._check_pass())
         optimizer.register_step_pre_hook(lambda *_: sums.end_update())
+
+    def check_optimizer(self, model: Any, optimizer: Any, reason: str) -> None:
+        """Raise ``UsageError`` if ``optimizer`` has a state, or parameters of another model."""
+        known = {id(value) for value in model.parameters()}
+        if optimizer.state or any(id(value) not in known for value in parameters_of(optimizer)):
+            raise UsageError(
+                f"distribute_optimizer: --strategy {self.name} {reason}: use an optimizer of this "
+                "model's parameters without state; resume loads one"
+            )
 
     @override
     def view(self, model: Any, optimizer: Any = None) -> StateView:

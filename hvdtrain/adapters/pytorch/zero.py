@@ -8,7 +8,7 @@ kept; torch's ZeroRedundancyOptimizer would have to replace it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners, buckets
-from hvdtrain.adapters.pytorch.common import tensor_of
+from hvdtrain.adapters.pytorch.common import parameters_of, tensor_of
 from hvdtrain.adapters.pytorch.ddp import Replica
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
 from hvdtrain.errors import UsageError
@@ -78,7 +78,7 @@ class Share:
         self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter, replica: Replica
     ) -> None:
         self.replica, rank = replica, adapter.world.rank
-        self.parameters = [value for group in optimizer.param_groups for value in group["params"]]
+        self.parameters = parameters_of(optimizer)
         sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
         self.owners = balanced_owners(sizes, adapter.world.size)
         self.mine = frozenset(index for index, owner in enumerate(self.owners) if owner == rank)
@@ -105,7 +105,7 @@ class Share:
         for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
             parameter.grad = gradient
         self._hidden = []
-        before: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
+        before: tuple[Sequence[torch.Tensor], torch.Tensor, Any] | None = None
         with self.replica.blocked(SUM):
             for bucket in self._buckets:
                 parameters = [self.parameters[index] for index in bucket]
@@ -118,9 +118,8 @@ class Share:
                 _receive(*before)
 
 
-def _receive(parameters: list[torch.Tensor], message: torch.Tensor, work: Any) -> None:
+def _receive(parameters: Sequence[torch.Tensor], message: torch.Tensor, work: Any) -> None:
     work.wait()
-    for parameter, part in zip(
-        parameters, message.split([parameter.numel() for parameter in parameters]), strict=True
-    ):
+    parts = message.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
         parameter.copy_(part.view_as(parameter))
