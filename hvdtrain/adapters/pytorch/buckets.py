@@ -35,8 +35,10 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM
 
-GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 ALIGNMENT = 16  # elements: a cache line of 64 bytes in fp32
+GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
+# What ``Module.zero_grad(set_to_none=False)`` calls, also that of a module around the model.
+ZEROING = (GRAD_FN, torch.Tensor.requires_grad_, torch.Tensor.zero_)
 
 
 class Bucket:
@@ -162,7 +164,7 @@ class Buckets:
         self.summing = True  # over the ranks; False: backward passes accumulate locally
         self.blocked_seconds = 0.0  # total wait for sums
         self._running = self._summed = False  # a backward pass runs; one of this part was summed
-        self._awaited = False  # the sum of a pass that this rank skips
+        self.awaited = False  # the sum of a pass that this rank skips
         self._zeroed = False  # gradients were zeroed while awaited
         self._unclear = False  # so it is unknown whether to keep this rank's sum
         self._holds = False  # sums of earlier passes, if there are gradients
@@ -220,7 +222,7 @@ class Buckets:
     def finish(self) -> None:
         """Complete the sums of all gradients over the ranks."""
         absent = []
-        if self._awaited and any(bucket.has_lost() for bucket in self.buckets):
+        if self.awaited and any(bucket.has_lost() for bucket in self.buckets):
             raise UsageError(
                 "gradients of a part without samples were set to None before the other ranks' were "
                 "added: use zero_grad of the optimizer, or of the model that was distributed"
@@ -242,8 +244,8 @@ class Buckets:
         dropped = self._unclear and not self.buckets[-1].flat[-2] > 0
         for bucket, indices in zip(self.buckets, absent, strict=True):
             bucket.close(indices, dropped=dropped)
-        self._unclear = self._awaited and self._zeroed
-        self._running = self._awaited = False
+        self._unclear = self.awaited and self._zeroed
+        self._running = self.awaited = False
         self._summed = self._holds = True
 
     def begin(self, *, empty: bool) -> None:
@@ -254,8 +256,8 @@ class Buckets:
         """
         self.whole()  # after an empty part, if several parts are accumulated
         self._summed = self._zeroed = False
-        self._awaited = empty and self.rank.may_skip() and torch.is_grad_enabled()
-        for bucket in self.buckets if self._awaited else ():
+        self.awaited = empty and self.rank.may_skip() and torch.is_grad_enabled()
+        for bucket in self.buckets if self.awaited else ():
             bucket.open()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view.as_subclass(Awaited)
@@ -265,7 +267,7 @@ class Buckets:
         """Replace ``optimizer.zero_grad``: keep awaited gradients."""
         self._summed = self._holds = False
         optimizer = self.optimizer()
-        if self._awaited:
+        if self.awaited:
             self._zeroed = True
         elif optimizer is not None:
             self._unclear = False
@@ -276,7 +278,7 @@ class Buckets:
 
     def whole(self) -> None:
         """Complete the gradients now, if they are awaited."""
-        if self._awaited:
+        if self.awaited:
             self.finish()
 
     def _before_step(self, *_: Any) -> None:
@@ -286,7 +288,7 @@ class Buckets:
                 "rank must make all backward passes, even on a part without samples (its loss may "
                 "be nan; it is ignored)"
             )
-        if self._awaited or not self._summed:
+        if self.awaited or not self._summed:
             self.finish()
         self._summed = self._unclear = False
 
@@ -311,16 +313,11 @@ class Awaited(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Wait, then call ``func`` with the gradients as plain tensors; zeroing does not wait.
-
-        The calls are those of ``Module.zero_grad(set_to_none=False)``, also of another module.
-        """
-        if func == GRAD_FN:
-            return None
-        if func == torch.Tensor.zero_:
-            args[0].__dict__["buckets"].zero_grad()
-        if func in (torch.Tensor.zero_, torch.Tensor.requires_grad_):
-            return args[0]
+        """Wait, then call ``func`` with the gradients as plain tensors; zeroing does not wait."""
+        if func in ZEROING and (owner := args[0].__dict__["buckets"]).awaited:
+            if func == torch.Tensor.zero_:
+                owner.zero_grad()
+            return None if func == GRAD_FN else args[0]
 
         def plain(value: Any) -> Any:
             if not isinstance(value, Awaited):
