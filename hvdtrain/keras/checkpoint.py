@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
 from hvdtrain.keras.data import Logs, ModelCallback, learning_rate, note_samples, step_sum

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from hvdtrain.adapters.pytorch.adapter import parameters_of
 from hvdtrain.adapters.pytorch.buckets import BucketedAdapter
-from hvdtrain.adapters.pytorch.common import parameters_of
 from hvdtrain.adapters.pytorch.sums import TYPES, Sums
 from hvdtrain.errors import UsageError
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
-from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors, parameters_of
+from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors, parameters_of
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
 from hvdtrain.adapters.state_view import DIFFERENT, SEEN, StateView, separate_buffers
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
