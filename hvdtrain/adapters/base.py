@@ -15,6 +15,9 @@ from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Shards
 from hvdtrain.steps.world import World
 
+JsonValues = dict[str, Any]
+"""JSON values by name, as the ``state`` of a checkpoint has them."""
+
 
 class Adapter(ABC):
     """The eight steps for one framework and one strategy, to be called in this order."""
@@ -125,7 +128,7 @@ class Adapter(ABC):
         model: Any,
         optimizer: Any,
         *,
-        state: dict[str, Any],
+        state: JsonValues,
         keep: int = 3,
     ) -> Path:
         """Step 7: write a checkpoint atomically; all ranks call it.

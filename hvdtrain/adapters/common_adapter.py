@@ -8,7 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -242,9 +242,8 @@ class CommonAdapter(StateAdapter):
             self.communicator.on_root(lambda: log.warning("%s", warning))
 
     def _gather_threads(self, threads: int) -> list[tuple[RankCores, int]]:
-        mine = asdict(RankCores.here(self.world.host, os.environ))
-        ranks = self.communicator.gather_json([mine, threads])
-        return [(RankCores(**facts), number) for facts, number in ranks]
+        mine = RankCores.here(self.world.host, os.environ)
+        return self.communicator.gather_json((mine, threads), tuple[RankCores, int])
 
     def check_devices(self, name: str, index: int, visible: int) -> None:
         """Raise, on every rank, if local ranks share a GPU; all ranks must call it, also on a CPU.

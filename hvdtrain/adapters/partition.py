@@ -28,6 +28,7 @@ def buckets(gradients: Sequence[tuple[object, int]], full: int = BUCKET_BYTES) -
 def balanced_cuts(costs: Sequence[int], number: int) -> list[range]:
     """Cut a sequence of layers into ``number`` stages, minimizing the cost of the costliest stage.
 
+    There are at least as many layers as stages; the result is the indices of each stage's layers.
     Of equally good cuts the last is taken: behind layers without cost, e.g. a pooling layer, whose
     output is smaller to send.
     """

@@ -9,9 +9,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-
-import msgspec
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
@@ -60,8 +57,7 @@ def exchange(communicator: Communicator) -> list[RankFacts]:
     """Return the facts of all ranks, in one collective; they must run the same software."""
     identities = sorted({library.identity for library in mpi_library.loaded()})
     mine = integrity.rank_facts(os.environ, ", ".join(identities))
-    gathered = communicator.gather(msgspec.json.encode(mine))
-    ranks = [msgspec.json.decode(facts, type=RankFacts) for facts in gathered]
+    ranks = communicator.gather_json(mine, RankFacts)
     with _allowing(communicator, ranks, integrity.MIXED_VERSIONS):
         integrity.check_software(ranks)
     return ranks
@@ -69,7 +65,7 @@ def exchange(communicator: Communicator) -> list[RankFacts]:
 
 def check_devices(communicator: Communicator, device: Device, ranks: list[RankFacts]) -> None:
     """Raise, on every rank, naming the ranks, if two share a device; it is one collective."""
-    devices = [Device(**mine) for mine in communicator.gather_json(asdict(device))]
+    devices = communicator.gather_json(device, Device)
     with _allowing(communicator, ranks, integrity.SHARED_GPU):
         integrity.check_devices(devices, ranks)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from hvdtrain.adapters.base import Adapter
+from hvdtrain.adapters.base import Adapter, JsonValues
 from hvdtrain.adapters.state_view import StateView, buffers_of_rank, gather_buffers, mean_buffers
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
@@ -84,7 +84,11 @@ class StateAdapter(Adapter):
         """Compare trained parameters and optimizer state of all ranks, bit for bit.
 
         Neither running statistics, which are local to each rank in training, nor sharded state,
-        of which each rank holds another part, are compared.
+        of which each rank holds another part, are compared. Returns the common SHA-256.
+
+        Raises:
+            HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
+                tensor; after ``step`` updates.
         """
         view = self.view(model, optimizer)
         return view.compare(
@@ -108,7 +112,7 @@ class StateAdapter(Adapter):
         model: Any,
         optimizer: Any,
         *,
-        state: dict[str, Any],
+        state: JsonValues,
         keep: int = 3,
     ) -> Path:
         self.check_trained(model, optimizer)
@@ -131,8 +135,8 @@ class StateAdapter(Adapter):
         model: Any,
         optimizer: Any,
         *,
-        origin: dict[str, Any] | None = None,
-    ) -> dict[str, Any] | None:
+        origin: JsonValues | None = None,
+    ) -> JsonValues | None:
         """Load as ``resume`` does; only rank 0 has the state until ``broadcast_state``."""
         view = self.view(model, optimizer)
 
@@ -147,9 +151,7 @@ class StateAdapter(Adapter):
         return loaded
 
     @together
-    def load_weights(
-        self, path: Path | str, model: Any, *, origin: dict[str, Any]
-    ) -> dict[str, Any]:
+    def load_weights(self, path: Path | str, model: Any, *, origin: JsonValues) -> JsonValues:
         """Load the weights of one checkpoint; only rank 0 has them until ``broadcast_state``.
 
         Of a directory of several, the newest is loaded; for ``origin`` and the result see
@@ -176,8 +178,8 @@ class StateAdapter(Adapter):
         model: Any,
         optimizer: Any,
         *,
-        origin: dict[str, Any] | None = None,
-    ) -> dict[str, Any] | None:
+        origin: JsonValues | None = None,
+    ) -> JsonValues | None:
         """Load the newest intact checkpoint and broadcast it (step 6); all ranks must call it.
 
         If there is none, the current state of rank 0 is broadcast.
@@ -216,7 +218,7 @@ class StateAdapter(Adapter):
                 view.set_local_buffers(local)
 
 
-def _check_saved(directory: Path, state: dict[str, Any]) -> None:
+def _check_saved(directory: Path, state: JsonValues) -> None:
     step = state.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UsageError(

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import safetensors.numpy
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -81,7 +83,8 @@ class StateView(ABC):
         return self._trained(self.export(optimizer))
 
     def _trained(self, state: Checkpoint) -> Checkpoint:
-        return replace(state, model={name: state.model[name] for name in self.trained_names()})
+        names = self.trained_names()
+        return replace(state, model={k: v for k, v in state.model.items() if k in names})
 
     def compare(self, state: Checkpoint, reason: str, *, when: str = "") -> str:
         """Compare the ``state`` that ranks share; see the function ``compare``."""
@@ -104,7 +107,7 @@ class StateView(ABC):
         )
 
     def write(
-        self, directory: Path, optimizer: Any, state: dict[str, Any], ranks: Arrays, keep: int
+        self, directory: Path, optimizer: Any, state: JsonValues, ranks: Arrays, keep: int
     ) -> Path | None:
         """Write a checkpoint: only on rank 0, unless the state is sharded; return it there.
 
@@ -147,7 +150,7 @@ class StateView(ABC):
         if bad:
             raise ValueError(f"{bad} is not finite")
 
-    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> dict[str, Any] | None:
+    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> JsonValues | None:
         """Load, only on rank 0, the checkpoint that ``find`` returns there.
 
         Returns the saved ``state``, with the checkpoint's ``path``, on every rank.
@@ -162,13 +165,12 @@ class StateView(ABC):
 
         return self.share_state(load)
 
-    def share_state(self, load: Callable[[], Checkpoint | None]) -> dict[str, Any] | None:
+    def share_state(self, load: Callable[[], Checkpoint | None]) -> JsonValues | None:
         """Return on every rank the state and path of the checkpoint that rank 0 loads."""
         communicator = self.adapter.communicator
         loaded = communicator.on_root(load)
         message = json.dumps(loaded and {**loaded.state, "path": str(loaded.path)}).encode()
-        state: dict[str, Any] | None = json.loads(communicator.broadcast_bytes(message))
-        return state
+        return json.loads(communicator.broadcast_bytes(message))
 
 
 def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> None:
@@ -237,30 +239,18 @@ def _digest(name: str, array: np.ndarray[Any, Any]) -> bytes:
 
 def mean_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
     """Return the mean of the ranks' buffers, weighted by ``seen``, each rank's sample count."""
-    flat = np.concatenate([value.ravel().astype(np.float64) for value in local.values()])
-    total = communicator.sum(np.append(flat * seen, float(seen)))
-    if total[-1] == 0:  # nothing trained yet: all ranks have the same
+    weighted = {name: value.astype(np.float64) * seen for name, value in local.items()}
+    total = communicator.sum_arrays({**weighted, SEEN: np.array(seen)})
+    if total[SEEN] == 0:  # nothing trained yet: all ranks have the same
         return local
-    mean = total[:-1] / total[-1]
-    result, offset = {}, 0
-    for name, value in local.items():
-        part = mean[offset : offset + value.size]
-        result[name] = part.reshape(value.shape).astype(value.dtype)
-        offset += value.size
-    return result
+    return {name: (total[name] / total[SEEN]).astype(value.dtype) for name, value in local.items()}
 
 
 def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
     """Return all ranks' buffers and sample counts, for a checkpoint."""
-    counts = communicator.gather(seen.to_bytes(8, "big"))
-    arrays: Arrays = {SEEN: np.array([int.from_bytes(count, "big") for count in counts])}
-    gathered = communicator.gather(b"".join(value.tobytes() for value in local.values()))
-    offset = 0
-    for name, value in local.items():
-        rows = [np.frombuffer(data, value.dtype, value.size, offset) for data in gathered]
-        arrays[PREFIX + name] = np.stack([row.reshape(value.shape) for row in rows])
-        offset += value.nbytes
-    return arrays
+    mine = {SEEN: np.array(seen), **{PREFIX + name: value for name, value in local.items()}}
+    rows = [safetensors.numpy.load(d) for d in communicator.gather(safetensors.numpy.save(mine))]
+    return {name: np.stack([row[name] for row in rows]) for name in mine}
 
 
 def separate_buffers(training: Tensors) -> tuple[Tensors, Arrays]:

@@ -6,8 +6,10 @@ import json
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
@@ -99,9 +101,10 @@ class Communicator(ABC):
             buffer[start : start + CHUNK] = self.broadcast(buffer[start : start + CHUNK])
         return buffer.tobytes()
 
-    def gather_json(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks, by rank."""
-        return [json.loads(data) for data in self.gather(json.dumps(value).encode())]
+    def gather_json(self, value: Any, kind: Any = Any) -> list[Any]:
+        """Return the JSON values of all ranks by rank, converted to ``kind``, e.g. a dataclass."""
+        message = json.dumps(value, default=asdict).encode()
+        return [msgspec.convert(json.loads(data), kind) for data in self.gather(message)]
 
     def broadcast_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return rank 0's arrays by name; the argument of other ranks is ignored."""
@@ -111,6 +114,16 @@ class Communicator(ABC):
             data = self.broadcast_bytes(arrays[name].tobytes() if self.is_root else b"")
             received[name] = np.frombuffer(data, dtype).reshape(shape)
         return received
+
+    def sum_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Vector]:
+        """Return the sums of ``arrays`` over all ranks by name, in float64, in one operation."""
+        flat = [value.ravel().astype(np.float64) for value in arrays.values()]
+        ends = np.cumsum([value.size for value in flat])
+        parts = np.split(self.sum(np.concatenate(flat)), ends[:-1])
+        return {
+            name: part.reshape(value.shape)
+            for (name, value), part in zip(arrays.items(), parts, strict=True)
+        }
 
     def together(self, action: Callable[[], Result], *, alike: bool = False) -> Result:
         """Do ``action`` on all ranks; if it fails on a rank, raise the same error on all.

@@ -58,15 +58,13 @@ class HorovodTensorFlow(Communicator):
     def broadcast(self, data: Bytes) -> Bytes:
         with tf.device("/CPU:0"):
             sent = hvd.broadcast(tf.constant(data), self._root, process_set=self.process_set)
-        result: Bytes = sent.numpy()
-        return result
+        return sent.numpy()
 
     @override
     def sum(self, values: Vector) -> Vector:
         with tf.device("/CPU:0"):
             total = hvd.allreduce(tf.constant(values), op=hvd.Sum, process_set=self.process_set)
-        result: Vector = total.numpy()
-        return result
+        return total.numpy()
 
     @override
     def tensor(self, length: int, value: float) -> Tensor:

@@ -40,13 +40,11 @@ class HorovodTorch(Communicator):
 
     @override
     def broadcast(self, data: Bytes) -> Bytes:
-        result: Bytes = hvd.broadcast(torch.from_numpy(data), root_rank=0).numpy()
-        return result
+        return hvd.broadcast(torch.from_numpy(data), root_rank=0).numpy()
 
     @override
     def sum(self, values: Vector) -> Vector:
-        result: Vector = hvd.allreduce(torch.from_numpy(values), op=hvd.Sum).numpy()
-        return result
+        return hvd.allreduce(torch.from_numpy(values), op=hvd.Sum).numpy()
 
     @override
     def tensor(self, length: int, value: float) -> Tensor:

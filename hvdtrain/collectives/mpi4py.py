@@ -41,8 +41,7 @@ class Mpi4py(Communicator):
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
-        gathered: list[bytes] = self.world.allgather(data)
-        return gathered
+        return self.world.allgather(data)
 
     @override
     def wait_for_all(self) -> None:

@@ -64,15 +64,13 @@ class Members(Communicator):
     def broadcast(self, data: Bytes) -> Bytes:
         received = torch.from_numpy(data.copy())
         dist.broadcast(received, src=self.ranks[0], group=self._control)
-        result: Bytes = received.numpy()
-        return result
+        return received.numpy()
 
     @override
     def sum(self, values: Vector) -> Vector:
         total = torch.from_numpy(values.copy())
         dist.all_reduce(total, group=self._control)
-        result: Vector = total.numpy()
-        return result
+        return total.numpy()
 
     @override
     def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
@@ -231,8 +229,7 @@ def agree_on_rendezvous(store: Store, rank: int, size: int, timeout: timedelta) 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 def _host_of_rank_0(mpi: Communicator) -> str:

@@ -22,35 +22,23 @@ import os
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import is_installed
 
+_RANKS = ("init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size")
+_PROCESS_SETS = ("add_process_set", "remove_process_set")
+_OPTIMIZERS = ("DistributedOptimizer", "PartialDistributedOptimizer")
+_STATE = ("broadcast_global_variables", "load_model")
+# Re-exported from Horovod; one process trains without it.
+_OPERATIONS = ("Adasum", "Average", "Compression", "Sum")
+_COLLECTIVES = ("allgather", "allreduce", "broadcast", "reducescatter")
+_WORLD = ("cross_rank", "cross_size", "ProcessSet", "global_process_set")
+_TIMELINE = ("start_timeline", "stop_timeline")
+_BUILT = ("ccl_built", "cuda_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
+_ENABLED = ("gloo_enabled", "mpi_enabled", "mpi_threads_supported", "rocm_built")
 _MODULES = {
-    **dict.fromkeys(
-        (
-            *("init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"),
-            *("add_process_set", "remove_process_set"),
-        ),
-        "hvdtrain.keras.session",
-    ),
-    **dict.fromkeys(
-        (
-            "DistributedOptimizer",
-            "PartialDistributedOptimizer",
-            "broadcast_global_variables",
-            "load_model",
-        ),
-        "hvdtrain.keras.optimizer",
-    ),
+    **dict.fromkeys(_RANKS + _PROCESS_SETS, "hvdtrain.keras.session"),
+    **dict.fromkeys(_OPTIMIZERS + _STATE, "hvdtrain.keras.optimizer"),
     "shard": "hvdtrain.keras.data",
-    # Re-exported from Horovod; one process trains without it.
     **dict.fromkeys(
-        (
-            *("Adasum", "Average", "Compression", "Sum"),
-            *("allgather", "allreduce", "broadcast", "reducescatter"),
-            *("cross_rank", "cross_size", "ProcessSet", "global_process_set"),
-            *("start_timeline", "stop_timeline"),
-            *("ccl_built", "cuda_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built"),
-            *("gloo_enabled", "mpi_enabled", "mpi_threads_supported", "rocm_built"),
-        ),
-        "horovod.tensorflow",
+        _OPERATIONS + _COLLECTIVES + _WORLD + _TIMELINE + _BUILT + _ENABLED, "horovod.tensorflow"
     ),
 }
 __all__ = sorted(["callbacks", "elastic", *_MODULES])

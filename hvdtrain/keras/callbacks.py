@@ -6,7 +6,7 @@ Each prepares its model (``data.py``): any Horovod script has at least
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,8 +19,9 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
-from hvdtrain.keras.data import ModelCallback, note_samples, rate_of, step_sum
+from hvdtrain.keras.data import Logs, ModelCallback, note_samples, rate_of, step_sum
 from hvdtrain.keras.optimizer import broadcast_variables, check_root
+from hvdtrain.steps.checkpoint_files import Arrays
 
 __all__ = [
     "BackupAndRestore",
@@ -32,7 +33,6 @@ __all__ = [
     "ModelCheckpoint",
 ]
 
-Logs = dict[str, Any] | None
 REMEDY = (
     "Compile the model with hvd.DistributedOptimizer(...), and pass to fit, on every rank, "
     "hvd.callbacks.BroadcastGlobalVariablesCallback(0)"
@@ -167,28 +167,24 @@ class MetricAverageCallback(ModelCallback):
         self._statistics.close()
         self._step_names |= {f"val_{name}" for name in logs or {}}
 
-    def _over_all_ranks(self) -> dict[str, Any]:
+    def _over_all_ranks(self) -> Mapping[str, object]:
         """Return the metrics of the model, over all ranks outside of a step."""
-        get_result = type(self.model).get_metrics_result
         if self._in_step or tf.inside_function():
-            result: dict[str, Any] = get_result(self.model)
-            return result
+            return type(self.model).get_metrics_result(self.model)
         return self.average()
 
-    def average(self) -> dict[str, Any]:
+    def average(self) -> Arrays:
         """Return the metrics of the model over all ranks; all ranks must call it."""
-        get_result = type(self.model).get_metrics_result
         variables = [variable for metric in self.model.metrics for variable in metric.variables]
         kept = [np.asarray(variable.numpy()) for variable in variables]
-        flat = [value.astype(np.float64).ravel() for value in kept]
+        arrays = {str(index): value for index, value in enumerate(kept)}
         with self.adapter.waits.during("MetricAverageCallback"):
-            total = self.adapter.communicator.sum(np.concatenate([*flat, np.zeros(1)]))
-        start = 0
-        for variable, value in zip(variables, kept, strict=True):
-            part = total[start : start + value.size].reshape(value.shape)
-            variable.assign(part.astype(value.dtype))
-            start += value.size
-        result = {name: np.asarray(value) for name, value in get_result(self.model).items()}
+            # There may be no metrics: a sum needs an element.
+            total = self.adapter.communicator.sum_arrays({**arrays, "none": np.zeros(1)})
+        for index, variable in enumerate(variables):
+            variable.assign(total[str(index)].astype(kept[index].dtype))
+        metrics = type(self.model).get_metrics_result(self.model)
+        result = {name: np.asarray(value) for name, value in metrics.items()}
         for variable, value in zip(variables, kept, strict=True):
             variable.assign(value)
         self._counted |= set(result)
@@ -197,12 +193,10 @@ class MetricAverageCallback(ModelCallback):
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         # Further results of a custom train step; all ranks have the same weight.
-        others = {
-            name: float(logs[name])
-            for name in sorted(self._step_names & set(logs or {}))
-            if logs and name.removeprefix("val_") not in self._counted
-        }
-        if self.adapter.world.size > 1 and others and logs is not None:
+        logs = {} if logs is None else logs
+        names = sorted(self._step_names & set(logs))
+        others = {n: float(logs[n]) for n in names if n.removeprefix("val_") not in self._counted}
+        if self.adapter.world.size > 1 and others:
             logs.update(self.adapter.average_metrics(1, **others)[0])
 
 
@@ -296,9 +290,14 @@ class LearningRateScheduleCallback(ModelCallback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Increase the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs.
 
-    With ``verbose`` rank 0 prints a line at the end; see ``LearningRateScheduleCallback``.
-
     Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
+
+    Args:
+        initial_lr: the final learning rate, that of one rank times the world size.
+        warmup_epochs: length of the warm-up, in epochs.
+        momentum_correction: see ``LearningRateScheduleCallback``.
+        steps_per_epoch: see ``LearningRateScheduleCallback``.
+        verbose: 1: print a line at the end of the warm-up, on rank 0.
     """
 
     def __init__(

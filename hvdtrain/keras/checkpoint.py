@@ -15,10 +15,11 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
-from hvdtrain.keras.data import ModelCallback, note_samples, rate_of, step_sum
+from hvdtrain.keras.data import Logs, ModelCallback, learning_rate, note_samples, step_sum
 
 MARK = ".process-set-"  # prefix of the file that reserves a directory for a process set
 
@@ -65,12 +66,12 @@ class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
         self._writes = self.adapter.world.is_writer
 
     @override
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self._writes:
             super().on_train_batch_end(batch, logs)
 
     @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         adapter, save = self.adapter, super().on_epoch_end
         note_samples(self._trained.optimizer)
 
@@ -135,7 +136,7 @@ class BackupAndRestore(ModelCallback):
         self._saved = 0
 
     @override
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         model, adapter = self.model, self.adapter
         if not model.built:
             raise HvdtrainError(
@@ -148,17 +149,17 @@ class BackupAndRestore(ModelCallback):
             model._initial_epoch = self._done  # read by fit after this call
 
     @override
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         # Not earlier: all callbacks have handled the end of the previous epoch only now.
         self._save()
         super().on_epoch_begin(epoch, logs)
 
     @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._done = epoch + 1
 
     @override
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         self._save()
         self.model._initial_epoch = None  # it would also apply to a later fit
 
@@ -186,15 +187,14 @@ def save(
     """
     note_samples(optimizer)
     mine = [seed.numpy().tolist() for seed in _seeds(model)]
-    seeds = adapter.communicator.gather_json(mine)
-    rate = rate_of(optimizer)
-    state["learning_rate"] = None if rate is None else float(rate)
-    adapter.save_checkpoint(directory, model, optimizer, state={**state, "seeds": seeds}, keep=keep)
+    state["seeds"] = adapter.communicator.gather_json(mine)
+    state["learning_rate"] = learning_rate(optimizer)
+    adapter.save_checkpoint(directory, model, optimizer, state=state, keep=keep)
 
 
 def restore(
     adapter: CommonAdapter, directory: Path, model: Any, optimizer: Any
-) -> dict[str, Any] | None:
+) -> JsonValues | None:
     """Load the newest checkpoint, or send the first rank's state; all ranks must call it.
 
     Returns the saved ``state``; None if there is no checkpoint.

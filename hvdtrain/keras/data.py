@@ -24,6 +24,8 @@ from hvdtrain.keras.optimizer import StepSum
 from hvdtrain.steps.sharding import Shards, bounds
 from hvdtrain.steps.world import World
 
+Logs = dict[str, Any] | None  # of a callback: values by name
+
 _orders: weakref.WeakSet[_Order] = weakref.WeakSet()
 _last: weakref.ref[_Order] | None = None  # order iterated over last
 
@@ -103,9 +105,8 @@ def begin_epoch(number: int) -> None:
 def begin_at(samples: int, consumed: int) -> int | None:
     """Skip the first ``consumed`` samples in the next epoch of the dataset of ``samples`` samples.
 
-    Returns the number of skipped batches, which are empty; None: no such dataset, or several.
-
-    Skipped batches are empty.
+    Returns the number of skipped batches, which are empty; None: no such dataset, or it is
+    ambiguous.
     """
     matching = [order for order in _orders if order.shards.samples == samples]
     numbers = {order.empty_batches(consumed) for order in matching}
@@ -222,6 +223,12 @@ def rate_of(optimizer: Any) -> Any:
     return rate if isinstance(rate, keras.Variable) else None
 
 
+def learning_rate(optimizer: Any) -> float | None:
+    """Return the learning rate; None if it is a schedule's."""
+    rate = rate_of(optimizer)
+    return None if rate is None else float(rate)
+
+
 class ModelCallback(keras.callbacks.Callback):
     """A callback that prepares its model, and sets the epoch of the shards."""
 
@@ -232,7 +239,7 @@ class ModelCallback(keras.callbacks.Callback):
         prepare(model)
 
     @override
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_begin(epoch, logs)
         begin_epoch(epoch)
 

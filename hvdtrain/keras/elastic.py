@@ -19,17 +19,16 @@ from typing import Any
 
 from typing_extensions import override
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption
 from hvdtrain.errors import EXIT_PREEMPTED, UsageError
 from hvdtrain.keras import checkpoint, session
 from hvdtrain.keras import data as shards
 from hvdtrain.keras.callbacks import set_learning_rate
-from hvdtrain.keras.data import ModelCallback, adapter_of, note_samples, rate_of
+from hvdtrain.keras.data import Logs, ModelCallback, adapter_of, learning_rate, note_samples
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import leave, process_status
-
-Logs = dict[str, Any] | None
 
 
 class TensorFlowKerasState:
@@ -69,14 +68,15 @@ class TensorFlowKerasState:
         self.directory: Path | None = None  # None: commits do nothing
         self.keep = keep
         self._names = tuple(values)
-        self._set(values)
+        for name, value in values.items():
+            setattr(self, name, value)
         self._reset: list[Callable[[], object]] = []
         self._commits = 0
         self._rate: float | None = None  # set by the script
         # Of the current epoch, by ``UpdateBatchStateCallback``: its number of steps, the progress
         # of the dataset of ``shard`` (samples, samples trained on), and the last logs.
-        self.of_epoch: dict[str, Any] = {}
-        self.restored: dict[str, Any] | None = None  # the commit from which ``run`` has begun
+        self.of_epoch: JsonValues = {}
+        self.restored: JsonValues | None = None  # the commit from which ``run`` has begun
         self._last_commit: float | None = None  # time of the last commit or check
         self._longest = 0.0  # seconds between two of them
         self._runs = 0  # number of active calls of ``run``
@@ -117,7 +117,7 @@ class TensorFlowKerasState:
 
         If the script's learning rate depends on the number of ranks, the restored one is rescaled.
         """
-        self._rate = self._learning_rate()
+        self._rate = learning_rate(self.optimizer)
         if self.directory is None:
             if self.adapter.world.size > 1:
                 note_samples(self.optimizer)
@@ -129,13 +129,14 @@ class TensorFlowKerasState:
                 self.optimizer.learning_rate = self._rate
             for callback in self._reset:
                 callback()
-            self._rate = self._learning_rate()
+            self._rate = learning_rate(self.optimizer)
             state = self._restore(self.directory)
         self.restored = state
         if not state:
             return
         self._commits, self.of_epoch = state["step"], state["of_epoch"]
-        self._set(state["values"])
+        for name, value in state["values"].items():
+            setattr(self, name, value)
         if self._rate and state["script_rate"] and state["learning_rate"]:
             ratio = self._rate / state["script_rate"]
             if ratio != 1:
@@ -162,19 +163,23 @@ class TensorFlowKerasState:
 
     def commit(self) -> None:
         """Write a checkpoint, and exit to restart if the hosts changed; all ranks must call it."""
-        if self.directory is not None:
-            with self.adapter.waits.during("commit"):
-                reason = self._agreed_reason()
-                self.save()
-            self._leave(reason)
+        self._check("commit", save=True)
 
     def check_host_updates(self) -> None:
         """Commit if the hosts changed or the job is to stop; all ranks must call it."""
-        if self.directory is not None:
-            with self.adapter.waits.during("check_host_updates"):
-                if reason := self._agreed_reason():
-                    self.save()
-            self._leave(reason)
+        self._check("check_host_updates", save=False)
+
+    def _check(self, call: str, *, save: bool) -> None:
+        if self.directory is None:
+            return
+        with self.adapter.waits.during(call):
+            reason = self._agreed_reason()
+            if save or reason:
+                self.save()
+        if reason:
+            done = f"committed {process_status.checkpoint}"
+            self._preemption.announce(reason, done, restart=reason == HOSTS_CHANGED)
+            leave(EXIT_PREEMPTED)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -201,42 +206,27 @@ class TensorFlowKerasState:
         self._preemption.watch_walltime(self._longest)
         return self._preemption.agree()
 
-    def _leave(self, reason: str) -> None:
-        if reason:
-            done = f"committed {process_status.checkpoint}"
-            self._preemption.announce(reason, done, restart=reason == HOSTS_CHANGED)
-            leave(EXIT_PREEMPTED)
-
-    def _restore(self, directory: Path) -> dict[str, Any] | None:
+    def _restore(self, directory: Path) -> JsonValues | None:
         return checkpoint.restore(self.adapter, directory, self.model, self.optimizer)
 
-    def _learning_rate(self) -> float | None:
-        rate = rate_of(self.optimizer)
-        return None if rate is None else float(rate)
-
-    def _plain_values(self) -> dict[str, Any]:
-        return {name: _plain(name, getattr(self, name)) for name in self._names}
-
-    def _set(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
+    def _plain_values(self) -> JsonValues:
+        """Return the values of the script as JSON values."""
+        plain = {}
+        for name in self._names:
+            value = getattr(self, name)
+            plain[name] = value = value.tolist() if hasattr(value, "tolist") else value
+            try:
+                json.dumps(value)
+            except TypeError:
+                raise UsageError(
+                    f"KerasState: {name} is a {type(value).__name__}; a commit can contain only "
+                    "numbers, strings and lists of them, in addition to the model and its optimizer"
+                ) from None
+        return plain
 
 
 class KerasState(TensorFlowKerasState):
     """The state of a Keras model; see ``TensorFlowKerasState``."""
-
-
-def _plain(name: str, value: Any) -> Any:
-    """Return ``value`` as a JSON value."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    try:
-        json.dumps(value)
-    except TypeError:
-        raise UsageError(
-            f"KerasState: {name} is a {type(value).__name__}; a commit can contain only numbers, "
-            "strings and lists of them, in addition to the model and its optimizer"
-        ) from None
-    return value
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,13 +247,10 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class UpdateEpochStateCallback(ModelCallback):
-    """Set ``state.epoch`` to the number of completed epochs.
+class _StateCallback(ModelCallback):
+    """A callback that tracks the progress of ``fit`` in a state."""
 
-    ``fit`` may continue at ``initial_epoch=state.epoch``, or train ``epochs=ALL - state.epoch`` and
-    count from 0, as in Horovod's examples: ``shard`` and the learning-rate callbacks of this
-    package use the epoch of the whole training in both cases.
-    """
+    _begun = False  # an epoch of this ``fit``
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -271,12 +258,21 @@ class UpdateEpochStateCallback(ModelCallback):
 
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._first = True
+        self._begun = False
+
+
+class UpdateEpochStateCallback(_StateCallback):
+    """Set ``state.epoch`` to the number of completed epochs.
+
+    ``fit`` may continue at ``initial_epoch=state.epoch``, or train ``epochs=ALL - state.epoch`` and
+    count from 0, as in Horovod's examples: ``shard`` and the learning-rate callbacks of this
+    package use the epoch of the whole training in both cases.
+    """
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if self._first:
-            self._first = False
+        if not self._begun:
+            self._begun = True
             shards.offset.epochs = self.state.epoch - epoch
         super().on_epoch_begin(epoch, logs)
 
@@ -289,7 +285,7 @@ class UpdateEpochStateCallback(ModelCallback):
         shards.offset.epochs = 0
 
 
-class UpdateBatchStateCallback(ModelCallback):
+class UpdateBatchStateCallback(_StateCallback):
     """Set ``state.batch`` to the number of completed batches of the epoch, and resume after them.
 
     The first epoch begins with the completed batches of the commit: they are drawn but not trained
@@ -298,33 +294,27 @@ class UpdateBatchStateCallback(ModelCallback):
     """
 
     def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
+        super().__init__(state)
         self._order: Any = None  # from which the epoch's batches are drawn; None: not of shard
         self._restore: Callable[[], None] = lambda: None  # restores the model's train function
 
     @property
     def _steps(self) -> int | None:
-        steps: int | None = self.params.get("steps")
-        return steps
-
-    @override
-    def on_train_begin(self, logs: Logs = None) -> None:
-        self._first = True
+        return self.params.get("steps")
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
         self._order = None
-        if self._first and self.state.batch:
+        if not self._begun and self.state.batch:
             self.state.batch = done = self._done()
             rest = 0 if done == self._steps else done % self.model.steps_per_execution
             shards.offset.left_out = done - rest
             self.state.of_epoch["steps"] = self._steps  # the unit of ``batch`` from now on
             logs = self.state.of_epoch.get("logs", {})
             self._restore = _leave_out(self.model, done, rest, logs)
-        self._first = False
+        self._begun = True
 
     def _done(self) -> int:
         """Return the number of completed batches of the commit, in batches of the current size."""
@@ -360,7 +350,7 @@ class UpdateBatchStateCallback(ModelCallback):
         shards.offset.left_out = 0
 
 
-def _leave_out(model: Any, number: int, rest: int, logs: dict[str, Any]) -> Callable[[], None]:
+def _leave_out(model: Any, number: int, rest: int, logs: JsonValues) -> Callable[[], None]:
     """Make ``fit`` draw the next ``number`` batches without training on them, and return ``logs``.
 
     The last ``rest`` of them begin an execution that trains on its other batches. Returns what

@@ -19,14 +19,14 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter, RankHooks
 from hvdtrain.adapters.tensorflow.buckets import Buckets
-from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute, reduction_of
+from hvdtrain.adapters.tensorflow.distributed import GradientReduction, distribute, reduction_of
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
 
 _step_sums: list[StepSum] = []  # in the order of their optimizers, the same on all ranks of a set
 
 
-class StepSum(Reduction):
+class StepSum(GradientReduction):
     """Sums the gradients of one optimizer over the ranks that train together.
 
     Args:

@@ -57,9 +57,7 @@ def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> N
         )
     if _adapters:
         return
-    sets: Sequence[Any] = ()
-    if process_sets is not None and not isinstance(process_sets, str):
-        sets = process_sets
+    sets: Sequence[Any] = () if isinstance(process_sets, str) else process_sets or ()
     _check_sets(sets, detect(os.environ).size)
     created: Any = select_adapter("tensorflow")
     if process_sets:
@@ -191,8 +189,7 @@ def chosen(process_set: Any) -> CommonAdapter:
 
 def number_of(process_set: Any) -> int | None:
     """Return Horovod's number of a process set, 0 for that of all ranks; None: removed."""
-    number: int | None = getattr(process_set, "process_set_id", 0)
-    return number
+    return getattr(process_set, "process_set_id", 0)
 
 
 def _part_of(whole: CommonAdapter, process_set: Any) -> CommonAdapter:

@@ -29,6 +29,7 @@ class LateSum:
 
     def wait(self, flat: Any) -> None:
         flat[:SIZE] += self.remote
+        flat[SIZE] += 1  # rank that has this gradient
         self.started -= 1
 
     def nbytes(self, flat: Any) -> int:
@@ -79,16 +80,18 @@ def test_a_part_without_samples_counts_nothing_even_if_its_loss_is_nan() -> None
 
 def test_zero_grad_of_a_distributed_model_is_its_own_also_in_copies() -> None:
     torch = pytest.importorskip("torch")
-    from hvdtrain.adapters.pytorch.buckets import ZeroGrad
+    from hvdtrain.adapters.pytorch.buckets import ZeroGrad, keep_awaited
 
-    model = torch.nn.Linear(1, 1)
-    model.__dict__["zero_grad"] = ZeroGrad(model)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    keep_awaited(model)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for module in (model, *copies):
         module(torch.ones(1)).backward()
     for module in copies:
-        module.zero_grad()
-        assert module.weight.grad is None and model.weight.grad is not None
+        assert isinstance(module.zero_grad, ZeroGrad)
+        module[0].zero_grad()  # of a layer, too
+        assert isinstance(module[0].zero_grad, ZeroGrad)
+        assert module[0].weight.grad is None and model[0].weight.grad is not None
 
 
 def test_awaited_gradients_that_are_discarded_otherwise_are_reported() -> None:
@@ -99,9 +102,13 @@ def test_awaited_gradients_that_are_discarded_otherwise_are_reported() -> None:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     hooks = RankHooks(weight=lambda: 0.0)
     buckets = Buckets("test", optimizer, LateSum(torch.ones(SIZE)), hooks)
-    buckets.begin(empty=True)
-    optimizer.zero_grad()  # keeps them
-    optimizer.step()
+    # Zeroed in place, also by a module around the model: kept, as by the optimizer's zero_grad.
+    around = torch.nn.ParameterList([parameter])
+    for updates, zero in enumerate((optimizer.zero_grad, around.zero_grad), 1):
+        buckets.begin(empty=True)
+        zero(set_to_none=False)
+        optimizer.step()
+        assert parameter.tolist() == [-updates] * SIZE
     buckets.begin(empty=True)
     parameter.grad = None
     with pytest.raises(UsageError, match="use zero_grad of the optimizer, or of the model"):

@@ -63,9 +63,8 @@ def test_a_state_comes_back_bit_for_bit(single_rank: tuple[CommonAdapter, Any]) 
     copies = [{name: np.array(value) for name, value in part.items()} for part in parts]
     hvd.import_state(*loaded, Checkpoint(*copies))
     assert exported(hvd, loaded) == before
-    assert hvd.view(loaded[0]).trained_names() < set(
-        state.model
-    )  # running statistics are not trained
+    # Running statistics are not trained.
+    assert hvd.view(loaded[0]).trained_names() < set(state.model)
 
 
 def test_the_state_of_another_model_is_named(single_rank: tuple[CommonAdapter, Any]) -> None:

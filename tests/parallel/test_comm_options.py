@@ -26,7 +26,7 @@ HALF = f"--fusion-threshold-mb={PARAMETERS / 2 * 4 / 2**20}"
 @pytest.mark.parametrize(("framework", "strategy"), COMPRESSED)
 def test_gradients_of_16_bits(framework: str, strategy: str, number: int, tmp_path: Path) -> None:
     words = (framework, strategy, str(tmp_path))
-    run_script(number, "compressed.py", *words, folder=tmp_path, framework=framework)
+    run_script(number, "gradients.py", *words, folder=tmp_path, framework=framework)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,8 @@ def test_horovod_tunes_itself(tmp_path: Path) -> None:
     ("framework", "number"), [("pytorch", 4), ("tensorflow", 2), *([("tensorflow", 4)] * LONG)]
 )
 def test_adasum(framework: str, number: int, tmp_path: Path) -> None:
-    run_script(number, "adasum.py", framework, str(tmp_path), folder=tmp_path, framework=framework)
+    words = (framework, "horovod", str(tmp_path), "adasum")
+    run_script(number, "gradients.py", *words, folder=tmp_path, framework=framework)
 
 
 def test_a_training_with_adasum(tmp_path: Path) -> None:

@@ -157,20 +157,6 @@ def test_a_checkpoint_directory_that_a_rank_does_not_share(strategy: str, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_with_other_data_is_named(tmp_path: Path) -> None:
-    data, less = write_mnist(tmp_path / "data", 64), write_mnist(tmp_path / "less", 63)
-    outcome = contexts((*LINE, f"--data={data}"), (*LINE, f"--data={less}"))
-    assert_refused(outcome, "the number of training samples differs: 64 on", "63 on", "(rank 1)")
-
-
-def test_a_rank_with_as_many_other_samples_is_named(tmp_path: Path) -> None:
-    data, other = write_mnist(tmp_path / "data", 64), write_mnist(tmp_path / "other", 64)
-    labels = other / "train-labels-idx1-ubyte"
-    labels.write_bytes(labels.read_bytes()[:-2] + b"\2\1")
-    outcome = contexts((*LINE, f"--data={data}"), (*LINE, f"--data={other}"))
-    assert_refused(outcome, "the training data (a digest", "differs", "(rank 0)", "(rank 1)")
-
-
 def test_a_library_of_horovod_that_does_not_load(tmp_path: Path) -> None:
     empty_library(tmp_path / "libmpi.so.40")
     outcome = run(list(LINE), LD_LIBRARY_PATH=str(tmp_path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,13 @@ class TorchView(StateView):
     @override
     def export(self, optimizer: Any) -> Checkpoint:
         return Checkpoint(
-            {name: array_of(value) for name, value in self.tensors().items()},
-            {name: array_of(value) for name, value in optimizer_tensors(optimizer).items()},
+            {name: self.array(value) for name, value in self.tensors().items()},
+            {name: self.array(value) for name, value in optimizer_tensors(optimizer).items()},
         )
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Return a tensor of the state for ``export``."""
+        return array_of(tensor)
 
     @override
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
@@ -60,7 +64,30 @@ class TorchView(StateView):
         with torch.no_grad():
             for name, value in tensors.items():
                 self.set_tensor(value, state.model[name])
-            load_optimizer(optimizer, state, self.optimizer_state)
+            if optimizer is not None:
+                self._restore_optimizer(optimizer, state)
+
+    def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: Checkpoint) -> None:
+        """Restore this rank's part of the state that ``optimizer_tensors`` returned."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        parameters = parameters_of(optimizer)
+        for name, stored in saved.training.items():
+            number, _, key = name.partition("/")
+            index = int(number)
+            if index >= len(parameters):
+                raise UsageError(
+                    f"{saved.path or 'the state of rank 0'} is not of this optimizer, which has "
+                    f"{len(parameters)} parameters: it has state of parameter {index + 1}"
+                )
+            like = parameters[index]
+            if (value := self.optimizer_state(index, like, stored)) is None:
+                continue
+            if value.shape == like.shape and not like.is_contiguous():
+                value = torch.empty_like(like, dtype=value.dtype).copy_(value)  # for fused kernels
+            state.setdefault(index, {})[key] = value
+        # Learning rate, momentum etc. are options of this run, not of the one that saved.
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def check_model(self, tensors: Mapping[str, Any], state: Checkpoint) -> None:
         """Raise ``UsageError`` if the whole ``tensors`` differ from ``state`` in name or shape."""
@@ -126,8 +153,7 @@ class PyTorchAdapter(CommonAdapter):
 
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
         """Return the sum of ``values`` over all ranks, not differentiable."""
-        total: torch.Tensor = self.communicator.sum_tensor(values.clone().contiguous(), name)
-        return total
+        return self.communicator.sum_tensor(values.clone().contiguous(), name)
 
     @override
     def make_deterministic(self) -> None:
@@ -152,6 +178,11 @@ def array_of(value: torch.Tensor) -> np.ndarray[Any, Any]:
     return value.detach().cpu().contiguous().numpy()
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of an optimizer, numbered as in its ``state_dict``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
     """Return the optimizer state by name; without an optimizer nothing.
 
@@ -170,42 +201,3 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> dict[str, torc
 def tensor_of(value: Any) -> torch.Tensor:
     """Return a copy of an array, or of one read from a file, as a tensor."""
     return torch.from_numpy(np.array(value))
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer | None,
-    saved: Checkpoint,
-    local: Callable[[int, torch.Tensor, Any], torch.Tensor | None],
-) -> None:
-    """Restore the state returned by ``optimizer_tensors``.
-
-    Args:
-        optimizer: the optimizer to load into; None: nothing is loaded.
-        saved: the names and values.
-        local: function of a parameter's index, the parameter and the saved value, which returns
-            this rank's part of the value; None: this rank has no part of it.
-
-    Raises:
-        UsageError: the optimizer has fewer parameters than the saved one.
-    """
-    if optimizer is None:
-        return
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    parameters = [value for group in optimizer.param_groups for value in group["params"]]
-    for name, stored in saved.training.items():
-        number, _, key = name.partition("/")
-        index = int(number)
-        if index >= len(parameters):
-            raise UsageError(
-                f"{saved.path or 'the state of rank 0'} is not of this optimizer, which has "
-                f"{len(parameters)} parameters: it has state of parameter {index + 1}"
-            )
-        like = parameters[index]
-        if (value := local(index, like, stored)) is None:
-            continue
-        if value.shape == like.shape and not like.is_contiguous():
-            value = torch.empty_like(like, dtype=value.dtype).copy_(value)  # for fused kernels
-        state.setdefault(index, {})[key] = value
-    # Learning rate, momentum etc. are options of this run, not of the one that saved.
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -18,7 +18,7 @@ import functools
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common_adapter import RankHooks
-from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
+from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter, parameters_of
 from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums
 from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError
@@ -36,6 +36,9 @@ from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM
 
 ALIGNMENT = 16  # elements: a cache line of 64 bytes in fp32
+GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
+# What ``Module.zero_grad(set_to_none=False)`` calls, also that of a module around the model.
+ZEROING = (GRAD_FN, torch.Tensor.requires_grad_, torch.Tensor.zero_)
 
 
 class Bucket:
@@ -152,12 +155,7 @@ class Buckets:
         full: int = BUCKET_BYTES,
     ) -> None:
         self.sums, self.rank = sums, rank
-        parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
+        parameters = [value for value in parameters_of(optimizer) if value.requires_grad]
         kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
         self.buckets = [
             Bucket(f"{name}.{number}", [parameters[index] for index in group])
@@ -166,7 +164,7 @@ class Buckets:
         self.summing = True  # over the ranks; False: backward passes accumulate locally
         self.blocked_seconds = 0.0  # total wait for sums
         self._running = self._summed = False  # a backward pass runs; one of this part was summed
-        self._awaited = False  # the sum of a pass that this rank skips
+        self.awaited = False  # the sum of a pass that this rank skips
         self._zeroed = False  # gradients were zeroed while awaited
         self._unclear = False  # so it is unknown whether to keep this rank's sum
         self._holds = False  # sums of earlier passes, if there are gradients
@@ -224,7 +222,7 @@ class Buckets:
     def finish(self) -> None:
         """Complete the sums of all gradients over the ranks."""
         absent = []
-        if self._awaited and any(bucket.has_lost() for bucket in self.buckets):
+        if self.awaited and any(bucket.has_lost() for bucket in self.buckets):
             raise UsageError(
                 "gradients of a part without samples were set to None before the other ranks' were "
                 "added: use zero_grad of the optimizer, or of the model that was distributed"
@@ -246,8 +244,8 @@ class Buckets:
         dropped = self._unclear and not self.buckets[-1].flat[-2] > 0
         for bucket, indices in zip(self.buckets, absent, strict=True):
             bucket.close(indices, dropped=dropped)
-        self._unclear = self._awaited and self._zeroed
-        self._running = self._awaited = False
+        self._unclear = self.awaited and self._zeroed
+        self._running = self.awaited = False
         self._summed = self._holds = True
 
     def begin(self, *, empty: bool) -> None:
@@ -258,8 +256,8 @@ class Buckets:
         """
         self.whole()  # after an empty part, if several parts are accumulated
         self._summed = self._zeroed = False
-        self._awaited = empty and self.rank.may_skip() and torch.is_grad_enabled()
-        for bucket in self.buckets if self._awaited else ():
+        self.awaited = empty and self.rank.may_skip() and torch.is_grad_enabled()
+        for bucket in self.buckets if self.awaited else ():
             bucket.open()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view.as_subclass(Awaited)
@@ -269,7 +267,7 @@ class Buckets:
         """Replace ``optimizer.zero_grad``: keep awaited gradients."""
         self._summed = self._holds = False
         optimizer = self.optimizer()
-        if self._awaited:
+        if self.awaited:
             self._zeroed = True
         elif optimizer is not None:
             self._unclear = False
@@ -280,7 +278,7 @@ class Buckets:
 
     def whole(self) -> None:
         """Complete the gradients now, if they are awaited."""
-        if self._awaited:
+        if self.awaited:
             self.finish()
 
     def _before_step(self, *_: Any) -> None:
@@ -290,7 +288,7 @@ class Buckets:
                 "rank must make all backward passes, even on a part without samples (its loss may "
                 "be nan; it is ignored)"
             )
-        if self._awaited or not self._summed:
+        if self.awaited or not self._summed:
             self.finish()
         self._summed = self._unclear = False
 
@@ -313,9 +311,13 @@ class Awaited(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Wait, then call ``func`` with the gradients as plain tensors."""
+        """Wait, then call ``func`` with the gradients as plain tensors; zeroing does not wait."""
+        if func in ZEROING and (owner := args[0].__dict__["buckets"]).awaited:
+            if func == torch.Tensor.zero_:
+                owner.zero_grad()
+            return None if func == GRAD_FN else args[0]
 
         def plain(value: Any) -> Any:
             if not isinstance(value, Awaited):
@@ -326,6 +328,15 @@ class Awaited(torch.Tensor):
 
         args, kwargs = _pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def keep_awaited(model: torch.nn.Module) -> None:
+    """Make ``zero_grad`` of ``model`` and of its layers keep awaited gradients.
+
+    Of these modules only, and copied with them; torch's would discard awaited gradients.
+    """
+    for module in model.modules():
+        module.__dict__["zero_grad"] = ZeroGrad(module)
 
 
 class ZeroGrad:
@@ -371,8 +382,7 @@ class BucketedAdapter(PyTorchAdapter):
         buckets = Buckets(name, optimizer, sums, hooks, self.comm_options.bucket_bytes)
         self._all_buckets = [*self.gradient_sums, buckets]
         self.waits.before = self.end_part
-        # Of this model only, and copied with it; torch's would discard awaited gradients.
-        model.__dict__["zero_grad"] = ZeroGrad(model)
+        keep_awaited(model)
         return model, optimizer
 
     @override

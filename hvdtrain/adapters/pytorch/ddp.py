@@ -12,7 +12,7 @@ import functools
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -104,7 +104,29 @@ class DdpAdapter(PyTorchAdapter):
         return self._replicas
 
 
-class Replica(DistributedDataParallel):
+class ModelSums:
+    """Sums of the gradients of a model, and how long this rank waits for others."""
+
+    adapter: DdpAdapter
+    blocked_seconds = 0.0
+    messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
+    stops: Any = 0.0  # number of ranks that wanted to stop at the last update
+
+    @contextmanager
+    def blocked(self, call: str = "") -> Iterator[None]:
+        """Count the time within the block as waiting for other ranks, in ``call`` if named."""
+        started = time.perf_counter()
+        with self.adapter.waits.during(call) if call else nullcontext():
+            yield
+        self.blocked_seconds += time.perf_counter() - started
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank wanted to stop at the last update."""
+        return bool(self.stops > 0)
+
+
+class Replica(ModelSums, DistributedDataParallel):
     """A model whose gradients are those of the global batch when ``backward`` returns."""
 
     def __init__(self, model: torch.nn.Module, adapter: DdpAdapter) -> None:
@@ -125,18 +147,10 @@ class Replica(DistributedDataParallel):
         # Convolutions produce such gradients; each is copied into its bucket.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self.adapter = adapter
-        self.blocked_seconds = 0.0
-        self.messages: dict[str, int] | None = None  # of a pass
-        self.stops: Any = 0.0  # number of ranks that wanted to stop at the last pass
         # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
         self._trouble: UsageError | None = None
         self.register_comm_hook(None, lambda _, bucket: self._start_sum(bucket.buffer()))
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank wanted to stop at the last pass."""
-        return bool(self.stops > 0)
 
     def _start_sum(self, gradients: torch.Tensor) -> Any:
         """Start summing a bucket over all ranks, in place; before the first, the stop request."""
@@ -163,12 +177,10 @@ class Replica(DistributedDataParallel):
     def _finish(self) -> None:
         """Wait for the sums of this pass; DDP then copies them to the gradients."""
         sums, self._sums = self._sums, []
-        started = time.perf_counter()
-        with self.adapter.waits.during(SUM):
+        with self.blocked(SUM):
             for work, future, message, kind in sums:
                 work.wait()
                 future.set_result(message.to(kind))
-        self.blocked_seconds += time.perf_counter() - started
         self.stops = sums[0][2]
         sizes = [message.numel() * message.element_size() for _, _, message, _ in sums[1:]]
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}

@@ -8,10 +8,10 @@ batch, so uneven and empty parts are handled correctly.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,13 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners
-from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors, tensor_of
+from hvdtrain.adapters.pytorch.adapter import (
+    TorchView,
+    array_of,
+    optimizer_tensors,
+    parameters_of,
+    tensor_of,
+)
 from hvdtrain.adapters.pytorch.ddp import weigh
 from hvdtrain.adapters.pytorch.sharded import (
     Piece,
@@ -52,17 +58,11 @@ class FsdpAdapter(ShardedAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        names = {id(value): name for name, value in model.named_parameters()}
-        optimized = [value for group in optimizer.param_groups for value in group["params"]]
-        if optimizer.state or any(id(value) not in names for value in optimized):
-            raise UsageError(
-                "distribute_optimizer: --strategy fsdp shards the parameters: use an optimizer of "
-                "this model's parameters without state; resume loads one"
-            )
+        self.check_optimizer(model, optimizer, "shards the parameters")
         check_parameters(model)
-        for value in (
-            TorchView(self, model).tensors().values()
-        ):  # after sharding no rank has them whole
+        names = {id(value): name for name, value in model.named_parameters()}
+        # After sharding no rank has them whole.
+        for value in TorchView(self, model).tensors().values():
             if not value.is_contiguous():  # fully_shard takes no other
                 value.data = value.data.contiguous()
             dist.broadcast(value.detach(), src=0)
@@ -127,11 +127,8 @@ class RowsView(ShardedView):
         return tensor_of(stored)
 
     @override
-    def export(self, optimizer: Any) -> Checkpoint:
-        return Checkpoint(
-            {name: array_of(_whole(value)) for name, value in self.tensors().items()},
-            {name: array_of(_whole(value)) for name, value in optimizer_tensors(optimizer).items()},
-        )
+    def array(self, tensor: torch.Tensor) -> NDArray[Any]:
+        return array_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
     @override
     def pieces(self, optimizer: Any) -> Iterator[Piece]:
@@ -140,16 +137,18 @@ class RowsView(ShardedView):
         ranks = balanced_owners(sizes, self.world.size)
         owners = dict(zip(map(id, tensors.values()), ranks, strict=True))
         for name, value in tensors.items():
-            piece = self._piece(MODEL_FILE, name, value, owners[id(value)])
-            yield replace(piece, infinite=name not in trained)
-        groups = optimizer.param_groups if optimizer else ()
-        parameters = [value for group in groups for value in group["params"]]
+            infinite = name not in trained
+            yield self._piece(MODEL_FILE, name, value, owners[id(value)], infinite=infinite)
+        parameters = parameters_of(optimizer) if optimizer else []
         for name, value in optimizer_tensors(optimizer).items():
             owner = owners[id(parameters[int(name.partition("/")[0])])]
             yield self._piece(TRAINING_FILE, name, value, owner)
 
-    def _piece(self, kind: str, name: str, value: torch.Tensor, owner: int) -> Piece:
-        return Piece(kind, name, layout_of(value), owner, lambda: self._gather(value, owner))
+    def _piece(
+        self, kind: str, name: str, value: torch.Tensor, owner: int, *, infinite: bool = False
+    ) -> Piece:
+        fetch = functools.partial(self._gather, value, owner)
+        return Piece(kind, name, layout_of(value), owner, fetch, infinite)
 
     def _gather(self, value: torch.Tensor, owner: int) -> NDArray[Any] | None:
         """Return the whole tensor on its owner; all ranks must call it, also if not sharded."""
@@ -177,8 +176,8 @@ class Communication(UpdateSums):
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # the weights of the parts sum to 1
-                unit.set_custom_all_gather(Collective(self.gather))  # type: ignore[arg-type]
-                unit.set_custom_reduce_scatter(Collective(self.scatter))  # type: ignore[arg-type]
+                unit.set_custom_all_gather(UnitCollective(self.gather))  # type: ignore[arg-type]
+                unit.set_custom_reduce_scatter(UnitCollective(self.scatter))  # type: ignore[arg-type]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,8 +215,8 @@ class Communication(UpdateSums):
         super().end_update()
 
 
-class Collective:
-    """A collective with the interface that FSDP2 calls."""
+class UnitCollective:
+    """A collective of a unit, with the interface that FSDP2 calls."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
@@ -268,12 +267,12 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def check_parameters(model: torch.nn.Module) -> None:
     """Raise ``UsageError``, naming a parameter, if FSDP2 cannot shard the model."""
-    kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    kind = next((parameter.dtype for parameter in model.parameters()), None)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             trouble = "is a scalar: use the shape (1,)"
-        elif parameter.dtype != next(iter(kinds.values())):
-            trouble = f"is {parameter.dtype}, others are {next(iter(kinds.values()))}: use one type"
+        elif parameter.dtype != kind:
+            trouble = f"is {parameter.dtype}, others are {kind}: use one type"
         else:
             continue
         raise UsageError(
@@ -290,7 +289,3 @@ def _reshard(model: Any, *_: Any) -> None:
 
 def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value

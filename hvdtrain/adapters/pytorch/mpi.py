@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from hvdtrain.adapters.pytorch.adapter import parameters_of
 from hvdtrain.adapters.pytorch.buckets import BucketedAdapter
 from hvdtrain.adapters.pytorch.sums import TYPES, Sums
 from hvdtrain.errors import UsageError
@@ -33,7 +34,7 @@ class MpiAdapter(BucketedAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        kinds = {value.dtype for group in optimizer.param_groups for value in group["params"]}
+        kinds = {value.dtype for value in parameters_of(optimizer)}
         if kinds - SUMMED:
             names = ", ".join(sorted(str(kind) for kind in kinds - SUMMED))
             raise UsageError(

@@ -100,15 +100,8 @@ class PipelineAdapter(ShardedAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        known = {id(value) for value in model.parameters()}
-        optimized = [value for group in optimizer.param_groups for value in group["params"]]
         try:
-            if optimizer.state or any(id(value) not in known for value in optimized):
-                raise UsageError(
-                    "distribute_optimizer: --strategy pipeline keeps only the parameters of this "
-                    "rank's stage: use an optimizer of this model's parameters without state; "
-                    "resume loads one"
-                )
+            self.check_optimizer(model, optimizer, "keeps only the parameters of this rank's stage")
             layers = layers_of(model)
             check_number(layers, self.world.stages)
             cuts = balanced_cuts(costs_of(layers), self.world.stages)
@@ -183,9 +176,7 @@ class StageView(ShardedView):
     def replicated(self, optimizer: Any) -> Checkpoint:
         if self.world.data_size == 1:
             return Checkpoint({}, {})  # no state is replicated
-        state, trained = super().export(optimizer), self.trained_names()
-        trained_state = {name: value for name, value in state.model.items() if name in trained}
-        return replace(state, model=trained_state)
+        return self._trained(super().export(optimizer))
 
     @override
     def tensors(self) -> dict[str, torch.Tensor]:

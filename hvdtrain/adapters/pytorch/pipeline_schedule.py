@@ -9,10 +9,9 @@ micro-batch twice, and after the first stage uninitialized memory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from hvdtrain.steps.sharding import bounds
 from hvdtrain.system.runtime.waits import SUM
 
 FORWARD = "the forward pass through the stages"
-HEADER = 256  # bytes of the message that describes a layout
 
 
 @dataclass(frozen=True)
@@ -182,8 +180,7 @@ class Pipeline(UpdateSums, Wrapper):
             sent = layout.message(whole)
         if self.stages > 1 and sent.numel():
             with self.blocked():
-                ranks, group = self._copy.ranks, self._copy.group
-                dist.broadcast(sent, src=ranks[-1], group=group)
+                dist.broadcast(sent, src=self._copy.ranks[-1], group=self._copy.group)
         return whole
 
     # Backward
@@ -311,38 +308,29 @@ class Pipeline(UpdateSums, Wrapper):
         key = role, passes.kind
         if key not in self._layouts:
             self._layouts[key] = layout = Layout.of(value)
-            kind = str(layout.dtype).removeprefix("torch.")
-            header = json.dumps([layout.shape, kind, layout.channels_last]).encode().ljust(HEADER)
             for rank in to:
-                dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), rank)
+                dist.send_object_list([layout], rank, device=torch.device("cpu"))
         return self._layouts[key]
 
     def _layout(self, role: str, passes: Passes, source: int) -> Layout:
         """Return the layout of messages from the rank ``source``, which sends it once."""
         key = role, passes.kind
         if key not in self._layouts:
-            header = torch.empty(HEADER, dtype=torch.uint8)
+            received: list[Any] = [None]
             with self.blocked():
-                dist.recv(header, source)
-            shape, kind, last = json.loads(header.numpy().tobytes())
-            self._layouts[key] = Layout(tuple(shape), getattr(torch, kind), last)
+                dist.recv_object_list(received, source, device=torch.device("cpu"))
+            self._layouts[key] = received[0]
         return self._layouts[key]
 
 
+@dataclass
 class Passes:
-    """The micro-batches of one batch in one stage, kept for their backward passes.
+    """The micro-batches of one batch in one stage, kept for their backward passes."""
 
-    Attributes:
-        cuts: slice of each in the batch.
-        kind: key of the layouts of messages between stages.
-        kept: input and output of each.
-        sent: requests and messages under way.
-    """
-
-    def __init__(self, cuts: Sequence[slice], kind: Any) -> None:
-        self.cuts, self.kind = cuts, kind
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.sent: list[Any] = []
+    cuts: Sequence[slice]  # of each in the batch
+    kind: Any  # key of the layouts of messages between stages
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # input, output
+    sent: list[Any] = field(default_factory=list)  # requests and messages under way
 
 
 class _Backward(torch.autograd.Function):

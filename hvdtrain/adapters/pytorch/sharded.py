@@ -8,12 +8,11 @@ of each tensor, independent of the strategy and the number of ranks that wrote i
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors
-from hvdtrain.adapters.pytorch.ddp import DdpAdapter
+from hvdtrain.adapters.base import JsonValues
+from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors, parameters_of
+from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
 from hvdtrain.adapters.state_view import DIFFERENT, SEEN, StateView, separate_buffers
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -70,33 +70,15 @@ class Piece:
         return self.kind, -self.layout.dtype.itemsize, self.name
 
 
-class UpdateSums:
+class UpdateSums(ModelSums):
     """Sums of a model whose strategy sums the stop requests before each update."""
-
-    adapter: ShardedAdapter
-    blocked_seconds = 0.0
-    messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
-    _stops: Any = 0.0  # number of ranks that wanted to stop before the last update
-
-    @contextmanager
-    def blocked(self, call: str = "") -> Iterator[None]:
-        """Count the time within the block as waiting for other ranks, in ``call`` if named."""
-        started = time.perf_counter()
-        with self.adapter.waits.during(call) if call else nullcontext():
-            yield
-        self.blocked_seconds += time.perf_counter() - started
 
     def end_update(self) -> None:
         """Sum the stop requests; before an update, on all ranks."""
         # Not by torch.tensor(..., device=), which would synchronize with a GPU.
-        self._stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
+        self.stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
         with self.blocked(SUM):
-            dist.all_reduce(self._stops)
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank wanted to stop before the last update."""
-        return bool(self._stops > 0)
+            dist.all_reduce(self.stops)
 
 
 class ShardedAdapter(DdpAdapter):
@@ -114,6 +96,15 @@ class ShardedAdapter(DdpAdapter):
         self._views[view.model] = view
         optimizer.register_step_pre_hook(lambda *_: self._check_pass())
         optimizer.register_step_pre_hook(lambda *_: sums.end_update())
+
+    def check_optimizer(self, model: Any, optimizer: Any, reason: str) -> None:
+        """Raise ``UsageError`` if ``optimizer`` has a state, or parameters of another model."""
+        known = {id(value) for value in model.parameters()}
+        if optimizer.state or any(id(value) not in known for value in parameters_of(optimizer)):
+            raise UsageError(
+                f"distribute_optimizer: --strategy {self.name} {reason}: use an optimizer of this "
+                "model's parameters without state; resume loads one"
+            )
 
     @override
     def view(self, model: Any, optimizer: Any = None) -> StateView:
@@ -152,7 +143,7 @@ class ShardedView(TorchView):
 
     @override
     def write(
-        self, directory: Path, optimizer: Any, state: dict[str, Any], ranks: Arrays, keep: int
+        self, directory: Path, optimizer: Any, state: JsonValues, ranks: Arrays, keep: int
     ) -> Path | None:
         self.compare(self.replicated(optimizer), DIFFERENT)
         communicator, step = self.adapter.communicator, state["step"]
@@ -171,8 +162,8 @@ class ShardedView(TorchView):
         except HvdtrainError:
             communicator.on_root(lambda: checkpoints.remove_partial(directory))
             raise
-        rows = communicator.gather_json([asdict(file) for file in mine])
-        files = [Written(**file) for row in rows for file in row]
+        rows = communicator.gather_json(mine, list[Written])
+        files = [file for row in rows for file in row]
         return communicator.on_root(lambda: checkpoints.commit(folder, files, state, keep))
 
     def _write(self, folder: Path, step: int, pieces: Sequence[Piece]) -> list[Written]:
@@ -191,13 +182,13 @@ class ShardedView(TorchView):
         return writer.close()
 
     @override
-    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> dict[str, Any] | None:
+    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> JsonValues | None:
         state = self.share_state(find)
         if state:
             self.adapter.communicator.together(lambda: self._read(state, optimizer))
         return state
 
-    def _read(self, state: dict[str, Any], optimizer: Any) -> None:
+    def _read(self, state: JsonValues, optimizer: Any) -> None:
         """Read this rank's part of the checkpoint that rank 0 has found and checked."""
         path = Path(state["path"])
         try:

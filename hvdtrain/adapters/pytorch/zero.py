@@ -8,8 +8,7 @@ kept; torch's ZeroRedundancyOptimizer would have to replace it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners, buckets
-from hvdtrain.adapters.pytorch.adapter import tensor_of
+from hvdtrain.adapters.pytorch.adapter import parameters_of, tensor_of
 from hvdtrain.adapters.pytorch.ddp import Replica
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
 from hvdtrain.errors import UsageError
@@ -78,8 +77,8 @@ class Share:
     def __init__(
         self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter, replica: Replica
     ) -> None:
-        self.adapter, self.replica, rank = adapter, replica, adapter.world.rank
-        self.parameters = [value for group in optimizer.param_groups for value in group["params"]]
+        self.replica, rank = replica, adapter.world.rank
+        self.parameters = parameters_of(optimizer)
         sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
         self.owners = balanced_owners(sizes, adapter.world.size)
         self.mine = frozenset(index for index, owner in enumerate(self.owners) if owner == rank)
@@ -92,7 +91,7 @@ class Share:
         optimizer.register_step_pre_hook(self._hide)
         optimizer.register_step_post_hook(lambda *_: self._send())
 
-    def _hide(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _hide(self, _: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if any(arguments[1:]) or named.get("closure"):
             raise UsageError("--strategy zero takes no closure: call backward() before step()")
         self._hidden = [parameter.grad for parameter in self.parameters]
@@ -106,9 +105,8 @@ class Share:
         for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
             parameter.grad = gradient
         self._hidden = []
-        started = time.perf_counter()
-        before: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
-        with self.adapter.waits.during(SUM):
+        before: tuple[Sequence[torch.Tensor], torch.Tensor, Any] | None = None
+        with self.replica.blocked(SUM):
             for bucket in self._buckets:
                 parameters = [self.parameters[index] for index in bucket]
                 message = torch.cat([parameter.flatten() for parameter in parameters])
@@ -118,12 +116,10 @@ class Share:
                 before = parameters, message, work
             if before:
                 _receive(*before)
-        self.replica.blocked_seconds += time.perf_counter() - started
 
 
-def _receive(parameters: list[torch.Tensor], message: torch.Tensor, work: Any) -> None:
+def _receive(parameters: Sequence[torch.Tensor], message: torch.Tensor, work: Any) -> None:
     work.wait()
-    for parameter, part in zip(
-        parameters, message.split([parameter.numel() for parameter in parameters]), strict=True
-    ):
+    parts = message.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
         parameter.copy_(part.view_as(parameter))

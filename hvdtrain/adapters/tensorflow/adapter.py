@@ -20,6 +20,7 @@ from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.machine.threads import local_cores, requested_threads
 from hvdtrain.system.output.text import plural
 
+Variables = dict[str, Any]  # of Keras, by name
 INTER_OP_THREADS = 1  # concurrent operations: on one core a second one would only wait
 
 
@@ -33,11 +34,8 @@ class KerasView(StateView):
 
     @override
     def export(self, optimizer: Any) -> Checkpoint:
-        weights = {name: _array(value) for name, value in _named_weights(self.model).items()}
-        if optimizer is None:
-            return Checkpoint(weights, {})
-        state = _named_state(self.model, optimizer)
-        return Checkpoint(weights, {name: _array(value) for name, value in state.items()})
+        state = {} if optimizer is None else _named_state(self.model, optimizer)
+        return Checkpoint(_arrays(_named_weights(self.model)), _arrays(state))
 
     @override
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
@@ -49,7 +47,7 @@ class KerasView(StateView):
 
     @override
     def local_buffers(self) -> Arrays:
-        return {name: _array(value).copy() for name, value in _running(self.model).items()}
+        return {name: value.copy() for name, value in _arrays(_running(self.model)).items()}
 
     @override
     def set_local_buffers(self, arrays: Arrays) -> None:
@@ -140,17 +138,17 @@ class TensorFlowAdapter(CommonAdapter):
         tf.config.experimental.enable_op_determinism()
 
 
-def _array(value: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(value.numpy())
+def _arrays(variables: Variables) -> Arrays:
+    return {name: np.asarray(value.numpy()) for name, value in variables.items()}
 
 
-def _assign(variables: dict[str, Any], arrays: Tensors, trouble: str) -> None:
+def _assign(variables: Variables, arrays: Tensors, trouble: str) -> None:
     check_names(variables, arrays, trouble)
     for name, value in variables.items():
         value.assign(np.asarray(arrays[name]))
 
 
-def _running(model: Any) -> dict[str, Any]:
+def _running(model: Any) -> Variables:
     frozen = {id(value) for value in model.non_trainable_weights}
     return {
         name: value
@@ -159,7 +157,7 @@ def _running(model: Any) -> dict[str, Any]:
     }
 
 
-def _named_weights(model: Any) -> dict[str, Any]:
+def _named_weights(model: Any) -> Variables:
     """Return the weights by path, with default layer names renumbered from 0 within this model.
 
     Keras numbers the layers within a process (``dense_7``), so the names may differ between two
@@ -173,7 +171,7 @@ def _named_weights(model: Any) -> dict[str, Any]:
             number = counts.setdefault(base, 0)
             renamed[layer.name] = f"{base}_{number}" if number else base
             counts[base] += 1
-    named: dict[str, Any] = {}
+    named: Variables = {}
     for value in model.weights:
         name = "/".join(renamed.get(step, step) for step in value.path.split("/"))
         if name in named:
@@ -182,7 +180,7 @@ def _named_weights(model: Any) -> dict[str, Any]:
     return named
 
 
-def _named_state(model: Any, optimizer: Any) -> dict[str, Any]:
+def _named_state(model: Any, optimizer: Any) -> Variables:
     # Learning rate, momentum etc. are options of this run, not of the one that saved.
     if not optimizer.built:
         optimizer.build(model.trainable_variables)

@@ -63,6 +63,7 @@ def differentiable(name: str, sum_over_ranks: Sum) -> Callable[[Any], Any]:
 def normalize(layer: Any, inputs: Any, reduce: Callable[[Any], Any]) -> Any:
     """Return the output of a BatchNorm layer in training, and update its running statistics.
 
+    The ``inputs`` are of shape (n, ..., channels) with the channels at ``layer.axis``; n may be 0.
     Each rank computes the mean and squared deviations of its local part; count, sum and sum of
     squares are merged in float64, in which the cancellation does not matter.
     """

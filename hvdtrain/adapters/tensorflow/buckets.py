@@ -17,7 +17,7 @@ from typing_extensions import override
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common_adapter import GradientSums, RankHooks
 from hvdtrain.adapters.tensorflow.adapter import TensorFlowAdapter
-from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute
+from hvdtrain.adapters.tensorflow.distributed import GradientReduction, distribute
 from hvdtrain.config.comm_options import ADASUM, BUCKET_BYTES
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM, TracedCalls
@@ -28,7 +28,7 @@ Reduce = Callable[[Any, str], Any]
 """(flat tensor, name) -> its sum over all ranks."""
 
 
-class Buckets(Reduction):
+class Buckets(GradientReduction):
     """Sums the gradients of an optimizer over the ranks, inside a traced function or outside.
 
     Every rank must call ``sum`` for the same variables; a rank without samples contributes zeros.
@@ -113,9 +113,7 @@ class Buckets(Reduction):
                 self.agreed.assign(tf.cast(stop[0], tf.float32))
         # Outside of a traced function, each sum completes before the next one begins.
         if tf.inside_function():
-            self._count(ready, done)
-            if _has_clock():
-                self._watch(ready, done)
+            self._observe(ready, done)
         return result
 
     def _groups(self, dense: Sequence[Any]) -> list[list[int]]:
@@ -138,21 +136,18 @@ class Buckets(Reduction):
             total = tf.concat([whole, stop], 0)
         return tf.cast(total, flat.dtype)
 
-    def _count(self, ready: list[Any], done: list[Any]) -> None:
-        """Count the sums begun and completed, whenever the traced function runs."""
+    def _observe(self, ready: list[Any], done: list[Any]) -> None:
+        """Count the sums, and add the time from last gradient to last sum, in each traced run."""
+        clock = _has_clock()
         with tf.control_dependencies(ready):
             self._begun.assign_add(1)
+            start = tf.timestamp() if clock else 0.0
         with tf.control_dependencies(done):
             self._done.assign_add(1)
-
-    def _watch(self, ready: list[Any], done: list[Any]) -> None:
-        """Add the time from last gradient to last sum, whenever the traced function runs."""
-        with tf.control_dependencies(ready):
-            start = tf.timestamp()
-        with tf.control_dependencies(done):
-            end = tf.timestamp()
-        self._blocked.assign_add(end - start)
-        self._watched = True
+            end = tf.timestamp() if clock else 0.0
+        if clock:
+            self._blocked.assign_add(end - start)
+            self._watched = True
 
     def traced_calls(self) -> TracedCalls:
         """Return how often a traced function has begun, and ended, to wait for other ranks."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class Reduction(ABC):
-    """Reduction of the gradients of one optimizer, inside a traced function or outside."""
+class GradientReduction(ABC):
+    """GradientReduction of the gradients of one optimizer, inside a traced function or outside."""
 
     @abstractmethod
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -23,7 +23,7 @@ class Reduction(ABC):
         return loss
 
 
-def distribute(optimizer: Any, reduction: Reduction) -> None:
+def distribute(optimizer: Any, reduction: GradientReduction) -> None:
     """Make ``optimizer`` apply the gradients that ``reduction`` returns, from now on."""
     base = type(optimizer)
 
@@ -44,9 +44,9 @@ def distribute(optimizer: Any, reduction: Reduction) -> None:
     optimizer.__class__ = Distributed
 
 
-def reduction_of(optimizer: Any) -> Reduction | None:
+def reduction_of(optimizer: Any) -> GradientReduction | None:
     """Return the reduction of a distributed optimizer; None for an original one."""
-    attributes: tuple[Reduction, type] | None = getattr(type(optimizer), "_hvdtrain", None)
+    attributes: tuple[GradientReduction, type] | None = getattr(type(optimizer), "_hvdtrain", None)
     return attributes[0] if attributes else None
 
 

@@ -18,8 +18,7 @@ import numpy as np
 
 import hvdtrain.keras as hvd
 from hvdtrain.adapters.preemption import SIGNALS
-from hvdtrain.keras import session
-from tests.parallel.global_batches import global_batches
+from tests.parallel.keras_parts import LOSS, close, copies, draw, global_batches, net
 
 SAMPLES, BATCH, SEED, RATE = 50, 8, 3, 0.05
 parser = argparse.ArgumentParser()
@@ -30,17 +29,8 @@ parser.add_argument("--pause", type=float, default=0.0, help="seconds before eac
 parser.add_argument("--every", type=int, default=2, help="batches between two commits")
 parser.add_argument("--relative", action="store_true")
 options = parser.parse_args()
-keras.config.set_floatx("float64")
 hvd.init()
-draw = np.random.default_rng(0)
-X, Y = draw.standard_normal((SAMPLES, 5)), draw.integers(0, 3, SAMPLES)
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def net(seed: int) -> keras.Model:
-    keras.utils.set_random_seed(seed)
-    layers = [keras.Input((5,)), keras.layers.Dense(7, "tanh"), keras.layers.Dense(3)]
-    return keras.Sequential(layers)
+X, Y = draw(np.random.default_rng(0), SAMPLES)
 
 
 def sgd() -> Any:
@@ -103,9 +93,7 @@ if options.directory:  # a signal is heard before the training has begun
 train(state)
 assert [signal.getsignal(number) for number in SIGNALS] == by_default
 assert (state.epoch, state.batch) == (options.epochs, 0)
-flat = np.concatenate([value.ravel() for value in model.get_weights()])
-assert len(set(session.adapter().communicator.gather(flat.tobytes()))) == 1
+assert copies(model.get_weights()) == 1
 if hvd.rank() == 0:
-    for value, other in zip(model.get_weights(), one_process().get_weights(), strict=True):
-        np.testing.assert_allclose(value, other, rtol=0, atol=1e-9)
+    close(model, one_process())
     options.done.touch()

@@ -27,30 +27,19 @@ from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.steps.sharding import permutation
 from tests.parallel.expect import expect_error
-from tests.parallel.global_batches import global_batches
+from tests.parallel.keras_parts import LOSS, close, copies, draw, global_batches, net
 
 SAMPLES, BATCH, EPOCHS, SEED = 17, 8, 3, 5
 STEPS = -(-SAMPLES // BATCH)
 DONE, WANTED = Path(sys.argv[1]), set(sys.argv[2].split(","))
-keras.config.set_floatx("float64")
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 expect_error(hvd.rank, "hvd.init()")
 hvd.init()
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-draw = np.random.default_rng(0)
-X, Y = draw.standard_normal((SAMPLES, 5)), draw.integers(0, 3, SAMPLES)
-VAL_X, VAL_Y = draw.standard_normal((7, 5)), draw.integers(0, 3, 7)
-
-
-def net(seed: int, *extra: Callable[[], Any], begin: bool = True) -> keras.Model:
-    keras.utils.set_random_seed(seed)
-    first = [keras.Input((5,))] if begin else []
-    middle = keras.layers.Dense(7, "tanh", kernel_regularizer="l2")
-    more = [make() for make in extra]
-    return keras.Sequential([*first, middle, *more, keras.layers.Dense(3)])
+generator = np.random.default_rng(0)
+(X, Y), (VAL_X, VAL_Y) = draw(generator, SAMPLES), draw(generator, 7)
 
 
 def sgd(**options: Any) -> Any:
@@ -95,19 +84,8 @@ def both(
     for name, values in expected.history.items():
         np.testing.assert_allclose(found.history[name], values, rtol=1e-6, err_msg=name)
     close(mine, one)
-    same_everywhere(mine)
+    assert copies(mine.get_weights()) == 1
     return mine
-
-
-def close(mine: keras.Model, one: keras.Model) -> None:
-    for value, other in zip(mine.get_weights(), one.get_weights(), strict=True):
-        np.testing.assert_allclose(value, other, rtol=0, atol=1e-9)
-
-
-def same_everywhere(model: keras.Model, *, same: bool = True) -> None:
-    flat = np.concatenate([value.ravel() for value in model.get_weights()])
-    everyone = session.adapter().communicator.gather(flat.tobytes())
-    assert (len(set(everyone)) == 1) == (same or SIZE == 1)
 
 
 # The ways to train
@@ -193,7 +171,7 @@ def overflow() -> None:
         assert float(model.optimizer.dynamic_scale) == 2.0**14
         assert int(model.optimizer.iterations) == STEPS - 1
         assert all(np.isfinite(value).all() for value in model.get_weights())
-        same_everywhere(model)
+        assert copies(model.get_weights()) == 1
 
 
 def statistics() -> None:
@@ -207,8 +185,7 @@ def statistics() -> None:
     )
     assert np.isfinite(found.history["val_loss"]).all()
     assert all(np.isfinite(value).all() for value in model.get_weights())
-    trained = [value.numpy().tobytes() for value in model.trainable_variables]
-    assert len(set(session.adapter().communicator.gather(b"".join(trained)))) == 1
+    assert copies(value.numpy() for value in model.trainable_variables) == 1
 
 
 def own_loop() -> None:
@@ -243,9 +220,7 @@ def local_layers() -> None:
     model.compile(hvd.PartialDistributedOptimizer(sgd(), local_layers=last), LOSS)
     fit(model)
     for layer in model.layers:
-        told = layer.kernel.numpy().tobytes()
-        everyone = session.adapter().communicator.gather(told)
-        assert len(set(everyone)) == (SIZE if layer is last else 1)
+        assert copies([layer.kernel.numpy()]) == (SIZE if layer is last else 1)
 
 
 def guard() -> None:
@@ -314,7 +289,7 @@ def saved() -> None:
     fit(model, epochs=3, initial_epoch=2)
     fit(loaded, epochs=3, initial_epoch=2)
     close(loaded, model)
-    same_everywhere(loaded)
+    assert copies(loaded.get_weights()) == 1
 
 
 def resumed() -> None:
@@ -419,7 +394,7 @@ def goes_on(execution: int, *, batch: int, before: int | None, left_out: int) ->
     assert (int(model.optimizer.iterations) if before else len(trained)) == 2 * STEPS - min(
         left_out, STEPS
     )
-    same_everywhere(model)
+    assert copies(model.get_weights()) == 1
     return commits
 
 

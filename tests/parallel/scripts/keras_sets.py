@@ -20,13 +20,11 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain.keras import session
 from tests.parallel.expect import expect_error
-from tests.parallel.global_batches import global_batches
+from tests.parallel.keras_parts import LOSS, close, copies, draw, global_batches, net
 
 DONE, RANKS, WHEN = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 SAMPLES, BATCH = 17, 8  # at the tail one rank has a sample, the others have none
 STEPS = -(-SAMPLES // BATCH)
-keras.config.set_floatx("float64")
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 expect_error(lambda: hvd.init(process_sets=[hvd.ProcessSet([0, 9])]), "ranks [0, 9]: there are")
@@ -52,16 +50,9 @@ OTHER = SETS[NUMBER - 1]
 assert (MINE.ranks, MINE.size()) == (RANKS[NUMBER], len(RANKS[NUMBER]))
 assert MINE.ranks[MINE.rank()] == hvd.rank()
 SEED, EPOCHS = 5 + NUMBER, 3 + 2 * NUMBER
-draw = np.random.default_rng(NUMBER)
-X, Y = draw.standard_normal((SAMPLES, 5)), draw.integers(0, 3, SAMPLES)
-VAL_X, VAL_Y = draw.standard_normal((7, 5)), draw.integers(0, 3, 7)
+generator = np.random.default_rng(NUMBER)
+(X, Y), (VAL_X, VAL_Y) = draw(generator, SAMPLES), draw(generator, 7)
 RATE = 0.05
-
-
-def net(seed: int) -> keras.Model:
-    keras.utils.set_random_seed(seed)
-    layers = [keras.Input((5,)), keras.layers.Dense(7, "tanh"), keras.layers.Dense(3)]
-    return keras.Sequential(layers)
 
 
 class OneProcess(keras.callbacks.Callback):
@@ -112,17 +103,11 @@ def of_the_set(folder: str, epochs: int = EPOCHS) -> tuple[keras.Model, list[flo
     return model, found.history["val_loss"]
 
 
-def close(mine: keras.Model, one: keras.Model) -> None:
-    for value, other in zip(mine.get_weights(), one.get_weights(), strict=True):
-        np.testing.assert_allclose(value, other, rtol=0, atol=1e-9)
-
-
 expected, losses = one_process()
 model, found = of_the_set("uncut")
 close(model, expected)
 np.testing.assert_allclose(found, losses, rtol=1e-6)  # metrics are float32
-flat = np.concatenate([value.ravel() for value in model.get_weights()]).tobytes()
-assert len(set(session.adapter(MINE).communicator.gather(flat))) == 1
+assert copies(model.get_weights(), MINE) == 1
 saved = [path.name for path in (DONE / f"uncut-{NUMBER}").glob("*.keras")]
 assert sorted(saved) == [f"{epoch + 1}.keras" for epoch in range(EPOCHS)]
 of_the_set("cut", EPOCHS - 1)
@@ -133,8 +118,7 @@ last = net(hvd.rank())  # all ranks together, besides
 last.compile(hvd.DistributedOptimizer(sgd()), LOSS)
 data = hvd.shard((X, Y), global_batch=BATCH, process_set=hvd.global_process_set)
 last.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)], verbose=0)
-flat = np.concatenate([value.ravel() for value in last.get_weights()]).tobytes()
-assert len(set(session.adapter().communicator.gather(flat))) == 1
+assert copies(last.get_weights()) == 1
 
 theirs = hvd.callbacks.BackupAndRestore(DONE / f"uncut-{1 - NUMBER}")
 theirs.set_model(model)
@@ -146,9 +130,8 @@ if len(MINE.ranks) > 1:
     layer.compile(own, LOSS)
     data = hvd.shard((X, Y), global_batch=BATCH, process_set=MINE)
     layer.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)], verbose=0)
-    for one, copies in ((layer.layers[0], 1), (layer.layers[1], len(MINE.ranks))):
-        told = session.adapter(MINE).communicator.gather(one.kernel.numpy().tobytes())
-        assert len(set(told)) == copies
+    for one, number in ((layer.layers[0], 1), (layer.layers[1], len(MINE.ranks))):
+        assert copies([one.kernel.numpy()], MINE) == number
     np.testing.assert_array_equal(
         hvd.allreduce(tf.ones(2), op=hvd.Sum, process_set=MINE), [len(MINE.ranks)] * 2
     )

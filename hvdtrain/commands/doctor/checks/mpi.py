@@ -11,7 +11,7 @@ from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.checks.software import PACKAGES
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.launch.launcher_choice import OPEN_MPI as OPEN_MPIS
-from hvdtrain.commands.launch.launcher_choice import REMEDY, MpiLauncher, find_mpi
+from hvdtrain.commands.launch.launcher_choice import REMEDY, Mpi, find_mpi
 from hvdtrain.errors import UsageError
 
 OPEN_MPI = "Open MPI"

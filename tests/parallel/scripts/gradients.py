@@ -1,4 +1,6 @@
-"""On every rank, for test_comm_options.py: 16-bit gradients, against closed forms.
+"""On every rank, for test_comm_options.py: 16-bit gradients and Adasum, against closed forms.
+
+    gradients.py FRAMEWORK STRATEGY FOLDER [adasum]
 
 The gradient of each parameter is the mean of a column of ``x`` over the samples of a part. Five
 samples in global batches of four leave uneven parts, and at the tail empty ones.
@@ -6,9 +8,8 @@ samples in global batches of four leave uneven parts, and at the tail empty ones
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from hvdtrain.adapters.select import adapter
 from hvdtrain.config.comm_options import NONE, CommOptions
 from hvdtrain.config.strategies import STRATEGIES
-from hvdtrain.steps.sharding import Shards
+from hvdtrain.steps.sharding import Part, Shards
 
 SAMPLES, BATCH, COLUMNS = 5, 4, 1000
 ELEMENTS = COLUMNS + 100  # of a message at most: some are flags, or fill it up
@@ -26,7 +27,7 @@ ELEMENTS = COLUMNS + 100  # of a message at most: some are flags, or fill it up
 ROUNDING = {"fp16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134)}
 OF_FP32 = 2.0**-24  # a cast from fp64 may go through fp32
 
-framework, strategy, folder = sys.argv[1:]
+framework, strategy, folder, *reduction = sys.argv[1:]
 hvd: Any = adapter(framework, strategy)
 world = hvd.initialize()
 hvd.pin_device()
@@ -40,9 +41,7 @@ def watch_pytorch() -> None:
 
     def noting(call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*tensors: Any, **options: Any) -> Any:
-            tensor = tensors[
-                -1
-            ]  # what goes in; before it, where that is another one, what comes out
+            tensor = tensors[-1]  # what goes in; before it, if it is another one, what comes out
             kind = str(tensor.dtype).removeprefix("torch.")
             if tensor.numel() > 1:  # the wish to stop is one
                 sent.append((kind, tensor.numel() * tensor.element_size()))
@@ -103,30 +102,34 @@ class WatchedMpi:
         return self._communicator.Allreduce(where, message, *operation)
 
 
-def gradients_pytorch(x: Array, shards: Shards) -> tuple[list[Array], str]:
+def trained_pytorch(data: list[Array], shards: Shards) -> list[list[Array]]:
     import torch
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weights = torch.nn.Parameter(torch.zeros(COLUMNS, dtype=torch.float64))
+            zeros = [torch.zeros(x.shape[1], dtype=torch.float64) for x in data]
+            self.weights = torch.nn.ParameterList(zeros)
             self.unused = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
 
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return (inputs @ self.weights).mean()
+        def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+            pairs = zip(inputs, self.weights, strict=True)
+            return torch.stack([(x @ weights).mean() for x, weights in pairs]).sum()
 
     net = Net()
     model, optimizer = hvd.distribute_optimizer(net, torch.optim.SGD(net.parameters(), lr=0.01))
-    found = []
+    steps = []
     for part in shards.epoch(0):
         optimizer.zero_grad()
-        model(torch.from_numpy(x[part.indices])).backward()
-        assert net.weights.grad is not None and net.weights.grad.dtype == torch.float64
+        model([torch.from_numpy(x[part.indices]) for x in data]).backward()
         assert net.unused.grad is None  # of what no rank has used
-        found.append(whole(net.weights.grad))
+        gradients = [weights.grad for weights in net.weights]
+        assert all(gradient.dtype == torch.float64 for gradient in gradients)
+        steps.append([whole(gradient) for gradient in gradients])
         optimizer.step()
+    hvd.check_replicas(model, optimizer)
     check_messages()
-    return found, digest(whole(net.weights.detach()))
+    return steps
 
 
 def whole(tensor: Any) -> Array:
@@ -135,61 +138,65 @@ def whole(tensor: Any) -> Array:
     return values.copy()
 
 
-def gradients_tensorflow(x: Array, shards: Shards) -> tuple[list[Array], str]:
+def trained_tensorflow(data: list[Array], shards: Shards) -> list[list[Array]]:
     import keras
     import tensorflow as tf
 
-    weights = keras.Variable(np.zeros(COLUMNS), dtype="float64")
-    optimizer = keras.optimizers.SGD(1.0)
-    with keras.device("CPU:0"):
-        model = keras.Sequential()
-        model, optimizer = hvd.distribute_optimizer(model, optimizer)
+    weights = [keras.Variable(np.zeros(x.shape[1]), dtype="float64") for x in data]
+    _, optimizer = hvd.distribute_optimizer(keras.Sequential(), keras.optimizers.SGD(1.0))
 
     @tf.function
-    def update(mean: Any) -> None:
-        optimizer.apply([mean], [weights])
+    def update(means: Any) -> None:
+        optimizer.apply(means, weights)
 
-    found = []
+    steps = []
     for part in shards.epoch(0):
-        before = weights.numpy().copy()
         with np.errstate(invalid="ignore"):
-            mean = x[part.indices].sum(0) / np.float64(part.count)
-        update(tf.constant(mean))
-        found.append(before - weights.numpy())
-        weights.assign(before * 0)
+            means = [tf.constant(x[part.indices].sum(0) / np.float64(part.count)) for x in data]
+        update(means)
+        steps.append([-variable.numpy() for variable in weights])
+        for variable in weights:
+            variable.assign(tf.zeros_like(variable.value))
     check_messages()
-    return found, digest(np.concatenate(found))
+    return steps
 
 
-def check_messages() -> None:
-    """Compare the bytes that the library was handed, and those that are told."""
-    size = 8 if hvd.comm_options.compression == NONE else 2
-    assert all(size * COLUMNS <= nbytes < size * ELEMENTS for _, nbytes in sent)
-    told = hvd.gradient_sums[-1].messages
-    assert size * COLUMNS <= told["bytes"] / told["count"] < size * ELEMENTS
+def trained(data: list[Array], options: CommOptions) -> list[list[Array]]:
+    """Train an epoch with ``options``; return the gradients by step and parameter."""
+    hvd.comm_options = options
+    shards = hvd.shard_data(SAMPLES, global_batch=BATCH, seed=3)
+    sent.clear()
+    steps = (trained_pytorch if framework == "pytorch" else trained_tensorflow)(data, shards)
+    flat = b"".join(value.tobytes() for step in steps for value in step)
+    assert len(set(hvd.communicator.gather(flat))) == 1  # the same bits on all ranks
+    return steps
 
 
-def digest(values: Array) -> str:
-    return hashlib.sha256(values.tobytes()).hexdigest()
+def parts() -> Iterator[tuple[Part, ...]]:
+    """The parts of all ranks, by step."""
+    ranks = [Shards(SAMPLES, BATCH, 3, rank, world.size).epoch(0) for rank in range(world.size)]
+    return zip(*ranks, strict=True)
 
 
 def gradients(x: Array, compression: str) -> tuple[list[Array], list[Array], list[Array]]:
-    """Train an epoch; return gradients, the true ones, and the sums of all ranks' sizes."""
-    hvd.comm_options = CommOptions(compression=compression)
-    shards = hvd.shard_data(SAMPLES, global_batch=BATCH, seed=3)
-    sent.clear()
-    make = gradients_pytorch if framework == "pytorch" else gradients_tensorflow
-    found, state = make(x, shards)
-    assert len(set(hvd.communicator.gather(state.encode()))) == 1  # bit-equal replicas
-    everyone = [
-        list(Shards(SAMPLES, BATCH, 3, rank, world.size).epoch(0)) for rank in range(world.size)
-    ]
+    """Return gradients, the true ones, and the sums of all ranks' sizes."""
+    steps = trained([x], CommOptions(compression=compression))
     true, sizes = [], []
-    for parts in zip(*everyone, strict=True):
-        whole = sum(part.count for part in parts)
-        true.append(sum(x[part.indices].sum(0) for part in parts) / whole)
-        sizes.append(sum(abs(x[part.indices].sum(0)) for part in parts) / whole)
-    return found, true, sizes
+    for step in parts():
+        count = sum(part.count for part in step)
+        true.append(sum(x[part.indices].sum(0) for part in step) / count)
+        sizes.append(sum(abs(x[part.indices].sum(0)) for part in step) / count)
+    return [value for (value,) in steps], true, sizes
+
+
+def check_messages() -> None:
+    """Compare the bytes that the library was handed, and those that are reported."""
+    if reduction:
+        return
+    size = 8 if hvd.comm_options.compression == NONE else 2
+    assert all(size * COLUMNS <= nbytes < size * ELEMENTS for _, nbytes in sent)
+    messages = hvd.gradient_sums[-1].messages
+    assert size * COLUMNS <= messages["bytes"] / messages["count"] < size * ELEMENTS
 
 
 def within_the_bound(compression: str) -> None:
@@ -225,14 +232,40 @@ def overflows_only_where_a_gradient_does() -> None:
     np.testing.assert_allclose(found, true, rtol=1e-12)
 
 
-if strategy == "mpi":
-    hvd.communicator.world = WatchedMpi(hvd.communicator.world)
-elif framework == "pytorch":
-    watch_pytorch()
-else:
-    watch_tensorflow()
-for kind in STRATEGIES[strategy].compressions:
-    within_the_bound(kind)
-    exact_where_the_type_holds_it(kind)
-overflows_only_where_a_gradient_does()
+def combined(gradients: list[Array]) -> Array:
+    """Adasum, by pairs: the mean of what points the same way, the sum of what is orthogonal."""
+    if len(gradients) == 1:
+        return gradients[0]
+    half = len(gradients) // 2
+    a, b = combined(gradients[:half]), combined(gradients[half:])
+    dot = float(a @ b)
+    of_a, of_b = (1 - dot / (2 * float(v @ v)) if v.any() else 1.0 for v in (a, b))
+    return of_a * a + of_b * b
+
+
+def adasum_is_its_closed_form() -> None:
+    """Of two parameters; at the tail all parts but one are empty."""
+    random = np.random.default_rng(0)
+    data = [random.normal(size=(SAMPLES, columns)) + 0.5 for columns in (7, 30)]
+    steps = trained(data, CommOptions(reduction="adasum"))
+    for step, values in zip(parts(), steps, strict=True):
+        for x, value in zip(data, values, strict=True):
+            ranks = [x[part.indices].sum(0) / max(1, part.count) for part in step]
+            np.testing.assert_allclose(value, combined(ranks), rtol=1e-12, atol=1e-12)
+
+
+def check_compression() -> None:
+    if strategy == "mpi":
+        hvd.communicator.world = WatchedMpi(hvd.communicator.world)
+    elif framework == "pytorch":
+        watch_pytorch()
+    else:
+        watch_tensorflow()
+    for kind in STRATEGIES[strategy].compressions:
+        within_the_bound(kind)
+        exact_where_the_type_holds_it(kind)
+    overflows_only_where_a_gradient_does()
+
+
+adasum_is_its_closed_form() if reduction else check_compression()
 Path(folder, f"{world.rank}-of-{world.size}").touch()
