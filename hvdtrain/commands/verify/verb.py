@@ -62,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def update_limit(value: str) -> int | str:
     """Read a number of updates, or ``all``."""
-    return value if value == "all" else positive(value)
+    try:
+        return value if value == "all" else positive(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, nor all") from None
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:

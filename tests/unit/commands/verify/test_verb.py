@@ -51,8 +51,11 @@ def test_number_of_ranks(tmp_path: Path) -> None:
         (["-n", "0"], "-n: 0 is not a whole number of 1 or more"),
         (["--timeout", "0"], "--timeout: 0 is not a number above 0"),
         (["--script", "absent.py"], "--script absent.py: no such file"),
-        (["--script", __file__, "--updates", "0"], "--updates: 0 is not a whole number"),
-        (["--script", __file__, "--updates", "some"], "--updates: 'some' is not a number"),
+        (
+            ["--script", __file__, "--updates", "0"],
+            "--updates: 0 is not a whole number of 1 or more, nor all",
+        ),
+        (["--script", __file__, "--updates", "some"], "--updates: 'some' is not a number, nor all"),
     ],
 )
 def test_wrong_use(words: list[str], start: str, refused: Callable[..., str]) -> None:

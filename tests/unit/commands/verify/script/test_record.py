@@ -212,9 +212,9 @@ def test_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
             return 2 * value
 
     seen: list[Any] = []
-    after(Number, "double", lambda a, k, result: seen.append((a[1:], k, result)))
+    after(Number, "double", lambda result, number, *a, **k: seen.append((a, k, result)))
     replace(Number, "double", lambda original, *a, **k: original(*a, **k) + 1)
-    after(Number, "absent", lambda a, k, r: seen.append("never"))
+    after(Number, "absent", lambda *a: seen.append("never"))
     assert Number().double(4) == 9
     assert Number().double(value=5) == 11
     assert seen == [((4,), {}, 8), ((), {"value": 5}, 10)]
