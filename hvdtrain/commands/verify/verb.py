@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.commands.verify.rows import ALL, FAILED, Row, complete, progress, show
+from hvdtrain.commands.verify.rows import ALL, FAILED, StepRow, complete, progress, show
 from hvdtrain.config.strategies import DEFAULT, PACKAGES, STRATEGIES
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
@@ -153,10 +153,10 @@ def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
         command = shlex.join(rank_command(framework, arguments.strategy, ALL))
         return Report(command, {"ok": True, "commands": [command]})
     launch = detect(os.environ)
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     failures: list[Exception] = []
 
-    def add_row(row: Row) -> None:
+    def add_row(row: StepRow) -> None:
         rows.append(row)
         terminal.status(progress(row))
 
@@ -172,7 +172,7 @@ def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
         worker.join(arguments.timeout)
     if worker.is_alive():
         cause = f"no answer after {arguments.timeout:g} s: a rank hangs, or --timeout is too short"
-        rows.append(Row(len(rows) + 1, FAILED, cause))
+        rows.append(StepRow(len(rows) + 1, FAILED, cause))
         atexit.register(leave, EXIT_FAILURE)  # before the finalizers, which would hang too
     if launch.rank and (failures or worker.is_alive()):
         # Rank 0 reports first: mpirun kills all ranks when one exits with a code other than 0.
@@ -185,7 +185,7 @@ def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
     return report(rows, framework, arguments.strategy, launch.size)
 
 
-def report(rows: Sequence[Row], framework: str, strategy: str | None, ranks: int) -> Report:
+def report(rows: Sequence[StepRow], framework: str, strategy: str | None, ranks: int) -> Report:
     """Return the eight rows as a table and as data; missing rows count as not seen."""
     failure = f"step {rows[-1].step}" if rows else "the start"
     all_rows = complete(rows, f"not reached: see {failure}")

@@ -57,8 +57,8 @@ class Call:
     values: int = 0  # that were broadcast
     shards: int | None = None  # number of shards, and the index of the rank's
     shard: int | None = None
-    base: float | None = None  # learning rate, and its scaling with the ranks
-    factor: float | None = None
+    base: float = 0.0  # learning rate, and its scaling with the ranks
+    factor: float = 0.0
     threads: int | None = None
     adasum: bool = False
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row, show
+from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, StepRow, show
 from hvdtrain.commands.verify.script import judge
 from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
@@ -44,7 +44,7 @@ Run = tuple[list[Record], Result]  # the records by rank, and the result of the 
 class ScriptResult:
     """The result of watching a script."""
 
-    rows: list[Row]  # all eight
+    rows: list[StepRow]  # all eight
     ended: list[str | None]  # how, by rank, if known; ``updates`` if by --updates
     updates: int  # number of updates made
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, Row
+from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, StepRow
 from hvdtrain.commands.verify.script.judge import rows
 from hvdtrain.commands.verify.script.record import (
     Call,
@@ -66,7 +66,7 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
 SINGLE_RANK = script(1, 0.1)[0]
 
 
-def judged(*changes: Change, single_rank: Record | None = SINGLE_RANK) -> list[Row]:
+def judged(*changes: Change, single_rank: Record | None = SINGLE_RANK) -> list[StepRow]:
     """Return the rows of a correct script after some changes of its records."""
     records = script()
     for change in changes:
