@@ -195,11 +195,7 @@ UNSCALED = rescaled(lambda true: 1 / true.size)
 MUTATIONS: dict[str, tuple[Any, ...]] = {
     "nothing": (None, contextlib.nullcontext()),
     "every rank believes it is alone": (1, "initialize", ALONE),
-    "two ranks believe they are rank 0": (
-        1,
-        "initialize",
-        world(rank=lambda true: true.rank // 2),
-    ),
+    "two ranks believe they are rank 0": (1, "initialize", world(rank=lambda true: true.rank // 2)),
     "local ranks are not counted by host": (1, "initialize", world(local_rank=0)),
     "every rank takes all cores": (2, "pin_device", all_cores),
     "every rank draws the whole set": (3, "shard_data", whole_set),

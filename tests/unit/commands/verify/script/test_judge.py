@@ -196,22 +196,10 @@ def test_a_single_rank_shows_few_steps() -> None:
 
 FAULTS: dict[str, tuple[int, list[Change], str]] = {
     "init is not called": (1, [each(world=None)], "hvd.init() was not called"),
-    "worlds of one": (
-        1,
-        [world(rank=0, size=1)],
-        "rank 0 was initialized as rank 0 of 1 (",
-    ),
-    "local ranks": (
-        1,
-        [world(local_rank=0)],
-        "rank 1 was initialized as rank 1 of 2 (",
-    ),
+    "worlds of one": (1, [world(rank=0, size=1)], "rank 0 was initialized as rank 0 of 1 ("),
+    "local ranks": (1, [world(local_rank=0)], "rank 1 was initialized as rank 1 of 2 ("),
     "all cores each": (2, [each(processor=(None, 2))], "4 threads on 2 cores"),
-    "the same samples": (
-        3,
-        [same_samples],
-        "80 of 80 samples seen were on more than one rank",
-    ),
+    "the same samples": (3, [same_samples], "80 of 80 samples seen were on more than one rank"),
     "the same shard": (3, [call(1, shard=0)], "shards 0 of 2, 0 of 2"),
     "too many shards": (3, [call(1, shards=4)], "0 of 4, 1 of 4"),
     "a sampler of all": (
@@ -237,11 +225,7 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
         "x 4, more than the linear rule's 2",
     ),
     "scaled on one": (4, [on(1, **rates(0.1))], "at update 1: 0.2, 0.1 by rank"),
-    "own gradients": (
-        5,
-        [applied(lambda rank: LOCAL[rank])],
-        "rank 1 applied different gradients",
-    ),
+    "own gradients": (5, [applied(lambda rank: LOCAL[rank])], "rank 1 applied different gradients"),
     "rank 0's gradients": (5, [updates(applied=LOCAL[0])], "rank 1 not used (1, "),
     "the sum": (5, [updates(applied=SUM)], "the sum, not the mean"),
     "nothing reduced": (5, [each(reduced=0)], "Horovod reduced nothing"),
