@@ -41,11 +41,6 @@ class Mpi:
     libraries: tuple[Path, ...]  # library directories of its link line
     mpirun: Path | None  # the launcher in the wrapper's directory
 
-    @property
-    def is_open_mpi(self) -> bool:
-        """Whether the launcher has Open MPI's options."""
-        return self.identity.startswith("Open MPI")
-
 
 @dataclass(frozen=True)
 class Compiler:
@@ -113,10 +108,11 @@ class Toolchain:
         is_package = folder.parts[-3:] == ("nvidia", "nccl", "lib")
         return folder if is_package and not folder.is_relative_to(self.prefix) else None
 
-    def installed_frameworks(self) -> tuple[str, ...]:
-        """Return the names of the frameworks that are installed."""
-        pairs = (("pytorch", self.torch), ("tensorflow", self.tensorflow))
-        return tuple(name for name, framework in pairs if framework)
+    @property
+    def frameworks(self) -> dict[str, Torch | TensorFlow]:
+        """Return the frameworks that are installed, by name."""
+        both = {"pytorch": self.torch, "tensorflow": self.tensorflow}
+        return {name: framework for name, framework in both.items() if framework}
 
 
 def find(environ: Mapping[str, str]) -> Toolchain:

@@ -147,7 +147,7 @@ def test_without_gpu_operations_pytorch_reports_no_cuda(
 
 
 def test_the_archive_is_pinned_by_version_and_hash() -> None:
-    assert recipe.requirement_text() == (
+    assert recipe.REQUIREMENT == (
         "horovod==0.28.1 --hash=sha256:"
         "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0\n"
     )
