@@ -19,7 +19,7 @@ from typing import TextIO
 
 from hvdtrain.commands.install_horovod import proof_program, recipe
 from hvdtrain.commands.install_horovod.recipe import BuildTarget, Workshop
-from hvdtrain.commands.install_horovod.toolchain import Mpi, Toolchain
+from hvdtrain.commands.install_horovod.toolchain import BuildMpi, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import (
     CachedWheel,
     WheelCache,
@@ -226,7 +226,7 @@ TIMEOUT = 180.0  # seconds; TensorFlow's import takes half a minute from an unca
 
 
 def proof_command(
-    framework: str, mpi: Mpi, python: Path, folder: Path, gpu: str, environ: Mapping[str, str]
+    framework: str, mpi: BuildMpi, python: Path, folder: Path, gpu: str, environ: Mapping[str, str]
 ) -> Command:
     """Return the command of an allreduce over two ranks, with the Horovod in ``folder``.
 

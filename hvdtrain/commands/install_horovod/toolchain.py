@@ -33,7 +33,7 @@ SYSTEM_LIBRARIES = tuple(
 
 
 @dataclass(frozen=True)
-class Mpi:
+class BuildMpi:
     """An MPI library, identified by its compiler wrapper."""
 
     mpicxx: Path  # the C++ wrapper; ``mpicc`` and ``mpirun`` are in its directory
@@ -93,7 +93,7 @@ class Toolchain:
     has_pip: bool  # whether this interpreter has pip
     make: Path | None  # GNU make
     compiler: Compiler | None  # the C++ compiler
-    mpi: Mpi | None  # the MPI library
+    mpi: BuildMpi | None  # the MPI library
     torch: Torch | None  # PyTorch
     tensorflow: TensorFlow | None  # TensorFlow
     cuda: Cuda | None  # the CUDA toolkit with its compiler
@@ -167,7 +167,7 @@ def major_version(identity: str) -> int:
     return int(numbers[-1]) if numbers else 0
 
 
-def find_mpi(environ: Mapping[str, str], scripts: Path) -> Mpi | None:
+def find_mpi(environ: Mapping[str, str], scripts: Path) -> BuildMpi | None:
     """Find MPI by ``mpicxx``: on PATH, then in the interpreter's directory.
 
     PATH comes first because it determines the user's ``mpirun``: with a cluster's MPI module loaded
@@ -183,7 +183,7 @@ def find_mpi(environ: Mapping[str, str], scripts: Path) -> Mpi | None:
         launchers = (Path(program).with_name(name) for name in ("mpirun", "mpiexec"))
         mpirun = next((path for path in launchers if path.is_file()), None)
         identity, libraries = mpi_identity("\n".join(texts[:2])), mpi_libraries(texts[2])
-        return Mpi(Path(program), identity, libraries, mpirun)
+        return BuildMpi(Path(program), identity, libraries, mpirun)
     return None
 
 

@@ -18,7 +18,7 @@ from hvdtrain.commands.verify.script.judge_updates import (
     learning_rate,
     mean_gradient,
 )
-from hvdtrain.commands.verify.script.record import OURS, SAME, Record, Records, Reduction
+from hvdtrain.commands.verify.script.record import OURS, SAME, MetricReduction, Record, Records
 from hvdtrain.commands.verify.script.samples import first_epoch, on_several, repeated
 from hvdtrain.system.output.text import plural, rank_list
 
@@ -219,7 +219,7 @@ def metrics(records: Records) -> StepRow:
     return row(8, True, evidence, reductions=min(map(len, reduced)))
 
 
-def _metrics(record: Record) -> list[Reduction]:
+def _metrics(record: Record) -> list[MetricReduction]:
     if record.hvdtrain:  # its adapters also reduce other values
         return [metric for metric in record.metrics if metric.name.startswith(OURS)]
     return record.metrics

@@ -85,7 +85,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class MetricReduction:
     """Values that may be a metric, before and after their reduction."""
 
     name: str
@@ -124,7 +124,7 @@ class Record:
     seen: SeenSamples = field(default_factory=SeenSamples)
     loader: Loader | None = None
     reduced: int = 0  # number of reductions over the ranks
-    metrics: list[Reduction] = field(default_factory=list)
+    metrics: list[MetricReduction] = field(default_factory=list)
     written: list[str] = field(default_factory=list)  # paths
     waiting: str | None = None  # name of a call that has not returned
     done: int = 0  # number of updates
@@ -218,7 +218,7 @@ class ScriptRecorder:
                 [float(value) for part in parts for value in np.ravel(part)]
                 for parts in (before, after)
             ]
-            metrics.append(Reduction(name, *flat))
+            metrics.append(MetricReduction(name, *flat))
             if len(metrics) <= DETAILED:
                 self.write()
 

@@ -15,8 +15,8 @@ from hvdtrain.commands.verify.script.record import (
     Call,
     HorovodWorld,
     Loader,
+    MetricReduction,
     Record,
-    Reduction,
     Update,
     Values,
 )
@@ -54,7 +54,7 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
             rates=[rate] * 5,
             seen=SeenSamples([f"{rank}-{row}" for row in range(80)], list(ENDS), 5),
             reduced=20,
-            metrics=[Reduction("loss", [1.0 + rank], [1.5])],
+            metrics=[MetricReduction("loss", [1.0 + rank], [1.5])],
             written=["/work/model.pt"] if rank == 0 else [],
             done=5,
             ended="updates",
@@ -260,7 +260,7 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
     "all write": (7, [on(1, written=["/work/model.pt"])], "ranks 0, 1 wrote"),
     "not reduced": (
         8,
-        [on(1, metrics=[Reduction("loss", [2.0], [2.0])])],
+        [on(1, metrics=[MetricReduction("loss", [2.0], [2.0])])],
         "loss is 1.5, 2 by rank after the reduction",
     ),
     "on one rank": (8, [on(1, metrics=[])], "but not on rank 1"),
@@ -275,7 +275,7 @@ def test_a_fault_fails_only_its_row(name: str) -> None:
     assert evidence in result[step - 1].evidence, result[step - 1].evidence
 
 
-OWN = each(hvdtrain=True, metrics=[Reduction("average_metrics over 9 samples", [1.0], [1.0])])
+OWN = each(hvdtrain=True, metrics=[MetricReduction("average_metrics over 9 samples", [1.0], [1.0])])
 SUMMED = [updates(applied=SUM), each(**rates(0.1))]
 ADASUM = [applied(lambda rank: LOCAL[rank]), each(**rates(0.1)), calling("hvd", adasum=True)]
 UNEVEN = [0.6 * first + 0.4 * second for first, second in zip(*LOCAL, strict=True)]
@@ -353,8 +353,8 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "a rank that gathers no value": (
         8,
         [
-            on(0, metrics=[Reduction("wrong ones", [], [3.0, 5.0])]),
-            on(1, metrics=[Reduction("wrong ones", [3.0, 5.0], [3.0, 5.0])]),
+            on(0, metrics=[MetricReduction("wrong ones", [], [3.0, 5.0])]),
+            on(1, metrics=[MetricReduction("wrong ones", [3.0, 5.0], [3.0, 5.0])]),
         ],
         OK,
         "wrong ones: none, 3 by rank, 3 on all",

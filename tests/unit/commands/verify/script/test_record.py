@@ -17,7 +17,7 @@ from hvdtrain.commands.verify.hooks import AfterImport, after, best_effort, repl
 from hvdtrain.commands.verify.script.record import (
     Call,
     EnoughError,
-    Reduction,
+    MetricReduction,
     ScriptRecorder,
     read_record,
     summary,
@@ -74,7 +74,7 @@ def test_samples_outside_of_the_training_are_not_recorded(recorder: ScriptRecord
 def test_the_record_is_on_disk_before_a_rank_may_be_ended(recorder: ScriptRecorder) -> None:
     """If a rank fails, mpirun ends the others, which can then write nothing any more."""
     recorder.metric("allreduce", [np.float64(2.0)], [np.float64(5.0)])
-    assert read_record(recorder.path).metrics == [Reduction("allreduce", [2.0], [5.0])]
+    assert read_record(recorder.path).metrics == [MetricReduction("allreduce", [2.0], [5.0])]
     recorder.wrote("/work/model.pt")
     assert read_record(recorder.path).written == ["/work/model.pt"]
 
