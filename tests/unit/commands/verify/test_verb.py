@@ -42,23 +42,6 @@ def test_number_of_ranks(tmp_path: Path) -> None:
         verify.rank_count(2, MPIRUN)
 
 
-@pytest.mark.parametrize(
-    ("words", "start"),
-    [
-        (["--", "--epochs", "1"], "--epochs: "),
-        (["--updates", "3"], "--updates: requires --script"),
-        (["-n", "2", "--strategy", "pipeline"], "--strategy pipeline: "),
-        (["-n", "0"], "-n: 0 is not a whole number of 1 or more"),
-        (["--timeout", "0"], "--timeout: 0 is not a number above 0"),
-        (["--script", "absent.py"], "--script absent.py: no such file"),
-        (["--script", __file__, "--updates", "0"], "--updates: 0 is not a whole number"),
-        (["--script", __file__, "--updates", "some"], "--updates: 'some' is not a number, nor all"),
-    ],
-)
-def test_wrong_use(words: list[str], start: str, refused: Callable[..., str]) -> None:
-    assert start in refused("verify", *words)
-
-
 def test_script_is_refused_on_ranks_of_a_launcher(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
