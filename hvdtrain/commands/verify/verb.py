@@ -27,7 +27,6 @@ from hvdtrain.system.runtime.exit import WAIT_USAGE, fail, leave
 
 log = logging.getLogger(__name__)
 
-FRAMEWORKS = ("pytorch", "tensorflow")
 TIMEOUT = 300.0  # seconds; importing TensorFlow from a cold shared disk takes up to 30 s
 UPDATES = 5
 
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("-n", dest="ranks", type=positive, metavar="N", help="number of ranks to start")
-    add("--framework", choices=FRAMEWORKS, help="framework (default: pytorch if installed)")
+    add("--framework", choices=tuple(PACKAGES), help="framework (default: pytorch if installed)")
     add("--strategy", metavar="NAME", help="strategy, as for the trainers (default: horovod)")
     add("--script", type=Path, metavar="FILE", help="Horovod script to verify instead")
     updates = f"number of updates before it is ended, or `all` (default: {UPDATES})"
@@ -81,7 +80,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError("--updates: requires --script FILE")
     _check_strategy(arguments.strategy)
     ranks = rank_count(arguments.ranks, os.environ)
-    framework = arguments.framework or installed_framework()
+    installed = (name for name, package in PACKAGES.items() if is_installed(package))
+    framework = arguments.framework or next(installed, "pytorch")
     if ranks is None and not arguments.script:
         return _verify_here(framework, arguments)
     with termination_as_interrupt():  # the ranks must not outlive this process
@@ -121,11 +121,6 @@ def rank_count(requested: int | None, environ: Mapping[str, str]) -> int | None:
     from hvdtrain.commands.launch.hosts import find_allocation
 
     return requested or find_allocation(environ).slots or None
-
-
-def installed_framework() -> str:
-    """Return ``pytorch``, or ``tensorflow`` if only that is installed."""
-    return next((name for name in FRAMEWORKS if is_installed(PACKAGES[name])), FRAMEWORKS[0])
 
 
 def _start(ranks: int, framework: str, arguments: argparse.Namespace) -> Report:

@@ -153,14 +153,17 @@ def half_written(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return folder
 
 
+def multiply(model: Any, factor: float) -> None:
+    for value in model.parameters() if framework == "pytorch" else model.trainable_variables:
+        value.data.mul_(factor) if framework == "pytorch" else value.assign(value * factor)
+
+
 def scaled_values(
     original: Any, self: Any, directory: Any, model: Any, *args: Any, **kw: Any
 ) -> Any:
-    for value in model.parameters() if framework == "pytorch" else model.trainable_variables:
-        value.data.mul_(2) if framework == "pytorch" else value.assign(value * 2)
+    multiply(model, 2.0)
     folder = original(self, directory, model, *args, **kw)
-    for value in model.parameters() if framework == "pytorch" else model.trainable_variables:
-        value.data.div_(4) if framework == "pytorch" else value.assign(value / 4)
+    multiply(model, 0.25)
     return folder
 
 
@@ -223,19 +226,9 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "metrics are not reduced": (8, "average_metrics", local_metrics),
     "padding counts as samples": (8, "average_metrics", padded),
 }
-FEW = {
-    "nothing",
-    "every rank believes it is alone",
-    "every rank takes all cores",
-    "every rank draws the whole set",
-    "the rate is not scaled",
-    "the optimizer keeps its first rate",
-    "the optimizer is not distributed",
-    "gradients are averaged over ranks",
-    "nothing is broadcast",
-    "every rank writes",
-    "the average of averages",
-}
+# The first of each step, and two that depend on the framework.
+FIRST = {step: name for name, (step, *_) in reversed(MUTATIONS.items())}
+FEW = {*FIRST.values(), "the optimizer keeps its first rate", "gradients are averaged over ranks"}
 
 results: dict[str, Any] = {}
 for name, (step, *change) in MUTATIONS.items():
